@@ -1,0 +1,1 @@
+"""Starts, watches, scales and ends a run; the command line and the Python interface."""

@@ -1,0 +1,1 @@
+"""Rollout workers and the evaluator: environments, acting, fragments."""

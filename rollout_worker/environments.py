@@ -1,0 +1,307 @@
+"""Vectorised environments with one face: N copies, stepped together, their agents sorted into policies.
+
+Every step tells apart `terminated` and `truncated`, hands over the true last observation of truncated slots, and has
+already reset what ended. `mask` is false where there was nothing to act for (an absent agent; the extra step in which
+a native vector environment resets itself).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from rollout_worker.making import Guarded, failure, make, make_native
+from shared.config import EnvironmentConfig
+from shared.errors import EnvironmentFailure
+from shared.fragment import EpisodeRecord
+from shared.spaces import Array, Columns, EnvironmentDescription, SpaceSpec
+
+
+@dataclass
+class PolicyStep:
+    """One step of all slots of one policy id."""
+
+    obs: Columns
+    """`[S, …]`: what to act on next."""
+    reward: Array
+    terminated: Array
+    truncated: Array
+    mask: Array
+    final_obs: Columns
+    """`[M, …]`: the true last observation of each truncated slot."""
+    final_slots: Array
+    """`[M]`, int32."""
+
+
+@dataclass
+class Step:
+    """One step of all environments."""
+
+    policies: dict[str, PolicyStep]
+    episodes: list[tuple[int, EpisodeRecord]] = field(default_factory=list)
+    """Environment number and record of each episode that ended."""
+
+
+class VectorEnvironment(Protocol):
+    """What the sampler steps."""
+
+    num_envs: int
+
+    def reset(self, seeds: Sequence[int]) -> dict[str, tuple[Columns, Array]]:
+        """Starts all environments, one seed each; per policy id the first observations and the mask."""
+        ...
+
+    def step(self, actions: Mapping[str, Columns]) -> Step:
+        """Takes the actions of all slots, per policy id; raises `EnvironmentFailure`."""
+        ...
+
+    def close(self) -> None:
+        """Ends the environments."""
+        ...
+
+
+def make_vector(config: EnvironmentConfig, description: EnvironmentDescription) -> VectorEnvironment:
+    """The vectorised environment that the config asks for."""
+    if config.api == "pettingzoo":
+        return ParallelEnvironments(config, description)
+    return GymnasiumEnvironments(config, description)
+
+
+class GymnasiumEnvironments:
+    """Gymnasium environments behind gymnasium's own vectorisation: sync, async or native."""
+
+    def __init__(self, config: EnvironmentConfig, description: EnvironmentDescription) -> None:
+        ((_, self._policy),) = description.agents.items()
+        self._spaces = description.policies[self._policy]
+        self.num_envs = config.num_envs
+        self._env = _vectorise(config)
+        self._mode = AutoresetMode(self._env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
+        self._over = np.zeros(self.num_envs, np.bool_)
+        self._returns = np.zeros(self.num_envs)
+        self._lengths = np.zeros(self.num_envs, np.int64)
+
+    def reset(self, seeds: Sequence[int]) -> dict[str, tuple[Columns, Array]]:
+        try:
+            observations, _ = self._env.reset(seed=list(seeds))
+        except EnvironmentFailure:
+            raise
+        except Exception as error:
+            raise failure(-1, "reset", error) from None
+        self._over[:] = False
+        self._returns[:] = 0
+        self._lengths[:] = 0
+        obs = self._spaces.observation.flatten("obs", observations)
+        return {self._policy: (obs, np.ones(self.num_envs, np.bool_))}
+
+    def step(self, actions: Mapping[str, Columns]) -> Step:
+        try:
+            return self._step(environment_actions(self._spaces.action, actions[self._policy]))
+        except EnvironmentFailure:
+            raise
+        except Exception as error:
+            raise failure(-1, "step", error) from None
+
+    def _step(self, actions: Any) -> Step:
+        observations, rewards, terminated, truncated, infos = self._env.step(actions)
+        mask = ~self._over if self._mode is AutoresetMode.NEXT_STEP else np.ones(self.num_envs, np.bool_)
+        done = (terminated | truncated) & mask
+        reward = np.where(mask, rewards, 0.0)
+        self._returns += reward
+        self._lengths += mask
+        final_slots = np.flatnonzero(truncated & mask).astype(np.int32)
+        episodes = [(int(i), self._record(int(i), infos)) for i in np.flatnonzero(done)]
+        final = self._final_obs(observations, infos, final_slots)
+        if done.any():
+            self._returns[done] = 0
+            self._lengths[done] = 0
+            if self._mode is AutoresetMode.DISABLED:
+                observations, _ = self._env.reset(options={"reset_mask": done})
+        self._over = done
+        step = PolicyStep(
+            self._spaces.observation.flatten("obs", observations),
+            reward.astype(np.float32), terminated & mask, truncated & mask, mask, final, final_slots,
+        )  # fmt: skip
+        return Step({self._policy: step}, episodes)
+
+    def _final_obs(self, observations: Any, infos: dict[str, Any], slots: Array) -> Columns:
+        if self._mode is AutoresetMode.SAME_STEP and slots.size:
+            rows = [self._spaces.observation.flatten("final_obs", infos["final_obs"][i]) for i in slots]
+            return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        return {
+            name: array[slots] for name, array in self._spaces.observation.flatten("final_obs", observations).items()
+        }
+
+    def _record(self, index: int, infos: dict[str, Any]) -> EpisodeRecord:
+        if self._mode is AutoresetMode.SAME_STEP:
+            infos = infos.get("final_info", {})
+        metrics = {}
+        for name, values in infos.items():
+            present = infos.get(f"_{name}")
+            if present is not None and np.ndim(values) == 1 and present[index]:
+                metrics |= scalar(name, values[index])
+        return episode_record(float(self._returns[index]), int(self._lengths[index]), metrics)
+
+    def close(self) -> None:
+        self._env.close()
+
+
+class ParallelEnvironments:
+    """PettingZoo parallel environments. Slot = agent's number within its policy × N + environment."""
+
+    def __init__(self, config: EnvironmentConfig, description: EnvironmentDescription) -> None:
+        self.num_envs = config.num_envs
+        self._description = description
+        self._envs = [make(config) for _ in range(self.num_envs)]
+        self._slots: dict[str, list[str]] = {policy_id: [] for policy_id in description.policies}
+        for agent, policy_id in description.agents.items():
+            self._slots[policy_id].append(agent)
+        self._live: list[set[str]] = [set() for _ in range(self.num_envs)]
+        self._observations: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+        self._returns: list[dict[str, float]] = [{} for _ in range(self.num_envs)]
+        self._lengths = [0] * self.num_envs
+
+    def reset(self, seeds: Sequence[int]) -> dict[str, tuple[Columns, Array]]:
+        for index, seed in enumerate(seeds):
+            self._reset(index, seed)
+        return {policy_id: self._stacked(policy_id) for policy_id in self._slots}
+
+    def _reset(self, index: int, seed: int | None) -> None:
+        try:
+            observations, _ = self._envs[index].reset(seed=seed)
+        except Exception as error:
+            raise failure(index, "reset", error) from None
+        self._observations[index] = dict(observations)
+        self._live[index] = set(self._envs[index].agents)
+        self._returns[index] = dict.fromkeys(self._description.agents, 0.0)
+        self._lengths[index] = 0
+
+    def step(self, actions: Mapping[str, Columns]) -> Step:
+        steps = {policy_id: self._blank(policy_id) for policy_id in self._slots}
+        finals: dict[str, list[tuple[int, Any]]] = {policy_id: [] for policy_id in self._slots}
+        episodes = []
+        nested = {
+            policy_id: environment_actions(self._description.policies[policy_id].action, columns)
+            for policy_id, columns in actions.items()
+        }
+        for index in range(self.num_envs):
+            self._step_one(index, nested, steps, finals)
+            if not self._live[index]:
+                total = sum(self._returns[index].values())
+                episodes.append((index, episode_record(total, self._lengths[index], {}, self._returns[index])))
+                self._reset(index, None)
+        for policy_id, step in steps.items():
+            step.obs = self._stacked(policy_id)[0]
+            step.final_slots = np.array([slot for slot, _ in finals[policy_id]], np.int32)
+            step.final_obs = self._rows(policy_id, "final_obs", [value for _, value in finals[policy_id]])
+        return Step(steps, episodes)
+
+    def _step_one(
+        self, index: int, nested: Mapping[str, Any], steps: dict[str, PolicyStep], finals: dict[str, list[tuple[int, Any]]]
+    ) -> None:
+        acting = {}
+        for policy_id, agents in self._slots.items():
+            for number, agent in enumerate(agents):
+                if agent in self._live[index]:
+                    acting[agent] = (policy_id, number * self.num_envs + index)
+        try:
+            observations, rewards, terminated, truncated, _ = self._envs[index].step(
+                {agent: pick(nested[policy_id], slot) for agent, (policy_id, slot) in acting.items()}
+            )
+        except Exception as error:
+            raise failure(index, "step", error) from None
+        self._lengths[index] += 1
+        for agent, (policy_id, slot) in acting.items():
+            step = steps[policy_id]
+            step.mask[slot] = True
+            step.reward[slot] = rewards.get(agent, 0.0)
+            step.terminated[slot] = terminated.get(agent, False)
+            step.truncated[slot] = truncated.get(agent, False)
+            self._returns[index][agent] += float(rewards.get(agent, 0.0))
+            if step.truncated[slot]:
+                finals[policy_id].append((slot, observations[agent]))
+        self._observations[index] = dict(observations)
+        self._live[index] = set(self._envs[index].agents)
+
+    def _stacked(self, policy_id: str) -> tuple[Columns, Array]:
+        agents = self._slots[policy_id]
+        order = [(agent, index) for agent in agents for index in range(self.num_envs)]
+        mask = np.array([agent in self._live[index] for agent, index in order])
+        rows = [self._observations[index].get(agent) if agent in self._live[index] else None for agent, index in order]
+        return self._rows(policy_id, "obs", rows), mask
+
+    def _rows(self, policy_id: str, prefix: str, values: Sequence[Any]) -> Columns:
+        """Stacked columns; zeros where an agent is absent (None)."""
+        spec = self._description.policies[policy_id].observation
+        columns = {
+            leaf.column(prefix): np.zeros((len(values), *leaf.shape), leaf.column_dtype) for leaf in spec.leaves
+        }
+        for row, value in enumerate(values):
+            if value is not None:
+                for name, array in spec.flatten(prefix, value).items():
+                    columns[name][row] = array
+        return columns
+
+    def _blank(self, policy_id: str) -> PolicyStep:
+        size = len(self._slots[policy_id]) * self.num_envs
+        flags = [np.zeros(size, np.bool_) for _ in range(3)]
+        return PolicyStep({}, np.zeros(size, np.float32), *flags, {}, np.zeros(0, np.int32))
+
+    def close(self) -> None:
+        for env in self._envs:
+            env.close()
+
+
+def environment_actions(spec: SpaceSpec, columns: Columns) -> Any:
+    """Action columns → what the environment takes: boxes clipped to their bounds, nested as the space is."""
+    bounded = dict(columns)
+    for leaf in spec.leaves:
+        if leaf.kind == "box":
+            low, high = leaf.bounds()
+            name = leaf.column("action")
+            bounded[name] = np.clip(columns[name], low.reshape(leaf.shape), high.reshape(leaf.shape))
+    return spec.nest("action", bounded)
+
+
+def episode_record(
+    episode_return: float, length: int, metrics: dict[str, float], agent_returns: dict[str, float] | None = None
+) -> EpisodeRecord:
+    """A record, with `is_success` or `success` taken out of the metrics."""
+    success = metrics.pop("is_success", metrics.pop("success", None))
+    return EpisodeRecord(
+        episode_return, length, None if success is None else bool(success), agent_returns or {}, metrics
+    )
+
+
+def scalar(name: str, value: Any) -> dict[str, float]:
+    """`{name: float}` for a finite number, else nothing."""
+    if isinstance(value, bool | int | float | np.bool_ | np.number) and np.isfinite(float(value)):
+        return {name: float(value)}
+    return {}
+
+
+def pick(nested: Any, index: int) -> Any:
+    """One environment's action out of a nested batch."""
+    if isinstance(nested, dict):
+        return {key: pick(value, index) for key, value in nested.items()}
+    if isinstance(nested, tuple):
+        return tuple(pick(value, index) for value in nested)
+    return nested[index]
+
+
+def _vectorise(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any]:
+    if config.vectorization == "native":
+        return make_native(config)
+    makers = [partial(_guarded, config, index) for index in range(config.num_envs)]
+    if config.vectorization == "async":  # spawn: forking a process that has threads can hang it
+        return gym.vector.AsyncVectorEnv(makers, context="spawn", autoreset_mode=AutoresetMode.DISABLED)
+    return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
+
+
+def _guarded(config: EnvironmentConfig, index: int) -> Guarded:
+    return Guarded(make(config), index)

@@ -1,0 +1,99 @@
+"""Playing a policy for a number of episodes and summing up the scores; used by the evaluator and by `evaluate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollout_worker.environments import VectorEnvironment, make_vector
+from rollout_worker.exploration import Greedy, Sampling
+from shared.config import Config, EnvironmentConfig
+from shared.fragment import EpisodeRecord
+from shared.policies.actor_critic import ActorCritic
+from shared.spaces import EnvironmentDescription
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The outcome of an evaluation."""
+
+    episodes: tuple[EpisodeRecord, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: mean, spread, bounds, lengths, success rate, and the environment's own metrics."""
+        returns = np.array([record.episode_return for record in self.episodes])
+        successes = [record.success for record in self.episodes if record.success is not None]
+        names = sorted({name for record in self.episodes for name in record.metrics})
+        return {
+            "episodes": len(returns),
+            "mean_return": float(returns.mean()),
+            "std_return": float(returns.std()),
+            "min_return": float(returns.min()),
+            "max_return": float(returns.max()),
+            "mean_length": float(np.mean([record.length for record in self.episodes])),
+            "success_rate": float(np.mean(successes)) if successes else None,
+            "metrics": {
+                name: float(np.mean([record.metrics[name] for record in self.episodes if name in record.metrics]))
+                for name in names
+            },
+        }
+
+
+def evaluation_environment(config: Config) -> EnvironmentConfig:
+    """The training environment with the evaluation's copies and arguments; never native, whose episodes blend."""
+    evaluation = config.evaluation
+    return config.environment.model_copy(
+        update={
+            "num_envs": min(evaluation.num_envs, evaluation.episodes),
+            "kwargs": {**config.environment.kwargs, **evaluation.kwargs},
+            "vectorization": "sync",
+        }
+    )
+
+
+@torch.inference_mode()
+def play(
+    environment: VectorEnvironment,
+    policies: Mapping[str, ActorCritic],
+    episodes: int,
+    *,
+    greedy: bool,
+    seed: int,
+) -> Scores:
+    """Plays exactly `episodes` episodes; each environment plays its share, so that short ones aren't favoured."""
+    exploration = Greedy() if greedy else Sampling()
+    generator = torch.Generator().manual_seed(seed)
+    copies = environment.num_envs
+    shares = [(episodes + index) // copies for index in range(copies)]
+    records: list[list[EpisodeRecord]] = [[] for _ in range(copies)]
+    now = environment.reset([seed + index for index in range(copies)])
+    while any(len(done) < share for done, share in zip(records, shares, strict=True)):
+        actions = {}
+        for policy_id, (observations, _) in now.items():
+            tensors = {name: torch.from_numpy(array) for name, array in observations.items()}
+            chosen, _ = exploration.act(policies[policy_id], tensors, generator)
+            actions[policy_id] = {name: tensor.numpy() for name, tensor in chosen.items()}
+        step = environment.step(actions)
+        now = {policy_id: (result.obs, result.mask) for policy_id, result in step.policies.items()}
+        for index, record in step.episodes:
+            if len(records[index]) < shares[index]:
+                records[index].append(replace(record))
+    return Scores(tuple(record for done in records for record in done))
+
+
+def evaluate_policies(
+    config: Config, description: EnvironmentDescription, policies: Mapping[str, ActorCritic], episodes: int | None = None
+) -> Scores:
+    """Makes the evaluation environments, plays, and closes them; raises `EnvironmentFailure`."""
+    evaluation = config.evaluation
+    environment = make_vector(evaluation_environment(config), description)
+    try:
+        return play(
+            environment, policies, episodes or evaluation.episodes, greedy=evaluation.greedy, seed=evaluation.seed
+        )
+    finally:
+        environment.close()

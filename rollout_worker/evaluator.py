@@ -1,0 +1,119 @@
+"""The evaluator: plays each new checkpoint from the store, reports the score, and sees when the run is solved.
+
+Where checkpoints come faster than they can be played, it plays the newest. Its scores choose the best checkpoint and
+may end the run; they never change what is learnt.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from rollout_worker.evaluation import evaluate_policies
+from shared.checkpoint import checkpoint_version
+from shared.errors import CheckpointError, EnvironmentFailure
+from shared.events import emit, read_evaluations, read_events, record_evaluation
+from shared.heartbeat import Heartbeat
+from shared.policies.codec import decode_policy
+from shared.role import Role
+from shared.spaces import EnvironmentDescription
+
+_LOGGER = logging.getLogger("stagecoach.evaluator")
+_POLL_SECONDS = 1.0
+_DEADLINE_SECONDS = 86_400.0
+"""A day without a checkpoint: something is wrong, and a restart looks again."""
+
+
+class Evaluator:
+    """One evaluator. `run` is its whole life; `step` is one turn of it, for the one-process mode."""
+
+    def __init__(self, role: Role) -> None:
+        self._role = role
+        self._heartbeat = Heartbeat(role.redis, role.run_id, "evaluator", "evaluator")
+        self._after = "0-0"
+        self._description: EnvironmentDescription | None = None
+
+    def run(self) -> str:
+        """Evaluates until the run has finished."""
+        self.start()
+        reason = "failed"
+        try:
+            while self._role.flow.read().state != "finished":
+                self.step(_POLL_SECONDS)
+            reason = "finished"
+        finally:
+            self.stop(reason)
+        return reason
+
+    def start(self) -> None:
+        """Announces itself."""
+        self._role.check_config()
+        torch.set_num_threads(1)
+        self._heartbeat.progress = {"evaluations": 0}
+        self._heartbeat.start()
+
+    def stop(self, reason: str) -> None:
+        """Says good-bye."""
+        self._heartbeat.stop(reason)
+
+    def step(self, wait_seconds: float) -> str:
+        """One turn: `evaluated` the newest checkpoint, or `waited` for one."""
+        name = self._newest() or self._wait_for_checkpoint(wait_seconds)
+        if name is None:
+            return "waited"
+        self._evaluate(name)
+        return "evaluated"
+
+    def _newest(self) -> str | None:
+        """The newest checkpoint, unless it has been played already."""
+        pointer = self._role.checkpoints.pointer()
+        done = read_evaluations(self._role.redis, self._role.run_id)
+        return None if pointer is None or pointer.latest in done else pointer.latest
+
+    def _wait_for_checkpoint(self, wait_seconds: float) -> str | None:
+        if wait_seconds <= 0:
+            return None
+        with self._heartbeat.waiting("a new checkpoint", _DEADLINE_SECONDS) as wait:
+            while (name := self._newest()) is None and self._role.flow.read().state != "finished":
+                wait.check()
+                for event in read_events(self._role.redis, self._role.run_id, self._after, wait_seconds):
+                    self._after = event.id
+        return name
+
+    def _evaluate(self, name: str) -> None:
+        role = self._role
+        self._description = self._description or role.description()
+        started = time.monotonic()
+        try:
+            checkpoint = role.checkpoints.load(name, only="policy.safetensors")
+            policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
+            scores = evaluate_policies(role.config, self._description, policies).as_dict()
+        except CheckpointError as error:
+            _LOGGER.warning("cannot evaluate %s: %s", name, error)  # pruned meanwhile, or damaged: the next one counts
+            time.sleep(_POLL_SECONDS)
+            return
+        except EnvironmentFailure as error:
+            _LOGGER.error("evaluation of %s failed: %s", name, error)
+            emit(role.redis, role.run_id, "environment", f"evaluator: {str(error).splitlines()[0]}")
+            time.sleep(_POLL_SECONDS)
+            return
+        scores |= {"version": checkpoint_version(name), "checkpoint": name}
+        scores |= {"env_steps": checkpoint.manifest.provenance["counters"]["train"]["env_steps"]}
+        record_evaluation(role.redis, role.run_id, name, scores)
+        text = f"{name} scores {scores['mean_return']:.1f} ± {scores['std_return']:.1f} over {scores['episodes']} episodes"
+        emit(role.redis, role.run_id, "evaluation", text, **scores)
+        progress = {"evaluations": self._heartbeat.progress["evaluations"] + 1, "checkpoint": name}
+        self._heartbeat.progress = progress | {"seconds": round(time.monotonic() - started, 3)}
+        self._check_solved()
+
+    def _check_solved(self) -> None:
+        """Ends the run once the mean of the last evaluations reaches the target."""
+        stop = self._role.config.stop_at
+        if stop.mean_return is None:
+            return
+        scores = [item["mean_return"] for item in read_evaluations(self._role.redis, self._role.run_id).values()]
+        last = scores[-stop.evaluations :]
+        if len(last) == stop.evaluations and sum(last) / len(last) >= stop.mean_return:
+            self._role.flow.set_state("stopping", "solved", expected="running")

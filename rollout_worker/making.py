@@ -1,0 +1,209 @@
+"""Making environments from the config, and describing their spaces as data."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import traceback
+from collections.abc import Callable
+from typing import Any, cast
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+from shared.config import Config, EnvironmentConfig
+from shared.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, UnsupportedSpace
+from shared.spaces import EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
+
+SINGLE_AGENT = "default"
+"""The name of the only agent of a gymnasium environment."""
+
+
+def describe_environment(config: Config) -> EnvironmentDescription:
+    """Makes one environment, reads its agents and spaces, and closes it.
+
+    Raises `EnvironmentUnusable`, `UnsupportedSpace`, or `ConfigError` for agents without a policy.
+    """
+    env = make(config.environment)
+    try:
+        if config.environment.api == "pettingzoo":
+            found = {agent: (env.observation_space(agent), env.action_space(agent)) for agent in env.possible_agents}
+        else:
+            found = {SINGLE_AGENT: (env.observation_space, env.action_space)}
+    finally:
+        env.close()
+    unknown = sorted(set(config.agents) - set(found))
+    if unknown:
+        raise ConfigError(f"agents names {unknown}, but the environment has {sorted(found)}")
+    agents: dict[str, str] = {}
+    policies: dict[str, PolicySpaces] = {}
+    for agent, (observation, action) in found.items():
+        try:
+            policy_id = agents[agent] = config.policy_of(agent)
+        except KeyError:
+            raise ConfigError(
+                f"agent {agent!r} is mapped to no policy; add agents.{agent}: one of {sorted(config.policies)}"
+            ) from None
+        described = PolicySpaces(describe_space(observation), describe_space(action))
+        if policies.setdefault(policy_id, described) != described:
+            raise ConfigError(f"agents of policy {policy_id!r} have different spaces; give {agent!r} a policy of its own")
+    unused = sorted(set(config.policies) - set(policies))
+    if unused:
+        raise ConfigError(f"policies {unused} have no agent; the environment's agents are {sorted(found)}")
+    return EnvironmentDescription(agents, policies)
+
+
+def make(config: EnvironmentConfig, **overrides: Any) -> Any:
+    """One environment (a gymnasium `Env` or a PettingZoo parallel environment), wrapped as configured.
+
+    `overrides` (such as `render_mode`) replace config kwargs. Raises `EnvironmentUnusable` with the cause.
+    """
+    kwargs = {**config.kwargs, **overrides}
+    if is_factory(config.id):
+        env = _call(import_object(config.id, "environment.id"), kwargs, config.id)
+    else:
+        limit = {"max_episode_steps": config.max_episode_steps} if config.max_episode_steps else {}
+        env = _registered(lambda: gym.make(config.id, **limit, **kwargs), config.id)
+    expected = ("possible_agents", "step") if config.api == "pettingzoo" else ("observation_space", "step")
+    if not all(hasattr(env, name) for name in expected):
+        raise EnvironmentUnusable(f"{config.id} returned a {type(env).__name__}; environment.api={config.api} expects "
+                                  f"{'a PettingZoo parallel environment' if config.api == 'pettingzoo' else 'a gymnasium.Env'}")  # fmt: skip
+    if is_factory(config.id) and config.max_episode_steps and config.api == "gymnasium":
+        env = gym.wrappers.TimeLimit(env, config.max_episode_steps)
+    for wrapper in config.wrappers:
+        env = _call(import_object(wrapper.path, "environment.wrappers"), {"env": env, **wrapper.kwargs}, wrapper.path)
+    return env
+
+
+def make_native(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any]:
+    """The environment's own vectorised version, with `num_envs` copies."""
+    if config.wrappers:
+        raise ConfigError("environment.vectorization=native cannot apply environment.wrappers; use sync or async")
+    if is_factory(config.id):
+        made = _call(import_object(config.id, "environment.id"), {"num_envs": config.num_envs, **config.kwargs}, config.id)
+        if not isinstance(made, gym.vector.VectorEnv):
+            raise EnvironmentUnusable(f"{config.id} returned a {type(made).__name__}; native expects a gymnasium VectorEnv")
+        return made
+    spec = _registered(lambda: gym.spec(config.id), config.id)
+    if spec.vector_entry_point is None:
+        raise ConfigError(f"{config.id} has no vectorised version of its own; use environment.vectorization: sync or async")
+    limit = {"max_episode_steps": config.max_episode_steps} if config.max_episode_steps else {}
+    return _registered(
+        lambda: gym.make_vec(
+            config.id, config.num_envs, vectorization_mode="vector_entry_point", **limit, **config.kwargs
+        ),
+        config.id,
+    )
+
+
+def is_factory(name: str) -> bool:
+    """Whether `module:factory` is meant (gymnasium's own `module:Name-v0` imports a module, then makes an id)."""
+    return ":" in name and not re.search(r"-v\d+$", name)
+
+
+def import_object(path: str, field: str) -> Callable[..., Any]:
+    """`package.module:name` → the object; raises `EnvironmentUnusable`."""
+    module_name, _, name = path.partition(":")
+    if not name:
+        raise EnvironmentUnusable(f"{field}: expected 'package.module:name', found {path!r}")
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except ModuleNotFoundError as error:
+        raise EnvironmentUnusable(f"{field}: {path!r}: {error}; install it or start from the folder that holds it") from None
+    except AttributeError:
+        raise EnvironmentUnusable(f"{field}: module {module_name!r} has no {name!r}") from None
+    return cast(Callable[..., Any], found)
+
+
+def _registered(make_it: Callable[[], Any], name: str) -> Any:
+    try:
+        return make_it()
+    except gym.error.DependencyNotInstalled as error:
+        raise EnvironmentUnusable(f"{name} needs a package that is not installed: {error}") from None
+    except gym.error.Error as error:
+        hint = "" if ":" in name else "; a user's own environment is given as module:factory"
+        raise EnvironmentUnusable(f"unknown or unusable environment {name!r}: {' '.join(str(error).split())}{hint}") from None
+    except Exception as error:
+        raise EnvironmentUnusable(f"{name} cannot be made: {type(error).__name__}: {error}") from error
+
+
+def _call(factory: Callable[..., Any], kwargs: dict[str, Any], name: str) -> Any:
+    try:
+        return factory(**kwargs)
+    except Exception as error:
+        raise EnvironmentUnusable(f"{name} cannot be made: {type(error).__name__}: {error}") from error
+
+
+class Guarded(gym.Wrapper[Any, Any, Any, Any]):
+    """Turns what an environment raises into `EnvironmentFailure`, with its number, the place and the traceback."""
+
+    def __init__(self, env: gym.Env[Any, Any], index: int) -> None:
+        super().__init__(env)
+        self._index = index
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        try:
+            return self.env.reset(**kwargs)
+        except Exception as error:
+            raise failure(self._index, "reset", error) from None
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        try:
+            return self.env.step(action)
+        except Exception as error:
+            raise failure(self._index, "step", error) from None
+
+
+def failure(index: int, place: str, error: Exception) -> EnvironmentFailure:
+    """The named error for what environment `index` raised."""
+    trace = "".join(traceback.format_exception(error))
+    return EnvironmentFailure(f"environment {index} raised {type(error).__name__} in {place}: {error}\n{trace}")
+
+
+def describe_space(space: spaces.Space[Any]) -> SpaceSpec:
+    """A gymnasium space as data; raises `UnsupportedSpace` for text, graphs and sequences."""
+    leaves: list[Leaf] = []
+    structure = _describe(space, "", leaves)
+    if not leaves:
+        raise UnsupportedSpace(f"{space} holds nothing that could be observed or done")
+    paths = [leaf.path for leaf in leaves]
+    if len(set(paths)) != len(paths):
+        raise UnsupportedSpace(f"{space} has keys that become the same column name: {sorted(paths)}")
+    return SpaceSpec(tuple(leaves), structure)
+
+
+def _describe(space: spaces.Space[Any], path: str, leaves: list[Leaf]) -> Any:
+    below = f"{path}." if path else ""
+    if isinstance(space, spaces.Dict):
+        return {"dict": {str(key): _describe(item, f"{below}{key}", leaves) for key, item in space.spaces.items()}}
+    if isinstance(space, spaces.Tuple):
+        return {"tuple": [_describe(item, f"{below}{index}", leaves) for index, item in enumerate(space.spaces)]}
+    leaves.append(_leaf(space, path))
+    return len(leaves) - 1
+
+
+def _leaf(space: spaces.Space[Any], path: str) -> Leaf:
+    if isinstance(space, spaces.Box):
+        low, high = _bounds(space.low), _bounds(space.high)
+        return Leaf(path, "box", tuple(space.shape), str(space.dtype), low=low, high=high)
+    if isinstance(space, spaces.Discrete):
+        return Leaf(path, "discrete", (), str(space.dtype), nvec=(int(space.n),), start=(int(space.start),))
+    if isinstance(space, spaces.MultiDiscrete):
+        nvec = tuple(int(n) for n in space.nvec.flatten())
+        start = tuple(int(n) for n in np.broadcast_to(space.start, space.nvec.shape).flatten())
+        return Leaf(path, "multi_discrete", tuple(space.nvec.shape), str(space.dtype), nvec=nvec, start=start)
+    if isinstance(space, spaces.MultiBinary):
+        shape = tuple(int(n) for n in space.shape)
+        size = int(np.prod(shape))
+        return Leaf(path, "multi_binary", shape, str(space.dtype), nvec=(2,) * size, start=(0,) * size)
+    where = f"{path}: " if path else ""
+    raise UnsupportedSpace(
+        f"{where}{type(space).__name__} spaces are not supported; expected Box, Discrete, MultiDiscrete, MultiBinary, "
+        f"Dict or Tuple"
+    )
+
+
+def _bounds(values: Any) -> tuple[float, ...]:
+    flat = np.asarray(values, np.float64).flatten()
+    return (float(flat[0]),) if flat.size and (flat == flat[0]).all() else tuple(float(value) for value in flat)

@@ -1,0 +1,127 @@
+"""The sampler: environments × policies → the columns of one fragment.
+
+It keeps its environments running between fragments, so that episodes go on across them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_worker.environments import PolicyStep, VectorEnvironment
+from rollout_worker.exploration import Exploration
+from shared.fragment import EpisodeRecord, expected_columns
+from shared.policies.actor_critic import ActorCritic
+from shared.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
+
+
+@dataclass
+class Sample:
+    """What one fragment holds, before its header."""
+
+    columns: dict[str, Columns]
+    episodes: tuple[EpisodeRecord, ...]
+    acting_seconds: float
+    environment_seconds: float
+
+
+class Sampler:
+    """Steps its environments for one fragment at a time."""
+
+    def __init__(self, environment: VectorEnvironment, description: EnvironmentDescription, seed: int) -> None:
+        self._environment = environment
+        self._description = description
+        self._generator = torch.Generator().manual_seed(seed)
+        seeds = np.random.SeedSequence(seed).generate_state(environment.num_envs)
+        self._now = environment.reset([int(value) for value in seeds])
+
+    @torch.inference_mode()
+    def sample(self, policies: Mapping[str, ActorCritic], exploration: Exploration, steps: int) -> Sample:
+        """Acts `steps` steps in every environment; raises `EnvironmentFailure`, and then nothing was produced."""
+        started, environment_seconds = time.perf_counter(), 0.0
+        recorders = {
+            policy_id: _Recorder(spaces, steps, self._environment.num_envs * self._description.slots(policy_id))
+            for policy_id, spaces in self._description.policies.items()
+        }
+        episodes: list[EpisodeRecord] = []
+        for step in range(steps):
+            actions = {}
+            for policy_id, recorder in recorders.items():
+                observations, mask = self._now[policy_id]
+                tensors = {name: torch.from_numpy(array) for name, array in observations.items()}
+                chosen, params = exploration.act(policies[policy_id], tensors, self._generator)
+                actions[policy_id] = {name: tensor.numpy() for name, tensor in chosen.items()}
+                recorder.acted(step, observations, actions[policy_id], params)
+            before = time.perf_counter()
+            result = self._environment.step(actions)
+            environment_seconds += time.perf_counter() - before
+            for policy_id, recorder in recorders.items():
+                recorder.stepped(step, result.policies[policy_id])
+                self._now[policy_id] = (result.policies[policy_id].obs, result.policies[policy_id].mask)
+            episodes += [record for _, record in result.episodes]
+        columns = {
+            policy_id: recorder.finish(policies[policy_id], self._now[policy_id][0])
+            for policy_id, recorder in recorders.items()
+        }
+        seconds = time.perf_counter() - started
+        return Sample(columns, tuple(episodes), seconds, environment_seconds)
+
+    def close(self) -> None:
+        """Ends the environments."""
+        self._environment.close()
+
+
+class _Recorder:
+    """The preallocated columns of one policy id."""
+
+    def __init__(self, spaces: PolicySpaces, steps: int, slots: int) -> None:
+        self._observation_names = spaces.observation.column_names("obs")
+        expected = expected_columns(spaces, steps, slots)
+        growing = {leaf.column("final_obs") for leaf in spaces.observation.leaves} | {"final_index"}
+        self.columns: Columns = {
+            name: np.empty(shape, dtype) for name, (shape, dtype) in expected.items() if name not in growing
+        }
+        self._final: dict[str, list[Array]] = {name: [] for name in growing}
+        self._empty = {name: np.zeros((0, *expected[name][0][1:]), expected[name][1]) for name in growing}
+        self._params: list[Tensor] = []
+
+    def acted(self, step: int, observations: Columns, actions: Columns, params: Tensor | None) -> None:
+        for name, array in observations.items():
+            self.columns[name][step] = array
+        for name, array in actions.items():
+            self.columns[name][step] = array
+        if params is not None:
+            self._params.append(params)
+
+    def stepped(self, step: int, result: PolicyStep) -> None:
+        for name in ("reward", "terminated", "truncated", "mask"):
+            self.columns[name][step] = getattr(result, name)
+        if result.final_slots.size:
+            for name, array in result.final_obs.items():
+                self._final[name].append(array)
+            index = np.stack([np.full_like(result.final_slots, step), result.final_slots], axis=1)
+            self._final["final_index"].append(index.astype(np.int32))
+
+    def finish(self, policy: ActorCritic, bootstrap: Columns) -> Columns:
+        """Log-probabilities for all steps at once, the observation after the last step, and the final ones."""
+        steps, slots = self.columns["reward"].shape
+        if self._params:
+            actions = {
+                name: torch.from_numpy(array).flatten(0, 1)
+                for name, array in self.columns.items()
+                if name.startswith("action")
+            }
+            log_prob = policy.distribution.log_prob(torch.cat(self._params), actions)
+            self.columns["log_prob"] = log_prob.reshape(steps, slots).to(torch.float32).numpy()
+        else:
+            self.columns["log_prob"][:] = 0.0
+        for name in self._observation_names:
+            self.columns["bootstrap_" + name][:] = bootstrap[name]
+        for name, parts in self._final.items():
+            self.columns[name] = np.concatenate(parts) if parts else self._empty[name]
+        return self.columns

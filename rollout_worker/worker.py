@@ -1,0 +1,207 @@
+"""The rollout worker: claim a fragment, act it with the newest policy version, push it; again and again.
+
+In: credit and policy versions (Redis), the first policy (newest checkpoint). Out: fragments, heartbeats. A fragment
+that is cut off in the middle was never produced.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+
+import numpy as np
+import torch
+
+from rollout_worker.environments import make_vector
+from rollout_worker.exploration import Exploration, RandomActing, Sampling
+from rollout_worker.sampler import Sample, Sampler
+from shared import fragment
+from shared.checkpoint import READY
+from shared.errors import CheckpointError, EnvironmentFailure, WorkerSuperseded
+from shared.events import emit
+from shared.experience_log import ExperienceLog
+from shared.flow import Claim
+from shared.heartbeat import Heartbeat, poll
+from shared.policies.actor_critic import build_policies
+from shared.policies.codec import load_state_arrays
+from shared.policy_board import PolicyBoard, PolicyVersion, version_of
+from shared.role import Role
+from shared.steps import Phase
+
+_LOGGER = logging.getLogger("stagecoach.worker")
+_WAKEUP_SECONDS = 1.0
+"""The longest sleep between two claims: nobody announces that a lease has run out."""
+_WAITS = {"wait_credit": "credit", "wait_log": "room in the log (a durable checkpoint frees it)"}
+
+
+class Worker:
+    """One rollout worker. `run` is its whole life; `step` is one turn of it, for the one-process mode."""
+
+    def __init__(self, role: Role, index: int) -> None:
+        self._role = role
+        self._config = role.config
+        self._index = index
+        self.id = f"worker-{index}"
+        self._log = ExperienceLog(role.redis, role.run_id)
+        self._board = PolicyBoard(role.redis, role.run_id)
+        self._heartbeat = Heartbeat(role.redis, role.run_id, "worker", self.id)
+        self._failures: deque[float] = deque()
+        self._environment_restarts = 0
+        self._seq = 0
+
+    def run(self) -> str:
+        """Claims, acts and pushes until the run ends or the worker is drained; answers which."""
+        self.start()
+        reason = "failed"
+        try:
+            while not (word := self.step(_WAKEUP_SECONDS)).startswith("end:"):
+                pass
+            reason = word.removeprefix("end:")
+        except WorkerSuperseded as error:
+            reason = str(error)
+        finally:
+            self.stop(reason)
+        return reason
+
+    def start(self) -> None:
+        """Registers as a new incarnation, loads the first policy, and starts the environments."""
+        self._role.check_config()
+        torch.set_num_threads(self._config.rollout.torch_threads)
+        self._description = self._role.description()
+        self._policies = build_policies(self._description.policies, self._config.policies, seed=0)
+        self.incarnation, self._epoch = self._role.flow.register(self.id)
+        self._heartbeat.progress = {"incarnation": self.incarnation, "fragments": 0, "transitions": 0}
+        self._heartbeat.start()
+        self._bootstrap()
+        self._sampler = self._make_sampler()
+        emit(self._role.redis, self._role.run_id, "worker", f"{self.id} joined (incarnation {self.incarnation})")
+        _LOGGER.info("%s joined run %s as incarnation %d", self.id, self._role.run_id, self.incarnation)
+
+    def step(self, wait_seconds: float) -> str:
+        """One turn: `pushed`, `waited`, `failed` (the environment; it was started again) or `end:` and a reason."""
+        claim = self._claim(wait_seconds)
+        if claim.waiting:
+            return "waited"
+        if not claim.granted:
+            return f"end:{claim.word}"
+        self._update_policy(claim)
+        try:
+            sample = self._sampler.sample(self._policies, self._exploration(), self._config.rollout.fragment_steps)
+        except EnvironmentFailure as error:
+            self._restart_environment(error)
+            return "failed"
+        return self._push(claim, sample)
+
+    def stop(self, reason: str) -> None:
+        """Gives back what it holds and says good-bye."""
+        if hasattr(self, "_sampler"):
+            self._sampler.close()
+        self._role.flow.release(self.id)
+        emit(self._role.redis, self._role.run_id, "worker", f"{self.id} ended: {reason}")
+        self._heartbeat.stop(reason)
+        _LOGGER.info("%s ended: %s", self.id, reason)
+
+    def _claim(self, wait_seconds: float) -> Claim:
+        claim = self._role.flow.claim(self.id, self.incarnation, self._seq)
+        if not claim.waiting or wait_seconds <= 0:
+            return claim
+        with self._heartbeat.waiting(_WAITS[claim.word], self._config.rollout.wait_deadline_seconds) as wait:
+            while claim.waiting:
+                wait.check()
+                self._role.flow.wait_for_wakeup(claim, wait_seconds)
+                claim = self._role.flow.claim(self.id, self.incarnation, self._seq)
+        return claim
+
+    def _update_policy(self, claim: Claim) -> None:
+        """Acts with at least the version of the claim: weights, normaliser and counters move together."""
+        if self._header.version >= claim.version:
+            return
+        with self._heartbeat.waiting("the policy board", self._config.rollout.wait_deadline_seconds) as wait:
+            poll(wait, lambda: self._fetch(claim.version))
+
+    def _fetch(self, at_least: int) -> bool:
+        try:
+            version = self._board.fetch(self._role.checkpoints)
+        except CheckpointError:
+            return False  # replaced while it was read (object_store); the newer one is on the board by now
+        if version is None or version.header.version < at_least:
+            return False
+        self._take(version)
+        return True
+
+    def _take(self, version: PolicyVersion) -> None:
+        self._header = version.header
+        for policy_id, state in version.states.items():
+            load_state_arrays(self._policies[policy_id], state)
+
+    def _exploration(self) -> Exploration:
+        return RandomActing() if self._header.phase is Phase.HEATUP else Sampling()
+
+    def _push(self, claim: Claim, sample: Sample) -> str:
+        header = fragment.FragmentHeader(
+            run_id=self._role.run_id, worker_id=self.id, incarnation=self.incarnation, seq=self._seq,
+            phase=self._header.phase, policy_versions=dict.fromkeys(self._policies, self._header.version),
+            steps=self._config.rollout.fragment_steps, num_envs=self._config.environment.num_envs,
+            episodes=sample.episodes, acting_seconds=round(sample.acting_seconds, 6),
+        )  # fmt: skip
+        blob = fragment.encode(fragment.Fragment(header, sample.columns), self._config.rollout.compression)
+        word = self._log.push(self.id, self.incarnation, self._seq, claim.epoch, header.transitions, blob)
+        if word == "finished":
+            return "end:finished"
+        if word == "epoch":  # Redis was set back in time: what it knows of this worker may be wrong
+            self.incarnation, self._epoch = self._role.flow.register(self.id)
+            self._seq = 0
+            return "waited"
+        if word != "stale":
+            self._seq += 1
+        progress = self._heartbeat.progress
+        self._heartbeat.progress = progress | {
+            "fragments": progress["fragments"] + 1,
+            "transitions": progress["transitions"] + header.transitions,
+            "version": self._header.version,
+            "act_seconds": round(progress.get("act_seconds", 0.0) + sample.acting_seconds, 3),
+            "env_seconds": round(progress.get("env_seconds", 0.0) + sample.environment_seconds, 3),
+            "incarnation": self.incarnation,
+        }
+        return "pushed"
+
+    def _bootstrap(self) -> None:
+        """The first policy comes from the newest checkpoint, once `.ready` says that there is one."""
+        checkpoints = self._role.checkpoints
+        with self._heartbeat.waiting("the first checkpoint (.ready)", self._config.rollout.wait_deadline_seconds) as wait:
+            poll(wait, lambda: checkpoints.marker(READY) is not None and self._load_newest())
+
+    def _load_newest(self) -> bool:
+        try:
+            checkpoint = self._role.checkpoints.load_latest(only="policy.safetensors")
+        except CheckpointError as error:
+            _LOGGER.warning("%s: cannot start from the newest checkpoint (%s); trying again", self.id, error)
+            return False
+        if checkpoint is not None:
+            self._take(version_of(checkpoint))
+        return checkpoint is not None
+
+    def _make_sampler(self) -> Sampler:
+        """Its seed comes from the run's seed, the worker, its incarnation, and restarts of the environment."""
+        parts = [self._config.seed, self._index, self.incarnation, self._environment_restarts]
+        seed = int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
+        return Sampler(make_vector(self._config.environment, self._description), self._description, seed)
+
+    def _restart_environment(self, error: EnvironmentFailure) -> None:
+        """Starts the environments again, within the configured rate; beyond it, raises what the environment raised."""
+        now, environment = time.monotonic(), self._config.environment
+        self._failures.append(now)
+        while now - self._failures[0] > environment.failure_window_seconds:
+            self._failures.popleft()
+        first_line = f"{self.id}: {str(error).splitlines()[0]}"
+        _LOGGER.error("%s: %s", self.id, error)
+        if len(self._failures) > environment.failures_allowed:
+            raise EnvironmentFailure(
+                f"{self.id}: {error}\n{len(self._failures)} failures within {environment.failure_window_seconds:g} s; "
+                f"environment.failures_allowed is {environment.failures_allowed}"
+            )
+        emit(self._role.redis, self._role.run_id, "environment", f"{first_line}; starting it again")
+        self._environment_restarts += 1
+        self._sampler.close()
+        self._sampler = self._make_sampler()

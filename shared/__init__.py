@@ -1,0 +1,1 @@
+"""What two processes must agree on: formats, protocol, configuration and policies."""

@@ -1,0 +1,258 @@
+"""Checkpoints and sync files: their names, their bytes, and the order in which they are written and read.
+
+A checkpoint is an immutable set of objects under one name, with a manifest written last that holds the SHA-256 of all
+others. A pointer names the newest; `.ready` and `.finished` are for whoever waits. Reading goes pointer → manifest →
+objects, each verified, so that half a checkpoint can never be seen. There is no lock file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from shared.errors import CheckpointDamaged, CheckpointNotFound, ObjectMissing
+from shared.object_store import ObjectStore
+
+FORMAT = 1
+CONFIG, ENVIRONMENT, READY, POINTER = "config.yaml", "environment.json", ".ready", ".checkpoint"
+FINISHED, STATUS, CHECKPOINTS, MANIFEST = ".finished", "training_status.json", "checkpoints/", "manifest.json"
+
+_NAME = re.compile(r"(\d+)_Step-(\d+)\.ckpt")
+_POINTER_TRIES = 5
+
+
+def checkpoint_name(version: int, env_steps: int) -> str:
+    """`12_Step-24576.ckpt`: policy version and env steps trained on."""
+    return f"{version}_Step-{env_steps}.ckpt"
+
+
+def checkpoint_version(name: str) -> int | None:
+    """The policy version in a checkpoint's name; None for a folder that is no checkpoint."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+class StoredObject(BaseModel):
+    """One object of a checkpoint."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    bytes: int
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """What a checkpoint is made of and where it comes from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: int = FORMAT
+    run_id: str
+    name: str
+    version: int
+    """Policy version."""
+    epoch: int
+    """The trainer that wrote it."""
+    created: float
+    """Unix time, seconds."""
+    log_position: str
+    """The last log entry that is part of it."""
+    parent: str | None
+    """The checkpoint that this one was trained from."""
+    objects: dict[str, StoredObject]
+    provenance: dict[str, Any]
+    """Code version, config hash, seed, log range, policy versions, lag histogram, ledger, counters."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all objects together."""
+        return sum(item.bytes for item in self.objects.values())
+
+
+class Pointer(BaseModel):
+    """`.checkpoint`: the names that matter, and the hash of the newest manifest."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    latest: str
+    best: str | None = None
+    final: str | None = None
+    epoch: int
+    manifest_sha256: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint, in memory."""
+
+    manifest: Manifest
+    objects: dict[str, bytes]
+
+
+class CheckpointStore:
+    """Writes and reads the checkpoints and sync files of one run."""
+
+    def __init__(self, store: ObjectStore, run_id: str) -> None:
+        self.store = store
+        self.run_id = run_id
+
+    # Writing, in this order: objects, verify, manifest; then the caller moves the pointer.
+
+    def write(self, manifest: Manifest, objects: dict[str, bytes]) -> bytes:
+        """Stores a checkpoint up to and including its manifest; answers the manifest's bytes.
+
+        An existing complete checkpoint of that name is kept where it holds the same objects (a restarted trainer
+        arrives at it again); one that differs raises `CheckpointDamaged`.
+        """
+        folder = f"{CHECKPOINTS}{manifest.name}/"
+        existing = self._existing(manifest)
+        if existing is not None:
+            return existing
+        for name, data in objects.items():
+            self.store.put(folder + name, data)
+        for name, item in manifest.objects.items():
+            if hashlib.sha256(self.store.get(folder + name)).hexdigest() != item.sha256:
+                raise CheckpointDamaged(f"{manifest.name}/{name}: the store gave back other bytes than it was given")
+        data = manifest.model_dump_json(indent=1).encode()
+        self.store.put(folder + MANIFEST, data, if_absent=True)
+        return data
+
+    def _existing(self, manifest: Manifest) -> bytes | None:
+        try:
+            data, found = self.read_manifest(manifest.name)
+        except CheckpointNotFound:
+            return None
+        odd = [name for name in {*found.objects, *manifest.objects} if found.objects.get(name) != manifest.objects.get(name)]
+        if odd:
+            raise CheckpointDamaged(
+                f"{manifest.name} is in the store with other contents of {sorted(odd)} (written by epoch {found.epoch}); "
+                f"it is left as it is"
+            )
+        return data
+
+    def write_pointer(self, pointer: Pointer) -> None:
+        """Moves the pointer; call only after the manifest it names is in the store."""
+        self.store.put(POINTER, pointer.model_dump_json(indent=1).encode())
+
+    def write_marker(self, key: str, content: dict[str, Any]) -> None:
+        """A sync file with JSON content (some stores refuse empty objects)."""
+        self.store.put(key, json.dumps(content, indent=1).encode())
+
+    # Reading.
+
+    def marker(self, key: str) -> dict[str, Any] | None:
+        """The content of a sync file, or None where it isn't there; raises `CheckpointDamaged` for other bytes."""
+        try:
+            content = json.loads(self.store.get(key))
+        except ObjectMissing:
+            return None
+        except ValueError:
+            raise CheckpointDamaged(f"{key} of run {self.run_id} is not JSON") from None
+        if not isinstance(content, dict):
+            raise CheckpointDamaged(f"{key} of run {self.run_id} is not a JSON object")
+        return content
+
+    def pointer(self) -> Pointer | None:
+        """The pointer, or None where no checkpoint is complete yet. Read again while it is being replaced."""
+        for attempt in range(_POINTER_TRIES):
+            try:
+                return Pointer.model_validate_json(self.store.get(POINTER))
+            except ObjectMissing:
+                return None
+            except ValidationError:
+                time.sleep(0.05 * (attempt + 1))
+        raise CheckpointDamaged(f"{POINTER} of run {self.run_id} cannot be read; the checkpoints beside it may be intact")
+
+    def names(self) -> list[str]:
+        """All checkpoint folders in the store, oldest version first, complete or not."""
+        found = [name for name in self.store.folders(CHECKPOINTS) if checkpoint_version(name) is not None]
+        return sorted(found, key=lambda name: (checkpoint_version(name) or 0, name))
+
+    def manifest(self, name: str) -> Manifest:
+        """The manifest of `name`; raises `CheckpointNotFound` or `CheckpointDamaged`."""
+        return self.read_manifest(name)[1]
+
+    def read_manifest(self, name: str) -> tuple[bytes, Manifest]:
+        """The manifest of `name` and its bytes, whose hash the pointer holds."""
+        try:
+            data = self.store.get(f"{CHECKPOINTS}{name}/{MANIFEST}")
+        except ObjectMissing:
+            raise CheckpointNotFound(f"run {self.run_id} has no (complete) checkpoint {name}") from None
+        try:
+            raw = json.loads(data)
+            if raw.get("format") != FORMAT:
+                raise CheckpointDamaged(
+                    f"{name} has format {raw.get('format')!r}; this version of Stagecoach reads format {FORMAT}"
+                )
+            manifest = Manifest.model_validate(raw)
+        except (ValueError, AttributeError) as error:
+            raise CheckpointDamaged(f"the manifest of {name} cannot be read: {' '.join(str(error).split())}") from None
+        if manifest.run_id != self.run_id or manifest.name != name:
+            raise CheckpointDamaged(
+                f"the manifest in {name} belongs to {manifest.name} of run {manifest.run_id}, not to run {self.run_id}"
+            )
+        return data, manifest
+
+    def load_latest(self, only: str = "") -> Checkpoint | None:
+        """What the pointer names, the manifest verified by the pointer's hash; None before the first checkpoint."""
+        pointer = self.pointer()
+        if pointer is None:
+            return None
+        data, _ = self.read_manifest(pointer.latest)
+        if hashlib.sha256(data).hexdigest() != pointer.manifest_sha256:
+            raise CheckpointDamaged(f"the manifest of {pointer.latest} is not the one that the pointer names")
+        return self.load(pointer.latest, only)
+
+    def load(self, name: str, only: str = "") -> Checkpoint:
+        """The checkpoint `name`, every object verified; `only` restricts it to objects that end so."""
+        manifest = self.manifest(name)
+        objects = {}
+        for key, item in manifest.objects.items():
+            if not key.endswith(only):
+                continue
+            try:
+                data = self.store.get(f"{CHECKPOINTS}{name}/{key}")
+            except ObjectMissing:
+                raise CheckpointDamaged(f"{name} lacks its object {key}") from None
+            if len(data) != item.bytes or hashlib.sha256(data).hexdigest() != item.sha256:
+                raise CheckpointDamaged(f"{name}/{key} was altered: its SHA-256 is not the manifest's")
+            objects[key] = data
+        return Checkpoint(manifest, objects)
+
+    def newest_good(self) -> tuple[Checkpoint, list[str]]:
+        """The newest checkpoint that verifies, and a line for each newer one that does not.
+
+        Raises `CheckpointNotFound` where there is none at all, `CheckpointDamaged` where none can be used.
+        """
+        problems: list[str] = []
+        for name in reversed(self.names()):
+            try:
+                return self.load(name), problems
+            except CheckpointNotFound:
+                continue  # never completed: it was not a checkpoint yet
+            except CheckpointDamaged as error:
+                problems.append(str(error))
+        if problems:
+            raise CheckpointDamaged(f"no usable checkpoint in run {self.run_id}: " + "; ".join(problems))
+        raise CheckpointNotFound(f"run {self.run_id} has no checkpoint yet")
+
+    def delete(self, name: str) -> None:
+        """Removes a checkpoint, manifest first, so that no reader takes the rest for whole."""
+        folder = f"{CHECKPOINTS}{name}/"
+        self.store.delete(folder + MANIFEST)
+        for key in self.store.keys(folder):
+            self.store.delete(key)
+
+
+def describe_objects(objects: dict[str, bytes]) -> dict[str, StoredObject]:
+    """Sizes and hashes for a manifest."""
+    return {
+        name: StoredObject(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        for name, data in sorted(objects.items())
+    }

@@ -1,0 +1,107 @@
+"""Smaller columns for images: each stacked frame once, and optional compression. Lossless, and driven by the data.
+
+Stacked frames: in `[T, S, k, …]` an observation usually repeats k−1 frames of the one before. Where it does, only its
+newest frame is kept; where it does not (a reset), the whole stack. Both are verified while encoding.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import lz4.frame
+import numpy as np
+import zstandard
+
+from shared.spaces import Array, Columns
+
+Compression = Literal["none", "lz4", "zstd"]
+Layout = dict[str, dict[str, Any]]
+
+_MAX_STACK = 16
+_MAX_COLUMN_BYTES = 1 << 32
+_FRAMES, _FIRST, _WHOLE, _WHERE = "#frames", "#first", "#whole", "#where"
+
+
+def pack(columns: Columns, compression: Compression) -> tuple[Columns, Layout]:
+    """Columns to send, and the layout that `unpack` needs; only byte images are changed."""
+    packed: Columns = {}
+    layout: Layout = {}
+    for name, array in columns.items():
+        parts = {name: array}
+        if array.dtype == np.uint8 and array.ndim >= 5 and 2 <= array.shape[2] <= _MAX_STACK:
+            parts = _split_stack(name, array)
+            if len(parts) > 1:
+                layout[name] = {"stack": array.shape[2]}
+        for part, value in parts.items():
+            if compression != "none" and value.dtype == np.uint8 and value.ndim >= 3:
+                layout.setdefault(part, {}).update(codec=compression, shape=list(value.shape))
+                value = np.frombuffer(_compress(value, compression), np.uint8)
+            packed[part] = value
+    return packed, layout
+
+
+def unpack(packed: Columns, layout: Layout) -> Columns:
+    """The inverse of `pack`; raises `ValueError` or `KeyError` where the parts do not fit."""
+    columns = dict(packed)
+    for name, how in layout.items():
+        if "codec" in how:
+            columns[name] = _decompress(columns[name], how["codec"], tuple(int(size) for size in how["shape"]))
+    for name, how in layout.items():
+        if "stack" in how:
+            columns[name] = _join_stack(name, int(how["stack"]), columns)
+    return columns
+
+
+def _split_stack(name: str, array: Array) -> Columns:
+    steps, slots, stack = array.shape[:3]
+    same = (array[1:, :, :-1] == array[:-1, :, 1:]).reshape(steps - 1, slots, -1).all(axis=2)
+    if same.size == 0 or same.mean() < 0.5:
+        return {name: array}
+    where = np.argwhere(~same).astype(np.int32) + np.array([1, 0], np.int32)
+    return {
+        name + _FIRST: array[0],
+        name + _FRAMES: array[1:, :, stack - 1],
+        name + _WHOLE: array[where[:, 0], where[:, 1]],
+        name + _WHERE: where,
+    }
+
+
+def _join_stack(name: str, stack: int, columns: Columns) -> Array:
+    first, frames = columns.pop(name + _FIRST), columns.pop(name + _FRAMES)
+    whole, where = columns.pop(name + _WHOLE), columns.pop(name + _WHERE)
+    array = np.empty((frames.shape[0] + 1, *first.shape), np.uint8)
+    array[0] = first
+    resets: dict[int, list[int]] = {}
+    for index, (step, _) in enumerate(where.tolist()):
+        resets.setdefault(step, []).append(index)
+    for step in range(1, array.shape[0]):
+        array[step, :, : stack - 1] = array[step - 1, :, 1:]
+        array[step, :, stack - 1] = frames[step - 1]
+        if step in resets:
+            array[step, where[resets[step], 1]] = whole[resets[step]]
+    return array
+
+
+def _compress(array: Array, compression: Compression) -> bytes:
+    data = np.ascontiguousarray(array).tobytes()
+    if compression == "lz4":
+        return bytes(lz4.frame.compress(data, store_size=True))
+    return zstandard.ZstdCompressor(level=3).compress(data)
+
+
+def _decompress(array: Array, codec: str, shape: tuple[int, ...]) -> Array:
+    size = math.prod(shape)
+    if not 0 <= size <= _MAX_COLUMN_BYTES:
+        raise ValueError(f"a column of {size} bytes is beyond the bound of {_MAX_COLUMN_BYTES}")
+    if codec == "lz4":
+        with lz4.frame.LZ4FrameDecompressor() as decompressor:
+            data = bytes(decompressor.decompress(array.tobytes(), max_length=size + 1))
+    elif codec == "zstd":
+        try:
+            data = zstandard.ZstdDecompressor().decompress(array.tobytes(), max_output_size=size)
+        except zstandard.ZstdError as error:
+            raise ValueError(str(error)) from None
+    else:
+        raise ValueError(f"unknown codec {codec!r}")
+    return np.frombuffer(data, np.uint8).reshape(shape)

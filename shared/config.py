@@ -1,0 +1,356 @@
+"""The configuration of a run: frozen, strict, every field with its unit and the reason for its default.
+
+Comes in: a YAML file, environment variables `STAGECOACH__SECTION__FIELD`, `--set section.field=value`. Goes out: one
+validated `Config`. The later source wins: command line > environment > file > default (shared/config_sources.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from shared.schedules import Schedule, ScheduleField
+from shared.steps import Duration, DurationField
+
+MIN_LOG_BYTES = 1 << 20
+
+
+class Section(BaseModel):
+    """Base of all config sections: immutable, and a key that does not exist is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+def _refuse_credentials(field: str, url: str, variable: str) -> None:
+    parts = urlsplit(url)
+    if parts.username or parts.password:
+        raise ValueError(f"{field} holds credentials; they would be stored with the run. Use {variable} instead")
+
+
+class WrapperConfig(Section):
+    """One environment wrapper, applied in the order of the list."""
+
+    path: str
+    """Import path `package.module:Wrapper`, for example `gymnasium.wrappers:TimeLimit`."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments of the wrapper."""
+
+
+def _wrapper(value: object) -> object:
+    return {"path": value} if isinstance(value, str) else value
+
+
+class EnvironmentConfig(Section):
+    """The environment that the rollout workers step."""
+
+    id: str
+    """A registered gymnasium id (`CartPole-v1`) or `module:factory`, a callable that returns an environment."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments for the environment or the factory."""
+    api: Literal["gymnasium", "pettingzoo"] = "gymnasium"
+    """`pettingzoo` for a factory that returns a PettingZoo parallel environment (several agents)."""
+    wrappers: tuple[Annotated[WrapperConfig, BeforeValidator(_wrapper)], ...] = ()
+    """Wrappers by import path, innermost first; a plain string is a wrapper without arguments."""
+    num_envs: int = Field(8, ge=1, le=4096)
+    """Environment copies in each worker (N); 8 gives the network a batch worth its overhead on a CPU."""
+    vectorization: Literal["sync", "async", "native"] = "sync"
+    """`sync`: one after another in the worker; `async`: a process each (slow environments); `native`: the environment's
+    own vectorised version."""
+    max_episode_steps: int | None = Field(None, ge=1)
+    """Truncate episodes after this many steps; the default is what the environment registers."""
+    failures_allowed: int = Field(3, ge=0)
+    """How often an environment may raise within `failure_window_seconds` before its worker gives up."""
+    failure_window_seconds: float = Field(300.0, gt=0)
+    """The window for `failures_allowed`."""
+
+
+class PolicyConfig(Section):
+    """The network of one policy id."""
+
+    hidden_sizes: tuple[Annotated[int, Field(ge=1)], ...] = (64, 64)
+    """Layers of the MLP; two of 64 is the field's reference for classic control."""
+    activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"
+    """Non-linearity; tanh is the usual choice for PPO on vectors."""
+    cnn: Literal["nature", "small"] = "nature"
+    """Convolutions for image observations: `nature` (Mnih et al. 2015) needs at least 36×36 pixels, `small` 5×5."""
+    share_encoder: bool = False
+    """Whether actor and critic share one encoder (usual for images, where it halves the cost)."""
+    log_std_init: float = 0.0
+    """Initial log standard deviation of Gaussian actions."""
+    normalise_observations: bool = False
+    """Running mean and variance, learnt by the trainer and published inside the policy version."""
+    normalise_rewards: bool = False
+    """Divide rewards by the running deviation of the discounted return before learning from them."""
+    clip_observations: float = Field(10.0, gt=0)
+    """Bound of a normalised observation, in standard deviations."""
+
+
+class PPOConfig(Section):
+    """Proximal policy optimisation (Schulman et al. 2017), clipped objective."""
+
+    name: Literal["ppo"] = "ppo"
+    """The algorithm."""
+    learning_rate: ScheduleField = Schedule(start=3e-4)
+    """Adam's step size: a number, or `{kind: linear, start: 1e-3, end: 0, over: 100000 env_steps}`."""
+    gamma: float = Field(0.99, ge=0, le=1)
+    """Discount per env step."""
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    """λ of generalised advantage estimation (Schulman et al. 2016)."""
+    epochs: int = Field(10, ge=1)
+    """Passes over each update's batch."""
+    minibatch_size: int = Field(64, ge=1)
+    """Transitions in one gradient step."""
+    clip_range: ScheduleField = Schedule(start=0.2)
+    """ε of the clipped objective; a number or a schedule."""
+    clip_range_value: float | None = Field(None, gt=0)
+    """Clip the change of the value prediction to ± this; off by default (it seldom helps)."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
+    value_coefficient: float = Field(0.5, ge=0)
+    """Weight of the value loss."""
+    max_grad_norm: float = Field(0.5, gt=0)
+    """Gradients are scaled down to this norm."""
+    normalise_advantages: bool = True
+    """Zero mean, unit variance per minibatch."""
+    target_kl: float | None = Field(None, gt=0)
+    """Stop the epochs of an update once the approximate KL divergence exceeds 1.5 × this."""
+    adam_epsilon: float = Field(1e-5, gt=0)
+    """Adam's ε; 1e-5 as in the reference implementations."""
+
+
+class RolloutConfig(Section):
+    """Rollout workers and the flow of fragments (DESIGN: one rule, counted in fragments)."""
+
+    workers: int = Field(2, ge=1, le=10_000)
+    """Rollout workers at the start; `stagecoach scale` changes it while the run goes on."""
+    fragment_steps: int = Field(64, ge=1)
+    """Steps of each environment in a fragment (T)."""
+    fragments_per_update: int = Field(4, ge=1)
+    """Fragments that one update consumes (K), whatever the number of workers."""
+    max_policy_lag: int = Field(0, ge=0)
+    """L: 0 is lockstep (on-policy); from 1 on acting and learning overlap, and no consumed fragment is older."""
+    lease_seconds: float = Field(30.0, gt=0)
+    """A claim not honoured within this time is given to another worker."""
+    max_log_bytes: int = Field(256 << 20, ge=MIN_LOG_BYTES)
+    """Bound of the experience log in Redis, in bytes; at half of it a checkpoint is due, at all of it claims wait."""
+    compression: Literal["none", "lz4", "zstd"] = "none"
+    """Compression of image columns; lz4 pays off when the network is slower than the processor."""
+    wait_deadline_seconds: float = Field(600.0, gt=0)
+    """The longest that a worker waits for credit, or the trainer for experience, before it gives up and says so."""
+    num_cpus: float = Field(0.5, ge=0)
+    """Ray CPUs reserved for each worker; a fraction lets workers share a core."""
+    placement: Literal["spread", "pack"] = "spread"
+    """Whether Ray spreads workers over machines or fills one after another."""
+    torch_threads: int = Field(1, ge=1)
+    """PyTorch threads in each worker; 1, so that workers don't fight for cores."""
+    restarts_allowed: int = Field(10, ge=0)
+    """How often one worker may die within `restart_window_seconds` before the fleet gives it up."""
+    restart_window_seconds: float = Field(120.0, gt=0)
+    """The window for `restarts_allowed`."""
+
+
+class TrainerConfig(Section):
+    """The trainer process."""
+
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """`auto` takes a GPU if there is one; `cpu`, `cuda` or `cuda:n`."""
+    torch_threads: int = Field(1, ge=1)
+    """PyTorch threads of the trainer. A fixed number, because bit-equal replay needs the same one each time."""
+    num_cpus: float = Field(1.0, ge=0)
+    """Ray CPUs reserved for the trainer."""
+    num_gpus: float = Field(0.0, ge=0)
+    """Ray GPUs reserved for the trainer."""
+
+
+class PolicyVersionsConfig(Section):
+    """How a policy version reaches the workers."""
+
+    transport: Literal["redis", "object_store"] = "redis"
+    """`redis`: the policy board holds the weights; `object_store`: each version is a checkpoint (large models)."""
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written and which are kept."""
+
+    every: DurationField = Duration(10, "updates")
+    """A checkpoint each time the trainer's counters pass a multiple of this; each is evaluated."""
+    every_seconds: float | None = Field(None, gt=0)
+    """Also one when this much time has passed since the last; changes nothing that is learnt."""
+    keep_last: int = Field(4, ge=1)
+    """The newest k are kept."""
+    keep_best: int = Field(1, ge=1)
+    """The best b by evaluation are kept."""
+    keep_every: int | None = Field(None, ge=1)
+    """Every m-th checkpoint (by policy version) is kept for good."""
+
+
+class EvaluationConfig(Section):
+    """The evaluator plays checkpoints greedily; what it finds never changes what is learnt."""
+
+    episodes: int = Field(20, ge=1)
+    """Episodes per evaluation."""
+    num_envs: int = Field(4, ge=1)
+    """Environment copies that play them."""
+    greedy: bool = True
+    """The most probable action; `false` samples as in training."""
+    seed: int = Field(10_000, ge=0)
+    """First environment seed, so that every checkpoint meets the same starts."""
+    kwargs: dict[str, Any] = {}
+    """Environment arguments that replace those of training."""
+    num_cpus: float = Field(0.5, ge=0)
+    """Ray CPUs reserved for the evaluator."""
+    final_wait_seconds: float = Field(120.0, ge=0)
+    """How long the end of a run waits for the final checkpoint's score."""
+
+
+class StopConfig(Section):
+    """The run ends when the first of these is reached."""
+
+    env_steps: int | None = Field(None, ge=1)
+    """Env steps trained on."""
+    updates: int | None = Field(None, ge=1)
+    """Learning updates."""
+    episodes: int | None = Field(None, ge=1)
+    """Finished training episodes."""
+    hours: float | None = Field(None, gt=0)
+    """Wall clock since this start of the trainer."""
+    mean_return: float | None = None
+    """Solved when the evaluated mean return is at least this."""
+    evaluations: int = Field(1, ge=1)
+    """The mean return is taken over this many last evaluations."""
+
+
+class RedisConfig(Section):
+    """The experience log, the policy board and the control keys."""
+
+    url: str = "embedded"
+    """`embedded` starts a server for this run; else `redis://host:port/db` or `rediss://…`. User and password come from
+    STAGECOACH_REDIS_USERNAME and STAGECOACH_REDIS_PASSWORD, never from here."""
+    timeout_seconds: float = Field(10.0, gt=0)
+    """Time for one answer."""
+    retry_seconds: float = Field(30.0, ge=0)
+    """How long a role keeps trying to reach a Redis that went away."""
+
+    @model_validator(mode="after")
+    def _no_secrets(self) -> Self:
+        _refuse_credentials("redis.url", self.url, "STAGECOACH_REDIS_PASSWORD")
+        if self.url != "embedded" and urlsplit(self.url).scheme not in {"redis", "rediss"}:
+            raise ValueError(f"redis.url must be 'embedded' or start with redis:// or rediss://, found {self.url!r}")
+        return self
+
+
+class StoreConfig(Section):
+    """Where checkpoints go."""
+
+    url: str = "embedded"
+    """`embedded` starts an S3 server for this run; else `s3://bucket/prefix` or `file:///folder`. Credentials come from
+    the standard AWS chain (AWS_ACCESS_KEY_ID, profiles, roles), never from here."""
+    endpoint_url: str | None = None
+    """The S3 endpoint, for MinIO and other servers; none is AWS."""
+    region: str = "us-east-1"
+    """The S3 region."""
+    timeout_seconds: float = Field(20.0, gt=0)
+    """Time for one answer."""
+    retries: int = Field(4, ge=0)
+    """Tries again after a failure worth retrying, with growing pauses."""
+
+    @model_validator(mode="after")
+    def _no_secrets(self) -> Self:
+        _refuse_credentials("store.url", self.url, "AWS_ACCESS_KEY_ID")
+        _refuse_credentials("store.endpoint_url", self.endpoint_url or "", "AWS_ACCESS_KEY_ID")
+        if self.url != "embedded" and urlsplit(self.url).scheme not in {"s3", "file"}:
+            raise ValueError(f"store.url must be 'embedded' or start with s3:// or file://, found {self.url!r}")
+        return self
+
+
+class RayConfig(Section):
+    """The engine that places and restarts the actors."""
+
+    address: str = "embedded"
+    """`embedded` starts Ray on this machine, on loopback; else the address of a cluster, for example `auto`."""
+    num_cpus: int | None = Field(None, ge=1)
+    """CPUs that embedded Ray hands out; by default at least 64, since on one machine the operating system shares."""
+    resources: dict[str, float] = {}
+    """Custom Ray resources that each rollout worker asks for."""
+
+
+class SignalsConfig(Section):
+    """Where the run's figures are written, beside the console."""
+
+    csv: bool = True
+    """`signals/train.csv` in the run's folder, a row per update."""
+    tensorboard: bool = True
+    """`signals/tensorboard` in the run's folder."""
+    window_episodes: int = Field(100, ge=1)
+    """Episodes behind `rollout/ep_rew_mean`."""
+
+
+class Config(Section):
+    """Everything that decides a run."""
+
+    seed: int = Field(1, ge=0, lt=2**63)
+    """The run's seed; each worker derives its own from it, its number and its incarnation."""
+    runs_dir: Path = Path("runs")
+    """Folder of all runs on this machine."""
+    environment: EnvironmentConfig
+    policies: dict[str, PolicyConfig] = {"default": PolicyConfig()}
+    """Policy id → network. A single agent uses `default`."""
+    agents: dict[str, str] = {}
+    """Agent → policy id; an agent not named here uses the only policy."""
+    algorithm: PPOConfig = PPOConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    policy_versions: PolicyVersionsConfig = PolicyVersionsConfig()
+    heatup: DurationField = Duration(0, "env_steps")
+    """Random acting at the start, observed (normalisers, counters) but not trained on."""
+    trainer: TrainerConfig = TrainerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    stop_at: StopConfig = StopConfig()
+    redis: RedisConfig = RedisConfig()
+    store: StoreConfig = StoreConfig()
+    ray: RayConfig = RayConfig()
+    signals: SignalsConfig = SignalsConfig()
+
+    @model_validator(mode="after")
+    def _what_cannot_work_together(self) -> Self:
+        batch = self.rollout.fragments_per_update * self.rollout.fragment_steps * self.environment.num_envs
+        if self.algorithm.minibatch_size > batch:
+            raise ValueError(
+                f"algorithm.minibatch_size={self.algorithm.minibatch_size} is more than one update's batch of {batch} "
+                f"transitions (rollout.fragments_per_update={self.rollout.fragments_per_update} × "
+                f"rollout.fragment_steps={self.rollout.fragment_steps} × "
+                f"environment.num_envs={self.environment.num_envs}); lower the first or raise one of the others"
+            )
+        for policy_id in self.policies:
+            if not policy_id.replace("-", "").replace("_", "").isalnum() or policy_id in {"trainer", "manifest"}:
+                raise ValueError(f"policies: {policy_id!r} is not a usable policy id; use letters, digits, - and _")
+        for agent, policy_id in self.agents.items():
+            if policy_id not in self.policies:
+                raise ValueError(f"agents.{agent}={policy_id!r} names no policy; policies has {sorted(self.policies)}")
+        if self.heatup.unit == "updates" and self.heatup.amount:
+            raise ValueError(f"heatup={str(self.heatup)!r}: nothing is updated in heat-up; use env_steps or episodes")
+        if self.checkpoint.every.amount == 0:
+            raise ValueError("checkpoint.every='0 …' would never write a checkpoint; give at least 1")
+        if not any([self.stop_at.env_steps, self.stop_at.updates, self.stop_at.episodes, self.stop_at.hours]) and (
+            self.stop_at.mean_return is None
+        ):
+            raise ValueError("stop_at is empty, so the run would never end; set stop_at.env_steps or another bound")
+        return self
+
+    def hash(self) -> str:
+        """SHA-256 of what decides the learning (not where it runs): 64 hex digits."""
+        data = self.model_dump(mode="json", exclude={"runs_dir", "redis", "store", "ray", "signals", "stop_at"})
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+    def policy_of(self, agent: str) -> str:
+        """The policy id that `agent` acts with; raises `KeyError` when nothing maps it."""
+        if agent in self.agents:
+            return self.agents[agent]
+        if len(self.policies) == 1:
+            return next(iter(self.policies))
+        raise KeyError(agent)

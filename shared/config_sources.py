@@ -1,0 +1,142 @@
+"""Reading a `Config`: file < environment < command line, and errors that name the nearest right key."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from shared.config import Config
+from shared.errors import ConfigError
+
+ENV_PREFIX = "STAGECOACH__"
+
+
+def load_config(
+    path: Path | None, overrides: Iterable[str] = (), environ: Mapping[str, str] | None = None
+) -> Config:
+    """The resolved config.
+
+    `overrides` are `a.b=value` strings of the command line, `environ` the process environment by default. Raises
+    `ConfigError` for everything that is wrong with any of them.
+    """
+    data = _read_yaml(path) if path is not None else {}
+    for name, text in sorted((os.environ if environ is None else environ).items()):
+        if name.startswith(ENV_PREFIX):
+            keys = [key.lower() for key in name.removeprefix(ENV_PREFIX).split("__")]
+            _set(data, keys, _value(text, name), f"environment variable {name}")
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"--set expects section.field=value, found {override!r}")
+        _set(data, key.split("."), _value(text, override), f"--set {override}")
+    return parse_config(data)
+
+
+def parse_config(data: Mapping[str, Any]) -> Config:
+    """Validates plain data; raises `ConfigError` with one line per mistake."""
+    try:
+        return Config.model_validate(dict(data))
+    except ValidationError as error:
+        lines = []
+        for item in error.errors():
+            where = ".".join(str(part) for part in item["loc"])
+            if item["type"] == "extra_forbidden":
+                lines.append(_misspelt(where))
+            elif item["type"] == "missing":
+                lines.append(f"{where} is missing; add it to the config or give --set {where}=…")
+            elif item["type"] == "value_error":
+                message = item["msg"].removeprefix("Value error, ")
+                lines.append(f"{where}: {message}" if where else message)
+            else:
+                lines.append(f"{where}: {item['msg']}, found {item['input']!r}")
+        raise ConfigError("; ".join(lines)) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML, as it is stored with a run."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.load(path.read_text(), Loader=_StrictLoader)  # noqa: S506 - derives from SafeLoader
+    except FileNotFoundError:
+        raise ConfigError(f"no config file {path}; `stagecoach init` writes one to start from") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections (environment: …), found {type(data).__name__}")
+    return data
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML without silent surprises: a key that stands twice is an error, and 1e-3 is a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _value(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - derives from SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not a YAML value: {' '.join(str(error).split())}") from None
+
+
+def _set(data: dict[str, Any], keys: list[str], value: Any, source: str) -> None:
+    here: dict[str, Any] = data
+    for depth, key in enumerate(keys[:-1]):
+        below = here.get(key)
+        if below is None:
+            below = here[key] = {}
+        if not isinstance(below, dict):
+            raise ConfigError(f"{source}: {'.'.join(keys[: depth + 1])} is a value, not a section")
+        here = below
+    here[keys[-1]] = value
+
+
+def _misspelt(where: str) -> str:
+    known = field_paths(Config)
+    parent, _, name = where.rpartition(".")
+    beside = [path for path in known if path.rpartition(".")[0] == parent]
+    guesses = difflib.get_close_matches(name, [path.rpartition(".")[2] for path in beside], n=1, cutoff=0.6)
+    if guesses:
+        hint = f"did you mean {parent + '.' if parent else ''}{guesses[0]}?"
+    else:
+        elsewhere = [path for path in known if path.rpartition(".")[2] == name]
+        hint = (
+            f"did you mean {elsewhere[0]}?"
+            if elsewhere
+            else f"known here: {', '.join(sorted(path.rpartition('.')[2] for path in beside))}"
+        )
+    return f"unknown key {where}; {hint}"
+
+
+def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """All dotted field paths of the config, sections included."""
+    paths = []
+    for name, field in model.model_fields.items():
+        paths.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            paths.extend(field_paths(field.annotation, f"{prefix}{name}."))
+    return paths

@@ -1,0 +1,94 @@
+"""The named errors of Stagecoach.
+
+Every message says what was found, what was expected and what to do. `UserError` and its children are mistakes of the
+person at the keyboard (the command line ends with exit code 2); everything else that derives from `StagecoachError`
+is a fault of the world (exit code 1).
+"""
+
+
+class StagecoachError(Exception):
+    """Base of every error that Stagecoach raises on purpose."""
+
+
+class UserError(StagecoachError):
+    """What was asked for cannot be done as asked; the message says what to change."""
+
+
+class ConfigError(UserError):
+    """The configuration is misspelt, out of bounds, or combines what cannot work together."""
+
+
+class RunExists(UserError):
+    """A run with this id is already there; nothing of it is overwritten."""
+
+
+class RunNotFound(UserError):
+    """No run (or no live run) has this id."""
+
+
+class UnsupportedSpace(UserError):
+    """An observation or action space that the chosen algorithm cannot handle."""
+
+
+class EnvironmentUnusable(UserError):
+    """The environment cannot be made at all: unknown id, failing factory, missing package."""
+
+
+class EnvironmentFailure(StagecoachError):
+    """An environment raised in `reset` or `step`; carries which one, where, and its traceback."""
+
+
+class RedisUnavailable(UserError):
+    """Redis does not answer, refuses the credentials, or cannot serve (loading, full)."""
+
+
+class StoreUnavailable(UserError):
+    """The store does not answer, refuses the credentials, or has no such bucket."""
+
+
+class StoreError(StagecoachError):
+    """The store failed on one request, after its bounded retries."""
+
+
+class ObjectMissing(StoreError):
+    """The store has no object under this key."""
+
+
+class PreconditionFailed(StoreError):
+    """A conditional write found another object than it expected."""
+
+
+class FragmentError(StagecoachError):
+    """Bytes that are not a valid fragment; `reason` is the ledger's word for it."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+
+
+class CheckpointError(StagecoachError):
+    """A checkpoint that cannot be used."""
+
+
+class CheckpointNotFound(CheckpointError, UserError):
+    """There is no checkpoint (of this name)."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """A checkpoint is there, but incomplete, altered, of another run, or of a newer format."""
+
+
+class WeightsNotFinite(StagecoachError):
+    """An update produced NaN or infinite weights; they are neither published nor stored."""
+
+
+class Fenced(StagecoachError):
+    """A newer trainer has taken over this run; this one must not write any more."""
+
+
+class WaitTimeout(StagecoachError):
+    """A named wait outlasted its deadline."""
+
+
+class WorkerSuperseded(StagecoachError):
+    """A newer incarnation of this worker has registered; this one must end."""

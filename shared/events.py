@@ -1,0 +1,58 @@
+"""What happened in a run, for people and for the evaluator: a short Redis stream of JSON events.
+
+Events inform; nothing that is learnt depends on them. Kinds: `checkpoint`, `evaluation`, `worker`, `trainer`,
+`environment`, `store`, `state`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, cast
+
+import redis
+
+from shared.redis_keys import RunKeys
+
+_KEPT = 1000
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event: its stream id, kind, one line of text, and data."""
+
+    id: str
+    kind: str
+    text: str
+    data: dict[str, Any]
+
+
+def emit(client: redis.Redis, run_id: str, kind: str, text: str, **data: Any) -> None:
+    """Adds an event; only the newest thousand or so are kept."""
+    fields: Any = {"kind": kind, "text": text, "data": json.dumps(data)}
+    client.xadd(RunKeys(run_id).events, fields, maxlen=_KEPT, approximate=True)
+
+
+def read_events(client: redis.Redis, run_id: str, after: str = "0-0", block_seconds: float = 0.0) -> list[Event]:
+    """Events after the id `after`, waiting at most `block_seconds` for the first."""
+    block = max(1, int(block_seconds * 1000)) if block_seconds else None
+    answer = cast(Any, client.xread({RunKeys(run_id).events: after}, block=block))
+    if not answer:
+        return []
+    entries = answer[0][1] if isinstance(answer, list) else next(iter(answer.values()))[0]
+    return [
+        Event(id_.decode(), fields[b"kind"].decode(), fields[b"text"].decode(), json.loads(fields[b"data"]))
+        for id_, fields in entries
+    ]
+
+
+def record_evaluation(client: redis.Redis, run_id: str, checkpoint: str, scores: dict[str, Any]) -> None:
+    """Keeps the scores of one checkpoint."""
+    client.hset(RunKeys(run_id).evaluations, checkpoint, json.dumps(scores))
+
+
+def read_evaluations(client: redis.Redis, run_id: str) -> dict[str, dict[str, Any]]:
+    """Checkpoint name → scores, in the order of their policy versions."""
+    raw = cast(dict[bytes, bytes], client.hgetall(RunKeys(run_id).evaluations))
+    scores = {name.decode(): json.loads(text) for name, text in raw.items()}
+    return dict(sorted(scores.items(), key=lambda item: int(item[1]["version"])))

@@ -1,0 +1,88 @@
+"""The experience log: one Redis stream, in one order, each fragment applied once.
+
+Workers push, the trainer reads in order and trims what a durable checkpoint covers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import redis
+
+from shared import scripts
+from shared.errors import Fenced
+from shared.redis_keys import RunKeys
+
+START = "0-0"
+"""The position before the first entry."""
+
+
+@dataclass(frozen=True)
+class LogEntry:
+    """One entry as Redis holds it; `fragment` is not yet decoded."""
+
+    id: str
+    worker: str
+    incarnation: int
+    seq: int
+    transitions: int
+    fragment: bytes
+    claimed: bool
+    """Whether the push script wrote it (so that a claim stands behind it); false for what a stranger added."""
+
+
+class ExperienceLog:
+    """Push, read, trim."""
+
+    def __init__(self, client: redis.Redis, run_id: str) -> None:
+        self._redis = client
+        self._keys = RunKeys(run_id)
+        self._push = client.register_script(scripts.PUSH)
+        self._trim = client.register_script(scripts.TRIM)
+
+    def push(self, worker: str, incarnation: int, seq: int, epoch: int, transitions: int, fragment: bytes) -> str:
+        """Appends one fragment and honours its claim, in one step; safe to repeat.
+
+        Answers `pushed`, `duplicate` (it was there already), `stale` (its lease ran out and the place is taken; it is
+        counted as dropped), `epoch` (Redis was set back in time: register again) or `finished`.
+        """
+        keys = [self._keys.flow, self._keys.claims, self._keys.log, self._keys.pushed, self._keys.produced]
+        return cast(bytes, self._push(keys, [worker, incarnation, seq, epoch, transitions, fragment])).decode()
+
+    def read(self, after: str, count: int, block_seconds: float) -> list[LogEntry]:
+        """Up to `count` entries after position `after`, waiting at most `block_seconds` for the first."""
+        block = max(1, int(block_seconds * 1000)) if block_seconds > 0 else None
+        answer = cast(Any, self._redis.xread({self._keys.log: after}, count=count, block=block))
+        if not answer:
+            return []
+        entries = answer[0][1] if isinstance(answer, list) else next(iter(answer.values()))[0]
+        return [_entry(id_, fields) for id_, fields in entries]
+
+    def trim(self, epoch: int, through: str) -> int:
+        """Removes all entries up to and including `through`; raises `Fenced` for an older trainer."""
+        removed = cast(int, self._trim([self._keys.flow, self._keys.log, self._keys.wakeups], [epoch, through]))
+        if removed < 0:
+            raise Fenced(f"epoch {epoch} may not trim the log; a newer trainer has taken over")
+        return int(removed)
+
+    def __len__(self) -> int:
+        return int(cast(int, self._redis.xlen(self._keys.log)))
+
+
+def _entry(id_: bytes, fields: dict[bytes, bytes]) -> LogEntry:
+    """Entries that somebody else wrote by hand still get through as (undecodable) fragments, to be counted."""
+
+    def number(name: bytes) -> int:
+        text = fields.get(name, b"0")
+        return int(text) if text.isdigit() else 0
+
+    return LogEntry(
+        id_.decode(),
+        fields.get(b"worker", b"?").decode(errors="replace"),
+        number(b"incarnation"),
+        number(b"seq"),
+        number(b"transitions"),
+        fields.get(b"fragment", b""),
+        b"end" in fields,
+    )

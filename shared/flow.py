@@ -1,0 +1,159 @@
+"""Flow control: claims, credit, epochs and the run's state.
+
+One rule, counted in fragments: a claim is granted while `claimed − consumed < (L + 1) · K`, where an update consumes
+exactly K fragments and L is `max_policy_lag`. `consumed` moves in the step that publishes the next policy version. A
+claim that ends in no fragment (lease over, worker gone) or in a dropped one is given again, so the rule cannot
+deadlock; the bound on the policy lag itself is kept where fragments are consumed (trainer_node/intake.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import redis
+
+from shared import scripts
+from shared.errors import RunNotFound, WorkerSuperseded
+from shared.redis_keys import RunKeys
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The answer to a claim. `word`: granted, wait_credit, wait_log, drain, stopping or finished."""
+
+    word: str
+    version: int
+    epoch: int
+    wakeup: str
+
+    @property
+    def granted(self) -> bool:
+        """Permission to act one fragment with at least policy `version`."""
+        return self.word == "granted"
+
+    @property
+    def waiting(self) -> bool:
+        """No credit now; more may come."""
+        return self.word.startswith("wait_")
+
+
+@dataclass(frozen=True)
+class FlowState:
+    """One look at the flow hash."""
+
+    state: str
+    reason: str
+    epoch: int
+    version: int
+    consumed: int
+    claimed: int
+    fragments_per_update: int
+    max_policy_lag: int
+    settled_id: str
+    trimmed_id: str
+    log_bytes: int
+    max_log_bytes: int
+    desired_workers: int
+    config_hash: str
+
+    @property
+    def in_flight(self) -> int:
+        """Claims granted and not yet behind a published version."""
+        return self.claimed - self.consumed
+
+    @property
+    def window(self) -> int:
+        """The most that may be in flight: (L + 1) · K."""
+        return (self.max_policy_lag + 1) * self.fragments_per_update
+
+
+class Flow:
+    """The scripts of flow control, with types."""
+
+    def __init__(self, client: redis.Redis, run_id: str) -> None:
+        self._redis = client
+        self._keys = RunKeys(run_id)
+        self._script = {
+            name: client.register_script(getattr(scripts, name))
+            for name in ("CREATE", "REGISTER", "RELEASE", "CLAIM", "TAKE_OVER", "CHECK_EPOCH", "SET_STATE")
+        }
+
+    def _run(self, name: str, keys: list[str], args: list[Any]) -> Any:
+        try:
+            return self._script[name](keys=keys, args=args)
+        except redis.ResponseError as error:
+            if "NORUN" in str(error):
+                raise RunNotFound(f"Redis knows no run {self._keys.run_id!r}; is this the Redis it was started on?") from None
+            raise
+
+    def create(
+        self, *, fragments_per_update: int, max_policy_lag: int, lease_seconds: float, max_log_bytes: int,
+        workers: int, config_hash: str,
+    ) -> bool:
+        """The flow of a new run, in state `running`; False where it is there already (nothing is changed)."""
+        fields: dict[str, Any] = {
+            "state": "running", "reason": "", "epoch": 0, "version": -1, "consumed": 0, "claimed": 0,
+            "fragments_per_update": fragments_per_update, "max_policy_lag": max_policy_lag,
+            "lease_ms": int(lease_seconds * 1000), "max_log_bytes": max_log_bytes, "pushed_bytes": 0,
+            "trimmed_bytes": 0, "trimmed_id": "0-0", "settled_id": "0-0", "desired_workers": workers,
+            "config_hash": config_hash,
+        }  # fmt: skip
+        return bool(self._run("CREATE", [self._keys.flow], [x for pair in fields.items() for x in pair]))
+
+    def read(self) -> FlowState:
+        """One consistent look; raises `RunNotFound`."""
+        raw = cast(dict[bytes, bytes], self._redis.hgetall(self._keys.flow))
+        if not raw:
+            raise RunNotFound(f"Redis knows no run {self._keys.run_id!r}; is this the Redis it was started on?")
+        flow = {key.decode(): value.decode() for key, value in raw.items()}
+        return FlowState(
+            flow["state"], flow["reason"], int(flow["epoch"]), int(flow["version"]), int(flow["consumed"]),
+            int(flow["claimed"]), int(flow["fragments_per_update"]), int(flow["max_policy_lag"]), flow["settled_id"],
+            flow["trimmed_id"], int(flow["pushed_bytes"]) - int(flow["trimmed_bytes"]), int(flow["max_log_bytes"]),
+            int(flow["desired_workers"]), flow["config_hash"],
+        )  # fmt: skip
+
+    def register(self, worker: str) -> tuple[int, int]:
+        """A new incarnation of `worker` (0 the first time) and the trainer's epoch; its old claims are given back."""
+        keys = [self._keys.flow, self._keys.incarnations, self._keys.claims, self._keys.draining, self._keys.wakeups]
+        incarnation, epoch = self._run("REGISTER", keys, [worker])
+        return int(incarnation), int(epoch)
+
+    def claim(self, worker: str, incarnation: int, seq: int) -> Claim:
+        """Asks once for permission to act fragment `seq`; raises `WorkerSuperseded` for an old incarnation."""
+        keys = [self._keys.flow, self._keys.claims, self._keys.incarnations, self._keys.draining, self._keys.wakeups]
+        word, version, epoch, wakeup = self._run("CLAIM", keys, [worker, incarnation, seq])
+        if word == b"superseded":
+            raise WorkerSuperseded(f"{worker}: a newer incarnation than {incarnation} has registered")
+        return Claim(word.decode(), int(version), int(epoch), wakeup.decode())
+
+    def wait_for_wakeup(self, claim: Claim, seconds: float) -> None:
+        """Blocks until credit may have become free after `claim` was refused, at most `seconds`."""
+        self._redis.xread({self._keys.wakeups: claim.wakeup}, count=1, block=max(1, int(seconds * 1000)))
+
+    def release(self, worker: str = "*") -> int:
+        """Gives back the claims of a worker that is gone (of all by default); answers how many."""
+        keys = [self._keys.flow, self._keys.claims, self._keys.wakeups]
+        return int(self._run("RELEASE", keys, [worker]))
+
+    def drain(self, worker: str) -> None:
+        """Asks `worker` to end after the fragment that it is acting."""
+        self._redis.sadd(self._keys.draining, worker)
+        self._redis.xadd(self._keys.wakeups, {"w": "1"}, maxlen=64, approximate=True)
+
+    def take_over(self) -> int:
+        """A new trainer's epoch; every older trainer is refused from here on."""
+        return int(self._run("TAKE_OVER", [self._keys.flow], []))
+
+    def holds(self, epoch: int) -> bool:
+        """Whether the trainer of `epoch` may still write."""
+        return bool(self._run("CHECK_EPOCH", [self._keys.flow], [epoch]))
+
+    def set_state(self, state: str, reason: str, expected: str = "") -> bool:
+        """running → stopping → finished; only from `expected` where that is given."""
+        return bool(self._run("SET_STATE", [self._keys.flow, self._keys.wakeups], [state, reason, expected]))
+
+    def set_desired_workers(self, workers: int) -> None:
+        """What the coordinator shall bring the fleet to."""
+        self._redis.hset(self._keys.flow, "desired_workers", str(workers))

@@ -1,0 +1,192 @@
+"""The fragment, the unit that travels: T steps × N environments from one worker, acted by one policy version.
+
+Encode and decode are a pair; `check` compares what arrived with the run. Whatever is wrong raises `FragmentError`
+with the ledger's word for it, so that a fragment is dropped and counted, never skipped in silence.
+
+Columns, per policy id, with S slots (environments × agents of that policy):
+
+| column | shape | dtype |
+|---|---|---|
+| `obs…` | T × S × … | as the space says |
+| `action…` | T × S × … | as the space says (float32 for boxes) |
+| `reward`, `log_prob` | T × S | float32 |
+| `terminated`, `truncated`, `mask` | T × S | bool; `mask` is false where an agent was absent |
+| `bootstrap_obs…` | S × … | observation after the last step |
+| `final_obs…` | M × … | last observation of each truncated slot |
+| `final_index` | M × 2 | int32: step, slot of each `final_obs` row |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shared import column_codec, tensor_blob
+from shared.errors import FragmentError
+from shared.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
+from shared.steps import Phase
+
+WIRE_VERSION = 1
+REASONS = ("undecodable", "corrupt", "wire_version", "schema", "foreign_run", "not_finite", "stale", "duplicate", "lost")
+"""Why a fragment may be dropped, in the ledger's words."""
+
+
+@dataclass(frozen=True)
+class EpisodeRecord:
+    """One episode that ended in a fragment."""
+
+    episode_return: float
+    """Undiscounted sum of rewards, over all agents."""
+    length: int
+    """Env steps."""
+    success: bool | None = None
+    """The environment's `is_success` or `success`, where it tells."""
+    agent_returns: dict[str, float] = field(default_factory=dict)
+    """Per agent, where there is more than one."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers that the environment put into its last `info`."""
+
+
+@dataclass(frozen=True)
+class FragmentHeader:
+    """Who made the fragment, in which order, with which policy."""
+
+    run_id: str
+    worker_id: str
+    incarnation: int
+    seq: int
+    phase: Phase
+    policy_versions: dict[str, int]
+    steps: int
+    num_envs: int
+    episodes: tuple[EpisodeRecord, ...] = ()
+    acting_seconds: float = 0.0
+    wire_version: int = WIRE_VERSION
+
+    @property
+    def transitions(self) -> int:
+        """Env steps in the fragment."""
+        return self.steps * self.num_envs
+
+    @property
+    def version(self) -> int:
+        """The oldest policy version that acted."""
+        return min(self.policy_versions.values())
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A header and, per policy id, the columns above."""
+
+    header: FragmentHeader
+    columns: dict[str, Columns]
+
+
+def encode(fragment: Fragment, compression: column_codec.Compression = "none") -> bytes:
+    """One safetensors blob; the same fragment always gives the same bytes."""
+    flat = {f"{policy}/{name}": array for policy, columns in fragment.columns.items() for name, array in columns.items()}
+    packed, layout = column_codec.pack(flat, compression)
+    return tensor_blob.encode(packed, asdict(fragment.header) | {"layout": layout})
+
+
+def decode(blob: bytes) -> Fragment:
+    """The fragment in `blob`; raises `FragmentError` (`undecodable`, `corrupt`, `wire_version`, `schema`)."""
+    try:
+        packed, header = tensor_blob.decode(blob)
+    except tensor_blob.BlobError as error:
+        raise FragmentError(error.reason, str(error)) from None
+    if header.get("wire_version") != WIRE_VERSION:
+        raise FragmentError("wire_version", f"found {header.get('wire_version')!r}, this trainer reads {WIRE_VERSION}")
+    try:
+        layout = header.pop("layout")
+        episodes = tuple(EpisodeRecord(**record) for record in header.pop("episodes"))
+        parsed = FragmentHeader(**header | {"episodes": episodes, "phase": Phase(header["phase"])})
+        _check_header(parsed)
+        columns: dict[str, Columns] = {}
+        for name, array in column_codec.unpack(packed, layout).items():
+            policy_id, _, column = name.partition("/")
+            columns.setdefault(policy_id, {})[column] = array
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
+        raise FragmentError("schema", f"{type(error).__name__}: {error}") from None
+    return Fragment(parsed, columns)
+
+
+def _check_header(header: FragmentHeader) -> None:
+    for name in ("incarnation", "seq", "steps", "num_envs"):
+        value = getattr(header, name)
+        if type(value) is not int or value < (1 if name in {"steps", "num_envs"} else 0):
+            raise ValueError(f"{name} is {value!r}")
+    if not isinstance(header.run_id, str) or not isinstance(header.worker_id, str):
+        raise ValueError("run_id and worker_id must be text")
+    if not header.policy_versions or any(type(v) is not int or v < 0 for v in header.policy_versions.values()):
+        raise ValueError(f"policy_versions is {header.policy_versions!r}")
+    for record in header.episodes:
+        if not np.isfinite(float(record.episode_return)) or type(record.length) is not int:
+            raise ValueError(f"episode record {record!r}")
+
+
+def check(fragment: Fragment, run_id: str, description: EnvironmentDescription) -> None:
+    """Refuses what does not belong to this run: `foreign_run`, `schema`, `not_finite`."""
+    if fragment.header.run_id != run_id:
+        raise FragmentError("foreign_run", f"fragment of run {fragment.header.run_id!r} in the log of {run_id!r}")
+    if set(fragment.columns) != set(description.policies):
+        raise FragmentError("schema", f"policies {sorted(fragment.columns)}, expected {sorted(description.policies)}")
+    if set(fragment.header.policy_versions) != set(description.policies):
+        raise FragmentError("schema", f"policy versions of {sorted(fragment.header.policy_versions)}")
+    header = fragment.header
+    for policy_id, spaces in description.policies.items():
+        slots = header.num_envs * description.slots(policy_id)
+        columns = fragment.columns[policy_id]
+        _check_columns(columns, expected_columns(spaces, header.steps, slots), policy_id)
+        _check_choices(columns, spaces, policy_id)
+
+
+def expected_columns(spaces: PolicySpaces, steps: int, slots: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Column → shape (−1 for any) and dtype of one policy's part of a fragment."""
+    flags = {name: ((steps, slots), np.dtype(np.bool_)) for name in ("terminated", "truncated", "mask")}
+    numbers = {name: ((steps, slots), np.dtype(np.float32)) for name in ("reward", "log_prob")}
+    expected: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {**flags, **numbers}
+    expected["final_index"] = ((-1, 2), np.dtype(np.int32))
+    for leaf in spaces.observation.leaves:
+        expected[leaf.column("obs")] = ((steps, slots, *leaf.shape), leaf.column_dtype)
+        expected[leaf.column("bootstrap_obs")] = ((slots, *leaf.shape), leaf.column_dtype)
+        expected[leaf.column("final_obs")] = ((-1, *leaf.shape), leaf.column_dtype)
+    for leaf in spaces.action.leaves:
+        dtype = np.dtype(np.float32) if leaf.kind == "box" else leaf.column_dtype
+        expected[leaf.column("action")] = ((steps, slots, *leaf.shape), dtype)
+    return expected
+
+
+def _check_columns(
+    columns: Mapping[str, Array], expected: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]], policy_id: str
+) -> None:
+    if set(columns) != set(expected):
+        odd = sorted(set(columns) ^ set(expected))
+        raise FragmentError("schema", f"policy {policy_id}: columns {odd} are missing or unknown")
+    rows = columns["final_index"].shape[0]
+    for name, (shape, dtype) in expected.items():
+        array = columns[name]
+        wanted = tuple(rows if size == -1 else size for size in shape)
+        if array.shape != wanted or array.dtype != dtype:
+            raise FragmentError("schema", f"{policy_id}/{name} is {array.dtype}{array.shape}, expected {dtype}{wanted}")
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise FragmentError("not_finite", f"{policy_id}/{name} holds NaN or infinite values")
+    steps, slots = columns["reward"].shape
+    where = columns["final_index"]
+    if rows and ((where < 0).any() or (where >= np.array([steps, slots])).any()):
+        raise FragmentError("schema", f"{policy_id}/final_index points outside of {steps} × {slots}")
+    if rows != int(columns["truncated"].sum()) or not columns["truncated"][where[:, 0], where[:, 1]].all():
+        raise FragmentError("schema", f"{policy_id}: final_obs does not cover the truncated slots")
+
+
+def _check_choices(columns: Mapping[str, Array], spaces: PolicySpaces, policy_id: str) -> None:
+    named = [(leaf, prefix) for leaf in spaces.observation.leaves for prefix in ("obs", "bootstrap_obs", "final_obs")]
+    for leaf, prefix in named + [(leaf, "action") for leaf in spaces.action.leaves]:
+        array = columns[leaf.column(prefix)]
+        if leaf.kind == "box" or not array.size:
+            continue
+        if (array < 0).any() or (array >= np.asarray(leaf.nvec).reshape(leaf.shape)).any():
+            raise FragmentError("schema", f"{policy_id}/{leaf.column(prefix)} holds a choice that does not exist")

@@ -1,0 +1,155 @@
+"""Heartbeats, named waits and events: how a run tells what it is doing.
+
+Every role writes one heartbeat a second, stamped with the Redis server's clock: who it is, where, what it has done, and
+what it waits for since when. Every wait in every process has a name and a deadline and goes through `waiting`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import redis
+
+from shared import scripts
+from shared.errors import WaitTimeout
+from shared.redis_keys import RunKeys
+
+BEAT_SECONDS = 1.0
+"""Time between two heartbeats."""
+DEAD_AFTER_SECONDS = 10.0
+"""A heartbeat older than this counts as silence."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The last heartbeat of one role, as read back."""
+
+    role: str
+    id: str
+    age_seconds: float
+    pid: int
+    host: str
+    ended: str | None
+    """Why the role has ended, where it has."""
+    waiting_for: str | None
+    waiting_seconds: float
+    progress: dict[str, Any]
+    """The role's own figures: fragments, incarnation, seconds per stage …"""
+
+    @property
+    def alive(self) -> bool:
+        """Neither ended nor silent."""
+        return self.ended is None and self.age_seconds < DEAD_AFTER_SECONDS
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return dict(vars(self)) | {"alive": self.alive}
+
+
+class Wait:
+    """A wait in progress; `check` raises `WaitTimeout` when its deadline has passed."""
+
+    def __init__(self, name: str, deadline_seconds: float) -> None:
+        self.name = name
+        self.deadline_seconds = deadline_seconds
+        self.started = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasts so far."""
+        return time.monotonic() - self.started
+
+    def check(self) -> None:
+        """Raises `WaitTimeout` once the deadline has passed."""
+        if self.seconds > self.deadline_seconds:
+            raise WaitTimeout(f"waited {self.seconds:.0f} s for {self.name}; the deadline is {self.deadline_seconds:g} s")
+
+
+class Heartbeat:
+    """Beats in a thread of its own, so that a long update or episode doesn't look like death."""
+
+    def __init__(self, client: redis.Redis, run_id: str, role: str, id_: str) -> None:
+        self._redis = client
+        self._keys = RunKeys(run_id)
+        self._script = client.register_script(scripts.HEARTBEAT)
+        self._name = f"{role}:{id_}"
+        self._wait: Wait | None = None
+        self._stop = threading.Event()
+        self._ended: str | None = None
+        self._thread = threading.Thread(target=self._run, name=f"heartbeat-{self._name}", daemon=True)
+        self.progress: dict[str, Any] = {}
+        self.waited_seconds: dict[str, float] = {}
+
+    def start(self) -> None:
+        """The first beat now (raises if Redis refuses it), the others in the background."""
+        self._beat()
+        self._thread.start()
+
+    def stop(self, reason: str) -> None:
+        """The last beat says why the role has ended."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+        self._ended = reason
+        try:
+            self._beat()
+        except redis.RedisError:
+            pass  # a Redis that is gone cannot be told; the silence says enough
+
+    @contextmanager
+    def waiting(self, name: str, deadline_seconds: float) -> Iterator[Wait]:
+        """Names a wait while it lasts: shown by `status`, added up in `waited_seconds`."""
+        outer, wait = self._wait, Wait(name, deadline_seconds)
+        self._wait = wait
+        try:
+            yield wait
+        finally:
+            self._wait = outer
+            self.waited_seconds[name] = self.waited_seconds.get(name, 0.0) + wait.seconds
+
+    def _run(self) -> None:
+        while not self._stop.wait(BEAT_SECONDS):
+            try:
+                self._beat()
+            except redis.RedisError:
+                continue  # the next beat tries again; the role's own calls report what is wrong
+
+    def _beat(self) -> None:
+        wait = self._wait
+        data = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "ended": self._ended,
+            "waiting_for": wait.name if wait else None,
+            "waiting_seconds": round(wait.seconds, 3) if wait else 0.0,
+            "progress": dict(self.progress),
+        }
+        self._script(keys=[self._keys.heartbeats], args=[self._name, json.dumps(data)])
+
+
+def read_heartbeats(client: redis.Redis, run_id: str) -> list[Beat]:
+    """The last beat of every role of the run, trainer first."""
+    raw = cast(dict[bytes, bytes], client.hgetall(RunKeys(run_id).heartbeats))
+    seconds, micros = cast(tuple[int, int], client.time())
+    beats = []
+    for name, value in raw.items():
+        stamp, _, text = value.decode().partition(" ")
+        role, _, id_ = name.decode().partition(":")
+        beats.append(Beat(role=role, id=id_, age_seconds=seconds + micros / 1e6 - float(stamp), **json.loads(text)))
+    order = {"trainer": 0, "evaluator": 1, "worker": 2}
+    return sorted(beats, key=lambda beat: (order.get(beat.role, 3), len(beat.id), beat.id))
+
+
+def poll(wait: Wait, done: Callable[[], bool], pause_seconds: float = 0.1) -> None:
+    """Waits until `done()`, looking again after each pause; raises `WaitTimeout`."""
+    while not done():
+        wait.check()
+        time.sleep(pause_seconds)

@@ -1,0 +1,93 @@
+"""How a role's process begins: what it is handed, its log file, and the command line of the roles without Ray."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.config_sources import load_config, parse_config
+from shared.connection import Address
+from shared.errors import RunNotFound
+from shared.redis_keys import check_run_id
+from shared.role import Role, open_role
+
+SERVICES, RESOLVED_CONFIG, LOGS = "services.json", "config.yaml", "logs"
+
+
+@dataclass(frozen=True)
+class RoleLaunch:
+    """Plain data from which a role starts in any process: resolved config, address, import path, folder of the run."""
+
+    config: dict[str, Any]
+    address: Address
+    import_path: tuple[str, ...]
+    """Folders of the user's own modules (environments)."""
+    run_folder: str | None
+    """The run's folder, where this machine has it: log files and signals go there."""
+
+    def open(self, name: str) -> Role:
+        """Sets up this process's imports and log file, then connects."""
+        sys.path[:0] = [path for path in self.import_path if path not in sys.path]
+        log_to_file(self.run_folder, name)
+        return open_role(parse_config(self.config), self.address)
+
+
+def log_to_file(run_folder: str | None, name: str) -> None:
+    """Sends this process's log to `<run>/logs/<name>.log`, or to standard error where there is no such folder."""
+    folder = Path(run_folder) / LOGS if run_folder else None
+    handler: logging.Handler = (
+        logging.FileHandler(folder / f"{name}.log") if folder and folder.is_dir() else logging.StreamHandler()
+    )
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("stagecoach")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def role_arguments(program: str, description: str) -> argparse.ArgumentParser:
+    """The command line that all roles without Ray share."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {program}",
+        description=description,
+        epilog="Credentials: STAGECOACH_REDIS_PASSWORD, STAGECOACH_REDIS_USERNAME, AWS_ACCESS_KEY_ID, "
+        "AWS_SECRET_ACCESS_KEY; embedded services need none (--run finds them).",
+    )
+    parser.add_argument("run", help="run id; with --redis the id alone, else its folder is looked up in --runs-dir")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder of this machine's runs")
+    parser.add_argument("--config", type=Path, help="the run's config.yaml, where its folder is not on this machine")
+    parser.add_argument("--redis", metavar="URL", help="Redis of the run, where its folder is not on this machine")
+    parser.add_argument("--store", metavar="URL", help="store of the run, where its folder is not on this machine")
+    parser.add_argument("--endpoint-url", metavar="URL", help="S3 endpoint of the store")
+    return parser
+
+
+def launch_from_arguments(arguments: argparse.Namespace) -> RoleLaunch:
+    """What `role_arguments` parsed → a launch; raises `RunNotFound` with what is missing."""
+    run_id = check_run_id(arguments.run)
+    folder = arguments.runs_dir / run_id
+    if arguments.redis:
+        if not arguments.config or not arguments.store:
+            raise RunNotFound("--redis also needs --store and --config (the run's own config.yaml)")
+        config = load_config(arguments.config, environ={})
+        address = Address(run_id, arguments.redis, arguments.store, arguments.endpoint_url)
+        return RoleLaunch(config.model_dump(mode="json"), address, (os.getcwd(),), None)
+    return read_launch(folder, run_id)
+
+
+def read_launch(folder: Path, run_id: str) -> RoleLaunch:
+    """The launch of a run whose folder is on this machine and whose services are up."""
+    try:
+        services = json.loads((folder / SERVICES).read_text())
+        config = load_config(folder / RESOLVED_CONFIG, environ={})
+    except FileNotFoundError:
+        raise RunNotFound(f"no live run {run_id!r} in {folder.parent}; `stagecoach runs` lists what is there") from None
+    return RoleLaunch(
+        config.model_dump(mode="json"), Address(**services["address"]), tuple(services["import_path"]), str(folder.resolve())
+    )

@@ -1,0 +1,107 @@
+"""Policies as bytes: the blob of the policy board (all policy ids at once) and a checkpoint's `policy.safetensors`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shared import tensor_blob
+from shared.config import PolicyConfig
+from shared.errors import CheckpointDamaged
+from shared.policies.actor_critic import ActorCritic
+from shared.spaces import Columns, PolicySpaces
+from shared.steps import Phase, PhaseCounters
+
+POLICY_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class VersionHeader:
+    """What travels with the weights of one policy version."""
+
+    version: int
+    phase: Phase
+    counters: PhaseCounters
+    """The trainer's counters at publication: exploration schedules are functions of them."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"version": self.version, "phase": self.phase.value, "counters": self.counters.as_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> VersionHeader:
+        """The inverse of `as_dict`."""
+        return cls(int(data["version"]), Phase(data["phase"]), PhaseCounters.from_dict(data["counters"]))
+
+
+def state_arrays(policy: ActorCritic) -> Columns:
+    """Weights and normaliser as NumPy copies on the CPU."""
+    return {name: _to_numpy(tensor) for name, tensor in policy.state_dict().items()}
+
+
+def load_state_arrays(policy: ActorCritic, arrays: Mapping[str, Any]) -> None:
+    """The inverse of `state_arrays`; raises `CheckpointDamaged` where names or shapes differ."""
+    try:
+        policy.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}, strict=True)
+    except RuntimeError as error:
+        raise CheckpointDamaged(f"the weights do not fit this policy: {' '.join(str(error).split())}") from None
+
+
+def encode_board(states: Mapping[str, Columns], header: VersionHeader) -> bytes:
+    """All policies of one version in one blob: weights and normalisers, one unit."""
+    flat = {f"{policy_id}/{name}": array for policy_id, state in states.items() for name, array in state.items()}
+    return tensor_blob.encode(flat, header.as_dict())
+
+
+def decode_board(blob: bytes) -> tuple[dict[str, Columns], VersionHeader]:
+    """The inverse of `encode_board`; raises `tensor_blob.BlobError`."""
+    flat, header = tensor_blob.decode(blob)
+    states: dict[str, Columns] = {}
+    for name, array in flat.items():
+        policy_id, _, rest = name.partition("/")
+        states.setdefault(policy_id, {})[rest] = array
+    return states, VersionHeader.from_dict(header)
+
+
+def encode_policy(state: Columns, spaces: PolicySpaces, config: PolicyConfig, version: int) -> bytes:
+    """One policy with all that is needed to act with it: the file that people deploy."""
+    header = {
+        "format": POLICY_FORMAT,
+        "class": "actor_critic",
+        "version": version,
+        "spaces": spaces.as_dict(),
+        "config": config.model_dump(mode="json"),
+    }
+    return tensor_blob.encode(state, header)
+
+
+def decode_policy(blob: bytes) -> tuple[ActorCritic, int]:
+    """The policy and its version; raises `CheckpointDamaged` for damaged bytes and for a newer format."""
+    try:
+        state, header = tensor_blob.decode(blob)
+    except tensor_blob.BlobError as error:
+        raise CheckpointDamaged(f"policy.safetensors is {error}") from None
+    if header.get("format") != POLICY_FORMAT or header.get("class") != "actor_critic":
+        raise CheckpointDamaged(
+            f"policy.safetensors has format {header.get('format')!r} of class {header.get('class')!r}; this version of "
+            f"Stagecoach reads format {POLICY_FORMAT} of actor_critic"
+        )
+    policy = ActorCritic(PolicySpaces.from_dict(header["spaces"]), PolicyConfig.model_validate(header["config"]))
+    load_state_arrays(policy, state)
+    return policy, int(header["version"])
+
+
+def finite(state: Columns) -> bool:
+    """Whether all weights are finite (a normaliser's bound may be infinite while it has seen nothing)."""
+    floats = (array for name, array in state.items() if array.dtype.kind == "f" and not name.endswith(".bound"))
+    return all(bool(np.isfinite(array).all()) for array in floats)
+
+
+def _to_numpy(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().numpy().copy()
+

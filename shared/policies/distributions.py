@@ -1,0 +1,166 @@
+"""Action distributions as pure functions of a flat parameter tensor.
+
+A policy's head gives `[B, P]` parameters for all action leaves together. Workers keep the parameters while they act
+and compute the log-probabilities of a whole fragment at once; the trainer evaluates the same functions.
+Joint log-probability and entropy are sums over the leaves (they are independent given the observation).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shared.errors import UnsupportedSpace
+from shared.spaces import Leaf, SpaceSpec
+
+_LOG_STD_BOUNDS = (-20.0, 2.0)
+_HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+
+
+class LeafDistribution(Protocol):
+    """The distribution of one action leaf."""
+
+    @property
+    def parameters(self) -> int:
+        """Width of its slice of the parameter tensor."""
+        ...
+
+    def sample(self, params: Tensor, generator: torch.Generator) -> Tensor:
+        """`[B, P]` → a random action `[B, …leaf shape]`."""
+        ...
+
+    def mode(self, params: Tensor) -> Tensor:
+        """`[B, P]` → the most probable action."""
+        ...
+
+    def log_prob(self, params: Tensor, action: Tensor) -> Tensor:
+        """`[B]`, natural logarithm."""
+        ...
+
+    def entropy(self, params: Tensor) -> Tensor:
+        """`[B]`, nats."""
+        ...
+
+
+class Categorical:
+    """Independent choices: one (Discrete), or one per element (MultiDiscrete, MultiBinary)."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        self._shape = leaf.shape
+        self._sizes = list(leaf.nvec)
+
+    @property
+    def parameters(self) -> int:
+        """One logit per choice."""
+        return sum(self._sizes)
+
+    def sample(self, params: Tensor, generator: torch.Generator) -> Tensor:
+        """By the Gumbel-max trick: argmax(logits + Gumbel noise)."""
+        noise = torch.empty_like(params).exponential_(generator=generator).log_()
+        return self.mode(params - noise)
+
+    def mode(self, params: Tensor) -> Tensor:
+        """The largest logit of each choice."""
+        picked = [part.argmax(dim=-1) for part in params.split(self._sizes, dim=-1)]
+        return torch.stack(picked, dim=-1).reshape(params.shape[0], *self._shape)
+
+    def log_prob(self, params: Tensor, action: Tensor) -> Tensor:
+        """Sum over the choices of log softmax at the action."""
+        action = action.reshape(params.shape[0], len(self._sizes))
+        total = params.new_zeros(params.shape[0])
+        for index, part in enumerate(params.split(self._sizes, dim=-1)):
+            chosen = torch.log_softmax(part, dim=-1).gather(-1, action[:, index : index + 1])
+            total = total + chosen.squeeze(-1)
+        return total
+
+    def entropy(self, params: Tensor) -> Tensor:
+        """Sum over the choices of −Σ p log p."""
+        total = params.new_zeros(params.shape[0])
+        for part in params.split(self._sizes, dim=-1):
+            log_p = torch.log_softmax(part, dim=-1)
+            total = total - (log_p.exp() * log_p).sum(dim=-1)
+        return total
+
+
+class DiagonalGaussian:
+    """A box of independent normals. Samples are not bounded; the environment adapter clips them to the box."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        self._shape = leaf.shape
+        self._size = leaf.size
+
+    @property
+    def parameters(self) -> int:
+        """Mean and log standard deviation of each element."""
+        return 2 * self._size
+
+    def _split(self, params: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_std = params.split([self._size, self._size], dim=-1)
+        return mean, log_std.clamp(*_LOG_STD_BOUNDS)
+
+    def sample(self, params: Tensor, generator: torch.Generator) -> Tensor:
+        """mean + σ · standard normal noise."""
+        mean, log_std = self._split(params)
+        noise = torch.empty_like(mean).normal_(generator=generator)
+        return (mean + log_std.exp() * noise).reshape(-1, *self._shape)
+
+    def mode(self, params: Tensor) -> Tensor:
+        """The mean."""
+        return self._split(params)[0].reshape(-1, *self._shape)
+
+    def log_prob(self, params: Tensor, action: Tensor) -> Tensor:
+        """Sum over the elements of the normal log-density."""
+        mean, log_std = self._split(params)
+        z = (action.reshape(params.shape[0], self._size) - mean) * (-log_std).exp()
+        return (-0.5 * z.square() - log_std - _HALF_LOG_2PI).sum(dim=-1)
+
+    def entropy(self, params: Tensor) -> Tensor:
+        """Sum over the elements of ½ + ½ log 2π + log σ."""
+        _, log_std = self._split(params)
+        return (0.5 + _HALF_LOG_2PI + log_std).sum(dim=-1)
+
+
+class ActionDistribution:
+    """The joint distribution over all leaves of an action space; actions are dicts of columns."""
+
+    def __init__(self, action: SpaceSpec) -> None:
+        self.names = action.column_names("action")
+        self._leaves = [_leaf_distribution(leaf) for leaf in action.leaves]
+        self._sizes = [leaf.parameters for leaf in self._leaves]
+
+    @property
+    def parameters(self) -> int:
+        """Width of the parameter tensor."""
+        return sum(self._sizes)
+
+    def sample(self, params: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        """A random joint action."""
+        parts = zip(self.names, self._leaves, params.split(self._sizes, dim=-1), strict=True)
+        return {name: leaf.sample(part, generator) for name, leaf, part in parts}
+
+    def mode(self, params: Tensor) -> dict[str, Tensor]:
+        """The most probable joint action."""
+        parts = zip(self.names, self._leaves, params.split(self._sizes, dim=-1), strict=True)
+        return {name: leaf.mode(part) for name, leaf, part in parts}
+
+    def log_prob(self, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
+        """`[B]`."""
+        parts = zip(self.names, self._leaves, params.split(self._sizes, dim=-1), strict=True)
+        return sum((leaf.log_prob(part, actions[name]) for name, leaf, part in parts), params.new_zeros(len(params)))
+
+    def entropy(self, params: Tensor) -> Tensor:
+        """`[B]`."""
+        parts = zip(self._leaves, params.split(self._sizes, dim=-1), strict=True)
+        return sum((leaf.entropy(part) for leaf, part in parts), params.new_zeros(len(params)))
+
+
+def _leaf_distribution(leaf: Leaf) -> LeafDistribution:
+    if leaf.kind != "box":
+        return Categorical(leaf)
+    if leaf.dtype not in {"float32", "float64"}:
+        raise UnsupportedSpace(f"action {leaf.path or 'space'}: a Box of {leaf.dtype} cannot be sampled; use floats")
+    return DiagonalGaussian(leaf)

@@ -1,0 +1,137 @@
+"""From observation columns to features: one-hot choices, normalised vectors, convolutions for images, then an MLP."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shared.config import PolicyConfig
+from shared.errors import UnsupportedSpace
+from shared.policies.normaliser import RunningMoments
+from shared.spaces import Leaf, SpaceSpec
+
+_ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
+
+
+def linear(inputs: int, outputs: int, gain: float) -> nn.Linear:
+    """A layer with orthogonal weights of this gain and zero bias (Saxe et al. 2014), as PPO's reference has it."""
+    layer = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class ObservationNormaliser(nn.Module):
+    """One `RunningMoments` per vector leaf; images and choices pass unchanged."""
+
+    def __init__(self, observation: SpaceSpec, clip: float) -> None:
+        super().__init__()
+        leaves = [leaf for leaf in observation.leaves if leaf.kind == "box" and not leaf.is_image]
+        self._names = {leaf.column("obs"): str(index) for index, leaf in enumerate(leaves)}
+        self.moments = nn.ModuleDict({str(i): RunningMoments(leaf.size, clip) for i, leaf in enumerate(leaves)})
+
+    def forward(self, name: str, values: Tensor) -> Tensor:
+        """Normalises the flattened column `name`."""
+        normalised: Tensor = self.moments[self._names[name]](values)
+        return normalised
+
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        """Takes in observations `[B, …]` by column."""
+        for name, index in self._names.items():
+            moments = self.moments[index]
+            assert isinstance(moments, RunningMoments)
+            moments.update(observations[name].flatten(1))
+
+
+class Encoder(nn.Module):
+    """Observation columns `[B, …]` → features `[B, features]`."""
+
+    def __init__(self, observation: SpaceSpec, config: PolicyConfig) -> None:
+        super().__init__()
+        self._leaves = observation.leaves
+        self.images = nn.ModuleDict()
+        width = 0
+        for index, leaf in enumerate(observation.leaves):
+            if leaf.is_image:
+                self.images[str(index)], features = _convolutions(leaf, config.cnn)
+                width += features
+            else:
+                width += sum(leaf.nvec) if leaf.nvec else leaf.size
+        layers: list[nn.Module] = []
+        for size in config.hidden_sizes:
+            layers += [linear(width, size, math.sqrt(2)), _ACTIVATIONS[config.activation]()]
+            width = size
+        self.mlp = nn.Sequential(*layers)
+        self.features = width
+
+    def forward(self, observations: Mapping[str, Tensor], normaliser: ObservationNormaliser | None) -> Tensor:
+        """`[B, features]`, float32."""
+        parts = []
+        for index, leaf in enumerate(self._leaves):
+            name = leaf.column("obs")
+            values = observations[name]
+            if leaf.is_image:
+                parts.append(self.images[str(index)](values))
+            elif leaf.nvec:
+                parts.append(_one_hot(values, leaf))
+            else:
+                flat = values.flatten(1).to(torch.float32)
+                parts.append(flat if normaliser is None else normaliser(name, flat))
+        features: Tensor = self.mlp(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+        return features
+
+
+class _Image(nn.Module):
+    """Bytes to channels first in [0, 1]: H×W×C, C×H×W, and stacks of either (stack × H × W × C)."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        super().__init__()
+        self._scale = 255.0 if leaf.dtype == "uint8" else 1.0
+        self._stacked = len(leaf.shape) == 4
+        shape = leaf.shape[1:] if self._stacked else leaf.shape
+        self._channels_last = shape[-1] <= shape[0]
+        height, width, channels = shape if self._channels_last else (shape[1], shape[2], shape[0])
+        self.shape = (channels * (leaf.shape[0] if self._stacked else 1), height, width)
+
+    def forward(self, values: Tensor) -> Tensor:
+        if self._channels_last:
+            values = values.movedim(-1, -3)
+        if self._stacked:
+            values = values.flatten(1, 2)
+        return values.to(torch.float32) / self._scale
+
+
+def _convolutions(leaf: Leaf, kind: str) -> tuple[nn.Sequential, int]:
+    image = _Image(leaf)
+    channels, height, width = image.shape
+    if kind == "nature":  # Mnih et al. 2015
+        plan, features, smallest = [(32, 8, 4), (64, 4, 2), (64, 3, 1)], 512, 36
+    else:  # MinAtar's network (Young and Tian 2019)
+        plan, features, smallest = [(16, 3, 1)], 128, 5
+    if min(height, width) < smallest:
+        raise UnsupportedSpace(
+            f"observation {leaf.path or 'space'}: images of {height}×{width} are too small for cnn: {kind}, which needs "
+            f"{smallest}×{smallest}; use policies.<id>.cnn: small or larger images"
+        )
+    layers: list[nn.Module] = [image]
+    for outputs, kernel, stride in plan:
+        convolution = nn.Conv2d(channels, outputs, kernel, stride)
+        nn.init.orthogonal_(convolution.weight, math.sqrt(2))
+        assert convolution.bias is not None
+        nn.init.zeros_(convolution.bias)
+        layers += [convolution, nn.ReLU()]
+        channels, height, width = outputs, (height - kernel) // stride + 1, (width - kernel) // stride + 1
+    layers += [nn.Flatten(), linear(channels * height * width, features, math.sqrt(2)), nn.ReLU()]
+    return nn.Sequential(*layers), features
+
+
+def _one_hot(values: Tensor, leaf: Leaf) -> Tensor:
+    if leaf.kind == "multi_binary":  # both ones carry the same information, but all choices are encoded alike
+        flat = values.flatten(1)
+        return torch.stack([1 - flat, flat], dim=-1).flatten(1).to(torch.float32)
+    flat = values.reshape(len(values), len(leaf.nvec))
+    parts = [nn.functional.one_hot(flat[:, i], n) for i, n in enumerate(leaf.nvec)]
+    return torch.cat(parts, dim=1).to(torch.float32)

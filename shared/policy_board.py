@@ -1,0 +1,83 @@
+"""The policy board: the newest policy version, weights and normalisers as one unit.
+
+One interface, two transports: `redis` keeps the blob on the board; `object_store` keeps only the name of the checkpoint
+that holds the weights.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, cast
+
+import redis
+
+from shared import scripts
+from shared.checkpoint import Checkpoint, CheckpointStore
+from shared.errors import Fenced
+from shared.ledger import Ledger
+from shared.policies.codec import VersionHeader, decode_board, decode_policy, state_arrays
+from shared.redis_keys import RunKeys
+from shared.spaces import Columns
+
+
+@dataclass(frozen=True)
+class PolicyVersion:
+    """The weights of all policy ids at one version, and what travels with them."""
+
+    header: VersionHeader
+    states: dict[str, Columns]
+
+
+@dataclass(frozen=True)
+class Published:
+    """The answer to a publication. `word`: published, or known (it was there already)."""
+
+    word: str
+    state: str
+    reason: str
+    log_bytes: int
+
+
+class PolicyBoard:
+    """Publishes (trainer) and fetches (workers) policy versions."""
+
+    def __init__(self, client: redis.Redis, run_id: str) -> None:
+        self._redis = client
+        self._keys = RunKeys(run_id)
+        self._publish = client.register_script(scripts.PUBLISH)
+
+    def publish(
+        self, *, epoch: int, version: int, consumed: int, settled_id: str, ledger: Ledger, header: VersionHeader,
+        blob: bytes, checkpoint: str = "",
+    ) -> Published:
+        """Version, weights, credit and ledger in one step; raises `Fenced` for an older trainer.
+
+        `blob` is empty and `checkpoint` names the weights under the transport `object_store`.
+        """
+        keys = [self._keys.flow, self._keys.board, self._keys.ledger, self._keys.wakeups]
+        args: list[Any] = [epoch, version, consumed, settled_id, ledger.as_json(), json.dumps(header.as_dict()), blob, checkpoint]
+        word, state, reason, log_bytes = cast(list[Any], self._publish(keys, args))
+        if word == b"fenced":
+            raise Fenced(f"epoch {epoch} may not publish version {version}; a newer trainer has taken over")
+        return Published(word.decode(), state.decode(), reason.decode(), int(log_bytes))
+
+    def fetch(self, checkpoints: CheckpointStore) -> PolicyVersion | None:
+        """The newest version, or None before the first; from the store where the board names a checkpoint."""
+        raw = cast(list[bytes | None], self._redis.hmget(self._keys.board, ["blob", "checkpoint"]))
+        blob, checkpoint = raw
+        if blob is None:
+            return None
+        if checkpoint:
+            return version_of(checkpoints.load(checkpoint.decode(), only="policy.safetensors"))
+        states, header = decode_board(blob)
+        return PolicyVersion(header, states)
+
+
+def version_of(checkpoint: Checkpoint) -> PolicyVersion:
+    """The policy version in a checkpoint (loaded at least as far as its policy files)."""
+    manifest = checkpoint.manifest
+    header = VersionHeader.from_dict({"version": manifest.version, **manifest.provenance})
+    policies = {key: data for key, data in checkpoint.objects.items() if key.endswith("policy.safetensors")}
+    states = {key.partition("/")[0]: state_arrays(decode_policy(data)[0]) for key, data in policies.items()}
+    return PolicyVersion(header, states)

@@ -1,0 +1,108 @@
+"""Every Redis key of a run, in one place.
+
+All keys of a run start with `stagecoach:{RUN}:`; the braces keep them on one slot of a Redis Cluster. They live from
+the start of the run until `stagecoach` or a person deletes them; nothing expires on its own.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from shared.errors import UserError
+
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def check_run_id(run_id: str) -> str:
+    """Returns `run_id`; raises `UserError` where it could not be a key, a folder and an object name alike."""
+    if not _RUN_ID.fullmatch(run_id):
+        raise UserError(f"run id {run_id!r}: expected 1 to 64 letters, digits, '.', '_' or '-', a letter or digit first")
+    return run_id
+
+
+@dataclass(frozen=True)
+class RunKeys:
+    """The keys of one run."""
+
+    run_id: str
+
+    @property
+    def prefix(self) -> str:
+        """What all of them start with."""
+        return f"stagecoach:{{{self.run_id}}}:"
+
+    @property
+    def flow(self) -> str:
+        """Hash; epoch, state, version, consumed, claimed, bounds, positions. Writers: the scripts; readers: all."""
+        return self.prefix + "flow"
+
+    @property
+    def log(self) -> str:
+        """Stream; the experience log, an entry per fragment. Writer: workers (push); reader: trainer."""
+        return self.prefix + "log"
+
+    @property
+    def claims(self) -> str:
+        """Sorted set; claim id → end of its lease (ms). Writers: claim, push, release."""
+        return self.prefix + "claims"
+
+    @property
+    def pushed(self) -> str:
+        """Hash; worker:incarnation → last sequence number in the log, so that a resend is recognised. Writer: push."""
+        return self.prefix + "pushed"
+
+    @property
+    def produced(self) -> str:
+        """Hash; worker:fragments, worker:transitions produced; and what push refused as stale. Writer: push."""
+        return self.prefix + "produced"
+
+    @property
+    def incarnations(self) -> str:
+        """Hash; worker → its current incarnation. Writer: register."""
+        return self.prefix + "incarnations"
+
+    @property
+    def draining(self) -> str:
+        """Set; workers that shall end after their fragment. Writer: coordinator; reader: claim."""
+        return self.prefix + "draining"
+
+    @property
+    def wakeups(self) -> str:
+        """Stream (short); an entry whenever credit may have become free. Writers: scripts; readers: waiting workers."""
+        return self.prefix + "wakeups"
+
+    @property
+    def board(self) -> str:
+        """Hash; the policy board: version, header, blob (or the checkpoint that holds it). Writer: trainer."""
+        return self.prefix + "board"
+
+    @property
+    def ledger(self) -> str:
+        """String, JSON; the trainer's ledger through flow.settled_id. Writer: trainer."""
+        return self.prefix + "ledger"
+
+    @property
+    def heartbeats(self) -> str:
+        """Hash; role:id → JSON (time, pid, host, what it waits for). Writer: every role; reader: coordinator, status."""
+        return self.prefix + "heartbeats"
+
+    @property
+    def events(self) -> str:
+        """Stream (the last thousand); checkpoints, evaluations, deaths … for the console and the evaluator."""
+        return self.prefix + "events"
+
+    @property
+    def evaluations(self) -> str:
+        """Hash; checkpoint name → JSON scores. Writer: evaluator; reader: trainer (best checkpoint), status."""
+        return self.prefix + "evaluations"
+
+    @property
+    def signals(self) -> str:
+        """String, JSON; the newest training figures. Writer: trainer; readers: console, status."""
+        return self.prefix + "signals"
+
+    @property
+    def store_status(self) -> str:
+        """String, JSON; what the trainer's uploads wait for or failed with. Writer: trainer; reader: status."""
+        return self.prefix + "store_status"

@@ -1,0 +1,59 @@
+"""What every role starts from: its config, its address, and the connections made from them.
+
+The config comes from whoever starts the role (Ray's control plane, or a file named on the command line), never from
+Redis or the store, because it names code to import. Its hash must be the run's.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import redis
+
+from shared.checkpoint import ENVIRONMENT, CheckpointStore
+from shared.config import Config
+from shared.connection import Address, connect_redis
+from shared.errors import ConfigError, ObjectMissing, RunNotFound
+from shared.flow import Flow
+from shared.object_store import open_store
+from shared.spaces import EnvironmentDescription
+
+
+@dataclass(frozen=True)
+class Role:
+    """Config, address and open connections of one process (or thread) of a run."""
+
+    config: Config
+    address: Address
+    redis: redis.Redis
+    checkpoints: CheckpointStore
+    flow: Flow
+
+    @property
+    def run_id(self) -> str:
+        """The run."""
+        return self.address.run_id
+
+    def description(self) -> EnvironmentDescription:
+        """Agents and spaces as they were recorded when the run was made."""
+        try:
+            return EnvironmentDescription.from_dict(json.loads(self.checkpoints.store.get(ENVIRONMENT)))
+        except ObjectMissing:
+            raise RunNotFound(f"the store has no run {self.run_id!r} ({ENVIRONMENT} is missing)") from None
+
+    def check_config(self) -> None:
+        """Raises `ConfigError` where this role's config is not the one that the run was started with."""
+        expected = self.flow.read().config_hash
+        if expected != self.config.hash():
+            raise ConfigError(
+                f"this role's config has the hash {self.config.hash()[:12]}, run {self.run_id} was started with "
+                f"{expected[:12]}; start the role with the run's own config.yaml"
+            )
+
+
+def open_role(config: Config, address: Address) -> Role:
+    """Connects to Redis and names the store; raises `RedisUnavailable`."""
+    client = connect_redis(address, config)
+    checkpoints = CheckpointStore(open_store(address, config), address.run_id)
+    return Role(config, address, client, checkpoints, Flow(client, address.run_id))

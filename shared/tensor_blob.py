@@ -1,0 +1,71 @@
+"""Named arrays plus a JSON header in one safetensors blob, guarded by a hash: the format of everything that travels.
+
+Fragments, policy versions and checkpoint objects are all this. Layout: a safetensors file whose metadata has the one
+key `stagecoach`: 16 hex digits, a space, and the header as JSON. The digits are the XXH3-64 of the header text followed
+by the tensor bytes. (One key, because safetensors writes several in random order, and equal contents shall be equal
+bytes.)
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+import xxhash
+
+from shared.errors import StagecoachError
+from shared.spaces import Array, Columns
+
+_KEY = "stagecoach"
+_DIGITS = 16
+_NO_HASH = "0" * _DIGITS
+_LENGTH = struct.Struct("<Q")
+
+
+class BlobError(StagecoachError):
+    """Bytes that are not a valid blob; `reason` is `undecodable` (not the format) or `corrupt` (altered)."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+
+
+def encode(arrays: Mapping[str, Array], header: Mapping[str, Any]) -> bytes:
+    """One blob; the same arrays and header always give the same bytes."""
+    text = json.dumps(header, sort_keys=True, separators=(",", ":"))
+    contiguous = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    blob = bytearray(safetensors.numpy.save(contiguous, metadata={_KEY: f"{_NO_HASH} {text}"}))
+    body = _LENGTH.size + _LENGTH.unpack_from(blob)[0]
+    opening = f'"{_KEY}":"'.encode()
+    place = blob.index(opening + _NO_HASH.encode(), 0, body) + len(opening)
+    blob[place : place + _DIGITS] = _hash(text, memoryview(blob)[body:]).encode()
+    return bytes(blob)
+
+
+def decode(blob: bytes) -> tuple[Columns, dict[str, Any]]:
+    """The arrays (read-only) and the header; raises `BlobError`."""
+    try:
+        (length,) = _LENGTH.unpack_from(blob)
+        body = _LENGTH.size + length
+        expected, _, text = json.loads(blob[_LENGTH.size : body])["__metadata__"][_KEY].partition(" ")
+        header = json.loads(text)
+        arrays = safetensors.numpy.load(blob)
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError, safetensors.SafetensorError) as error:
+        raise BlobError("undecodable", f"{type(error).__name__}: {error}") from None
+    if not isinstance(header, dict):
+        raise BlobError("undecodable", "the header is not a JSON object")
+    found = _hash(text, memoryview(blob)[body:])
+    if found != expected:
+        raise BlobError("corrupt", f"xxh3 is {found}, the blob says {expected}")
+    return arrays, header
+
+
+def _hash(text: str, body: memoryview) -> str:
+    digest = xxhash.xxh3_64(text.encode())
+    digest.update(body)
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""The trainer: reads the experience log, learns, publishes policy versions and checkpoints."""

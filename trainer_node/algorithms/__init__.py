@@ -1,0 +1,1 @@
+"""Learning algorithms: tensors and config only."""

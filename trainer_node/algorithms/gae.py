@@ -1,0 +1,39 @@
+"""Generalised advantage estimation (Schulman et al. 2016, eq. 16), with termination and truncation kept apart."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def advantages(
+    *,
+    reward: Tensor,
+    value: Tensor,
+    bootstrap_value: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    mask: Tensor,
+    final_index: Tensor,
+    final_value: Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> Tensor:
+    """Advantages `[T, S]`, zero where `mask` is false.
+
+    `reward`, `value`, `terminated`, `truncated`, `mask`: `[T, S]`; `bootstrap_value`: `[S]`, the value after the last
+    step; `final_index`: `[M, 2]` (step, slot) and `final_value`: `[M]`, the value of each truncated slot's true last
+    observation. The value that follows a step is 0 after termination, `final_value` after truncation, and otherwise
+    the next step's: δ_t = r_t + γ V_{t+1} − V_t, and A_t = δ_t + γ λ A_{t+1} inside an episode.
+    """
+    following = torch.cat([value[1:], bootstrap_value.unsqueeze(0)])
+    following[final_index[:, 0], final_index[:, 1]] = final_value
+    following = following.masked_fill(terminated, 0.0)
+    delta = (reward + gamma * following - value) * mask
+    goes_on = (gamma * gae_lambda) * (~(terminated | truncated) & mask).to(value.dtype)
+    result = torch.empty_like(delta)
+    running = torch.zeros_like(bootstrap_value)
+    for step in range(len(delta) - 1, -1, -1):
+        running = torch.addcmul(delta[step], goes_on[step], running)
+        result[step] = running
+    return result

@@ -1,0 +1,222 @@
+"""Proximal policy optimisation with the clipped objective (Schulman et al. 2017).
+
+Order of the file: batch, loss, update. Tensors and config only; everything it does follows from its state, the
+fragments and the counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shared.config import PPOConfig
+from shared.policies.actor_critic import ActorCritic
+from shared.spaces import Array, Columns
+from shared.steps import Counters
+from trainer_node.algorithms.gae import advantages
+
+_KL_SLACK = 1.5
+_VALUE_CHUNK = 8192
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One update's transitions, flat: observations and actions by column, the rest `[B]`."""
+
+    observations: dict[str, Tensor]
+    actions: dict[str, Tensor]
+    log_prob: Tensor
+    value: Tensor
+    advantage: Tensor
+    target: Tensor
+
+    def __len__(self) -> int:
+        return len(self.log_prob)
+
+    def take(self, rows: Tensor) -> Batch:
+        """The minibatch of these rows."""
+        return Batch(
+            {name: tensor[rows] for name, tensor in self.observations.items()},
+            {name: tensor[rows] for name, tensor in self.actions.items()},
+            self.log_prob[rows], self.value[rows], self.advantage[rows], self.target[rows],
+        )  # fmt: skip
+
+
+class PPO:
+    """Learns one policy."""
+
+    def __init__(self, policy: ActorCritic, config: PPOConfig, device: torch.device, seed: int) -> None:
+        self.policy = policy.to(device)
+        self._config = config
+        self._device = device
+        self._seed = seed
+        self._optimiser = torch.optim.Adam(self.policy.parameters(), lr=config.learning_rate.start, eps=config.adam_epsilon)
+
+    def update(self, fragments: Sequence[Columns], counters: Counters) -> dict[str, float]:
+        """One update from the columns of K fragments of equal T (shared/fragment.py); answers the metrics.
+
+        The normaliser takes these observations in afterwards, so that the batch is learnt with the statistics that it
+        was acted with.
+        """
+        config = self._config
+        learning_rate, clip = config.learning_rate.value(counters), config.clip_range.value(counters)
+        for group in self._optimiser.param_groups:
+            group["lr"] = learning_rate
+        columns = _side_by_side(fragments)
+        batch = self._batch(columns)
+        history = self._epochs(batch, clip, counters.updates) if len(batch) else []
+        metrics = {name: float(np.mean([item[name] for item in history])) for name in (history[0] if history else {})}
+        metrics |= {"train/learning_rate": learning_rate, "train/clip_range": clip, "train/gradient_steps": len(history)}
+        if len(batch):
+            spread = batch.target.var()
+            unexplained = (batch.target - batch.value).var() / spread if len(batch) > 1 and spread > 0 else torch.nan
+            metrics["train/explained_variance"] = 1.0 - float(unexplained)
+        self.observe(columns)
+        return metrics
+
+    def observe(self, columns: Mapping[str, Array]) -> None:
+        """Takes the fragments' observations into the normaliser (all there is to do in heat-up)."""
+        if self.policy.normaliser is not None:
+            mask = torch.from_numpy(columns["mask"])
+            self.policy.normaliser.update(
+                {name: self._tensor(columns[name])[mask] for name in self.policy.spaces.observation.column_names("obs")}
+            )
+
+    def observe_fragments(self, fragments: Sequence[Columns]) -> None:
+        """`observe` for the columns of several fragments."""
+        self.observe(_side_by_side(fragments))
+
+    @torch.no_grad()
+    def _batch(self, columns: Mapping[str, Array]) -> Batch:
+        config, spaces = self._config, self.policy.spaces
+        tensors = {name: self._tensor(array) for name, array in columns.items()}
+        steps, slots = columns["reward"].shape
+        names = spaces.observation.column_names("obs")
+        value = self._values({name: tensors[name].flatten(0, 1) for name in names}).reshape(steps, slots)
+        advantage = advantages(
+            reward=tensors["reward"],
+            value=value,
+            bootstrap_value=self._values({name: tensors["bootstrap_" + name] for name in names}),
+            terminated=tensors["terminated"],
+            truncated=tensors["truncated"],
+            mask=tensors["mask"],
+            final_index=tensors["final_index"].to(torch.int64),
+            final_value=self._values({name: tensors["final_" + name] for name in names}),
+            gamma=config.gamma,
+            gae_lambda=config.gae_lambda,
+        )
+        keep = tensors["mask"].flatten()
+        return Batch(
+            {name: tensors[name].flatten(0, 1)[keep] for name in names},
+            {name: tensors[name].flatten(0, 1)[keep] for name in spaces.action.column_names("action")},
+            tensors["log_prob"].flatten()[keep], value.flatten()[keep], advantage.flatten()[keep],
+            (advantage + value).flatten()[keep],
+        )  # fmt: skip
+
+    def _values(self, observations: Mapping[str, Tensor]) -> Tensor:
+        rows = len(next(iter(observations.values())))
+        parts = [
+            self.policy.value({name: tensor[start : start + _VALUE_CHUNK] for name, tensor in observations.items()})
+            for start in range(0, rows, _VALUE_CHUNK)
+        ]
+        return torch.cat(parts) if parts else torch.zeros(0, device=self._device)
+
+    def _epochs(self, batch: Batch, clip: float, update: int) -> list[dict[str, float]]:
+        """All gradient steps of one update; stops early when the policy has moved too far (target_kl)."""
+        config = self._config
+        generator = torch.Generator().manual_seed(self._shuffle_seed(update))
+        minibatches = -(-len(batch) // config.minibatch_size)
+        history: list[dict[str, Tensor]] = []
+        for _ in range(config.epochs):
+            order = torch.randperm(len(batch), generator=generator).to(self._device)
+            for rows in order.tensor_split(minibatches):
+                loss, metrics = self.loss(batch.take(rows), clip)
+                if config.target_kl is not None and float(metrics["train/approx_kl"]) > _KL_SLACK * config.target_kl:
+                    return _to_floats(history or [metrics])
+                self._optimiser.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                norm = nn.utils.clip_grad_norm_(self.policy.parameters(), config.max_grad_norm)
+                self._optimiser.step()
+                history.append(metrics | {"train/grad_norm": norm.detach()})
+        return _to_floats(history)
+
+    def loss(self, batch: Batch, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
+        """The scalar loss of a minibatch (eq. 9 of the paper, signs turned) and its terms."""
+        config = self._config
+        advantage = batch.advantage
+        if config.normalise_advantages and len(advantage) > 1:
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        params, value = self.policy.action_parameters_and_value(batch.observations)
+        log_ratio = self.policy.distribution.log_prob(params, batch.actions) - batch.log_prob
+        ratio = log_ratio.exp()
+        policy_loss = -torch.min(advantage * ratio, advantage * ratio.clamp(1 - clip, 1 + clip)).mean()
+        if config.clip_range_value is not None:
+            bound = config.clip_range_value
+            clipped = batch.value + (value - batch.value).clamp(-bound, bound)
+            value_loss = torch.max((value - batch.target).square(), (clipped - batch.target).square()).mean()
+        else:
+            value_loss = (value - batch.target).square().mean()
+        entropy = self.policy.distribution.entropy(params).mean()
+        loss = policy_loss + config.value_coefficient * value_loss - config.entropy_coefficient * entropy
+        with torch.no_grad():
+            metrics = {
+                "train/loss": loss.detach(),
+                "train/policy_loss": policy_loss.detach(),
+                "train/value_loss": value_loss.detach(),
+                "train/entropy": entropy.detach(),
+                "train/approx_kl": ((ratio - 1) - log_ratio).mean(),
+                "train/clip_fraction": ((ratio - 1).abs() > clip).to(torch.float32).mean(),
+            }
+        return loss, metrics
+
+    def _shuffle_seed(self, update: int) -> int:
+        """From the run's seed and the update's number, so that no random state has to be carried."""
+        return int(np.random.SeedSequence([self._seed, update]).generate_state(1, np.uint64)[0] >> 1)
+
+    def _tensor(self, array: Array) -> Tensor:
+        return torch.from_numpy(np.array(array)).to(self._device)
+
+    def state(self) -> Columns:
+        """The optimiser's state as named arrays."""
+        arrays: dict[str, Any] = {}
+        for index, slots in self._optimiser.state_dict()["state"].items():
+            for name, tensor in slots.items():
+                arrays[f"{index}/{name}"] = tensor.detach().cpu().numpy().copy()
+        return arrays
+
+    def load_state(self, arrays: Mapping[str, Array]) -> None:
+        """The inverse of `state`."""
+        slots: dict[int, dict[str, Tensor]] = {}
+        for key, array in arrays.items():
+            index, _, name = key.partition("/")
+            slots.setdefault(int(index), {})[name] = torch.from_numpy(np.array(array))
+        groups = self._optimiser.state_dict()["param_groups"]
+        self._optimiser.load_state_dict({"state": slots, "param_groups": groups})
+
+
+def _side_by_side(fragments: Sequence[Columns]) -> Columns:
+    """K fragments of equal T as one: slots beside each other, `final_index` moved along."""
+    if len(fragments) == 1:
+        return fragments[0]
+    columns: Columns = {}
+    for name in fragments[0]:
+        parts = [fragment[name] for fragment in fragments]
+        if name == "final_index":
+            offset, moved = 0, []
+            for fragment, part in zip(fragments, parts, strict=True):
+                moved.append(part + np.array([0, offset], np.int32))
+                offset += fragment["reward"].shape[1]
+            columns[name] = np.concatenate(moved)
+        else:
+            along_slots = name in fragments[0] and name.startswith(("bootstrap_", "final_"))
+            columns[name] = np.concatenate(parts, axis=0 if along_slots else 1)
+    return columns
+
+
+def _to_floats(history: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
+    return [{name: float(tensor) for name, tensor in item.items()} for item in history]

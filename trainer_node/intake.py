@@ -1,0 +1,135 @@
+"""Intake: log entries, in order, become fragments to learn from, or are dropped and counted with their reason.
+
+Every entry ends in the ledger. What is dropped gives its credit back, so that a bad fragment never stops the run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from shared import fragment, scripts
+from shared.errors import Fenced, FragmentError
+from shared.experience_log import START, ExperienceLog, LogEntry
+from shared.fragment import Fragment
+from shared.ledger import Ledger
+from shared.redis_keys import RunKeys
+from shared.role import Role
+from shared.steps import Phase
+
+_LOGGER = logging.getLogger("stagecoach.trainer")
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The books at the last published version: what a checkpoint records."""
+
+    position: str
+    ledger: str
+    lags: dict[int, int]
+
+
+class Intake:
+    """Reads the log for one trainer (one epoch)."""
+
+    def __init__(self, role: Role, epoch: int) -> None:
+        self._run_id = role.run_id
+        self._epoch = epoch
+        self._log = ExperienceLog(role.redis, role.run_id)
+        self._drop = role.redis.register_script(scripts.DROP)
+        self._keys = RunKeys(role.run_id)
+        self._description = role.description()
+        self._rollout = role.config.rollout
+        self._num_envs = role.config.environment.num_envs
+        self._buffer: deque[LogEntry] = deque()
+        self.position = START
+        self.ledger = Ledger()
+        self.lags: Counter[int] = Counter()
+        self.commit()
+
+    def restore(self, position: str, ledger: Ledger, lags: dict[int, int]) -> None:
+        """Goes on from a checkpoint (or from where Redis has settled)."""
+        self._buffer.clear()
+        self.position, self.ledger, self.lags = position, ledger, Counter(lags)
+        self.commit()
+
+    def commit(self) -> None:
+        """All that was taken so far is behind a published version."""
+        self.committed = Committed(self.position, self.ledger.as_json(), dict(self.lags))
+
+    def take(self, version: int, phase: Phase, block_seconds: float) -> Fragment | None:
+        """The next fragment to learn from at policy `version`; None where the log has no more for now."""
+        while True:
+            if not self._buffer:
+                count = self._rollout.fragments_per_update
+                self._buffer.extend(self._log.read(self.position, count, block_seconds))
+                if not self._buffer:
+                    return None
+            entry = self._buffer.popleft()
+            self.position = entry.id
+            taken = self._judge(entry, version, phase)
+            if taken is not None:
+                return taken
+
+    def _judge(self, entry: LogEntry, version: int, phase: Phase) -> Fragment | None:
+        account = self.ledger.of(entry.worker)
+        last = account.high_water.get(entry.incarnation, -1)
+        if entry.claimed and entry.seq <= last:
+            return self._dropped(entry, "duplicate", f"sequence number {entry.seq} after {last}")
+        if entry.claimed:
+            self._count_lost(entry, entry.seq - last - 1)
+            account.high_water[entry.incarnation] = entry.seq
+        try:
+            parsed = fragment.decode(entry.fragment)
+            fragment.check(parsed, self._run_id, self._description)
+            self._check_source(entry, parsed)
+            self._check_lag(parsed, version, phase)
+        except FragmentError as error:
+            return self._dropped(entry, error.reason, str(error))
+        self.ledger.consume(entry.worker, entry.transitions)
+        self.lags[version - parsed.header.version] += 1
+        return parsed
+
+    def _check_source(self, entry: LogEntry, parsed: Fragment) -> None:
+        header = parsed.header
+        if (header.worker_id, header.incarnation, header.seq) != (entry.worker, entry.incarnation, entry.seq):
+            raise FragmentError("schema", f"the entry is {entry.worker}:{entry.incarnation}:{entry.seq}, its header differs")
+        if (header.steps, header.num_envs) != (self._rollout.fragment_steps, self._num_envs):
+            raise FragmentError("schema", f"{header.steps} steps × {header.num_envs} environments is not this run's shape")
+
+    def _check_lag(self, parsed: Fragment, version: int, phase: Phase) -> None:
+        lag = version - parsed.header.version
+        if lag < 0:
+            raise FragmentError("schema", f"acted by version {parsed.header.version}, which does not exist yet")
+        if lag > self._rollout.max_policy_lag:
+            raise FragmentError("stale", f"lag {lag} is more than {self._rollout.max_policy_lag}")
+        if parsed.header.phase is not phase:
+            raise FragmentError("stale", f"acted in {parsed.header.phase}, the trainer is in {phase}")
+
+    def _count_lost(self, entry: LogEntry, gap: int) -> None:
+        if gap > 0:
+            _LOGGER.error("%s:%d: %d fragments before %d are lost", entry.worker, entry.incarnation, gap, entry.seq)
+            self.ledger.drop(entry.worker, "lost", gap * entry.transitions, gap)
+            self._give_back(entry, gap, before=True)
+
+    def _dropped(self, entry: LogEntry, reason: str, detail: str) -> None:
+        _LOGGER.warning("fragment %s of %s dropped as %s: %s", entry.id, entry.worker, reason, detail)
+        self.ledger.drop(entry.worker, reason, entry.transitions)
+        self._give_back(entry, 1 if entry.claimed else 0)
+
+    def _give_back(self, entry: LogEntry, claims: int, before: bool = False) -> None:
+        """Settles up to this entry (or just before it) and gives the credit again; once, however often it is read."""
+        at = _before(entry.id) if before else entry.id
+        keys = [self._keys.flow, self._keys.ledger, self._keys.wakeups]
+        word = self._drop(keys, [self._epoch, at, claims, self.ledger.as_json()])
+        if word == b"fenced":
+            raise Fenced(f"epoch {self._epoch} may not settle fragments; a newer trainer has taken over")
+
+
+def _before(id_: str) -> str:
+    """A stream id just before `id_`."""
+    milliseconds, _, seq = id_.partition("-")
+    return f"{milliseconds}-{int(seq) - 1}" if int(seq) else f"{int(milliseconds) - 1}-{2**53}"
+
+

@@ -1,0 +1,64 @@
+"""Reward normalisation: rewards divided by the running deviation of the discounted return (as VecNormalize does).
+
+Learnt from the log in its order, so that it is the same on every replay; kept in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shared.spaces import Array, Columns
+
+_EPSILON = 1e-8
+_CLIP = 10.0
+
+
+class RewardScaling:
+    """Running statistics for one policy id."""
+
+    def __init__(self, gamma: float) -> None:
+        self._gamma = gamma
+        self._moments = np.array([0.0, 0.0, 0.0])  # count, mean, sum of squared deviations
+        self._running: dict[str, Array] = {}
+
+    def scale(self, source: str, columns: Columns) -> Columns:
+        """The columns with scaled rewards; `source` (worker and incarnation) tells whose returns go on."""
+        reward, mask = columns["reward"].astype(np.float64), columns["mask"]
+        over = columns["terminated"] | columns["truncated"]
+        running = self._running.get(source, np.zeros(reward.shape[1]))
+        discounted = np.empty_like(reward)
+        for step in range(len(reward)):
+            running = running * self._gamma + reward[step]
+            discounted[step] = running
+            running = np.where(over[step], 0.0, running)
+        worker = source.partition(":")[0]
+        self._running = {key: value for key, value in self._running.items() if key.partition(":")[0] != worker}
+        self._running[source] = running
+        self._merge(discounted[mask])
+        count, _, squares = self._moments
+        deviation = np.sqrt(squares / count + _EPSILON) if count else 1.0
+        return columns | {"reward": np.clip(reward / deviation, -_CLIP, _CLIP).astype(np.float32)}
+
+    def _merge(self, values: Array) -> None:
+        if not values.size:
+            return
+        count, mean, squares = self._moments
+        delta = values.mean() - mean
+        total = count + values.size
+        self._moments = np.array(
+            [
+                total,
+                mean + delta * values.size / total,
+                squares + ((values - values.mean()) ** 2).sum() + delta**2 * count * values.size / total,
+            ]
+        )
+
+    def state(self) -> Columns:
+        """Named arrays."""
+        return {"moments": self._moments.copy()} | {f"running/{key}": value for key, value in self._running.items()}
+
+    def load_state(self, arrays: Columns) -> None:
+        """The inverse of `state`."""
+        self._moments = np.array(arrays["moments"])
+        prefix = "running/"
+        self._running = {k.removeprefix(prefix): np.array(v) for k, v in arrays.items() if k.startswith(prefix)}

@@ -1,0 +1,151 @@
+"""A snapshot is everything the trainer is, at one published version, as the objects of a checkpoint.
+
+`<policy id>/policy.safetensors` is what acts; `trainer/…` is what only learning needs. Both directions stand here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import time
+from collections import Counter, deque
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shared import tensor_blob
+from shared.checkpoint import Checkpoint, Manifest, checkpoint_name, describe_objects
+from shared.config import Config
+from shared.errors import CheckpointDamaged
+from shared.fragment import EpisodeRecord
+from shared.policies.actor_critic import ActorCritic
+from shared.policies.codec import decode_policy, encode_policy, load_state_arrays, state_arrays
+from shared.spaces import Columns, EnvironmentDescription
+from shared.steps import Phase, PhaseCounters
+from trainer_node.algorithms.ppo import PPO
+from trainer_node.intake import Committed
+from trainer_node.reward_scaling import RewardScaling
+
+_STATE, _OPTIMISER, _REWARDS = "trainer/state.json", "trainer/{}.optimiser.safetensors", "trainer/{}.rewards.safetensors"
+
+
+@dataclass
+class Learner:
+    """The parts that learn, per policy id, and what they have counted."""
+
+    policies: dict[str, ActorCritic]
+    algorithms: dict[str, PPO]
+    rewards: dict[str, RewardScaling]
+    counters: PhaseCounters
+    episodes: deque[EpisodeRecord]
+    """The last ones, for the mean return."""
+
+    def mean_return(self) -> float | None:
+        """Over the last training episodes; None before the first has ended."""
+        returns = [record.episode_return for record in self.episodes]
+        return sum(returns) / len(returns) if returns else None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A checkpoint before it is stored."""
+
+    manifest: Manifest
+    objects: dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the trainer stands."""
+
+    version: int
+    phase: Phase
+    epoch: int
+    parent: str | None
+    first_log_id: str
+    first_version: int
+    """Log position and version of the parent: the range that this checkpoint adds."""
+
+
+def take(
+    learner: Learner, description: EnvironmentDescription, config: Config, run_id: str, progress: Progress,
+    books: Committed,
+) -> Snapshot:
+    """The snapshot of the learner at `progress`; copies everything, so that training may go on."""
+    objects: dict[str, bytes] = {}
+    for policy_id, policy in learner.policies.items():
+        spaces, network = description.policies[policy_id], config.policies[policy_id]
+        objects[f"{policy_id}/policy.safetensors"] = encode_policy(state_arrays(policy), spaces, network, progress.version)
+        objects[_OPTIMISER.format(policy_id)] = tensor_blob.encode(learner.algorithms[policy_id].state(), {})
+        if policy_id in learner.rewards:
+            objects[_REWARDS.format(policy_id)] = tensor_blob.encode(learner.rewards[policy_id].state(), {})
+    state = {
+        "version": progress.version,
+        "counters": learner.counters.as_dict(),
+        "episodes": [asdict(record) for record in learner.episodes],
+        "ledger": json.loads(books.ledger),
+        "lags": {str(lag): count for lag, count in sorted(books.lags.items())},
+        "log_position": books.position,
+        "seed": config.seed,
+    }
+    objects[_STATE] = json.dumps(state, sort_keys=True, separators=(",", ":")).encode()
+    provenance = {
+        "code_version": importlib.metadata.version("stagecoach"),
+        "config_hash": config.hash(),
+        "seed": config.seed,
+        "phase": progress.phase.value,
+        "counters": learner.counters.as_dict(),
+        "log_range": [progress.first_log_id, books.position],
+        "policy_versions": [progress.first_version, progress.version],
+        "lag_histogram": state["lags"],
+        "ledger": state["ledger"],
+        "mean_return": learner.mean_return(),
+    }
+    manifest = Manifest(
+        run_id=run_id, name=checkpoint_name(progress.version, learner.counters.train.env_steps),
+        version=progress.version, epoch=progress.epoch, created=round(time.time(), 3), log_position=books.position,
+        parent=progress.parent, objects=describe_objects(objects), provenance=provenance,
+    )  # fmt: skip
+    return Snapshot(manifest, objects)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint says besides the weights."""
+
+    version: int
+    log_position: str
+    ledger: str
+    lags: dict[int, int]
+
+
+def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
+    """Puts the checkpoint's state into the learner; raises `CheckpointDamaged` where it does not fit.
+
+    Everything is decoded before anything is changed.
+    """
+    try:
+        state: dict[str, Any] = json.loads(checkpoint.objects[_STATE])
+        weights = {
+            policy_id: decode_policy(checkpoint.objects[f"{policy_id}/policy.safetensors"])[0]
+            for policy_id in learner.policies
+        }
+        optimisers = {
+            policy_id: tensor_blob.decode(checkpoint.objects[_OPTIMISER.format(policy_id)])[0]
+            for policy_id in learner.policies
+        }
+        rewards: dict[str, Columns] = {
+            policy_id: tensor_blob.decode(checkpoint.objects[_REWARDS.format(policy_id)])[0]
+            for policy_id in learner.rewards
+        }
+    except (KeyError, ValueError, tensor_blob.BlobError) as error:
+        raise CheckpointDamaged(f"{checkpoint.manifest.name} cannot be restored: {type(error).__name__}: {error}") from None
+    for policy_id, policy in learner.policies.items():
+        load_state_arrays(policy, state_arrays(weights[policy_id]))
+        learner.algorithms[policy_id].load_state(optimisers[policy_id])
+        if policy_id in rewards:
+            learner.rewards[policy_id].load_state(rewards[policy_id])
+    learner.counters = PhaseCounters.from_dict(state["counters"])
+    learner.episodes.clear()
+    learner.episodes.extend(EpisodeRecord(**record) for record in state["episodes"])
+    lags = Counter({int(lag): count for lag, count in state["lags"].items()})
+    return Restored(int(state["version"]), state["log_position"], json.dumps(state["ledger"]), dict(lags))

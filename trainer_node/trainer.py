@@ -1,0 +1,386 @@
+"""The trainer: a deterministic state machine over the experience log.
+
+`run` reads: take the next K fragments, emulate acting on them, learn, publish the next policy version, checkpoint when
+due; until the run is to end. What it learns depends on its snapshot and the log alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shared.checkpoint import FINISHED, Checkpoint
+from shared.errors import CheckpointNotFound, Fenced, StoreUnavailable, WaitTimeout, WeightsNotFinite
+from shared.events import emit, read_evaluations
+from shared.flow import FlowState
+from shared.fragment import Fragment
+from shared.heartbeat import Heartbeat, poll, read_heartbeats
+from shared.ledger import Ledger, read_books, restore_produced
+from shared.policies.actor_critic import build_policies
+from shared.policies.codec import VersionHeader, encode_board, finite, state_arrays
+from shared.policy_board import PolicyBoard, Published
+from shared.redis_keys import RunKeys
+from shared.role import Role
+from shared.steps import Phase, PhaseCounters
+from trainer_node import snapshot
+from trainer_node.algorithms.ppo import PPO
+from trainer_node.figures import Figures
+from trainer_node.intake import Intake
+from trainer_node.publisher import Publisher
+from trainer_node.reward_scaling import RewardScaling
+from trainer_node.schedule import RunSchedule
+from trainer_node.signals import Signals
+from trainer_node.snapshot import Learner, Progress, Snapshot
+
+_LOGGER = logging.getLogger("stagecoach.trainer")
+_LOOK_SECONDS = 1.0
+"""How often a trainer that waits for experience looks whether the run is to end."""
+_DURABLE_SECONDS = 600.0
+"""How long the first, last and (object_store) each checkpoint may take to become durable."""
+
+
+class Trainer:
+    """One trainer. `run` is its whole life; `step` is one turn of it, for the one-process mode."""
+
+    def __init__(self, role: Role, run_folder: str | None) -> None:
+        self._role = role
+        self._config = role.config
+        self._board = PolicyBoard(role.redis, role.run_id)
+        self._heartbeat = Heartbeat(role.redis, role.run_id, "trainer", "trainer")
+        self._schedule = RunSchedule(role.config)
+        folder = Path(run_folder) / "signals" if run_folder else None
+        self._signals = Signals(role.redis, role.run_id, role.config.signals, folder)
+        self._figures = Figures()
+        self._fragments: list[Fragment] = []
+        self.version = -1
+        self._parent: str | None = None
+        self._parent_position, self._parent_version = "0-0", 0
+        self._end: str | None = None
+
+    def run(self) -> str:
+        """Trains until the run is to end; answers the reason (solved, exhausted, stopped)."""
+        try:
+            self.start()
+            while self._end is None:
+                self.step(_LOOK_SECONDS)
+            return self.finish(self._end)
+        except Fenced as error:
+            self._heartbeat.stop(f"fenced: {error}")
+            raise
+        except Exception as error:
+            self.fail(error)
+            raise
+
+    def start(self) -> None:
+        """Fences older trainers, takes up the newest good checkpoint (or begins), and puts its version on the board."""
+        self._role.check_config()
+        torch.set_num_threads(self._config.trainer.torch_threads)
+        self._description = self._role.description()
+        self._epoch = self._role.flow.take_over()
+        self._heartbeat.start()
+        self._learner = self._make_learner()
+        self._intake = Intake(self._role, self._epoch)
+        self._publisher = Publisher(self._role, self._epoch)
+        self._publisher.start()
+        checkpoint = self._newest_checkpoint()
+        if checkpoint is None:
+            self._begin()
+        else:
+            self._recover(checkpoint)
+        self._signals.start(self._learner.counters.train.env_steps)
+        self._schedule.checkpointed(self._learner.counters)
+        self._tell()
+        _LOGGER.info("trainer of run %s: epoch %d, version %d", self._role.run_id, self._epoch, self.version)
+
+    def step(self, wait_seconds: float) -> str:
+        """One turn: `updated`, `waited` (fewer than K fragments so far) or `ended`."""
+        state = self._role.flow.read()
+        if state.state != "running" or self._schedule.exhausted(self._learner.counters):
+            self._end = state.reason if state.state != "running" else "exhausted"
+            return "ended"
+        if not self._gather(wait_seconds):
+            return "waited"
+        fragments, self._fragments = self._fragments, []
+        phase = self._phase
+        self._emulate_acting(fragments, phase)
+        metrics = self._learn(fragments, phase)
+        self.version += 1
+        published = self._publish(len(fragments))
+        self._report(fragments, metrics)
+        self._checkpoint_if_due(published)
+        return "updated"
+
+    def finish(self, reason: str) -> str:
+        """The last checkpoint, its evaluation, `.finished`; answers the reason."""
+        flow = self._role.flow
+        flow.set_state("stopping", reason, expected="running")
+        last = self._snapshot()
+        self._publisher.submit(last)
+        with self._heartbeat.waiting("the last checkpoint to be durable", _DURABLE_SECONDS):
+            self._publisher.wait_idle(_DURABLE_SECONDS)
+        if reason != "stopped":
+            self._wait_for_evaluation(last.manifest.name)
+        self._publisher.close()
+        self._publisher.finish(last.manifest.name)
+        flow.set_state("finished", reason)
+        self._write_finished(reason, last.manifest.name)
+        self._signals.close()
+        self._heartbeat.stop(reason)
+        return reason
+
+    def fail(self, error: Exception) -> None:
+        """Ends the run with `.finished: failed` and the diagnosis; checkpoints stay as they are."""
+        _LOGGER.exception("the trainer failed")
+        reason = f"failed: {error}"
+        try:
+            self._role.flow.set_state("finished", reason)
+            self._write_finished(reason, None)
+        except Exception:
+            _LOGGER.exception("the failure could not be recorded in Redis or the store")
+        self._heartbeat.stop(reason)
+
+    # Beginning
+
+    def _make_learner(self) -> Learner:
+        config = self._config
+        device = _device(config.trainer.device)
+        policies = build_policies(self._description.policies, config.policies, config.seed)
+        algorithms = {
+            policy_id: PPO(policy, config.algorithm, device, config.seed + index)
+            for index, (policy_id, policy) in enumerate(sorted(policies.items()))
+        }
+        rewards = {
+            policy_id: RewardScaling(config.algorithm.gamma)
+            for policy_id in sorted(policies)
+            if config.policies[policy_id].normalise_rewards
+        }
+        return Learner(policies, algorithms, rewards, PhaseCounters(), deque(maxlen=config.signals.window_episodes))
+
+    def _newest_checkpoint(self) -> Checkpoint | None:
+        try:
+            checkpoint, problems = self._role.checkpoints.newest_good()
+        except CheckpointNotFound:
+            return None
+        for problem in problems:
+            text = f"{problem}; going back to {checkpoint.manifest.name}"
+            emit(self._role.redis, self._role.run_id, "trainer", text)
+            _LOGGER.error("%s", text)
+        return checkpoint
+
+    def _begin(self) -> None:
+        """Version 0, the untrained policy: first durable, then on the board."""
+        if self._role.flow.read().version >= 0:
+            raise StoreUnavailable(
+                f"run {self._role.run_id} has published policies, but the store holds no checkpoint of it; bring the "
+                f"store's contents back, or start a new run"
+            )
+        self.version = 0
+        self._publisher.submit(self._snapshot())
+        with self._heartbeat.waiting("the first checkpoint to be durable", _DURABLE_SECONDS):
+            self._publisher.wait_idle(_DURABLE_SECONDS)
+        self._publish(0)
+
+    def _recover(self, checkpoint: Checkpoint) -> None:
+        """Snapshot + log: reads again what came after the snapshot, or, where the log has lost it, says so."""
+        restored = snapshot.restore(self._learner, checkpoint)
+        self.version = restored.version
+        self._remember_parent(checkpoint.manifest.name, restored.log_position)
+        ledger = Ledger.from_json(restored.ledger)
+        self._intake.restore(restored.log_position, ledger, restored.lags)
+        state = self._role.flow.read()
+        name = checkpoint.manifest.name
+        if state.version < self.version:  # a Redis without this run's past
+            restore_produced(self._role.redis, self._role.run_id, ledger)
+            self._publish(0)
+            text = f"restored {name}; Redis knew nothing newer"
+        elif not _after(state.trimmed_id, restored.log_position):
+            text = f"restored {name}; reading the log again up to version {state.version}"
+        else:
+            self._rebase(state, restored.lags)
+            text = f"restored {name}, but the log behind it is trimmed: goes on as version {self.version}"
+        emit(self._role.redis, self._role.run_id, "trainer", text)
+        _LOGGER.info("%s", text)
+
+    def _rebase(self, state: FlowState, lags: dict[int, int]) -> None:
+        """An older checkpoint than the log reaches back to: its weights go on as a new version; none goes back."""
+        text: Any = self._role.redis.get(RunKeys(self._role.run_id).ledger)
+        self._intake.restore(state.settled_id, Ledger.from_json((text or b"").decode()), lags)
+        self.version = state.version + 1
+        self._publish(0)
+        self._publisher.submit(self._snapshot())
+
+    # One turn
+
+    @property
+    def _phase(self) -> Phase:
+        return self._schedule.phase(self._learner.counters)
+
+    def _gather(self, wait_seconds: float) -> bool:
+        """Whether K fragments are there; waits for more, by name, while the run goes on."""
+        needed = self._config.rollout.fragments_per_update
+        while len(self._fragments) < needed:
+            taken = self._intake.take(self.version, self._phase, 0.0)
+            if taken is None and wait_seconds > 0:
+                taken = self._wait_for_experience(wait_seconds)
+            if taken is None:
+                return False
+            self._fragments.append(taken)
+        return True
+
+    def _wait_for_experience(self, look_seconds: float) -> Fragment | None:
+        with self._heartbeat.waiting("experience", self._config.rollout.wait_deadline_seconds) as wait:
+            while True:
+                taken = self._intake.take(self.version, self._phase, look_seconds)
+                if taken is not None or self._role.flow.read().state != "running":
+                    return taken
+                wait.check()
+
+    def _emulate_acting(self, fragments: list[Fragment], phase: Phase) -> None:
+        """Moves counters, episode statistics and reward scaling as if the agent had acted here."""
+        counters = self._learner.counters.of(phase)
+        for item in fragments:
+            counters.env_steps += _env_steps(item)
+            counters.episodes += len(item.header.episodes)
+            if phase is Phase.TRAIN:
+                self._learner.episodes.extend(item.header.episodes)
+            source = f"{item.header.worker_id}:{item.header.incarnation}"
+            for policy_id, scaling in self._learner.rewards.items():
+                item.columns[policy_id] = scaling.scale(source, item.columns[policy_id])
+
+    def _learn(self, fragments: list[Fragment], phase: Phase) -> dict[str, float]:
+        """One update of every policy (in heat-up, only the normalisers); raises `WeightsNotFinite`."""
+        started, metrics = time.perf_counter(), {}
+        for policy_id, algorithm in self._learner.algorithms.items():
+            columns = [item.columns[policy_id] for item in fragments]
+            if phase is Phase.HEATUP:
+                algorithm.observe_fragments(columns)
+                continue
+            found = algorithm.update(columns, self._learner.counters.train)
+            suffix = "" if len(self._learner.algorithms) == 1 else f"/{policy_id}"
+            metrics |= {name + suffix: value for name, value in found.items()}
+        if phase is Phase.TRAIN:
+            self._learner.counters.train.updates += 1
+        for policy_id, policy in self._learner.policies.items():
+            if not finite(state_arrays(policy)):
+                raise WeightsNotFinite(
+                    f"update {self._learner.counters.train.updates} made the weights of policy {policy_id!r} infinite or "
+                    f"NaN; log range {self._intake.committed.position} to {self._intake.position}; last terms: {metrics}. "
+                    f"Try a smaller algorithm.learning_rate or normalise_observations; the checkpoints before it are intact"
+                )
+        self._figures.learning_seconds += time.perf_counter() - started
+        return metrics
+
+    def _publish(self, consumed: int) -> Published:
+        """The new version on the board, with the credit and the ledger, in one step."""
+        self._intake.commit()
+        states = {policy_id: state_arrays(policy) for policy_id, policy in self._learner.policies.items()}
+        header = VersionHeader(self.version, self._phase, self._learner.counters)
+        blob, name = b"", ""
+        if self._config.policy_versions.transport == "object_store":
+            taken = self._snapshot()
+            name = taken.manifest.name
+            self._publisher.submit(taken)
+            with self._heartbeat.waiting("the policy version to be durable", _DURABLE_SECONDS):
+                self._publisher.wait_idle(_DURABLE_SECONDS)
+            self._checkpointed(taken)
+        else:
+            blob = encode_board(states, header)
+        return self._board.publish(
+            epoch=self._epoch, version=self.version, consumed=consumed, settled_id=self._intake.position,
+            ledger=self._intake.ledger, header=header, blob=blob, checkpoint=name,
+        )  # fmt: skip
+
+    def _checkpoint_if_due(self, published: Published) -> None:
+        if self._publisher.failure is not None:
+            raise self._publisher.failure
+        if self._schedule.checkpoint_due(self._learner.counters, published.log_bytes):
+            taken = self._snapshot()
+            self._publisher.submit(taken)
+            self._checkpointed(taken)
+
+    def _checkpointed(self, taken: Snapshot) -> None:
+        self._schedule.checkpointed(self._learner.counters)
+        self._remember_parent(taken.manifest.name, taken.manifest.log_position)
+
+    def _remember_parent(self, name: str, position: str) -> None:
+        self._parent, self._parent_position, self._parent_version = name, position, self.version
+
+    def _snapshot(self) -> Snapshot:
+        progress = Progress(
+            self.version, self._phase, self._epoch, self._parent, self._parent_position, self._parent_version
+        )
+        books = self._intake.committed
+        return snapshot.take(self._learner, self._description, self._config, self._role.run_id, progress, books)
+
+    def _report(self, fragments: list[Fragment], metrics: dict[str, float]) -> None:
+        figures = self._figures.row(self._learner, fragments, metrics, self.version, self._heartbeat.waited_seconds)
+        self._signals.write(figures, self._learner.counters.train.env_steps)
+        self._tell()
+
+    def _tell(self) -> None:
+        train = self._learner.counters.train
+        self._heartbeat.progress = {
+            "epoch": self._epoch, "version": self.version, "phase": self._phase.value, "env_steps": train.env_steps,
+            "updates": train.updates, "episodes": train.episodes,
+            "learn_seconds": round(self._figures.learning_seconds, 3),
+        }  # fmt: skip
+
+    # Ending
+
+    def _wait_for_evaluation(self, name: str) -> None:
+        """The final score belongs into the summary, where there is an evaluator to give it."""
+        role = self._role
+
+        def done() -> bool:
+            evaluators = [beat for beat in read_heartbeats(role.redis, role.run_id) if beat.role == "evaluator"]
+            alive = any(beat.alive for beat in evaluators)
+            return not alive or name in read_evaluations(role.redis, role.run_id)
+
+        seconds = self._config.evaluation.final_wait_seconds
+        try:
+            with self._heartbeat.waiting("the last evaluation", seconds) as wait:
+                poll(wait, done)
+        except WaitTimeout as error:
+            emit(role.redis, role.run_id, "evaluation", f"{name} is not evaluated: {error}")
+
+    def _write_finished(self, reason: str, final: str | None) -> None:
+        """`.finished`: why, the final checkpoint, the counters and the books."""
+        books = read_books(self._role.redis, self._role.run_id)
+        learner = getattr(self, "_learner", None)
+        content = {
+            "run_id": self._role.run_id,
+            "reason": reason,
+            "final": final,
+            "version": self.version,
+            "counters": learner.counters.as_dict() if learner else None,
+            "ledger": {worker: line.as_dict() for worker, line in books.items()},
+            "time": round(time.time(), 3),
+        }
+        self._role.checkpoints.write_marker(FINISHED, content)
+        emit(self._role.redis, self._role.run_id, "state", f"run finished: {reason}")
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def _env_steps(item: Fragment) -> int:
+    """Steps of environments in which at least one agent acted (a native reset step is none)."""
+    header = item.header
+    masks = [columns["mask"].reshape(header.steps, -1, header.num_envs) for columns in item.columns.values()]
+    acted = masks[0].any(axis=1)
+    for mask in masks[1:]:
+        acted = acted | mask.any(axis=1)
+    return int(acted.sum())
+
+
+def _after(a: str, b: str) -> bool:
+    """Whether stream id `a` is later than `b`."""
+    return tuple(map(int, a.split("-"))) > tuple(map(int, b.split("-")))
