@@ -43,7 +43,7 @@ class ObservationNormaliser(nn.Module):
         for name, index in self._names.items():
             moments = self.moments[index]
             assert isinstance(moments, RunningMoments)
-            moments.update(observations[name].flatten(1))
+            moments.update(observations[name])
 
 
 class Encoder(nn.Module):
@@ -78,7 +78,7 @@ class Encoder(nn.Module):
             elif leaf.nvec:
                 parts.append(_one_hot(values, leaf))
             else:
-                flat = values.flatten(1).to(torch.float32)
+                flat = values.reshape(len(values), leaf.size).to(torch.float32)
                 parts.append(flat if normaliser is None else normaliser(name, flat))
         features: Tensor = self.mlp(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
         return features

@@ -33,11 +33,11 @@ class RunningMoments(nn.Module):
 
     @torch.no_grad()
     def update(self, values: Tensor) -> None:
-        """Takes in a batch `[B, size]`."""
+        """Takes in a batch `[B, …]` of `size` elements each."""
         if len(values) == 0:
             return
         count, mean, m2 = (cast(Tensor, getattr(self, name)) for name in ("count", "mean", "m2"))
-        batch = values.to(torch.float64)
+        batch = values.to(torch.float64).reshape(len(values), mean.numel())
         batch_mean = batch.mean(dim=0)
         delta = batch_mean - mean
         total = count + len(batch)

@@ -1,0 +1,334 @@
+"""Small environments whose every number can be worked out by hand, used in configs as
+`tests.environments_for_tests:X`.
+
+They are classes or functions at module level, so that processes that gymnasium spawns can import them too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+
+Array = np.ndarray[Any, Any]
+MODULE = "tests.environments_for_tests"
+
+
+class Counting(gym.Env[Array, Any]):
+    """Observes (steps of this episode, episodes before it); pays 1, 2, 3 …; ends after `length` steps."""
+
+    observation_space = spaces.Box(-1000.0, 1000.0, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(
+        self,
+        length: int = 3,
+        ends: Literal["terminated", "truncated", "never"] = "terminated",
+        fails: Literal["", "reset", "step"] = "",
+        fails_at: int = 0,
+        message: str = "the gripper is stuck",
+        render_mode: str | None = None,
+    ) -> None:
+        self.length, self.ends, self.fails, self.fails_at, self.message = length, ends, fails, fails_at, message
+        self.render_mode = render_mode
+        self._steps, self._episodes = 0, -1
+
+    def _observation(self) -> Array:
+        return np.array([self._steps, self._episodes], np.float32)
+
+    def _fail(self, place: str, count: int) -> None:
+        if self.fails == place and count >= self.fails_at:
+            raise ValueError(self.message)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps = 0
+        self._episodes += 1
+        self._fail("reset", self._episodes)
+        return self._observation(), {}
+
+    def step(self, action: int) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        self._fail("step", self._steps)
+        self._steps += 1
+        over = self._steps == self.length
+        info: dict[str, Any] = {"depth": 10.0 * self._steps, "note": "text is no metric"}
+        if over:
+            info["is_success"] = self._episodes % 2 == 1
+        return (
+            self._observation(), float(self._steps), over and self.ends == "terminated",
+            over and self.ends == "truncated", info,
+        )  # fmt: skip
+
+
+class FailsAFewTimes(Counting):
+    """Raises in its second step until it has done so `times` times; the tally is a file, so it outlives restarts."""
+
+    def __init__(self, tally: str, times: int, place: Literal["reset", "step"] = "step") -> None:
+        super().__init__(length=4)
+        self._tally, self._times, self._place = Path(tally), times, place
+
+    def _fail(self, place: str, count: int) -> None:
+        done = len(self._tally.read_text()) if self._tally.exists() else 0
+        if place == self._place and done < self._times and (place == "reset" or count >= 1):
+            self._tally.write_text("x" * (done + 1))
+            raise ValueError(f"failure number {done + 1}")
+
+
+class Noise(gym.Env[Array, Array]):
+    """Observes random numbers drawn from its seed; pays the first; ends after 5 steps by truncation."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps = 0
+        return self.np_random.normal(size=3).astype(np.float32), {}
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        assert self.action_space.contains(action), action
+        self._steps += 1
+        observation = self.np_random.normal(size=3).astype(np.float32)
+        return observation, float(observation[0]), False, self._steps == 5, {}
+
+
+OBSERVATIONS: dict[str, spaces.Space[Any]] = {
+    "box": spaces.Box(-2.0, 2.0, (3,), np.float32),
+    "matrix": spaces.Box(-2.0, 2.0, (2, 3), np.float64),
+    "scalar": spaces.Box(-2.0, 2.0, (), np.float32),
+    "bytes": spaces.Box(0, 255, (4,), np.uint8),
+    "discrete": spaces.Discrete(5, start=-2),
+    "multi_discrete": spaces.MultiDiscrete([3, 2, 4]),
+    "multi_binary": spaces.MultiBinary((2, 2)),
+    "image": spaces.Box(0, 255, (8, 8, 3), np.uint8),
+    "dict": spaces.Dict(
+        {
+            "camera": spaces.Box(0, 255, (8, 8, 3), np.uint8),
+            "joints": spaces.Box(-1.0, 1.0, (4,), np.float32),
+            "mode": spaces.Discrete(3),
+        }
+    ),
+    "tuple": spaces.Tuple(
+        (spaces.Discrete(3), spaces.Dict({"x": spaces.Box(0.0, 1.0, (2,)), "y": spaces.MultiBinary(3)}))
+    ),
+}
+ACTIONS: dict[str, spaces.Space[Any]] = {
+    "discrete": spaces.Discrete(4, start=10),
+    "multi_discrete": spaces.MultiDiscrete([3, 2]),
+    "multi_discrete_matrix": spaces.MultiDiscrete(np.array([[2, 3], [4, 5]])),
+    "multi_binary": spaces.MultiBinary(4),
+    "box": spaces.Box(np.array([-1.0, 0.0], np.float32), np.array([1.0, 0.5], np.float32)),
+    "dict": spaces.Dict({"move": spaces.Box(-0.1, 0.1, (2, 2), np.float32), "jump": spaces.Discrete(2)}),
+    "tuple": spaces.Tuple((spaces.MultiDiscrete([2, 2]), spaces.Dict({"a": spaces.Discrete(3, start=1)}))),
+}
+
+
+class AnySpaces(gym.Env[Any, Any]):
+    """Any observation and action space of the tables above; refuses an action that is not in its space."""
+
+    def __init__(self, observation: str, action: str, length: int = 4) -> None:
+        self.observation_space = OBSERVATIONS[observation]
+        self.action_space = ACTIONS[action]
+        self._length = length
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps = 0
+        if seed is not None:
+            self.observation_space.seed(seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if not self.action_space.contains(action):
+            raise ValueError(f"{action!r} is not in {self.action_space}")
+        self._steps += 1
+        return self.observation_space.sample(), 1.0, False, self._steps == self._length, {}
+
+
+class Target(gym.Env[Array, Array]):
+    """One step long; pays −(action − 0.5)²."""
+
+    observation_space = spaces.Box(0.0, 1.0, (1,), np.float32)
+    action_space = spaces.Box(-2.0, 2.0, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.ones(1, np.float32), {}
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        return np.ones(1, np.float32), -float((action[0] - 0.5) ** 2), True, False, {}
+
+
+class Constant(gym.Env[Array, Any]):
+    """Observes nothing but 1, pays 1 each step, ends after `length` steps in the way that `ends` says."""
+
+    observation_space = spaces.Box(0.0, 1.0, (1,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, ends: Literal["terminated", "truncated"], length: int = 1) -> None:
+        self._ends, self._length = ends, length
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps = 0
+        return np.ones(1, np.float32), {}
+
+    def step(self, action: int) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        self._steps += 1
+        over = self._steps == self._length
+        return np.ones(1, np.float32), 1.0, over and self._ends == "terminated", over and self._ends == "truncated", {}
+
+
+class CountingVector(gym.vector.VectorEnv[Array, Array, Array]):
+    """`Counting` in native form, in any of gymnasium's three ways of starting again; environment i is 2 + i long."""
+
+    def __init__(self, num_envs: int, mode: str, ends: str = "truncated", fails_at: int = -1) -> None:
+        self.metadata = {"autoreset_mode": AutoresetMode[mode]}
+        self.num_envs = num_envs
+        self.single_observation_space = Counting.observation_space
+        self.single_action_space = Counting.action_space
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+        self._mode, self._ends, self._fails_at, self._calls = AutoresetMode[mode], ends, fails_at, 0
+        self._lengths = 2 + np.arange(num_envs)
+
+    def _observations(self) -> Array:
+        return np.stack([self._steps, self._episodes], axis=1).astype(np.float32)
+
+    def reset(
+        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Array, dict[str, Any]]:
+        if options is None:
+            self._steps = np.zeros(self.num_envs, np.int64)
+            self._episodes = np.zeros(self.num_envs, np.int64)
+            self._over = np.zeros(self.num_envs, np.bool_)
+        else:
+            self._start_again(options["reset_mask"])
+        return self._observations(), {}
+
+    def _start_again(self, which: Array) -> None:
+        self._steps[which] = 0
+        self._episodes[which] += 1
+        self._over[which] = False
+
+    def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
+        if self._calls == self._fails_at:
+            raise ValueError("the simulator lost its licence")
+        self._calls += 1
+        resetting = self._over.copy() if self._mode is AutoresetMode.NEXT_STEP else np.zeros(self.num_envs, np.bool_)
+        self._start_again(resetting)
+        self._steps += ~resetting
+        rewards = np.where(resetting, 0.0, self._steps)
+        self._over = self._steps == self._lengths
+        flags = {"terminated": np.zeros(self.num_envs, np.bool_), "truncated": np.zeros(self.num_envs, np.bool_)}
+        flags[self._ends] = self._over.copy()
+        infos: dict[str, Any] = {"depth": 10.0 * self._steps, "_depth": np.ones(self.num_envs, np.bool_)}
+        if self._mode is AutoresetMode.SAME_STEP and self._over.any():
+            final = np.empty(self.num_envs, dtype=object)
+            for index in np.flatnonzero(self._over):
+                final[index] = self._observations()[index]
+            infos = {"final_obs": final, "_final_obs": self._over.copy(), "final_info": infos}
+            self._start_again(self._over.copy())
+        return self._observations(), rewards, flags["terminated"], flags["truncated"], infos
+
+
+def counting_vector(num_envs: int | None = None, **kwargs: Any) -> gym.Env[Array, Any] | CountingVector:
+    """One environment for whoever asks for its spaces, the vectorised ones for `vectorization: native`."""
+    return Counting() if num_envs is None else CountingVector(num_envs, **kwargs)
+
+
+class AddOne(gym.RewardWrapper[Any, Any]):
+    """Adds `amount` to every reward."""
+
+    def __init__(self, env: gym.Env[Any, Any], amount: float = 1.0) -> None:
+        super().__init__(env)
+        self._amount = amount
+
+    def reward(self, reward: Any) -> float:
+        return float(reward) + self._amount
+
+
+def broken_factory() -> gym.Env[Any, Any]:
+    """A factory that fails."""
+    raise FileNotFoundError("no such mesh: arm.stl")
+
+
+def not_an_environment() -> int:
+    """A factory of something else."""
+    return 3
+
+
+def broken_wrapper(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
+    """A wrapper that fails."""
+    raise TypeError("this wrapper wants images")
+
+
+class Graphs(gym.Env[Any, Any]):
+    """An observation space that nothing here supports."""
+
+    observation_space = spaces.Text(5)
+    action_space = spaces.Discrete(2)
+
+
+class Chase:
+    """PettingZoo's parallel interface, two agents: `cat` (Discrete) is out first, `mouse` (Box) plays on.
+
+    `cat` terminates after `cat_steps`; `mouse` is truncated after `mouse_steps`. Each is paid 1 per step plus its own
+    bonus (cat: 1 for action 1; mouse: minus its action squared). Observations count the agent's steps and the episodes.
+    """
+
+    metadata = {"name": "chase"}
+    possible_agents = ["cat", "mouse"]
+
+    def __init__(self, cat_steps: int = 2, mouse_steps: int = 4, fails_at: int = -1) -> None:
+        self._limits = {"cat": cat_steps, "mouse": mouse_steps}
+        self._fails_at = fails_at
+        self._episodes = -1
+        self.agents: list[str] = []
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Box(-1e6, 1e6, (3,) if agent == "cat" else (2,), np.float32)
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Discrete(2) if agent == "cat" else spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def _observe(self, agents: list[str]) -> dict[str, Array]:
+        both = [self._steps, self._episodes]
+        return {agent: np.array([*both, self._luck] if agent == "cat" else both, np.float32) for agent in agents}
+
+    def reset(
+        self, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Array], dict[str, dict[str, Any]]]:
+        if seed is not None:
+            self._random = np.random.default_rng(seed)
+        self.agents = list(self.possible_agents)
+        self._steps = 0
+        self._episodes += 1
+        self._luck = float(self._random.uniform())
+        return self._observe(self.agents), {agent: {} for agent in self.agents}
+
+    def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+        assert set(actions) == set(self.agents), f"actions for {sorted(actions)}, alive are {self.agents}"
+        if self._steps == self._fails_at:
+            raise ValueError("the mouse escaped")
+        for agent, action in actions.items():
+            assert self.action_space(agent).contains(action), (agent, action)
+        self._steps += 1
+        acting = list(self.agents)
+        bonus = {agent: float(a) if agent == "cat" else -(float(a[0]) ** 2) for agent, a in actions.items()}
+        out = {agent: self._steps >= self._limits[agent] for agent in acting}
+        self.agents = [agent for agent in acting if not out[agent]]
+        return (
+            self._observe(acting),
+            {agent: 1.0 + bonus[agent] for agent in acting},
+            {agent: out[agent] and agent == "cat" for agent in acting},
+            {agent: out[agent] and agent == "mouse" for agent in acting},
+            {agent: {} for agent in acting},
+        )
+
+    def close(self) -> None:
+        """Nothing to end."""

@@ -1,0 +1,161 @@
+"""Action distributions agree with `torch.distributions`, leaf by leaf and jointly, and sample what they say they do."""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import Tensor
+from torch.distributions import Categorical, Independent, Normal
+
+from rollout_worker.making import describe_space
+from shared.errors import UnsupportedSpace
+from shared.policies.distributions import ActionDistribution
+
+ROWS = 7
+
+
+def distribution_of(space: spaces.Space[object]) -> ActionDistribution:
+    return ActionDistribution(describe_space(space))
+
+
+def random_params(distribution: ActionDistribution, rows: int = ROWS) -> Tensor:
+    """Moderate ones: no log σ near its bounds."""
+    return torch.randn(rows, distribution.parameters, generator=torch.Generator().manual_seed(3)) * 0.5
+
+
+@pytest.mark.parametrize(
+    ("space", "sizes", "shape"),
+    [
+        (spaces.Discrete(5), [5], ()),
+        (spaces.MultiDiscrete([3, 2, 4]), [3, 2, 4], (3,)),
+        (spaces.MultiDiscrete(np.array([[3, 2], [4, 5]])), [3, 2, 4, 5], (2, 2)),
+        (spaces.MultiBinary(3), [2, 2, 2], (3,)),
+    ],
+)
+def test_choices_have_the_probabilities_of_torchs_categoricals(
+    space: spaces.Space[object], sizes: list[int], shape: tuple[int, ...]
+) -> None:
+    distribution = distribution_of(space)
+    params = random_params(distribution)
+    references = [Categorical(logits=part) for part in params.split(sizes, dim=1)]
+    actions = torch.stack([reference.sample() for reference in references], dim=1)
+    expected = torch.stack([reference.log_prob(actions[:, i]) for i, reference in enumerate(references)]).sum(0)
+    entropy = torch.stack([reference.entropy() for reference in references]).sum(0)
+    torch.testing.assert_close(
+        distribution.log_prob(params, {"action": actions.reshape(ROWS, *shape)}), expected, rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(distribution.entropy(params), entropy, rtol=1e-5, atol=1e-5)
+    mode = distribution.mode(params)["action"]
+    assert mode.shape == (ROWS, *shape)
+    best = torch.stack([reference.probs.argmax(1) for reference in references], dim=1)
+    assert torch.equal(mode.reshape(ROWS, -1), best)
+
+
+def test_a_box_has_the_density_of_torchs_normals() -> None:
+    distribution = distribution_of(spaces.Box(-1.0, 1.0, (2, 3)))
+    params = random_params(distribution)
+    mean, log_std = params[:, :6], params[:, 6:]
+    reference = Independent(Normal(mean, log_std.exp()), 1)
+    action = reference.sample()
+    torch.testing.assert_close(
+        distribution.log_prob(params, {"action": action.reshape(ROWS, 2, 3)}), reference.log_prob(action)
+    )
+    torch.testing.assert_close(distribution.entropy(params), reference.entropy())
+    assert torch.equal(distribution.mode(params)["action"], mean.reshape(ROWS, 2, 3))
+
+
+def test_extreme_deviations_stay_finite_and_have_no_gradient_beyond_the_bounds() -> None:
+    distribution = distribution_of(spaces.Box(-1.0, 1.0, (2,)))
+    params = torch.tensor([[0.5, -0.5, -1000.0, 1000.0]], requires_grad=True)
+    action = distribution.sample(params.detach(), torch.Generator().manual_seed(0))
+    log_prob = distribution.log_prob(params, {"action": action["action"]})
+    log_prob.sum().backward()
+    assert bool(torch.isfinite(log_prob).all()) and bool(torch.isfinite(distribution.entropy(params)).all())
+    assert params.grad is not None
+    assert params.grad[0, 2:].tolist() == [0.0, 0.0]
+
+
+def test_extreme_logits_stay_finite() -> None:
+    distribution = distribution_of(spaces.Discrete(3))
+    params = torch.tensor([[1e4, -1e4, 0.0]])
+    assert distribution.sample(params, torch.Generator().manual_seed(0))["action"].tolist() == [0]
+    assert distribution.log_prob(params, {"action": torch.tensor([0])}).item() == 0.0
+    assert distribution.entropy(params).item() == 0.0
+
+
+def test_choices_are_sampled_as_often_as_their_probabilities_say() -> None:
+    distribution = distribution_of(spaces.MultiDiscrete([3, 2]))
+    probabilities = torch.tensor([0.5, 0.3, 0.2, 0.9, 0.1])
+    rows = 40_000
+    params = probabilities.log().expand(rows, -1)
+    actions = distribution.sample(params, torch.Generator().manual_seed(1))["action"]
+    first = torch.bincount(actions[:, 0], minlength=3) / rows
+    second = torch.bincount(actions[:, 1], minlength=2) / rows
+    torch.testing.assert_close(torch.cat([first, second]), probabilities, rtol=0, atol=0.012)  # five deviations
+    together = ((actions[:, 0] == 0) & (actions[:, 1] == 1)).float().mean()
+    assert together.item() == pytest.approx(0.05, abs=0.006)  # independent of each other
+
+
+def test_gaussian_samples_have_their_mean_and_deviation() -> None:
+    distribution = distribution_of(spaces.Box(-1.0, 1.0, (2,)))
+    params = torch.tensor([0.3, -2.0, 0.0, -1.0]).expand(40_000, -1)
+    actions = distribution.sample(params, torch.Generator().manual_seed(2))["action"]
+    torch.testing.assert_close(actions.mean(0), torch.tensor([0.3, -2.0]), rtol=0, atol=0.025)
+    torch.testing.assert_close(actions.std(0), torch.tensor([0.0, -1.0]).exp(), rtol=0.02, atol=0)
+
+
+def test_sampling_follows_the_generator_alone() -> None:
+    distribution = distribution_of(spaces.Dict({"a": spaces.Discrete(4), "b": spaces.Box(-1.0, 1.0, (2,))}))
+    params = random_params(distribution)
+    drawn: list[dict[str, Tensor]] = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(len(drawn))  # the global random state must not matter
+        drawn.append(distribution.sample(params, torch.Generator().manual_seed(seed)))
+    assert all(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0])
+    assert not torch.equal(drawn[0]["action.b"], drawn[2]["action.b"])
+
+
+def test_a_nested_space_is_the_product_of_its_leaves() -> None:
+    space = spaces.Dict(
+        {
+            "arm": spaces.Box(-1.0, 1.0, (2,)),
+            "hands": spaces.Tuple((spaces.Discrete(3), spaces.MultiBinary(2))),
+        }
+    )
+    distribution = distribution_of(space)
+    assert distribution.names == ("action.arm", "action.hands.0", "action.hands.1")
+    assert distribution.parameters == 4 + 3 + 4
+    params = random_params(distribution)
+    action = distribution.sample(params, torch.Generator().manual_seed(0))
+    assert {name: tuple(value.shape) for name, value in action.items()} == {
+        "action.arm": (ROWS, 2), "action.hands.0": (ROWS,), "action.hands.1": (ROWS, 2),
+    }  # fmt: skip
+    arm = Normal(params[:, :2], params[:, 2:4].exp())
+    hand = Categorical(logits=params[:, 4:7])
+    bits = [Categorical(logits=params[:, 7:9]), Categorical(logits=params[:, 9:])]
+    expected = arm.log_prob(action["action.arm"]).sum(1) + hand.log_prob(action["action.hands.0"])
+    for index, bit in enumerate(bits):
+        expected = expected + bit.log_prob(action["action.hands.1"][:, index])
+    torch.testing.assert_close(distribution.log_prob(params, action), expected, rtol=1e-5, atol=1e-5)
+    entropy = arm.entropy().sum(1) + sum(part.entropy() for part in [hand, *bits])
+    torch.testing.assert_close(distribution.entropy(params), entropy, rtol=1e-5, atol=1e-5)
+
+
+def test_log_prob_and_entropy_have_torchs_gradients() -> None:
+    distribution = distribution_of(spaces.MultiDiscrete([3, 4]))
+    params = random_params(distribution).requires_grad_()
+    actions = torch.stack([torch.arange(ROWS) % 3, torch.arange(ROWS) % 4], dim=1)
+    parts = [Categorical(logits=part) for part in params.split([3, 4], dim=1)]
+    terms = [part.log_prob(actions[:, i]) + part.entropy() for i, part in enumerate(parts)]
+    (expected,) = torch.autograd.grad(torch.stack(terms).sum(), params)
+    ours = distribution.log_prob(params, {"action": actions}) + distribution.entropy(params)
+    (found,) = torch.autograd.grad(ours.sum(), params)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_box_of_integers_cannot_be_acted_in() -> None:
+    with pytest.raises(UnsupportedSpace, match="Box of int32 cannot be sampled; use floats"):
+        distribution_of(spaces.Box(0, 5, (2,), np.int32))
