@@ -107,21 +107,29 @@ class CheckpointStore:
     def write(self, manifest: Manifest, objects: dict[str, bytes]) -> bytes:
         """Stores a checkpoint up to and including its manifest; answers the manifest's bytes.
 
-        An existing complete checkpoint of that name is kept where it holds the same objects (a restarted trainer
-        arrives at it again); one that differs raises `CheckpointDamaged`.
+        An existing checkpoint of that name with the same objects keeps its manifest (a restarted trainer arrives at it
+        again), and what was damaged of it is written anew; one that differs raises `CheckpointDamaged`.
         """
         folder = f"{CHECKPOINTS}{manifest.name}/"
         existing = self._existing(manifest)
+        wanted = [name for name in objects if existing is None or not self._holds(manifest, name)]
+        for name in wanted:
+            self.store.put(folder + name, objects[name])
+        for name in wanted:
+            if not self._holds(manifest, name):
+                raise CheckpointDamaged(f"{manifest.name}/{name}: the store gave back other bytes than it was given")
         if existing is not None:
             return existing
-        for name, data in objects.items():
-            self.store.put(folder + name, data)
-        for name, item in manifest.objects.items():
-            if hashlib.sha256(self.store.get(folder + name)).hexdigest() != item.sha256:
-                raise CheckpointDamaged(f"{manifest.name}/{name}: the store gave back other bytes than it was given")
         data = manifest.model_dump_json(indent=1).encode()
         self.store.put(folder + MANIFEST, data, if_absent=True)
         return data
+
+    def _holds(self, manifest: Manifest, name: str) -> bool:
+        try:
+            data = self.store.get(f"{CHECKPOINTS}{manifest.name}/{name}")
+        except ObjectMissing:
+            return False
+        return hashlib.sha256(data).hexdigest() == manifest.objects[name].sha256
 
     def _existing(self, manifest: Manifest) -> bytes | None:
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -22,6 +23,7 @@ from shared.connection import Address, credentials
 from shared.errors import ObjectMissing, PreconditionFailed, StoreError, StoreUnavailable
 
 _TEMPORARY = ".partial-"
+_READ_TRIES = 5
 
 
 class ObjectStore(Protocol):
@@ -71,11 +73,15 @@ class S3Store:
         self._call("head_bucket")
 
     def get(self, key: str) -> bytes:
-        answer = self._call("get_object", key)
-        try:
-            return bytes(answer["Body"].read())
-        except (botocore.exceptions.BotoCoreError, botocore.exceptions.HTTPClientError, OSError) as error:
-            raise StoreError(f"reading {key} from {self._where} broke off: {error}") from None
+        broken = ""
+        for attempt in range(_READ_TRIES):  # boto3 retries a request, but not a body that breaks off (a replaced object)
+            time.sleep(0.02 * attempt)
+            answer = self._call("get_object", key)
+            try:
+                return bytes(answer["Body"].read())
+            except (botocore.exceptions.BotoCoreError, botocore.exceptions.HTTPClientError, OSError) as error:
+                broken = str(error)
+        raise StoreError(f"reading {key} from {self._where} broke off {_READ_TRIES} times: {broken}")
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
         if if_absent and self.conditional_writes:
@@ -126,7 +132,8 @@ class S3Store:
         return True
 
     def _pages(self, prefix: str, **more: Any) -> list[dict[str, Any]]:
-        pages, token = [], {}
+        pages: list[dict[str, Any]] = []
+        token: dict[str, str] = {}
         while True:
             page = self._call("list_objects_v2", None, Prefix=self._prefix + prefix, **more, **token)
             pages.append(page)
@@ -206,11 +213,11 @@ class FileStore:
                 os.unlink(temporary)
             else:
                 os.replace(temporary, path)
-        except FileExistsError:
-            os.unlink(temporary)
-            raise PreconditionFailed(f"{key} exists already in {self._folder}") from None
         except OSError as error:
-            Path(temporary).unlink(missing_ok=True) if temporary else None
+            if temporary:
+                Path(temporary).unlink(missing_ok=True)
+            if if_absent and path.exists():
+                raise PreconditionFailed(f"{key} exists already in {self._folder}") from None
             raise StoreError(f"writing {key} to {self._folder} failed: {error}") from None
 
     def delete(self, key: str) -> None:
@@ -235,7 +242,7 @@ class FileStore:
 
     def _path(self, key: str) -> Path:
         path = self._folder / key
-        if ".." in path.parts:
+        if ".." in path.parts or not path.is_relative_to(self._folder):
             raise StoreError(f"key {key!r} leaves the store folder")
         return path
 

@@ -1,0 +1,405 @@
+"""Checkpoints: written manifest last, read with every byte verified, and refused by name when anything is odd."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shared.checkpoint import (
+    CHECKPOINTS,
+    MANIFEST,
+    POINTER,
+    Checkpoint,
+    CheckpointStore,
+    Manifest,
+    Pointer,
+    checkpoint_name,
+    checkpoint_version,
+    describe_objects,
+)
+from shared.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ObjectMissing
+from shared.object_store import ObjectStore
+
+RUN = "the-run"
+POLICY, STATE = "default/policy.safetensors", "trainer/state.json"
+
+
+def objects_of(version: int) -> dict[str, bytes]:
+    """Some objects whose bytes say which checkpoint they belong to."""
+    return {
+        POLICY: f"policy {version} ".encode() * (200 + version),
+        STATE: json.dumps({"version": version}).encode(),
+    }
+
+
+def manifest_of(version: int, objects: dict[str, bytes], **fields: Any) -> Manifest:
+    """A manifest as the trainer makes it."""
+    values: dict[str, Any] = {
+        "run_id": RUN, "name": checkpoint_name(version, version * 64), "version": version, "epoch": 1, "created": 1.0,
+        "log_position": f"{version}-0", "parent": None, "objects": describe_objects(objects), "provenance": {"a": [1]},
+    }  # fmt: skip
+    return Manifest(**(values | fields))
+
+
+def publish(checkpoints: CheckpointStore, version: int) -> str:
+    """Objects, manifest, pointer; answers the name."""
+    objects = objects_of(version)
+    manifest = manifest_of(version, objects)
+    data = checkpoints.write(manifest, objects)
+    checkpoints.write_pointer(Pointer(latest=manifest.name, epoch=1, manifest_sha256=hashlib.sha256(data).hexdigest()))
+    return manifest.name
+
+
+def listing(store: ObjectStore) -> dict[str, bytes]:
+    """Every key and its bytes."""
+    return {key: store.get(key) for key in store.keys("")}
+
+
+def at(name: str, key: str) -> str:
+    """The key of one of a checkpoint's objects."""
+    return f"{CHECKPOINTS}{name}/{key}"
+
+
+class Recording:
+    """A store that notes the order of what is asked of it."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self.calls: list[tuple[str, str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._store, name)
+        if not callable(found):
+            return found
+
+        def call(key: str = "", *args: Any, **options: Any) -> Any:
+            self.calls.append((name, key))
+            return found(key, *args, **options)
+
+        return call
+
+
+@pytest.fixture
+def checkpoints(any_store: ObjectStore) -> CheckpointStore:
+    return CheckpointStore(any_store, RUN)
+
+
+@pytest.mark.parametrize(("version", "env_steps", "name"), [(0, 0, "0_Step-0.ckpt"), (12, 24576, "12_Step-24576.ckpt")])
+def test_a_name_holds_the_version_and_the_env_steps(version: int, env_steps: int, name: str) -> None:
+    assert checkpoint_name(version, env_steps) == name
+    assert checkpoint_version(name) == version
+
+
+@pytest.mark.parametrize(
+    "name", ["", "12", "12_Step-24576", "x_Step-1.ckpt", "1_Step-.ckpt", "a1_Step-1.ckpt", ".partial-1"]
+)
+def test_another_folder_is_no_checkpoint(name: str) -> None:
+    assert checkpoint_version(name) is None
+
+
+# Writing
+
+
+def test_objects_are_written_and_verified_before_the_manifest_which_is_last(any_store: ObjectStore) -> None:
+    recording = Recording(any_store)
+    objects = objects_of(3)
+    name = manifest_of(3, objects).name
+    CheckpointStore(recording, RUN).write(manifest_of(3, objects), objects)
+    writes = [key for word, key in recording.calls if word == "put"]
+    assert writes == [at(name, POLICY), at(name, STATE), at(name, MANIFEST)]
+    verified = [recording.calls.index(("get", at(name, key))) for key in objects]
+    assert max(recording.calls.index(("put", at(name, key))) for key in objects) < min(verified)
+    assert max(verified) < recording.calls.index(("put", at(name, MANIFEST)))
+
+
+def test_a_checkpoint_comes_back_as_it_was_written(checkpoints: CheckpointStore) -> None:
+    name = publish(checkpoints, 3)
+    expected = Checkpoint(manifest_of(3, objects_of(3)), objects_of(3))
+    assert checkpoints.load(name) == expected
+    assert checkpoints.load_latest() == expected
+    assert checkpoints.newest_good() == (expected, [])
+    assert expected.manifest.total_bytes == sum(len(data) for data in objects_of(3).values())
+    assert checkpoints.load(name, only="policy.safetensors").objects == {POLICY: objects_of(3)[POLICY]}
+
+
+def test_a_store_that_gives_back_other_bytes_gets_no_manifest(any_store: ObjectStore) -> None:
+    class Forgetful(Recording):
+        def get(self, key: str) -> bytes:
+            return any_store.get(key)[:-1] if key.endswith(STATE) else any_store.get(key)
+
+    objects = objects_of(3)
+    with pytest.raises(CheckpointDamaged, match=f"{STATE}: the store gave back other bytes"):
+        CheckpointStore(Forgetful(any_store), RUN).write(manifest_of(3, objects), objects)
+    assert not any(key.endswith(MANIFEST) for key in any_store.keys(""))
+    assert CheckpointStore(any_store, RUN).pointer() is None
+
+
+def test_writing_the_same_checkpoint_again_is_recognised_and_keeps_the_first_manifest(
+    checkpoints: CheckpointStore,
+) -> None:
+    objects = objects_of(3)
+    first = checkpoints.write(manifest_of(3, objects), objects)
+    before = listing(checkpoints.store)
+    again = checkpoints.write(manifest_of(3, objects, epoch=2, created=9.0), objects)
+    assert again == first
+    assert listing(checkpoints.store) == before
+
+
+def test_writing_other_contents_under_a_name_that_is_taken_is_refused_and_changes_nothing(
+    checkpoints: CheckpointStore,
+) -> None:
+    name = publish(checkpoints, 3)
+    before = listing(checkpoints.store)
+    other = objects_of(3) | {STATE: b"{}"}
+    with pytest.raises(CheckpointDamaged, match=rf"other contents of \['{STATE}'\] \(written by epoch 1\)"):
+        checkpoints.write(manifest_of(3, other, name=name), other)
+    assert listing(checkpoints.store) == before
+
+
+def test_writing_the_same_checkpoint_again_repairs_what_was_damaged(checkpoints: CheckpointStore) -> None:
+    name = publish(checkpoints, 3)
+    checkpoints.store.delete(at(name, POLICY))
+    checkpoints.store.put(at(name, STATE), b"altered")
+    checkpoints.write(manifest_of(3, objects_of(3)), objects_of(3))
+    assert checkpoints.load(name).objects == objects_of(3)
+
+
+def test_a_half_upload_is_invisible_and_can_be_completed(checkpoints: CheckpointStore) -> None:
+    name = publish(checkpoints, 1)
+    half = manifest_of(2, objects_of(2)).name
+    checkpoints.store.put(at(half, POLICY), objects_of(2)[POLICY][:100])
+    latest = checkpoints.load_latest()
+    assert latest is not None and latest.manifest.name == name
+    assert checkpoints.newest_good()[0].manifest.name == name
+    assert checkpoints.newest_good()[1] == []
+    with pytest.raises(CheckpointNotFound, match=f"no \\(complete\\) checkpoint {half}"):
+        checkpoints.load(half)
+    publish(checkpoints, 2)
+    assert checkpoints.newest_good()[0].manifest.name == half
+
+
+def test_delete_takes_the_manifest_first_and_leaves_nothing(any_store: ObjectStore) -> None:
+    recording = Recording(any_store)
+    checkpoints = CheckpointStore(recording, RUN)
+    name = publish(checkpoints, 1)
+    checkpoints.delete(name)
+    deletes = [key for word, key in recording.calls if word == "delete"]
+    assert deletes[0] == at(name, MANIFEST)
+    assert checkpoints.names() == [] and any_store.keys(CHECKPOINTS) == []
+
+
+def test_names_come_by_version_not_by_letter(checkpoints: CheckpointStore) -> None:
+    for version in (10, 9, 100):
+        publish(checkpoints, version)
+    checkpoints.store.put(f"{CHECKPOINTS}notes/readme.txt", b"hello")
+    assert [checkpoint_version(name) for name in checkpoints.names()] == [9, 10, 100]
+
+
+# Reading what is not as it should be
+
+
+def alter(field: str, value: Any) -> Callable[[bytes], bytes]:
+    """A manifest with one field changed."""
+    return lambda data: json.dumps(json.loads(data) | {field: value}).encode()
+
+
+DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes | None], str]] = {
+    "tampered object": (POLICY, lambda data: data[:-1] + b"?", "was altered: its SHA-256 is not the manifest's"),
+    "truncated object": (POLICY, lambda data: data[: len(data) // 2], "was altered"),
+    "empty object": (STATE, lambda _: b"", "was altered"),
+    "missing object": (STATE, lambda _: None, f"lacks its object {STATE}"),
+    "foreign run": (MANIFEST, alter("run_id", "another"), "of run another, not to run the-run"),
+    "another name": (MANIFEST, alter("name", "9_Step-9.ckpt"), "belongs to 9_Step-9.ckpt"),
+    "newer format": (MANIFEST, alter("format", 2), "has format 2; this version of Stagecoach reads format 1"),
+    "no format": (MANIFEST, alter("format", None), "has format None"),
+    "unknown field": (MANIFEST, alter("surprise", 1), "the manifest of .* cannot be read"),
+    "garbage manifest": (MANIFEST, lambda _: b"\x00\xff{", "the manifest of .* cannot be read"),
+    "manifest that is a list": (MANIFEST, lambda _: b"[1]", "the manifest of .* cannot be read"),
+    "truncated manifest": (MANIFEST, lambda data: data[: len(data) // 2], "the manifest of .* cannot be read"),
+    "empty manifest": (MANIFEST, lambda _: b"", "the manifest of .* cannot be read"),
+}
+
+
+def test_damage_is_named_the_one_before_is_found_and_reading_writes_nothing(checkpoints: CheckpointStore) -> None:
+    publish(checkpoints, 1)
+    name = publish(checkpoints, 2)
+    for damage, (key, change, message) in DAMAGES.items():
+        intact = checkpoints.store.get(at(name, key))
+        changed = change(intact)
+        checkpoints.store.delete(at(name, key))
+        if changed is not None:
+            checkpoints.store.put(at(name, key), changed)
+        before = listing(checkpoints.store)
+        with pytest.raises(CheckpointDamaged, match=message):
+            checkpoints.load(name)
+        with pytest.raises(CheckpointDamaged):
+            checkpoints.load_latest()
+        good, problems = checkpoints.newest_good()
+        assert good.manifest.version == 1 and good.objects == objects_of(1), damage
+        assert len(problems) == 1 and name in problems[0], damage
+        assert listing(checkpoints.store) == before, damage
+        checkpoints.store.put(at(name, key), intact)
+
+
+def test_a_manifest_replaced_whole_is_noticed_by_the_pointers_hash(checkpoints: CheckpointStore) -> None:
+    name = publish(checkpoints, 1)
+    forged = objects_of(1) | {POLICY: b"somebody else's weights"}
+    checkpoints.store.put(at(name, POLICY), forged[POLICY])
+    checkpoints.store.put(at(name, MANIFEST), manifest_of(1, forged).model_dump_json().encode())
+    with pytest.raises(CheckpointDamaged, match="is not the one that the pointer names"):
+        checkpoints.load_latest()
+
+
+def test_a_garbage_pointer_is_named_and_the_checkpoints_beside_it_stay_usable(
+    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    publish(checkpoints, 1)
+    for content in (b"\x00garbage", b"{}", b"", b'{"latest": "1_Step-64.ckpt"}'):
+        checkpoints.store.put(POINTER, content)
+        before = listing(checkpoints.store)
+        with pytest.raises(CheckpointDamaged, match=r"\.checkpoint of run the-run cannot be read; .* may be intact"):
+            checkpoints.load_latest()
+        assert checkpoints.newest_good()[0].manifest.version == 1
+        assert listing(checkpoints.store) == before
+
+
+def test_a_pointer_to_a_checkpoint_that_is_gone_is_not_found_by_name(checkpoints: CheckpointStore) -> None:
+    name = publish(checkpoints, 1)
+    checkpoints.delete(name)
+    with pytest.raises(CheckpointNotFound, match=name):
+        checkpoints.load_latest()
+
+
+def test_none_found_and_found_but_unreadable_are_different_errors(checkpoints: CheckpointStore) -> None:
+    assert checkpoints.load_latest() is None
+    with pytest.raises(CheckpointNotFound, match="run the-run has no checkpoint yet"):
+        checkpoints.newest_good()
+    names = [publish(checkpoints, 1), publish(checkpoints, 2)]
+    for name in names:
+        checkpoints.store.put(at(name, STATE), b"altered")
+    with pytest.raises(CheckpointDamaged, match="no usable checkpoint in run the-run") as caught:
+        checkpoints.newest_good()
+    assert all(name in str(caught.value) for name in names)
+    assert not isinstance(caught.value, CheckpointNotFound)
+
+
+def test_markers_come_back_are_none_where_absent_and_refused_where_they_are_not_json(
+    checkpoints: CheckpointStore,
+) -> None:
+    assert checkpoints.marker(".ready") is None
+    checkpoints.write_marker(".ready", {"checkpoint": "x", "n": 1})
+    assert checkpoints.marker(".ready") == {"checkpoint": "x", "n": 1}
+    for content, message in ((b"", "is not JSON"), (b"\xff\xfe", "is not JSON"), (b"[]", "is not a JSON object")):
+        checkpoints.store.put(".ready", content)
+        with pytest.raises(CheckpointDamaged, match=message):
+            checkpoints.marker(".ready")
+
+
+# Reading while it is being written
+
+
+class Reader(threading.Thread):
+    """Polls pointer → manifest → objects as fast as it can, and keeps whatever is neither whole nor cleanly absent."""
+
+    def __init__(self, checkpoints: CheckpointStore) -> None:
+        super().__init__(daemon=True)
+        self._checkpoints = checkpoints
+        self.stop = threading.Event()
+        self.seen: list[int] = []
+        self.tries = 0
+        self.wrong: list[str] = []
+
+    def run(self) -> None:
+        while not self.stop.is_set():
+            self.tries += 1
+            try:
+                found = self._checkpoints.load_latest()
+            except CheckpointNotFound:
+                continue
+            except CheckpointDamaged as error:
+                if "lacks its object" not in str(error):
+                    self.wrong.append(f"latest: {error}")
+                continue
+            except Exception as error:
+                self.wrong.append(f"latest: {type(error).__name__}: {error}")
+                continue
+            if found is None:
+                continue
+            if found.objects != objects_of(found.manifest.version):
+                self.wrong.append(f"{found.manifest.name} is not what was written")
+            self.seen.append(found.manifest.version)
+
+
+def load_within(checkpoints: CheckpointStore, tries: int) -> Checkpoint:
+    """The newest checkpoint; what was pruned while it was read is tried again, at most so often."""
+    for attempt in range(tries):
+        try:
+            found = checkpoints.load_latest()
+            assert found is not None
+            return found
+        except CheckpointError:
+            if attempt == tries - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
+def test_a_reader_never_sees_half_a_checkpoint_while_many_are_published_and_pruned(any_store: ObjectStore) -> None:
+    writer = CheckpointStore(any_store, RUN)
+    first = publish(writer, 0)
+    reader = Reader(CheckpointStore(any_store, RUN))
+    reader.start()
+    kept, last = [first], 0
+    try:
+        for version in range(1, 1000):
+            kept.append(publish(writer, version))
+            while len(kept) > 2:
+                writer.delete(kept.pop(0))
+            found = load_within(writer, tries=3)
+            assert found.manifest.version == version
+            last = version
+            if version >= 25 and len(set(reader.seen)) >= 10:
+                break
+    finally:
+        reader.stop.set()
+        reader.join(timeout=30)
+    assert reader.wrong == []
+    assert reader.seen == sorted(reader.seen)
+    assert len(set(reader.seen)) >= 10 or last == 999
+    assert load_within(CheckpointStore(any_store, RUN), tries=1).manifest.version == last
+
+
+def test_a_new_reader_succeeds_within_a_few_tries_at_any_moment(any_store: ObjectStore) -> None:
+    writer = CheckpointStore(any_store, RUN)
+    kept = [publish(writer, 0)]
+    done = threading.Event()
+
+    def write() -> None:
+        version = 0
+        while not done.is_set():
+            version += 1
+            kept.append(publish(writer, version))
+            while len(kept) > 2:
+                writer.delete(kept.pop(0))
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    try:
+        outcomes = [load_within(CheckpointStore(any_store, RUN), tries=5).manifest.version for _ in range(25)]
+    finally:
+        done.set()
+        thread.join(timeout=30)
+    assert outcomes == sorted(outcomes)
+
+
+def test_a_checkpoint_that_is_gone_is_missing_in_the_store_too(checkpoints: CheckpointStore) -> None:
+    name = publish(checkpoints, 1)
+    checkpoints.delete(name)
+    with pytest.raises(ObjectMissing):
+        checkpoints.store.get(at(name, MANIFEST))
