@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ class Signals:
     def write(self, figures: Mapping[str, float], env_steps: int) -> None:
         """One row."""
         row = {name: float(value) for name, value in figures.items()}
-        self._redis.set(self._key, json.dumps({k: v if v == v else None for k, v in row.items()}))
+        self._redis.set(self._key, json.dumps({k: v if math.isfinite(v) else None for k, v in row.items()}))
         if self._csv is not None:
             new = [name for name in row if name not in self._columns]
             if new:

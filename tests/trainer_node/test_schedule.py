@@ -1,0 +1,99 @@
+"""The schedule: phases, when a checkpoint is due and when the run ends, from the counters."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from shared.steps import Counters, Phase, PhaseCounters
+from tests.conftest import minimal_config
+from trainer_node.schedule import RunSchedule
+
+
+def counters(*, heatup: int = 0, heatup_episodes: int = 0, **train: int) -> PhaseCounters:
+    """Counters with these values."""
+    return PhaseCounters(Counters(heatup, heatup_episodes), Counters(**train))
+
+
+def schedule(**sections: Any) -> RunSchedule:
+    """A schedule of a small run."""
+    return RunSchedule(minimal_config(**sections))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The monotonic clock, as a list of one number that the test moves."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_without_heat_up_the_run_trains_at_once() -> None:
+    assert schedule().phase(PhaseCounters()) is Phase.TRAIN
+
+
+def test_heat_up_lasts_until_its_own_counter_has_passed_it() -> None:
+    steps = schedule(heatup="100 env_steps")
+    assert steps.phase(counters(heatup=99, env_steps=5000)) is Phase.HEATUP
+    assert steps.phase(counters(heatup=100)) is Phase.TRAIN
+    episodes = schedule(heatup="3 episodes")
+    assert episodes.phase(counters(heatup=10_000, heatup_episodes=2)) is Phase.HEATUP
+    assert episodes.phase(counters(heatup_episodes=3)) is Phase.TRAIN
+
+
+def test_a_checkpoint_is_due_each_time_a_multiple_is_passed_even_if_jumped_over() -> None:
+    every = schedule(checkpoint={"every": "10 env_steps"})
+    due = []
+    for steps in range(0, 60, 4):
+        now = counters(env_steps=steps)
+        if every.checkpoint_due(now, 0):
+            due.append(steps)
+            every.checkpointed(now)
+    assert due == [12, 20, 32, 40, 52]
+
+
+def test_a_restored_run_is_due_when_the_unbroken_one_would_have_been() -> None:
+    restored = schedule(checkpoint={"every": "4 updates"})
+    restored.checkpointed(counters(updates=6))
+    assert next(updates for updates in range(6, 13) if restored.checkpoint_due(counters(updates=updates), 0)) == 8
+
+
+def test_a_log_that_is_half_full_makes_a_checkpoint_due() -> None:
+    bound = 1 << 20
+    log = schedule(rollout={"fragment_steps": 8, "fragments_per_update": 2, "max_log_bytes": bound})
+    assert not log.checkpoint_due(PhaseCounters(), bound // 2 - 1)
+    assert log.checkpoint_due(PhaseCounters(), bound // 2)
+
+
+def test_a_checkpoint_by_the_clock_is_due_once_per_interval(clock: list[float]) -> None:
+    timed = schedule(checkpoint={"every": "1000 updates", "every_seconds": 60})
+    clock[0] += 59
+    assert not timed.checkpoint_due(PhaseCounters(), 0)
+    clock[0] += 1
+    assert timed.checkpoint_due(PhaseCounters(), 0)
+    timed.checkpointed(PhaseCounters())
+    assert not timed.checkpoint_due(PhaseCounters(), 0)
+
+
+@pytest.mark.parametrize("unit", ["env_steps", "updates", "episodes"])
+def test_the_run_ends_at_its_bound_and_heat_up_does_not_count(unit: str) -> None:
+    bounded = schedule(stop_at={unit: 10})
+    assert not bounded.exhausted(counters(heatup=10_000, heatup_episodes=10_000, **{unit: 9}))
+    assert bounded.exhausted(counters(**{unit: 10}))
+    assert bounded.exhausted(counters(**{unit: 11}))
+
+
+def test_the_run_ends_at_the_first_of_several_bounds_and_by_the_clock(clock: list[float]) -> None:
+    bounded = schedule(stop_at={"updates": 10, "episodes": 3, "hours": 2})
+    assert bounded.exhausted(counters(updates=1, episodes=3))
+    assert not bounded.exhausted(counters(updates=1))
+    clock[0] += 2 * 3600
+    assert bounded.exhausted(counters(updates=1))
+
+
+def test_a_run_that_ends_only_when_solved_has_no_other_end(clock: list[float]) -> None:
+    solved = schedule(stop_at={"mean_return": 475})
+    clock[0] += 1e9
+    assert not solved.exhausted(counters(env_steps=10**12, updates=10**9, episodes=10**9))
