@@ -176,6 +176,8 @@ def describe_space(space: spaces.Space[Any]) -> SpaceSpec:
 def _describe(space: spaces.Space[Any], path: str, leaves: list[Leaf]) -> Any:
     below = f"{path}." if path else ""
     if isinstance(space, spaces.Dict):
+        if odd := [key for key in space.spaces if not isinstance(key, str)]:
+            raise UnsupportedSpace(f"{space} has the keys {odd}; expected text")
         return {"dict": {str(key): _describe(item, f"{below}{key}", leaves) for key, item in space.spaces.items()}}
     if isinstance(space, spaces.Tuple):
         return {"tuple": [_describe(item, f"{below}{index}", leaves) for index, item in enumerate(space.spaces)]}

@@ -19,7 +19,7 @@ Compression = Literal["none", "lz4", "zstd"]
 Layout = dict[str, dict[str, Any]]
 
 _MAX_STACK = 16
-_MAX_COLUMN_BYTES = 1 << 32
+_MAX_UNPACKED_BYTES = 1 << 32
 _FRAMES, _FIRST, _WHOLE, _WHERE = "#frames", "#first", "#whole", "#where"
 
 
@@ -44,9 +44,14 @@ def pack(columns: Columns, compression: Compression) -> tuple[Columns, Layout]:
 def unpack(packed: Columns, layout: Layout) -> Columns:
     """The inverse of `pack`; raises `ValueError` or `KeyError` where the parts do not fit."""
     columns = dict(packed)
+    shapes = [how["shape"] for how in layout.values() if "codec" in how]
+    if any(type(length) is not int or length < 0 for shape in shapes for length in shape):
+        raise ValueError(f"columns cannot have the shapes {shapes}")
+    if (size := sum(math.prod(shape) for shape in shapes)) > _MAX_UNPACKED_BYTES:
+        raise ValueError(f"columns of {size} bytes are beyond the bound of {_MAX_UNPACKED_BYTES}")
     for name, how in layout.items():
         if "codec" in how:
-            columns[name] = _decompress(columns[name], how["codec"], tuple(int(size) for size in how["shape"]))
+            columns[name] = _decompress(columns[name], how["codec"], tuple(how["shape"]))
     for name, how in layout.items():
         if "stack" in how:
             columns[name] = _join_stack(name, int(how["stack"]), columns)
@@ -55,8 +60,10 @@ def unpack(packed: Columns, layout: Layout) -> Columns:
 
 def _split_stack(name: str, array: Array) -> Columns:
     steps, slots, stack = array.shape[:3]
+    if steps < 2 or not array.size:
+        return {name: array}
     same = (array[1:, :, :-1] == array[:-1, :, 1:]).reshape(steps - 1, slots, -1).all(axis=2)
-    if same.size == 0 or same.mean() < 0.5:
+    if same.mean() < 0.5:
         return {name: array}
     where = np.argwhere(~same).astype(np.int32) + np.array([1, 0], np.int32)
     return {
@@ -70,6 +77,10 @@ def _split_stack(name: str, array: Array) -> Columns:
 def _join_stack(name: str, stack: int, columns: Columns) -> Array:
     first, frames = columns.pop(name + _FIRST), columns.pop(name + _FRAMES)
     whole, where = columns.pop(name + _WHOLE), columns.pop(name + _WHERE)
+    if not 2 <= stack <= _MAX_STACK or any(part.dtype != np.uint8 for part in (first, frames, whole)):
+        raise ValueError(f"{name} is not a stack of {stack} byte images")
+    if first.shape[1:2] != (stack,) or frames.shape[1:] != first.shape[:1] + first.shape[2:]:
+        raise ValueError(f"{name}: frames of shape {frames.shape} do not continue a stack of shape {first.shape}")
     array = np.empty((frames.shape[0] + 1, *first.shape), np.uint8)
     array[0] = first
     resets: dict[int, list[int]] = {}
@@ -92,13 +103,13 @@ def _compress(array: Array, compression: Compression) -> bytes:
 
 def _decompress(array: Array, codec: str, shape: tuple[int, ...]) -> Array:
     size = math.prod(shape)
-    if not 0 <= size <= _MAX_COLUMN_BYTES:
-        raise ValueError(f"a column of {size} bytes is beyond the bound of {_MAX_COLUMN_BYTES}")
     if codec == "lz4":
         with lz4.frame.LZ4FrameDecompressor() as decompressor:
             data = bytes(decompressor.decompress(array.tobytes(), max_length=size + 1))
     elif codec == "zstd":
-        try:
+        try:  # the size that the frame itself claims is what the library would allocate
+            if (claimed := zstandard.frame_content_size(array.tobytes())) != size:
+                raise ValueError(f"the compressed column claims {claimed} bytes, its shape {size}")
             data = zstandard.ZstdDecompressor().decompress(array.tobytes(), max_output_size=size)
         except zstandard.ZstdError as error:
             raise ValueError(str(error)) from None

@@ -10,7 +10,7 @@ import hashlib
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -23,12 +23,15 @@ MIN_LOG_BYTES = 1 << 20
 class Section(BaseModel):
     """Base of all config sections: immutable, and a key that does not exist is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 def _refuse_credentials(field: str, url: str, variable: str) -> None:
     parts = urlsplit(url)
-    if parts.username or parts.password:
+    asked = {key.lower() for key, _ in parse_qsl(parts.query)}
+    if parts.username or parts.password or asked & {"username", "password"}:
         raise ValueError(f"{field} holds credentials; they would be stored with the run. Use {variable} instead")
 
 
@@ -326,12 +329,22 @@ class Config(Section):
                 f"rollout.fragment_steps={self.rollout.fragment_steps} × "
                 f"environment.num_envs={self.environment.num_envs}); lower the first or raise one of the others"
             )
+        if self.environment.wrappers and self.environment.vectorization == "native":
+            raise ValueError(
+                f"environment.vectorization='native' cannot apply environment.wrappers="
+                f"{[wrapper.path for wrapper in self.environment.wrappers]}; use sync or async"
+            )
         for policy_id in self.policies:
             if not policy_id.replace("-", "").replace("_", "").isalnum() or policy_id in {"trainer", "manifest"}:
                 raise ValueError(f"policies: {policy_id!r} is not a usable policy id; use letters, digits, - and _")
         for agent, policy_id in self.agents.items():
             if policy_id not in self.policies:
                 raise ValueError(f"agents.{agent}={policy_id!r} names no policy; policies has {sorted(self.policies)}")
+        if self.environment.api == "pettingzoo" and self.environment.vectorization != "sync":
+            raise ValueError(
+                f"environment.api=pettingzoo works with environment.vectorization=sync only, found "
+                f"{self.environment.vectorization}"
+            )
         if self.heatup.unit == "updates" and self.heatup.amount:
             raise ValueError(f"heatup={str(self.heatup)!r}: nothing is updated in heat-up; use env_steps or episodes")
         if self.checkpoint.every.amount == 0:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -18,9 +18,7 @@ from shared.errors import ConfigError
 ENV_PREFIX = "STAGECOACH__"
 
 
-def load_config(
-    path: Path | None, overrides: Iterable[str] = (), environ: Mapping[str, str] | None = None
-) -> Config:
+def load_config(path: Path | None, overrides: Iterable[str] = (), environ: Mapping[str, str] | None = None) -> Config:
     """The resolved config.
 
     `overrides` are `a.b=value` strings of the command line, `environ` the process environment by default. Raises
@@ -28,6 +26,7 @@ def load_config(
     """
     data = _read_yaml(path) if path is not None else {}
     for name, text in sorted((os.environ if environ is None else environ).items()):
+        _refuse_single_underscores(name)
         if name.startswith(ENV_PREFIX):
             keys = [key.lower() for key in name.removeprefix(ENV_PREFIX).split("__")]
             _set(data, keys, _value(text, name), f"environment variable {name}")
@@ -55,13 +54,19 @@ def parse_config(data: Mapping[str, Any]) -> Config:
                 message = item["msg"].removeprefix("Value error, ")
                 lines.append(f"{where}: {message}" if where else message)
             else:
-                lines.append(f"{where}: {item['msg']}, found {item['input']!r}")
+                lines.append(f"{where}: {item['msg']}, found {_shown(item['input'])}")
         raise ConfigError("; ".join(lines)) from None
+
+
+def _shown(value: object) -> str:
+    """What was found, for an error text; a URL could hold a password."""
+    text = repr(value)
+    return "a URL" if "://" in text else text
 
 
 def dump_config(config: Config) -> str:
     """The resolved config as YAML, as it is stored with a run."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_StrictDumper, sort_keys=False)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -84,16 +89,25 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} cannot be a key", key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
 
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+class _StrictDumper(yaml.SafeDumper):
+    """Writes what `_StrictLoader` reads back: a text that looks like 1e-3 gets quotes."""
+
+
+for _side in (_StrictLoader, _StrictDumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    )
 
 
 def _value(text: str, source: str) -> Any:
@@ -115,21 +129,44 @@ def _set(data: dict[str, Any], keys: list[str], value: Any, source: str) -> None
     here[keys[-1]] = value
 
 
+def _refuse_single_underscores(name: str) -> None:
+    meant = {path.replace(".", "_"): path for path in field_paths(Config)}.get(
+        name.removeprefix("STAGECOACH_").replace("__", "_").lower()
+    )
+    if name.startswith("STAGECOACH_") and not name.startswith(ENV_PREFIX) and meant:
+        right = ENV_PREFIX + meant.replace(".", "__").upper()
+        raise ConfigError(f"environment variable {name} is never read; did you mean {right}?")
+
+
 def _misspelt(where: str) -> str:
     known = field_paths(Config)
     parent, _, name = where.rpartition(".")
-    beside = [path for path in known if path.rpartition(".")[0] == parent]
-    guesses = difflib.get_close_matches(name, [path.rpartition(".")[2] for path in beside], n=1, cutoff=0.6)
+    beside = _fields_at(parent.split(".") if parent else [])
+    guesses = difflib.get_close_matches(name, beside, n=1, cutoff=0.6)
     if guesses:
         hint = f"did you mean {parent + '.' if parent else ''}{guesses[0]}?"
     else:
         elsewhere = [path for path in known if path.rpartition(".")[2] == name]
-        hint = (
-            f"did you mean {elsewhere[0]}?"
-            if elsewhere
-            else f"known here: {', '.join(sorted(path.rpartition('.')[2] for path in beside))}"
-        )
+        hint = f"did you mean {elsewhere[0]}?" if elsewhere else f"known here: {', '.join(sorted(beside))}"
     return f"unknown key {where}; {hint}"
+
+
+def _fields_at(parts: list[str]) -> list[str]:
+    """The field names of the section there, also of one within a mapping (`policies.default`) or a list."""
+    model: type[BaseModel] | None = Config
+    rest = list(parts)
+    while rest and model is not None:
+        field = model.model_fields.get(rest.pop(0))
+        model = _model_in(field.annotation) if field else None
+        if field and get_origin(field.annotation) in (dict, tuple) and rest:
+            rest.pop(0)
+    return list(model.model_fields) if model else []
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for found in map(_model_in, get_args(annotation)) if found), None)
 
 
 def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:

@@ -18,6 +18,7 @@ Columns, per policy id, with S slots (environments × agents of that policy):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -121,11 +122,22 @@ def _check_header(header: FragmentHeader) -> None:
             raise ValueError(f"{name} is {value!r}")
     if not isinstance(header.run_id, str) or not isinstance(header.worker_id, str):
         raise ValueError("run_id and worker_id must be text")
+    if type(header.acting_seconds) not in (int, float) or not 0 <= header.acting_seconds < math.inf:
+        raise ValueError(f"acting_seconds is {header.acting_seconds!r}")
     if not header.policy_versions or any(type(v) is not int or v < 0 for v in header.policy_versions.values()):
         raise ValueError(f"policy_versions is {header.policy_versions!r}")
     for record in header.episodes:
-        if not np.isfinite(float(record.episode_return)) or type(record.length) is not int:
-            raise ValueError(f"episode record {record!r}")
+        _check_record(record)
+
+
+def _check_record(record: EpisodeRecord) -> None:
+    numbers = [record.episode_return, *record.agent_returns.values(), *record.metrics.values()]
+    if any(type(number) not in (int, float) for number in numbers):
+        raise ValueError(f"episode record {record!r}")
+    if type(record.length) is not int or record.length < 1 or type(record.success) not in (bool, type(None)):
+        raise ValueError(f"episode record {record!r}")
+    if not all(math.isfinite(number) for number in numbers):
+        raise FragmentError("not_finite", f"episode record {record!r}")
 
 
 def check(fragment: Fragment, run_id: str, description: EnvironmentDescription) -> None:
@@ -166,7 +178,7 @@ def _check_columns(
     if set(columns) != set(expected):
         odd = sorted(set(columns) ^ set(expected))
         raise FragmentError("schema", f"policy {policy_id}: columns {odd} are missing or unknown")
-    rows = columns["final_index"].shape[0]
+    rows = len(columns["final_index"]) if columns["final_index"].ndim else 0
     for name, (shape, dtype) in expected.items():
         array = columns[name]
         wanted = tuple(rows if size == -1 else size for size in shape)
@@ -178,7 +190,9 @@ def _check_columns(
     where = columns["final_index"]
     if rows and ((where < 0).any() or (where >= np.array([steps, slots])).any()):
         raise FragmentError("schema", f"{policy_id}/final_index points outside of {steps} × {slots}")
-    if rows != int(columns["truncated"].sum()) or not columns["truncated"][where[:, 0], where[:, 1]].all():
+    covered = np.zeros((steps, slots), np.bool_)
+    covered[where[:, 0], where[:, 1]] = True
+    if rows != int(columns["truncated"].sum()) or (covered != columns["truncated"]).any():
         raise FragmentError("schema", f"{policy_id}: final_obs does not cover the truncated slots")
 
 

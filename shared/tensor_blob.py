@@ -1,9 +1,9 @@
 """Named arrays plus a JSON header in one safetensors blob, guarded by a hash: the format of everything that travels.
 
 Fragments, policy versions and checkpoint objects are all this. Layout: a safetensors file whose metadata has the one
-key `stagecoach`: 16 hex digits, a space, and the header as JSON. The digits are the XXH3-64 of the header text followed
-by the tensor bytes. (One key, because safetensors writes several in random order, and equal contents shall be equal
-bytes.)
+key `stagecoach`: 16 hex digits, a space, and the header as JSON. The digits are the XXH3-64 of the whole blob with zeros
+in their place, so that an altered name, shape or dtype is found as well. (One key, because safetensors writes several
+in random order, and equal contents shall be equal bytes.)
 """
 
 from __future__ import annotations
@@ -40,10 +40,8 @@ def encode(arrays: Mapping[str, Array], header: Mapping[str, Any]) -> bytes:
     text = json.dumps(header, sort_keys=True, separators=(",", ":"))
     contiguous = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     blob = bytearray(safetensors.numpy.save(contiguous, metadata={_KEY: f"{_NO_HASH} {text}"}))
-    body = _LENGTH.size + _LENGTH.unpack_from(blob)[0]
-    opening = f'"{_KEY}":"'.encode()
-    place = blob.index(opening + _NO_HASH.encode(), 0, body) + len(opening)
-    blob[place : place + _DIGITS] = _hash(text, memoryview(blob)[body:]).encode()
+    place = _place_of_digits(blob, _LENGTH.size + _LENGTH.unpack_from(blob)[0])
+    blob[place : place + _DIGITS] = _hash(blob, place).encode()
     return bytes(blob)
 
 
@@ -54,18 +52,34 @@ def decode(blob: bytes) -> tuple[Columns, dict[str, Any]]:
         body = _LENGTH.size + length
         expected, _, text = json.loads(blob[_LENGTH.size : body])["__metadata__"][_KEY].partition(" ")
         header = json.loads(text)
+        place = _place_of_digits(blob, body)
         arrays = safetensors.numpy.load(blob)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError, safetensors.SafetensorError) as error:
+    except (
+        struct.error,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        safetensors.SafetensorError,
+    ) as error:
         raise BlobError("undecodable", f"{type(error).__name__}: {error}") from None
     if not isinstance(header, dict):
         raise BlobError("undecodable", "the header is not a JSON object")
-    found = _hash(text, memoryview(blob)[body:])
+    found = _hash(blob, place)
     if found != expected:
         raise BlobError("corrupt", f"xxh3 is {found}, the blob says {expected}")
     return arrays, header
 
 
-def _hash(text: str, body: memoryview) -> str:
-    digest = xxhash.xxh3_64(text.encode())
-    digest.update(body)
+def _place_of_digits(blob: bytes | bytearray, body: int) -> int:
+    opening = f'"{_KEY}":"'.encode()
+    return blob.index(opening, 0, body) + len(opening)
+
+
+def _hash(blob: bytes | bytearray, place: int) -> str:
+    view = memoryview(blob)
+    digest = xxhash.xxh3_64(view[:place])
+    digest.update(_NO_HASH.encode())
+    digest.update(view[place + _DIGITS :])
     return digest.hexdigest()
