@@ -1,0 +1,192 @@
+"""The column codec: what is packed comes back the same, stacked frames travel once, and hostile parts stay bounded."""
+
+from __future__ import annotations
+
+import re
+import struct
+import tracemalloc
+from typing import Any
+
+import lz4.frame
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays_of
+
+from shared import column_codec
+from shared.column_codec import Compression
+from shared.spaces import Array, Columns
+
+COMPRESSIONS = ("none", "lz4", "zstd")
+
+
+def stacked(steps: int, slots: int, stack: int, resets: float, seed: int, frame: tuple[int, ...] = (6, 6)) -> Array:
+    """A frame-stacked observation: each step drops the oldest frame and adds one; at a reset all frames are new."""
+    random = np.random.default_rng(seed)
+    array = np.empty((steps, slots, stack, *frame), np.uint8)
+    array[0] = random.integers(0, 256, array[0].shape)
+    for step in range(1, steps):
+        array[step, :, :-1] = array[step - 1, :, 1:]
+        array[step, :, -1] = random.integers(0, 256, (slots, *frame))
+        for slot in np.flatnonzero(random.random(slots) < resets):
+            array[step, slot] = random.integers(0, 256, (stack, *frame))
+    return array
+
+
+def assert_lossless(columns: Columns, compression: Compression) -> Columns:
+    packed, layout = column_codec.pack(columns, compression)
+    found = column_codec.unpack(packed, layout)
+    assert found.keys() == columns.keys()
+    for name, array in columns.items():
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
+        np.testing.assert_array_equal(found[name], array)
+    return packed
+
+
+def size(columns: Columns) -> int:
+    return sum(array.nbytes for array in columns.values())
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    steps=st.integers(1, 12), slots=st.integers(1, 4), stack=st.integers(1, 5), resets=st.floats(0, 1),
+    seed=st.integers(0, 2**32), compression=st.sampled_from(COMPRESSIONS), frame=st.sampled_from([(3, 3), (2, 3, 3)]),
+)  # fmt: skip
+def test_stacked_frames_come_back_whatever_the_resets(
+    steps: int, slots: int, stack: int, resets: float, seed: int, compression: Compression, frame: tuple[int, ...]
+) -> None:
+    assert_lossless({"obs": stacked(steps, slots, stack, resets, seed, frame)}, compression)
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(
+    array=st.sampled_from([np.uint8, np.bool_, np.float32, np.int64]).flatmap(
+        lambda dtype: arrays_of.arrays(dtype, arrays_of.array_shapes(min_dims=0, max_dims=6, min_side=0, max_side=3))
+    ),
+    compression=st.sampled_from(COMPRESSIONS),
+)
+def test_any_array_comes_back(array: Array, compression: Compression) -> None:
+    assert_lossless({"obs": array, "other": np.arange(3)}, compression)
+
+
+@pytest.mark.parametrize("stack", [2, 4, 8])
+def test_frames_that_repeat_are_sent_once(stack: int) -> None:
+    array = stacked(steps=64, slots=4, stack=stack, resets=0.0, seed=0)
+    assert size(assert_lossless({"obs": array}, "none")) < array.nbytes / stack * (1 + stack / 32)
+
+
+def test_few_resets_cost_little() -> None:
+    array = stacked(steps=128, slots=4, stack=4, resets=0.02, seed=0)
+    assert size(assert_lossless({"obs": array}, "none")) < 0.4 * array.nbytes
+
+
+def test_frames_that_do_not_repeat_are_left_as_they_are() -> None:
+    array = stacked(steps=16, slots=2, stack=4, resets=1.0, seed=0)
+    assert assert_lossless({"obs": array}, "none").keys() == {"obs"}
+
+
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
+def test_images_are_compressed(compression: Compression) -> None:
+    image = np.zeros((8, 2, 32, 32, 3), np.uint8)
+    image[:, :, 4:9, 5:20] = 200
+    assert size(assert_lossless({"obs": image}, compression)) < image.nbytes / 20
+
+
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
+def test_only_byte_images_are_compressed(compression: Compression) -> None:
+    columns: Columns = {
+        "reward": np.zeros((64, 8), np.float32),
+        "obs": np.zeros((64, 8, 3), np.float32),
+        "k": np.zeros((9, 9), np.uint8),
+    }
+    packed = assert_lossless(columns, compression)
+    assert all(packed[name] is columns[name] for name in columns)
+
+
+def frames_of(array: Array) -> tuple[Columns, dict[str, Any]]:
+    packed, layout = column_codec.pack({"obs": array}, "none")
+    assert set(packed) == {"obs#first", "obs#frames", "obs#whole", "obs#where"}
+    return packed, layout
+
+
+@pytest.mark.parametrize("part", ["obs#first", "obs#frames", "obs#whole", "obs#where"])
+def test_a_missing_part_is_a_named_error(part: str) -> None:
+    packed, layout = frames_of(stacked(8, 2, 4, 0.1, 0))
+    del packed[part]
+    with pytest.raises(KeyError, match=part):
+        column_codec.unpack(packed, layout)
+
+
+@pytest.mark.parametrize("stack", [0, 1, 3, 17, 10**9])
+def test_a_stack_that_does_not_fit_is_refused(stack: int) -> None:
+    packed, _ = frames_of(stacked(8, 2, 4, 0.1, 0))
+    with pytest.raises(ValueError, match="obs"):
+        column_codec.unpack(packed, {"obs": {"stack": stack}})
+
+
+def test_frames_that_would_blow_up_are_refused() -> None:
+    packed, layout = frames_of(stacked(8, 1, 4, 0.0, 0))
+    packed["obs#frames"] = np.zeros((10**9, 0), np.uint8)  # no bytes at all, but a billion steps of `first`
+    with pytest.raises(ValueError, match="do not continue a stack"):
+        column_codec.unpack(packed, layout)
+
+
+def test_frames_that_are_no_bytes_are_refused() -> None:
+    packed, layout = frames_of(stacked(8, 1, 4, 0.0, 0))
+    packed["obs#first"] = packed["obs#first"].astype(np.float32)
+    with pytest.raises(ValueError, match="not a stack of 4 byte images"):
+        column_codec.unpack(packed, layout)
+
+
+def compressed(data: bytes, codec: str) -> Array:
+    made = lz4.frame.compress(data) if codec == "lz4" else zstandard.ZstdCompressor().compress(data)
+    return np.frombuffer(made, np.uint8)
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+def test_a_bomb_costs_no_more_than_it_claims(codec: str) -> None:
+    bomb = compressed(bytes(64 << 20), codec)
+    assert bomb.nbytes < 1 << 20
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"claims|reshape"):
+            column_codec.unpack({"obs": bomb}, {"obs": {"codec": codec, "shape": [4, 4]}})
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_frame_that_claims_terabytes_is_refused() -> None:
+    frame = bytes.fromhex("28b52ffde0") + struct.pack("<Q", 1 << 44) + b"\x01\0\0"
+    with pytest.raises(ValueError, match=f"claims {1 << 44} bytes, its shape 4"):
+        column_codec.unpack({"obs": np.frombuffer(frame, np.uint8)}, {"obs": {"codec": "zstd", "shape": [4]}})
+
+
+@pytest.mark.parametrize("shapes", [[[1 << 33]], [[1 << 31], [1 << 31], [1]], [[1 << 20] * 5]])
+def test_claims_beyond_the_bound_are_refused_before_anything_is_unpacked(shapes: list[list[int]]) -> None:
+    data = compressed(bytes(10), "lz4")
+    names = [f"obs{number}" for number in range(len(shapes))]
+    layout = {name: {"codec": "lz4", "shape": shape} for name, shape in zip(names, shapes, strict=True)}
+    with pytest.raises(ValueError, match="beyond the bound"):
+        column_codec.unpack(dict.fromkeys(names, data), layout)
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+@pytest.mark.parametrize("shape", [[-10], [-2, -5], [9], [11], [2.0, 5.0], ["10"], [True] * 3])
+def test_a_shape_that_does_not_fit_is_refused(codec: str, shape: list[Any]) -> None:
+    with pytest.raises(ValueError, match=re.compile("shape|claims")):
+        column_codec.unpack({"obs": compressed(bytes(10), codec)}, {"obs": {"codec": codec, "shape": shape}})
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+def test_bytes_that_are_not_compressed_are_refused(codec: str) -> None:
+    for data in (b"", b"nonsense", bytes(compressed(bytes(100), codec))[:-6]):
+        with pytest.raises((ValueError, RuntimeError)):
+            column_codec.unpack({"obs": np.frombuffer(data, np.uint8)}, {"obs": {"codec": codec, "shape": [100]}})
+
+
+def test_an_unknown_codec_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown codec 'rot13'"):
+        column_codec.unpack({"obs": np.zeros(3, np.uint8)}, {"obs": {"codec": "rot13", "shape": [3]}})
