@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from shared.errors import StagecoachError, UserError
 
 BUCKET = "stagecoach"
 """The embedded store's bucket: a plain folder `s3/stagecoach` in the run's folder."""
+LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Set to 0 before Ray is imported, it keeps a driver on loopback; by default Ray talks over the machine's address."""
 _START_SECONDS = 60.0
 _TRIES = 5
 _PR_SET_PDEATHSIG = 1
@@ -113,20 +115,24 @@ class RayService:
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
-def start_ray(log: Path, num_cpus: int, token: str) -> RayService:
-    """A Ray head on loopback with token authentication; workers inherit this process's environment."""
+def start_ray(log: Path, num_cpus: int, token: str, loopback: bool) -> RayService:
+    """A Ray head with token authentication, on loopback where the driver can follow it there.
+
+    Its workers inherit this process's environment.
+    """
     temporary = Path(tempfile.mkdtemp(prefix="sc-", dir=_short_folder()))
     environment = {
         "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # stay on loopback
         "AUTOSCALER_METRIC_PORT": "0", "DASHBOARD_METRIC_PORT": "0",
     }  # fmt: skip
+    if loopback:
+        environment[LOOPBACK_VARIABLE] = "0"
     current = temporary / "ray_current_cluster"
 
     def launch(port: int) -> Service:
         command = [
             sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0",
-            "--dashboard-agent-listen-port=0", f"--ray-client-server-port={port}", "--node-ip-address=127.0.0.1",
+            "--dashboard-agent-listen-port=0", f"--ray-client-server-port={port}", *(["--node-ip-address=127.0.0.1"] if loopback else []),
             "--include-dashboard=false", f"--temp-dir={temporary}", f"--num-cpus={num_cpus}",
             "--object-store-memory=100000000", "--disable-usage-stats",
         ]  # fmt: skip
@@ -224,18 +230,3 @@ def _short_folder() -> str | None:
 
 def _quoted(path: Path) -> str:
     return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-@contextlib.contextmanager
-def environment_variables(values: dict[str, str]) -> Iterator[None]:
-    """Sets variables of this process for a while, and puts back what was there."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -20,7 +20,7 @@ from rollout_worker.making import Guarded, failure, make, make_native
 from shared.config import EnvironmentConfig
 from shared.errors import EnvironmentFailure
 from shared.fragment import EpisodeRecord
-from shared.spaces import Array, Columns, EnvironmentDescription, SpaceSpec
+from shared.spaces import Array, Columns, EnvironmentDescription
 
 
 @dataclass
@@ -101,7 +101,7 @@ class GymnasiumEnvironments:
 
     def step(self, actions: Mapping[str, Columns]) -> Step:
         try:
-            return self._step(environment_actions(self._spaces.action, actions[self._policy]))
+            return self._step(self._spaces.action.to_environment(actions[self._policy]))
         except EnvironmentFailure:
             raise
         except Exception as error:
@@ -186,7 +186,7 @@ class ParallelEnvironments:
         finals: dict[str, list[tuple[int, Any]]] = {policy_id: [] for policy_id in self._slots}
         episodes = []
         nested = {
-            policy_id: environment_actions(self._description.policies[policy_id].action, columns)
+            policy_id: self._description.policies[policy_id].action.to_environment(columns)
             for policy_id, columns in actions.items()
         }
         for index in range(self.num_envs):
@@ -255,17 +255,6 @@ class ParallelEnvironments:
     def close(self) -> None:
         for env in self._envs:
             env.close()
-
-
-def environment_actions(spec: SpaceSpec, columns: Columns) -> Any:
-    """Action columns → what the environment takes: boxes clipped to their bounds, nested as the space is."""
-    bounded = dict(columns)
-    for leaf in spec.leaves:
-        if leaf.kind == "box":
-            low, high = leaf.bounds()
-            name = leaf.column("action")
-            bounded[name] = np.clip(columns[name], low.reshape(leaf.shape), high.reshape(leaf.shape))
-    return spec.nest("action", bounded)
 
 
 def episode_record(

@@ -54,10 +54,11 @@ class Leaf:
 
     def bounds(self) -> tuple[Array, Array]:
         """Box bounds as float32 arrays of `shape`."""
-        return tuple(  # type: ignore[return-value]
-            np.broadcast_to(np.asarray(side, np.float32), (self.size,) if len(side) != 1 else (1,))
-            * np.ones(self.size, np.float32)
-            for side in (self.low, self.high)
+        with np.errstate(over="ignore"):  # the largest float64 is infinite as a float32
+            low, high = (np.asarray(side, np.float64).astype(np.float32) for side in (self.low, self.high))
+        return (
+            np.broadcast_to(low, (self.size,)).reshape(self.shape).copy(),
+            np.broadcast_to(high, (self.size,)).reshape(self.shape).copy(),
         )
 
     def column(self, prefix: str) -> str:
@@ -107,6 +108,16 @@ class SpaceSpec:
         if "dict" in structure:
             return {key: self._nest(below, prefix, columns) for key, below in structure["dict"].items()}
         return tuple(self._nest(below, prefix, columns) for below in structure["tuple"])
+
+    def to_environment(self, columns: Columns) -> Any:
+        """Action columns → what the environment takes: boxes clipped to their bounds, nested as the space is."""
+        bounded = dict(columns)
+        for leaf in self.leaves:
+            if leaf.kind == "box":
+                name = leaf.column("action")
+                low, high = (side.reshape(leaf.shape) for side in leaf.bounds())
+                bounded[name] = np.clip(columns[name], low, high)
+        return self.nest("action", bounded)
 
     def column_names(self, prefix: str) -> tuple[str, ...]:
         """The names of all columns, in leaf order."""

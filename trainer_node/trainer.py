@@ -115,20 +115,24 @@ class Trainer:
         self._checkpoint_if_due(published)
         return "updated"
 
-    def finish(self, reason: str) -> str:
-        """The last checkpoint, its evaluation, `.finished`; answers the reason."""
-        flow = self._role.flow
-        flow.set_state("stopping", reason, expected="running")
+    def save_last(self, reason: str) -> str:
+        """Stops the acting and makes the last checkpoint durable; answers its name."""
+        self._role.flow.set_state("stopping", reason, expected="running")
         last = self._snapshot()
         self._publisher.submit(last)
         with self._heartbeat.waiting("the last checkpoint to be durable", _DURABLE_SECONDS):
             self._publisher.wait_idle(_DURABLE_SECONDS)
+        return last.manifest.name
+
+    def finish(self, reason: str) -> str:
+        """The last checkpoint, its evaluation, `.finished`; answers the reason."""
+        last = self.save_last(reason)
         if reason != "stopped":
-            self._wait_for_evaluation(last.manifest.name)
+            self._wait_for_evaluation(last)
         self._publisher.close()
-        self._publisher.finish(last.manifest.name)
-        flow.set_state("finished", reason)
-        self._write_finished(reason, last.manifest.name)
+        self._publisher.finish(last)
+        self._role.flow.set_state("finished", reason)
+        self._write_finished(reason, last)
         self._signals.close()
         self._heartbeat.stop(reason)
         return reason

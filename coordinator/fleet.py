@@ -1,0 +1,191 @@
+"""The fleet: Ray actors for the trainer, the evaluator and the rollout workers; placed, watched, replaced, scaled.
+
+Ray restarts an actor whose process dies (it registers as a new incarnation). The fleet restarts a role that raised,
+within the configured rate, drains workers that are too many, and knows when the trainer is done.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from rollout_worker.actor import EvaluatorActor, WorkerActor
+from shared.errors import StagecoachError
+from shared.events import emit
+from shared.heartbeat import read_heartbeats
+from shared.launch import RoleLaunch
+from shared.role import Role
+from trainer_node.actor import TrainerActor
+
+_LOOK_SECONDS = 0.2
+_FOR_EVER = {"max_restarts": -1, "max_task_retries": -1}
+
+
+@dataclass
+class Member:
+    """One role of the fleet: its actor and the call that is its life."""
+
+    name: str
+    actor: Any
+    life: Any
+    """None once it has ended for good."""
+    draining: bool = False
+    incarnation: int | None = None
+    """The last one seen in its heartbeat."""
+    raised: int = 0
+    """Times it raised since then: those new incarnations were counted already."""
+    restarts: deque[float] = field(default_factory=deque)
+
+
+class Fleet:
+    """All actors of one run. `tend` is one turn of the coordinator's loop."""
+
+    def __init__(self, role: Role, launch: RoleLaunch) -> None:
+        self._role = role
+        self._config = role.config
+        self._launch = launch
+        self._workers: dict[int, Member] = {}
+        self._given_up: dict[int, str] = {}
+        self._trainer = self._start("trainer", TrainerActor, self._trainer_options(), launch)
+        self._evaluator = self._start("evaluator", EvaluatorActor, {"num_cpus": self._config.evaluation.num_cpus}, launch)
+        self.outcome: str | None = None
+        """Why the trainer has ended."""
+
+    def run(self, abandon: threading.Event) -> str:
+        """The coordinator's loop: tends the roles until the trainer has ended; answers why."""
+        while self.outcome is None:
+            if abandon.is_set():
+                self.kill()
+                return "abandoned"
+            self.tend()
+        self.close()
+        return self.outcome
+
+    def tend(self) -> None:
+        """One turn: who has ended, who must be restarted, how many workers there shall be."""
+        members = {member.life: member for member in self._members() if member.life is not None}
+        ended, _ = ray.wait(list(members), num_returns=1, timeout=_LOOK_SECONDS)
+        for life in ended:
+            self._ended(members[life])
+        if self.outcome is None:
+            self._watch_incarnations()
+            self._scale(self._role.flow.read().desired_workers)
+
+    def close(self, seconds: float = 20.0) -> None:
+        """Waits for workers and evaluator to end on their own, then ends their processes."""
+        lives = [member.life for member in self._members() if member.life is not None and member is not self._trainer]
+        if lives:
+            ray.wait(lives, num_returns=len(lives), timeout=seconds)
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends all processes at once."""
+        for member in self._members():
+            ray.kill(member.actor, no_restart=True)
+
+    def _members(self) -> list[Member]:
+        return [self._trainer, self._evaluator, *self._workers.values()]
+
+    def _start(self, name: str, actor: Any, options: dict[str, Any], *arguments: Any) -> Member:
+        made = actor.options(**_FOR_EVER, **options).remote(*arguments)
+        return Member(name, made, made.run.remote())
+
+    def _trainer_options(self) -> dict[str, Any]:
+        trainer = self._config.trainer
+        gpus = trainer.num_gpus
+        if not gpus and trainer.device != "cpu" and ray.cluster_resources().get("GPU", 0) >= 1:
+            gpus = 1.0
+        return {"num_cpus": trainer.num_cpus, "num_gpus": gpus}
+
+    def _start_worker(self, index: int) -> None:
+        rollout = self._config.rollout
+        strategy = "SPREAD" if rollout.placement == "spread" else "DEFAULT"
+        options = {"num_cpus": rollout.num_cpus, "resources": self._config.ray.resources, "scheduling_strategy": strategy}
+        self._workers[index] = self._start(f"worker-{index}", WorkerActor, options, self._launch, index)
+
+    def _scale(self, desired: int) -> None:
+        """Starts the workers that are missing, lowest number first; drains those that are too many, highest first."""
+        for index in range(desired):
+            if index not in self._workers and index not in self._given_up:
+                self._start_worker(index)
+        for index, member in self._workers.items():
+            if index >= desired and not member.draining:
+                member.draining = True
+                self._role.flow.drain(member.name)
+
+    def _ended(self, member: Member) -> None:
+        try:
+            reason, error = ray.get(member.life), None
+        except ray.exceptions.RayError as caught:
+            reason, error = "failed", _cause(caught)
+        if member is self._trainer:
+            member.life = None
+            self.outcome = reason if error is None else f"failed: {error}"
+        elif error is not None:
+            self._restart(member, error)
+        elif member is self._evaluator:
+            member.life = None
+        else:
+            self._remove(member)
+
+    def _restart(self, member: Member, error: str) -> None:
+        """A role that raised gets another life, within the rate; beyond it, it is given up."""
+        short = error.splitlines()[0]
+        emit(self._role.redis, self._role.run_id, "worker", f"{member.name} failed: {short}")
+        if self._too_often(member):
+            self._give_up(member, error)
+        else:
+            member.raised += 1
+            member.life = member.actor.run.remote()
+
+    def _too_often(self, member: Member) -> bool:
+        rollout, now = self._config.rollout, time.monotonic()
+        member.restarts.append(now)
+        while now - member.restarts[0] > rollout.restart_window_seconds:
+            member.restarts.popleft()
+        return len(member.restarts) > rollout.restarts_allowed
+
+    def _give_up(self, member: Member, error: str) -> None:
+        emit(self._role.redis, self._role.run_id, "worker", f"{member.name} is given up: it failed too often")
+        if member is self._evaluator:
+            ray.kill(member.actor, no_restart=True)
+            member.life = None
+            return
+        index = self._remove(member)
+        self._given_up[index] = error
+        if not self._workers:
+            self._role.flow.set_state("stopping", f"failed: no rollout worker is left; the last one: {error}", "running")
+
+    def _remove(self, member: Member) -> int:
+        index = next(number for number, worker in self._workers.items() if worker is member)
+        del self._workers[index]
+        ray.kill(member.actor, no_restart=True)
+        self._role.flow.release(member.name)
+        return index
+
+    def _watch_incarnations(self) -> None:
+        """A process that dies again and again is restarted by Ray without end; here is the end."""
+        by_name = {member.name: member for member in self._workers.values()}
+        for beat in read_heartbeats(self._role.redis, self._role.run_id):
+            member = by_name.get(beat.id)
+            if beat.role != "worker" or member is None:
+                continue
+            found = int(beat.progress.get("incarnation", 0))
+            if member.incarnation is not None and found > member.incarnation:
+                deaths = found - member.incarnation - member.raised
+                member.raised = 0
+                if any([self._too_often(member) for _ in range(deaths)]):
+                    self._give_up(member, "its process dies again and again; see its log")
+            member.incarnation = found
+
+
+def _cause(error: Exception) -> str:
+    """What a role raised, without Ray's frame around it."""
+    cause = getattr(error, "cause", None)
+    return str(cause) if isinstance(cause, StagecoachError) else str(error)

@@ -1,0 +1,63 @@
+"""All the boxes in one process and one thread: for a debugger, and for tests. The same Redis, store and protocol."""
+
+from __future__ import annotations
+
+import threading
+
+from rollout_worker.evaluator import Evaluator
+from rollout_worker.worker import Worker
+from shared.role import Role
+from trainer_node.trainer import Trainer
+
+
+class InlineRoles:
+    """Trainer, workers and evaluator take turns."""
+
+    def __init__(self, role: Role, run_folder: str) -> None:
+        self._role = role
+        self._trainer = Trainer(role, run_folder)
+        self._evaluator = Evaluator(role)
+        self._workers: dict[int, Worker] = {}
+
+    def run(self, abandon: threading.Event) -> str:
+        """Until the run ends; answers the reason."""
+        self._trainer.start()
+        self._evaluator.start()
+        reason = "abandoned"
+        try:
+            while not abandon.is_set():
+                self._scale(self._role.flow.read().desired_workers)
+                self._act()
+                if self._trainer.step(0.0) == "ended":
+                    reason = self._finish()
+                    break
+                self._evaluator.step(0.0)
+        except Exception as error:
+            self._trainer.fail(error)
+            raise
+        finally:
+            for worker in self._workers.values():
+                worker.stop(reason)
+            self._evaluator.stop(reason)
+        return reason
+
+    def _finish(self) -> str:
+        reason = self._role.flow.read().reason or "exhausted"
+        self._trainer.save_last(reason)
+        self._evaluator.step(0.0)
+        return self._trainer.finish(reason)
+
+    def _scale(self, desired: int) -> None:
+        for index in range(desired):
+            if index not in self._workers:
+                self._workers[index] = Worker(self._role, index)
+                self._workers[index].start()
+        for index in [index for index in self._workers if index >= desired]:
+            self._role.flow.drain(self._workers[index].id)
+
+    def _act(self) -> None:
+        for index, worker in list(self._workers.items()):
+            word = worker.step(0.0)
+            if word.startswith("end:"):
+                worker.stop(word.removeprefix("end:"))
+                del self._workers[index]

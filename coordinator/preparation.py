@@ -1,0 +1,90 @@
+"""What is checked before a run starts, and what Redis and the store hold of it before any role does."""
+
+from __future__ import annotations
+
+import json
+
+from rollout_worker.making import describe_environment, make_native
+from shared.checkpoint import CONFIG, ENVIRONMENT, FINISHED
+from shared.config import Config
+from shared.config_sources import dump_config
+from shared.errors import ConfigError, ObjectMissing, RunExists, UserError
+from shared.policies.actor_critic import build_policies
+from shared.redis_keys import RunKeys
+from shared.role import Role
+from shared.spaces import EnvironmentDescription
+from shared.steps import PhaseCounters
+
+
+def check(config: Config) -> EnvironmentDescription:
+    """Makes the environment and the policies once, and refuses what would fail or wait for ever later on.
+
+    Raises `EnvironmentUnusable`, `UnsupportedSpace` or `ConfigError`.
+    """
+    description = describe_environment(config)
+    build_policies(description.policies, config.policies, seed=0)
+    if config.environment.vectorization == "native":
+        make_native(config.environment).close()
+    rollout = config.rollout
+    fragment = description.fragment_bytes(rollout.fragment_steps, config.environment.num_envs)
+    window = (rollout.max_policy_lag + 1) * rollout.fragments_per_update
+    if fragment * (window + rollout.fragments_per_update) > rollout.max_log_bytes:
+        raise ConfigError(
+            f"rollout.max_log_bytes={rollout.max_log_bytes} cannot hold the fragments in flight: {window} + "
+            f"{rollout.fragments_per_update} of about {fragment} bytes each; workers and trainer would wait for each "
+            f"other for ever. Raise it, or lower rollout.fragment_steps or environment.num_envs"
+        )
+    return description
+
+
+def prepare_new(role: Role, description: EnvironmentDescription) -> None:
+    """Records a new run; raises `RunExists` where Redis or the store has one of this id, and then changes nothing."""
+    store, config = role.checkpoints.store, role.config
+    try:
+        store.get(CONFIG)
+    except ObjectMissing:
+        pass
+    else:
+        raise RunExists(f"the store has a run {role.run_id!r} already; choose another --run-id, or resume it")
+    if not create_flow(role):
+        raise RunExists(f"Redis has a run {role.run_id!r} already; choose another --run-id, or resume it")
+    store.put(ENVIRONMENT, json.dumps(description.as_dict(), indent=1).encode())
+    store.put(CONFIG, dump_config(config).encode())
+
+
+def prepare_resume(role: Role) -> None:
+    """Makes an ended run run again: takes `.finished` away and gives back what dead workers had claimed."""
+    finished = role.checkpoints.marker(FINISHED)
+    if finished and finished.get("counters"):
+        _refuse_reached(role.config, PhaseCounters.from_dict(finished["counters"]))
+    if not create_flow(role):
+        role.check_config()
+        role.flow.set_desired_workers(role.config.rollout.workers)
+        role.flow.release()
+        role.redis.delete(RunKeys(role.run_id).heartbeats, RunKeys(role.run_id).draining)
+        role.flow.set_state("running", "")
+    role.checkpoints.store.delete(FINISHED)
+
+
+def create_flow(role: Role) -> bool:
+    """The flow hash of the run, from its config; False where it is there already."""
+    rollout = role.config.rollout
+    return role.flow.create(
+        fragments_per_update=rollout.fragments_per_update,
+        max_policy_lag=rollout.max_policy_lag,
+        lease_seconds=rollout.lease_seconds,
+        max_log_bytes=rollout.max_log_bytes,
+        workers=rollout.workers,
+        config_hash=role.config.hash(),
+    )
+
+
+def _refuse_reached(config: Config, counters: PhaseCounters) -> None:
+    stop = config.stop_at
+    for name in ("env_steps", "updates", "episodes"):
+        bound, value = getattr(stop, name), getattr(counters.train, name)
+        if bound is not None and value >= bound:
+            raise UserError(
+                f"the run has {value} {name} and stop_at.{name}={bound}, so it would end at once; "
+                f"continue it with --set stop_at.{name}={bound + max(value, 1)}"
+            )

@@ -1,0 +1,66 @@
+"""The run's Ray: an embedded head on this machine, or a cluster that is there already."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import ray
+from ray._private import ray_constants
+from ray._raylet import AuthenticationTokenLoader
+from ray._raylet import Config as RayletConfig
+
+from coordinator.services import RayService, new_secret, start_ray
+from shared.config import Config
+from shared.errors import UserError
+
+_EMBEDDED_CPUS = 64
+"""On one machine the operating system shares the cores: Ray's count shall not keep workers from starting."""
+
+
+class RayHead:
+    """Starts (where embedded) and connects to Ray; a Ray that this process is connected to already is used as it is."""
+
+    def __init__(self, config: Config, logs: Path) -> None:
+        self._logs = logs
+        self._owned = not ray.is_initialized()
+        self._address = config.ray.address
+        self._head: RayService | None = None
+        if self._owned and self._address == "embedded":
+            token = _token()
+            cpus = config.ray.num_cpus or max(_EMBEDDED_CPUS, os.cpu_count() or 1)
+            loopback = not ray_constants.ENABLE_RAY_CLUSTER  # else Ray was imported before, and is not to be moved
+            self._head = start_ray(logs / "ray.log", cpus, token, loopback)
+            self._address = self._head.address
+
+    def connect(self) -> None:
+        """Makes this process a driver; raises `UserError` where the cluster does not answer."""
+        if not self._owned:
+            return
+        try:
+            ray.init(address=self._address, log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise UserError(
+                f"Ray at {self._address} cannot be joined: {' '.join(str(error).split())}; correct ray.address, or use "
+                f"ray.address=embedded"
+            ) from None
+
+    def stop(self) -> None:
+        """Disconnects, and ends an embedded Ray; its logs move to the run's folder."""
+        if not self._owned:
+            return
+        ray.shutdown()
+        if self._head is not None:
+            self._head.stop(self._logs / "ray")
+
+
+def _token() -> str:
+    """Turns token authentication on in this process, and answers its token (one for all runs of the process).
+
+    Ray reads both while it is imported, which has happened by now, so it is told to look again.
+    """
+    os.environ["RAY_AUTH_MODE"] = "token"
+    token = os.environ.setdefault("RAY_AUTH_TOKEN", new_secret() + new_secret())
+    RayletConfig.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+    return token

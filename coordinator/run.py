@@ -1,0 +1,288 @@
+"""`Run`: starting, watching, scaling and ending a run from Python; the command line only calls this.
+
+`_launch` is all the wiring: who runs where, in one function.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.inline import InlineRoles
+from coordinator.preparation import check, prepare_new, prepare_resume
+from coordinator.run_folder import RunFolder
+from coordinator.services import BUCKET, LOOPBACK_VARIABLE, start_redis, start_s3
+from coordinator.status import Status, ended_status, live_status
+from shared.checkpoint import STATUS, CheckpointStore
+from shared.config import Config
+from shared.config_sources import dump_config
+from shared.connection import Address, connect_redis
+from shared.errors import CheckpointNotFound, ConfigError, RedisUnavailable, UserError
+from shared.flow import Flow
+from shared.heartbeat import Wait, poll
+from shared.launch import LOGS, RESOLVED_CONFIG, RoleLaunch, log_to_file
+from shared.object_store import open_store
+from shared.policies.deployed import DeployedPolicy, load_policy
+from shared.role import open_role
+from shared.spaces import EnvironmentDescription
+
+Supervise = Callable[[threading.Event], str]
+"""Tends the roles until the run ends (or the event says: at once); answers the reason."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    reason: str
+    status: Status
+    seconds: float
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by an error."""
+        return self.reason.startswith("failed")
+
+
+class Run:
+    """A handle on one run: started here, or attached to (live or ended)."""
+
+    def __init__(self, folder: RunFolder, config: Config) -> None:
+        self.run_id = folder.run_id
+        self.folder = folder
+        self.config = config
+        self._thread: threading.Thread | None = None
+        self._outcome: Outcome | None = None
+        self._abandon = threading.Event()
+
+    @classmethod
+    def start(cls, config: Config, run_id: str | None = None, *, inline: bool = False) -> Run:
+        """Checks everything, then starts services and roles; returns while the run goes on in the background.
+
+        `inline` puts all roles into this process. Raises a `UserError` before anything is started or written. Call it
+        from a thread that lives as long as the run: the services end with the thread that started them.
+        """
+        description = check(config)
+        folder = RunFolder.create(config, run_id or new_run_id(config))
+        try:
+            return cls._launch(folder, config, description, inline)
+        except BaseException:
+            folder.remove()
+            raise
+
+    @classmethod
+    def resume(
+        cls, run_id: str, runs_dir: Path = Path("runs"), overrides: tuple[str, ...] = (), *, inline: bool = False
+    ) -> Run:
+        """Continues an ended or interrupted run from its newest good checkpoint and the log behind it."""
+        folder = RunFolder.find(run_id, runs_dir)
+        config = folder.config(overrides)
+        if config.hash() != folder.config().hash():
+            raise ConfigError("resume may change stop_at, signals and addresses, but nothing that decides the learning")
+        check(config)
+        folder.lock()
+        try:
+            run = cls._launch(folder, config, None, inline)
+        except BaseException:
+            folder.unlock()
+            raise
+        (folder.path / RESOLVED_CONFIG).write_text(dump_config(config))
+        return run
+
+    @classmethod
+    def attach(cls, run_id: str, runs_dir: Path = Path("runs")) -> Run:
+        """A handle on a run of this machine, live or ended."""
+        folder = RunFolder.find(run_id, runs_dir)
+        return cls(folder, folder.config())
+
+    @classmethod
+    def _launch(cls, folder: RunFolder, config: Config, new: EnvironmentDescription | None, inline: bool) -> Run:
+        """Who runs where. `new` describes the environment of a new run; None resumes the one in the folder."""
+        run = cls(folder, config)
+        started, logs, running = time.monotonic(), folder.path / LOGS, ExitStack()
+        running.callback(folder.unlock)
+        log_to_file(str(folder.path), "coordinator")
+        try:
+            # Services: embedded ones are children of this process, in the run's folder; Ray starts in the meantime
+            ray_head = None if inline else _begin_ray(config, logs, running)
+            address = _start_services(folder, config, logs, running)
+            role = open_role(config, address)
+            running.callback(role.redis.close)
+
+            # What Redis and the store hold of the run before any role starts
+            role.checkpoints.store.check()
+            prepare_resume(role) if new is None else prepare_new(role, new)
+
+            # Roles: Ray actors, or all in this process
+            import_path = (os.getcwd(),)
+            folder.write_services(address, import_path)
+            launch = RoleLaunch(config.model_dump(mode="json"), address, import_path, str(folder.path))
+            supervise: Supervise
+            if ray_head is None:
+                supervise = InlineRoles(role, str(folder.path)).run
+            else:
+                supervise = _start_fleet(ray_head, launch, role, running)
+            running.callback(folder.forget_services)  # first of all, at the end: who looks then reads the store
+        except BaseException:
+            running.close()
+            raise
+        run._thread = threading.Thread(
+            target=run._supervise, args=(supervise, running, started), name=f"coordinator-{run.run_id}", daemon=True
+        )
+        run._thread.start()
+        return run
+
+    def _supervise(self, supervise: Supervise, running: ExitStack, started: float) -> None:
+        """The coordinator's life: tend the roles, then take down what was started."""
+        try:
+            reason = supervise(self._abandon)
+        except BaseException as error:
+            reason = f"failed: {error}"
+        running.close()
+        try:
+            status = ended_status(self._checkpoints(self.folder.offline_address(self.config)))
+        except Exception as error:
+            status = Status(self.run_id, "interrupted", str(error), False, -1, 0, 0, 0, None, "")
+        self._outcome = Outcome(reason, status, time.monotonic() - started)
+
+    # What one can ask and order
+
+    def status(self) -> Status:
+        """One look at the run."""
+        client = self._connect()
+        if client is None:
+            return ended_status(self._checkpoints(self._address()))
+        try:
+            return live_status(client, self.run_id)
+        finally:
+            client.close()
+
+    def scale(self, workers: int) -> None:
+        """Brings the fleet of a live run to `workers`; nothing restarts, nothing is lost."""
+        if workers < 1:
+            raise UserError(f"scale to {workers}: expected at least 1 worker; `stagecoach stop {self.run_id}` ends the run")
+        self._flow().set_desired_workers(workers)
+
+    def stop(self) -> None:
+        """Asks a live run to end: final checkpoint, `.finished: stopped`. Returns at once; see `wait`."""
+        self._flow().set_state("stopping", "stopped", expected="running")
+
+    def abandon(self) -> None:
+        """Ends a run that was started here at once, without a final checkpoint; what is durable stays."""
+        self._abandon.set()
+
+    def wait(self, timeout_seconds: float = float("inf")) -> Outcome:
+        """Until the run has ended and everything it started is gone; raises `WaitTimeout`."""
+        wait, started = Wait(f"run {self.run_id} to end", timeout_seconds), time.monotonic()
+        if self._thread is None:
+            poll(wait, lambda: not self.folder.live, 0.3)
+            status = self.status()
+            return Outcome(status.reason, status, time.monotonic() - started)
+        thread = self._thread
+        poll(wait, lambda: not thread.is_alive(), 0.05)
+        assert self._outcome is not None
+        return self._outcome
+
+    @property
+    def ended(self) -> bool:
+        """Whether a run that was started here is over."""
+        return self._outcome is not None
+
+    def checkpoints(self) -> list[dict[str, Any]]:
+        """The kept checkpoints, oldest first: name, steps, mean return, evaluation, size, and which is what."""
+        store = self._checkpoints(self._address())
+        status = store.marker(STATUS) or {"checkpoints": []}
+        marks = {mark: status.get(mark) for mark in ("latest", "best", "final")}
+        return [
+            {**entry, "marks": [mark for mark, name in marks.items() if name == entry["name"]]}
+            for entry in status["checkpoints"]
+        ]
+
+    def checkpoint_store(self) -> CheckpointStore:
+        """The run's checkpoints, for reading."""
+        return self._checkpoints(self._address())
+
+    def load_policy(self, checkpoint: str | None = None, policy_id: str = "default") -> DeployedPolicy:
+        """A policy that acts: of this checkpoint, else of the best one, else of the newest."""
+        store = self.checkpoint_store()
+        pointer = store.pointer()
+        if pointer is None:
+            raise CheckpointNotFound(f"run {self.run_id} has no checkpoint yet")
+        loaded = store.load(checkpoint or pointer.best or pointer.latest, only=f"{policy_id}/policy.safetensors")
+        if not loaded.objects:
+            raise CheckpointNotFound(f"{loaded.manifest.name} has no policy {policy_id!r}")
+        return load_policy(next(iter(loaded.objects.values())))
+
+    def _address(self) -> Address:
+        return self.folder.live_address() or self.folder.offline_address(self.config)
+
+    def _checkpoints(self, address: Address) -> CheckpointStore:
+        return CheckpointStore(open_store(address, self.config), self.run_id)
+
+    def _connect(self) -> Any:
+        """Redis of the live run, quickly; None where the run is not live or its Redis is gone."""
+        address = self.folder.live_address()
+        if address is None:
+            return None
+        quick = self.config.redis.model_copy(update={"timeout_seconds": 3.0, "retry_seconds": 0.0})
+        try:
+            return connect_redis(address, self.config.model_copy(update={"redis": quick}))
+        except RedisUnavailable:
+            if self.folder.live:
+                raise
+            return None
+
+    def _flow(self) -> Flow:
+        client = self._connect()
+        if client is None:
+            raise UserError(f"run {self.run_id!r} is not live; `stagecoach resume {self.run_id}` continues it")
+        return Flow(client, self.run_id)
+
+
+def new_run_id(config: Config) -> str:
+    """Environment, time, and four random digits: `cartpole-v1-20260102-150405-9f3a`."""
+    name = "".join(letter if letter.isalnum() else "-" for letter in config.environment.id.rpartition(":")[2]).lower()
+    return f"{name[:30].strip('-') or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def _start_services(folder: RunFolder, config: Config, logs: Path, running: ExitStack) -> Address:
+    redis_url, store_url, endpoint_url = config.redis.url, config.store.url, config.store.endpoint_url
+    credentials_file = None
+    if "embedded" in {redis_url, store_url}:
+        credentials_file, secret = folder.credentials(config)
+    if redis_url == "embedded":
+        service = start_redis(folder.path / "redis", logs / "redis.log", secret["redis_password"])
+        running.callback(service.stop)
+        redis_url = f"redis://127.0.0.1:{service.port}/0"
+    if store_url == "embedded":
+        service = start_s3(folder.path / "s3", logs / "s3.log", secret["s3_access_key"], secret["s3_secret_key"])
+        running.callback(service.stop)
+        store_url, endpoint_url = f"s3://{BUCKET}", f"http://127.0.0.1:{service.port}"
+    return Address(folder.run_id, redis_url, store_url, endpoint_url, str(credentials_file) if credentials_file else None)
+
+
+def _begin_ray(config: Config, logs: Path, running: ExitStack) -> Any:
+    if config.ray.address == "embedded" and "ray" not in sys.modules:
+        os.environ.setdefault(LOOPBACK_VARIABLE, "0")  # Ray looks at it while it is imported
+    from coordinator.ray_head import RayHead  # takes a second, which only who needs it shall pay
+
+    head = RayHead(config, logs)
+    running.callback(head.stop)
+    return head
+
+
+def _start_fleet(head: Any, launch: RoleLaunch, role: Any, running: ExitStack) -> Supervise:
+    from coordinator.fleet import Fleet
+
+    head.connect()
+    fleet = Fleet(role, launch)
+    running.callback(fleet.kill)
+    return fleet.run

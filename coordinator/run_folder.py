@@ -1,0 +1,156 @@
+"""A run's folder on this machine: what is in it, who holds it, and how a run is found again.
+
+```
+runs/<run_id>/
+  config.yaml         the resolved config
+  services.json       addresses, while the run is live here
+  credentials.json    of embedded services; only its owner may read it
+  lock                held (flock) by the coordinator that runs it: the kernel lets go when that dies
+  redis/  s3/         data of embedded services
+  logs/               one file per role and service
+  signals/            train.csv, tensorboard/
+```
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.services import BUCKET, new_secret
+from shared.config import Config
+from shared.config_sources import dump_config, load_config
+from shared.connection import Address
+from shared.errors import RunExists, RunNotFound, UserError
+from shared.launch import LOGS, RESOLVED_CONFIG, SERVICES, read_launch
+from shared.redis_keys import check_run_id
+
+CREDENTIALS, LOCK = "credentials.json", "lock"
+
+
+@dataclass
+class RunFolder:
+    """One run's folder; `path` is absolute."""
+
+    run_id: str
+    path: Path
+    _lock: int | None = None
+
+    @classmethod
+    def create(cls, config: Config, run_id: str) -> RunFolder:
+        """A new folder with the resolved config, locked; raises `RunExists` (nothing is overwritten)."""
+        path = config.runs_dir.resolve() / check_run_id(run_id)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir()
+        except FileExistsError:
+            raise RunExists(
+                f"run {run_id!r} exists in {path.parent}; choose another --run-id, or continue it: stagecoach resume {run_id}"
+            ) from None
+        except OSError as error:
+            raise UserError(f"cannot make the run's folder {path}: {error}; check runs_dir and its permissions") from None
+        folder = cls(run_id, path)
+        (path / LOGS).mkdir()
+        (path / RESOLVED_CONFIG).write_text(dump_config(config))
+        folder.lock()
+        return folder
+
+    @classmethod
+    def find(cls, run_id: str, runs_dir: Path) -> RunFolder:
+        """The folder of an existing run; raises `RunNotFound` with the runs that there are."""
+        path = runs_dir.resolve() / check_run_id(run_id)
+        if not (path / RESOLVED_CONFIG).is_file():
+            known = ", ".join(folder.run_id for folder in list_folders(runs_dir)) or "none"
+            raise RunNotFound(f"no run {run_id!r} in {runs_dir}; runs there: {known}")
+        return cls(run_id, path)
+
+    def config(self, overrides: tuple[str, ...] = ()) -> Config:
+        """The run's own resolved config, changed only by `overrides`; the environment does not change it."""
+        return load_config(self.path / RESOLVED_CONFIG, overrides, environ={})
+
+    def lock(self) -> None:
+        """Holds the run for this process; raises `UserError` while another coordinator does."""
+        handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise UserError(f"run {self.run_id!r} is live already; see `stagecoach status {self.run_id}`") from None
+        os.truncate(handle, 0)
+        os.write(handle, str(os.getpid()).encode())
+        self._lock = handle
+
+    def unlock(self) -> None:
+        """Lets go."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @property
+    def live(self) -> bool:
+        """Whether a coordinator holds the run right now (this process counts)."""
+        if self._lock is not None:
+            return True
+        try:
+            handle = os.open(self.path / LOCK, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(handle)
+        return False
+
+    def credentials(self, config: Config) -> tuple[Path, dict[str, str]]:
+        """The secrets of the run's embedded services (of no others), made once."""
+        path = self.path / CREDENTIALS
+        if not path.exists():
+            names = ["redis_password"] if config.redis.url == "embedded" else []
+            names += ["s3_access_key", "s3_secret_key"] if config.store.url == "embedded" else []
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "w") as file:
+                json.dump({name: new_secret() for name in names}, file)
+        return path, json.loads(path.read_text())
+
+    def write_services(self, address: Address, import_path: tuple[str, ...]) -> None:
+        """Where the run's services are, for everybody on this machine; there while the run is live."""
+        content: dict[str, Any] = {"address": address.as_dict(), "import_path": list(import_path)}
+        temporary = self.path / f"{SERVICES}.partial"
+        temporary.write_text(json.dumps(content, indent=1))
+        temporary.replace(self.path / SERVICES)
+
+    def forget_services(self) -> None:
+        """The services are about to go."""
+        (self.path / SERVICES).unlink(missing_ok=True)
+
+    def live_address(self) -> Address | None:
+        """The address of the live run; None where no coordinator holds it (or its services aren't up yet)."""
+        if not self.live or not (self.path / SERVICES).exists():
+            return None
+        return read_launch(self.path, self.run_id).address
+
+    def offline_address(self, config: Config) -> Address:
+        """How to read the store of a run whose embedded services are down: its bucket is a plain folder."""
+        if config.store.url == "embedded":
+            return Address(self.run_id, "", f"file://{self.path / 's3' / BUCKET}")
+        return Address(self.run_id, config.redis.url, config.store.url, config.store.endpoint_url)
+
+    def remove(self) -> None:
+        """Takes back a folder whose run never started."""
+        self.unlock()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def list_folders(runs_dir: Path) -> list[RunFolder]:
+    """All runs of this machine, oldest first."""
+    if not runs_dir.is_dir():
+        return []
+    paths = [path for path in runs_dir.resolve().iterdir() if (path / RESOLVED_CONFIG).is_file()]
+    return [RunFolder(path.name, path) for path in sorted(paths, key=lambda path: path.stat().st_ctime)]

@@ -1,0 +1,129 @@
+"""The status of a run: one view, from Redis while it is live, from the store when it has ended.
+
+It names the party that everyone waits for.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
+
+import redis
+
+from shared.checkpoint import FINISHED, STATUS, CheckpointStore
+from shared.events import read_evaluations
+from shared.flow import Flow
+from shared.heartbeat import Beat, read_heartbeats
+from shared.ledger import read_books
+from shared.redis_keys import RunKeys
+
+
+@dataclass(frozen=True)
+class Status:
+    """What `stagecoach status` shows; `as_dict` is what `--json` prints."""
+
+    run_id: str
+    state: str
+    """running, stopping, finished, or interrupted (no coordinator, and no `.finished`)."""
+    reason: str
+    live: bool
+    version: int
+    env_steps: int
+    updates: int
+    episodes: int
+    desired_workers: int | None
+    bottleneck: str
+    """Who waits for whom."""
+    roles: list[Beat] = field(default_factory=list)
+    ledger: dict[str, Any] = field(default_factory=dict)
+    log: dict[str, int] = field(default_factory=dict)
+    flow: dict[str, int] = field(default_factory=dict)
+    signals: dict[str, float | None] = field(default_factory=dict)
+    store: dict[str, Any] = field(default_factory=dict)
+    latest: str | None = None
+    best: str | None = None
+    final: str | None = None
+    evaluation: dict[str, Any] | None = None
+    """The newest score."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {**asdict(self), "roles": [beat.as_dict() for beat in self.roles]}
+
+
+def live_status(client: redis.Redis, run_id: str) -> Status:
+    """From Redis; raises `RunNotFound` where it does not know the run."""
+    keys = RunKeys(run_id)
+    flow = Flow(client, run_id).read()
+    beats = read_heartbeats(client, run_id)
+    evaluations = read_evaluations(client, run_id)
+    raw = cast(list[bytes | None], client.mget([keys.signals, keys.store_status]))
+    signals, store = (json.loads(text) if text else {} for text in raw)
+    trainer = next((beat.progress for beat in beats if beat.role == "trainer"), {})
+    newest = next(reversed(evaluations.values()), None)
+    best = max(evaluations.values(), key=lambda item: float(item["mean_return"]), default=None)
+    return Status(
+        run_id=run_id, state=flow.state, reason=flow.reason, live=True, version=flow.version,
+        env_steps=int(trainer.get("env_steps", 0)), updates=int(trainer.get("updates", 0)),
+        episodes=int(trainer.get("episodes", 0)), desired_workers=flow.desired_workers,
+        bottleneck=bottleneck(beats, store), roles=beats,
+        ledger={worker: line.as_dict() for worker, line in read_books(client, run_id).items()},
+        log={"entries": int(cast(int, client.xlen(keys.log))), "bytes": flow.log_bytes, "max_bytes": flow.max_log_bytes},
+        flow={"in_flight": flow.in_flight, "window": flow.window, "max_policy_lag": flow.max_policy_lag},
+        signals=signals, store=store, latest=store.get("durable"), best=best["checkpoint"] if best else None,
+        evaluation=newest,
+    )  # fmt: skip
+
+
+def ended_status(checkpoints: CheckpointStore) -> Status:
+    """From the store's sync files, which need no server."""
+    finished = checkpoints.marker(FINISHED)
+    kept = checkpoints.marker(STATUS) or {"checkpoints": []}
+    entries = kept["checkpoints"]
+    last = entries[-1] if entries else {}
+    train = ((finished or {}).get("counters") or {}).get("train", {})
+    scores = [entry["evaluation"] for entry in entries if entry.get("evaluation")]
+    return Status(
+        run_id=checkpoints.run_id,
+        state="finished" if finished else "interrupted",
+        reason=finished["reason"] if finished else "no coordinator is running it; continue it with `stagecoach resume`",
+        live=False,
+        version=int((finished or last).get("version", -1)),
+        env_steps=int(train.get("env_steps", last.get("env_steps", 0))),
+        updates=int(train.get("updates", 0)),
+        episodes=int(train.get("episodes", 0)),
+        desired_workers=None,
+        bottleneck="nobody: the run is not live",
+        ledger=(finished or {}).get("ledger") or {},
+        latest=kept.get("latest"),
+        best=kept.get("best"),
+        final=kept.get("final"),
+        evaluation=scores[-1] if scores else None,
+    )
+
+
+def bottleneck(beats: list[Beat], store: dict[str, Any]) -> str:
+    """The party that everyone waits for, in one line."""
+    silent = [f"{beat.role} {beat.id}" for beat in beats if beat.ended is None and not beat.alive]
+    trainer = next((beat for beat in beats if beat.role == "trainer"), None)
+    workers = [beat for beat in beats if beat.role == "worker" and beat.alive]
+    waiting = [beat for beat in workers if beat.waiting_for]
+    if trainer is None or not trainer.alive:
+        return "the trainer (it is not there)" if trainer is None or trainer.ended is None else f"nobody: {trainer.ended}"
+    if any("room in the log" in (beat.waiting_for or "") for beat in waiting):
+        return "the store: workers wait for room in the log, which a durable checkpoint frees"
+    if store.get("waiting_for") and trainer.waiting_for and "durable" in trainer.waiting_for:
+        return f"the store: {store.get('error', 'it does not answer')}"
+    if trainer.waiting_for == "experience":
+        if silent:
+            return f"{', '.join(silent)} (silent)"
+        if not workers:
+            return "rollout workers (none is alive)"
+        acting = [beat.id for beat in workers if not beat.waiting_for]
+        return f"rollout workers ({', '.join(acting[:4]) or 'about to act'}), for {trainer.waiting_seconds:.1f} s"
+    if trainer.waiting_for:
+        return f"{trainer.waiting_for} (the trainer, for {trainer.waiting_seconds:.1f} s)"
+    if waiting and len(waiting) == len(workers):
+        return "the trainer, which is learning"
+    return "nobody: acting and learning overlap"
