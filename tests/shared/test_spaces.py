@@ -1,0 +1,200 @@
+"""Spaces as data: every gymnasium space is described, flattened and nested back, and travels through JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_worker.making import describe_space
+from shared.errors import UnsupportedSpace
+from shared.fragment import expected_columns
+from shared.spaces import EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
+
+EVERY_KIND: list[spaces.Space[Any]] = [
+    spaces.Box(-1, 1, (3,), np.float32),
+    spaces.Box(-np.inf, np.inf, (2, 2), np.float64),
+    spaces.Box(np.array([-1.0, 0.0]), np.array([1.0, 5.0]), dtype=np.float64),
+    spaces.Box(0, 255, (8, 8, 3), np.uint8),
+    spaces.Box(0, 1, (4, 5, 5), np.bool_),
+    spaces.Box(-5, 5, (), np.float32),
+    spaces.Box(-5, 5, (2,), np.int32),
+    spaces.Discrete(4),
+    spaces.Discrete(4, start=-2),
+    spaces.Discrete(3, start=7, dtype=np.int32),
+    spaces.MultiDiscrete([3, 4, 1]),
+    spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[0, -1], [2, 3]]),  # type: ignore[list-item]
+    spaces.MultiBinary(5),
+    spaces.MultiBinary([2, 3]),
+    spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Box(0, 1, (2,), np.float32)}),
+    spaces.Tuple([spaces.Discrete(2, start=1), spaces.MultiBinary(2)]),
+    spaces.Dict({"deep": spaces.Tuple([spaces.Discrete(3), spaces.Dict({"x/y": spaces.MultiBinary(1)})])}),
+    spaces.Dict({"nothing": spaces.Dict({}), "something": spaces.Discrete(2)}),
+]  # fmt: skip
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Whether two nested values are equal, in structure, dtype and numbers."""
+    if isinstance(expected, dict):
+        return (
+            isinstance(found, dict)
+            and found.keys() == expected.keys()
+            and all(same(found[k], expected[k]) for k in found)
+        )
+    if isinstance(expected, tuple):
+        return isinstance(found, tuple) and len(found) == len(expected) and all(map(same, found, expected))
+    return np.asarray(found).dtype == np.asarray(expected).dtype and np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("space", EVERY_KIND, ids=str)
+def test_nest_undoes_flatten(space: spaces.Space[Any]) -> None:
+    spec = describe_space(space)
+    space.seed(3)
+    for _ in range(5):
+        value = space.sample()
+        columns = spec.flatten("obs", value)
+        assert tuple(columns) == spec.column_names("obs")
+        assert same(spec.nest("obs", columns), value)
+
+
+@pytest.mark.parametrize("space", EVERY_KIND, ids=str)
+def test_batches_flatten_and_nest_likewise(space: spaces.Space[Any]) -> None:
+    spec = describe_space(space)
+    batched = gym.vector.utils.batch_space(space, 4)
+    batched.seed(3)
+    value = batched.sample()
+    columns = spec.flatten("obs", value)
+    for leaf in spec.leaves:
+        assert columns[leaf.column("obs")].shape == (4, *leaf.shape)
+        assert columns[leaf.column("obs")].dtype == leaf.column_dtype
+    assert same(spec.nest("obs", columns), value)
+
+
+@pytest.mark.parametrize("space", EVERY_KIND, ids=str)
+def test_columns_hold_choices_counted_from_zero(space: spaces.Space[Any]) -> None:
+    spec = describe_space(space)
+    space.seed(5)
+    for _ in range(20):
+        columns = spec.flatten("action", space.sample())
+        for leaf in spec.leaves:
+            if leaf.kind != "box":
+                choices = columns[leaf.column("action")]
+                assert (choices >= 0).all()
+                assert (choices < np.reshape(leaf.nvec, leaf.shape)).all()
+
+
+@pytest.mark.parametrize("space", EVERY_KIND, ids=str)
+def test_a_spec_travels_through_json(space: spaces.Space[Any]) -> None:
+    spec = describe_space(space)
+    assert SpaceSpec.from_dict(json.loads(json.dumps(spec.as_dict()))) == spec
+
+
+def test_a_description_travels_through_json() -> None:
+    policies = {
+        policy: PolicySpaces(describe_space(seen), describe_space(done))
+        for policy, seen, done in [("red", EVERY_KIND[-2], EVERY_KIND[8]), ("blue", EVERY_KIND[0], EVERY_KIND[11])]
+    }
+    description = EnvironmentDescription({"one": "red", "two": "blue", "three": "red"}, policies)
+    found = EnvironmentDescription.from_dict(json.loads(json.dumps(description.as_dict())))
+    assert found == description
+    assert list(found.agents) == ["one", "two", "three"]
+    assert (found.slots("red"), found.slots("blue")) == (2, 1)
+
+
+def test_what_describe_space_says_of_each_kind() -> None:
+    def leaf(space: spaces.Space[Any]) -> Leaf:
+        (only,) = describe_space(space).leaves
+        return only
+
+    assert leaf(spaces.Discrete(4, start=-2)) == Leaf("", "discrete", (), "int64", (4,), (-2,))
+    assert leaf(spaces.MultiDiscrete([3, 4], start=[1, 0])) == Leaf("", "multi_discrete", (2,), "int64", (3, 4), (1, 0))
+    assert leaf(spaces.MultiBinary(2)) == Leaf("", "multi_binary", (2,), "int8", (2, 2), (0, 0))
+    assert leaf(spaces.Box(-1, 2, (2,), np.float32)) == Leaf("", "box", (2,), "float32", low=(-1.0,), high=(2.0,))
+    uneven = leaf(spaces.Box(np.array([0.0, -np.inf]), np.array([1.0, 2.0]), dtype=np.float64))
+    assert (uneven.low, uneven.high) == ((0.0, -np.inf), (1.0, 2.0))
+
+
+def test_nested_columns_are_named_by_their_path() -> None:
+    space = spaces.Dict({"a": spaces.Tuple([spaces.Discrete(2), spaces.Dict({"b": spaces.Discrete(2)})])})
+    spec = describe_space(space)
+    assert spec.column_names("obs") == ("obs.a.0", "obs.a.1.b")
+    assert describe_space(spaces.Discrete(2)).column_names("obs") == ("obs",)
+
+
+@pytest.mark.parametrize(
+    ("space", "word"),
+    [
+        (spaces.Text(5), "Text"),
+        (spaces.Sequence(spaces.Discrete(2)), "Sequence"),
+        (spaces.Graph(spaces.Discrete(2), None), "Graph"),
+        (spaces.Dict({"name": spaces.Text(5)}), "name: Text"),
+        (spaces.Dict({}), "nothing"),
+        (spaces.Tuple([]), "nothing"),
+        (spaces.Dict({"a.b": spaces.Discrete(2), "a": spaces.Dict({"b": spaces.Discrete(2)})}), "same column"),
+        (spaces.Dict({1: spaces.Discrete(2)}), r"keys \[1\]"),  # type: ignore[dict-item]
+    ],
+    ids=str,
+)
+def test_a_space_that_cannot_travel_is_refused_by_name(space: spaces.Space[Any], word: str) -> None:
+    with pytest.raises(UnsupportedSpace, match=word):
+        describe_space(space)
+
+
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(shape=st.lists(st.integers(1, 3), max_size=3).map(tuple), low=st.floats(-1e6, 0), high=st.floats(1, 1e6))
+def test_bounds_are_those_of_the_box(shape: tuple[int, ...], low: float, high: float) -> None:
+    space = spaces.Box(low, high, shape, np.float32)
+    (leaf,) = describe_space(space).leaves
+    for found, expected in zip(leaf.bounds(), (space.low, space.high), strict=True):
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found.reshape(shape), expected)
+
+
+def test_bounds_of_each_element_and_infinite_ones_survive() -> None:
+    largest = float(np.finfo(np.float64).max)
+    low, high = np.array([-1.0, -largest, -np.inf]), np.array([2.0, largest, np.inf])
+    (leaf,) = describe_space(spaces.Box(low, high, dtype=np.float64)).leaves
+    np.testing.assert_array_equal(leaf.bounds()[0], [-1.0, -np.inf, -np.inf])
+    np.testing.assert_array_equal(leaf.bounds()[1], [2.0, np.inf, np.inf])
+
+
+@pytest.mark.parametrize(
+    ("space", "image"),
+    [
+        (spaces.Box(0, 255, (8, 8, 3), np.uint8), True),
+        (spaces.Box(0, 255, (4, 8, 8, 3), np.uint8), True),
+        (spaces.Box(0, 1, (8, 8, 3), np.float32), False),
+        (spaces.Box(0, 255, (8, 8), np.uint8), False),
+        (spaces.MultiBinary([8, 8, 3]), False),
+    ],
+    ids=str,
+)
+def test_which_leaves_are_images(space: spaces.Space[Any], image: bool) -> None:
+    assert describe_space(space).leaves[0].is_image is image
+
+
+def test_actions_are_clipped_to_the_box_and_given_in_the_environments_terms() -> None:
+    space = spaces.Dict({"go": spaces.Box(np.array([-1.0, 0.0]), np.array([1.0, 5.0]), dtype=np.float64),
+                         "which": spaces.Discrete(3, start=5)})  # fmt: skip
+    spec = describe_space(space)
+    columns = {"action.go": np.array([[-3.0, 3.0], [0.5, 9.0]], np.float32), "action.which": np.array([0, 2])}
+    found = spec.to_environment(columns)
+    np.testing.assert_array_equal(found["go"], [[-1.0, 3.0], [0.5, 5.0]])
+    np.testing.assert_array_equal(found["which"], [5, 7])
+    np.testing.assert_array_equal(columns["action.go"][0], [-3.0, 3.0])
+
+
+def test_the_size_of_a_fragment_is_that_of_its_columns() -> None:
+    its = PolicySpaces(describe_space(spaces.Box(0, 255, (8, 8, 3), np.uint8)), describe_space(spaces.Discrete(3)))
+    description = EnvironmentDescription({"a": "default", "b": "default"}, {"default": its})
+    columns = expected_columns(its, steps=10, slots=2 * 4)
+    travelling = sum(
+        int(np.prod(shape)) * dtype.itemsize for name, (shape, dtype) in columns.items() if name in {"obs", "action"}
+    )
+    assert travelling < description.fragment_bytes(steps=10, num_envs=4) < travelling + 20 * 10 * 8
