@@ -28,7 +28,7 @@ class Counting(gym.Env[Array, Any]):
         self,
         length: int = 3,
         ends: Literal["terminated", "truncated", "never"] = "terminated",
-        fails: Literal["", "reset", "step"] = "",
+        fails: Literal["", "reset", "step", "action"] = "",
         fails_at: int = 0,
         message: str = "the gripper is stuck",
         render_mode: str | None = None,
@@ -53,6 +53,7 @@ class Counting(gym.Env[Array, Any]):
 
     def step(self, action: int) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         self._fail("step", self._steps)
+        self._fail("action", int(action) - 1)
         self._steps += 1
         over = self._steps == self.length
         info: dict[str, Any] = {"depth": 10.0 * self._steps, "note": "text is no metric"}
@@ -122,6 +123,7 @@ ACTIONS: dict[str, spaces.Space[Any]] = {
     "multi_discrete_matrix": spaces.MultiDiscrete(np.array([[2, 3], [4, 5]])),
     "multi_binary": spaces.MultiBinary(4),
     "box": spaces.Box(np.array([-1.0, 0.0], np.float32), np.array([1.0, 0.5], np.float32)),
+    "box64": spaces.Box(-0.1, 0.1, (2,), np.float64),
     "dict": spaces.Dict({"move": spaces.Box(-0.1, 0.1, (2, 2), np.float32), "jump": spaces.Discrete(2)}),
     "tuple": spaces.Tuple((spaces.MultiDiscrete([2, 2]), spaces.Dict({"a": spaces.Discrete(3, start=1)}))),
 }
