@@ -16,6 +16,7 @@ from shared.redis_keys import RunKeys
 
 START = "0-0"
 """The position before the first entry."""
+_MOST_DIGITS = 15
 
 
 @dataclass(frozen=True)
@@ -70,19 +71,20 @@ class ExperienceLog:
         return int(cast(int, self._redis.xlen(self._keys.log)))
 
 
+def whole_number(text: bytes) -> int:
+    """The number in a field of an entry; 0 where a stranger wrote something else."""
+    return int(text) if text.isdigit() and len(text) <= _MOST_DIGITS else 0
+
+
 def _entry(id_: bytes, fields: dict[bytes, bytes]) -> LogEntry:
     """Entries that somebody else wrote by hand still get through as (undecodable) fragments, to be counted."""
-
-    def number(name: bytes) -> int:
-        text = fields.get(name, b"0")
-        return int(text) if text.isdigit() else 0
 
     return LogEntry(
         id_.decode(),
         fields.get(b"worker", b"?").decode(errors="replace"),
-        number(b"incarnation"),
-        number(b"seq"),
-        number(b"transitions"),
+        whole_number(fields.get(b"incarnation", b"")),
+        whole_number(fields.get(b"seq", b"")),
+        whole_number(fields.get(b"transitions", b"")),
         fields.get(b"fragment", b""),
         b"end" in fields,
     )

@@ -15,6 +15,7 @@ from typing import Any, cast
 import redis
 
 from shared import scripts
+from shared.experience_log import whole_number
 from shared.redis_keys import RunKeys
 
 
@@ -131,7 +132,7 @@ def read_books(client: redis.Redis, run_id: str) -> dict[str, LedgerLine]:
     produced, refused = _produced(dict(zip(pairs[::2], pairs[1::2], strict=True)))
     flight: dict[str, Count] = {}
     for worker, transitions in zip(answer[3][::2], answer[3][1::2], strict=True):
-        flight.setdefault(worker.decode(errors="replace"), Count()).add(int(transitions))
+        flight.setdefault(worker.decode(errors="replace"), Count()).add(whole_number(transitions))
     lines = {}
     for worker in sorted({*ledger.accounts, *produced, *flight}):
         account = ledger.accounts.get(worker, WorkerAccount())

@@ -93,6 +93,8 @@ class Intake:
 
     def _check_source(self, entry: LogEntry, parsed: Fragment) -> None:
         header = parsed.header
+        if not entry.claimed:
+            raise FragmentError("schema", "no claim stands behind it: it was added to the log by hand")
         if (header.worker_id, header.incarnation, header.seq) != (entry.worker, entry.incarnation, entry.seq):
             raise FragmentError("schema", f"the entry is {entry.worker}:{entry.incarnation}:{entry.seq}, its header differs")
         if (header.steps, header.num_envs) != (self._rollout.fragment_steps, self._num_envs):
@@ -111,6 +113,7 @@ class Intake:
         if gap > 0:
             _LOGGER.error("%s:%d: %d fragments before %d are lost", entry.worker, entry.incarnation, gap, entry.seq)
             self.ledger.drop(entry.worker, "lost", gap * entry.transitions, gap)
+            self.ledger.of(entry.worker).high_water[entry.incarnation] = entry.seq - 1  # settled with it, so counted once
             self._give_back(entry, gap, before=True)
 
     def _dropped(self, entry: LogEntry, reason: str, detail: str) -> None:
