@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import time
-from collections import Counter, deque
+from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,7 +25,11 @@ from trainer_node.algorithms.ppo import PPO
 from trainer_node.intake import Committed
 from trainer_node.reward_scaling import RewardScaling
 
-_STATE, _OPTIMISER, _REWARDS = "trainer/state.json", "trainer/{}.optimiser.safetensors", "trainer/{}.rewards.safetensors"
+_STATE, _OPTIMISER, _REWARDS = (
+    "trainer/state.json",
+    "trainer/{}.optimiser.safetensors",
+    "trainer/{}.rewards.safetensors",
+)
 
 
 @dataclass
@@ -67,14 +71,20 @@ class Progress:
 
 
 def take(
-    learner: Learner, description: EnvironmentDescription, config: Config, run_id: str, progress: Progress,
+    learner: Learner,
+    description: EnvironmentDescription,
+    config: Config,
+    run_id: str,
+    progress: Progress,
     books: Committed,
 ) -> Snapshot:
     """The snapshot of the learner at `progress`; copies everything, so that training may go on."""
     objects: dict[str, bytes] = {}
     for policy_id, policy in learner.policies.items():
         spaces, network = description.policies[policy_id], config.policies[policy_id]
-        objects[f"{policy_id}/policy.safetensors"] = encode_policy(state_arrays(policy), spaces, network, progress.version)
+        objects[f"{policy_id}/policy.safetensors"] = encode_policy(
+            state_arrays(policy), spaces, network, progress.version
+        )
         objects[_OPTIMISER.format(policy_id)] = tensor_blob.encode(learner.algorithms[policy_id].state(), {})
         if policy_id in learner.rewards:
             objects[_REWARDS.format(policy_id)] = tensor_blob.encode(learner.rewards[policy_id].state(), {})
@@ -123,29 +133,36 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
 
     Everything is decoded before anything is changed.
     """
+    objects = checkpoint.objects
     try:
-        state: dict[str, Any] = json.loads(checkpoint.objects[_STATE])
+        state: dict[str, Any] = json.loads(objects[_STATE])
         weights = {
-            policy_id: decode_policy(checkpoint.objects[f"{policy_id}/policy.safetensors"])[0]
-            for policy_id in learner.policies
+            name: _decode_fitting(objects[f"{name}/policy.safetensors"], learner.policies[name])
+            for name in learner.policies
         }
-        optimisers = {
-            policy_id: tensor_blob.decode(checkpoint.objects[_OPTIMISER.format(policy_id)])[0]
-            for policy_id in learner.policies
-        }
-        rewards: dict[str, Columns] = {
-            policy_id: tensor_blob.decode(checkpoint.objects[_REWARDS.format(policy_id)])[0]
-            for policy_id in learner.rewards
-        }
-    except (KeyError, ValueError, tensor_blob.BlobError) as error:
-        raise CheckpointDamaged(f"{checkpoint.manifest.name} cannot be restored: {type(error).__name__}: {error}") from None
-    for policy_id, policy in learner.policies.items():
-        load_state_arrays(policy, state_arrays(weights[policy_id]))
-        learner.algorithms[policy_id].load_state(optimisers[policy_id])
-        if policy_id in rewards:
-            learner.rewards[policy_id].load_state(rewards[policy_id])
-    learner.counters = PhaseCounters.from_dict(state["counters"])
+        optimisers = {name: tensor_blob.decode(objects[_OPTIMISER.format(name)])[0] for name in learner.policies}
+        rewards = {name: tensor_blob.decode(objects[_REWARDS.format(name)])[0] for name in learner.rewards}
+        counters = PhaseCounters.from_dict(state["counters"])
+        episodes = [EpisodeRecord(**record) for record in state["episodes"]]
+        lags = {int(lag): int(count) for lag, count in state["lags"].items()}
+        restored = Restored(int(state["version"]), str(state["log_position"]), json.dumps(state["ledger"]), lags)
+    except (KeyError, TypeError, ValueError, AttributeError, CheckpointDamaged, tensor_blob.BlobError) as error:
+        raise CheckpointDamaged(
+            f"{checkpoint.manifest.name} cannot be restored: {type(error).__name__}: {error}"
+        ) from None
+    for name, policy in learner.policies.items():
+        load_state_arrays(policy, weights[name])
+        learner.algorithms[name].load_state(optimisers[name])
+        if name in rewards:
+            learner.rewards[name].load_state(rewards[name])
+    learner.counters = counters
     learner.episodes.clear()
-    learner.episodes.extend(EpisodeRecord(**record) for record in state["episodes"])
-    lags = Counter({int(lag): count for lag, count in state["lags"].items()})
-    return Restored(int(state["version"]), state["log_position"], json.dumps(state["ledger"]), dict(lags))
+    learner.episodes.extend(episodes)
+    return restored
+
+
+def _decode_fitting(blob: bytes, policy: ActorCritic) -> Columns:
+    found, _ = decode_policy(blob)
+    if (found.spaces, found.config) != (policy.spaces, policy.config):
+        raise CheckpointDamaged("its policy has other spaces or another network than this run's config")
+    return state_arrays(found)

@@ -91,9 +91,16 @@ def decode_policy(blob: bytes) -> tuple[ActorCritic, int]:
             f"policy.safetensors has format {header.get('format')!r} of class {header.get('class')!r}; this version of "
             f"Stagecoach reads format {POLICY_FORMAT} of actor_critic"
         )
-    policy = ActorCritic(PolicySpaces.from_dict(header["spaces"]), PolicyConfig.model_validate(header["config"]))
+    try:
+        policy = ActorCritic(PolicySpaces.from_dict(header["spaces"]), PolicyConfig.model_validate(header["config"]))
+        version = int(header["version"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        text = " ".join(str(error).split())
+        raise CheckpointDamaged(
+            f"policy.safetensors has a header that makes no sense: {type(error).__name__}: {text}"
+        ) from None
     load_state_arrays(policy, state)
-    return policy, int(header["version"])
+    return policy, version
 
 
 def finite(state: Columns) -> bool:
@@ -104,4 +111,3 @@ def finite(state: Columns) -> bool:
 
 def _to_numpy(tensor: Tensor) -> Any:
     return tensor.detach().cpu().numpy().copy()
-

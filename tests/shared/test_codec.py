@@ -1,0 +1,152 @@
+"""Policies as bytes: both forms come back as they were, and foreign, damaged or newer bytes are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_worker.making import describe_environment
+from shared import tensor_blob
+from shared.config import PolicyConfig
+from shared.errors import CheckpointDamaged
+from shared.policies.actor_critic import ActorCritic
+from shared.policies.codec import (
+    VersionHeader,
+    decode_board,
+    decode_policy,
+    encode_board,
+    encode_policy,
+    finite,
+    load_state_arrays,
+    state_arrays,
+)
+from shared.spaces import Columns, PolicySpaces
+from shared.steps import Counters, Phase, PhaseCounters
+from tests.conftest import minimal_config
+
+CONFIGS = {
+    "plain": PolicyConfig(hidden_sizes=(8,)),
+    "normalised": PolicyConfig(hidden_sizes=(8,), normalise_observations=True),
+    "shared encoder": PolicyConfig(hidden_sizes=(8, 4), share_encoder=True, activation="relu"),
+}
+SPACES = {
+    environment: describe_environment(minimal_config(environment={"id": environment, "num_envs": 4})).policies[
+        "default"
+    ]
+    for environment in ("CartPole-v1", "Pendulum-v1")
+}
+HEADER = VersionHeader(7, Phase.HEATUP, PhaseCounters(Counters(10, 2, 0), Counters(300, 4, 5)))
+
+
+def policy_of(config: PolicyConfig, environment: str = "CartPole-v1") -> ActorCritic:
+    """A policy whose normaliser has seen something."""
+    policy = ActorCritic(SPACES[environment], config)
+    if policy.normaliser is not None:
+        policy.normaliser.update({"obs": torch.randn(9, SPACES[environment].observation.leaves[0].size)})
+    return policy
+
+
+def file_of(network: PolicyConfig, seen: PolicySpaces, **header: Any) -> bytes:
+    """A policy file with some header fields changed."""
+    arrays, found = tensor_blob.decode(encode_policy(state_arrays(ActorCritic(seen, network)), seen, network, 3))
+    return tensor_blob.encode(arrays, found | header)
+
+
+def same(a: Columns, b: Columns) -> bool:
+    """Same names, dtypes, shapes and bits."""
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and np.array_equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("environment", SPACES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_policy_file_comes_back_as_a_policy_that_acts_the_same(name: str, environment: str) -> None:
+    policy = policy_of(CONFIGS[name], environment)
+    blob = encode_policy(state_arrays(policy), SPACES[environment], CONFIGS[name], 12)
+    found, version = decode_policy(blob)
+    assert version == 12 and found.spaces == SPACES[environment] and found.config == CONFIGS[name]
+    assert same(state_arrays(found), state_arrays(policy))
+    observations = {"obs": torch.randn(5, SPACES[environment].observation.leaves[0].size)}
+    assert torch.equal(found.action_parameters(observations), policy.action_parameters(observations))
+    assert encode_policy(state_arrays(found), SPACES[environment], CONFIGS[name], 12) == blob
+
+
+def test_the_board_carries_all_policies_and_the_counters_as_one_unit() -> None:
+    states = {
+        "left": state_arrays(policy_of(CONFIGS["normalised"])),
+        "right-2": state_arrays(policy_of(CONFIGS["plain"])),
+    }
+    blob = encode_board(states, HEADER)
+    found, header = decode_board(blob)
+    assert header == HEADER
+    assert found.keys() == states.keys() and all(same(found[name], states[name]) for name in states)
+    assert encode_board(found, header) == blob
+
+
+def test_a_header_survives_json() -> None:
+    assert VersionHeader.from_dict(HEADER.as_dict()) == HEADER
+
+
+def test_state_arrays_are_copies() -> None:
+    policy = policy_of(CONFIGS["plain"])
+    arrays = state_arrays(policy)
+    before = {name: array.copy() for name, array in arrays.items()}
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(1.0)
+    assert same(arrays, before)
+    load_state_arrays(policy, arrays)
+    assert same(state_arrays(policy), before)
+
+
+@pytest.mark.parametrize(
+    "blob", [b"", b"garbage", b"\xff" * 64, file_of(CONFIGS["plain"], SPACES["CartPole-v1"])[:-1]],
+    ids=["empty", "garbage", "huge length", "truncated"],
+)  # fmt: skip
+def test_damaged_bytes_are_refused_by_name(blob: bytes) -> None:
+    with pytest.raises(CheckpointDamaged, match=r"policy\.safetensors is (undecodable|corrupt)"):
+        decode_policy(blob)
+
+
+def test_a_flipped_bit_in_the_weights_is_noticed() -> None:
+    blob = bytearray(file_of(CONFIGS["plain"], SPACES["CartPole-v1"]))
+    blob[-5] ^= 1
+    with pytest.raises(CheckpointDamaged, match="corrupt"):
+        decode_policy(bytes(blob))
+
+
+@pytest.mark.parametrize(("field", "value"), [("format", 2), ("format", None), ("class", "transformer")])
+def test_a_newer_format_or_class_is_refused_with_what_was_expected(field: str, value: object) -> None:
+    with pytest.raises(CheckpointDamaged, match=r"this version of Stagecoach reads format 1 of actor_critic"):
+        decode_policy(file_of(CONFIGS["plain"], SPACES["CartPole-v1"], **{field: value}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("config", {"hidden_sizes": [-1]}), ("config", {"surprise": 1}), ("spaces", {}), ("version", "x")],
+)
+def test_a_header_that_makes_no_sense_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(CheckpointDamaged):
+        decode_policy(file_of(CONFIGS["plain"], SPACES["CartPole-v1"], **{field: value}))
+
+
+def test_weights_of_another_network_are_refused_by_name() -> None:
+    policy = policy_of(CONFIGS["plain"])
+    arrays = state_arrays(policy)
+    wider = state_arrays(ActorCritic(SPACES["CartPole-v1"], PolicyConfig(hidden_sizes=(9,))))
+    for wrong in (wider, {name: arrays[name] for name in list(arrays)[1:]}, arrays | {"surprise": np.zeros(1)}):
+        with pytest.raises(CheckpointDamaged, match="the weights do not fit this policy"):
+            load_state_arrays(policy, wrong)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_weight_that_is_not_finite_is_found(value: float) -> None:
+    arrays = state_arrays(ActorCritic(SPACES["CartPole-v1"], CONFIGS["normalised"]))
+    assert finite(arrays), "a normaliser that has seen nothing has no bound, and that is no fault"
+    for name, array in arrays.items():
+        if array.dtype.kind == "f" and array.size and not name.endswith(".bound"):
+            changed = array.copy()
+            changed.flat[-1] = value
+            assert not finite(arrays | {name: changed}), name
