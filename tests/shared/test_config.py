@@ -1,0 +1,253 @@
+"""The configuration: impossible combinations name both values, nothing secret gets in, and every field is used."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from shared.config import Config, PPOConfig
+from shared.config_sources import parse_config
+from shared.errors import ConfigError
+from shared.schedules import Schedule
+from tests.conftest import minimal_config
+
+ROOT = Path(__file__).parent.parent.parent
+PACKAGES = ("coordinator", "rollout_worker", "trainer_node", "shared")
+
+
+def refused(**sections: Any) -> str:
+    """The error text for a valid config with these sections replaced."""
+    with pytest.raises(ConfigError) as caught:
+        minimal_config(**sections)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        (
+            {"algorithm": {"minibatch_size": 65}},
+            ["minibatch_size=65", "64 transitions", "fragments_per_update=2", "fragment_steps=8", "num_envs=4"],
+        ),
+        ({"agents": {"red": "blu"}, "policies": {"blue": {}}}, ["agents.red='blu'", "['blue']"]),
+        ({"heatup": "3 updates"}, ["heatup='3 updates'", "env_steps or episodes"]),
+        ({"checkpoint": {"every": "0 updates"}}, ["checkpoint.every=", "at least 1"]),
+        ({"stop_at": {}}, ["stop_at", "never end"]),
+        ({"stop_at": {"evaluations": 3}}, ["stop_at", "never end"]),
+        ({"policies": {"a/b": {}}}, ["'a/b'", "letters, digits, - and _"]),
+        ({"policies": {"trainer": {}}}, ["'trainer'", "not a usable policy id"]),
+        (
+            {"environment": {"id": "X-v0", "vectorization": "native", "wrappers": ["a:B"]}},
+            ["environment.vectorization='native'", "environment.wrappers=['a:B']"],
+        ),
+        (
+            {"environment": {"id": "a:b", "num_envs": 4, "api": "pettingzoo", "vectorization": "async"}},
+            ["environment.api=pettingzoo", "environment.vectorization=sync", "found async"],
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else None,
+)
+def test_what_cannot_work_together_is_refused_with_both_values(sections: dict[str, Any], words: list[str]) -> None:
+    text = refused(**sections)
+    for word in words:
+        assert word in text
+
+
+def test_the_largest_minibatch_that_fits_is_accepted() -> None:
+    assert minimal_config(algorithm={"minibatch_size": 64}).algorithm.minibatch_size == 64
+
+
+@pytest.mark.parametrize(
+    ("sections", "where"),
+    [
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": "soon"}, "seed"),
+        ({"environment": {"id": "X-v0", "num_envs": 0}}, "environment.num_envs"),
+        ({"environment": {"id": "X-v0", "vectorization": "threads"}}, "environment.vectorization"),
+        ({"algorithm": {"gamma": 1.01}}, "algorithm.gamma"),
+        ({"algorithm": {"gamma": float("nan")}}, "algorithm.gamma"),
+        ({"algorithm": {"learning_rate": float("inf")}}, "algorithm.learning_rate"),
+        ({"algorithm": {"name": "pop"}}, "algorithm.name"),
+        ({"rollout": {"workers": 0}}, "rollout.workers"),
+        ({"rollout": {"max_policy_lag": -1}}, "rollout.max_policy_lag"),
+        ({"rollout": {"max_log_bytes": 1000}}, "rollout.max_log_bytes"),
+        ({"trainer": {"device": "cuda:x"}}, "trainer.device"),
+        ({"trainer": {"device": "gpu"}}, "trainer.device"),
+        ({"stop_at": {"mean_return": float("nan")}}, "stop_at.mean_return"),
+        ({"policies": {"default": {"hidden_sizes": [64, 0]}}}, "policies.default.hidden_sizes.1"),
+        ({"checkpoint": {"every": "10 minutes"}}, "checkpoint.every"),
+        ({"evaluation": "often"}, "evaluation"),
+    ],
+    ids=str,
+)
+def test_a_value_out_of_bounds_is_refused_by_name(sections: dict[str, Any], where: str) -> None:
+    assert refused(**sections).startswith(f"{where}")
+
+
+SECRET = "hunter2"
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"redis": {"url": f"redis://:{SECRET}@host:6379/0"}},
+        {"redis": {"url": f"rediss://user:{SECRET}@host:6379/0"}},
+        {"redis": {"url": f"redis://host:6379/0?password={SECRET}"}},
+        {"redis": {"url": f"http://:{SECRET}@host"}},
+        {"redis": f"redis://:{SECRET}@host:6379/0"},
+        {"redis": {"password": SECRET}},
+        {"store": {"url": f"s3://key:{SECRET}@bucket"}},
+        {"store": {"url": f"ftp://key:{SECRET}@bucket"}},
+        {"store": {"url": "s3://bucket", "endpoint_url": f"http://key:{SECRET}@host:9000"}},
+        {"store": {"url": "s3://bucket", "secret_key": SECRET}},
+    ],
+    ids=str,
+)
+def test_credentials_are_refused_and_not_repeated(sections: dict[str, Any]) -> None:
+    assert SECRET not in refused(**sections)
+
+
+def test_the_refusal_says_where_credentials_belong() -> None:
+    assert "Use STAGECOACH_REDIS_PASSWORD instead" in refused(redis={"url": f"redis://:{SECRET}@h"})
+    assert "Use AWS_ACCESS_KEY_ID instead" in refused(store={"url": f"s3://k:{SECRET}@b"})
+
+
+@pytest.mark.parametrize(
+    ("section", "url"), [("redis", "http://h"), ("redis", "h:6379"), ("store", "bucket"), ("store", "gs://b")]
+)
+def test_a_url_of_another_kind_is_refused_with_the_kinds_there_are(section: str, url: str) -> None:
+    text = refused(**{section: {"url": url}})
+    assert f"{section}.url must be 'embedded' or start with" in text
+    assert repr(url) in text
+
+
+def test_urls_without_credentials_are_accepted() -> None:
+    config = minimal_config(redis={"url": "rediss://h:6380/2"}, store={"url": "s3://b/p", "endpoint_url": "http://h:1"})
+    assert (config.redis.url, config.store.url) == ("rediss://h:6380/2", "s3://b/p")
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        minimal_config().rollout.workers = 3  # type: ignore[misc]
+
+
+def test_a_wrapper_may_be_a_plain_path() -> None:
+    config = minimal_config(environment={"id": "X-v0", "wrappers": ["a:B", {"path": "c:D", "kwargs": {"n": 1}}]})
+    assert [(wrapper.path, wrapper.kwargs) for wrapper in config.environment.wrappers] == [
+        ("a:B", {}),
+        ("c:D", {"n": 1}),
+    ]
+
+
+def test_agents_are_mapped_to_their_policies() -> None:
+    config = minimal_config(policies={"red": {}, "blue": {}}, agents={"a": "red"})
+    assert config.policy_of("a") == "red"
+    with pytest.raises(KeyError):
+        config.policy_of("b")
+    assert minimal_config().policy_of("anyone") == "default"
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"seed": 2},
+        {"algorithm": {"minibatch_size": 32, "epochs": 3}},
+        {"heatup": "1 env_steps"},
+        {"policies": {"default": {"hidden_sizes": [8]}}},
+        {"environment": {"id": "CartPole-v1", "num_envs": 5}},
+    ],
+    ids=str,
+)
+def test_what_decides_the_learning_changes_the_hash(sections: dict[str, Any]) -> None:
+    assert minimal_config(**sections).hash() != minimal_config().hash()
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"runs_dir": "/tmp/elsewhere"},
+        {"redis": {"url": "redis://h"}},
+        {"store": {"url": "s3://b"}},
+        {"ray": {"address": "auto"}},
+        {"signals": {"csv": False}},
+        {"stop_at": {"updates": 99}},
+    ],
+    ids=str,
+)
+def test_where_and_how_long_a_run_goes_does_not_change_the_hash(sections: dict[str, Any]) -> None:
+    assert minimal_config(**sections).hash() == minimal_config().hash()
+    assert len(minimal_config().hash()) == 64
+
+
+def test_the_order_of_keys_does_not_change_the_hash() -> None:
+    one = parse_config({"environment": {"id": "X-v0", "kwargs": {"a": 1, "b": 2}}, "stop_at": {"updates": 1}})
+    two = parse_config({"stop_at": {"updates": 1}, "environment": {"kwargs": {"b": 2, "a": 1}, "id": "X-v0"}})
+    assert one.hash() == two.hash()
+
+
+def model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for found in map(model_in, get_args(annotation)) if found), None)
+
+
+def fields(model: type[BaseModel], section: str = "config") -> Iterator[tuple[str, str, str]]:
+    """Section, field and description of every value of the config."""
+    for name, field in model.model_fields.items():
+        below = model_in(field.annotation)
+        if below is None or below is Schedule:
+            yield section, name, field.description or ""
+        else:
+            yield from fields(below, name)
+
+
+def reads(texts: Iterator[str]) -> set[tuple[str, str]]:
+    """Every `owner.attribute` in these sources; `config.policies[id].cnn` is read from `policies`."""
+    found = set()
+    for text in texts:
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                owner = node.value.value if isinstance(node.value, ast.Subscript) else node.value
+                name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+                found.add((name.lstrip("_"), node.attr))
+    return found
+
+
+CALLED = {"policies": "policy", "wrappers": "wrapper", "stop_at": "stop"}
+"""What the code calls a section, or one item of it, where it holds it in a variable; otherwise its name or `config`."""
+NOT_READ = {("algorithm", "name")}
+"""Decides which algorithm's section is meant; there is one so far."""
+
+
+def unread(model: type[BaseModel], texts: Iterator[str]) -> list[str]:
+    used = reads(texts)
+    return [
+        f"{section}.{name}"
+        for section, name, _ in fields(model)
+        if not used & {(owner, name) for owner in (section, CALLED.get(section, section), "config")}
+        and (section, name) not in NOT_READ
+    ]
+
+
+def test_every_field_is_read_somewhere() -> None:
+    sources = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path.name != "config.py")
+    assert unread(Config, (path.read_text() for path in sources)) == []
+
+
+def test_a_field_that_nobody_reads_is_found() -> None:
+    text = "x = role.config.algorithm.gamma + other.epochs\nalgorithm.clip_range = 3\n"
+    missing = unread(PPOConfig, iter([text.replace("algorithm", "config")]))
+    assert "config.gamma" not in missing
+    assert {"config.epochs", "config.clip_range"} <= set(missing)
+
+
+def test_every_field_says_what_it_is_for() -> None:
+    assert [f"{section}.{name}" for section, name, text in fields(Config) if len(text) < 10 and name != "name"] == []
