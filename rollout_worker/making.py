@@ -65,8 +65,8 @@ def make(config: EnvironmentConfig, **overrides: Any) -> Any:
     else:
         limit = {"max_episode_steps": config.max_episode_steps} if config.max_episode_steps else {}
         env = _registered(lambda: gym.make(config.id, **limit, **kwargs), config.id)
-    expected = ("possible_agents", "step") if config.api == "pettingzoo" else ("observation_space", "step")
-    if not all(hasattr(env, name) for name in expected):
+    fits = hasattr(env, "possible_agents") if config.api == "pettingzoo" else isinstance(env, gym.Env)
+    if not fits:
         raise EnvironmentUnusable(f"{config.id} returned a {type(env).__name__}; environment.api={config.api} expects "
                                   f"{'a PettingZoo parallel environment' if config.api == 'pettingzoo' else 'a gymnasium.Env'}")  # fmt: skip
     if is_factory(config.id) and config.max_episode_steps and config.api == "gymnasium":
@@ -113,6 +113,9 @@ def import_object(path: str, field: str) -> Callable[..., Any]:
         raise EnvironmentUnusable(f"{field}: {path!r}: {error}; install it or start from the folder that holds it") from None
     except AttributeError:
         raise EnvironmentUnusable(f"{field}: module {module_name!r} has no {name!r}") from None
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise EnvironmentUnusable(f"{field}: importing {path!r} failed: {type(error).__name__}: {text}") from error
     return cast(Callable[..., Any], found)
 
 

@@ -6,6 +6,7 @@ They are classes or functions at module level, so that processes that gymnasium 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ class Counting(gym.Env[Array, Any]):
         self,
         length: int = 3,
         ends: Literal["terminated", "truncated", "never"] = "terminated",
-        fails: Literal["", "reset", "step", "action"] = "",
+        fails: Literal["", "reset", "step", "action", "process"] = "",
         fails_at: int = 0,
         message: str = "the gripper is stuck",
         render_mode: str | None = None,
@@ -54,6 +55,8 @@ class Counting(gym.Env[Array, Any]):
     def step(self, action: int) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         self._fail("step", self._steps)
         self._fail("action", int(action) - 1)
+        if self.fails == "process" and self._steps >= self.fails_at:
+            os._exit(3)
         self._steps += 1
         over = self._steps == self.length
         info: dict[str, Any] = {"depth": 10.0 * self._steps, "note": "text is no metric"}

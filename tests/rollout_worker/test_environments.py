@@ -169,6 +169,14 @@ def test_an_environment_that_raises_in_reset_is_named_with_its_traceback(vectori
         vector.reset([1])
 
 
+def test_a_process_that_dies_is_a_failure_and_the_others_are_closed() -> None:
+    with started(counting(fails="process", fails_at=1) | {"vectorization": "async"}) as vector:
+        vector.reset([1, 2])
+        act(vector, 0)
+        with pytest.raises(EnvironmentFailure, match="in step: "):
+            act(vector, 0)
+
+
 def test_an_environment_that_raises_in_a_later_reset_is_named() -> None:
     with started(counting(length=1, fails="reset", fails_at=1)) as vector:
         vector.reset([1, 2])
