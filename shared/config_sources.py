@@ -84,7 +84,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML without silent surprises: a key that stands twice is an error, and 1e-3 is a number."""
+    """YAML without silent surprises: a key that stands twice is an error, 1e-3 is a number, a date stays text."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()

@@ -1,0 +1,282 @@
+"""Where the config comes from: file < environment < command line, strict YAML, and the nearest right key by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.config import Config
+from shared.config_sources import dump_config, field_paths, load_config, parse_config
+from shared.errors import ConfigError
+from tests.conftest import minimal_config
+
+BASE = """
+environment: {id: CartPole-v1, num_envs: 2}
+rollout: {workers: 3, fragments_per_update: 4, fragment_steps: 8}
+stop_at: {updates: 5}
+"""
+
+WriteConfig = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> WriteConfig:
+    """`write(text)` → the path of a config file."""
+
+    def write_it(text: str) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_text(text)
+        return path
+
+    return write_it
+
+
+def refused(path: Path | None, overrides: list[str] | None = None, environ: dict[str, str] | None = None) -> str:
+    """The error text, which is one line."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides or [], environ or {})
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_the_later_source_wins(write: WriteConfig) -> None:
+    path = write(BASE)
+    environ = {"STAGECOACH__ROLLOUT__WORKERS": "5", "PATH": "/bin"}
+    assert load_config(write("environment: {id: A-v0}\nstop_at: {updates: 1}"), [], {}).rollout.workers == 2
+    assert load_config(write(BASE), [], {}).rollout.workers == 3
+    assert load_config(path, [], environ).rollout.workers == 5
+    assert load_config(path, ["rollout.workers=7"], environ).rollout.workers == 7
+    assert load_config(path, ["rollout.workers=7", "rollout.workers=8"], environ).rollout.workers == 8
+    kept = load_config(path, ["rollout.workers=7"], environ)
+    assert (kept.rollout.fragment_steps, kept.environment.num_envs) == (8, 2)
+
+
+def test_the_process_environment_is_the_default(write: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGECOACH__SEED", "41")
+    assert load_config(write(BASE)).seed == 41
+    assert load_config(write(BASE), environ={}).seed == 1
+
+
+def test_no_file_is_needed() -> None:
+    config = load_config(None, ["environment.id=CartPole-v1"], {"STAGECOACH__STOP_AT__UPDATES": "3"})
+    assert (config.environment.id, config.stop_at.updates) == ("CartPole-v1", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("1E-3", 1e-3),
+        ("1.e-3", 1e-3),
+        ("2.5e-4", 2.5e-4),
+        ("3e+2", 300.0),
+        ("0.001", 1e-3),
+        ("{kind: linear, start: 1e-3, over: 10 updates}", 1e-3),
+    ],
+)
+def test_numbers_may_have_exponents(text: str, value: float, write: WriteConfig) -> None:
+    assert load_config(write(BASE), [f"algorithm.learning_rate={text}"], {}).algorithm.learning_rate.start == value
+    file = write(BASE + f"algorithm: {{learning_rate: {text}}}")
+    assert load_config(file, [], {}).algorithm.learning_rate.start == value
+
+
+def test_overrides_are_yaml_values(write: WriteConfig) -> None:
+    overrides = [
+        "policies.default.hidden_sizes=[32, 16]",
+        "signals.csv=false",
+        "evaluation.kwargs.render_mode=rgb_array",
+        "environment.kwargs={a: 1, b: 'x=y'}",
+        "store.endpoint_url=",
+        "checkpoint.every=5 episodes",
+    ]
+    config = load_config(write(BASE), overrides, {})
+    assert config.policies["default"].hidden_sizes == (32, 16)
+    assert config.signals.csv is False
+    assert config.evaluation.kwargs == {"render_mode": "rgb_array"}
+    assert config.environment.kwargs == {"a": 1, "b": "x=y"}
+    assert config.store.endpoint_url is None
+    assert str(config.checkpoint.every) == "5 episodes"
+
+
+def test_every_path_of_the_config_can_be_named_in_the_environment() -> None:
+    for path in field_paths(Config):
+        text = refused(None, environ={"STAGECOACH__" + path.replace(".", "__").upper(): "{no such thing: 1}"})
+        assert f"unknown key {path}; " not in text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("enviroment.id", "environment"),
+        ("rollout.workrs", "rollout.workers"),
+        ("rollout.fragment_step", "rollout.fragment_steps"),
+        ("algorithm.learningrate", "algorithm.learning_rate"),
+        ("algorithm.learning_rate.strat", "algorithm.learning_rate.start"),
+        ("policies.default.hiden_sizes", "policies.default.hidden_sizes"),
+        ("stop.updates", "stop_at"),
+        ("checkpoint.keep_lats", "checkpoint.keep_last"),
+        ("seeed", "seed"),
+        ("workers", "rollout.workers"),
+        ("redis.endpoint_url", "store.endpoint_url"),
+    ],
+)
+def test_a_misspelt_key_gets_the_nearest_right_one(wrong: str, right: str, write: WriteConfig) -> None:
+    path = write(BASE)
+    top = wrong.split(".")[0]
+    shown = wrong if top in Config.model_fields else top
+    expected = f"unknown key {shown}; did you mean {right}?"
+    assert expected in refused(path, [f"{wrong}=1"])
+    assert expected in refused(path, environ={"STAGECOACH__" + wrong.replace(".", "__").upper(): "1"})
+    nested: Any = 1
+    for part in reversed(wrong.split(".")):
+        nested = {part: nested}
+    assert expected in refused(write(yaml.safe_dump(nested)))
+
+
+def test_a_misspelt_key_of_a_wrapper_gets_the_right_one() -> None:
+    with pytest.raises(
+        ConfigError, match=r"environment.wrappers.0.kwarg; did you mean environment.wrappers.0.kwargs\?"
+    ):
+        minimal_config(environment={"id": "X-v0", "wrappers": [{"path": "a:B", "kwarg": {}}]})
+
+
+def test_a_key_like_no_other_gets_the_list_of_those_there_are(write: WriteConfig) -> None:
+    text = refused(write(BASE), ["ray.zzz=1"])
+    assert text == "unknown key ray.zzz; known here: address, num_cpus, resources"
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("STAGECOACH_ROLLOUT__WORKERS", "STAGECOACH__ROLLOUT__WORKERS"),
+        ("STAGECOACH_ROLLOUT_WORKERS", "STAGECOACH__ROLLOUT__WORKERS"),
+        ("STAGECOACH_SEED", "STAGECOACH__SEED"),
+        ("STAGECOACH_STOP_AT_MEAN_RETURN", "STAGECOACH__STOP_AT__MEAN_RETURN"),
+    ],
+)
+def test_a_variable_with_too_few_underscores_is_not_ignored(name: str, right: str, write: WriteConfig) -> None:
+    text = refused(write(BASE), environ={name: "7"})
+    assert text == f"environment variable {name} is never read; did you mean {right}?"
+
+
+def test_variables_of_other_meaning_are_left_alone(write: WriteConfig) -> None:
+    environ = dict.fromkeys(["STAGECOACH_REDIS_PASSWORD", "STAGECOACH_PORT_6379_TCP", "STAGECOACH", "SEED"], "x")
+    assert load_config(write(BASE), [], environ) == load_config(write(BASE), [], {})
+
+
+def test_all_mistakes_are_told_at_once(write: WriteConfig) -> None:
+    text = refused(write(BASE), ["rollout.workrs=1", "algorithm.gamma=2", "sed=1"])
+    assert [word in text for word in ("rollout.workers", "algorithm.gamma", "did you mean seed?")] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("seed: 1\nseed: 2", "key 'seed' stands twice"),
+        ("rollout: {workers: 1, workers: 2}", "key 'workers' stands twice"),
+        ("environment: {id: A-v0, kwargs: {a: {b: 1, b: 1}}}", "key 'b' stands twice"),
+        ("a: b: c", "not valid YAML"),
+        ("seed: [1", "not valid YAML"),
+        ("{{seed}}: 1", "cannot be a key"),
+        ("? [a]\n: 1", "cannot be a key"),
+        ("\tseed: 1", "not valid YAML"),
+        ("seed: \0", "not valid YAML"),
+        ("seed: !!python/object/apply:os.system [ls]", "not valid YAML"),
+        ("- seed", "must hold a mapping of sections (environment: …), found list"),
+        ("", "found NoneType"),
+        ("CartPole-v1", "found str"),
+        ("1: 2", "1"),
+        ("environment: CartPole-v1", "environment: Input should be a valid dictionary"),
+        ("seed: 1", "environment is missing; add it to the config or give --set environment=…"),
+        ("environment: {}", "environment.id is missing"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(text: str, words: str, write: WriteConfig) -> None:
+    assert words in refused(write(text))
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    assert "`stagecoach init` writes one" in refused(tmp_path / "none.yaml")
+    assert "cannot read" in refused(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "cannot read" in refused(tmp_path / "binary.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.workers", "--set expects section.field=value, found 'rollout.workers'"),
+        ("=3", "--set expects section.field=value"),
+        ("seed.deep=3", "--set seed.deep=3: seed is a value, not a section"),
+        ("seed=[1", "seed=[1: not a YAML value"),
+        ("rollout.=3", "unknown key rollout."),
+    ],
+)
+def test_a_malformed_override_is_refused(override: str, words: str, write: WriteConfig) -> None:
+    assert words in refused(write(BASE + "\nseed: 1"), [override])
+
+
+def test_a_date_stays_text(write: WriteConfig) -> None:
+    config = load_config(write(BASE), ["environment.kwargs.since=2020-01-01"], {})
+    assert config.environment.kwargs == {"since": "2020-01-01"}
+
+
+def test_merge_keys_are_understood_and_their_own_keys_win(write: WriteConfig) -> None:
+    text = BASE + "policies:\n  red: &base {hidden_sizes: [8], cnn: small}\n  blue: {<<: *base, hidden_sizes: [16]}\n"
+    config = load_config(write(text), [], {})
+    assert (config.policies["blue"].hidden_sizes, config.policies["blue"].cnn) == ((16,), "small")
+
+
+def assert_dump_loads(config: Config, write: WriteConfig) -> None:
+    found = load_config(write(dump_config(config)), [], {})
+    assert found == config
+    assert found.hash() == config.hash()
+    assert dump_config(found) == dump_config(config)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"algorithm": {"learning_rate": 1e-05, "clip_range": {"kind": "linear", "start": 0.3, "over": "9 episodes"}}},
+        {"policies": {"red": {"hidden_sizes": []}, "1e3": {}}, "agents": {"a": "red", "null": "1e3", "5": "red"}},
+        {"environment": {"id": "m:f", "wrappers": ["a:B", {"path": "c:D", "kwargs": {"x": None}}]}},
+        {"heatup": "100 env_steps", "runs_dir": "/a folder/ä", "seed": 2**63 - 1},
+        {"stop_at": {"mean_return": -0.5, "hours": 1e-9}},
+    ],
+    ids=str,
+)
+def test_a_dumped_config_loads_to_the_same(sections: dict[str, Any], write: WriteConfig) -> None:
+    assert_dump_loads(minimal_config(**sections), write)
+
+
+YAML_TRAPS = ["yes", "null", "~", "1_000", "0x1f", "12:30", "2020-01-01", "=", "<<", "a: b", "- a", "#", ".inf"]
+number_texts = st.from_regex(r"\A[-+]?[0-9]{1,2}(\.[0-9]?)?([eE][-+]?[0-9]{1,2})?\Z")
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6), number_texts, st.sampled_from(YAML_TRAPS)
+)
+plain_values = st.recursive(
+    scalars,
+    lambda below: st.one_of(st.lists(below, max_size=2), st.dictionaries(st.text(max_size=5), below, max_size=2)),
+    max_leaves=4,
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(kwargs=st.dictionaries(st.text(max_size=5), plain_values, max_size=3))
+def test_environment_arguments_come_back_from_a_dump_as_they_were(
+    kwargs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    config = parse_config({"environment": {"id": "X-v0", "kwargs": kwargs}, "stop_at": {"updates": 1}})
+    path = tmp_path_factory.mktemp("dumped") / "config.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    found = load_config(path, [], {})
+    assert repr(found.environment.kwargs) == repr(config.environment.kwargs)
+    assert found.hash() == config.hash()
