@@ -15,7 +15,15 @@ import time
 from typing import Any
 
 from shared.checkpoint import READY, STATUS, Pointer
-from shared.errors import CheckpointDamaged, CheckpointError, Fenced, StoreError, StoreUnavailable, WaitTimeout
+from shared.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointNotFound,
+    Fenced,
+    StoreError,
+    StoreUnavailable,
+    WaitTimeout,
+)
 from shared.events import emit, read_evaluations
 from shared.experience_log import ExperienceLog
 from shared.redis_keys import RunKeys
@@ -40,6 +48,8 @@ class Publisher:
         self._pending: Snapshot | None = None
         self._busy = False
         self._closing = False
+        self._noticed: dict[str, dict[str, Any]] = {}
+        """The evaluations that pointer and status file reflect."""
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self.failure: BaseException | None = None
         """What ended the background thread (fenced, damaged store); the trainer raises it."""
@@ -79,7 +89,6 @@ class Publisher:
         return pointer
 
     def _run(self) -> None:
-        seen = -1
         try:
             while True:
                 with self._lock:
@@ -95,23 +104,20 @@ class Publisher:
                         self._busy = False
                         self._lock.notify_all()
                 else:
-                    seen = self._notice_evaluations(seen)
+                    self._notice_evaluations()
         except BaseException as error:
             with self._lock:
                 self.failure, self._busy = error, False
                 self._lock.notify_all()
             _LOGGER.exception("the publisher ended")
 
-    def _notice_evaluations(self, seen: int) -> int:
+    def _notice_evaluations(self) -> None:
         """A new score may make another checkpoint the best one."""
-        found = len(read_evaluations(self._role.redis, self._role.run_id))
-        if found != seen and seen >= 0:
+        if read_evaluations(self._role.redis, self._role.run_id) != self._noticed:
             try:
                 self._refresh()
             except (StoreError, StoreUnavailable) as error:
                 self._say({"waiting_for": "the store", "error": str(error)})
-                return seen
-        return found
 
     def _until_durable(self, snapshot: Snapshot) -> None:
         """Tries until it is in the store, or a newer snapshot waits that covers it."""
@@ -149,7 +155,7 @@ class Publisher:
         except CheckpointDamaged as error:
             raise StoreError(str(error)) from None  # told in `status`; the next checkpoint has another name
         self._refresh(latest=manifest.name)
-        if self._checkpoints.marker(READY) is None:
+        if self._marker(READY) is None:
             content = {"run_id": self._role.run_id, "checkpoint": manifest.name, "created": manifest.created}
             self._checkpoints.write_marker(READY, content)
         self._log.trim(self._epoch, manifest.log_position)
@@ -159,41 +165,61 @@ class Publisher:
     def _refresh(self, latest: str | None = None, final: str | None = None) -> None:
         """Pointer, status file and pruning, from what the store and the evaluations say now."""
         self._check_epoch()
-        pointer, names = self._checkpoints.pointer(), self._checkpoints.names()
+        pointer, names = self._pointer(), self._checkpoints.names()
         if pointer is not None and pointer.epoch > self._epoch:
             raise Fenced(f"epoch {self._epoch}: the pointer was written by epoch {pointer.epoch}")
-        newest = latest or (pointer.latest if pointer else None)
-        if newest is None:
-            return
-        entries = {entry["name"]: entry for entry in self._status_entries() if entry["name"] in names}
         evaluations = read_evaluations(self._role.redis, self._role.run_id)
-        for name in [name for name in names if name not in entries]:
-            try:
-                entries[name] = self._entry(name)
-            except CheckpointError:
-                continue  # another trainer's unfinished upload, or damaged: neither kept for good nor pointed to
+        entries, cut_off = self._entries(names, latest)
+        newest = latest or (pointer.latest if pointer else None)
+        if newest is None or newest not in entries:
+            self._noticed = evaluations
+            return
         for name, entry in entries.items():
             entry["evaluation"] = evaluations.get(name, entry["evaluation"])
         scores = {name: entry["evaluation"]["mean_return"] for name, entry in entries.items() if entry["evaluation"]}
         best = next(iter(best_checkpoints(scores, names)), None)
         last = final or (pointer.final if pointer and latest is None else None)
-        sha = entries[newest]["manifest_sha256"] if newest in entries else ""
+        sha = entries[newest]["manifest_sha256"]
         moved = Pointer(latest=newest, best=best, final=last, epoch=self._epoch, manifest_sha256=sha)
         if moved != pointer:
             self._checkpoints.write_pointer(moved)
-        doomed = superfluous(names, scores, self._role.config.checkpoint, {name for name in (newest, best, last) if name})
+        whole = [name for name in names if name not in cut_off]
+        named = {name for name in (newest, best, last) if name}
+        doomed = superfluous(whole, scores, self._role.config.checkpoint, named)
+        doomed += [name for name in cut_off if names.index(name) < names.index(newest)]
         kept = [entries[name] for name in names if name in entries and name not in doomed]
         status = {"run_id": self._role.run_id, "latest": newest, "best": best, "final": last, "checkpoints": kept}
         self._checkpoints.write_marker(STATUS, status)
         for name in doomed:
             self._checkpoints.delete(name)
+        self._noticed = evaluations
 
-    def _status_entries(self) -> list[dict[str, Any]]:
+    def _entries(self, names: list[str], latest: str | None) -> tuple[dict[str, dict[str, Any]], list[str]]:
+        """The status file's entries, `latest` and unknown ones from their manifests; and uploads that were cut off."""
+        status = self._marker(STATUS) or {}
+        entries = {entry["name"]: entry for entry in status.get("checkpoints", []) if entry["name"] in names}
+        cut_off = []
+        for name in [name for name in names if name not in entries or name == latest]:
+            known = entries.pop(name, {})
+            try:
+                entries[name] = self._entry(name) | {"evaluation": known.get("evaluation")}
+            except CheckpointNotFound:
+                cut_off.append(name)
+            except CheckpointError:
+                continue  # damaged: neither pointed to nor in the status file
+        return entries, cut_off
+
+    def _pointer(self) -> Pointer | None:
         try:
-            status = self._checkpoints.marker(STATUS)
+            return self._checkpoints.pointer()
         except CheckpointDamaged:
-            return []  # made anew from the manifests
-        return list(status["checkpoints"]) if status else []
+            return None  # made anew by the next checkpoint
+
+    def _marker(self, key: str) -> dict[str, Any] | None:
+        try:
+            return self._checkpoints.marker(key)
+        except CheckpointDamaged:
+            return None  # made anew
 
     def _entry(self, name: str) -> dict[str, Any]:
         data, manifest = self._checkpoints.read_manifest(name)
@@ -204,6 +230,5 @@ class Publisher:
             "created": manifest.created,
             "bytes": manifest.total_bytes,
             "mean_return": manifest.provenance["mean_return"],
-            "evaluation": None,
             "manifest_sha256": hashlib.sha256(data).hexdigest(),
         }
