@@ -7,6 +7,7 @@ a native vector environment resets itself).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +22,8 @@ from shared.config import EnvironmentConfig
 from shared.errors import EnvironmentFailure
 from shared.fragment import EpisodeRecord
 from shared.spaces import Array, Columns, EnvironmentDescription
+
+_LOGGER = logging.getLogger("stagecoach.worker")
 
 
 @dataclass
@@ -80,6 +83,7 @@ class GymnasiumEnvironments:
         ((_, self._policy),) = description.agents.items()
         self._spaces = description.policies[self._policy]
         self.num_envs = config.num_envs
+        self._native = config.vectorization == "native"
         self._env = _vectorise(config)
         self._mode = AutoresetMode(self._env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         self._over = np.zeros(self.num_envs, np.bool_)
@@ -88,7 +92,8 @@ class GymnasiumEnvironments:
 
     def reset(self, seeds: Sequence[int]) -> dict[str, tuple[Columns, Array]]:
         try:
-            observations, _ = self._env.reset(seed=list(seeds))
+            # a native environment has one source of randomness for all its copies, and takes one seed
+            observations, _ = self._env.reset(seed=seeds[0] if self._native else list(seeds))
         except EnvironmentFailure:
             raise
         except Exception as error:
@@ -148,7 +153,14 @@ class GymnasiumEnvironments:
         return episode_record(float(self._returns[index]), int(self._lengths[index]), metrics)
 
     def close(self) -> None:
-        self._env.close()
+        try:
+            self._env.close()
+        except Exception as error:  # such as a process of theirs that has died: nobody is there to say good-bye to
+            _LOGGER.warning("closing the environments failed: %s: %s", type(error).__name__, error)
+            for process in getattr(self._env, "processes", ()):
+                process.kill()
+                process.join()
+            self._env.closed = True
 
 
 class ParallelEnvironments:
@@ -288,7 +300,10 @@ def _vectorise(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any]
         return make_native(config)
     makers = [partial(_guarded, config, index) for index in range(config.num_envs)]
     if config.vectorization == "async":  # spawn: forking a process that has threads can hang it
-        return gym.vector.AsyncVectorEnv(makers, context="spawn", autoreset_mode=AutoresetMode.DISABLED)
+        made = gym.vector.AsyncVectorEnv(makers, context="spawn", autoreset_mode=AutoresetMode.DISABLED)
+        # What a process raises is told by `failure`; gymnasium's log would tell it too, and break on a '%' in it.
+        gym.logger.min_level = gym.logger.ERROR + 1
+        return made
     return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
 
 
