@@ -53,7 +53,9 @@ class Fleet:
         self._workers: dict[int, Member] = {}
         self._given_up: dict[int, str] = {}
         self._trainer = self._start("trainer", TrainerActor, self._trainer_options(), launch)
-        self._evaluator = self._start("evaluator", EvaluatorActor, {"num_cpus": self._config.evaluation.num_cpus}, launch)
+        self._evaluator = self._start(
+            "evaluator", EvaluatorActor, {"num_cpus": self._config.evaluation.num_cpus}, launch
+        )
         self.outcome: str | None = None
         """Why the trainer has ended."""
 
@@ -75,7 +77,9 @@ class Fleet:
             self._ended(members[life])
         if self.outcome is None:
             self._watch_incarnations()
-            self._scale(self._role.flow.read().desired_workers)
+            flow = self._role.flow.read()
+            if flow.state == "running":
+                self._scale(flow.desired_workers)
 
     def close(self, seconds: float = 20.0) -> None:
         """Waits for workers and evaluator to end on their own, then ends their processes."""
@@ -106,7 +110,11 @@ class Fleet:
     def _start_worker(self, index: int) -> None:
         rollout = self._config.rollout
         strategy = "SPREAD" if rollout.placement == "spread" else "DEFAULT"
-        options = {"num_cpus": rollout.num_cpus, "resources": self._config.ray.resources, "scheduling_strategy": strategy}
+        options = {
+            "num_cpus": rollout.num_cpus,
+            "resources": self._config.ray.resources,
+            "scheduling_strategy": strategy,
+        }
         self._workers[index] = self._start(f"worker-{index}", WorkerActor, options, self._launch, index)
 
     def _scale(self, desired: int) -> None:
@@ -160,7 +168,9 @@ class Fleet:
         index = self._remove(member)
         self._given_up[index] = error
         if not self._workers:
-            self._role.flow.set_state("stopping", f"failed: no rollout worker is left; the last one: {error}", "running")
+            self._role.flow.set_state(
+                "stopping", f"failed: no rollout worker is left; the last one: {error}", "running"
+            )
 
     def _remove(self, member: Member) -> int:
         index = next(number for number, worker in self._workers.items() if worker is member)

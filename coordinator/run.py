@@ -26,6 +26,7 @@ from shared.config import Config
 from shared.config_sources import dump_config
 from shared.connection import Address, connect_redis
 from shared.errors import CheckpointNotFound, ConfigError, RedisUnavailable, UserError
+from shared.events import Event, read_events
 from shared.flow import Flow
 from shared.heartbeat import Wait, poll
 from shared.launch import LOGS, RESOLVED_CONFIG, RoleLaunch, log_to_file
@@ -168,7 +169,9 @@ class Run:
     def scale(self, workers: int) -> None:
         """Brings the fleet of a live run to `workers`; nothing restarts, nothing is lost."""
         if workers < 1:
-            raise UserError(f"scale to {workers}: expected at least 1 worker; `stagecoach stop {self.run_id}` ends the run")
+            raise UserError(
+                f"scale to {workers}: expected at least 1 worker; `stagecoach stop {self.run_id}` ends the run"
+            )
         self._flow().set_desired_workers(workers)
 
     def stop(self) -> None:
@@ -205,6 +208,23 @@ class Run:
             {**entry, "marks": [mark for mark, name in marks.items() if name == entry["name"]]}
             for entry in status["checkpoints"]
         ]
+
+    def events(self, after: str = "0-0") -> list[Event]:
+        """What has happened in a live run since the event with this id."""
+        client = self._connect()
+        if client is None:
+            return []
+        try:
+            return read_events(client, self.run_id, after)
+        finally:
+            client.close()
+
+    @property
+    def store_location(self) -> str:
+        """Where the run's checkpoints are, for people: a folder for embedded and file stores, else the URL."""
+        if self.config.store.url == "embedded":
+            return str(self.folder.path / "s3" / BUCKET / self.run_id)
+        return f"{self.config.store.url.rstrip('/')}/{self.run_id}"
 
     def checkpoint_store(self) -> CheckpointStore:
         """The run's checkpoints, for reading."""
@@ -266,7 +286,9 @@ def _start_services(folder: RunFolder, config: Config, logs: Path, running: Exit
         service = start_s3(folder.path / "s3", logs / "s3.log", secret["s3_access_key"], secret["s3_secret_key"])
         running.callback(service.stop)
         store_url, endpoint_url = f"s3://{BUCKET}", f"http://127.0.0.1:{service.port}"
-    return Address(folder.run_id, redis_url, store_url, endpoint_url, str(credentials_file) if credentials_file else None)
+    return Address(
+        folder.run_id, redis_url, store_url, endpoint_url, str(credentials_file) if credentials_file else None
+    )
 
 
 def _begin_ray(config: Config, logs: Path, running: ExitStack) -> Any:

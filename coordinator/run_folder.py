@@ -53,7 +53,9 @@ class RunFolder:
                 f"run {run_id!r} exists in {path.parent}; choose another --run-id, or continue it: stagecoach resume {run_id}"
             ) from None
         except OSError as error:
-            raise UserError(f"cannot make the run's folder {path}: {error}; check runs_dir and its permissions") from None
+            raise UserError(
+                f"cannot make the run's folder {path}: {error}; check runs_dir and its permissions"
+            ) from None
         folder = cls(run_id, path)
         (path / LOGS).mkdir()
         (path / RESOLVED_CONFIG).write_text(dump_config(config))

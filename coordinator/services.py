@@ -88,7 +88,16 @@ def start_s3(folder: Path, log: Path, access_key: str, secret_key: str) -> Servi
     environment = {"RCLONE_AUTH_KEY": f'"{access_key},{secret_key}"', "RCLONE_CONFIG": "/dev/null"}
 
     def launch(port: int) -> Service:
-        command = [rclone_binary(), "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}", "--vfs-cache-mode", "off"]
+        command = [
+            rclone_binary(),
+            "serve",
+            "s3",
+            str(folder),
+            "--addr",
+            f"127.0.0.1:{port}",
+            "--vfs-cache-mode",
+            "off",
+        ]
         return Service("S3 server", _spawn(command, log, environment=environment), port, log)
 
     def ready(service: Service) -> bool:

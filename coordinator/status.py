@@ -110,7 +110,13 @@ def bottleneck(beats: list[Beat], store: dict[str, Any]) -> str:
     workers = [beat for beat in beats if beat.role == "worker" and beat.alive]
     waiting = [beat for beat in workers if beat.waiting_for]
     if trainer is None or not trainer.alive:
-        return "the trainer (it is not there)" if trainer is None or trainer.ended is None else f"nobody: {trainer.ended}"
+        if trainer is None:
+            return "the trainer, which has not started yet"
+        return (
+            f"nobody: the run has ended ({trainer.ended})"
+            if trainer.ended
+            else f"trainer (silent for {trainer.age_seconds:.0f} s)"
+        )
     if any("room in the log" in (beat.waiting_for or "") for beat in waiting):
         return "the store: workers wait for room in the log, which a durable checkpoint frees"
     if store.get("waiting_for") and trainer.waiting_for and "durable" in trainer.waiting_for:
@@ -126,4 +132,4 @@ def bottleneck(beats: list[Beat], store: dict[str, Any]) -> str:
         return f"{trainer.waiting_for} (the trainer, for {trainer.waiting_seconds:.1f} s)"
     if waiting and len(waiting) == len(workers):
         return "the trainer, which is learning"
-    return "nobody: acting and learning overlap"
+    return "nobody at this moment: everyone is at work"

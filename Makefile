@@ -1,0 +1,55 @@
+# Two commands for a fresh machine: `make demo` and `make test`. Only python3 (3.11 or newer), pip and make are needed.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help demo test check format lint types tests docs clean
+
+help:
+	@echo "make demo    train CartPole on everything real: Redis, S3, Ray, two workers, a trainer, an evaluator"
+	@echo "make test    install what the tests need and run them"
+	@echo "make check   format, lint, types, tests"
+	@echo "make docs    write docs/CONFIG.md anew"
+	@echo "make clean   remove the virtual environment and caches (not your runs)"
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Error: $(PYTHON) is older than 3.11; run make PYTHON=python3.11 …"; exit 2; }
+	@$(PYTHON) -m venv $(VENV) || { echo "Error: no virtual environment could be made; on Debian: apt-get install python3-venv"; exit 2; }
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing Stagecoach into $(VENV) (PyTorch and Ray are large; a few minutes the first time) …"
+	@$(PIP) torch==2.13.0
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "installing what the tests need …"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.installed
+	@$(BIN)/stagecoach train examples/cartpole.yaml
+
+test: $(VENV)/.installed-dev
+	@$(BIN)/python -m pytest
+
+tests: test
+
+check: format lint types test
+
+format: $(VENV)/.installed-dev
+	@$(BIN)/ruff format --check .
+
+lint: $(VENV)/.installed-dev
+	@$(BIN)/ruff check .
+
+types: $(VENV)/.installed-dev
+	@$(BIN)/mypy
+
+docs: $(VENV)/.installed
+	@$(BIN)/python -m coordinator.config_docs > docs/CONFIG.md
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,336 @@
+"""The command line: a thin layer over `Run` and its neighbours.
+
+Exit codes: 0 done, 1 the run (or the world) failed, 2 what was asked for cannot be done, 130 ended at once by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+
+from coordinator.run import Run, new_run_id
+from coordinator.run_folder import list_folders
+from shared.config import Config
+from shared.config_sources import dump_config, load_config
+from shared.errors import RunExists, StagecoachError, UserError
+from shared.launch import LOGS
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown",
+    help="Distributed reinforcement learning: rollout workers, an experience log, checkpoints, exact resume.",
+)  # fmt: skip
+_console = Console()
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's id; `stagecoach runs` lists them.")]
+RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder of this machine's runs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", metavar="a.b=c", help="Change one field of the config; may stand often.")
+]
+_RUNS = Path("runs")
+
+
+def _example(text: str) -> str:
+    return f"Example: `{text}`"
+
+
+@app.command(epilog=_example("stagecoach train examples/cartpole.yaml --set rollout.workers=4"))
+def train(
+    config: Annotated[Path, typer.Argument(help="The config file; `stagecoach init` writes one.")],
+    set_: Sets = None,
+    run_id: Annotated[str | None, typer.Option("--run-id", help="Name of the run; by default one is made up.")] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once it trains; it goes on in the background.")
+    ] = False,
+    inline: Annotated[bool, typer.Option("--inline", help="All roles in one process, for a debugger.")] = False,
+    background: Annotated[bool, typer.Option("--background", hidden=True)] = False,
+) -> None:
+    """Train: start all that the run needs, show it live, and end it all with a summary."""
+    resolved = load_config(config, set_ or ())
+    if detach:
+        name = run_id or new_run_id(resolved)
+        _detach(["train", str(config), *(f"--set={item}" for item in set_ or ()), "--run-id", name], name)
+    else:
+        _tend(lambda: Run.start(resolved, run_id, inline=inline), background)
+
+
+@app.command(epilog=_example("stagecoach resume my-run --set stop_at.env_steps=200000"))
+def resume(
+    run: RunArgument,
+    set_: Sets = None,
+    runs_dir: RunsDir = _RUNS,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once it trains; it goes on in the background.")
+    ] = False,
+    inline: Annotated[bool, typer.Option("--inline", help="All roles in one process, for a debugger.")] = False,
+    background: Annotated[bool, typer.Option("--background", hidden=True)] = False,
+) -> None:
+    """Continue an ended or interrupted run from its newest good checkpoint and the log behind it."""
+    if detach:
+        _detach(["resume", run, *(f"--set={item}" for item in set_ or ()), "--runs-dir", str(runs_dir)], run)
+    else:
+        _tend(lambda: Run.resume(run, runs_dir, tuple(set_ or ()), inline=inline), background)
+
+
+@app.command(epilog=_example("stagecoach status my-run --json"))
+def status(run: RunArgument, runs_dir: RunsDir = _RUNS, as_json: Json = False) -> None:
+    """Show what a run is doing, the ledger, and the party that everyone waits for."""
+    from coordinator.console import print_status
+
+    found = Run.attach(run, runs_dir).status()
+    if as_json:
+        _print_json(found.as_dict())
+    else:
+        print_status(found, _console)
+
+
+@app.command(epilog=_example("stagecoach watch my-run"))
+def watch(run: RunArgument, runs_dir: RunsDir = _RUNS) -> None:
+    """Watch a live run, checkpoints as they land; Ctrl-C ends the watching, not the run."""
+    from coordinator.console import LiveView, print_status
+
+    handle = Run.attach(run, runs_dir)
+    try:
+        LiveView(handle, _console).show(lambda: not handle.folder.live)
+    except KeyboardInterrupt:
+        _console.print("watching ended; the run goes on")
+        return
+    print_status(handle.status(), _console)
+
+
+@app.command(epilog=_example("stagecoach runs --json"))
+def runs(runs_dir: RunsDir = _RUNS, as_json: Json = False) -> None:
+    """List the runs of this machine."""
+    table, rows = Table("run", "state", "env steps", "best", "reason"), []
+    for folder in list_folders(runs_dir):
+        try:
+            handle = Run.attach(folder.run_id, runs_dir)
+            found = handle.status()
+            best = next((entry for entry in handle.checkpoints() if "best" in entry["marks"]), None)
+            score = best["evaluation"]["mean_return"] if best and best["evaluation"] else None
+            row = {"run_id": folder.run_id, "state": found.state, "env_steps": found.env_steps, "best": score, "reason": found.reason}  # fmt: skip
+        except StagecoachError as error:
+            row = {"run_id": folder.run_id, "state": "unreadable", "env_steps": 0, "best": None, "reason": str(error)}
+        rows.append(row)
+        best_text = "–" if row["best"] is None else f"{row['best']:.1f}"
+        table.add_row(folder.run_id, str(row["state"]), f"{row['env_steps']:,}", best_text, str(row["reason"]))
+    if as_json:
+        _print_json(rows)
+    elif rows:
+        _console.print(table)
+    else:
+        _console.print(f"no runs in {runs_dir}; start one: stagecoach train examples/cartpole.yaml")
+
+
+@app.command(epilog=_example("stagecoach scale my-run 4"))
+def scale(run: RunArgument, workers: Annotated[int, typer.Argument(metavar="N")], runs_dir: RunsDir = _RUNS) -> None:
+    """Bring a live run to N rollout workers; nothing restarts, nothing is lost."""
+    Run.attach(run, runs_dir).scale(workers)
+    _console.print(f"{run}: scaling to {workers} workers")
+
+
+@app.command(epilog=_example("stagecoach stop my-run"))
+def stop(run: RunArgument, runs_dir: RunsDir = _RUNS) -> None:
+    """End a live run with a final checkpoint, and wait until it has ended."""
+    handle = Run.attach(run, runs_dir)
+    handle.stop()
+    _console.print(f"{run}: {handle.wait().reason}")
+
+
+@app.command(epilog=_example("stagecoach checkpoints my-run --json"))
+def checkpoints(run: RunArgument, runs_dir: RunsDir = _RUNS, as_json: Json = False) -> None:
+    """List the kept checkpoints of a run."""
+    handle = Run.attach(run, runs_dir)
+    entries = handle.checkpoints()
+    if as_json:
+        _print_json(entries)
+        return
+    table = Table(
+        Column("checkpoint", no_wrap=True), "env steps", "return", "evaluated", "KiB", Column("", no_wrap=True)
+    )
+    for entry in entries:
+        training = "–" if entry["mean_return"] is None else f"{entry['mean_return']:.1f}"
+        evaluated = f"{entry['evaluation']['mean_return']:.1f}" if entry["evaluation"] else "–"
+        kib, marks = f"{entry['bytes'] / 1024:,.0f}", ", ".join(entry["marks"])
+        table.add_row(entry["name"], f"{entry['env_steps']:,}", training, evaluated, kib, marks)
+    _console.print(table)
+    _console.print(f"in {handle.store_location}", soft_wrap=True)
+
+
+@app.command(epilog=_example("stagecoach evaluate my-run --episodes 20 --video videos"))
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT", help="RUN (its best), RUN/NAME, or a folder.")],
+    episodes: Annotated[
+        int | None, typer.Option(min=1, help="How many; by default what the run's config says.")
+    ] = None,
+    video: Annotated[Path | None, typer.Option(metavar="DIR", help="Record each episode there as MP4.")] = None,
+    runs_dir: RunsDir = _RUNS,
+    as_json: Json = False,
+) -> None:
+    """Play a checkpoint greedily and print its score."""
+    from coordinator.evaluate import evaluate as play
+
+    sys.path.insert(0, os.getcwd())
+    found = play(target, runs_dir, episodes, video)
+    if as_json:
+        _print_json({"checkpoint": found.checkpoint, **found.scores, "videos": [str(path) for path in found.videos]})
+        return
+    scores = found.scores
+    _console.print(
+        f"{found.checkpoint}: {scores['mean_return']:.1f} ± {scores['std_return']:.1f} over {scores['episodes']} episodes "
+        f"(min {scores['min_return']:.1f}, max {scores['max_return']:.1f}, mean length {scores['mean_length']:.0f})",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    for path in found.videos:
+        _console.print(f"video: {path}", soft_wrap=True)
+
+
+@app.command(epilog=_example("stagecoach init my-run.yaml"))
+def init(path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("stagecoach.yaml")) -> None:
+    """Write a commented config to start from; an existing file is left as it is."""
+    from coordinator.config_docs import commented_config
+
+    try:
+        with path.open("x") as file:
+            file.write(commented_config())
+    except FileExistsError:
+        raise RunExists(f"{path} exists; choose another name") from None
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error}") from None
+    _console.print(f"wrote {path}; start it with: stagecoach train {path}")
+
+
+@app.command(epilog=_example("stagecoach config examples/cartpole.yaml --set seed=3"))
+def config(
+    path: Annotated[Path | None, typer.Argument(help="A config file; without one, the schema.")] = None,
+    set_: Sets = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of all fields.")] = False,
+) -> None:
+    """Print the resolved config (file, environment and --set put together), or the schema."""
+    if schema or path is None:
+        _print_json(Config.model_json_schema())
+    else:
+        print(dump_config(load_config(path, set_ or ())), end="")
+
+
+@app.command(epilog=_example("stagecoach doctor examples/cartpole.yaml"))
+def doctor(
+    path: Annotated[Path | None, typer.Argument(help="Check what this config needs, too.")] = None,
+    set_: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Check Redis, store, Ray, versions and permissions, and say what to do about each failure."""
+    from coordinator.doctor import examine
+
+    sys.path.insert(0, os.getcwd())
+    findings = []
+    for finding in examine(load_config(path, set_ or ()) if path else None):
+        findings.append(finding)
+        if not as_json:
+            mark = "[green]ok[/green]  " if finding.ok else "[red]FAIL[/red]"
+            _console.print(f"{mark} {finding.name}: ", end="")
+            _console.print(finding.text, markup=False, highlight=False, soft_wrap=True)
+    if as_json:
+        _print_json([finding.as_dict() for finding in findings])
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(1)
+
+
+def _tend(begin: Any, background: bool) -> None:
+    """Starts (or resumes) a run, shows it until it ends, and turns signals into a clean end."""
+    from coordinator.console import LiveView, print_summary
+
+    sys.path.insert(0, os.getcwd())
+    received: list[int] = []
+    asked = False
+    signal.signal(signal.SIGTERM, lambda number, _: _interrupt())
+    if not background:
+        _console.print("starting Redis, the store, Ray and the roles …", style="dim")
+    run: Run = begin()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: received.append(number))
+
+    def ended() -> bool:
+        nonlocal asked
+        if received and not asked:
+            asked = True
+            run.stop()
+            _console.print("ending with a last checkpoint; Ctrl-C again ends at once, and what is durable stays")
+        if len(received) > 1:
+            run.abandon()
+        return run.ended
+
+    if background:
+        _announce(run)
+        _console.quiet = True
+    else:
+        where = f"run {run.run_id}; its folder is {run.folder.path}"
+        _console.print(where, highlight=False, soft_wrap=True)
+    LiveView(run, Console(quiet=True, force_terminal=False) if background else _console).show(ended)
+    outcome = run.wait()
+    print_summary(run, outcome, _console)
+    if outcome.reason == "abandoned":
+        raise typer.Exit(130)
+    if outcome.failed:
+        print(f"Error: run {run.run_id} {outcome.reason}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def _detach(arguments: list[str], run_id: str) -> None:
+    """The same command in a session of its own; returns when it trains, or with its error."""
+    command = [sys.executable, "-m", "coordinator.cli", *arguments, "--background"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, text=True
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    line = process.stdout.readline().strip()
+    if line != "live":
+        print(process.stderr.read().strip(), file=sys.stderr)
+        raise typer.Exit(process.wait() or 1)
+    _console.print(f"run {run_id} is live in the background (process {process.pid})", highlight=False)
+    _console.print(f"  stagecoach watch {run_id}    stagecoach stop {run_id}", highlight=False)
+
+
+def _announce(run: Run) -> None:
+    """Tells the process that waits, and takes the output to the run's log from here on."""
+    print("live", flush=True)
+    log = os.open(run.folder.path / LOGS / "background.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=1, default=str))
+
+
+def main() -> None:
+    """The entry point: turns named errors into one line and an exit code."""
+    try:
+        app()
+    except UserError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except StagecoachError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

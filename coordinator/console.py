@@ -1,0 +1,190 @@
+"""The live view of a run in the terminal, and the summary at its end; a plain line now and then where it is no terminal."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from coordinator.run import Outcome, Run
+from coordinator.status import Status
+from shared.config import Config
+from shared.errors import RedisUnavailable, RunNotFound, StoreError, StoreUnavailable
+from shared.events import Event
+
+_REFRESH_SECONDS = 0.25
+_PLAIN_SECONDS = 5.0
+_EVENTS_SHOWN = 8
+
+
+class LiveView:
+    """Shows one run until `ended` says so."""
+
+    def __init__(self, run: Run, console: Console) -> None:
+        self._run = run
+        self._console = console
+        self._events: deque[Event] = deque(maxlen=_EVENTS_SHOWN)
+        self._after = "0-0"
+        self._status: Status | None = None
+        self._started = time.monotonic()
+
+    def show(self, ended: Callable[[], bool]) -> None:
+        """Redraws (or prints plain lines) until the run has ended."""
+        if not self._console.is_terminal:
+            self._show_plain(ended)
+            return
+        with Live(console=self._console, auto_refresh=False, transient=True) as live:
+            while not ended():
+                self._look()
+                live.update(self._panel(), refresh=True)
+                time.sleep(_REFRESH_SECONDS)
+
+    def _show_plain(self, ended: Callable[[], bool]) -> None:
+        printed = 0.0
+        while not ended():
+            for event in self._look():
+                self._console.print(f"{event.kind:<11} {event.text}", markup=False, highlight=False, soft_wrap=True)
+            if self._status is not None and time.monotonic() - printed >= _PLAIN_SECONDS:
+                printed = time.monotonic()
+                self._console.print(_one_line(self._status), markup=False, highlight=False, soft_wrap=True)
+            time.sleep(_REFRESH_SECONDS)
+
+    def _look(self) -> list[Event]:
+        """Takes in the newest status and events; a run that is just starting or ending has none."""
+        try:
+            new = self._run.events(self._after)
+            self._status = self._run.status()
+        except (RedisUnavailable, RunNotFound, StoreUnavailable, StoreError):
+            return []
+        if new:
+            self._after = new[-1].id
+            self._events.extend(new)
+        return new
+
+    def _panel(self) -> Panel:
+        title = f"[bold]{self._run.run_id}[/bold]"
+        if self._status is None:
+            return Panel(Text("starting Redis, the store, Ray and the roles …"), title=title)
+        parts: list[Any] = [_progress(self._status, self._run.config), _figures(self._status)]
+        parts.append(Text(f"waits for: {self._status.bottleneck}", style="dim"))
+        parts += [Text(f"  {event.kind:<11} {event.text}", overflow="ellipsis", no_wrap=True) for event in self._events]
+        seconds = time.monotonic() - self._started
+        return Panel(Group(*parts), title=title, subtitle=f"{seconds:.0f} s · Ctrl-C ends it with a last checkpoint")
+
+
+def _progress(status: Status, config: Config) -> Any:
+    bound, done, unit = _bound(status, config)
+    if bound is None:
+        return Text(f"{done} {unit}")
+    grid = Table.grid(padding=(0, 1))
+    share = min(1.0, done / bound)
+    grid.add_row(ProgressBar(total=1.0, completed=share, width=40), f"{done:,} of {bound:,} {unit}")
+    return grid
+
+
+def _bound(status: Status, config: Config) -> tuple[int | None, int, str]:
+    stop = config.stop_at
+    for bound, done, unit in (
+        (stop.env_steps, status.env_steps, "env steps"),
+        (stop.updates, status.updates, "updates"),
+        (stop.episodes, status.episodes, "episodes"),
+    ):
+        if bound is not None:
+            return bound, done, unit
+    return None, status.env_steps, "env steps"
+
+
+def _figures(status: Status) -> Table:
+    signals = status.signals
+    alive = sum(1 for beat in status.roles if beat.role == "worker" and beat.alive)
+    evaluation = status.evaluation
+    table = Table.grid(padding=(0, 3))
+    table.add_row("state", f"{status.state} {status.reason}".strip(), "workers", f"{alive} of {status.desired_workers}")
+    table.add_row("speed", f"{signals.get('time/fps') or 0:,.0f} env steps/s", "policy version", str(status.version))
+    table.add_row(
+        "return", _number(signals.get("rollout/ep_rew_mean")), "policy lag", _number(signals.get("policy/lag_mean"))
+    )
+    score = f"{evaluation['mean_return']:.1f} ({evaluation['checkpoint']})" if evaluation else "–"
+    table.add_row("evaluated", score, "checkpoint", status.latest or "–")
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"
+
+
+def _one_line(status: Status) -> str:
+    signals = status.signals
+    score = f" · evaluated {status.evaluation['mean_return']:.1f}" if status.evaluation else ""
+    return (
+        f"{status.state:<11} {status.env_steps:,} env steps · {signals.get('time/fps') or 0:,.0f}/s · "
+        f"return {_number(signals.get('rollout/ep_rew_mean'))} · version {status.version} · "
+        f"lag {_number(signals.get('policy/lag_mean'))}{score} · waits for: {status.bottleneck}"
+    )
+
+
+def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
+    """Score, steps, time, where the checkpoints are, the ledger."""
+    status = outcome.status
+    table = Table.grid(padding=(0, 2))
+    table.add_row("run", f"{run.run_id}: {outcome.reason}")
+    best = (
+        next((entry for entry in run.checkpoints() if "best" in entry["marks"]), None) if not outcome.failed else None
+    )
+    if best is not None:
+        score = best["evaluation"]
+        table.add_row(
+            "score",
+            f"{score['mean_return']:.1f} ± {score['std_return']:.1f} over {score['episodes']} episodes ({best['name']})",
+        )
+    table.add_row(
+        "trained", f"{status.env_steps:,} env steps, {status.updates:,} updates, {status.episodes:,} episodes"
+    )
+    table.add_row("time", f"{outcome.seconds:.1f} s, start and end of all services included")
+    table.add_row(
+        "checkpoints", f"latest {status.latest or '–'}, best {status.best or '–'}, final {status.final or '–'}"
+    )
+    table.add_row("store", str(run.store_location))
+    total = status.ledger.get("total")
+    if total:
+        table.add_row("ledger", ledger_line(total))
+    console.print(Panel(table, title="summary", expand=False))
+
+
+def ledger_line(line: dict[str, Any]) -> str:
+    """One line of the books in words."""
+    dropped = sum(count["transitions"] for count in line["dropped"].values())
+    reasons = ", ".join(f"{reason} {count['transitions']:,}" for reason, count in line["dropped"].items())
+    balance = "balances" if line["balances"] else "DOES NOT BALANCE"
+    return (
+        f"{line['produced']['transitions']:,} produced = {line['consumed']['transitions']:,} consumed + {dropped:,} dropped"
+        f"{f' ({reasons})' if reasons else ''} + {line['in_flight']['transitions']:,} in flight: {balance}"
+    )
+
+
+def print_status(status: Status, console: Console) -> None:
+    """Everything `status` knows, for people."""
+    console.print(Panel(_figures(status), title=f"[bold]{status.run_id}[/bold]", expand=False))
+    console.print(f"waits for: {status.bottleneck}", markup=False)
+    roles = Table("role", "state", "waits for", "for s", "pid", "host", title="roles", title_justify="left")
+    for beat in status.roles:
+        state = beat.ended or ("alive" if beat.alive else f"silent for {beat.age_seconds:.0f} s")
+        name = beat.id if beat.id.startswith(beat.role) else f"{beat.role} {beat.id}"
+        roles.add_row(name, state, beat.waiting_for or "", f"{beat.waiting_seconds:.1f}" if beat.waiting_for else "", str(beat.pid), beat.host)  # fmt: skip
+    if status.roles:
+        console.print(roles)
+    books = Table("worker", "env steps", title="ledger", title_justify="left")
+    for worker, line in status.ledger.items():
+        books.add_row(worker, ledger_line(line))
+    if status.ledger:
+        console.print(books)
+    if status.store.get("error"):
+        console.print(f"store: {status.store['error']} (tried {status.store.get('attempts', 1)} times)", markup=False)

@@ -1,0 +1,163 @@
+"""`stagecoach doctor`: tries everything that a run needs, and says what to do about what fails."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.services import BUCKET, new_secret, start_redis, start_s3
+from shared.config import Config
+from shared.connection import Address, connect_redis
+from shared.errors import StagecoachError
+from shared.object_store import open_store
+
+_PACKAGES = ("torch", "ray", "redis", "boto3", "gymnasium", "safetensors", "numpy")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one check."""
+
+    name: str
+    ok: bool
+    text: str
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data for JSON."""
+        return {"name": self.name, "ok": self.ok, "text": self.text}
+
+
+def examine(config: Config | None) -> Iterator[Finding]:
+    """All checks, one after another; with a config also its Redis, store, Ray and environment."""
+    yield _try("Python and packages", _versions)
+    yield _try("folder of runs", lambda: _writable(config.runs_dir if config else Path("runs")))
+    yield _try("temporary folder", lambda: _writable(Path(tempfile.gettempdir())))
+    yield _try("shared memory", _shared_memory)
+    yield _try("loopback", _loopback)
+    if config is None or config.redis.url == "embedded":
+        yield _try("embedded Redis", _embedded_redis)
+    else:
+        yield _try("Redis", lambda: _redis(config))
+    if config is None or config.store.url == "embedded":
+        yield _try("embedded S3 server", _embedded_s3)
+    else:
+        yield _try("store", lambda: _store(config))
+    yield _try("Ray", lambda: _ray(config))
+    if config is not None:
+        yield _try("environment and policies", lambda: _environment(config))
+
+
+def _try(name: str, check: Callable[[], str]) -> Finding:
+    try:
+        return Finding(name, True, check())
+    except StagecoachError as error:
+        return Finding(name, False, str(error))
+    except Exception as error:
+        return Finding(name, False, f"{type(error).__name__}: {error}")
+
+
+def _versions() -> str:
+    found = [f"{name} {importlib.metadata.version(name)}" for name in ("stagecoach", *_PACKAGES)]
+    return f"Python {platform.python_version()}, " + ", ".join(found)
+
+
+def _writable(folder: Path) -> str:
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise StagecoachError(f"{existing} cannot be written by this user; choose another folder or change its owner")
+    free = os.statvfs(existing)
+    gigabytes = free.f_bavail * free.f_frsize / 1e9
+    if gigabytes < 0.5:
+        raise StagecoachError(f"{existing} has {gigabytes:.1f} GB free; make room, checkpoints and the log need some")
+    return f"{folder} is writable, {gigabytes:.0f} GB free"
+
+
+def _shared_memory() -> str:
+    if not sys.platform.startswith("linux"):
+        return "not needed here"
+    stats = os.statvfs("/dev/shm")
+    megabytes = stats.f_bavail * stats.f_frsize / 1e6
+    if megabytes < 150:
+        raise StagecoachError(f"/dev/shm has {megabytes:.0f} MB free; Ray needs about 100 (docker: --shm-size=1g)")
+    return f"/dev/shm has {megabytes:,.0f} MB free"
+
+
+def _loopback() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"ports can be bound on 127.0.0.1 (tried {server.getsockname()[1]})"
+
+
+def _embedded_redis() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        service = start_redis(Path(folder) / "data", Path(folder) / "redis.log", new_secret())
+        service.stop()
+    return "starts, takes its password, writes its append-only file"
+
+
+def _embedded_s3() -> str:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        access, secret = new_secret(), new_secret()
+        service = start_s3(Path(folder) / "data", Path(folder) / "s3.log", access, secret)
+        stack.callback(service.stop)
+        path = Path(folder) / "credentials.json"
+        path.write_text(f'{{"s3_access_key": "{access}", "s3_secret_key": "{secret}"}}')
+        address = Address("doctor", "", f"s3://{BUCKET}", f"http://127.0.0.1:{service.port}", str(path))
+        return _write_and_read(address, Config.model_validate({"environment": {"id": "-"}, "stop_at": {"updates": 1}}))
+
+
+def _redis(config: Config) -> str:
+    client = connect_redis(Address("doctor", config.redis.url, ""), config)
+    policy = client.config_get("maxmemory-policy").get("maxmemory-policy")  # type: ignore[union-attr]
+    if policy != "noeviction":
+        raise StagecoachError(f"maxmemory-policy is {policy}; set it to noeviction, or Redis may throw the log away")
+    appendonly = client.config_get("appendonly").get("appendonly")  # type: ignore[union-attr]
+    if appendonly != "yes":
+        raise StagecoachError(
+            "appendonly is off; turn it on, or a Redis that restarts forgets what is not checkpointed"
+        )
+    return f"{config.redis.url} answers, never evicts, and keeps an append-only file"
+
+
+def _store(config: Config) -> str:
+    return _write_and_read(Address("doctor", "", config.store.url, config.store.endpoint_url), config)
+
+
+def _write_and_read(address: Address, config: Config) -> str:
+    store = open_store(address, config)
+    store.check()
+    store.put("probe", b"stagecoach")
+    read = store.get("probe")
+    store.delete("probe")
+    if read != b"stagecoach":
+        raise StagecoachError("the store gave back other bytes than it was given; do not use it")
+    conditional = "has" if store.conditional_writes else "has no"
+    return f"{address.store_url} can be written, read and deleted from; it {conditional} conditional writes"
+
+
+def _ray(config: Config | None) -> str:
+    import ray
+
+    if config is None or config.ray.address == "embedded":
+        return f"Ray {ray.__version__} is installed; each run starts its own on loopback"
+    ray.init(address=config.ray.address, log_to_driver=False, logging_level="ERROR")
+    try:
+        return f"{config.ray.address} answers with {ray.cluster_resources().get('CPU', 0):g} CPUs"
+    finally:
+        ray.shutdown()
+
+
+def _environment(config: Config) -> str:
+    from coordinator.preparation import check
+
+    description = check(config)
+    return (
+        f"{config.environment.id}: agents {', '.join(description.agents)}; policies {', '.join(description.policies)}"
+    )

@@ -1,0 +1,89 @@
+"""`stagecoach evaluate`: plays a checkpoint of a run, or one in a folder, and answers its scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.run import Run
+from rollout_worker.evaluation import evaluate_policies
+from rollout_worker.making import describe_environment
+from shared.checkpoint import CONFIG, MANIFEST, CheckpointStore
+from shared.config import Config, WrapperConfig
+from shared.config_sources import load_config
+from shared.errors import CheckpointNotFound, EnvironmentUnusable
+from shared.object_store import FileStore
+from shared.policies.codec import decode_policy
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was played, and how it went."""
+
+    checkpoint: str
+    scores: dict[str, Any]
+    videos: tuple[Path, ...] = ()
+
+
+def evaluate(target: str, runs_dir: Path, episodes: int | None = None, video: Path | None = None) -> Evaluation:
+    """Plays `target`: a run (its best checkpoint, else its newest), `RUN/NAME`, or a checkpoint's folder.
+
+    With `video`, each episode is recorded there as MP4. Raises `CheckpointNotFound`, `CheckpointDamaged`,
+    `EnvironmentUnusable`.
+    """
+    config, store, name = _find(target, runs_dir)
+    checkpoint = store.load(name, only="policy.safetensors")
+    policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
+    if video is not None:
+        config = _with_video(config, video, name)
+    before = set(video.glob("*.mp4")) if video is not None else set()
+    scores = evaluate_policies(config, describe_environment(config), policies, episodes).as_dict()
+    videos = tuple(sorted(set(video.glob("*.mp4")) - before)) if video is not None else ()
+    return Evaluation(name, scores, videos)
+
+
+def _find(target: str, runs_dir: Path) -> tuple[Config, CheckpointStore, str]:
+    folder = Path(target).resolve()
+    if (folder / MANIFEST).is_file():
+        run_folder = folder.parent.parent
+        if not (run_folder / CONFIG).is_file():
+            raise CheckpointNotFound(
+                f"{folder} lies in no run: {run_folder / CONFIG} is missing, which names the environment"
+            )
+        config = load_config(run_folder / CONFIG, environ={})
+        return config, CheckpointStore(FileStore(run_folder.parent, run_folder.name), run_folder.name), folder.name
+    run_id, _, name = target.partition("/")
+    run = Run.attach(run_id, runs_dir)
+    store = run.checkpoint_store()
+    if not name:
+        pointer = store.pointer()
+        if pointer is None:
+            raise CheckpointNotFound(f"run {run_id} has no checkpoint yet")
+        name = pointer.best or pointer.latest
+    elif name not in store.names():
+        known = ", ".join(store.names()) or "none"
+        raise CheckpointNotFound(f"run {run_id} has no checkpoint {name!r}; there are: {known}")
+    return run.config, store, name
+
+
+def _with_video(config: Config, folder: Path, name: str) -> Config:
+    """One environment at a time, rendered, every episode recorded."""
+    try:
+        import moviepy  # noqa: F401 - gymnasium's recorder needs it, and says so only after the first episode
+    except ImportError:
+        raise EnvironmentUnusable("--video needs moviepy: pip install 'stagecoach[video]'") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    recorder = WrapperConfig(
+        path="gymnasium.wrappers:RecordVideo",
+        kwargs={
+            "video_folder": str(folder),
+            "episode_trigger": lambda _: True,
+            "name_prefix": name,
+            "disable_logger": True,
+        },
+    )
+    environment = config.environment.model_copy(update={"wrappers": (recorder, *config.environment.wrappers)})
+    kwargs = {**config.evaluation.kwargs, "render_mode": "rgb_array"}
+    evaluation = config.evaluation.model_copy(update={"num_envs": 1, "kwargs": kwargs})
+    return config.model_copy(update={"environment": environment, "evaluation": evaluation})
