@@ -113,10 +113,11 @@ class SpaceSpec:
         """Action columns → what the environment takes: boxes clipped to their bounds, nested as the space is."""
         bounded = dict(columns)
         for leaf in self.leaves:
-            if leaf.kind == "box":
+            if leaf.kind == "box":  # in the space's own dtype: the float32 nearest to a float64 bound may be beyond it
                 name = leaf.column("action")
-                low, high = (side.reshape(leaf.shape) for side in leaf.bounds())
-                bounded[name] = np.clip(columns[name], low, high)
+                sides = (np.broadcast_to(np.asarray(side, leaf.dtype), (leaf.size,)) for side in (leaf.low, leaf.high))
+                low, high = (side.reshape(leaf.shape) for side in sides)
+                bounded[name] = np.clip(columns[name].astype(leaf.dtype), low, high)
         return self.nest("action", bounded)
 
     def column_names(self, prefix: str) -> tuple[str, ...]:

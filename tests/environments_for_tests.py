@@ -6,6 +6,7 @@ They are classes or functions at module level, so that processes that gymnasium 
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -136,7 +137,7 @@ class AnySpaces(gym.Env[Any, Any]):
     """Any observation and action space of the tables above; refuses an action that is not in its space."""
 
     def __init__(self, observation: str, action: str, length: int = 4) -> None:
-        self.observation_space = OBSERVATIONS[observation]
+        self.observation_space = copy.deepcopy(OBSERVATIONS[observation])
         self.action_space = ACTIONS[action]
         self._length = length
 
@@ -324,16 +325,35 @@ class Chase:
             assert self.action_space(agent).contains(action), (agent, action)
         self._steps += 1
         acting = list(self.agents)
-        bonus = {agent: float(a) if agent == "cat" else -(float(a[0]) ** 2) for agent, a in actions.items()}
+        bonus = {agent: -(float(a[0]) ** 2) if agent == "mouse" else float(a) for agent, a in actions.items()}
         out = {agent: self._steps >= self._limits[agent] for agent in acting}
         self.agents = [agent for agent in acting if not out[agent]]
         return (
             self._observe(acting),
             {agent: 1.0 + bonus[agent] for agent in acting},
-            {agent: out[agent] and agent == "cat" for agent in acting},
-            {agent: out[agent] and agent == "mouse" for agent in acting},
+            {agent: out[agent] and agent in ("cat", "first") for agent in acting},
+            {agent: out[agent] and agent in ("mouse", "second") for agent in acting},
             {agent: {} for agent in acting},
         )
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+class Twins(Chase):
+    """Two agents with the same spaces, for one policy: observes (steps, number of the agent)."""
+
+    possible_agents = ["first", "second"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._limits = {"first": 2, "second": 3}
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Box(-1e6, 1e6, (2,), np.float32)
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Discrete(2)
+
+    def _observe(self, agents: list[str]) -> dict[str, Array]:
+        return {agent: np.array([self._steps, self.possible_agents.index(agent)], np.float32) for agent in agents}

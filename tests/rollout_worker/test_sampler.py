@@ -1,0 +1,184 @@
+"""The sampler: environments × policies → columns that the trainer accepts; episodes go on across fragments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_worker.environments import make_vector
+from rollout_worker.exploration import Exploration, RandomActing, Sampling
+from rollout_worker.making import describe_environment
+from rollout_worker.sampler import Sample, Sampler
+from shared import fragment
+from shared.config import Config
+from shared.fragment import Fragment, FragmentHeader
+from shared.policies.actor_critic import ActorCritic, build_policies
+from shared.spaces import EnvironmentDescription
+from shared.steps import Phase
+from tests.conftest import minimal_config
+from tests.environments_for_tests import ACTIONS, MODULE, OBSERVATIONS
+
+TWO_POLICIES: dict[str, Any] = {
+    "policies": {"hunter": {"normalise_observations": True}, "prey": {}},
+    "agents": {"cat": "hunter", "mouse": "prey"},
+}
+
+
+class Stage:
+    """A sampler with its policies, checked by `fragment.check` at every sample."""
+
+    def __init__(self, environment: dict[str, Any], seed: int = 1, **sections: Any) -> None:
+        sections = {"policies": {"default": {"cnn": "small"}}} | sections
+        self.config: Config = minimal_config(
+            environment={"num_envs": 2} | environment, algorithm={"minibatch_size": 1}, **sections
+        )
+        self.description: EnvironmentDescription = describe_environment(self.config)
+        self.policies: dict[str, ActorCritic] = build_policies(self.description.policies, self.config.policies, 0)
+        self.sampler = Sampler(make_vector(self.config.environment, self.description), self.description, seed)
+
+    def sample(self, steps: int, exploration: Exploration | None = None) -> Sample:
+        sample = self.sampler.sample(self.policies, exploration or Sampling(), steps)
+        header = FragmentHeader(
+            "run", "worker-0", 0, 0, Phase.TRAIN, dict.fromkeys(self.policies, 0), steps,
+            self.config.environment.num_envs, sample.episodes,
+        )  # fmt: skip
+        sent = Fragment(header, sample.columns)
+        fragment.check(sent, "run", self.description)
+        received = fragment.decode(fragment.encode(sent))
+        fragment.check(received, "run", self.description)
+        for policy_id, columns in received.columns.items():
+            assert all(np.array_equal(array, sample.columns[policy_id][name]) for name, array in columns.items())
+        return sample
+
+
+def counting(**kwargs: Any) -> dict[str, Any]:
+    return {"id": f"{MODULE}:Counting", "kwargs": kwargs}
+
+
+@pytest.mark.parametrize("exploration", [Sampling(), RandomActing()], ids=["sampling", "random"])
+@pytest.mark.parametrize("action", ACTIONS)
+def test_every_action_space_is_acted_in(action: str, exploration: Exploration) -> None:
+    stage = Stage({"id": f"{MODULE}:AnySpaces", "kwargs": {"observation": "box", "action": action}})
+    assert len(stage.sample(6, exploration).episodes) == 2
+    stage.sampler.close()
+
+
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+def test_every_observation_space_is_acted_on(observation: str) -> None:
+    stage = Stage({"id": f"{MODULE}:AnySpaces", "kwargs": {"observation": observation, "action": "dict"}})
+    sample = stage.sample(6)
+    assert len(sample.columns["default"]["final_index"]) == 2
+    stage.sampler.close()
+
+
+def test_nested_spaces_also_pass_between_processes() -> None:
+    kwargs = {"observation": "dict", "action": "tuple"}
+    stage = Stage({"id": f"{MODULE}:AnySpaces", "kwargs": kwargs, "vectorization": "async"})
+    here = Stage({"id": f"{MODULE}:AnySpaces", "kwargs": kwargs})
+    one, other = stage.sample(6).columns["default"], here.sample(6).columns["default"]
+    assert all(np.array_equal(array, other[name]) for name, array in one.items())
+    stage.sampler.close()
+    here.sampler.close()
+
+
+def test_rows_hold_what_was_seen_before_the_action_and_paid_after_it() -> None:
+    columns = Stage(counting(length=3, ends="truncated")).sample(5).columns["default"]
+    assert columns["obs"][:, 0].tolist() == [[0, 0], [1, 0], [2, 0], [0, 1], [1, 1]]
+    assert columns["reward"][:, 0].tolist() == [1, 2, 3, 1, 2]
+    assert columns["truncated"][:, 0].tolist() == [False, False, True, False, False]
+    assert columns["bootstrap_obs"].tolist() == [[2, 1], [2, 1]]
+    assert columns["final_index"].tolist() == [[2, 0], [2, 1]]
+    assert columns["final_obs"].tolist() == [[3, 0], [3, 0]]
+
+
+def test_episodes_go_on_in_the_next_fragment() -> None:
+    stage = Stage(counting(length=3))
+    first, second = stage.sample(2), stage.sample(2)
+    assert not first.episodes and [record.length for record in second.episodes] == [3, 3]
+    assert second.episodes[0].episode_return == 6.0
+    assert np.array_equal(first.columns["default"]["bootstrap_obs"], second.columns["default"]["obs"][0])
+    assert first.columns["default"]["obs"][0].tolist() == [[0, 0], [0, 0]], "a finished fragment is left alone"
+
+
+def test_log_probabilities_are_those_of_the_acting_policy() -> None:
+    stage = Stage({"id": f"{MODULE}:Noise"})
+    columns = stage.sample(7).columns["default"]
+    policy = stage.policies["default"]
+    with torch.no_grad():
+        params = policy.action_parameters({"obs": torch.from_numpy(columns["obs"]).flatten(0, 1)})
+        log_prob = policy.distribution.log_prob(params, {"action": torch.from_numpy(columns["action"]).flatten(0, 1)})
+    np.testing.assert_allclose(columns["log_prob"].flatten(), log_prob.numpy(), rtol=1e-4, atol=1e-5)
+    assert np.abs(columns["action"]).max() > 1, "the action as sampled; only the environment sees it clipped"
+
+
+def test_random_acting_has_no_log_probability() -> None:
+    assert not Stage({"id": f"{MODULE}:Noise"}).sample(3, RandomActing()).columns["default"]["log_prob"].any()
+
+
+def as_bytes(sample: Sample) -> dict[str, bytes]:
+    return {f"{p}/{name}": array.tobytes() for p, columns in sample.columns.items() for name, array in columns.items()}
+
+
+@pytest.mark.parametrize(
+    ("environment", "sections"),
+    [
+        ({"id": f"{MODULE}:Noise"}, {}),
+        ({"id": "CartPole-v1"}, {}),
+        ({"id": "CartPole-v1", "vectorization": "native"}, {}),
+        ({"id": f"{MODULE}:Chase", "api": "pettingzoo"}, TWO_POLICIES),
+    ],
+    ids=["continuous", "sync", "native", "two agents"],
+)
+def test_the_seed_decides_the_trajectory(environment: dict[str, Any], sections: dict[str, Any]) -> None:
+    samples = [as_bytes(Stage(environment, seed, **sections).sample(8)) for seed in (1, 1, 2)]
+    assert samples[0] == samples[1]
+    assert samples[0] != samples[2]
+
+
+def test_native_rows_of_reset_are_masked_and_no_episode_is_counted_twice() -> None:
+    stage = Stage({"id": "CartPole-v1", "vectorization": "native", "num_envs": 4, "max_episode_steps": 9})
+    sample = stage.sample(60)
+    columns = sample.columns["default"]
+    over = columns["terminated"] | columns["truncated"]
+    assert np.array_equal(columns["mask"][1:], ~over[:-1]) and columns["mask"][0].all()
+    assert not columns["reward"][~columns["mask"]].any() and not over[~columns["mask"]].any()
+    assert len(sample.episodes) == over.sum() > 20
+    assert sum(record.length for record in sample.episodes) <= columns["mask"].sum()
+
+
+def test_two_agents_fill_the_columns_of_their_policies() -> None:
+    stage = Stage(
+        {"id": f"{MODULE}:Chase", "api": "pettingzoo", "kwargs": {"cat_steps": 2, "mouse_steps": 4}}, **TWO_POLICIES
+    )
+    sample = stage.sample(9)
+    hunter, prey = sample.columns["hunter"], sample.columns["prey"]
+    assert hunter["obs"].shape == (9, 2, 3) and prey["obs"].shape == (9, 2, 2)
+    assert hunter["mask"][:, 0].tolist() == [True, True, False, False] * 2 + [True]
+    assert hunter["terminated"][:, 0].tolist() == [False, True, False, False] * 2 + [False]
+    assert prey["mask"].all() and prey["truncated"][:, 1].tolist() == [False, False, False, True] * 2 + [False]
+    assert prey["final_index"].tolist() == [[3, 0], [3, 1], [7, 0], [7, 1]] and not len(hunter["final_index"])
+    assert prey["final_obs"].tolist() == [[4, 0], [4, 0], [4, 1], [4, 1]]
+    assert not hunter["obs"][~hunter["mask"]].any()
+    assert [record.length for record in sample.episodes] == [4] * 4
+    for record in sample.episodes:
+        assert record.episode_return == pytest.approx(sum(record.agent_returns.values()))
+    total = hunter["reward"][:8].sum() + prey["reward"][:8].sum()
+    assert sum(record.episode_return for record in sample.episodes) == pytest.approx(float(total), rel=1e-5)
+
+
+def test_agents_of_one_policy_are_slots_beside_each_other() -> None:
+    stage = Stage(
+        {"id": f"{MODULE}:Twins", "api": "pettingzoo", "num_envs": 3},
+        policies={"default": {}},
+    )  # fmt: skip
+    columns = stage.sample(4).columns["default"]
+    assert columns["obs"].shape == (4, 6, 2)
+    assert columns["obs"][0, :, 1].tolist() == [0, 0, 0, 1, 1, 1], "agent 0 of all environments, then agent 1"
+    assert columns["terminated"][:, 0].tolist() == [False, True, False, False]
+    assert columns["mask"][:, 3].tolist() == [True] * 4 and columns["truncated"][:, 5].tolist() == [False] * 2 + [
+        True,
+        False,
+    ]
