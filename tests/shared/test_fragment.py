@@ -363,7 +363,7 @@ MALFORMED: dict[str, Change] = {
     "a choice too low": lambda part: part["action"].__setitem__((0, 0), -1),
     "a step out of range": lambda part: part["final_index"].__setitem__((0, 0), 3),
     "a slot out of range": lambda part: part["final_index"].__setitem__((0, 1), 2),
-    "a negative step": lambda part: part["final_index"].__setitem__((0, 0), -1),
+    "a negative step that wraps around": lambda part: part["final_index"].__isub__(np.array([3, 0], np.int32)),
     "one slot twice": lambda part: part["final_index"].__setitem__(1, part["final_index"][0]),
     "a final observation too few": lambda part: part.update(
         final_index=part["final_index"][1:], final_obs=part["final_obs"][1:]
