@@ -58,6 +58,7 @@ class Trainer:
         self._figures = Figures()
         self._fragments: list[Fragment] = []
         self.version = -1
+        self._taken: Snapshot | None = None
         self._parent: str | None = None
         self._parent_position, self._parent_version = "0-0", 0
         self._end: str | None = None
@@ -184,10 +185,12 @@ class Trainer:
                 f"store's contents back, or start a new run"
             )
         self.version = 0
-        self._publisher.submit(self._snapshot())
+        taken = self._snapshot()
+        self._publisher.submit(taken)
         with self._heartbeat.waiting("the first checkpoint to be durable", _DURABLE_SECONDS):
             self._publisher.wait_idle(_DURABLE_SECONDS)
         self._publish(0)
+        self._remember_parent(taken.manifest.name, taken.manifest.log_position)
 
     def _recover(self, checkpoint: Checkpoint) -> None:
         """Snapshot + log: reads again what came after the snapshot, or, where the log has lost it, says so."""
@@ -258,7 +261,8 @@ class Trainer:
 
     def _learn(self, fragments: list[Fragment], phase: Phase) -> dict[str, float]:
         """One update of every policy (in heat-up, only the normalisers); raises `WeightsNotFinite`."""
-        started, metrics = time.perf_counter(), {}
+        started = time.perf_counter()
+        metrics: dict[str, float] = {}
         for policy_id, algorithm in self._learner.algorithms.items():
             columns = [item.columns[policy_id] for item in fragments]
             if phase is Phase.HEATUP:
@@ -315,11 +319,16 @@ class Trainer:
         self._parent, self._parent_position, self._parent_version = name, position, self.version
 
     def _snapshot(self) -> Snapshot:
-        progress = Progress(
-            self.version, self._phase, self._epoch, self._parent, self._parent_position, self._parent_version
-        )
-        books = self._intake.committed
-        return snapshot.take(self._learner, self._description, self._config, self._role.run_id, progress, books)
+        """Taken once per version: a checkpoint that is due and the last one may fall together."""
+        if self._taken is None or self._taken.manifest.version != self.version:
+            progress = Progress(
+                self.version, self._phase, self._epoch, self._parent, self._parent_position, self._parent_version
+            )
+            books = self._intake.committed
+            self._taken = snapshot.take(
+                self._learner, self._description, self._config, self._role.run_id, progress, books
+            )
+        return self._taken
 
     def _report(self, fragments: list[Fragment], metrics: dict[str, float]) -> None:
         figures = self._figures.row(self._learner, fragments, metrics, self.version, self._heartbeat.waited_seconds)
