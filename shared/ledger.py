@@ -159,12 +159,18 @@ def total(lines: Mapping[str, LedgerLine]) -> LedgerLine:
     )
 
 
-def restore_produced(client: redis.Redis, run_id: str, ledger: Ledger) -> None:
-    """Opens the books of a Redis that has lost them: what the ledger settled must have been produced."""
+def set_forward(client: redis.Redis, run_id: str, epoch: int, position: str, ledger: Ledger) -> None:
+    """Brings a Redis that knows less than a checkpoint (lost, or restored from the past) forward to it.
+
+    What the ledger settled must have been produced, and no claim may stand behind it any more.
+    """
+    keys = RunKeys(run_id)
+    settled: list[str | int] = []
     for worker, account in ledger.accounts.items():
-        settled = account.consumed + account.dropped_total()
-        client.hsetnx(RunKeys(run_id).produced, f"{worker}:fragments", str(settled.fragments))
-        client.hsetnx(RunKeys(run_id).produced, f"{worker}:transitions", str(settled.transitions))
+        count = account.consumed + account.dropped_total()
+        settled += [worker, count.fragments, count.transitions]
+    script = client.register_script(scripts.SET_FORWARD)
+    script([keys.flow, keys.log, keys.claims, keys.produced], [epoch, position, *settled])
 
 
 def _produced(raw: Mapping[str, str]) -> tuple[dict[str, Count], dict[str, Count]]:

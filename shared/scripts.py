@@ -238,6 +238,37 @@ return removed
 """
 )
 
+SET_FORWARD = (
+    _COMMON
+    + """
+-- KEYS flow, log, claims, produced. ARGV: epoch, log position of a checkpoint, worker, fragments, transitions, ...
+-- (what the checkpoint's ledger has settled). For a Redis that knows less than the checkpoint: credit and produced
+-- become what the checkpoint, the log behind its position and the claims that are held say. Answers 1, or 0 if fenced.
+if fenced(ARGV[1]) then return 0 end
+local books, pushed = {}, 0
+local function book(worker, fragments, transitions)
+  local line = books[worker] or {0, 0}
+  books[worker] = {line[1] + fragments, line[2] + transitions}
+end
+for i = 3, #ARGV, 3 do book(ARGV[i], tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2])) end
+for _, entry in ipairs(redis.call('XRANGE', KEYS[2], '(' .. ARGV[2], '+')) do
+  local fields = {}
+  for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
+  if fields['end'] then
+    book(fields['worker'], 1, tonumber(fields['transitions']))
+    pushed = pushed + 1
+  end
+end
+for worker, line in pairs(books) do
+  local stale = redis.call('HMGET', KEYS[4], worker .. ':fragments:stale', worker .. ':transitions:stale')
+  redis.call('HSET', KEYS[4], worker .. ':fragments', line[1] + tonumber(stale[1] or '0'),
+    worker .. ':transitions', line[2] + tonumber(stale[2] or '0'))
+end
+redis.call('HSET', KEYS[1], 'claimed', number('consumed') + pushed + redis.call('ZCARD', KEYS[3]))
+return 1
+"""
+)
+
 IN_FLIGHT = (
     _COMMON
     + """

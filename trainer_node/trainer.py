@@ -20,7 +20,7 @@ from shared.events import emit, read_evaluations
 from shared.flow import FlowState
 from shared.fragment import Fragment
 from shared.heartbeat import Heartbeat, poll, read_heartbeats
-from shared.ledger import Ledger, read_books, restore_produced
+from shared.ledger import Ledger, read_books, set_forward
 from shared.policies.actor_critic import build_policies
 from shared.policies.codec import VersionHeader, encode_board, finite, state_arrays
 from shared.policy_board import PolicyBoard, Published
@@ -201,8 +201,8 @@ class Trainer:
         self._intake.restore(restored.log_position, ledger, restored.lags)
         state = self._role.flow.read()
         name = checkpoint.manifest.name
-        if state.version < self.version:  # a Redis without this run's past
-            restore_produced(self._role.redis, self._role.run_id, ledger)
+        if state.version < self.version:  # a Redis that lost this run's past, or some of it
+            set_forward(self._role.redis, self._role.run_id, self._epoch, restored.log_position, ledger)
             self._publish(0)
             text = f"restored {name}; Redis knew nothing newer"
         elif not _after(state.trimmed_id, restored.log_position):

@@ -222,9 +222,6 @@ def test_more_lag_still_comes_to_its_end_with_the_books_right_and_no_fragment_ol
     balanced(game)
 
 
-# What it writes
-
-
 def test_a_run_that_reaches_its_bound_is_exhausted_with_final_checkpoint_counters_and_books(new_game: NewGame) -> None:
     game = new_game(small(stop_at={"updates": 3}))
     game.finish()
@@ -336,9 +333,6 @@ def test_a_crash_in_heat_up_changes_nothing_either(new_game: NewGame) -> None:
     game.crash()
     game.restart()
     assert game.finish() == expected
-
-
-# A store with damage
 
 
 def damage(game: Game, name: str) -> None:
@@ -454,9 +448,6 @@ def test_a_config_that_is_not_the_runs_is_refused(new_game: NewGame) -> None:
     assert game.role.flow.read().epoch == 1, "the trainer that runs was not fenced"
 
 
-# A Redis that has lost something
-
-
 def restore_redis(game: Game, keys: dict[bytes, bytes]) -> None:
     """Redis as it was when these keys were dumped."""
     prefix = RunKeys(game.role.run_id).prefix
@@ -464,6 +455,25 @@ def restore_redis(game: Game, keys: dict[bytes, bytes]) -> None:
         game.role.redis.delete(key)
     for key, value in keys.items():
         game.role.redis.restore(key, 0, value)
+
+
+@pytest.mark.parametrize("fragments_after", [0, 1, 2])
+def test_a_redis_set_back_behind_the_checkpoint_does_not_stop_the_run(new_game: NewGame, fragments_after: int) -> None:
+    game = new_game(small())
+    game.play_to(3)
+    for _ in range(fragments_after):
+        game.worker.step(0)
+    redis = game.role.redis
+    past: dict[bytes, Any] = {key: redis.dump(key) for key in redis.scan_iter(f"{RunKeys(game.role.run_id).prefix}*")}
+    game.play_to(4)
+    game.durable()
+    game.crash()
+    restore_redis(game, past)
+    game.restart()
+    assert game.board_version() == 4
+    game.finish()
+    assert game.finished()["counters"]["train"]["updates"] == 6
+    balanced(game)
 
 
 def test_a_redis_that_has_lost_the_whole_run_goes_on_from_the_checkpoint(new_game: NewGame) -> None:
