@@ -73,8 +73,12 @@ class Worker:
         self.incarnation, self._epoch = self._role.flow.register(self.id)
         self._heartbeat.progress = {"incarnation": self.incarnation, "fragments": 0, "transitions": 0}
         self._heartbeat.start()
-        self._bootstrap()
-        self._sampler = self._make_sampler()
+        try:
+            self._bootstrap()
+            self._sampler = self._start_environment()
+        except BaseException:
+            self.stop("failed")  # or it would seem alive for as long as its process is
+            raise
         emit(self._role.redis, self._role.run_id, "worker", f"{self.id} joined (incarnation {self.incarnation})")
         _LOGGER.info("%s joined run %s as incarnation %d", self.id, self._role.run_id, self.incarnation)
 
@@ -97,7 +101,7 @@ class Worker:
         """Gives back what it holds and says good-bye."""
         if hasattr(self, "_sampler"):
             self._sampler.close()
-        self._role.flow.release(self.id)
+        self._role.flow.release(f"{self.id}:{self.incarnation}")  # its own claims, not those of a successor
         emit(self._role.redis, self._role.run_id, "worker", f"{self.id} ended: {reason}")
         self._heartbeat.stop(reason)
         _LOGGER.info("%s ended: %s", self.id, reason)
@@ -186,10 +190,29 @@ class Worker:
         """Its seed comes from the run's seed, the worker, its incarnation, and restarts of the environment."""
         parts = [self._config.seed, self._index, self.incarnation, self._environment_restarts]
         seed = int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
-        return Sampler(make_vector(self._config.environment, self._description), self._description, seed)
+        environment = make_vector(self._config.environment, self._description)
+        try:
+            return Sampler(environment, self._description, seed)
+        except EnvironmentFailure:
+            environment.close()
+            raise
+
+    def _start_environment(self) -> Sampler:
+        """Also an environment that raises in its first reset is started again, within the configured rate."""
+        while True:
+            try:
+                return self._make_sampler()
+            except EnvironmentFailure as error:
+                self._count_failure(error)
 
     def _restart_environment(self, error: EnvironmentFailure) -> None:
         """Starts the environments again, within the configured rate; beyond it, raises what the environment raised."""
+        self._count_failure(error)
+        self._sampler.close()
+        self._sampler = self._start_environment()
+
+    def _count_failure(self, error: EnvironmentFailure) -> None:
+        """Tells what the environment raised; raises it where that happens too often."""
         now, environment = time.monotonic(), self._config.environment
         self._failures.append(now)
         while now - self._failures[0] > environment.failure_window_seconds:
@@ -203,5 +226,3 @@ class Worker:
             )
         emit(self._role.redis, self._role.run_id, "environment", f"{first_line}; starting it again")
         self._environment_restarts += 1
-        self._sampler.close()
-        self._sampler = self._make_sampler()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,18 +10,32 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rollout_worker.making import describe_space
+from rollout_worker.environments import make_vector
+from rollout_worker.exploration import Sampling
+from rollout_worker.making import describe_environment, describe_space
+from rollout_worker.sampler import Sampler
 from shared.config import PolicyConfig, PPOConfig
 from shared.fragment import expected_columns
 from shared.policies.actor_critic import ActorCritic, build_policies
 from shared.policies.codec import state_arrays
 from shared.spaces import Array, Columns, PolicySpaces
 from shared.steps import Counters
+from tests.conftest import minimal_config
+from tests.environments_for_tests import MODULE
 from trainer_node.algorithms.ppo import PPO, Batch
 
 CPU = torch.device("cpu")
 DISCRETE = PolicySpaces(describe_space(spaces.Box(-5.0, 5.0, (3,))), describe_space(spaces.Discrete(4)))
 CONTINUOUS = PolicySpaces(describe_space(spaces.Box(-5.0, 5.0, (3,))), describe_space(spaces.Box(-1.0, 1.0, (2,))))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the trainer has it by default: networks this small only lose by more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def make_ppo(
@@ -323,3 +338,54 @@ def test_the_optimiser_goes_on_from_its_state_with_the_same_bits() -> None:
             ppo.update([columns], Counters(updates=update))
     assert weights(whole) == weights(resumed)
     assert {k: v.tobytes() for k, v in whole.state().items()} == {k: v.tobytes() for k, v in resumed.state().items()}
+
+
+def train(
+    environment: dict[str, Any], updates: int, steps: int, network: dict[str, Any], **algorithm: Any
+) -> tuple[ActorCritic, list[float]]:
+    """Acting and learning in turns, in this process; answers the policy and each update's mean episode return."""
+    config = minimal_config(
+        environment=environment, algorithm={"minibatch_size": 1} | algorithm, policies={"default": network}
+    )
+    description = describe_environment(config)
+    policies = build_policies(description.policies, config.policies, seed=1)
+    sampler = Sampler(make_vector(config.environment, description), description, seed=1)
+    ppo = PPO(policies["default"], config.algorithm, CPU, seed=1)
+    returns = []
+    for update in range(updates):
+        sample = sampler.sample(policies, Sampling(), steps)
+        ppo.update([sample.columns["default"]], Counters(updates=update))
+        returns.append(float(np.mean([record.episode_return for record in sample.episodes])))
+    return policies["default"], returns
+
+
+@pytest.mark.parametrize(("ends", "worth"), [("truncated", 10.0), ("terminated", (1 + 1.9 + 2.71 + 3.439) / 4)])
+def test_what_lies_behind_a_truncation_is_valued_and_behind_a_termination_is_not(ends: str, worth: float) -> None:
+    """Reward 1 each step, γ = 0.9: worth 1/(1 − γ) = 10 where the limit is no end, else what is left of 4 steps."""
+    policy, _ = train(
+        {"id": f"{MODULE}:Constant", "num_envs": 2, "kwargs": {"ends": ends, "length": 4}},
+        updates=40, steps=4, network={"hidden_sizes": ()}, gamma=0.9, gae_lambda=1.0, minibatch_size=8,
+        epochs=4, max_grad_norm=100.0,
+        learning_rate={"kind": "linear", "start": 0.5, "end": 0.0, "over": "40 updates"},
+    )  # fmt: skip
+    with torch.no_grad():
+        assert policy.value({"obs": torch.ones(1, 1)}).item() == pytest.approx(worth, abs=0.15)
+
+
+def test_gaussian_actions_learn_a_target() -> None:
+    policy, returns = train(
+        {"id": f"{MODULE}:Target", "num_envs": 16}, updates=30, steps=4, network={"hidden_sizes": (8,)},
+        minibatch_size=32, epochs=5, learning_rate=0.02,
+    )  # fmt: skip
+    params = policy.action_parameters({"obs": torch.ones(1, 1)})
+    assert policy.distribution.mode(params)["action"].item() == pytest.approx(0.5, abs=0.2)
+    assert np.mean(returns[-5:]) > 0.5 * np.mean(returns[:3]) and policy.log_std.item() < -0.3
+
+
+def test_without_a_learning_rate_nothing_is_learnt() -> None:
+    policy, _ = train(
+        {"id": f"{MODULE}:Target", "num_envs": 16}, updates=5, steps=4, network={"hidden_sizes": (8,)},
+        minibatch_size=32, epochs=5, learning_rate=0.0,
+    )  # fmt: skip
+    assert abs(policy.distribution.mode(policy.action_parameters({"obs": torch.ones(1, 1)}))["action"].item()) < 0.1
+    assert policy.log_std.item() == 0.0

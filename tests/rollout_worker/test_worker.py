@@ -1,0 +1,255 @@
+"""The rollout worker on a real Redis: what it pushes, how it ends, and what it does when an environment raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout_worker.worker import Worker
+from shared import fragment
+from shared.config import Config
+from shared.errors import ConfigError, EnvironmentFailure, WorkerSuperseded
+from shared.events import read_events
+from shared.experience_log import START, ExperienceLog
+from shared.fragment import Fragment
+from shared.heartbeat import Beat, read_heartbeats
+from shared.ledger import read_books
+from shared.role import Role
+from shared.steps import Phase
+from tests.conftest import minimal_config
+from tests.environments_for_tests import MODULE
+from trainer_node.trainer import Trainer
+
+MakeRole = Callable[..., Role]
+
+
+def flaky(tally: Path, times: int, place: str = "step", **fields: Any) -> Config:
+    kwargs = {"tally": str(tally), "times": times, "place": place}
+    return minimal_config(environment={"id": f"{MODULE}:FailsAFewTimes", "num_envs": 2, "kwargs": kwargs, **fields})
+
+
+@contextmanager
+def published(make_role: MakeRole, config: Config) -> Iterator[Trainer]:
+    """A run whose trainer has put version 0 on the board."""
+    trainer = Trainer(make_role(config), None)
+    trainer.start()
+    try:
+        yield trainer
+    finally:
+        trainer._publisher.close()
+        trainer._heartbeat.stop("the test is over")
+
+
+@contextmanager
+def started(role: Role, index: int = 0) -> Iterator[Worker]:
+    worker = Worker(role, index)
+    worker.start()
+    try:
+        yield worker
+    finally:
+        worker.stop("the test is over")
+
+
+def fragments_of(role: Role) -> list[Fragment]:
+    return [fragment.decode(entry.fragment) for entry in ExperienceLog(role.redis, role.run_id).read(START, 100, 0)]
+
+
+def beat_of(role: Role, worker: str) -> Beat:
+    return next(beat for beat in read_heartbeats(role.redis, role.run_id) if beat.id == worker)
+
+
+def test_fragments_tell_who_made_them_in_which_order_with_which_policy(make_role: MakeRole) -> None:
+    config = minimal_config()
+    role = make_role(config)
+    with published(make_role, config), started(role, 3) as worker:
+        assert [worker.step(0) for _ in range(3)] == ["pushed", "pushed", "waited"], "lockstep: K = 2 a version"
+        sent = fragments_of(role)
+        for seq, item in enumerate(sent):
+            header = item.header
+            assert (header.run_id, header.worker_id, header.incarnation, header.seq) == (
+                role.run_id,
+                "worker-3",
+                0,
+                seq,
+            )
+            assert (header.phase, header.policy_versions) == (Phase.TRAIN, {"default": 0})
+            assert (header.steps, header.num_envs) == (8, 4) and header.acting_seconds > 0
+            fragment.check(item, role.run_id, role.description())
+        assert np.array_equal(sent[0].columns["default"]["bootstrap_obs"], sent[1].columns["default"]["obs"][0]), (
+            "episodes go on"
+        )
+        line = read_books(role.redis, role.run_id)["worker-3"]
+        assert line.balances and line.produced.fragments == line.in_flight.fragments == 2
+        assert line.produced.transitions == 64
+
+
+def test_it_acts_with_the_version_that_the_claim_asks_for(make_role: MakeRole) -> None:
+    config = minimal_config()
+    role = make_role(config)
+    with published(make_role, config) as trainer, started(role) as worker:
+        assert [worker.step(0), worker.step(0)] == ["pushed", "pushed"]
+        assert trainer.step(0) == "updated"
+        assert worker.step(0) == "pushed"
+        assert [item.header.version for item in fragments_of(role)][-1] == 1
+        assert beat_of(role, "worker-0").alive
+
+
+def test_in_heat_up_it_acts_at_random(make_role: MakeRole) -> None:
+    config = minimal_config(heatup="64 env_steps")
+    role = make_role(config)
+    with published(make_role, config) as trainer, started(role) as worker:
+        assert [worker.step(0), worker.step(0), trainer.step(0), worker.step(0)] == [
+            "pushed",
+            "pushed",
+            "updated",
+            "pushed",
+        ]
+        sent = fragments_of(role)
+        assert [item.header.phase for item in sent] == [Phase.HEATUP, Phase.HEATUP, Phase.TRAIN]
+        assert not sent[0].columns["default"]["log_prob"].any() and sent[2].columns["default"]["log_prob"].all()
+
+
+@pytest.mark.parametrize("place", ["step", "reset"])
+def test_a_failing_environment_is_started_again_and_told(make_role: MakeRole, tmp_path: Path, place: str) -> None:
+    config = flaky(tmp_path / "tally", times=2, place=place, failures_allowed=2)
+    role = make_role(config)
+    with published(make_role, config), started(role) as worker:
+        words = [worker.step(0) for _ in range(4)]
+        assert words.count("pushed") == 2 and set(words) <= {"failed", "pushed", "waited"}
+        assert len(fragments_of(role)) == 2, "what was cut off was never produced"
+        assert [item.header.seq for item in fragments_of(role)] == [0, 1]
+        told = [event.text for event in read_events(role.redis, role.run_id) if event.kind == "environment"]
+        assert [text.startswith("worker-0: environment 0 raised ValueError in") for text in told] == [True, True]
+        assert "failure number 1" in told[0] and "failure number 2" in told[1]
+        assert read_books(role.redis, role.run_id)["total"].balances
+
+
+def test_beyond_the_limit_the_worker_raises_with_the_environments_traceback(
+    make_role: MakeRole, tmp_path: Path
+) -> None:
+    config = flaky(tmp_path / "tally", times=99, failures_allowed=2)
+    role = make_role(config)
+    with published(make_role, config):
+        with pytest.raises(EnvironmentFailure) as caught:
+            Worker(role, 0).run()
+        text = str(caught.value)
+        assert text.startswith("worker-0: environment 0 raised ValueError in step: failure number 3")
+        assert "environments_for_tests.py" in text and "failures_allowed is 2" in text
+        beat = beat_of(role, "worker-0")
+        assert not beat.alive and beat.ended == "failed"
+        assert role.flow.read().claimed == 0, "its claim is given back"
+        assert not fragments_of(role)
+
+
+def test_an_environment_that_fails_from_the_start_ends_the_worker_cleanly(make_role: MakeRole, tmp_path: Path) -> None:
+    config = flaky(tmp_path / "tally", times=99, place="reset", failures_allowed=2)
+    role = make_role(config)
+    with published(make_role, config):
+        with pytest.raises(
+            EnvironmentFailure, match=r"^worker-0: environment 0 raised ValueError in reset: failure number 3"
+        ):
+            Worker(role, 0).run()
+        beat = beat_of(role, "worker-0")
+        assert not beat.alive and beat.ended == "failed", "nobody beats on for a worker that is gone"
+
+
+def test_a_drained_worker_ends_after_its_fragment(make_role: MakeRole) -> None:
+    config = minimal_config()
+    role = make_role(config)
+    with published(make_role, config):
+        worker = Worker(role, 1)
+        step, words = worker.step, []
+
+        def then_drain(wait_seconds: float) -> str:
+            words.append(step(wait_seconds))
+            role.flow.drain("worker-1")
+            return words[-1]
+
+        worker.step = then_drain  # type: ignore[method-assign]
+        assert worker.run() == "drain"
+        assert words == ["pushed", "end:drain"]
+        beat = beat_of(role, "worker-1")
+        assert beat.ended == "drain" and not beat.alive
+        assert [event.text for event in read_events(role.redis, role.run_id)][-1] == "worker-1 ended: drain"
+
+
+def test_the_other_workers_go_on_when_one_is_drained(make_role: MakeRole) -> None:
+    config = minimal_config()
+    role, other = make_role(config), make_role(config)
+    with published(make_role, config), started(role, 0) as stays, started(other, 1) as goes:
+        role.flow.drain("worker-1")
+        assert goes.step(0) == "end:drain"
+        assert [stays.step(0), stays.step(0)] == ["pushed", "pushed"]
+
+
+@pytest.mark.parametrize("word", ["stopping", "finished"])
+def test_a_worker_ends_with_the_run(make_role: MakeRole, word: str) -> None:
+    config = minimal_config()
+    role = make_role(config)
+    with published(make_role, config):
+        role.flow.set_state(word, "the test says so")
+        assert Worker(role, 0).run() == word
+
+
+def test_a_superseded_worker_ends_and_its_successor_goes_on(make_role: MakeRole) -> None:
+    config = minimal_config()
+    role, other = make_role(config), make_role(config)
+    with published(make_role, config), started(role) as elder, started(other) as younger:
+        assert (elder.incarnation, younger.incarnation) == (0, 1)
+        with pytest.raises(WorkerSuperseded, match="worker-0: a newer incarnation than 0 has registered"):
+            elder.step(0)
+        assert younger.step(0) == "pushed"
+        assert [item.header.incarnation for item in fragments_of(role)] == [1]
+
+
+def test_a_superseded_worker_leaves_its_successors_claims_alone(make_role: MakeRole) -> None:
+    config = minimal_config()
+    role, other = make_role(config), make_role(config)
+    with published(make_role, config), started(other) as elder, started(role) as younger:
+        assert role.flow.claim("worker-0", younger.incarnation, 0).granted
+        elder.stop("superseded")
+        assert role.flow.read().claimed == 1
+        younger.stop("the test is over")
+        assert role.flow.read().claimed == 0
+
+
+def test_every_worker_and_every_incarnation_meets_its_own_starts(make_role: MakeRole) -> None:
+    config = minimal_config(environment={"id": f"{MODULE}:Noise", "num_envs": 2}, rollout={"fragments_per_update": 8})
+    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"minibatch_size": 16})})
+    role = make_role(config)
+    with published(make_role, config):
+        for index in (0, 1, 0):
+            with started(make_role(config), index) as worker:
+                assert worker.step(0) == "pushed"
+        seen = [item.columns["default"]["obs"][0].tobytes() for item in fragments_of(role)]
+    assert len(set(seen)) == 3
+
+
+def test_the_same_worker_of_the_same_run_seed_meets_the_same_starts(
+    make_role: MakeRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = minimal_config(seed=7)
+    role = make_role(config)
+    with published(make_role, config):
+        first, second = Worker(role, 2), Worker(role, 2)
+        drawn = []
+        for worker in (first, second):
+            worker._description, worker.incarnation = role.description(), 4
+            sampler = worker._make_sampler()
+            drawn.append(sampler._now["default"][0]["obs"].copy())
+            sampler.close()
+    assert np.array_equal(drawn[0], drawn[1])
+
+
+def test_a_config_that_is_not_the_runs_is_refused_before_anything_happens(make_role: MakeRole) -> None:
+    config = minimal_config()
+    with published(make_role, config):
+        stranger = make_role(minimal_config(seed=99))
+        with pytest.raises(ConfigError, match=r"start the role with the run's own config.yaml"):
+            Worker(stranger, 0).run()
+        assert all(beat.role == "trainer" for beat in read_heartbeats(stranger.redis, stranger.run_id))
