@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-
 import textwrap
-from typing import Any, cast
+from typing import Any
 
 import yaml
 from pydantic import BaseModel
@@ -83,7 +82,7 @@ def _commented(model: type[BaseModel], values: dict[str, Any], depth: int, lines
 def _model(field: FieldInfo) -> type[BaseModel] | None:
     annotation = field.annotation
     if isinstance(annotation, type) and issubclass(annotation, BaseModel) and not field.metadata:
-        return cast(type[BaseModel], annotation)
+        return annotation
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import logging
 import os
 import platform
 import socket
@@ -12,6 +13,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import redis
 
 from coordinator.services import BUCKET, new_secret, start_redis, start_s3
 from shared.config import Config
@@ -115,15 +119,28 @@ def _embedded_s3() -> str:
 
 def _redis(config: Config) -> str:
     client = connect_redis(Address("doctor", config.redis.url, ""), config)
-    policy = client.config_get("maxmemory-policy").get("maxmemory-policy")  # type: ignore[union-attr]
+    policy = _setting(client, "maxmemory-policy")
     if policy != "noeviction":
         raise StagecoachError(f"maxmemory-policy is {policy}; set it to noeviction, or Redis may throw the log away")
-    appendonly = client.config_get("appendonly").get("appendonly")  # type: ignore[union-attr]
+    appendonly = _setting(client, "appendonly")
     if appendonly != "yes":
         raise StagecoachError(
             "appendonly is off; turn it on, or a Redis that restarts forgets what is not checkpointed"
         )
     return f"{config.redis.url} answers, never evicts, and keeps an append-only file"
+
+
+def _setting(client: Any, name: str) -> str:
+    """One Redis setting; servers that hide CONFIG (managed ones do) are reported as such."""
+    try:
+        pairs = {_text(key): _text(value) for key, value in client.config_get(name).items()}
+    except redis.ResponseError as error:
+        raise StagecoachError(f"{name} cannot be read ({error}); make sure that it is right") from None
+    return pairs.get(name, "unknown")
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _store(config: Config) -> str:
@@ -147,9 +164,10 @@ def _ray(config: Config | None) -> str:
 
     if config is None or config.ray.address == "embedded":
         return f"Ray {ray.__version__} is installed; each run starts its own on loopback"
-    ray.init(address=config.ray.address, log_to_driver=False, logging_level="ERROR")
+    ray.init(address=config.ray.address, log_to_driver=False, logging_level=logging.ERROR)
+    resources: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
     try:
-        return f"{config.ray.address} answers with {ray.cluster_resources().get('CPU', 0):g} CPUs"
+        return f"{config.ray.address} answers with {resources.get('CPU', 0):g} CPUs"
     finally:
         ray.shutdown()
 

@@ -103,7 +103,8 @@ class Fleet:
     def _trainer_options(self) -> dict[str, Any]:
         trainer = self._config.trainer
         gpus = trainer.num_gpus
-        if not gpus and trainer.device != "cpu" and ray.cluster_resources().get("GPU", 0) >= 1:
+        found: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        if not gpus and trainer.device != "cpu" and found.get("GPU", 0) >= 1:
             gpus = 1.0
         return {"num_cpus": trainer.num_cpus, "num_gpus": gpus}
 

@@ -59,6 +59,7 @@ def prepare_resume(role: Role) -> None:
         _refuse_reached(role.config, PhaseCounters.from_dict(finished["counters"]))
     if not create_flow(role):
         role.check_config()
+        role.flow.set_bounds(role.config.rollout.lease_seconds, role.config.rollout.max_log_bytes)
         role.flow.set_desired_workers(role.config.rollout.workers)
         role.flow.release()
         role.redis.delete(RunKeys(role.run_id).heartbeats, RunKeys(role.run_id).draining)

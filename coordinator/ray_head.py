@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray._private import ray_constants
-from ray._raylet import AuthenticationTokenLoader
-from ray._raylet import Config as RayletConfig
 
 from coordinator.services import RayService, new_secret, start_ray
 from shared.config import Config
@@ -38,7 +38,7 @@ class RayHead:
         if not self._owned:
             return
         try:
-            ray.init(address=self._address, log_to_driver=False, logging_level="ERROR")
+            ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise UserError(
                 f"Ray at {self._address} cannot be joined: {' '.join(str(error).split())}; correct ray.address, or use "
@@ -61,6 +61,7 @@ def _token() -> str:
     """
     os.environ["RAY_AUTH_MODE"] = "token"
     token = os.environ.setdefault("RAY_AUTH_TOKEN", new_secret() + new_secret())
-    RayletConfig.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    raylet: Any = ray._raylet
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
     return token

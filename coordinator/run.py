@@ -87,7 +87,10 @@ class Run:
         folder = RunFolder.find(run_id, runs_dir)
         config = folder.config(overrides)
         if config.hash() != folder.config().hash():
-            raise ConfigError("resume may change stop_at, signals and addresses, but nothing that decides the learning")
+            raise ConfigError(
+                "resume may change what does not decide the learning (stop_at, rollout.workers, checkpoint, signals, …); "
+                "one of --set does; start a new run for that"
+            )
         check(config)
         folder.lock()
         try:

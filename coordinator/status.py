@@ -69,7 +69,7 @@ def live_status(client: redis.Redis, run_id: str) -> Status:
         episodes=int(trainer.get("episodes", 0)), desired_workers=flow.desired_workers,
         bottleneck=bottleneck(beats, store), roles=beats,
         ledger={worker: line.as_dict() for worker, line in read_books(client, run_id).items()},
-        log={"entries": int(cast(int, client.xlen(keys.log))), "bytes": flow.log_bytes, "max_bytes": flow.max_log_bytes},
+        log={"entries": client.xlen(keys.log), "bytes": flow.log_bytes, "max_bytes": flow.max_log_bytes},
         flow={"in_flight": flow.in_flight, "window": flow.window, "max_policy_lag": flow.max_policy_lag},
         signals=signals, store=store, latest=store.get("durable"), best=best["checkpoint"] if best else None,
         evaluation=newest,

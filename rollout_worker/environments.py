@@ -93,7 +93,8 @@ class GymnasiumEnvironments:
     def reset(self, seeds: Sequence[int]) -> dict[str, tuple[Columns, Array]]:
         try:
             # a native environment has one source of randomness for all its copies, and takes one seed
-            observations, _ = self._env.reset(seed=seeds[0] if self._native else list(seeds))
+            seed: Any = seeds[0] if self._native else list(seeds)
+            observations, _ = self._env.reset(seed=seed)
         except EnvironmentFailure:
             raise
         except Exception as error:
@@ -145,7 +146,7 @@ class GymnasiumEnvironments:
     def _record(self, index: int, infos: dict[str, Any]) -> EpisodeRecord:
         if self._mode is AutoresetMode.SAME_STEP:
             infos = infos.get("final_info", {})
-        metrics = {}
+        metrics: dict[str, float] = {}
         for name, values in infos.items():
             present = infos.get(f"_{name}")
             if present is not None and np.ndim(values) == 1 and present[index]:
@@ -214,7 +215,11 @@ class ParallelEnvironments:
         return Step(steps, episodes)
 
     def _step_one(
-        self, index: int, nested: Mapping[str, Any], steps: dict[str, PolicyStep], finals: dict[str, list[tuple[int, Any]]]
+        self,
+        index: int,
+        nested: Mapping[str, Any],
+        steps: dict[str, PolicyStep],
+        finals: dict[str, list[tuple[int, Any]]],
     ) -> None:
         acting = {}
         for policy_id, agents in self._slots.items():
@@ -250,9 +255,7 @@ class ParallelEnvironments:
     def _rows(self, policy_id: str, prefix: str, values: Sequence[Any]) -> Columns:
         """Stacked columns; zeros where an agent is absent (None)."""
         spec = self._description.policies[policy_id].observation
-        columns = {
-            leaf.column(prefix): np.zeros((len(values), *leaf.shape), leaf.column_dtype) for leaf in spec.leaves
-        }
+        columns = {leaf.column(prefix): np.zeros((len(values), *leaf.shape), leaf.column_dtype) for leaf in spec.leaves}
         for row, value in enumerate(values):
             if value is not None:
                 for name, array in spec.flatten(prefix, value).items():
@@ -261,8 +264,8 @@ class ParallelEnvironments:
 
     def _blank(self, policy_id: str) -> PolicyStep:
         size = len(self._slots[policy_id]) * self.num_envs
-        flags = [np.zeros(size, np.bool_) for _ in range(3)]
-        return PolicyStep({}, np.zeros(size, np.float32), *flags, {}, np.zeros(0, np.int32))
+        over, cut, mask = (np.zeros(size, np.bool_) for _ in range(3))
+        return PolicyStep({}, np.zeros(size, np.float32), over, cut, mask, {}, np.zeros(0, np.int32))
 
     def close(self) -> None:
         for env in self._envs:

@@ -86,7 +86,10 @@ def play(
 
 
 def evaluate_policies(
-    config: Config, description: EnvironmentDescription, policies: Mapping[str, ActorCritic], episodes: int | None = None
+    config: Config,
+    description: EnvironmentDescription,
+    policies: Mapping[str, ActorCritic],
+    episodes: int | None = None,
 ) -> Scores:
     """Makes the evaluation environments, plays, and closes them; raises `EnvironmentFailure`."""
     evaluation = config.evaluation

@@ -102,7 +102,9 @@ class Evaluator:
         scores |= {"version": checkpoint_version(name), "checkpoint": name}
         scores |= {"env_steps": checkpoint.manifest.provenance["counters"]["train"]["env_steps"]}
         record_evaluation(role.redis, role.run_id, name, scores)
-        text = f"{name} scores {scores['mean_return']:.1f} ± {scores['std_return']:.1f} over {scores['episodes']} episodes"
+        text = (
+            f"{name} scores {scores['mean_return']:.1f} ± {scores['std_return']:.1f} over {scores['episodes']} episodes"
+        )
         emit(role.redis, role.run_id, "evaluation", text, **scores)
         progress = {"evaluations": self._heartbeat.progress["evaluations"] + 1, "checkpoint": name}
         self._heartbeat.progress = progress | {"seconds": round(time.monotonic() - started, 3)}

@@ -47,7 +47,9 @@ def describe_environment(config: Config) -> EnvironmentDescription:
             ) from None
         described = PolicySpaces(describe_space(observation), describe_space(action))
         if policies.setdefault(policy_id, described) != described:
-            raise ConfigError(f"agents of policy {policy_id!r} have different spaces; give {agent!r} a policy of its own")
+            raise ConfigError(
+                f"agents of policy {policy_id!r} have different spaces; give {agent!r} a policy of its own"
+            )
     unused = sorted(set(config.policies) - set(policies))
     if unused:
         raise ConfigError(f"policies {unused} have no agent; the environment's agents are {sorted(found)}")
@@ -63,7 +65,7 @@ def make(config: EnvironmentConfig, **overrides: Any) -> Any:
     if is_factory(config.id):
         env = _call(import_object(config.id, "environment.id"), kwargs, config.id)
     else:
-        limit = {"max_episode_steps": config.max_episode_steps} if config.max_episode_steps else {}
+        limit: dict[str, Any] = {"max_episode_steps": config.max_episode_steps} if config.max_episode_steps else {}
         env = _registered(lambda: gym.make(config.id, **limit, **kwargs), config.id)
     fits = hasattr(env, "possible_agents") if config.api == "pettingzoo" else isinstance(env, gym.Env)
     if not fits:
@@ -81,20 +83,27 @@ def make_native(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any
     if config.wrappers:
         raise ConfigError("environment.vectorization=native cannot apply environment.wrappers; use sync or async")
     if is_factory(config.id):
-        made = _call(import_object(config.id, "environment.id"), {"num_envs": config.num_envs, **config.kwargs}, config.id)
+        made = _call(
+            import_object(config.id, "environment.id"), {"num_envs": config.num_envs, **config.kwargs}, config.id
+        )
         if not isinstance(made, gym.vector.VectorEnv):
-            raise EnvironmentUnusable(f"{config.id} returned a {type(made).__name__}; native expects a gymnasium VectorEnv")
+            raise EnvironmentUnusable(
+                f"{config.id} returned a {type(made).__name__}; native expects a gymnasium VectorEnv"
+            )
         return made
     spec = _registered(lambda: gym.spec(config.id), config.id)
     if spec.vector_entry_point is None:
-        raise ConfigError(f"{config.id} has no vectorised version of its own; use environment.vectorization: sync or async")
-    limit = {"max_episode_steps": config.max_episode_steps} if config.max_episode_steps else {}
-    return _registered(
+        raise ConfigError(
+            f"{config.id} has no vectorised version of its own; use environment.vectorization: sync or async"
+        )
+    limit: dict[str, Any] = {"max_episode_steps": config.max_episode_steps} if config.max_episode_steps else {}
+    vector: gym.vector.VectorEnv[Any, Any, Any] = _registered(
         lambda: gym.make_vec(
             config.id, config.num_envs, vectorization_mode="vector_entry_point", **limit, **config.kwargs
         ),
         config.id,
     )
+    return vector
 
 
 def is_factory(name: str) -> bool:
@@ -110,7 +119,9 @@ def import_object(path: str, field: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module_name), name)
     except ModuleNotFoundError as error:
-        raise EnvironmentUnusable(f"{field}: {path!r}: {error}; install it or start from the folder that holds it") from None
+        raise EnvironmentUnusable(
+            f"{field}: {path!r}: {error}; install it or start from the folder that holds it"
+        ) from None
     except AttributeError:
         raise EnvironmentUnusable(f"{field}: module {module_name!r} has no {name!r}") from None
     except Exception as error:
@@ -126,7 +137,9 @@ def _registered(make_it: Callable[[], Any], name: str) -> Any:
         raise EnvironmentUnusable(f"{name} needs a package that is not installed: {error}") from None
     except gym.error.Error as error:
         hint = "" if ":" in name else "; a user's own environment is given as module:factory"
-        raise EnvironmentUnusable(f"unknown or unusable environment {name!r}: {' '.join(str(error).split())}{hint}") from None
+        raise EnvironmentUnusable(
+            f"unknown or unusable environment {name!r}: {' '.join(str(error).split())}{hint}"
+        ) from None
     except Exception as error:
         raise EnvironmentUnusable(f"{name} cannot be made: {type(error).__name__}: {error}") from error
 

@@ -173,7 +173,9 @@ class Worker:
     def _bootstrap(self) -> None:
         """The first policy comes from the newest checkpoint, once `.ready` says that there is one."""
         checkpoints = self._role.checkpoints
-        with self._heartbeat.waiting("the first checkpoint (.ready)", self._config.rollout.wait_deadline_seconds) as wait:
+        with self._heartbeat.waiting(
+            "the first checkpoint (.ready)", self._config.rollout.wait_deadline_seconds
+        ) as wait:
             poll(wait, lambda: checkpoints.marker(READY) is not None and self._load_newest())
 
     def _load_newest(self) -> bool:

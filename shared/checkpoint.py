@@ -136,7 +136,11 @@ class CheckpointStore:
             data, found = self.read_manifest(manifest.name)
         except CheckpointNotFound:
             return None
-        odd = [name for name in {*found.objects, *manifest.objects} if found.objects.get(name) != manifest.objects.get(name)]
+        odd = [
+            name
+            for name in {*found.objects, *manifest.objects}
+            if found.objects.get(name) != manifest.objects.get(name)
+        ]
         if odd:
             raise CheckpointDamaged(
                 f"{manifest.name} is in the store with other contents of {sorted(odd)} (written by epoch {found.epoch}); "
@@ -175,7 +179,9 @@ class CheckpointStore:
                 return None
             except ValidationError:
                 time.sleep(0.05 * (attempt + 1))
-        raise CheckpointDamaged(f"{POINTER} of run {self.run_id} cannot be read; the checkpoints beside it may be intact")
+        raise CheckpointDamaged(
+            f"{POINTER} of run {self.run_id} cannot be read; the checkpoints beside it may be intact"
+        )
 
     def names(self) -> list[str]:
         """All checkpoint folders in the store, oldest version first, complete or not."""

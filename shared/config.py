@@ -273,6 +273,13 @@ class StoreConfig(Section):
         _refuse_credentials("store.endpoint_url", self.endpoint_url or "", "AWS_ACCESS_KEY_ID")
         if self.url != "embedded" and urlsplit(self.url).scheme not in {"s3", "file"}:
             raise ValueError(f"store.url must be 'embedded' or start with s3:// or file://, found {self.url!r}")
+        parts = urlsplit(self.url)
+        if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
+            raise ValueError(
+                f"store.url must name an absolute folder, as file:///data/checkpoints does, found {self.url!r}"
+            )
+        if parts.scheme == "s3" and not parts.netloc:
+            raise ValueError(f"store.url must name a bucket, as s3://bucket/prefix does, found {self.url!r}")
         return self
 
 
@@ -296,6 +303,18 @@ class SignalsConfig(Section):
     """`signals/tensorboard` in the run's folder."""
     window_episodes: int = Field(100, ge=1)
     """Episodes behind `rollout/ep_rew_mean`."""
+
+
+_DECIDES_LEARNING: Any = {
+    "seed": True,
+    "environment": {"id", "kwargs", "api", "wrappers", "num_envs", "vectorization", "max_episode_steps"},
+    "policies": True,
+    "agents": True,
+    "algorithm": True,
+    "rollout": {"fragment_steps", "fragments_per_update", "max_policy_lag"},
+    "heatup": True,
+}
+"""The fields behind `Config.hash`: all roles of a run must agree on them, and a resume may not change them."""
 
 
 class Config(Section):
@@ -361,8 +380,8 @@ class Config(Section):
         return self
 
     def hash(self) -> str:
-        """SHA-256 of what decides the learning (not where it runs): 64 hex digits."""
-        data = self.model_dump(mode="json", exclude={"runs_dir", "redis", "store", "ray", "signals", "stop_at"})
+        """SHA-256 of what decides the learning (not where, by how many, or until when it runs): 64 hex digits."""
+        data = self.model_dump(mode="json", include=_DECIDES_LEARNING)
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
     def policy_of(self, agent: str) -> str:

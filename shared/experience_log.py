@@ -68,7 +68,7 @@ class ExperienceLog:
         return int(removed)
 
     def __len__(self) -> int:
-        return int(cast(int, self._redis.xlen(self._keys.log)))
+        return self._redis.xlen(self._keys.log)
 
 
 def whole_number(text: bytes) -> int:

@@ -84,12 +84,20 @@ class Flow:
             return self._script[name](keys=keys, args=args)
         except redis.ResponseError as error:
             if "NORUN" in str(error):
-                raise RunNotFound(f"Redis knows no run {self._keys.run_id!r}; is this the Redis it was started on?") from None
+                raise RunNotFound(
+                    f"Redis knows no run {self._keys.run_id!r}; is this the Redis it was started on?"
+                ) from None
             raise
 
     def create(
-        self, *, fragments_per_update: int, max_policy_lag: int, lease_seconds: float, max_log_bytes: int,
-        workers: int, config_hash: str,
+        self,
+        *,
+        fragments_per_update: int,
+        max_policy_lag: int,
+        lease_seconds: float,
+        max_log_bytes: int,
+        workers: int,
+        config_hash: str,
     ) -> bool:
         """The flow of a new run, in state `running`; False where it is there already (nothing is changed)."""
         fields: dict[str, Any] = {
@@ -153,6 +161,11 @@ class Flow:
     def set_state(self, state: str, reason: str, expected: str = "") -> bool:
         """running → stopping → finished; only from `expected` where that is given."""
         return bool(self._run("SET_STATE", [self._keys.flow, self._keys.wakeups], [state, reason, expected]))
+
+    def set_bounds(self, lease_seconds: float, max_log_bytes: int) -> None:
+        """The bounds that a resume may change; K and L stay what they were."""
+        bounds: Any = {"lease_ms": int(lease_seconds * 1000), "max_log_bytes": max_log_bytes}
+        self._redis.hset(self._keys.flow, mapping=bounds)
 
     def set_desired_workers(self, workers: int) -> None:
         """What the coordinator shall bring the fleet to."""

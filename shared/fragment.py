@@ -31,7 +31,17 @@ from shared.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
 from shared.steps import Phase
 
 WIRE_VERSION = 1
-REASONS = ("undecodable", "corrupt", "wire_version", "schema", "foreign_run", "not_finite", "stale", "duplicate", "lost")
+REASONS = (
+    "undecodable",
+    "corrupt",
+    "wire_version",
+    "schema",
+    "foreign_run",
+    "not_finite",
+    "stale",
+    "duplicate",
+    "lost",
+)
 """Why a fragment may be dropped, in the ledger's words."""
 
 
@@ -88,7 +98,9 @@ class Fragment:
 
 def encode(fragment: Fragment, compression: column_codec.Compression = "none") -> bytes:
     """One safetensors blob; the same fragment always gives the same bytes."""
-    flat = {f"{policy}/{name}": array for policy, columns in fragment.columns.items() for name, array in columns.items()}
+    flat = {
+        f"{policy}/{name}": array for policy, columns in fragment.columns.items() for name, array in columns.items()
+    }
     packed, layout = column_codec.pack(flat, compression)
     return tensor_blob.encode(packed, asdict(fragment.header) | {"layout": layout})
 

@@ -70,7 +70,9 @@ class Wait:
     def check(self) -> None:
         """Raises `WaitTimeout` once the deadline has passed."""
         if self.seconds > self.deadline_seconds:
-            raise WaitTimeout(f"waited {self.seconds:.0f} s for {self.name}; the deadline is {self.deadline_seconds:g} s")
+            raise WaitTimeout(
+                f"waited {self.seconds:.0f} s for {self.name}; the deadline is {self.deadline_seconds:g} s"
+            )
 
 
 class Heartbeat:
@@ -138,7 +140,7 @@ class Heartbeat:
 def read_heartbeats(client: redis.Redis, run_id: str) -> list[Beat]:
     """The last beat of every role of the run, trainer first."""
     raw = cast(dict[bytes, bytes], client.hgetall(RunKeys(run_id).heartbeats))
-    seconds, micros = cast(tuple[int, int], client.time())
+    seconds, micros = client.time()
     beats = []
     for name, value in raw.items():
         stamp, _, text = value.decode().partition(" ")

@@ -89,5 +89,8 @@ def read_launch(folder: Path, run_id: str) -> RoleLaunch:
     except FileNotFoundError:
         raise RunNotFound(f"no live run {run_id!r} in {folder.parent}; `stagecoach runs` lists what is there") from None
     return RoleLaunch(
-        config.model_dump(mode="json"), Address(**services["address"]), tuple(services["import_path"]), str(folder.resolve())
+        config.model_dump(mode="json"),
+        Address(**services["address"]),
+        tuple(services["import_path"]),
+        str(folder.resolve()),
     )

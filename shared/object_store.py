@@ -74,7 +74,9 @@ class S3Store:
 
     def get(self, key: str) -> bytes:
         broken = ""
-        for attempt in range(_READ_TRIES):  # boto3 retries a request, but not a body that breaks off (a replaced object)
+        for attempt in range(
+            _READ_TRIES
+        ):  # boto3 retries a request, but not a body that breaks off (a replaced object)
             time.sleep(0.02 * attempt)
             answer = self._call("get_object", key)
             try:
@@ -161,7 +163,9 @@ class S3Store:
         code = str(error.response.get("Error", {}).get("Code", ""))
         status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
         if code == "NoSuchBucket" or (operation == "head_bucket" and status == 404):
-            return StoreUnavailable(f"{self._where}: there is no bucket {self._bucket!r}; create it or correct store.url")
+            return StoreUnavailable(
+                f"{self._where}: there is no bucket {self._bucket!r}; create it or correct store.url"
+            )
         if status == 412 or code in {"PreconditionFailed", "ConditionalRequestConflict"}:
             return PreconditionFailed(f"{key} exists already in {self._where}")
         if status in {401, 403}:

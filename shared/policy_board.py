@@ -48,15 +48,32 @@ class PolicyBoard:
         self._publish = client.register_script(scripts.PUBLISH)
 
     def publish(
-        self, *, epoch: int, version: int, consumed: int, settled_id: str, ledger: Ledger, header: VersionHeader,
-        blob: bytes, checkpoint: str = "",
+        self,
+        *,
+        epoch: int,
+        version: int,
+        consumed: int,
+        settled_id: str,
+        ledger: Ledger,
+        header: VersionHeader,
+        blob: bytes,
+        checkpoint: str = "",
     ) -> Published:
         """Version, weights, credit and ledger in one step; raises `Fenced` for an older trainer.
 
         `blob` is empty and `checkpoint` names the weights under the transport `object_store`.
         """
         keys = [self._keys.flow, self._keys.board, self._keys.ledger, self._keys.wakeups]
-        args: list[Any] = [epoch, version, consumed, settled_id, ledger.as_json(), json.dumps(header.as_dict()), blob, checkpoint]
+        args: list[Any] = [
+            epoch,
+            version,
+            consumed,
+            settled_id,
+            ledger.as_json(),
+            json.dumps(header.as_dict()),
+            blob,
+            checkpoint,
+        ]
         word, state, reason, log_bytes = cast(list[Any], self._publish(keys, args))
         if word == b"fenced":
             raise Fenced(f"epoch {epoch} may not publish version {version}; a newer trainer has taken over")

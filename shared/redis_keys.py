@@ -17,7 +17,9 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 def check_run_id(run_id: str) -> str:
     """Returns `run_id`; raises `UserError` where it could not be a key, a folder and an object name alike."""
     if not _RUN_ID.fullmatch(run_id):
-        raise UserError(f"run id {run_id!r}: expected 1 to 64 letters, digits, '.', '_' or '-', a letter or digit first")
+        raise UserError(
+            f"run id {run_id!r}: expected 1 to 64 letters, digits, '.', '_' or '-', a letter or digit first"
+        )
     return run_id
 
 

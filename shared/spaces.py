@@ -126,16 +126,23 @@ class SpaceSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {"leaves": [asdict(leaf) for leaf in self.leaves], "structure": self.structure}
+        return {"leaves": [_leaf_data(leaf) for leaf in self.leaves], "structure": self.structure}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SpaceSpec:
         """The inverse of `as_dict`."""
-        leaves = tuple(
-            Leaf(**{key: tuple(value) if isinstance(value, list) else value for key, value in leaf.items()})
-            for leaf in data["leaves"]
-        )
-        return cls(leaves, data["structure"])
+        return cls(tuple(_leaf_from(leaf) for leaf in data["leaves"]), data["structure"])
+
+
+def _leaf_data(leaf: Leaf) -> dict[str, Any]:
+    """Plain data; bounds that are infinite become text, which JSON has no number for."""
+    sides = {name: [x if math.isfinite(x) else str(x) for x in getattr(leaf, name)] for name in ("low", "high")}
+    return asdict(leaf) | sides
+
+
+def _leaf_from(data: Mapping[str, Any]) -> Leaf:
+    plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+    return Leaf(**plain | {name: tuple(float(x) for x in data[name]) for name in ("low", "high")})
 
 
 @dataclass(frozen=True)

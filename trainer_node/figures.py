@@ -1,4 +1,5 @@
-"""The figures of one update, under the field's names: `rollout/…`, `train/…`, `time/…`, `wait/…`, `policy/…`."""
+"""The figures of one update, under the field's names: `rollout/…`, `train/…`, `time/…`, `wait/…`, `policy/…`,
+and the environment's own metrics as `environment/…`."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ class Figures:
         self._fps = 0.0
 
     def row(
-        self, learner: Learner, fragments: list[Fragment], metrics: Mapping[str, float], version: int,
+        self,
+        learner: Learner,
+        fragments: list[Fragment],
+        metrics: Mapping[str, float],
+        version: int,
         waited: Mapping[str, float],
     ) -> dict[str, float]:
         """All figures after an update."""
@@ -31,7 +36,7 @@ class Figures:
         speed = sum(item.header.transitions for item in fragments) / max(now - self._last, 1e-9)
         self._fps = speed if not self._fps else _SMOOTHING * self._fps + (1 - _SMOOTHING) * speed
         self._last = now
-        row = {
+        row: dict[str, float] = {
             "time/env_steps": train.env_steps,
             "time/episodes": train.episodes,
             "time/fps": self._fps,
@@ -51,6 +56,6 @@ class Figures:
                 row["rollout/success_rate"] = float(np.mean(successes))
             for name in sorted({name for record in records for name in record.metrics}):
                 values = [record.metrics[name] for record in records if name in record.metrics]
-                row[f"rollout/{name}"] = float(np.mean(values))
+                row[f"environment/{name}"] = float(np.mean(values))
         row |= {f"wait/{name.replace(' ', '_')}_seconds": seconds for name, seconds in waited.items()}
-        return row | metrics
+        return row | dict(metrics)

@@ -76,7 +76,8 @@ class Intake:
         account = self.ledger.of(entry.worker)
         last = account.high_water.get(entry.incarnation, -1)
         if entry.claimed and entry.seq <= last:
-            return self._dropped(entry, "duplicate", f"sequence number {entry.seq} after {last}")
+            self._dropped(entry, "duplicate", f"sequence number {entry.seq} after {last}")
+            return None
         if entry.claimed:
             self._count_lost(entry, entry.seq - last - 1)
             account.high_water[entry.incarnation] = entry.seq
@@ -86,7 +87,8 @@ class Intake:
             self._check_source(entry, parsed)
             self._check_lag(parsed, version, phase)
         except FragmentError as error:
-            return self._dropped(entry, error.reason, str(error))
+            self._dropped(entry, error.reason, str(error))
+            return None
         self.ledger.consume(entry.worker, entry.transitions)
         self.lags[version - parsed.header.version] += 1
         return parsed
@@ -96,9 +98,13 @@ class Intake:
         if not entry.claimed:
             raise FragmentError("schema", "no claim stands behind it: it was added to the log by hand")
         if (header.worker_id, header.incarnation, header.seq) != (entry.worker, entry.incarnation, entry.seq):
-            raise FragmentError("schema", f"the entry is {entry.worker}:{entry.incarnation}:{entry.seq}, its header differs")
+            raise FragmentError(
+                "schema", f"the entry is {entry.worker}:{entry.incarnation}:{entry.seq}, its header differs"
+            )
         if (header.steps, header.num_envs) != (self._rollout.fragment_steps, self._num_envs):
-            raise FragmentError("schema", f"{header.steps} steps × {header.num_envs} environments is not this run's shape")
+            raise FragmentError(
+                "schema", f"{header.steps} steps × {header.num_envs} environments is not this run's shape"
+            )
 
     def _check_lag(self, parsed: Fragment, version: int, phase: Phase) -> None:
         lag = version - parsed.header.version
@@ -113,7 +119,9 @@ class Intake:
         if gap > 0:
             _LOGGER.error("%s:%d: %d fragments before %d are lost", entry.worker, entry.incarnation, gap, entry.seq)
             self.ledger.drop(entry.worker, "lost", gap * entry.transitions, gap)
-            self.ledger.of(entry.worker).high_water[entry.incarnation] = entry.seq - 1  # settled with it, so counted once
+            self.ledger.of(entry.worker).high_water[entry.incarnation] = (
+                entry.seq - 1
+            )  # settled with it, so counted once
             self._give_back(entry, gap, before=True)
 
     def _dropped(self, entry: LogEntry, reason: str, detail: str) -> None:
@@ -134,5 +142,3 @@ def _before(id_: str) -> str:
     """A stream id just before `id_`."""
     milliseconds, _, seq = id_.partition("-")
     return f"{milliseconds}-{int(seq) - 1}" if int(seq) else f"{int(milliseconds) - 1}-{2**53}"
-
-

@@ -70,7 +70,9 @@ class Publisher:
         with self._lock:
             while (self._pending is not None or self._busy) and self.failure is None:
                 if not self._lock.wait(timeout=max(0.0, deadline - time.monotonic())) and time.monotonic() > deadline:
-                    raise WaitTimeout(f"the checkpoint was not durable after {deadline_seconds:g} s; is the store away?")
+                    raise WaitTimeout(
+                        f"the checkpoint was not durable after {deadline_seconds:g} s; is the store away?"
+                    )
         if self.failure is not None:
             raise self.failure
 

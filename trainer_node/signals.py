@@ -39,7 +39,7 @@ class Signals:
         if self._board is not None:
             from torch.utils.tensorboard import SummaryWriter  # its import takes a second, and is not always wanted
 
-            self._writer = SummaryWriter(str(self._board), purge_step=env_steps + 1)  # type: ignore[no-untyped-call]
+            self._writer = SummaryWriter(str(self._board), purge_step=env_steps + 1)
 
     def write(self, figures: Mapping[str, float], env_steps: int) -> None:
         """One row."""

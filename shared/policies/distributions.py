@@ -65,14 +65,14 @@ class Categorical:
 
     def mode(self, params: Tensor) -> Tensor:
         """The largest logit of each choice."""
-        picked = [part.argmax(dim=-1) for part in params.split(self._sizes, dim=-1)]
+        picked = [part.argmax(dim=-1) for part in _split(params, self._sizes)]
         return torch.stack(picked, dim=-1).reshape(params.shape[0], *self._shape)
 
     def log_prob(self, params: Tensor, action: Tensor) -> Tensor:
         """Sum over the choices of log softmax at the action."""
         action = action.reshape(params.shape[0], len(self._sizes))
         total = params.new_zeros(params.shape[0])
-        for index, part in enumerate(params.split(self._sizes, dim=-1)):
+        for index, part in enumerate(_split(params, self._sizes)):
             chosen = torch.log_softmax(part, dim=-1).gather(-1, action[:, index : index + 1])
             total = total + chosen.squeeze(-1)
         return total
@@ -80,7 +80,7 @@ class Categorical:
     def entropy(self, params: Tensor) -> Tensor:
         """Sum over the choices of −Σ p log p."""
         total = params.new_zeros(params.shape[0])
-        for part in params.split(self._sizes, dim=-1):
+        for part in _split(params, self._sizes):
             log_p = torch.log_softmax(part, dim=-1)
             total = total - (log_p.exp() * log_p).sum(dim=-1)
         return total
@@ -99,7 +99,7 @@ class DiagonalGaussian:
         return 2 * self._size
 
     def _split(self, params: Tensor) -> tuple[Tensor, Tensor]:
-        mean, log_std = params.split([self._size, self._size], dim=-1)
+        mean, log_std = _split(params, [self._size, self._size])
         return mean, log_std.clamp(*_LOG_STD_BOUNDS)
 
     def sample(self, params: Tensor, generator: torch.Generator) -> Tensor:
@@ -139,23 +139,27 @@ class ActionDistribution:
 
     def sample(self, params: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """A random joint action."""
-        parts = zip(self.names, self._leaves, params.split(self._sizes, dim=-1), strict=True)
+        parts = zip(self.names, self._leaves, _split(params, self._sizes), strict=True)
         return {name: leaf.sample(part, generator) for name, leaf, part in parts}
 
     def mode(self, params: Tensor) -> dict[str, Tensor]:
         """The most probable joint action."""
-        parts = zip(self.names, self._leaves, params.split(self._sizes, dim=-1), strict=True)
+        parts = zip(self.names, self._leaves, _split(params, self._sizes), strict=True)
         return {name: leaf.mode(part) for name, leaf, part in parts}
 
     def log_prob(self, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
         """`[B]`."""
-        parts = zip(self.names, self._leaves, params.split(self._sizes, dim=-1), strict=True)
+        parts = zip(self.names, self._leaves, _split(params, self._sizes), strict=True)
         return sum((leaf.log_prob(part, actions[name]) for name, leaf, part in parts), params.new_zeros(len(params)))
 
     def entropy(self, params: Tensor) -> Tensor:
         """`[B]`."""
-        parts = zip(self._leaves, params.split(self._sizes, dim=-1), strict=True)
+        parts = zip(self._leaves, _split(params, self._sizes), strict=True)
         return sum((leaf.entropy(part) for leaf, part in parts), params.new_zeros(len(params)))
+
+
+def _split(params: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    return torch.split_with_sizes(params, sizes, dim=-1)
 
 
 def _leaf_distribution(leaf: Leaf) -> LeafDistribution:

@@ -55,7 +55,9 @@ class PPO:
         self._config = config
         self._device = device
         self._seed = seed
-        self._optimiser = torch.optim.Adam(self.policy.parameters(), lr=config.learning_rate.start, eps=config.adam_epsilon)
+        self._optimiser = torch.optim.Adam(
+            self.policy.parameters(), lr=config.learning_rate.start, eps=config.adam_epsilon
+        )
 
     def update(self, fragments: Sequence[Columns], counters: Counters) -> dict[str, float]:
         """One update from the columns of K fragments of equal T (shared/fragment.py); answers the metrics.
@@ -71,7 +73,11 @@ class PPO:
         batch = self._batch(columns)
         history = self._epochs(batch, clip, counters.updates) if len(batch) else []
         metrics = {name: float(np.mean([item[name] for item in history])) for name in (history[0] if history else {})}
-        metrics |= {"train/learning_rate": learning_rate, "train/clip_range": clip, "train/gradient_steps": len(history)}
+        metrics |= {
+            "train/learning_rate": learning_rate,
+            "train/clip_range": clip,
+            "train/gradient_steps": len(history),
+        }
         if len(batch):
             spread = batch.target.var()
             unexplained = (batch.target - batch.value).var() / spread if len(batch) > 1 and spread > 0 else torch.nan
