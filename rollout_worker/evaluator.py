@@ -13,7 +13,7 @@ import torch
 
 from rollout_worker.evaluation import evaluate_policies
 from shared.checkpoint import checkpoint_version
-from shared.errors import CheckpointError, EnvironmentFailure
+from shared.errors import CheckpointError, EnvironmentFailure, StoreError, StoreUnavailable
 from shared.events import emit, read_evaluations, read_events, record_evaluation
 from shared.heartbeat import Heartbeat
 from shared.policies.codec import decode_policy
@@ -21,6 +21,7 @@ from shared.role import Role
 from shared.spaces import EnvironmentDescription
 
 _LOGGER = logging.getLogger("stagecoach.evaluator")
+_PASSING = (CheckpointError, StoreError, StoreUnavailable)
 _POLL_SECONDS = 1.0
 _DEADLINE_SECONDS = 86_400.0
 """A day without a checkpoint: something is wrong, and a restart looks again."""
@@ -68,7 +69,11 @@ class Evaluator:
 
     def _newest(self) -> str | None:
         """The newest checkpoint, unless it has been played already."""
-        pointer = self._role.checkpoints.pointer()
+        try:
+            pointer = self._role.checkpoints.pointer()
+        except _PASSING as error:
+            _LOGGER.warning("cannot look for a new checkpoint: %s", error)
+            return None
         done = read_evaluations(self._role.redis, self._role.run_id)
         return None if pointer is None or pointer.latest in done else pointer.latest
 
@@ -90,7 +95,7 @@ class Evaluator:
             checkpoint = role.checkpoints.load(name, only="policy.safetensors")
             policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
             scores = evaluate_policies(role.config, self._description, policies).as_dict()
-        except CheckpointError as error:
+        except _PASSING as error:
             _LOGGER.warning("cannot evaluate %s: %s", name, error)  # pruned meanwhile, or damaged: the next one counts
             time.sleep(_POLL_SECONDS)
             return

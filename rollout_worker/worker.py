@@ -18,7 +18,7 @@ from rollout_worker.exploration import Exploration, RandomActing, Sampling
 from rollout_worker.sampler import Sample, Sampler
 from shared import fragment
 from shared.checkpoint import READY
-from shared.errors import CheckpointError, EnvironmentFailure, WorkerSuperseded
+from shared.errors import CheckpointError, EnvironmentFailure, StoreError, StoreUnavailable, WorkerSuperseded
 from shared.events import emit
 from shared.experience_log import ExperienceLog
 from shared.flow import Claim
@@ -32,6 +32,8 @@ from shared.steps import Phase
 _LOGGER = logging.getLogger("stagecoach.worker")
 _WAKEUP_SECONDS = 1.0
 """The longest sleep between two claims: nobody announces that a lease has run out."""
+_PASSING = (CheckpointError, StoreError, StoreUnavailable)
+"""What reading the store may raise while all is well again a moment later; the wait around it has the deadline."""
 _WAITS = {"wait_credit": "credit", "wait_log": "room in the log (a durable checkpoint frees it)"}
 
 
@@ -127,8 +129,8 @@ class Worker:
     def _fetch(self, at_least: int) -> bool:
         try:
             version = self._board.fetch(self._role.checkpoints)
-        except CheckpointError:
-            return False  # replaced while it was read (object_store); the newer one is on the board by now
+        except _PASSING:
+            return False  # object_store: replaced while it was read, or the store is away for a moment
         if version is None or version.header.version < at_least:
             return False
         self._take(version)
@@ -172,16 +174,17 @@ class Worker:
 
     def _bootstrap(self) -> None:
         """The first policy comes from the newest checkpoint, once `.ready` says that there is one."""
-        checkpoints = self._role.checkpoints
         with self._heartbeat.waiting(
             "the first checkpoint (.ready)", self._config.rollout.wait_deadline_seconds
         ) as wait:
-            poll(wait, lambda: checkpoints.marker(READY) is not None and self._load_newest())
+            poll(wait, self._load_newest)
 
     def _load_newest(self) -> bool:
+        checkpoints = self._role.checkpoints
         try:
-            checkpoint = self._role.checkpoints.load_latest(only="policy.safetensors")
-        except CheckpointError as error:
+            ready = checkpoints.marker(READY) is not None
+            checkpoint = checkpoints.load_latest(only="policy.safetensors") if ready else None
+        except _PASSING as error:
             _LOGGER.warning("%s: cannot start from the newest checkpoint (%s); trying again", self.id, error)
             return False
         if checkpoint is not None:

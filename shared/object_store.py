@@ -217,6 +217,7 @@ class FileStore:
                 os.unlink(temporary)
             else:
                 os.replace(temporary, path)
+            _sync_folder(path.parent)
         except OSError as error:
             if temporary:
                 Path(temporary).unlink(missing_ok=True)
@@ -249,6 +250,15 @@ class FileStore:
         if ".." in path.parts or not path.is_relative_to(self._folder):
             raise StoreError(f"key {key!r} leaves the store folder")
         return path
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename outlives a power failure only once its folder is on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _umask() -> int:

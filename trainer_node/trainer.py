@@ -58,6 +58,7 @@ class Trainer:
         self._figures = Figures()
         self._fragments: list[Fragment] = []
         self.version = -1
+        self._epoch = 0
         self._taken: Snapshot | None = None
         self._parent: str | None = None
         self._parent_position, self._parent_version = "0-0", 0
@@ -139,14 +140,20 @@ class Trainer:
         return reason
 
     def fail(self, error: Exception) -> None:
-        """Ends the run with `.finished: failed` and the diagnosis; checkpoints stay as they are."""
+        """Ends the run with `.finished: failed` and the diagnosis; checkpoints stay as they are.
+
+        A trainer that never took over, or that was fenced since, has no right to end the run.
+        """
         _LOGGER.exception("the trainer failed")
         reason = f"failed: {error}"
         try:
-            self._role.flow.set_state("finished", reason)
-            self._write_finished(reason, None)
+            if self._epoch > 0 and self._role.flow.holds(self._epoch):
+                self._role.flow.set_state("finished", reason)
+                self._write_finished(reason, None)
         except Exception:
             _LOGGER.exception("the failure could not be recorded in Redis or the store")
+        if hasattr(self, "_publisher"):
+            self._publisher.close()
         self._heartbeat.stop(reason)
 
     # Beginning
