@@ -169,24 +169,32 @@ class Target(gym.Env[Array, Array]):
         return np.ones(1, np.float32), -float((action[0] - 0.5) ** 2), True, False, {}
 
 
-class Constant(gym.Env[Array, Any]):
-    """Observes nothing but 1, pays 1 each step, ends after `length` steps in the way that `ends` says."""
+class Doorstep(gym.Env[Any, Any]):
+    """Starts on the doorstep (0), is inside (1) from the first step on, is paid 1 for each step begun inside.
 
-    observation_space = spaces.Box(0.0, 1.0, (1,), np.float32)
+    An episode ends after two steps, in the way that `ends` says.
+    """
+
+    observation_space = spaces.Discrete(2)
     action_space = spaces.Discrete(2)
 
-    def __init__(self, ends: Literal["terminated", "truncated"], length: int = 1) -> None:
-        self._ends, self._length = ends, length
+    def __init__(self, ends: Literal["terminated", "truncated"]) -> None:
+        self._ends = ends
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
         super().reset(seed=seed)
-        self._steps = 0
-        return np.ones(1, np.float32), {}
+        self._inside = 0
+        return 0, {}
 
-    def step(self, action: int) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        self._steps += 1
-        over = self._steps == self._length
-        return np.ones(1, np.float32), 1.0, over and self._ends == "terminated", over and self._ends == "truncated", {}
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        before, self._inside = self._inside, 1
+        return (
+            1,
+            float(before),
+            bool(before) and self._ends == "terminated",
+            bool(before) and self._ends == "truncated",
+            {},
+        )
 
 
 class CountingVector(gym.vector.VectorEnv[Array, Array, Array]):

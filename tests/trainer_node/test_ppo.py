@@ -359,17 +359,23 @@ def train(
     return policies["default"], returns
 
 
-@pytest.mark.parametrize(("ends", "worth"), [("truncated", 10.0), ("terminated", (1 + 1.9 + 2.71 + 3.439) / 4)])
-def test_what_lies_behind_a_truncation_is_valued_and_behind_a_termination_is_not(ends: str, worth: float) -> None:
-    """Reward 1 each step, γ = 0.9: worth 1/(1 − γ) = 10 where the limit is no end, else what is left of 4 steps."""
+@pytest.mark.parametrize(("ends", "doorstep", "inside"), [("truncated", 9.0, 10.0), ("terminated", 0.9, 1.0)])
+def test_what_lies_behind_a_truncation_is_valued_and_behind_a_termination_is_not(
+    ends: str, doorstep: float, inside: float
+) -> None:
+    """Inside pays 1 a step, γ = 0.9: worth 1/(1 − γ) = 10 where the limit is no end.
+
+    Whoever took the first observation of the next episode for what follows would learn 1/(1 − γ²) = 5.3.
+    """
     policy, _ = train(
-        {"id": f"{MODULE}:Constant", "num_envs": 2, "kwargs": {"ends": ends, "length": 4}},
-        updates=40, steps=4, network={"hidden_sizes": ()}, gamma=0.9, gae_lambda=1.0, minibatch_size=8,
+        {"id": f"{MODULE}:Doorstep", "num_envs": 2, "kwargs": {"ends": ends}},
+        updates=80, steps=4, network={"hidden_sizes": ()}, gamma=0.9, gae_lambda=0.95, minibatch_size=8,
         epochs=4, max_grad_norm=100.0,
-        learning_rate={"kind": "linear", "start": 0.5, "end": 0.0, "over": "40 updates"},
+        learning_rate={"kind": "linear", "start": 0.5, "end": 0.0, "over": "80 updates"},
     )  # fmt: skip
     with torch.no_grad():
-        assert policy.value({"obs": torch.ones(1, 1)}).item() == pytest.approx(worth, abs=0.15)
+        values = policy.value({"obs": torch.tensor([0, 1])}).tolist()
+    assert values == pytest.approx([doorstep, inside], abs=0.2)
 
 
 def test_gaussian_actions_learn_a_target() -> None:
