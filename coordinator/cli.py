@@ -117,9 +117,9 @@ def runs(runs_dir: RunsDir = _RUNS, as_json: Json = False) -> None:
             found = handle.status()
             best = next((entry for entry in handle.checkpoints() if "best" in entry["marks"]), None)
             score = best["evaluation"]["mean_return"] if best and best["evaluation"] else None
-            row = {"run_id": folder.run_id, "state": found.state, "env_steps": found.env_steps, "best": score, "reason": found.reason}  # fmt: skip
+            row = _run_row(folder.run_id, found.state, found.reason, found.env_steps, score)
         except StagecoachError as error:
-            row = {"run_id": folder.run_id, "state": "unreadable", "env_steps": 0, "best": None, "reason": str(error)}
+            row = _run_row(folder.run_id, "unreadable", str(error))
         rows.append(row)
         best_text = "–" if row["best"] is None else f"{row['best']:.1f}"
         table.add_row(folder.run_id, str(row["state"]), f"{row['env_steps']:,}", best_text, str(row["reason"]))
@@ -129,6 +129,10 @@ def runs(runs_dir: RunsDir = _RUNS, as_json: Json = False) -> None:
         _console.print(table)
     else:
         _console.print(f"no runs in {runs_dir}; start one: stagecoach train examples/cartpole.yaml")
+
+
+def _run_row(run_id: str, state: str, reason: str, env_steps: int = 0, best: float | None = None) -> dict[str, Any]:
+    return {"run_id": run_id, "state": state, "env_steps": env_steps, "best": best, "reason": reason}
 
 
 @app.command(epilog=_example("stagecoach scale my-run 4"))
@@ -186,8 +190,8 @@ def evaluate(
         return
     scores = found.scores
     _console.print(
-        f"{found.checkpoint}: {scores['mean_return']:.1f} ± {scores['std_return']:.1f} over {scores['episodes']} episodes "
-        f"(min {scores['min_return']:.1f}, max {scores['max_return']:.1f}, mean length {scores['mean_length']:.0f})",
+        f"{found.checkpoint}: {scores['mean_return']:.1f} ± {scores['std_return']:.1f} over {scores['episodes']} "
+        f"episodes (min {scores['min_return']:.1f}, max {scores['max_return']:.1f}, mean length {scores['mean_length']:.0f})",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     for path in found.videos:
@@ -293,8 +297,13 @@ def _detach(arguments: list[str], run_id: str) -> None:
     """The same command in a session of its own; returns when it trains, or with its error."""
     command = [sys.executable, "-m", "coordinator.cli", *arguments, "--background"]
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, text=True
-    )  # fmt: skip
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
     assert process.stdout is not None and process.stderr is not None
     line = process.stdout.readline().strip()
     if line != "live":

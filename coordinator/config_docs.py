@@ -30,9 +30,9 @@ def config_markdown() -> str:
         "",
         "Generated from `shared/config.py` by `python -m coordinator.config_docs`; do not edit by hand.",
         "",
-        "Later sources win: default < file < environment < command line. A field is set in the file as nested YAML, in the",
-        "environment as `STAGECOACH__SECTION__FIELD=value`, on the command line as `--set section.field=value`. Unknown keys",
-        "are errors. Durations are written `10 updates`, `20000 env_steps` or `50 episodes`.",
+        "Later sources win: default < file < environment < command line. A field is set in the file as nested YAML, in",
+        "the environment as `STAGECOACH__SECTION__FIELD=value`, on the command line as `--set section.field=value`.",
+        "Unknown keys are errors. Durations are written `10 updates`, `20000 env_steps` or `50 episodes`.",
     ]
     _section(Config, "", lines)
     return "\n".join(lines) + "\n"

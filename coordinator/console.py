@@ -1,4 +1,4 @@
-"""The live view of a run in the terminal, and the summary at its end; a plain line now and then where it is no terminal."""
+"""The live view of a run in the terminal, and the summary at its end; plain lines where it is no terminal."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
         score = best["evaluation"]
         table.add_row(
             "score",
-            f"{score['mean_return']:.1f} ± {score['std_return']:.1f} over {score['episodes']} episodes ({best['name']})",
+            f"{score['mean_return']:.1f} ± {score['std_return']:.1f} over {score['episodes']} episodes, {best['name']}",
         )
     table.add_row(
         "trained", f"{status.env_steps:,} env steps, {status.updates:,} updates, {status.episodes:,} episodes"
@@ -178,7 +178,8 @@ def print_status(status: Status, console: Console) -> None:
     for beat in status.roles:
         state = beat.ended or ("alive" if beat.alive else f"silent for {beat.age_seconds:.0f} s")
         name = beat.id if beat.id.startswith(beat.role) else f"{beat.role} {beat.id}"
-        roles.add_row(name, state, beat.waiting_for or "", f"{beat.waiting_seconds:.1f}" if beat.waiting_for else "", str(beat.pid), beat.host)  # fmt: skip
+        seconds = f"{beat.waiting_seconds:.1f}" if beat.waiting_for else ""
+        roles.add_row(name, state, beat.waiting_for or "", seconds, str(beat.pid), beat.host)
     if status.roles:
         console.print(roles)
     books = Table("worker", "env steps", title="ledger", title_justify="left")

@@ -191,7 +191,7 @@ class Fleet:
             if member.incarnation is not None and found > member.incarnation:
                 deaths = found - member.incarnation - member.raised
                 member.raised = 0
-                if any([self._too_often(member) for _ in range(deaths)]):
+                if sum(self._too_often(member) for _ in range(deaths)):  # each is to be counted
                     self._give_up(member, "its process dies again and again; see its log")
             member.incarnation = found
 

@@ -88,7 +88,7 @@ class Run:
         config = folder.config(overrides)
         if config.hash() != folder.config().hash():
             raise ConfigError(
-                "resume may change what does not decide the learning (stop_at, rollout.workers, checkpoint, signals, …); "
+                "resume may change what does not decide the learning (stop_at, rollout.workers, checkpoint, …); "
                 "one of --set does; start a new run for that"
             )
         check(config)

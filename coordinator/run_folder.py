@@ -50,7 +50,8 @@ class RunFolder:
             path.mkdir()
         except FileExistsError:
             raise RunExists(
-                f"run {run_id!r} exists in {path.parent}; choose another --run-id, or continue it: stagecoach resume {run_id}"
+                f"run {run_id!r} exists in {path.parent}; choose another --run-id, or continue it: "
+                f"stagecoach resume {run_id}"
             ) from None
         except OSError as error:
             raise UserError(

@@ -65,7 +65,8 @@ def start_redis(folder: Path, log: Path, password: str) -> Service:
 
     def launch(port: int) -> Service:
         lines = [
-            "bind 127.0.0.1", f"port {port}", f"requirepass {password}", f"dir {_quoted(folder)}", f"logfile {_quoted(log)}",
+            "bind 127.0.0.1", f"port {port}", f"requirepass {password}", f"dir {_quoted(folder)}",
+            f"logfile {_quoted(log)}",
             "appendonly yes", "appendfsync everysec", 'save ""', "maxmemory-policy noeviction", "daemonize no",
         ]  # fmt: skip
         process = _spawn([redis_binary(), "-"], log, stdin=subprocess.PIPE)
@@ -141,7 +142,8 @@ def start_ray(log: Path, num_cpus: int, token: str, loopback: bool) -> RayServic
     def launch(port: int) -> Service:
         command = [
             sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0",
-            "--dashboard-agent-listen-port=0", f"--ray-client-server-port={port}", *(["--node-ip-address=127.0.0.1"] if loopback else []),
+            "--dashboard-agent-listen-port=0", f"--ray-client-server-port={port}",
+            *(["--node-ip-address=127.0.0.1"] if loopback else []),
             "--include-dashboard=false", f"--temp-dir={temporary}", f"--num-cpus={num_cpus}",
             "--object-store-memory=100000000", "--disable-usage-stats",
         ]  # fmt: skip

@@ -52,7 +52,7 @@ class Sampler:
         for step in range(steps):
             actions = {}
             for policy_id, recorder in recorders.items():
-                observations, mask = self._now[policy_id]
+                observations, _ = self._now[policy_id]
                 tensors = {name: torch.from_numpy(array) for name, array in observations.items()}
                 chosen, params = exploration.act(policies[policy_id], tensors, self._generator)
                 actions[policy_id] = {name: tensor.numpy() for name, tensor in chosen.items()}

@@ -143,8 +143,8 @@ class CheckpointStore:
         ]
         if odd:
             raise CheckpointDamaged(
-                f"{manifest.name} is in the store with other contents of {sorted(odd)} (written by epoch {found.epoch}); "
-                f"it is left as it is"
+                f"{manifest.name} is in the store with other contents of {sorted(odd)} (written by epoch "
+                f"{found.epoch}); it is left as it is"
             )
         return data
 

@@ -86,7 +86,7 @@ class RunKeys:
 
     @property
     def heartbeats(self) -> str:
-        """Hash; role:id → JSON (time, pid, host, what it waits for). Writer: every role; reader: coordinator, status."""
+        """Hash; role:id → JSON (time, pid, host, what it waits for). Writers: all roles; reader: status."""
         return self.prefix + "heartbeats"
 
     @property

@@ -228,9 +228,14 @@ if fenced(ARGV[1]) then return -1 end
 local last = redis.call('XREVRANGE', KEYS[2], ARGV[2], '-', 'COUNT', 1)
 if not last[1] then return 0 end
 local ms, seq = id_parts(ARGV[2])
-for i = 1, #last[1][2], 2 do
-  if last[1][2][i] == 'end' then redis.call('HSET', KEYS[1], 'trimmed_bytes', last[1][2][i + 1]) end
+local freed
+while last[1] and not freed do -- what a stranger added has no 'end': the entry before it tells
+  for i = 1, #last[1][2], 2 do
+    if last[1][2][i] == 'end' then freed = last[1][2][i + 1] end
+  end
+  last = redis.call('XREVRANGE', KEYS[2], '(' .. last[1][1], '-', 'COUNT', 1)
 end
+if freed then redis.call('HSET', KEYS[1], 'trimmed_bytes', freed) end
 redis.call('HSET', KEYS[1], 'trimmed_id', ARGV[2])
 local removed = redis.call('XTRIM', KEYS[2], 'MINID', '=', string.format('%.0f-%.0f', ms, seq + 1))
 wake(KEYS[3])

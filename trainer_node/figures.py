@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from shared.fragment import Fragment
-from trainer_node.snapshot import Learner
+from trainer_node.learner import Learner
 
 _SMOOTHING = 0.9
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import time
-from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,36 +16,17 @@ from shared.checkpoint import Checkpoint, Manifest, checkpoint_name, describe_ob
 from shared.config import Config
 from shared.errors import CheckpointDamaged
 from shared.fragment import EpisodeRecord
-from shared.policies.actor_critic import ActorCritic
 from shared.policies.codec import decode_policy, encode_policy, load_state_arrays, state_arrays
 from shared.spaces import Columns, EnvironmentDescription
 from shared.steps import Phase, PhaseCounters
-from trainer_node.algorithms.ppo import PPO
 from trainer_node.intake import Committed
-from trainer_node.reward_scaling import RewardScaling
+from trainer_node.learner import Learner
 
 _STATE, _OPTIMISER, _REWARDS = (
     "trainer/state.json",
     "trainer/{}.optimiser.safetensors",
     "trainer/{}.rewards.safetensors",
 )
-
-
-@dataclass
-class Learner:
-    """The parts that learn, per policy id, and what they have counted."""
-
-    policies: dict[str, ActorCritic]
-    algorithms: dict[str, PPO]
-    rewards: dict[str, RewardScaling]
-    counters: PhaseCounters
-    episodes: deque[EpisodeRecord]
-    """The last ones, for the mean return."""
-
-    def mean_return(self) -> float | None:
-        """Over the last training episodes; None before the first has ended."""
-        returns = [record.episode_return for record in self.episodes]
-        return sum(returns) / len(returns) if returns else None
 
 
 @dataclass(frozen=True)

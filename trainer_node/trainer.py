@@ -31,11 +31,12 @@ from trainer_node import snapshot
 from trainer_node.algorithms.ppo import PPO
 from trainer_node.figures import Figures
 from trainer_node.intake import Intake
+from trainer_node.learner import make_learner
 from trainer_node.publisher import Publisher
 from trainer_node.reward_scaling import RewardScaling
 from trainer_node.schedule import RunSchedule
 from trainer_node.signals import Signals
-from trainer_node.snapshot import Learner, Progress, Snapshot
+from trainer_node.snapshot import Progress, Snapshot
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
 _LOOK_SECONDS = 1.0
@@ -85,7 +86,7 @@ class Trainer:
         self._description = self._role.description()
         self._epoch = self._role.flow.take_over()
         self._heartbeat.start()
-        self._learner = self._make_learner()
+        self._learner = make_learner(self._config, self._description)
         self._intake = Intake(self._role, self._epoch)
         self._publisher = Publisher(self._role, self._epoch)
         self._publisher.start()
@@ -109,7 +110,7 @@ class Trainer:
             return "waited"
         fragments, self._fragments = self._fragments, []
         phase = self._phase
-        self._emulate_acting(fragments, phase)
+        self._learner.emulate_acting(fragments, phase)
         metrics = self._learn(fragments, phase)
         self.version += 1
         published = self._publish(len(fragments))
@@ -157,21 +158,6 @@ class Trainer:
         self._heartbeat.stop(reason)
 
     # Beginning
-
-    def _make_learner(self) -> Learner:
-        config = self._config
-        device = _device(config.trainer.device)
-        policies = build_policies(self._description.policies, config.policies, config.seed)
-        algorithms = {
-            policy_id: PPO(policy, config.algorithm, device, config.seed + index)
-            for index, (policy_id, policy) in enumerate(sorted(policies.items()))
-        }
-        rewards = {
-            policy_id: RewardScaling(config.algorithm.gamma)
-            for policy_id in sorted(policies)
-            if config.policies[policy_id].normalise_rewards
-        }
-        return Learner(policies, algorithms, rewards, PhaseCounters(), deque(maxlen=config.signals.window_episodes))
 
     def _newest_checkpoint(self) -> Checkpoint | None:
         try:
@@ -254,39 +240,13 @@ class Trainer:
                     return taken
                 wait.check()
 
-    def _emulate_acting(self, fragments: list[Fragment], phase: Phase) -> None:
-        """Moves counters, episode statistics and reward scaling as if the agent had acted here."""
-        counters = self._learner.counters.of(phase)
-        for item in fragments:
-            counters.env_steps += _env_steps(item)
-            counters.episodes += len(item.header.episodes)
-            if phase is Phase.TRAIN:
-                self._learner.episodes.extend(item.header.episodes)
-            source = f"{item.header.worker_id}:{item.header.incarnation}"
-            for policy_id, scaling in self._learner.rewards.items():
-                item.columns[policy_id] = scaling.scale(source, item.columns[policy_id])
-
     def _learn(self, fragments: list[Fragment], phase: Phase) -> dict[str, float]:
-        """One update of every policy (in heat-up, only the normalisers); raises `WeightsNotFinite`."""
         started = time.perf_counter()
-        metrics: dict[str, float] = {}
-        for policy_id, algorithm in self._learner.algorithms.items():
-            columns = [item.columns[policy_id] for item in fragments]
-            if phase is Phase.HEATUP:
-                algorithm.observe_fragments(columns)
-                continue
-            found = algorithm.update(columns, self._learner.counters.train)
-            suffix = "" if len(self._learner.algorithms) == 1 else f"/{policy_id}"
-            metrics |= {name + suffix: value for name, value in found.items()}
-        if phase is Phase.TRAIN:
-            self._learner.counters.train.updates += 1
-        for policy_id, policy in self._learner.policies.items():
-            if not finite(state_arrays(policy)):
-                raise WeightsNotFinite(
-                    f"update {self._learner.counters.train.updates} made the weights of policy {policy_id!r} infinite or "
-                    f"NaN; log range {self._intake.committed.position} to {self._intake.position}; last terms: {metrics}. "
-                    f"Try a smaller algorithm.learning_rate or normalise_observations; the checkpoints before it are intact"
-                )
+        try:
+            metrics = self._learner.learn(fragments, phase)
+        except WeightsNotFinite as error:
+            log_range = f"{self._intake.committed.position} to {self._intake.position}"
+            raise WeightsNotFinite(f"{error}; log range {log_range}; the checkpoints before it are intact") from None
         self._figures.learning_seconds += time.perf_counter() - started
         return metrics
 
@@ -383,22 +343,6 @@ class Trainer:
         }
         self._role.checkpoints.write_marker(FINISHED, content)
         emit(self._role.redis, self._role.run_id, "state", f"run finished: {reason}")
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
-
-
-def _env_steps(item: Fragment) -> int:
-    """Steps of environments in which at least one agent acted (a native reset step is none)."""
-    header = item.header
-    masks = [columns["mask"].reshape(header.steps, -1, header.num_envs) for columns in item.columns.values()]
-    acted = masks[0].any(axis=1)
-    for mask in masks[1:]:
-        acted = acted | mask.any(axis=1)
-    return int(acted.sum())
 
 
 def _after(a: str, b: str) -> bool:

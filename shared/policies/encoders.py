@@ -113,8 +113,8 @@ def _convolutions(leaf: Leaf, kind: str) -> tuple[nn.Sequential, int]:
         plan, features, smallest = [(16, 3, 1)], 128, 5
     if min(height, width) < smallest:
         raise UnsupportedSpace(
-            f"observation {leaf.path or 'space'}: images of {height}×{width} are too small for cnn: {kind}, which needs "
-            f"{smallest}×{smallest}; use policies.<id>.cnn: small or larger images"
+            f"observation {leaf.path or 'space'}: images of {height}×{width} are too small for cnn: {kind}, which "
+            f"needs {smallest}×{smallest}; use policies.<id>.cnn: small or larger images"
         )
     layers: list[nn.Module] = [image]
     for outputs, kernel, stride in plan:

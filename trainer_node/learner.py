@@ -1,0 +1,108 @@
+"""The learner: policies, algorithms and counters of all policy ids, moved by fragments and by nothing else.
+
+`emulate_acting` moves what acting moves (counters, episodes, reward statistics); `learn` is one update. No Redis, store
+or clock here: equal fragments in equal order make equal learners.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shared.config import Config
+from shared.errors import WeightsNotFinite
+from shared.fragment import EpisodeRecord, Fragment
+from shared.policies.actor_critic import ActorCritic, build_policies
+from shared.policies.codec import finite, state_arrays
+from shared.spaces import EnvironmentDescription
+from shared.steps import Phase, PhaseCounters
+from trainer_node.algorithms.ppo import PPO
+from trainer_node.reward_scaling import RewardScaling
+
+
+@dataclass
+class Learner:
+    """The parts that learn, per policy id, and what they have counted."""
+
+    policies: dict[str, ActorCritic]
+    algorithms: dict[str, PPO]
+    rewards: dict[str, RewardScaling]
+    counters: PhaseCounters
+    episodes: deque[EpisodeRecord]
+    """The last ones, for the mean return."""
+
+    def mean_return(self) -> float | None:
+        """Over the last training episodes; None before the first has ended."""
+        returns = [record.episode_return for record in self.episodes]
+        return sum(returns) / len(returns) if returns else None
+
+    def emulate_acting(self, fragments: Sequence[Fragment], phase: Phase) -> None:
+        """Moves counters, episode statistics and reward scaling as if the agent had acted here."""
+        counters = self.counters.of(phase)
+        for item in fragments:
+            counters.env_steps += _env_steps(item)
+            counters.episodes += len(item.header.episodes)
+            if phase is Phase.TRAIN:
+                self.episodes.extend(item.header.episodes)
+            source = f"{item.header.worker_id}:{item.header.incarnation}"
+            for policy_id, scaling in self.rewards.items():
+                item.columns[policy_id] = scaling.scale(source, item.columns[policy_id])
+
+    def learn(self, fragments: Sequence[Fragment], phase: Phase) -> dict[str, float]:
+        """One update of every policy (in heat-up, only of the normalisers); answers the metrics.
+
+        With several policies, each one's metrics end in `/<policy id>`. Raises `WeightsNotFinite`.
+        """
+        metrics: dict[str, float] = {}
+        for policy_id, algorithm in self.algorithms.items():
+            columns = [item.columns[policy_id] for item in fragments]
+            if phase is Phase.HEATUP:
+                algorithm.observe_fragments(columns)
+                continue
+            found = algorithm.update(columns, self.counters.train)
+            suffix = "" if len(self.algorithms) == 1 else f"/{policy_id}"
+            metrics |= {name + suffix: value for name, value in found.items()}
+        if phase is Phase.TRAIN:
+            self.counters.train.updates += 1
+        broken = [policy_id for policy_id, policy in self.policies.items() if not finite(state_arrays(policy))]
+        if broken:
+            raise WeightsNotFinite(
+                f"update {self.counters.train.updates} made the weights of {', '.join(broken)} infinite or NaN; its terms: "
+                f"{metrics}. Try a smaller algorithm.learning_rate or normalise_observations"
+            )
+        return metrics
+
+
+def make_learner(config: Config, description: EnvironmentDescription) -> Learner:
+    """An untrained learner, decided by the config and its seed alone."""
+    device = _device(config.trainer.device)
+    policies = build_policies(description.policies, config.policies, config.seed)
+    algorithms = {
+        policy_id: PPO(policy, config.algorithm, device, config.seed + index)
+        for index, (policy_id, policy) in enumerate(sorted(policies.items()))
+    }
+    rewards = {
+        policy_id: RewardScaling(config.algorithm.gamma)
+        for policy_id in sorted(policies)
+        if config.policies[policy_id].normalise_rewards
+    }
+    return Learner(policies, algorithms, rewards, PhaseCounters(), deque(maxlen=config.signals.window_episodes))
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def _env_steps(item: Fragment) -> int:
+    """Steps of environments in which at least one agent acted (a native reset step is none)."""
+    header = item.header
+    masks = [columns["mask"].reshape(header.steps, -1, header.num_envs) for columns in item.columns.values()]
+    acted = masks[0].any(axis=1)
+    for mask in masks[1:]:
+        acted = acted | mask.any(axis=1)
+    return int(acted.sum())
