@@ -26,6 +26,10 @@ from shared.spaces import Array, Columns, EnvironmentDescription
 _LOGGER = logging.getLogger("stagecoach.worker")
 
 
+_SUCCESS = ("is_success", "success")
+"""How environments name the success of an episode in `info`."""
+
+
 @dataclass
 class PolicyStep:
     """One step of all slots of one policy id."""
@@ -98,7 +102,7 @@ class GymnasiumEnvironments:
         except EnvironmentFailure:
             raise
         except Exception as error:
-            raise failure(-1, "reset", error) from None
+            raise failure(None, "reset", error) from None
         self._over[:] = False
         self._returns[:] = 0
         self._lengths[:] = 0
@@ -111,7 +115,7 @@ class GymnasiumEnvironments:
         except EnvironmentFailure:
             raise
         except Exception as error:
-            raise failure(-1, "step", error) from None
+            raise failure(None, "step", error) from None
 
     def _step(self, actions: Any) -> Step:
         observations, rewards, terminated, truncated, infos = self._env.step(actions)
@@ -178,6 +182,7 @@ class ParallelEnvironments:
         self._observations: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         self._returns: list[dict[str, float]] = [{} for _ in range(self.num_envs)]
         self._lengths = [0] * self.num_envs
+        self._infos: list[dict[str, dict[str, Any]]] = [{} for _ in range(self.num_envs)]
 
     def reset(self, seeds: Sequence[int]) -> dict[str, tuple[Columns, Array]]:
         for index, seed in enumerate(seeds):
@@ -193,6 +198,7 @@ class ParallelEnvironments:
         self._live[index] = set(self._envs[index].agents)
         self._returns[index] = dict.fromkeys(self._description.agents, 0.0)
         self._lengths[index] = 0
+        self._infos[index] = {}
 
     def step(self, actions: Mapping[str, Columns]) -> Step:
         steps = {policy_id: self._blank(policy_id) for policy_id in self._slots}
@@ -205,8 +211,7 @@ class ParallelEnvironments:
         for index in range(self.num_envs):
             self._step_one(index, nested, steps, finals)
             if not self._live[index]:
-                total = sum(self._returns[index].values())
-                episodes.append((index, episode_record(total, self._lengths[index], {}, self._returns[index])))
+                episodes.append((index, self._record(index)))
                 self._reset(index, None)
         for policy_id, step in steps.items():
             step.obs = self._stacked(policy_id)[0]
@@ -227,7 +232,7 @@ class ParallelEnvironments:
                 if agent in self._live[index]:
                     acting[agent] = (policy_id, number * self.num_envs + index)
         try:
-            observations, rewards, terminated, truncated, _ = self._envs[index].step(
+            observations, rewards, terminated, truncated, infos = self._envs[index].step(
                 {agent: pick(nested[policy_id], slot) for agent, (policy_id, slot) in acting.items()}
             )
         except Exception as error:
@@ -242,8 +247,24 @@ class ParallelEnvironments:
             self._returns[index][agent] += float(rewards.get(agent, 0.0))
             if step.truncated[slot]:
                 finals[policy_id].append((slot, observations[agent]))
+            self._infos[index][agent] = dict(infos.get(agent, {}))
         self._observations[index] = dict(observations)
         self._live[index] = set(self._envs[index].agents)
+
+    def _record(self, index: int) -> EpisodeRecord:
+        """Returns summed over the agents; an agent's numbers as `agent.name`; success where no agent failed."""
+        metrics: dict[str, float] = {}
+        successes = []
+        for agent, info in self._infos[index].items():
+            for name, value in info.items():
+                if name in _SUCCESS:
+                    successes.append(bool(value))
+                else:
+                    metrics |= scalar(f"{agent}.{name}", value)
+        if successes:
+            metrics[_SUCCESS[0]] = float(all(successes))
+        returns = self._returns[index]
+        return episode_record(sum(returns.values()), self._lengths[index], metrics, returns)
 
     def _stacked(self, policy_id: str) -> tuple[Columns, Array]:
         agents = self._slots[policy_id]
@@ -276,7 +297,8 @@ def episode_record(
     episode_return: float, length: int, metrics: dict[str, float], agent_returns: dict[str, float] | None = None
 ) -> EpisodeRecord:
     """A record, with `is_success` or `success` taken out of the metrics."""
-    success = metrics.pop("is_success", metrics.pop("success", None))
+    found = [metrics.pop(name) for name in _SUCCESS if name in metrics]
+    success = found[0] if found else None
     return EpisodeRecord(
         episode_return, length, None if success is None else bool(success), agent_returns or {}, metrics
     )

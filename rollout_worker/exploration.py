@@ -55,7 +55,9 @@ class RandomActing:
             uniform = torch.rand(shape, generator=generator)
             if leaf.kind == "box":
                 low, high = (torch.from_numpy(np.array(side)).reshape(leaf.shape) for side in leaf.bounds())
-                bounded = torch.isfinite(low) & torch.isfinite(high)
+                bounded = torch.isfinite(
+                    high - low
+                )  # neither side infinite, nor so far apart that it is as good as that
                 noise = torch.randn(shape, generator=generator)
                 actions[leaf.column("action")] = torch.where(bounded, low + uniform * (high - low), noise)
             else:

@@ -171,10 +171,11 @@ class Guarded(gym.Wrapper[Any, Any, Any, Any]):
             raise failure(self._index, "step", error) from None
 
 
-def failure(index: int, place: str, error: Exception) -> EnvironmentFailure:
-    """The named error for what environment `index` raised."""
+def failure(index: int | None, place: str, error: Exception) -> EnvironmentFailure:
+    """The named error for what environment `index` raised (None: a vectorised one, which doesn't say which copy)."""
     trace = "".join(traceback.format_exception(error))
-    return EnvironmentFailure(f"environment {index} raised {type(error).__name__} in {place}: {error}\n{trace}")
+    which = "the vectorised environment" if index is None else f"environment {index}"
+    return EnvironmentFailure(f"{which} raised {type(error).__name__} in {place}: {error}\n{trace}")
 
 
 def describe_space(space: spaces.Space[Any]) -> SpaceSpec:

@@ -50,6 +50,7 @@ class Worker:
         self._heartbeat = Heartbeat(role.redis, role.run_id, "worker", self.id)
         self._failures: deque[float] = deque()
         self._environment_restarts = 0
+        self._superseded = False
         self._seq = 0
 
     def run(self) -> str:
@@ -61,7 +62,7 @@ class Worker:
                 pass
             reason = word.removeprefix("end:")
         except WorkerSuperseded as error:
-            reason = str(error)
+            reason, self._superseded = str(error), True
         finally:
             self.stop(reason)
         return reason
@@ -90,7 +91,7 @@ class Worker:
         if claim.waiting:
             return "waited"
         if not claim.granted:
-            return f"end:{claim.word}"
+            return "end:drained" if claim.word == "drain" else f"end:{claim.word}"
         self._update_policy(claim)
         try:
             sample = self._sampler.sample(self._policies, self._exploration(), self._config.rollout.fragment_steps)
@@ -105,7 +106,7 @@ class Worker:
             self._sampler.close()
         self._role.flow.release(f"{self.id}:{self.incarnation}")  # its own claims, not those of a successor
         emit(self._role.redis, self._role.run_id, "worker", f"{self.id} ended: {reason}")
-        self._heartbeat.stop(reason)
+        self._heartbeat.stop(reason, last_beat=not self._superseded)
         _LOGGER.info("%s ended: %s", self.id, reason)
 
     def _claim(self, wait_seconds: float) -> Claim:

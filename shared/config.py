@@ -68,7 +68,7 @@ class EnvironmentConfig(Section):
     """Environment copies in each worker (N); 8 gives the network a batch worth its overhead on a CPU."""
     vectorization: Literal["sync", "async", "native"] = "sync"
     """`sync`: one after another in the worker; `async`: a process each (slow environments); `native`: the environment's
-    own vectorised version."""
+    own vectorised version (a factory gets `num_envs`; without it, it shall make a single one)."""
     max_episode_steps: int | None = Field(None, ge=1)
     """Truncate episodes after this many steps; the default is what the environment registers."""
     failures_allowed: int = Field(3, ge=0)

@@ -95,11 +95,13 @@ class Heartbeat:
         self._beat()
         self._thread.start()
 
-    def stop(self, reason: str) -> None:
-        """The last beat says why the role has ended."""
+    def stop(self, reason: str, last_beat: bool = True) -> None:
+        """The last beat says why the role has ended; a role with a successor of its name sends none."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5)
+        if not last_beat:
+            return
         self._ended = reason
         try:
             self._beat()

@@ -171,10 +171,10 @@ def test_a_drained_worker_ends_after_its_fragment(make_role: MakeRole) -> None:
             return words[-1]
 
         worker.step = then_drain  # type: ignore[method-assign]
-        assert worker.run() == "drain"
-        assert words == ["pushed", "end:drain"]
+        assert worker.run() == "drained"
+        assert words == ["pushed", "end:drained"]
         beat = beat_of(role, "worker-1")
-        assert beat.ended == "drain" and not beat.alive
+        assert beat.ended == "drained" and not beat.alive
         assert [event.text for event in read_events(role.redis, role.run_id)][-1] == "worker-1 ended: drain"
 
 
@@ -183,7 +183,7 @@ def test_the_other_workers_go_on_when_one_is_drained(make_role: MakeRole) -> Non
     role, other = make_role(config), make_role(config)
     with published(make_role, config), started(role, 0) as stays, started(other, 1) as goes:
         role.flow.drain("worker-1")
-        assert goes.step(0) == "end:drain"
+        assert goes.step(0) == "end:drained"
         assert [stays.step(0), stays.step(0)] == ["pushed", "pushed"]
 
 
