@@ -175,7 +175,7 @@ def test_a_drained_worker_ends_after_its_fragment(make_role: MakeRole) -> None:
         assert words == ["pushed", "end:drained"]
         beat = beat_of(role, "worker-1")
         assert beat.ended == "drained" and not beat.alive
-        assert [event.text for event in read_events(role.redis, role.run_id)][-1] == "worker-1 ended: drain"
+        assert [event.text for event in read_events(role.redis, role.run_id)][-1] == "worker-1 ended: drained"
 
 
 def test_the_other_workers_go_on_when_one_is_drained(make_role: MakeRole) -> None:
