@@ -31,7 +31,9 @@ app = typer.Typer(
 _console = Console()
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's id; `stagecoach runs` lists them.")]
-RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder of this machine's runs.")]
+RunsDir = Annotated[
+    Path, typer.Option("--runs-dir", envvar="STAGECOACH__RUNS_DIR", help="Folder of this machine's runs.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=c", help="Change one field of the config; may stand often.")

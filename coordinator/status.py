@@ -117,6 +117,8 @@ def bottleneck(beats: list[Beat], store: dict[str, Any]) -> str:
             if trainer.ended
             else f"trainer (silent for {trainer.age_seconds:.0f} s)"
         )
+    if "version" not in trainer.progress:
+        return "the trainer, which is starting"
     if any("room in the log" in (beat.waiting_for or "") for beat in waiting):
         return "the store: workers wait for room in the log, which a durable checkpoint frees"
     if store.get("waiting_for") and trainer.waiting_for and "durable" in trainer.waiting_for:

@@ -91,6 +91,7 @@ class Evaluator:
         role = self._role
         self._description = self._description or role.description()
         started = time.monotonic()
+        self._heartbeat.progress = self._heartbeat.progress | {"evaluating": name}
         try:
             checkpoint = role.checkpoints.load(name, only="policy.safetensors")
             policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}

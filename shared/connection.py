@@ -71,15 +71,18 @@ def connect_redis(address: Address, config: Config) -> redis.Redis:
     """
     secret = credentials(address)
     pauses = ExponentialWithJitterBackoff(base=0.02, cap=_LONGEST_PAUSE_SECONDS)
-    client = redis.Redis.from_url(
-        address.redis_url,
-        username=secret.redis_username,
-        password=secret.redis_password,
-        socket_timeout=config.redis.timeout_seconds,
-        socket_connect_timeout=config.redis.timeout_seconds,
-        retry=Retry(pauses, _tries(config.redis.retry_seconds)),
-        retry_on_error=[redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError],
-    )
+    try:
+        client = redis.Redis.from_url(
+            address.redis_url,
+            username=secret.redis_username,
+            password=secret.redis_password,
+            socket_timeout=config.redis.timeout_seconds,
+            socket_connect_timeout=config.redis.timeout_seconds,
+            retry=Retry(pauses, _tries(config.redis.retry_seconds)),
+            retry_on_error=[redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError],
+        )
+    except ValueError as error:
+        raise RedisUnavailable(f"redis.url {address.redis_url.rpartition('@')[2]!r} is no address: {error}") from None
     check_redis(client, address.redis_url)
     return client
 
@@ -98,6 +101,8 @@ def check_redis(client: redis.Redis, url: str) -> None:
         raise RedisUnavailable(f"{where} is still loading its data; try again when it has finished") from None
     except redis.ResponseError as error:
         raise RedisUnavailable(f"{where} refuses to serve: {error}") from None
+    except redis.InvalidResponse as error:
+        raise RedisUnavailable(f"{where} does not answer as Redis does ({error}); correct redis.url") from None
     except (redis.ConnectionError, redis.TimeoutError, ValueError, OSError) as error:
         raise RedisUnavailable(
             f"{where} does not answer ({error}); start it, or correct redis.url, or use redis.url=embedded"

@@ -26,6 +26,7 @@ from shared.errors import (
 )
 from shared.events import emit, read_evaluations
 from shared.experience_log import ExperienceLog
+from shared.heartbeat import read_heartbeats
 from shared.redis_keys import RunKeys
 from shared.role import Role
 from trainer_node.retention import best_checkpoints, superfluous
@@ -186,7 +187,7 @@ class Publisher:
         if moved != pointer:
             self._checkpoints.write_pointer(moved)
         whole = [name for name in names if name not in cut_off]
-        named = {name for name in (newest, best, last) if name}
+        named = {name for name in (newest, best, last, self._in_evaluation()) if name}
         doomed = superfluous(whole, scores, self._role.config.checkpoint, named)
         doomed += [name for name in cut_off if names.index(name) < names.index(newest)]
         kept = [entries[name] for name in names if name in entries and name not in doomed]
