@@ -184,6 +184,14 @@ def test_release_gives_back_all_claims_once(role: Role) -> None:
     assert role.flow.read().claimed == 0
 
 
+def test_an_incarnation_gives_back_its_own_claims_and_not_its_successors(role: Role) -> None:
+    old = SmallWorker(role)
+    new = SmallWorker(role)
+    assert new.claim().granted
+    assert role.flow.release(f"worker-0:{old.incarnation}") == 0
+    assert role.flow.release(f"worker-0:{new.incarnation}") == 1
+
+
 def test_a_drained_worker_is_told_until_it_registers_again(role: Role) -> None:
     worker, other = SmallWorker(role), SmallWorker(role, "worker-1")
     assert worker.claim().granted

@@ -1,0 +1,185 @@
+"""The ledger: counting, its JSON, and books that balance only when they are right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.fragment import REASONS
+from shared.ledger import Count, Ledger, LedgerLine, WorkerAccount, read_books, set_forward, total
+from shared.redis_keys import RunKeys
+from shared.role import Role
+from tests.conftest import MakeRole
+from tests.trainer_node.test_intake import SIZE, SmallWorker, begin, books, in_redis, small_config
+
+counts = st.builds(Count, st.integers(0, 10**12), st.integers(0, 10**12))
+accounts = st.builds(
+    WorkerAccount,
+    consumed=counts,
+    dropped=st.dictionaries(st.sampled_from(REASONS), counts),
+    high_water=st.dictionaries(st.integers(0, 1000), st.integers(0, 10**9), max_size=4),
+)
+ledgers = st.builds(Ledger, st.dictionaries(st.text(min_size=1, max_size=12), accounts, max_size=4))
+
+
+@pytest.fixture
+def role(make_role: MakeRole) -> Role:
+    """Room for four fragments."""
+    return make_role(small_config(fragments_per_update=4))
+
+
+@given(ledgers)
+def test_json_and_back(ledger: Ledger) -> None:
+    text = ledger.as_json()
+    assert Ledger.from_json(text) == ledger
+    assert "\n" not in text
+
+
+def test_equal_ledgers_are_equal_text_whatever_came_first() -> None:
+    one, other = Ledger(), Ledger()
+    for worker in ("a", "b"):
+        one.consume(worker, 4)
+    for worker in ("b", "a"):
+        other.consume(worker, 4)
+    assert one.as_json() == other.as_json()
+    assert Ledger.from_json("") == Ledger()
+
+
+def test_counts_fragments_and_transitions_by_worker_and_reason() -> None:
+    ledger = Ledger()
+    ledger.consume("a", 4)
+    ledger.consume("a", 4)
+    ledger.consume("b", 6)
+    ledger.drop("a", "stale", 4)
+    ledger.drop("a", "lost", 12, fragments=3)
+    assert ledger.consumed() == Count(3, 14)
+    assert ledger.of("a").dropped == {"stale": Count(1, 4), "lost": Count(3, 12)}
+    assert ledger.of("a").dropped_total() == Count(4, 16)
+    assert ledger.of("never seen").dropped_total() == Count()
+
+
+@pytest.mark.parametrize(
+    ("produced", "balances"),
+    [(Count(6, 24), True), (Count(7, 28), False), (Count(5, 20), False), (Count(6, 25), False)],
+)
+def test_a_line_balances_in_fragments_and_in_transitions(produced: Count, balances: bool) -> None:
+    dropped = {"stale": Count(1, 4), "lost": Count(2, 8)}
+    line = LedgerLine(produced, consumed=Count(2, 8), dropped=dropped, in_flight=Count(1, 4))
+    assert line.balances is balances
+    assert line.as_dict()["balances"] is balances
+    assert total({"a": line, "b": line}).balances is balances
+    assert dropped == {"stale": Count(1, 4), "lost": Count(2, 8)}
+
+
+def test_the_total_adds_up_every_worker_and_reason() -> None:
+    one = LedgerLine(Count(3, 12), Count(1, 4), {"stale": Count(1, 4)}, Count(1, 4))
+    other = LedgerLine(Count(2, 8), Count(), {"stale": Count(1, 4), "lost": Count(1, 4)}, Count())
+    summed = total({"a": one, "b": other})
+    assert (summed.produced, summed.consumed, summed.in_flight) == (Count(5, 20), Count(1, 4), Count(1, 4))
+    assert summed.dropped == {"stale": Count(2, 8), "lost": Count(1, 4)}
+    assert total({}) == LedgerLine(Count(), Count(), {}, Count())
+
+
+def test_the_books_of_a_run_without_fragments_are_empty(role: Role) -> None:
+    assert books(role) == {"total": LedgerLine(Count(), Count(), {}, Count())}
+
+
+def test_the_books_have_a_line_for_each_worker_at_every_moment(role: Role) -> None:
+    trainer, one, other = begin(role), SmallWorker(role), SmallWorker(role, "worker-1")
+    one.work()
+    other.work(blob=b"bad")
+    assert books(role)["total"].in_flight == Count(2, 2 * SIZE)
+    assert trainer.take() is not None and trainer.take() is None
+    lines = books(role)
+    assert lines["worker-1"].dropped == {"undecodable": Count(1, SIZE)} and lines["worker-1"].in_flight == Count()
+    for _ in range(3):
+        one.work()
+        assert trainer.take() is not None
+    trainer.publish()
+    lines = books(role)
+    assert lines["worker-0"] == LedgerLine(Count(4, 4 * SIZE), Count(4, 4 * SIZE), {}, Count())
+    assert list(lines) == ["worker-0", "worker-1", "total"]
+
+
+def test_an_entry_that_vanishes_and_an_entry_too_many_show_as_imbalance(role: Role) -> None:
+    worker, keys = SmallWorker(role), RunKeys(role.run_id)
+    worker.work()
+    worker.work()
+    client: Any = role.redis
+    first, _ = client.xrange(keys.log)
+    client.xdel(keys.log, first[0])
+    line = read_books(role.redis, role.run_id)["worker-0"]
+    assert not line.balances and (line.produced.fragments, line.in_flight.fragments) == (2, 1)
+    client.xadd(keys.log, first[1])
+    assert read_books(role.redis, role.run_id)["worker-0"].balances
+    client.xadd(keys.log, first[1])
+    assert not read_books(role.redis, role.run_id)["worker-0"].balances
+
+
+def test_the_books_survive_trimming(role: Role) -> None:
+    trainer, worker = begin(role), SmallWorker(role)
+    for _ in range(4):
+        worker.work()
+        assert trainer.take() is not None
+    trainer.publish()
+    assert worker.log.trim(trainer.epoch, trainer.intake.position) == 4
+    assert books(role)["total"] == LedgerLine(Count(4, 4 * SIZE), Count(4, 4 * SIZE), {}, Count())
+
+
+def test_worker_names_with_colons_are_kept_apart(role: Role) -> None:
+    SmallWorker(role, "host:1").work()
+    lines = books(role)
+    assert lines["host:1"].produced == Count(1, SIZE)
+    assert set(lines) == {"host:1", "total"}
+
+
+def settled_elsewhere() -> Ledger:
+    """What a checkpoint says, and Redis does not know: three fragments of worker-0."""
+    ledger = Ledger()
+    ledger.consume("worker-0", SIZE)
+    ledger.drop("worker-0", "lost", 2 * SIZE, fragments=2)
+    return ledger
+
+
+def test_a_redis_that_lost_its_past_is_set_forward_to_a_checkpoint(role: Role) -> None:
+    trainer, ledger = begin(role), settled_elsewhere()
+    set_forward(role.redis, role.run_id, trainer.epoch, "0-0", ledger)
+    role.redis.set(RunKeys(role.run_id).ledger, ledger.as_json())
+    assert books(role)["worker-0"].produced == Count(3, 3 * SIZE)
+    assert role.flow.read().in_flight == 0
+    SmallWorker(role).work()
+    assert books(role)["worker-0"].produced == Count(4, 4 * SIZE)
+
+
+def test_claims_and_entries_that_a_checkpoint_does_not_cover_stay_in_flight(role: Role) -> None:
+    """Two entries are behind the checkpoint's position, one after it, one claim is held, one fragment was refused."""
+    trainer, worker, other, slow = begin(role), *(SmallWorker(role, f"worker-{index}") for index in range(3))
+    for _ in range(3):
+        worker.work()
+    assert slow.claim().granted
+    role.flow.release("worker-2")
+    assert other.claim().granted
+    assert slow.push() == "stale"
+    position = worker.log.read("0-0", 3, 0)[1].id
+    ledger = Ledger()
+    ledger.consume("worker-0", SIZE)
+    ledger.consume("worker-0", SIZE)
+    for _ in range(2):
+        set_forward(role.redis, role.run_id, trainer.epoch, position, ledger)
+        assert role.flow.read().in_flight == 2
+    trainer.intake.restore(position, ledger, {})
+    trainer.publish()
+    lines = books(role)
+    assert lines["worker-0"] == LedgerLine(Count(3, 3 * SIZE), Count(2, 2 * SIZE), {}, Count(1, SIZE))
+    assert lines["worker-2"].dropped == {"stale": Count(1, SIZE)}
+
+
+def test_an_older_trainer_sets_nothing_forward(role: Role) -> None:
+    old = begin(role)
+    role.flow.take_over()
+    before = in_redis(role)
+    set_forward(role.redis, role.run_id, old.epoch, "0-0", settled_elsewhere())
+    assert in_redis(role) == before

@@ -1,0 +1,127 @@
+"""The policy board: version, weights, credit and ledger move in one step, forward only, and by one trainer only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+import torch
+
+from shared.errors import Fenced
+from shared.ledger import Ledger
+from shared.policies.actor_critic import build_policies
+from shared.policies.codec import VersionHeader, encode_board, state_arrays
+from shared.policy_board import PolicyBoard
+from shared.redis_keys import RunKeys
+from shared.role import Role
+from shared.spaces import Columns
+from shared.steps import Phase, PhaseCounters
+from tests.conftest import MakeRole
+from tests.trainer_node.test_intake import SmallTrainer, SmallWorker, begin, in_redis, small_config
+
+
+@pytest.fixture
+def role(make_role: MakeRole) -> Role:
+    """K = 2, L = 0."""
+    return make_role(small_config())
+
+
+def policies(role: Role) -> dict[str, Columns]:
+    """Weights of this run's policy."""
+    built = build_policies(role.description().policies, role.config.policies, seed=3)
+    return {policy_id: state_arrays(policy) for policy_id, policy in built.items()}
+
+
+def publish(role: Role, epoch: int, version: int, **changes: Any) -> str:
+    """Publishes real weights; answers the word."""
+    counters = PhaseCounters()
+    counters.train.env_steps = 100 * version
+    header = VersionHeader(version, Phase.TRAIN, counters)
+    given: dict[str, Any] = {
+        "epoch": epoch, "version": version, "consumed": 0, "settled_id": "0-0", "ledger": Ledger(), "header": header,
+        "blob": encode_board(policies(role), header),
+    }  # fmt: skip
+    return PolicyBoard(role.redis, role.run_id).publish(**given | changes).word
+
+
+def test_nothing_is_on_the_board_before_the_first_version(role: Role) -> None:
+    assert PolicyBoard(role.redis, role.run_id).fetch(role.checkpoints) is None
+
+
+def test_a_worker_fetches_exactly_what_was_published(role: Role) -> None:
+    epoch = role.flow.take_over()
+    assert publish(role, epoch, 7) == "published"
+    found = PolicyBoard(role.redis, role.run_id).fetch(role.checkpoints)
+    assert found is not None
+    assert (found.header.version, found.header.phase, found.header.counters.train.env_steps) == (7, Phase.TRAIN, 700)
+    expected = policies(role)
+    assert found.states.keys() == expected.keys()
+    for policy_id, state in expected.items():
+        assert found.states[policy_id].keys() == state.keys()
+        for name, array in state.items():
+            np.testing.assert_array_equal(found.states[policy_id][name], array)
+            assert torch.from_numpy(np.array(found.states[policy_id][name])).dtype == torch.from_numpy(array).dtype
+
+
+def test_version_credit_position_and_ledger_move_together(role: Role) -> None:
+    trainer, worker = begin(role), SmallWorker(role)
+    worker.work()
+    worker.work()
+    assert trainer.take() is not None and trainer.take() is not None
+    assert role.flow.read().consumed == 0 and role.redis.get(RunKeys(role.run_id).ledger) == b"{}"
+    answer = trainer.publish()
+    state = role.flow.read()
+    assert (answer.word, answer.state, answer.reason, answer.log_bytes) == ("published", "running", "", state.log_bytes)
+    assert (state.version, state.consumed, state.settled_id) == (1, 2, trainer.intake.position)
+    assert role.redis.get(RunKeys(role.run_id).ledger) == trainer.intake.ledger.as_json().encode()
+    assert role.redis.hget(RunKeys(role.run_id).board, "version") == b"1"
+
+
+def test_a_publication_tells_the_trainer_that_the_run_is_to_end(role: Role) -> None:
+    trainer = begin(role)
+    role.flow.set_state("stopping", "solved")
+    answer = trainer.publish()
+    assert (answer.state, answer.reason) == ("stopping", "solved")
+
+
+@pytest.mark.parametrize("version", [0, 2, 3])
+def test_a_known_version_changes_nothing(role: Role, version: int) -> None:
+    epoch = role.flow.take_over()
+    assert publish(role, epoch, 3, consumed=2, settled_id="5-1") == "published"
+    before = in_redis(role)
+    changed = Ledger()
+    changed.consume("worker-0", 4)
+    word = publish(role, epoch, version, consumed=2, settled_id="9-9", ledger=changed, blob=b"others", checkpoint="x")
+    assert word == "known" and in_redis(role) == before
+
+
+def test_an_older_trainer_may_not_publish(role: Role) -> None:
+    old = begin(role)
+    new = SmallTrainer(role)
+    before = in_redis(role)
+    with pytest.raises(Fenced, match=f"epoch {old.epoch} may not publish version 1"):
+        old.publish()
+    assert in_redis(role) == before
+    assert new.publish().word == "published"
+
+
+def test_a_trainer_of_a_run_that_is_gone_is_refused(role: Role, redis_client: redis.Redis) -> None:
+    trainer = begin(role)
+    redis_client.delete(RunKeys(role.run_id).flow)
+    with pytest.raises(Fenced):
+        trainer.publish()
+
+
+def test_a_reader_never_sees_half_a_version(role: Role) -> None:
+    """Header and weights of a fetch are always of one version, whatever is published meanwhile."""
+    epoch = role.flow.take_over()
+    board = PolicyBoard(role.redis, role.run_id)
+    for version in range(20):
+        state = {"default": {"w": np.full(1000, version, np.float32)}}
+        header = VersionHeader(version, Phase.TRAIN, PhaseCounters())
+        publish(role, epoch, version, header=header, blob=encode_board(state, header))
+        found = board.fetch(role.checkpoints)
+        assert found is not None and found.header.version == version
+        assert (found.states["default"]["w"] == version).all()
