@@ -57,7 +57,7 @@ def role_arguments(program: str, description: str) -> argparse.ArgumentParser:
         prog=f"python -m {program}",
         description=description,
         epilog="Credentials: STAGECOACH_REDIS_PASSWORD, STAGECOACH_REDIS_USERNAME, AWS_ACCESS_KEY_ID, "
-        "AWS_SECRET_ACCESS_KEY; embedded services need none (--run finds them).",
+        "AWS_SECRET_ACCESS_KEY; embedded services need none (the run folder has them).",
     )
     parser.add_argument("run", help="run id; with --redis the id alone, else its folder is looked up in --runs-dir")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder of this machine's runs")
