@@ -115,6 +115,19 @@ def test_a_late_fragment_whose_place_is_taken_is_stale_and_counted(role: Role) -
     assert other.push() == "pushed"
 
 
+def test_a_stale_fragment_that_is_sent_again_is_counted_once_and_another_one_too(role: Role) -> None:
+    """The first answer got lost on its way; what is acted later under the same number is another fragment."""
+    slow, other = SmallWorker(role), SmallWorker(role, "worker-1")
+    assert slow.claim().granted
+    lease_runs_out(slow)
+    other.work()
+    assert [slow.push(b"one"), slow.push(b"one")] == ["stale", "stale"]
+    assert books(role)["worker-0"].dropped == {"stale": Count(1, SIZE)}
+    assert slow.push(b"another") == "stale"
+    assert books(role)["worker-0"].dropped == {"stale": Count(2, 2 * SIZE)}
+    assert books(role)["worker-0"].produced == Count(2, 2 * SIZE)
+
+
 def test_a_worker_goes_on_after_a_stale_fragment(role: Role) -> None:
     trainer, slow, other = begin(role), SmallWorker(role), SmallWorker(role, "worker-1")
     assert slow.claim().granted

@@ -97,6 +97,7 @@ class Model:
     taken: list[Entry] = field(default_factory=list)
     trimmed: int = 0
     refused: int = 0
+    last_refused: dict[tuple[str, int], bytes] = field(default_factory=dict)
     draining: set[str] = field(default_factory=set)
     pushed: dict[tuple[str, int], int] = field(default_factory=dict)
 
@@ -237,7 +238,9 @@ class Protocol(RuleBasedStateMachine):
         room = held or model.in_flight < model.window
         assert worker.push(blob) == ("pushed" if room else "stale")
         if not room:
-            model.refused += 1
+            source = (worker.name, worker.incarnation)
+            model.refused += model.last_refused.get(source) != blob  # else the same is sent again
+            model.last_refused[source] = blob
             return
         model.claims.pop(acted.claim, None)
         source = (worker.name, worker.incarnation)
