@@ -162,15 +162,17 @@ def total(lines: Mapping[str, LedgerLine]) -> LedgerLine:
 def set_forward(client: redis.Redis, run_id: str, epoch: int, position: str, ledger: Ledger) -> None:
     """Brings a Redis that knows less than a checkpoint (lost, or restored from the past) forward to it.
 
-    What the ledger settled must have been produced, and no claim may stand behind it any more.
+    What the ledger settled must have been produced, and no claim may stand behind it any more. Incarnations go on
+    counting, since the ledger would take the first fragments of an old number for repeats; a worker that registered in
+    the meantime is superseded, and registers again.
     """
     keys = RunKeys(run_id)
     settled: list[str | int] = []
     for worker, account in ledger.accounts.items():
         count = account.consumed + account.dropped_total()
-        settled += [worker, count.fragments, count.transitions]
+        settled += [worker, count.fragments, count.transitions, max(account.high_water, default=-1) + 1]
     script = client.register_script(scripts.SET_FORWARD)
-    script([keys.flow, keys.log, keys.claims, keys.produced], [epoch, position, *settled])
+    script([keys.flow, keys.log, keys.claims, keys.produced, keys.incarnations], [epoch, position, *settled])
 
 
 def _produced(raw: Mapping[str, str]) -> tuple[dict[str, Count], dict[str, Count]]:

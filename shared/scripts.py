@@ -134,8 +134,12 @@ local function produced(fate)
 end
 if redis.call('ZREM', KEYS[2], from .. ':' .. ARGV[3]) == 0 then
   if tonumber(flow[3]) - tonumber(flow[4]) >= (tonumber(flow[6]) + 1) * tonumber(flow[5]) then
-    produced('')
-    produced(':stale')
+    local digest = redis.sha1hex(ARGV[6])
+    if redis.call('HGET', KEYS[4], from .. ':refused') ~= digest then  -- else it is sent again
+      redis.call('HSET', KEYS[4], from .. ':refused', digest)
+      produced('')
+      produced(':stale')
+    end
     return 'stale'
   end
   redis.call('HINCRBY', KEYS[1], 'claimed', 1)
@@ -246,8 +250,8 @@ return removed
 SET_FORWARD = (
     _COMMON
     + """
--- KEYS flow, log, claims, produced. ARGV: epoch, log position of a checkpoint, worker, fragments, transitions, ...
--- (what the checkpoint's ledger has settled). For a Redis that knows less than the checkpoint: credit and produced
+-- KEYS flow, log, claims, produced, incarnations. ARGV: epoch, log position of a checkpoint, then for each worker its
+-- id, fragments and transitions (what the checkpoint's ledger has settled) and the incarnations it has had. For a Redis that knows less than the checkpoint: credit and produced
 -- become what the checkpoint, the log behind its position and the claims that are held say. Answers 1, or 0 if fenced.
 if fenced(ARGV[1]) then return 0 end
 local books, pushed = {}, 0
@@ -255,7 +259,12 @@ local function book(worker, fragments, transitions)
   local line = books[worker] or {0, 0}
   books[worker] = {line[1] + fragments, line[2] + transitions}
 end
-for i = 3, #ARGV, 3 do book(ARGV[i], tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2])) end
+for i = 3, #ARGV, 4 do
+  book(ARGV[i], tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2]))
+  if tonumber(redis.call('HGET', KEYS[5], ARGV[i]) or '0') < tonumber(ARGV[i + 3]) then
+    redis.call('HSET', KEYS[5], ARGV[i], ARGV[i + 3])
+  end
+end
 for _, entry in ipairs(redis.call('XRANGE', KEYS[2], '(' .. ARGV[2], '+')) do
   local fields = {}
   for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end

@@ -197,6 +197,12 @@ class Publisher:
             self._checkpoints.delete(name)
         self._noticed = evaluations
 
+    def _in_evaluation(self) -> str | None:
+        """What the evaluator plays right now: it may turn out to be the best, and must not be pruned before."""
+        beats = read_heartbeats(self._role.redis, self._role.run_id)
+        playing = (beat.progress.get("evaluating") for beat in beats if beat.role == "evaluator" and beat.alive)
+        return next(playing, None)
+
     def _entries(self, names: list[str], latest: str | None) -> tuple[dict[str, dict[str, Any]], list[str]]:
         """The status file's entries, `latest` and unknown ones from their manifests; and uploads that were cut off."""
         status = self._marker(STATUS) or {}

@@ -200,6 +200,7 @@ class Trainer:
             text = f"restored {name}; Redis knew nothing newer"
         elif not _after(state.trimmed_id, restored.log_position):
             text = f"restored {name}; reading the log again up to version {state.version}"
+            self._publisher.submit(self._snapshot())  # known to the store; completes what a crash left undone behind it
         else:
             self._rebase(state, restored.lags)
             text = f"restored {name}, but the log behind it is trimmed: goes on as version {self.version}"

@@ -283,7 +283,7 @@ def test_weights_that_are_not_finite_end_the_run_with_a_diagnosis_and_reach_neit
     new_game: NewGame,
 ) -> None:
     game = new_game(small(algorithm={"minibatch_size": 32, "epochs": 2, "learning_rate": 1e30}))
-    with pytest.raises(WeightsNotFinite, match=r"weights of policy 'default' infinite or NaN.*learning_rate") as caught:
+    with pytest.raises(WeightsNotFinite, match=r"weights of default infinite or NaN.*learning_rate") as caught:
         game.finish()
     game.trainer.fail(caught.value)
     content = game.finished()
