@@ -13,7 +13,7 @@ from shared.ledger import Count, Ledger, LedgerLine, WorkerAccount, read_books, 
 from shared.redis_keys import RunKeys
 from shared.role import Role
 from tests.conftest import MakeRole
-from tests.trainer_node.test_intake import SIZE, SmallWorker, begin, books, in_redis, small_config
+from tests.trainer_node.test_intake import SIZE, SmallTrainer, SmallWorker, begin, books, in_redis, small_config
 
 counts = st.builds(Count, st.integers(0, 10**12), st.integers(0, 10**12))
 accounts = st.builds(
@@ -175,6 +175,26 @@ def test_claims_and_entries_that_a_checkpoint_does_not_cover_stay_in_flight(role
     lines = books(role)
     assert lines["worker-0"] == LedgerLine(Count(3, 3 * SIZE), Count(2, 2 * SIZE), {}, Count(1, SIZE))
     assert lines["worker-2"].dropped == {"stale": Count(1, SIZE)}
+
+
+def test_going_on_from_settled_books_frees_the_credit_of_fragments_behind_no_version(role: Role) -> None:
+    """A drop settles the good fragments before it, too; a trainer that goes on from there will not take them again."""
+    trainer, worker = begin(role), SmallWorker(role)
+    worker.work()
+    worker.work(blob=b"bad")
+    worker.work()
+    assert trainer.take() is not None and trainer.take() is not None
+    second = SmallTrainer(role)
+    text: Any = role.redis.get(RunKeys(role.run_id).ledger)
+    settled, ledger = role.flow.read().settled_id, Ledger.from_json(text.decode())
+    second.intake.restore(settled, ledger, {})
+    assert role.flow.read().in_flight == 2
+    set_forward(role.redis, role.run_id, second.epoch, settled, ledger)
+    assert role.flow.read().in_flight == 1
+    assert second.take() is not None and second.take() is None
+    assert second.publish(1).word == "published"
+    assert role.flow.read().in_flight == 0
+    assert books(role)["total"].produced == Count(3, 3 * SIZE)
 
 
 def test_an_older_trainer_sets_nothing_forward(role: Role) -> None:
