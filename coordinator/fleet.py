@@ -16,7 +16,7 @@ import ray
 import ray.exceptions
 
 from rollout_worker.actor import EvaluatorActor, WorkerActor
-from shared.errors import StagecoachError
+from shared.errors import Fenced, StagecoachError
 from shared.events import emit
 from shared.heartbeat import read_heartbeats
 from shared.launch import RoleLaunch
@@ -78,7 +78,9 @@ class Fleet:
         if self.outcome is None:
             self._watch_incarnations()
             flow = self._role.flow.read()
-            if flow.state == "running":
+            if self._trainer.life is None and flow.state == "finished":
+                self.outcome = flow.reason
+            elif flow.state == "running":
                 self._scale(flow.desired_workers)
 
     def close(self, seconds: float = 20.0) -> None:
@@ -135,7 +137,11 @@ class Fleet:
             reason, error = "failed", _cause(caught)
         if member is self._trainer:
             member.life = None
-            self.outcome = reason if error is None else f"failed: {error}"
+            if error is not None and error.startswith(Fenced.__name__):
+                text = "another trainer has taken over; the fleet works on for it"
+                emit(self._role.redis, self._role.run_id, "trainer", text)
+            else:
+                self.outcome = reason if error is None else f"failed: {error}"
         elif error is not None:
             self._restart(member, error)
         elif member is self._evaluator:
@@ -199,4 +205,6 @@ class Fleet:
 def _cause(error: Exception) -> str:
     """What a role raised, without Ray's frame around it."""
     cause = getattr(error, "cause", None)
+    if isinstance(cause, Fenced):
+        return f"{Fenced.__name__}: {cause}"
     return str(cause) if isinstance(cause, StagecoachError) else str(error)

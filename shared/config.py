@@ -364,6 +364,11 @@ class Config(Section):
         for agent, policy_id in self.agents.items():
             if policy_id not in self.policies:
                 raise ValueError(f"agents.{agent}={policy_id!r} names no policy; policies has {sorted(self.policies)}")
+        if self.ray.address != "embedded" and "embedded" in (self.redis.url, self.store.url):
+            raise ValueError(
+                f"ray.address={self.ray.address} with redis.url={self.redis.url} and store.url={self.store.url}: roles on "
+                f"a cluster cannot reach servers on this machine's loopback; give both addresses that they reach"
+            )
         if self.environment.api == "pettingzoo" and self.environment.vectorization != "sync":
             raise ValueError(
                 f"environment.api=pettingzoo works with environment.vectorization=sync only, found "

@@ -106,6 +106,8 @@ class Trainer:
         if state.state != "running" or self._schedule.exhausted(self._learner.counters):
             self._end = state.reason if state.state != "running" else "exhausted"
             return "ended"
+        if state.version < self.version:
+            self._set_redis_forward()
         if not self._gather(wait_seconds):
             return "waited"
         fragments, self._fragments = self._fragments, []
@@ -195,17 +197,28 @@ class Trainer:
         state = self._role.flow.read()
         name = checkpoint.manifest.name
         if state.version < self.version:  # a Redis that lost this run's past, or some of it
-            set_forward(self._role.redis, self._role.run_id, self._epoch, restored.log_position, ledger)
-            self._publish(0)
+            self._set_redis_forward()
             text = f"restored {name}; Redis knew nothing newer"
         elif not _after(state.trimmed_id, restored.log_position):
             text = f"restored {name}; reading the log again up to version {state.version}"
-            self._publisher.submit(self._snapshot())  # known to the store; completes what a crash left undone behind it
         else:
             self._rebase(state, restored.lags)
             text = f"restored {name}, but the log behind it is trimmed: goes on as version {self.version}"
+        self._publisher.submit(self._snapshot())  # where the store knows it: completes what a crash left undone
         emit(self._role.redis, self._role.run_id, "trainer", text)
         _LOGGER.info("%s", text)
+
+    def _set_redis_forward(self) -> None:
+        """Redis came back with less than it had (its file is synced each second): the trainer knows better."""
+        books = self._intake.committed
+        ledger = Ledger.from_json(books.ledger)
+        self._fragments.clear()
+        self._intake.restore(books.position, ledger, books.lags)
+        set_forward(self._role.redis, self._role.run_id, self._epoch, books.position, ledger)
+        self._publish(0)
+        text = f"Redis had lost what came last; it is set forward to version {self.version}"
+        emit(self._role.redis, self._role.run_id, "trainer", text)
+        _LOGGER.warning("%s", text)
 
     def _rebase(self, state: FlowState, lags: dict[int, int]) -> None:
         """An older checkpoint than the log reaches back to: its weights go on as a new version; none goes back."""
@@ -213,7 +226,6 @@ class Trainer:
         self._intake.restore(state.settled_id, Ledger.from_json((text or b"").decode()), lags)
         self.version = state.version + 1
         self._publish(0)
-        self._publisher.submit(self._snapshot())
 
     # One turn
 

@@ -27,8 +27,8 @@ from shared.steps import Phase, PhaseCounters
 from tests.conftest import minimal_config
 from trainer_node.algorithms.ppo import PPO
 from trainer_node.intake import Committed
-from trainer_node.reward_scaling import RewardScaling
 from trainer_node.learner import Learner
+from trainer_node.reward_scaling import RewardScaling
 from trainer_node.snapshot import Progress, Snapshot, restore, take
 
 STEPS, SLOTS = 8, 4

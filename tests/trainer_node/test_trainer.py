@@ -3,117 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from coordinator.services import new_secret
-from rollout_worker.making import describe_environment
-from rollout_worker.worker import Worker
 from shared import fragment
-from shared.checkpoint import CHECKPOINTS, ENVIRONMENT, FINISHED, READY
+from shared.checkpoint import CHECKPOINTS, READY
 from shared.config import Config
-from shared.connection import Address
 from shared.errors import CheckpointDamaged, ConfigError, Fenced, StoreUnavailable, WeightsNotFinite
-from shared.events import read_events
 from shared.experience_log import ExperienceLog
-from shared.ledger import read_books
-from shared.policies.codec import decode_policy, finite, state_arrays
+from shared.policies.codec import finite, state_arrays
 from shared.policy_board import PolicyBoard
 from shared.redis_keys import RunKeys
-from shared.role import Role, open_role
-from shared.spaces import Columns
 from shared.steps import Phase
-from tests.conftest import RedisServer, create_flow, minimal_config
+from tests.conftest import RedisServer
+from tests.trainer_node.game import POLICY, Game, NewGame, balanced, make_game, small
 from trainer_node.trainer import Trainer
 
-POLICY = "default/policy.safetensors"
 STEPS_PER_UPDATE = 8 * 4 * 2
-
-
-class Game:
-    """One run: its roles, its trainer (the present one) and its worker."""
-
-    def __init__(self, open_: Callable[[], Role]) -> None:
-        self._open = open_
-        self.role = open_()
-        self.trainer = Trainer(open_(), None)
-        self.worker = Worker(open_(), 0)
-        self.trainer.start()
-        self.worker.start()
-
-    def play(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Worker and trainer in turn, until the trainer says that the run ends."""
-        for _ in range(1000):
-            if until():
-                return
-            self.worker.step(0)
-            if self.trainer.step(0) == "ended":
-                return
-        raise AssertionError("the run does not end")
-
-    def play_to(self, version: int) -> None:
-        """Until that version is published."""
-        self.play(lambda: self.trainer.version >= version)
-
-    def crash(self) -> None:
-        """The trainer is gone: nothing is finished, nothing is said."""
-        self.trainer._publisher.close()
-        self.trainer._heartbeat._stop.set()
-
-    def restart(self) -> None:
-        """A new trainer takes up the run."""
-        self.trainer = Trainer(self._open(), None)
-        self.trainer.start()
-
-    def finish(self) -> str:
-        """Plays to the end and writes `.finished`; answers the SHA-256 of the final policy file."""
-        self.play()
-        self.trainer.finish(self.role.flow.read().reason or "exhausted")
-        return self.policy_hash()
-
-    def policy_hash(self) -> str:
-        """SHA-256 of the newest checkpoint's policy file."""
-        latest = self.role.checkpoints.load_latest()
-        assert latest is not None
-        return hashlib.sha256(latest.objects[POLICY]).hexdigest()
-
-    def durable(self) -> None:
-        """Waits until the store has what was submitted."""
-        self.trainer._publisher.wait_idle(30)
-
-    def board_version(self) -> int:
-        """What workers act with."""
-        version = PolicyBoard(self.role.redis, self.role.run_id).fetch(self.role.checkpoints)
-        assert version is not None
-        return version.header.version
-
-    def finished(self) -> dict[str, Any]:
-        """The content of `.finished`."""
-        content = self.role.checkpoints.marker(FINISHED)
-        assert content is not None
-        return content
-
-    def events(self, kind: str) -> str:
-        """The texts of all events of a kind."""
-        return "\n".join(event.text for event in read_events(self.role.redis, self.role.run_id) if event.kind == kind)
-
-    def weights(self, name: str) -> Columns:
-        """Weights and normaliser of a checkpoint."""
-        return state_arrays(decode_policy(self.role.checkpoints.load(name).objects[POLICY])[0])
-
-    def end(self) -> None:
-        """Stops the threads."""
-        self.crash()
-        self.worker.stop("end of test")
-
-
-NewGame = Callable[[Config], Game]
 
 
 @pytest.fixture
@@ -122,32 +32,12 @@ def new_game(redis_server: RedisServer, tmp_path: Path) -> Iterator[NewGame]:
     games: list[Game] = []
 
     def make(config: Config) -> Game:
-        store, keys = tmp_path / "store", tmp_path / "keys.json"
-        store.mkdir(exist_ok=True)
-        keys.write_text(json.dumps({"redis_password": redis_server.password}))
-        address = Address(f"t-{new_secret()[:12]}", redis_server.url, f"file://{store}", None, str(keys))
-        first = open_role(config, address)
-        create_flow(first)
-        first.checkpoints.store.put(ENVIRONMENT, json.dumps(describe_environment(config).as_dict()).encode())
-        games.append(Game(lambda: open_role(config, address)))
+        games.append(make_game(redis_server, tmp_path, config))
         return games[-1]
 
     yield make
     for game in games:
         game.end()
-
-
-def small(**sections: Any) -> Config:
-    """A small run with everything that is learnt beside the weights."""
-    policy = {"hidden_sizes": [8], "normalise_observations": True, "normalise_rewards": True}
-    return minimal_config(**({"policies": {"default": policy}, "stop_at": {"updates": 6}} | sections))
-
-
-def balanced(game: Game) -> dict[str, Any]:
-    """The books, after a look that they are right."""
-    books = read_books(game.role.redis, game.role.run_id)
-    assert all(line.balances for line in books.values()), books
-    return {worker: line.as_dict() for worker, line in books.items()}
 
 
 # Same log, same weights
@@ -446,47 +336,3 @@ def test_a_config_that_is_not_the_runs_is_refused(new_game: NewGame) -> None:
     with pytest.raises(ConfigError, match="start the role with the run's own"):
         other.start()
     assert game.role.flow.read().epoch == 1, "the trainer that runs was not fenced"
-
-
-def restore_redis(game: Game, keys: dict[bytes, bytes]) -> None:
-    """Redis as it was when these keys were dumped."""
-    prefix = RunKeys(game.role.run_id).prefix
-    for key in game.role.redis.scan_iter(f"{prefix}*"):
-        game.role.redis.delete(key)
-    for key, value in keys.items():
-        game.role.redis.restore(key, 0, value)
-
-
-@pytest.mark.parametrize("fragments_after", [0, 1, 2])
-def test_a_redis_set_back_behind_the_checkpoint_does_not_stop_the_run(new_game: NewGame, fragments_after: int) -> None:
-    game = new_game(small())
-    game.play_to(3)
-    for _ in range(fragments_after):
-        game.worker.step(0)
-    redis = game.role.redis
-    past: dict[bytes, Any] = {key: redis.dump(key) for key in redis.scan_iter(f"{RunKeys(game.role.run_id).prefix}*")}
-    game.play_to(4)
-    game.durable()
-    game.crash()
-    restore_redis(game, past)
-    game.restart()
-    assert game.board_version() == 4
-    game.finish()
-    assert game.finished()["counters"]["train"]["updates"] == 6
-    balanced(game)
-
-
-def test_a_redis_that_has_lost_the_whole_run_goes_on_from_the_checkpoint(new_game: NewGame) -> None:
-    game = new_game(small())
-    game.play_to(4)
-    game.durable()
-    game.crash()
-    game.worker.stop("Redis is gone")
-    restore_redis(game, {})
-    create_flow(game.role)
-    game.restart()
-    game.worker = Worker(game._open(), 0)
-    game.worker.start()
-    game.finish()
-    assert game.finished()["counters"]["train"]["updates"] == 6
-    balanced(game)

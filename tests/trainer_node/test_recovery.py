@@ -1,0 +1,96 @@
+"""What a trainer does when Redis or the store lost something, or a crash left something undone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_worker.worker import Worker
+from shared.checkpoint import POINTER, READY, STATUS
+from shared.config import Config
+from shared.redis_keys import RunKeys
+from tests.conftest import RedisServer, create_flow
+from tests.trainer_node.game import Game, NewGame, balanced, make_game, small
+
+
+@pytest.fixture
+def new_game(redis_server: RedisServer, tmp_path: Path) -> Iterator[NewGame]:
+    """`new_game(config)` → a new run on the shared Redis, trainer and worker started."""
+    games: list[Game] = []
+
+    def make(config: Config) -> Game:
+        games.append(make_game(redis_server, tmp_path, config))
+        return games[-1]
+
+    yield make
+    for game in games:
+        game.end()
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_a_first_checkpoint_whose_sync_files_a_crash_kept_back_is_completed(new_game: NewGame, published: bool) -> None:
+    game = new_game(small())
+    game.crash()
+    for key in (READY, POINTER, STATUS):
+        game.role.checkpoints.store.delete(key)
+    if not published:
+        game.role.redis.hset(RunKeys(game.role.run_id).flow, "version", "-1")
+    game.restart()
+    game.durable()
+    pointer = game.role.checkpoints.pointer()
+    assert pointer is not None and pointer.latest == "0_Step-0.ckpt"
+    assert game.role.checkpoints.marker(READY) is not None
+    game.finish()
+    balanced(game)
+
+
+def restore_redis(game: Game, keys: dict[bytes, bytes]) -> None:
+    """Redis as it was when these keys were dumped."""
+    prefix = RunKeys(game.role.run_id).prefix
+    for key in game.role.redis.scan_iter(f"{prefix}*"):
+        game.role.redis.delete(key)
+    for key, value in keys.items():
+        game.role.redis.restore(key, 0, value)
+
+
+@pytest.mark.parametrize("trainer_lives", [False, True])
+@pytest.mark.parametrize("fragments_after", [0, 1, 2])
+def test_a_redis_set_back_in_time_does_not_stop_the_run(
+    new_game: NewGame, fragments_after: int, trainer_lives: bool
+) -> None:
+    game = new_game(small())
+    game.play_to(3)
+    for _ in range(fragments_after):
+        game.worker.step(0)
+    redis = game.role.redis
+    past: dict[bytes, Any] = {key: redis.dump(key) for key in redis.scan_iter(f"{RunKeys(game.role.run_id).prefix}*")}
+    game.play_to(4)
+    game.durable()
+    if not trainer_lives:
+        game.crash()
+    restore_redis(game, past)
+    if not trainer_lives:
+        game.restart()
+        assert game.board_version() == 4
+    game.finish()
+    assert game.finished()["counters"]["train"]["updates"] == 6
+    balanced(game)
+
+
+def test_a_redis_that_has_lost_the_whole_run_goes_on_from_the_checkpoint(new_game: NewGame) -> None:
+    game = new_game(small())
+    game.play_to(4)
+    game.durable()
+    game.crash()
+    game.worker.stop("Redis is gone")
+    restore_redis(game, {})
+    create_flow(game.role)
+    game.restart()
+    game.worker = Worker(game._open(), 0)
+    game.worker.start()
+    game.finish()
+    assert game.finished()["counters"]["train"]["updates"] == 6
+    balanced(game)
