@@ -24,6 +24,19 @@ local function after(a, b)
   return a_ms > b_ms or (a_ms == b_ms and a_seq > b_seq)
 end
 local function wake(key) redis.call('XADD', key, 'MAXLEN', '~', '64', '*', 'w', '1') end
+local function each_entry(log, position, visit)  -- a page at a time: fragments are large
+  local start = '(' .. position
+  while true do
+    local page = redis.call('XRANGE', log, start, '+', 'COUNT', 32)
+    if #page == 0 then return end
+    for _, entry in ipairs(page) do
+      local fields = {}
+      for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
+      visit(fields)
+    end
+    start = '(' .. page[#page][1]
+  end
+end
 local function fenced(epoch)
   local found = redis.call('HGET', KEYS[1], 'epoch')
   return found ~= epoch
@@ -265,14 +278,12 @@ for i = 3, #ARGV, 4 do
     redis.call('HSET', KEYS[5], ARGV[i], ARGV[i + 3])
   end
 end
-for _, entry in ipairs(redis.call('XRANGE', KEYS[2], '(' .. ARGV[2], '+')) do
-  local fields = {}
-  for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
+each_entry(KEYS[2], ARGV[2], function(fields)
   if fields['end'] then
     book(fields['worker'], 1, tonumber(fields['transitions']))
     pushed = pushed + 1
   end
-end
+end)
 for worker, line in pairs(books) do
   local stale = redis.call('HMGET', KEYS[4], worker .. ':fragments:stale', worker .. ':transitions:stale')
   redis.call('HSET', KEYS[4], worker .. ':fragments', line[1] + tonumber(stale[1] or '0'),
@@ -290,18 +301,10 @@ IN_FLIGHT = (
 -- worker, transitions, worker, transitions, ... of the entries after the settled id}.
 local settled = redis.call('HGET', KEYS[1], 'settled_id') or '0-0'
 local flight = {}
-local start = '(' .. settled
-while true do
-  local page = redis.call('XRANGE', KEYS[2], start, '+', 'COUNT', 100)
-  if #page == 0 then break end
-  for _, entry in ipairs(page) do
-    local fields = {}
-    for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
-    flight[#flight + 1] = fields['worker'] or '?'
-    flight[#flight + 1] = fields['transitions'] or '0'
-  end
-  start = '(' .. page[#page][1]
-end
+each_entry(KEYS[2], settled, function(fields)
+  flight[#flight + 1] = fields['worker'] or '?'
+  flight[#flight + 1] = fields['transitions'] or '0'
+end)
 return {settled, redis.call('GET', KEYS[4]) or '', redis.call('HGETALL', KEYS[3]), flight}
 """
 )

@@ -223,7 +223,9 @@ class Trainer:
     def _rebase(self, state: FlowState, lags: dict[int, int]) -> None:
         """An older checkpoint than the log reaches back to: its weights go on as a new version; none goes back."""
         text: Any = self._role.redis.get(RunKeys(self._role.run_id).ledger)
-        self._intake.restore(state.settled_id, Ledger.from_json((text or b"").decode()), lags)
+        ledger = Ledger.from_json((text or b"").decode())
+        self._intake.restore(state.settled_id, ledger, lags)
+        set_forward(self._role.redis, self._role.run_id, self._epoch, state.settled_id, ledger)
         self.version = state.version + 1
         self._publish(0)
 

@@ -176,7 +176,7 @@ def test_what_decides_the_learning_changes_the_hash(sections: dict[str, Any]) ->
         {"runs_dir": "/tmp/elsewhere"},
         {"redis": {"url": "redis://h"}},
         {"store": {"url": "s3://b"}},
-        {"ray": {"address": "auto"}},
+        {"ray": {"num_cpus": 3}},
         {"signals": {"csv": False}},
         {"stop_at": {"updates": 99}},
     ],

@@ -94,3 +94,26 @@ def test_a_redis_that_has_lost_the_whole_run_goes_on_from_the_checkpoint(new_gam
     game.finish()
     assert game.finished()["counters"]["train"]["updates"] == 6
     balanced(game)
+
+
+def test_going_back_behind_the_log_frees_the_credit_of_what_was_never_learnt(new_game: NewGame) -> None:
+    """A fragment was taken, the next one dropped and settled, then the trainer crashed and its checkpoint broke."""
+    game = new_game(small())
+    game.play_to(4)
+    game.durable()
+    game.worker.step(0)
+    assert game.trainer.step(0) == "waited"
+    last = game.role.redis.xrevrange(RunKeys(game.role.run_id).log, count=1)
+    assert last
+    garbage = {**last[0][1], b"seq": b"999", b"fragment": b"garbage"}
+    game.role.redis.hincrby(RunKeys(game.role.run_id).flow, "claimed", 1)
+    game.role.redis.hincrby(RunKeys(game.role.run_id).produced, "worker-0:fragments", 995 + 1)
+    game.role.redis.hincrby(RunKeys(game.role.run_id).produced, "worker-0:transitions", 32)
+    game.role.redis.xadd(RunKeys(game.role.run_id).log, garbage)
+    assert game.trainer.step(0) == "waited"
+    game.crash()
+    game.role.checkpoints.store.put("checkpoints/4_Step-256.ckpt/default/policy.safetensors", b"broken")
+    game.restart()
+    assert game.trainer.version == 5
+    game.finish()
+    assert game.role.flow.read().in_flight >= 0
