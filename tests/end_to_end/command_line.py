@@ -1,0 +1,167 @@
+"""Stagecoach as its user runs it: the command line in processes of its own, in a folder of the test's own.
+
+`left()` finds whatever a run has left behind, and `close()` ends it, so that no test leaves a process to the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from coordinator.run import Run
+from coordinator.status import Status
+from shared.errors import StagecoachError
+
+SOURCE = Path(__file__).parent.parent.parent
+DEADLINE_SECONDS = 150.0
+"""No promise: only what tells a run that hangs from one on a busy machine."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+class CommandLine:
+    """Runs commands in `folder`; the runs are in `folder/runs`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.temporary = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # Ray's sockets need a short path
+        self._environ = {**os.environ, "TMPDIR": str(self.temporary), "COLUMNS": "200"}
+        self._started: list[subprocess.Popen[str]] = []
+
+    def run(self, *arguments: str | Path, seconds: float = DEADLINE_SECONDS) -> Ended:
+        """`stagecoach` with these arguments, until it ends."""
+        return self.ended(self.start(*arguments), seconds)
+
+    def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
+        """`stagecoach` in the background."""
+        return self.module("coordinator.cli", *arguments)
+
+    def module(self, name: str, *arguments: str | Path, environ: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        """`python -m name` in the background; its output goes to files, which `ended` and `output` read."""
+        number = len(self._started)
+        with self._file(number, "out").open("w") as out, self._file(number, "err").open("w") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-m", name, *map(str, arguments)], cwd=self.folder, stdin=subprocess.DEVNULL,
+                stdout=out, stderr=err, text=True, start_new_session=True, env={**self._environ, **(environ or {})},
+            )  # fmt: skip
+        self._started.append(process)
+        return process
+
+    def ended(self, process: subprocess.Popen[str], seconds: float = DEADLINE_SECONDS) -> Ended:
+        """Waits for a command."""
+        code = process.wait(timeout=seconds)
+        return Ended(code, self.output(process), self.output(process, "err"))
+
+    def output(self, process: subprocess.Popen[str], which: str = "out") -> str:
+        """What it has printed so far."""
+        return self._file(self._started.index(process), which).read_text()
+
+    def json(self, *arguments: str | Path) -> Any:
+        """What a command with `--json` prints."""
+        done = self.run(*arguments, "--json")
+        assert done.code == 0, done
+        return json.loads(done.out)
+
+    def write_config(self, **sections: Any) -> Path:
+        """A small config for CartPole; `sections` replace or add top-level keys."""
+        data: dict[str, Any] = {
+            "environment": {"id": "CartPole-v1", "num_envs": 4},
+            "rollout": {"workers": 2, "fragment_steps": 32, "fragments_per_update": 2},
+            "algorithm": {"minibatch_size": 128, "epochs": 2},
+            "checkpoint": {"every": "20 updates"},
+            "evaluation": {"episodes": 2},
+            "stop_at": {"updates": 4},
+        }
+        path = self.folder / "config.yaml"
+        path.write_text(yaml.safe_dump(data | sections))
+        return path
+
+    def handle(self, run_id: str) -> Run:
+        """A handle on a run, as the Python API gives it."""
+        return Run.attach(run_id, self.folder / "runs")
+
+    def until(self, run_id: str, what: str, done: Callable[[Status], bool]) -> Status:
+        """Looks at the run again and again until `done` says so."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while time.monotonic() < deadline:
+            with contextlib.suppress(StagecoachError, FileNotFoundError):
+                if done(status := self.handle(run_id).status()):
+                    return status
+            time.sleep(0.2)
+        raise AssertionError(f"never saw: {what}; {self._tails()}")
+
+    def wait_until(self, what: str, done: Callable[[], bool]) -> None:
+        """Looks again and again until `done` says so."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not done():
+            assert time.monotonic() < deadline, f"never saw: {what}; {self._tails()}"
+            time.sleep(0.1)
+
+    def marker(self, run_id: str, name: str) -> Any:
+        """The JSON content of a sync file of an embedded run, read as a plain file."""
+        return json.loads((self.store(run_id) / name).read_text())
+
+    def store(self, run_id: str) -> Path:
+        """The folder of an embedded run's objects."""
+        return self.folder / "runs" / run_id / "s3" / "stagecoach" / run_id
+
+    def left(self) -> dict[int, str]:
+        """Processes that belong to this folder: process id → command line."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+                continue
+            with contextlib.suppress(OSError):
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                cwd = os.readlink(entry / "cwd")
+                if command and (Path(cwd).is_relative_to(self.folder) or str(self.temporary) in command):
+                    found[int(entry.name)] = command
+        return found
+
+    def close(self) -> None:
+        """Ends all that is left, at once."""
+        for _ in range(50):
+            left = self.left()
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for process in self._started:
+                process.poll()
+            if not left:
+                break
+            time.sleep(0.1)
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def _file(self, number: int, which: str) -> Path:
+        return self.folder / f"command-{number}.{which}"
+
+    def _tails(self) -> str:
+        return " | ".join(self.output(process, which)[-500:] for process in self._started for which in ("out", "err"))
+
+
+def check_ledger(finished: dict[str, Any]) -> None:
+    """Every line of the books balances, and what was consumed in all is what the counters say was trained on."""
+    ledger = finished["ledger"]
+    assert [worker for worker, line in ledger.items() if not line["balances"]] == []
+    assert ledger["total"]["consumed"]["transitions"] == finished["counters"]["train"]["env_steps"]
+    assert ledger["total"]["consumed"]["transitions"] > 0

@@ -1,0 +1,171 @@
+"""A run that is interrupted: by Ctrl-C and SIGTERM, once and twice, while it starts; and by the death of its
+coordinator, its trainer or a worker. What is durable stays, the books balance, and `resume` goes on from there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.status import Status
+from tests.end_to_end.command_line import CommandLine, check_ledger
+
+RUN = "interrupted"
+FOR_EVER = {"updates": 10**6}
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[CommandLine]:
+    terminal = CommandLine(tmp_path)
+    yield terminal
+    terminal.close()
+
+
+def train(terminal: CommandLine, **sections: Any) -> subprocess.Popen[str]:
+    """A run in the foreground of its own session, until it has a checkpoint of something learnt."""
+    process = terminal.start("train", terminal.write_config(stop_at=FOR_EVER, **sections), "--run-id", RUN)
+    terminal.until(RUN, "a checkpoint", lambda status: _version(status.latest) > 0)
+    return process
+
+
+def _version(checkpoint: str | None) -> int:
+    return int(checkpoint.partition("_")[0]) if checkpoint else -1
+
+
+def durable(terminal: CommandLine) -> tuple[int, int]:
+    """Policy version and env steps of the checkpoint that the pointer names."""
+    latest = terminal.marker(RUN, ".checkpoint")["latest"]
+    version, _, steps = latest.removesuffix(".ckpt").partition("_Step-")
+    return int(version), int(steps)
+
+
+def pid_of(status: Status, id_: str) -> int:
+    return next(beat.pid for beat in status.roles if beat.id == id_)
+
+
+def check_stopped(terminal: CommandLine, reason: str = "stopped") -> dict[str, Any]:
+    """It ended as it should: `.finished`, a final checkpoint, balanced books, nothing left behind."""
+    finished: dict[str, Any] = terminal.marker(RUN, ".finished")
+    pointer = terminal.marker(RUN, ".checkpoint")
+    assert finished["reason"] == reason
+    assert pointer["final"] == pointer["latest"] == finished["final"]
+    check_ledger(finished)
+    assert terminal.left() == {}
+    return finished
+
+
+def test_one_signal_ends_it_with_a_last_checkpoint(terminal: CommandLine) -> None:
+    """Ctrl-C, and SIGTERM on the run that is resumed after it."""
+    process = train(terminal)
+    process.send_signal(signal.SIGINT)
+    done = terminal.ended(process)
+    assert done.code == 0, done
+    assert f"{RUN}: stopped" in done.out
+    first = check_stopped(terminal)
+
+    process = terminal.start("resume", RUN)
+    terminal.until(RUN, "more versions", lambda status: status.live and status.version > first["version"])
+    process.send_signal(signal.SIGTERM)
+    done = terminal.ended(process)
+    assert done.code == 0, done
+    second = check_stopped(terminal)
+    assert second["version"] > first["version"]
+    assert second["counters"]["train"]["env_steps"] > first["counters"]["train"]["env_steps"]
+
+
+def test_two_signals_end_it_at_once_and_resume_finishes_it(terminal: CommandLine) -> None:
+    process = train(terminal)
+    process.send_signal(signal.SIGINT)
+    terminal.wait_until("the first signal to be taken", lambda: "Ctrl-C again" in terminal.output(process))
+    process.send_signal(signal.SIGINT)
+    done = terminal.ended(process)
+    assert terminal.left() == {}
+    if done.code == 0:
+        pytest.skip("it ended cleanly before the second signal came")
+    assert done.code == 130, done
+    assert "Traceback" not in done.err
+
+    version, _ = durable(terminal)
+    resumed = terminal.run("resume", RUN, "--set", f"stop_at.updates={version + 200}")
+    assert resumed.code == 0, resumed
+    finished = check_stopped(terminal, "exhausted")
+    assert finished["version"] == finished["counters"]["train"]["updates"] == version + 200
+
+
+def test_a_coordinator_that_is_killed_takes_everything_with_it_and_resume_goes_on(terminal: CommandLine) -> None:
+    process = train(terminal)
+    process.kill()
+    process.wait()
+    terminal.wait_until("Redis, S3 and Ray to end", lambda: not terminal.left())
+    version, steps = durable(terminal)
+    assert version > 0
+
+    status = terminal.json("status", RUN)
+    assert (status["state"], status["live"]) == ("interrupted", False)
+    assert "stagecoach resume" in status["reason"]
+    assert (status["version"], status["env_steps"]) == (version, steps)
+
+    process = terminal.start("resume", RUN)
+    terminal.until(RUN, "a version that was not there before", lambda status: status.live and status.version > version)
+    seen = [durable(terminal)]
+    for _ in range(3):
+        terminal.until(RUN, "the next checkpoint", lambda status: _version(status.latest) > seen[-1][0])
+        seen.append(durable(terminal))
+    assert seen == sorted(seen)
+    assert seen[0] >= (version, steps)
+    process.send_signal(signal.SIGINT)
+    assert terminal.ended(process).code == 0
+    check_stopped(terminal)
+
+
+@pytest.mark.parametrize("when", ["starting", "run "])
+def test_ctrl_c_while_it_starts_leaves_nothing(terminal: CommandLine, when: str) -> None:
+    """Before the run is announced its folder goes again; afterwards it ends as any run does."""
+    process = terminal.start("train", terminal.write_config(stop_at=FOR_EVER), "--run-id", RUN)
+    terminal.wait_until(f"the line {when!r}", lambda: f"\n{when}" in f"\n{terminal.output(process)}")
+    if when == "starting":
+        terminal.wait_until("a service", lambda: len(terminal.left()) > 1)
+    process.send_signal(signal.SIGINT)
+    done = terminal.ended(process)
+    assert "Traceback" not in done.err
+    assert terminal.left() == {}
+    assert list(terminal.temporary.glob("sc-*")) == []
+    if when == "starting":
+        assert (done.code, done.err) == (130, "Interrupted.\n")
+        assert not (terminal.folder / "runs" / RUN).exists()
+    else:
+        assert done.code == 0, done
+        assert terminal.marker(RUN, ".finished")["reason"] == "stopped"
+
+
+def test_killed_workers_and_trainers_are_replaced_and_the_run_reaches_its_goal(terminal: CommandLine) -> None:
+    updates = 600
+    config = terminal.write_config(stop_at={"updates": updates}, checkpoint={"every": "20 updates"})
+    process = terminal.start("train", config, "--run-id", RUN)
+    before = terminal.until(RUN, "training", lambda status: _version(status.latest) > 0)
+
+    os.kill(pid_of(before, "worker-1"), signal.SIGKILL)
+    replaced = terminal.until(
+        RUN, "a new incarnation of worker-1",
+        lambda s: any(b.id == "worker-1" and b.alive and b.progress.get("incarnation") == 1 for b in s.roles),
+    )  # fmt: skip
+
+    os.kill(pid_of(replaced, "trainer"), signal.SIGKILL)
+    old = pid_of(replaced, "trainer")
+    after = terminal.until(RUN, "a new trainer", lambda status: pid_of(status, "trainer") != old)
+    assert after.version >= replaced.version
+
+    done = terminal.ended(process)
+    assert done.code == 0, done
+    finished = check_stopped(terminal, "exhausted")
+    assert finished["version"] == finished["counters"]["train"]["updates"] == updates
+    assert finished["ledger"]["worker-1"]["consumed"]["fragments"] > 0
+    rows = (terminal.folder / "runs" / RUN / "signals" / "train.csv").read_text().splitlines()
+    assert len(rows) == 1 + updates, "every version has one row, also those that were learnt twice"

@@ -1,0 +1,234 @@
+"""The main job, as the README's first command runs it: CartPole-v1 to 475 on embedded Redis, S3 and Ray with two
+workers; and everything that is true of the run afterwards.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.end_to_end.command_line import SOURCE, CommandLine, Ended, check_ledger
+
+RUN = "main-job"
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandLine]:
+    terminal = CommandLine(tmp_path_factory.mktemp("main"))
+    yield terminal
+    terminal.close()
+
+
+@pytest.fixture(scope="module")
+def trained(terminal: CommandLine) -> Ended:
+    """The command, ended."""
+    return terminal.run("train", SOURCE / "examples" / "cartpole.yaml", "--run-id", RUN, seconds=240)
+
+
+@pytest.fixture(scope="module")
+def folder(terminal: CommandLine, trained: Ended) -> Path:
+    """The run's folder."""
+    return terminal.folder / "runs" / RUN
+
+
+@pytest.fixture(scope="module")
+def objects(terminal: CommandLine, trained: Ended) -> Path:
+    """The run's part of the bucket: a plain folder."""
+    return terminal.store(RUN)
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_it_is_solved_and_the_summary_says_so(trained: Ended) -> None:
+    assert trained.code == 0, trained.err
+    assert trained.err == ""
+    assert f"{RUN}: solved" in trained.out
+    for word in ("score", "trained", "time", "checkpoints", "store", "balances"):
+        assert word in trained.out.rpartition("summary")[2]
+
+
+def test_the_live_view_showed_progress_evaluations_and_checkpoints(trained: Ended) -> None:
+    for word in ("checkpoint  0_Step-0.ckpt", "evaluation  ", "worker-0 joined", "worker-1 joined", "env steps"):
+        assert word in trained.out
+
+
+def test_the_sync_files_tell_how_it_went(objects: Path) -> None:
+    ready, finished, pointer = (read(objects / name) for name in (".ready", ".finished", ".checkpoint"))
+    assert ready["checkpoint"] == "0_Step-0.ckpt"
+    assert (finished["reason"], finished["run_id"]) == ("solved", RUN)
+    assert pointer["latest"] == pointer["final"] == finished["final"]
+    train = finished["counters"]["train"]
+    assert finished["final"] == f"{finished['version']}_Step-{train['env_steps']}.ckpt"
+    assert train["updates"] == finished["version"]
+    assert train["episodes"] > 0
+
+
+def test_the_ledger_balances_and_nothing_was_lost(objects: Path) -> None:
+    finished = read(objects / ".finished")
+    check_ledger(finished)
+    assert set(finished["ledger"]) == {"worker-0", "worker-1", "total"}
+
+
+def test_a_checkpoint_reached_475(objects: Path) -> None:
+    status, pointer = read(objects / "training_status.json"), read(objects / ".checkpoint")
+    scores = {entry["name"]: entry["evaluation"]["mean_return"] for entry in status["checkpoints"]}
+    assert scores[pointer["best"]] == max(scores.values()) >= 475
+    assert {status[mark] for mark in ("latest", "best", "final")} <= set(scores)
+    assert {entry["evaluation"]["episodes"] for entry in status["checkpoints"]} == {20}
+
+
+def test_every_object_has_the_hash_that_its_manifest_names(objects: Path) -> None:
+    status = read(objects / "training_status.json")
+    folders = sorted(path.name for path in (objects / "checkpoints").iterdir())
+    assert folders == sorted(entry["name"] for entry in status["checkpoints"])
+    for name in folders:
+        folder = objects / "checkpoints" / name
+        manifest = read(folder / "manifest.json")
+        files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {"manifest.json"}
+        assert files == set(manifest["objects"])
+        assert "default/policy.safetensors" in files
+        for key, item in manifest["objects"].items():
+            data = (folder / key).read_bytes()
+            assert (hashlib.sha256(data).hexdigest(), len(data)) == (item["sha256"], item["bytes"])
+
+
+def test_the_pointer_holds_the_hash_of_the_newest_manifest(objects: Path) -> None:
+    pointer = read(objects / ".checkpoint")
+    manifest = objects / "checkpoints" / pointer["latest"] / "manifest.json"
+    assert hashlib.sha256(manifest.read_bytes()).hexdigest() == pointer["manifest_sha256"]
+
+
+def test_manifests_name_their_parents_and_their_log_range(objects: Path) -> None:
+    status = read(objects / "training_status.json")
+    manifests = [read(objects / "checkpoints" / e["name"] / "manifest.json") for e in status["checkpoints"]]
+    for older, newer in itertools.pairwise(manifests):
+        assert tuple(map(int, newer["log_position"].split("-"))) > tuple(map(int, older["log_position"].split("-")))
+    assert manifests[-1]["parent"] is not None
+
+
+def test_the_secrets_stand_in_one_file_that_only_the_owner_reads(folder: Path, trained: Ended) -> None:
+    holder = folder / "credentials.json"
+    assert holder.stat().st_mode & 0o777 == 0o600
+    secrets = [secret.encode() for secret in read(holder).values()]
+    assert len(secrets) == 3
+    files = [path for path in folder.rglob("*") if path.is_file() and path != holder]
+    assert len(files) > 20
+    told = [str(path) for path in files if any(secret in path.read_bytes() for secret in secrets)]
+    assert told == []
+    assert not any(secret.decode() in trained.out + trained.err for secret in secrets)
+
+
+def test_the_resolved_config_is_stored_with_the_run(folder: Path, objects: Path) -> None:
+    stored = yaml.safe_load((objects / "config.yaml").read_text())
+    assert stored == yaml.safe_load((folder / "config.yaml").read_text())
+    assert stored["environment"]["id"] == "CartPole-v1"
+    assert stored["rollout"]["max_policy_lag"] == 0  # a default, written out
+
+
+def test_the_signals_have_the_fields_names(folder: Path, objects: Path) -> None:
+    with (folder / "signals" / "train.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = {
+        "rollout/ep_rew_mean", "rollout/ep_len_mean", "time/fps", "time/env_steps", "train/policy_loss",
+        "train/value_loss", "train/approx_kl", "train/learning_rate", "policy/version", "policy/lag_mean",
+    }  # fmt: skip
+    assert names <= set(rows[0])
+    counters = read(objects / ".finished")["counters"]["train"]
+    assert len(rows) == counters["updates"]
+    assert float(rows[-1]["time/env_steps"]) == counters["env_steps"]
+
+
+def test_tensorboard_has_them_too(folder: Path) -> None:
+    events = b"".join(path.read_bytes() for path in (folder / "signals" / "tensorboard").glob("events*"))
+    for name in (b"rollout/ep_rew_mean", b"train/policy_loss", b"time/fps"):
+        assert name in events
+
+
+def test_every_role_and_service_has_its_log(folder: Path) -> None:
+    names = {path.name for path in (folder / "logs").iterdir()}
+    roles = {"coordinator.log", "trainer.log", "evaluator.log", "worker-0.log", "worker-1.log"}
+    assert roles | {"redis.log", "s3.log", "ray.log", "ray"} <= names
+
+
+def test_nothing_runs_any_more_and_no_temporary_folder_is_left(terminal: CommandLine, folder: Path) -> None:
+    assert terminal.left() == {}
+    assert list(terminal.temporary.glob("sc-*")) == []
+    assert not (folder / "services.json").exists()
+
+
+def test_the_commands_know_the_ended_run(terminal: CommandLine, objects: Path) -> None:
+    finished = read(objects / ".finished")
+    rows = terminal.json("runs")
+    assert [(row["run_id"], row["state"], row["reason"]) for row in rows] == [(RUN, "finished", "solved")]
+    assert rows[0]["best"] >= 475
+    status = terminal.json("status", RUN)
+    assert (status["state"], status["live"], status["reason"]) == ("finished", False, "solved")
+    assert status["ledger"] == finished["ledger"]
+    assert status["env_steps"] == finished["counters"]["train"]["env_steps"]
+    listed = terminal.json("checkpoints", RUN)
+    assert listed[-1]["marks"][:1] == ["latest"] and "final" in listed[-1]["marks"]
+    assert sum("best" in entry["marks"] for entry in listed) == 1
+
+
+def test_people_can_read_them_too(terminal: CommandLine, objects: Path) -> None:
+    best = read(objects / ".checkpoint")["best"]
+    assert "balances" in terminal.run("status", RUN).out
+    assert best in terminal.run("checkpoints", RUN).out
+    assert "solved" in terminal.run("runs").out
+
+
+def test_evaluate_plays_the_best_checkpoint_as_the_run_did(terminal: CommandLine, objects: Path) -> None:
+    status = read(objects / "training_status.json")
+    entry = next(entry for entry in status["checkpoints"] if entry["name"] == status["best"])
+    again = terminal.json("evaluate", RUN)
+    assert again["checkpoint"] == status["best"]
+    assert {name: again[name] for name in ("mean_return", "episodes")} == {
+        name: entry["evaluation"][name] for name in ("mean_return", "episodes")
+    }
+
+
+DEPLOYMENT = """
+import sys
+absent = ("ray", "redis", "boto3", "botocore", "gymnasium", "coordinator", "rollout_worker", "trainer_node")
+for name in absent:
+    sys.modules[name] = None
+from shared.policies.deployed import load_policy
+policy = load_policy(sys.argv[1])
+for name in absent:
+    del sys.modules[name]
+import gymnasium
+returns = []
+for seed in range(10):
+    environment = gymnasium.make("CartPole-v1")
+    observation, _ = environment.reset(seed=seed)
+    total, over = 0.0, False
+    while not over:
+        observation, reward, terminated, truncated, _ = environment.step(policy.act(observation))
+        total, over = total + float(reward), terminated or truncated
+    returns.append(total)
+print(sum(returns) / len(returns))
+"""
+
+
+def test_the_policy_can_be_deployed_without_the_rest(terminal: CommandLine, objects: Path) -> None:
+    best = objects / "checkpoints" / read(objects / ".checkpoint")["best"]
+    done = subprocess.run(
+        [sys.executable, "-c", DEPLOYMENT, str(best)], capture_output=True, text=True, cwd=terminal.folder,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"}, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) >= 400
