@@ -17,12 +17,13 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from coordinator.console import LiveView, figure, print_status, print_summary
 from coordinator.run import Run, new_run_id
 from coordinator.run_folder import list_folders
 from shared.config import Config
 from shared.config_sources import dump_config, load_config
 from shared.errors import RunExists, StagecoachError, UserError
-from shared.launch import LOGS
+from shared.launch import LOGS, extend_imports
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown",
@@ -62,7 +63,8 @@ def train(
         name = run_id or new_run_id(resolved)
         _detach(["train", str(config), *(f"--set={item}" for item in set_ or ()), "--run-id", name], name)
     else:
-        _tend(lambda: Run.start(resolved, run_id, inline=inline), background)
+        beside = (str(config.resolve().parent),)
+        _tend(lambda: Run.start(resolved, run_id, inline=inline, import_path=beside), background)
 
 
 @app.command(epilog=_example("stagecoach resume my-run --set stop_at.env_steps=200000"))
@@ -86,7 +88,6 @@ def resume(
 @app.command(epilog=_example("stagecoach status my-run --json"))
 def status(run: RunArgument, runs_dir: RunsDir = _RUNS, as_json: Json = False) -> None:
     """Show what a run is doing, the ledger, and the party that everyone waits for."""
-    from coordinator.console import print_status
 
     found = Run.attach(run, runs_dir).status()
     if as_json:
@@ -98,7 +99,6 @@ def status(run: RunArgument, runs_dir: RunsDir = _RUNS, as_json: Json = False) -
 @app.command(epilog=_example("stagecoach watch my-run"))
 def watch(run: RunArgument, runs_dir: RunsDir = _RUNS) -> None:
     """Watch a live run, checkpoints as they land; Ctrl-C ends the watching, not the run."""
-    from coordinator.console import LiveView, print_status
 
     handle = Run.attach(run, runs_dir)
     try:
@@ -123,8 +123,7 @@ def runs(runs_dir: RunsDir = _RUNS, as_json: Json = False) -> None:
         except StagecoachError as error:
             row = _run_row(folder.run_id, "unreadable", str(error))
         rows.append(row)
-        best_text = "–" if row["best"] is None else f"{row['best']:.1f}"
-        table.add_row(folder.run_id, str(row["state"]), f"{row['env_steps']:,}", best_text, str(row["reason"]))
+        table.add_row(folder.run_id, row["state"], f"{row['env_steps']:,}", figure(row["best"]), row["reason"])
     if as_json:
         _print_json(rows)
     elif rows:
@@ -164,8 +163,8 @@ def checkpoints(run: RunArgument, runs_dir: RunsDir = _RUNS, as_json: Json = Fal
         Column("checkpoint", no_wrap=True), "env steps", "return", "evaluated", "KiB", Column("", no_wrap=True)
     )
     for entry in entries:
-        training = "–" if entry["mean_return"] is None else f"{entry['mean_return']:.1f}"
-        evaluated = f"{entry['evaluation']['mean_return']:.1f}" if entry["evaluation"] else "–"
+        training = figure(entry["mean_return"])
+        evaluated = figure(entry["evaluation"]["mean_return"] if entry["evaluation"] else None)
         kib, marks = f"{entry['bytes'] / 1024:,.0f}", ", ".join(entry["marks"])
         table.add_row(entry["name"], f"{entry['env_steps']:,}", training, evaluated, kib, marks)
     _console.print(table)
@@ -185,17 +184,17 @@ def evaluate(
     """Play a checkpoint greedily and print its score."""
     from coordinator.evaluate import evaluate as play
 
-    sys.path.insert(0, os.getcwd())
     found = play(target, runs_dir, episodes, video)
     if as_json:
         _print_json({"checkpoint": found.checkpoint, **found.scores, "videos": [str(path) for path in found.videos]})
         return
-    scores = found.scores
+    scores = {name: figure(value) for name, value in found.scores.items() if isinstance(value, float)}
     _console.print(
-        f"{found.checkpoint}: {scores['mean_return']:.1f} ± {scores['std_return']:.1f} over {scores['episodes']} "
-        f"episodes (min {scores['min_return']:.1f}, max {scores['max_return']:.1f}, mean length {scores['mean_length']:.0f})",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        f"{found.checkpoint}: {scores['mean_return']} ± {scores['std_return']} over {found.scores['episodes']} "
+        f"episodes (min {scores['min_return']}, max {scores['max_return']}, mean length {scores['mean_length']})",
+        highlight=False,
+        soft_wrap=True,
+    )
     for path in found.videos:
         _console.print(f"video: {path}", soft_wrap=True)
 
@@ -237,7 +236,7 @@ def doctor(
     """Check Redis, store, Ray, versions and permissions, and say what to do about each failure."""
     from coordinator.doctor import examine
 
-    sys.path.insert(0, os.getcwd())
+    extend_imports([os.getcwd(), *([str(path.resolve().parent)] if path else [])])
     findings = []
     for finding in examine(load_config(path, set_ or ()) if path else None):
         findings.append(finding)
@@ -253,9 +252,7 @@ def doctor(
 
 def _tend(begin: Any, background: bool) -> None:
     """Starts (or resumes) a run, shows it until it ends, and turns signals into a clean end."""
-    from coordinator.console import LiveView, print_summary
 
-    sys.path.insert(0, os.getcwd())
     received: list[int] = []
     asked = False
     signal.signal(signal.SIGTERM, lambda number, _: _interrupt())

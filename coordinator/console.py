@@ -110,24 +110,25 @@ def _figures(status: Status) -> Table:
     table.add_row("state", f"{status.state} {status.reason}".strip(), "workers", f"{alive} of {status.desired_workers}")
     table.add_row("speed", f"{signals.get('time/fps') or 0:,.0f} env steps/s", "policy version", str(status.version))
     table.add_row(
-        "return", _number(signals.get("rollout/ep_rew_mean")), "policy lag", _number(signals.get("policy/lag_mean"))
+        "return", figure(signals.get("rollout/ep_rew_mean")), "policy lag", figure(signals.get("policy/lag_mean"))
     )
-    score = f"{evaluation['mean_return']:.1f} ({evaluation['checkpoint']})" if evaluation else "–"
+    score = f"{figure(evaluation['mean_return'])} ({evaluation['checkpoint']})" if evaluation else "–"
     table.add_row("evaluated", score, "checkpoint", status.latest or "–")
     return table
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f}"
+def figure(value: float | None) -> str:
+    """A score with four significant digits, small or large."""
+    return "–" if value is None else f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _one_line(status: Status) -> str:
     signals = status.signals
-    score = f" · evaluated {status.evaluation['mean_return']:.1f}" if status.evaluation else ""
+    score = f" · evaluated {figure(status.evaluation['mean_return'])}" if status.evaluation else ""
     return (
         f"{status.state:<11} {status.env_steps:,} env steps · {signals.get('time/fps') or 0:,.0f}/s · "
-        f"return {_number(signals.get('rollout/ep_rew_mean'))} · version {status.version} · "
-        f"lag {_number(signals.get('policy/lag_mean'))}{score} · waits for: {status.bottleneck}"
+        f"return {figure(signals.get('rollout/ep_rew_mean'))} · version {status.version} · "
+        f"lag {figure(signals.get('policy/lag_mean'))}{score} · waits for: {status.bottleneck}"
     )
 
 
@@ -143,7 +144,7 @@ def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
         score = best["evaluation"]
         table.add_row(
             "score",
-            f"{score['mean_return']:.1f} ± {score['std_return']:.1f} over {score['episodes']} episodes, {best['name']}",
+            f"{_score(score)}, {best['name']}",
         )
     table.add_row(
         "trained", f"{status.env_steps:,} env steps, {status.updates:,} updates, {status.episodes:,} episodes"
@@ -159,14 +160,19 @@ def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
     console.print(Panel(table, title="summary", expand=False))
 
 
+def _score(score: dict[str, Any]) -> str:
+    return f"{figure(score['mean_return'])} ± {figure(score['std_return'])} over {score['episodes']} episodes"
+
+
 def ledger_line(line: dict[str, Any]) -> str:
     """One line of the books in words."""
     dropped = sum(count["transitions"] for count in line["dropped"].values())
     reasons = ", ".join(f"{reason} {count['transitions']:,}" for reason, count in line["dropped"].items())
     balance = "balances" if line["balances"] else "DOES NOT BALANCE"
     return (
-        f"{line['produced']['transitions']:,} produced = {line['consumed']['transitions']:,} consumed + {dropped:,} dropped"
-        f"{f' ({reasons})' if reasons else ''} + {line['in_flight']['transitions']:,} in flight: {balance}"
+        f"{line['produced']['transitions']:,} produced = {line['consumed']['transitions']:,} consumed + "
+        f"{dropped:,} dropped{f' ({reasons})' if reasons else ''} + "
+        f"{line['in_flight']['transitions']:,} in flight: {balance}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from shared.checkpoint import CONFIG, MANIFEST, CheckpointStore
 from shared.config import Config, WrapperConfig
 from shared.config_sources import load_config
 from shared.errors import CheckpointNotFound, EnvironmentUnusable
+from shared.launch import extend_imports
 from shared.object_store import FileStore
 from shared.policies.codec import decode_policy
 
@@ -52,9 +54,11 @@ def _find(target: str, runs_dir: Path) -> tuple[Config, CheckpointStore, str]:
                 f"{folder} lies in no run: {run_folder / CONFIG} is missing, which names the environment"
             )
         config = load_config(run_folder / CONFIG, environ={})
+        extend_imports((os.getcwd(),))
         return config, CheckpointStore(FileStore(run_folder.parent, run_folder.name), run_folder.name), folder.name
     run_id, _, name = target.partition("/")
     run = Run.attach(run_id, runs_dir)
+    extend_imports((os.getcwd(), *run.folder.import_path()))
     store = run.checkpoint_store()
     if not name:
         pointer = store.pointer()

@@ -29,7 +29,7 @@ from shared.errors import CheckpointNotFound, ConfigError, RedisUnavailable, Use
 from shared.events import Event, read_events
 from shared.flow import Flow
 from shared.heartbeat import Wait, poll
-from shared.launch import LOGS, RESOLVED_CONFIG, RoleLaunch, log_to_file
+from shared.launch import LOGS, RESOLVED_CONFIG, RoleLaunch, extend_imports, log_to_file
 from shared.object_store import open_store
 from shared.policies.deployed import DeployedPolicy, load_policy
 from shared.role import open_role
@@ -65,14 +65,19 @@ class Run:
         self._abandon = threading.Event()
 
     @classmethod
-    def start(cls, config: Config, run_id: str | None = None, *, inline: bool = False) -> Run:
+    def start(
+        cls, config: Config, run_id: str | None = None, *, inline: bool = False, import_path: tuple[str, ...] = ()
+    ) -> Run:
         """Checks everything, then starts services and roles; returns while the run goes on in the background.
 
-        `inline` puts all roles into this process. Raises a `UserError` before anything is started or written. Call it
+        `inline` puts all roles into this process; `import_path` names folders of the user's own modules, beside the
+        current one. Raises a `UserError` before anything is started or written. Call it
         from a thread that lives as long as the run: the services end with the thread that started them.
         """
+        import_path = (os.getcwd(), *import_path)
+        extend_imports(import_path)
         description = check(config)
-        folder = RunFolder.create(config, run_id or new_run_id(config))
+        folder = RunFolder.create(config, run_id or new_run_id(config), import_path)
         try:
             return cls._launch(folder, config, description, inline)
         except BaseException:
@@ -91,6 +96,7 @@ class Run:
                 "resume may change what does not decide the learning (stop_at, rollout.workers, checkpoint, …); "
                 "one of --set does; start a new run for that"
             )
+        extend_imports(folder.import_path())
         check(config)
         folder.lock()
         try:
@@ -126,7 +132,7 @@ class Run:
             prepare_resume(role) if new is None else prepare_new(role, new)
 
             # Roles: Ray actors, or all in this process
-            import_path = (os.getcwd(),)
+            import_path = folder.import_path()
             folder.write_services(address, import_path)
             launch = RoleLaunch(config.model_dump(mode="json"), address, import_path, str(folder.path))
             supervise: Supervise

@@ -3,6 +3,7 @@
 ```
 runs/<run_id>/
   config.yaml         the resolved config
+  import_path.json    folders of the user's own modules
   services.json       addresses, while the run is live here
   credentials.json    of embedded services; only its owner may read it
   lock                held (flock) by the coordinator that runs it: the kernel lets go when that dies
@@ -30,7 +31,7 @@ from shared.errors import RunExists, RunNotFound, UserError
 from shared.launch import LOGS, RESOLVED_CONFIG, SERVICES, read_launch
 from shared.redis_keys import check_run_id
 
-CREDENTIALS, LOCK = "credentials.json", "lock"
+CREDENTIALS, LOCK, IMPORT_PATH = "credentials.json", "lock", "import_path.json"
 
 
 @dataclass
@@ -42,7 +43,7 @@ class RunFolder:
     _lock: int | None = None
 
     @classmethod
-    def create(cls, config: Config, run_id: str) -> RunFolder:
+    def create(cls, config: Config, run_id: str, import_path: tuple[str, ...] = ()) -> RunFolder:
         """A new folder with the resolved config, locked; raises `RunExists` (nothing is overwritten)."""
         path = config.runs_dir.resolve() / check_run_id(run_id)
         try:
@@ -60,6 +61,7 @@ class RunFolder:
         folder = cls(run_id, path)
         (path / LOGS).mkdir()
         (path / RESOLVED_CONFIG).write_text(dump_config(config))
+        (path / IMPORT_PATH).write_text(json.dumps(import_path))
         folder.lock()
         return folder
 
@@ -75,6 +77,13 @@ class RunFolder:
     def config(self, overrides: tuple[str, ...] = ()) -> Config:
         """The run's own resolved config, changed only by `overrides`; the environment does not change it."""
         return load_config(self.path / RESOLVED_CONFIG, overrides, environ={})
+
+    def import_path(self) -> tuple[str, ...]:
+        """Folders of the user's own modules, as they were when the run was made."""
+        try:
+            return tuple(json.loads((self.path / IMPORT_PATH).read_text()))
+        except FileNotFoundError:
+            return ()
 
     def lock(self) -> None:
         """Holds the run for this process; raises `UserError` while another coordinator does."""

@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 
 
-class Corridor(gym.Env[dict[str, Any], int]):
+class Corridor(gym.Env[dict[str, Any], Any]):
     """Observation: position and target (a dict space); actions: left, right; reward 1 at the target, -0.01 a step."""
 
     def __init__(self, length: int = 8) -> None:
@@ -16,7 +16,7 @@ class Corridor(gym.Env[dict[str, Any], int]):
         self.observation_space = gym.spaces.Dict(
             {"position": gym.spaces.Discrete(length), "target": gym.spaces.Box(0.0, 1.0, (1,), np.float32)}
         )
-        self.action_space = gym.spaces.Discrete(2)
+        self.action_space: gym.spaces.Space[Any] = gym.spaces.Discrete(2)
         self._position, self._target = 0, length - 1
 
     def _observation(self) -> dict[str, Any]:
@@ -36,6 +36,6 @@ class Corridor(gym.Env[dict[str, Any], int]):
         return self._observation(), 1.0 if reached else -0.01, reached, False, {"is_success": reached}
 
 
-def make(length: int = 8) -> gym.Env[dict[str, Any], int]:
+def make(length: int = 8) -> gym.Env[dict[str, Any], Any]:
     """The factory that the config names."""
     return Corridor(length)

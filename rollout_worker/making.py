@@ -69,8 +69,10 @@ def make(config: EnvironmentConfig, **overrides: Any) -> Any:
         env = _registered(lambda: gym.make(config.id, **limit, **kwargs), config.id)
     fits = hasattr(env, "possible_agents") if config.api == "pettingzoo" else isinstance(env, gym.Env)
     if not fits:
-        raise EnvironmentUnusable(f"{config.id} returned a {type(env).__name__}; environment.api={config.api} expects "
-                                  f"{'a PettingZoo parallel environment' if config.api == 'pettingzoo' else 'a gymnasium.Env'}")  # fmt: skip
+        expected = {"gymnasium": "a gymnasium.Env", "pettingzoo": "a PettingZoo parallel environment"}[config.api]
+        raise EnvironmentUnusable(
+            f"{config.id} returned a {type(env).__name__}; environment.api={config.api} expects {expected}"
+        )
     if is_factory(config.id) and config.max_episode_steps and config.api == "gymnasium":
         env = gym.wrappers.TimeLimit(env, config.max_episode_steps)
     for wrapper in config.wrappers:

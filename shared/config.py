@@ -366,8 +366,8 @@ class Config(Section):
                 raise ValueError(f"agents.{agent}={policy_id!r} names no policy; policies has {sorted(self.policies)}")
         if self.ray.address != "embedded" and "embedded" in (self.redis.url, self.store.url):
             raise ValueError(
-                f"ray.address={self.ray.address} with redis.url={self.redis.url} and store.url={self.store.url}: roles on "
-                f"a cluster cannot reach servers on this machine's loopback; give both addresses that they reach"
+                f"ray.address={self.ray.address} with redis.url={self.redis.url} and store.url={self.store.url}: roles "
+                f"on a cluster cannot reach servers on this machine's loopback; give both addresses that they reach"
             )
         if self.environment.api == "pettingzoo" and self.environment.vectorization != "sync":
             raise ValueError(

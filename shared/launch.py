@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,14 @@ class RoleLaunch:
 
     def open(self, name: str) -> Role:
         """Sets up this process's imports and log file, then connects."""
-        sys.path[:0] = [path for path in self.import_path if path not in sys.path]
+        extend_imports(self.import_path)
         log_to_file(self.run_folder, name)
         return open_role(parse_config(self.config), self.address)
+
+
+def extend_imports(folders: Iterable[str]) -> None:
+    """Makes the user's own modules importable, before those of installed packages."""
+    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
 
 
 def log_to_file(run_folder: str | None, name: str) -> None:
@@ -77,7 +83,8 @@ def launch_from_arguments(arguments: argparse.Namespace) -> RoleLaunch:
             raise RunNotFound("--redis also needs --store and --config (the run's own config.yaml)")
         config = load_config(arguments.config, environ={})
         address = Address(run_id, arguments.redis, arguments.store, arguments.endpoint_url)
-        return RoleLaunch(config.model_dump(mode="json"), address, (os.getcwd(),), None)
+        import_path = (os.getcwd(), str(arguments.config.resolve().parent))
+        return RoleLaunch(config.model_dump(mode="json"), address, import_path, None)
     return read_launch(folder, run_id)
 
 

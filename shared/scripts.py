@@ -264,8 +264,9 @@ SET_FORWARD = (
     _COMMON
     + """
 -- KEYS flow, log, claims, produced, incarnations. ARGV: epoch, log position of a checkpoint, then for each worker its
--- id, fragments and transitions (what the checkpoint's ledger has settled) and the incarnations it has had. For a Redis that knows less than the checkpoint: credit and produced
--- become what the checkpoint, the log behind its position and the claims that are held say. Answers 1, or 0 if fenced.
+-- id, fragments and transitions (what the checkpoint's ledger has settled) and the incarnations it has had.
+-- For a Redis that knows less than the checkpoint: credit and produced become what the checkpoint, the log behind its
+-- position and the claims that are held say. Answers 1, or 0 if fenced.
 if fenced(ARGV[1]) then return 0 end
 local books, pushed = {}, 0
 local function book(worker, fragments, transitions)

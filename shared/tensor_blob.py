@@ -1,9 +1,9 @@
 """Named arrays plus a JSON header in one safetensors blob, guarded by a hash: the format of everything that travels.
 
 Fragments, policy versions and checkpoint objects are all this. Layout: a safetensors file whose metadata has the one
-key `stagecoach`: 16 hex digits, a space, and the header as JSON. The digits are the XXH3-64 of the whole blob with zeros
-in their place, so that an altered name, shape or dtype is found as well. (One key, because safetensors writes several
-in random order, and equal contents shall be equal bytes.)
+key `stagecoach`: 16 hex digits, a space, and the header as JSON. The digits are the XXH3-64 of the whole blob with
+zeros in their place, so that an altered name, shape or dtype is found as well. (One key, because safetensors writes
+several in random order, and equal contents shall be equal bytes.)
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ class Learner:
         broken = [policy_id for policy_id, policy in self.policies.items() if not finite(state_arrays(policy))]
         if broken:
             raise WeightsNotFinite(
-                f"update {self.counters.train.updates} made the weights of {', '.join(broken)} infinite or NaN; its terms: "
-                f"{metrics}. Try a smaller algorithm.learning_rate or normalise_observations"
+                f"update {self.counters.train.updates} made the weights of {', '.join(broken)} infinite or NaN; its "
+                f"terms: {metrics}. Try a smaller algorithm.learning_rate or normalise_observations"
             )
         return metrics
 

@@ -16,6 +16,7 @@ from shared.checkpoint import Checkpoint, Manifest, checkpoint_name, describe_ob
 from shared.config import Config
 from shared.errors import CheckpointDamaged
 from shared.fragment import EpisodeRecord
+from shared.policies.actor_critic import ActorCritic
 from shared.policies.codec import decode_policy, encode_policy, load_state_arrays, state_arrays
 from shared.spaces import Columns, EnvironmentDescription
 from shared.steps import Phase, PhaseCounters

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,16 @@ from shared.flow import FlowState
 from shared.fragment import Fragment
 from shared.heartbeat import Heartbeat, poll, read_heartbeats
 from shared.ledger import Ledger, read_books, set_forward
-from shared.policies.actor_critic import build_policies
-from shared.policies.codec import VersionHeader, encode_board, finite, state_arrays
+from shared.policies.codec import VersionHeader, encode_board, state_arrays
 from shared.policy_board import PolicyBoard, Published
 from shared.redis_keys import RunKeys
 from shared.role import Role
-from shared.steps import Phase, PhaseCounters
+from shared.steps import Phase
 from trainer_node import snapshot
-from trainer_node.algorithms.ppo import PPO
 from trainer_node.figures import Figures
 from trainer_node.intake import Intake
 from trainer_node.learner import make_learner
 from trainer_node.publisher import Publisher
-from trainer_node.reward_scaling import RewardScaling
 from trainer_node.schedule import RunSchedule
 from trainer_node.signals import Signals
 from trainer_node.snapshot import Progress, Snapshot

@@ -103,9 +103,8 @@ def test_going_back_behind_the_log_frees_the_credit_of_what_was_never_learnt(new
     game.durable()
     game.worker.step(0)
     assert game.trainer.step(0) == "waited"
-    last = game.role.redis.xrevrange(RunKeys(game.role.run_id).log, count=1)
-    assert last
-    garbage = {**last[0][1], b"seq": b"999", b"fragment": b"garbage"}
+    last: Any = game.role.redis.xrevrange(RunKeys(game.role.run_id).log, count=1)
+    garbage: Any = {**last[0][1], b"seq": b"999", b"fragment": b"garbage"}
     game.role.redis.hincrby(RunKeys(game.role.run_id).flow, "claimed", 1)
     game.role.redis.hincrby(RunKeys(game.role.run_id).produced, "worker-0:fragments", 995 + 1)
     game.role.redis.hincrby(RunKeys(game.role.run_id).produced, "worker-0:transitions", 32)
