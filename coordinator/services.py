@@ -149,7 +149,11 @@ def start_ray(log: Path, num_cpus: int, token: str, loopback: bool) -> RayServic
         ]  # fmt: skip
         return Service("Ray", _spawn(command, log, environment=environment), port, log)
 
-    service = _start(launch, lambda _: bool(current.exists() and current.read_text().strip()))
+    try:
+        service = _start(launch, lambda _: bool(current.exists() and current.read_text().strip()))
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return RayService(service, current.read_text().strip(), temporary)
 
 
@@ -194,19 +198,29 @@ def _start(launch: Callable[[int], Service], ready: Callable[[Service], bool]) -
     """Launches on a free port until one sticks (another process may take it first), and waits until it is ready."""
     for attempt in range(_TRIES):
         service = launch(free_port())
-        deadline = time.monotonic() + _START_SECONDS
-        while service.process.poll() is None:
-            with contextlib.suppress(OSError, redis.ConnectionError, redis.BusyLoadingError, redis.TimeoutError):
-                if ready(service):
-                    return service
-            if time.monotonic() > deadline:
-                service.stop()
-                raise ServiceError(f"{service.name} was not ready within {_START_SECONDS:g} s; see {service.log}")
-            time.sleep(0.03)
+        try:
+            if _until_ready(service, ready):
+                return service
+        except BaseException:  # not in time, or Ctrl-C: nobody else knows of this process yet
+            service.stop()
+            raise
         if attempt == _TRIES - 1:
             tail = " | ".join(service.log.read_text(errors="replace").strip().splitlines()[-3:])
             raise ServiceError(f"{service.name} ends at once; see {service.log}: {tail}")
     raise AssertionError("unreachable")
+
+
+def _until_ready(service: Service, ready: Callable[[Service], bool]) -> bool:
+    """Whether it serves; False where it has ended instead. Raises `ServiceError` when it does neither in time."""
+    deadline = time.monotonic() + _START_SECONDS
+    while service.process.poll() is None:
+        with contextlib.suppress(OSError, redis.ConnectionError, redis.BusyLoadingError, redis.TimeoutError):
+            if ready(service):
+                return True
+        if time.monotonic() > deadline:
+            raise ServiceError(f"{service.name} was not ready within {_START_SECONDS:g} s; see {service.log}")
+        time.sleep(0.03)
+    return False
 
 
 def _spawn(
