@@ -6,10 +6,15 @@ within the configured rate, drains workers that are too many, and knows when the
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -18,12 +23,14 @@ import ray.exceptions
 from rollout_worker.actor import EvaluatorActor, WorkerActor
 from shared.errors import Fenced, StagecoachError
 from shared.events import emit
-from shared.heartbeat import read_heartbeats
+from shared.heartbeat import Beat, Heartbeat, read_heartbeats
 from shared.launch import RoleLaunch
 from shared.role import Role
 from trainer_node.actor import TrainerActor
 
 _LOOK_SECONDS = 0.2
+_PLACED_SECONDS = 20.0
+"""A role that has not said anything for this long after its start probably waits for Ray to place it."""
 _FOR_EVER = {"max_restarts": -1, "max_task_retries": -1}
 
 
@@ -41,6 +48,9 @@ class Member:
     raised: int = 0
     """Times it raised since then: those new incarnations were counted already."""
     restarts: deque[float] = field(default_factory=deque)
+    started: float = field(default_factory=time.monotonic)
+    replaced_pid: int | None = None
+    """The silent process that was ended last."""
 
 
 class Fleet:
@@ -56,27 +66,36 @@ class Fleet:
         self._evaluator = self._start(
             "evaluator", EvaluatorActor, {"num_cpus": self._config.evaluation.num_cpus}, launch
         )
+        self._heartbeat = Heartbeat(role.redis, role.run_id, "coordinator", "coordinator")
         self.outcome: str | None = None
         """Why the trainer has ended."""
 
     def run(self, abandon: threading.Event) -> str:
         """The coordinator's loop: tends the roles until the trainer has ended; answers why."""
+        self._heartbeat.start()
         while self.outcome is None:
             if abandon.is_set():
                 self.kill()
                 return "abandoned"
             self.tend()
         self.close()
+        self._heartbeat.stop(self.outcome)
         return self.outcome
 
     def tend(self) -> None:
         """One turn: who has ended, who must be restarted, how many workers there shall be."""
         members = {member.life: member for member in self._members() if member.life is not None}
-        ended, _ = ray.wait(list(members), num_returns=1, timeout=_LOOK_SECONDS)
-        for life in ended:
-            self._ended(members[life])
+        if members:
+            ended, _ = ray.wait(list(members), num_returns=1, timeout=_LOOK_SECONDS)
+            for life in ended:
+                self._ended(members[life])
+        else:
+            time.sleep(_LOOK_SECONDS)
         if self.outcome is None:
-            self._watch_incarnations()
+            beats = {beat.id: beat for beat in read_heartbeats(self._role.redis, self._role.run_id)}
+            self._watch_incarnations(beats)
+            self._replace_silent(beats)
+            self._watch_placement(beats)
             flow = self._role.flow.read()
             if self._trainer.life is None and flow.state == "finished":
                 self.outcome = flow.reason
@@ -125,6 +144,7 @@ class Fleet:
         for index in range(desired):
             if index not in self._workers and index not in self._given_up:
                 self._start_worker(index)
+        self._given_up = {index: error for index, error in self._given_up.items() if index < desired}
         for index, member in self._workers.items():
             if index >= desired and not member.draining:
                 member.draining = True
@@ -186,12 +206,11 @@ class Fleet:
         self._role.flow.release(member.name)
         return index
 
-    def _watch_incarnations(self) -> None:
+    def _watch_incarnations(self, beats: Mapping[str, Beat]) -> None:
         """A process that dies again and again is restarted by Ray without end; here is the end."""
-        by_name = {member.name: member for member in self._workers.values()}
-        for beat in read_heartbeats(self._role.redis, self._role.run_id):
-            member = by_name.get(beat.id)
-            if beat.role != "worker" or member is None:
+        for member in list(self._workers.values()):
+            beat = beats.get(member.name)
+            if beat is None:
                 continue
             found = int(beat.progress.get("incarnation", 0))
             if member.incarnation is not None and found > member.incarnation:
@@ -200,6 +219,43 @@ class Fleet:
                 if sum(self._too_often(member) for _ in range(deaths)):  # each is to be counted
                     self._give_up(member, "its process dies again and again; see its log")
             member.incarnation = found
+
+    def _replace_silent(self, beats: Mapping[str, Beat]) -> None:
+        """A process that is there but says nothing (stopped, stuck in the kernel) is ended; Ray starts another."""
+        for member in self._members():
+            beat = beats.get(member.name)
+            if member.life is None or beat is None or beat.ended or beat.pid == member.replaced_pid:
+                continue
+            if beat.age_seconds > self._config.rollout.silent_seconds:
+                member.replaced_pid = beat.pid
+                text = f"{member.name} has been silent for {beat.age_seconds:.0f} s; its process is replaced"
+                emit(self._role.redis, self._role.run_id, "worker", text)
+                if not _kill_here(beat):
+                    ray.kill(member.actor, no_restart=False)
+
+    def _watch_placement(self, beats: Mapping[str, Beat]) -> None:
+        """Who waits for a place is named in the coordinator's heartbeat; a trainer without one ends the run."""
+        now = time.monotonic()
+        waiting = [
+            member for member in self._members() if member.name not in beats and now - member.started > _PLACED_SECONDS
+        ]
+        self._heartbeat.progress = {"unplaced": [member.name for member in waiting]}
+        deadline = self._config.rollout.wait_deadline_seconds
+        if self._trainer in waiting and now - self._trainer.started > deadline:
+            needs = ", ".join(f"{name}={value:g}" for name, value in self._trainer_options().items())
+            self.outcome = (
+                f"failed: Ray had no place for the trainer ({needs}) within {deadline:g} s; it has "
+                f"{ray.cluster_resources()}"  # type: ignore[no-untyped-call]
+            )
+
+
+def _kill_here(beat: Beat) -> bool:
+    """Ends a process of Ray's on this machine: one that is stopped does not hear what Ray tells it."""
+    command = Path(f"/proc/{beat.pid}/cmdline")
+    if beat.host != socket.gethostname() or not command.exists() or b"ray::" not in command.read_bytes():
+        return False
+    os.kill(beat.pid, signal.SIGKILL)
+    return True
 
 
 def _cause(error: Exception) -> str:

@@ -105,33 +105,36 @@ def ended_status(checkpoints: CheckpointStore) -> Status:
 
 def bottleneck(beats: list[Beat], store: dict[str, Any]) -> str:
     """The party that everyone waits for, in one line."""
-    silent = [f"{beat.role} {beat.id}" for beat in beats if beat.ended is None and not beat.alive]
     trainer = next((beat for beat in beats if beat.role == "trainer"), None)
-    workers = [beat for beat in beats if beat.role == "worker" and beat.alive]
-    waiting = [beat for beat in workers if beat.waiting_for]
-    if trainer is None or not trainer.alive:
-        if trainer is None:
-            return "the trainer, which has not started yet"
-        return (
-            f"nobody: the run has ended ({trainer.ended})"
-            if trainer.ended
-            else f"trainer (silent for {trainer.age_seconds:.0f} s)"
-        )
-    if "version" not in trainer.progress:
+    if trainer is not None and trainer.ended:
+        return f"nobody: the run has ended ({trainer.ended})"
+    unplaced = next((beat.progress.get("unplaced") for beat in beats if beat.role == "coordinator"), None)
+    if unplaced:
+        return f"Ray, which has no place yet for {', '.join(unplaced)}"
+    if trainer is None or "version" not in trainer.progress:
         return "the trainer, which is starting"
-    if any("room in the log" in (beat.waiting_for or "") for beat in waiting):
-        return "the store: workers wait for room in the log, which a durable checkpoint frees"
-    if store.get("waiting_for") and trainer.waiting_for and "durable" in trainer.waiting_for:
+    if not trainer.alive:
+        return f"the trainer (silent for {trainer.age_seconds:.0f} s)"
+    if store.get("waiting_for") and "durable" in (trainer.waiting_for or ""):
         return f"the store: {store.get('error', 'it does not answer')}"
+    workers = [beat for beat in beats if beat.role == "worker" and beat.ended is None]
     if trainer.waiting_for == "experience":
-        if silent:
-            return f"{', '.join(silent)} (silent)"
-        if not workers:
-            return "rollout workers (none is alive)"
-        acting = [beat.id for beat in workers if not beat.waiting_for]
-        return f"rollout workers ({', '.join(acting[:4]) or 'about to act'}), for {trainer.waiting_seconds:.1f} s"
+        return _slowest(workers, trainer.waiting_seconds)
     if trainer.waiting_for:
         return f"{trainer.waiting_for} (the trainer, for {trainer.waiting_seconds:.1f} s)"
-    if waiting and len(waiting) == len(workers):
+    if workers and all(beat.waiting_for for beat in workers):
         return "the trainer, which is learning"
     return "nobody at this moment: everyone is at work"
+
+
+def _slowest(workers: list[Beat], seconds: float) -> str:
+    """Whom the trainer waits for when it waits for experience."""
+    if any("room in the log" in (beat.waiting_for or "") for beat in workers):
+        return "the store: workers wait for room in the log, which a durable checkpoint frees"
+    silent = [f"{beat.id} (silent for {beat.age_seconds:.0f} s)" for beat in workers if not beat.alive]
+    if silent:
+        return ", ".join(silent)
+    if not workers:
+        return "rollout workers (none is alive)"
+    acting = [beat.id for beat in workers if not beat.waiting_for]
+    return f"rollout workers ({', '.join(acting[:4]) or 'about to act'}), for {seconds:.1f} s"

@@ -156,6 +156,8 @@ class RolloutConfig(Section):
     """Whether Ray spreads workers over machines or fills one after another."""
     torch_threads: int = Field(1, ge=1)
     """PyTorch threads in each worker; 1, so that workers don't fight for cores."""
+    silent_seconds: float = Field(30.0, gt=10)
+    """A role whose heartbeat has stopped for this long is ended and started anew, whatever it is."""
     restarts_allowed: int = Field(10, ge=0)
     """How often one worker may die within `restart_window_seconds` before the fleet gives it up."""
     restart_window_seconds: float = Field(120.0, gt=0)

@@ -148,7 +148,7 @@ def read_heartbeats(client: redis.Redis, run_id: str) -> list[Beat]:
         stamp, _, text = value.decode().partition(" ")
         role, _, id_ = name.decode().partition(":")
         beats.append(Beat(role=role, id=id_, age_seconds=seconds + micros / 1e6 - float(stamp), **json.loads(text)))
-    order = {"trainer": 0, "evaluator": 1, "worker": 2}
+    order = {"coordinator": 0, "trainer": 1, "evaluator": 2, "worker": 3}
     return sorted(beats, key=lambda beat: (order.get(beat.role, 3), len(beat.id), beat.id))
 
 
