@@ -284,7 +284,8 @@ def _tend(begin: Any, background: bool) -> None:
     if outcome.reason == "abandoned":
         raise typer.Exit(130)
     if outcome.failed:
-        print(f"Error: run {run.run_id} {outcome.reason}", file=sys.stderr)
+        reason = outcome.reason.splitlines()[0]
+        print(f"Error: run {run.run_id} {reason}; the whole story is in {run.folder.path / LOGS}", file=sys.stderr)
         raise typer.Exit(1)
 
 

@@ -136,7 +136,7 @@ def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
     """Score, steps, time, where the checkpoints are, the ledger."""
     status = outcome.status
     table = Table.grid(padding=(0, 2))
-    table.add_row("run", f"{run.run_id}: {outcome.reason}")
+    table.add_row("run", f"{run.run_id}: {outcome.reason.splitlines()[0]}")
     best = (
         next((entry for entry in run.checkpoints() if "best" in entry["marks"]), None) if not outcome.failed else None
     )

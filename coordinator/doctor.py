@@ -17,6 +17,7 @@ from typing import Any
 
 import redis
 
+from coordinator.preparation import impatient
 from coordinator.services import BUCKET, new_secret, start_redis, start_s3
 from shared.config import Config
 from shared.connection import Address, connect_redis
@@ -118,7 +119,7 @@ def _embedded_s3() -> str:
 
 
 def _redis(config: Config) -> str:
-    client = connect_redis(Address("doctor", config.redis.url, ""), config)
+    client = connect_redis(Address("doctor", config.redis.url, ""), impatient(config))
     policy = _setting(client, "maxmemory-policy")
     if policy != "noeviction":
         raise StagecoachError(f"maxmemory-policy is {policy}; set it to noeviction, or Redis may throw the log away")

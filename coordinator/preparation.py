@@ -8,7 +8,9 @@ from rollout_worker.making import describe_environment, make_native
 from shared.checkpoint import CONFIG, ENVIRONMENT, FINISHED
 from shared.config import Config
 from shared.config_sources import dump_config
+from shared.connection import Address, connect_redis
 from shared.errors import ConfigError, ObjectMissing, RunExists, UserError
+from shared.object_store import open_store
 from shared.policies.actor_critic import build_policies
 from shared.redis_keys import RunKeys
 from shared.role import Role
@@ -35,6 +37,23 @@ def check(config: Config) -> EnvironmentDescription:
             f"other for ever. Raise it, or lower rollout.fragment_steps or environment.num_envs"
         )
     return description
+
+
+def check_services(config: Config) -> None:
+    """Refuses, before anything is started, a Redis or store of one's own that cannot be used.
+
+    Raises `RedisUnavailable` or `StoreUnavailable`, after one try: a person waits.
+    """
+    if config.redis.url != "embedded":
+        connect_redis(Address("", config.redis.url, ""), impatient(config)).close()
+    if config.store.url != "embedded":
+        open_store(Address("", "", config.store.url, config.store.endpoint_url), config).check()
+
+
+def impatient(config: Config) -> Config:
+    """The same, but with one short try to reach Redis."""
+    quick = config.redis.model_copy(update={"timeout_seconds": 3.0, "retry_seconds": 0.0})
+    return config.model_copy(update={"redis": quick})
 
 
 def prepare_new(role: Role, description: EnvironmentDescription) -> None:

@@ -10,14 +10,14 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from coordinator.inline import InlineRoles
-from coordinator.preparation import check, prepare_new, prepare_resume
+from coordinator.preparation import check, check_services, impatient, prepare_new, prepare_resume
 from coordinator.run_folder import RunFolder
 from coordinator.services import BUCKET, LOOPBACK_VARIABLE, start_redis, start_s3
 from coordinator.status import Status, ended_status, live_status
@@ -77,6 +77,7 @@ class Run:
         import_path = (os.getcwd(), *import_path)
         extend_imports(import_path)
         description = check(config)
+        check_services(config)
         folder = RunFolder.create(config, run_id or new_run_id(config), import_path)
         try:
             return cls._launch(folder, config, description, inline)
@@ -98,6 +99,7 @@ class Run:
             )
         extend_imports(folder.import_path())
         check(config)
+        check_services(config)
         folder.lock()
         try:
             run = cls._launch(folder, config, None, inline)
@@ -181,11 +183,13 @@ class Run:
             raise UserError(
                 f"scale to {workers}: expected at least 1 worker; `stagecoach stop {self.run_id}` ends the run"
             )
-        self._flow().set_desired_workers(workers)
+        with self._flow() as flow:
+            flow.set_desired_workers(workers)
 
     def stop(self) -> None:
         """Asks a live run to end: final checkpoint, `.finished: stopped`. Returns at once; see `wait`."""
-        self._flow().set_state("stopping", "stopped", expected="running")
+        with self._flow() as flow:
+            flow.set_state("stopping", "stopped", expected="running")
 
     def abandon(self) -> None:
         """Ends a run that was started here at once, without a final checkpoint; what is durable stays."""
@@ -261,19 +265,22 @@ class Run:
         address = self.folder.live_address()
         if address is None:
             return None
-        quick = self.config.redis.model_copy(update={"timeout_seconds": 3.0, "retry_seconds": 0.0})
         try:
-            return connect_redis(address, self.config.model_copy(update={"redis": quick}))
+            return connect_redis(address, impatient(self.config))
         except RedisUnavailable:
             if self.folder.live:
                 raise
             return None
 
-    def _flow(self) -> Flow:
+    @contextmanager
+    def _flow(self) -> Iterator[Flow]:
         client = self._connect()
         if client is None:
             raise UserError(f"run {self.run_id!r} is not live; `stagecoach resume {self.run_id}` continues it")
-        return Flow(client, self.run_id)
+        try:
+            yield Flow(client, self.run_id)
+        finally:
+            client.close()
 
 
 def new_run_id(config: Config) -> str:

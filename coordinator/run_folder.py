@@ -19,6 +19,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from shared.launch import LOGS, RESOLVED_CONFIG, SERVICES, read_launch
 from shared.redis_keys import check_run_id
 
 CREDENTIALS, LOCK, IMPORT_PATH = "credentials.json", "lock", "import_path.json"
+_LOCK_TRIES = 10
 
 
 @dataclass
@@ -88,11 +90,9 @@ class RunFolder:
     def lock(self) -> None:
         """Holds the run for this process; raises `UserError` while another coordinator does."""
         handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _locked(handle):
             os.close(handle)
-            raise UserError(f"run {self.run_id!r} is live already; see `stagecoach status {self.run_id}`") from None
+            raise UserError(f"run {self.run_id!r} is live already; see `stagecoach status {self.run_id}`")
         os.truncate(handle, 0)
         os.write(handle, str(os.getpid()).encode())
         self._lock = handle
@@ -158,6 +158,17 @@ class RunFolder:
         """Takes back a folder whose run never started."""
         self.unlock()
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _locked(handle: int) -> bool:
+    """Tries for a moment: whoever just looks whether the run is live (`live`) holds the file for an instant, too."""
+    for attempt in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.05 if attempt < _LOCK_TRIES - 1 else 0.0)
+    return False
 
 
 def list_folders(runs_dir: Path) -> list[RunFolder]:

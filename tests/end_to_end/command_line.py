@@ -102,13 +102,17 @@ class CommandLine:
 
     def until(self, run_id: str, what: str, done: Callable[[Status], bool]) -> Status:
         """Looks at the run again and again until `done` says so."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
+        deadline, seen = time.monotonic() + DEADLINE_SECONDS, "nothing"
         while time.monotonic() < deadline:
-            with contextlib.suppress(StagecoachError, FileNotFoundError):
-                if done(status := self.handle(run_id).status()):
+            try:
+                status = self.handle(run_id).status()
+                if done(status):
                     return status
+                seen = str(status)
+            except (StagecoachError, FileNotFoundError) as error:  # it is just starting, or ending
+                seen = str(error)
             time.sleep(0.2)
-        raise AssertionError(f"never saw: {what}; {self._tails()}")
+        raise AssertionError(f"never saw: {what}; last: {seen}; {self._tails()}")
 
     def wait_until(self, what: str, done: Callable[[], bool]) -> None:
         """Looks again and again until `done` says so."""
