@@ -128,7 +128,7 @@ class Trainer:
     def finish(self, reason: str) -> str:
         """The last checkpoint, its evaluation, `.finished`; answers the reason."""
         last = self.save_last(reason)
-        if reason != "stopped":
+        if reason in ("solved", "exhausted"):  # who stops it does not wait; after a failure there may be no score
             self._wait_for_evaluation(last)
         self._publisher.close()
         self._publisher.finish(last)
