@@ -60,7 +60,7 @@ def train(
     """Train: start all that the run needs, show it live, and end it all with a summary."""
     resolved = load_config(config, set_ or ())
     if detach:
-        name = run_id or new_run_id(resolved)
+        name = new_run_id(resolved) if run_id is None else run_id
         _detach(["train", str(config), *(f"--set={item}" for item in set_ or ()), "--run-id", name], name)
     else:
         beside = (str(config.resolve().parent),)

@@ -21,9 +21,10 @@ import ray
 import ray.exceptions
 
 from rollout_worker.actor import EvaluatorActor, WorkerActor
-from shared.errors import Fenced, StagecoachError
+from shared.errors import EnvironmentFailure, Fenced, StagecoachError
 from shared.events import emit
-from shared.heartbeat import Beat, Heartbeat, read_heartbeats
+from shared.flow import FlowState
+from shared.heartbeat import Beat, Heartbeat, forget_heartbeat, read_heartbeats
 from shared.launch import RoleLaunch
 from shared.role import Role
 from trainer_node.actor import TrainerActor
@@ -42,15 +43,14 @@ class Member:
     actor: Any
     life: Any
     """None once it has ended for good."""
-    draining: bool = False
-    incarnation: int | None = None
-    """The last one seen in its heartbeat."""
-    raised: int = 0
-    """Times it raised since then: those new incarnations were counted already."""
     restarts: deque[float] = field(default_factory=deque)
     started: float = field(default_factory=time.monotonic)
-    replaced_pid: int | None = None
-    """The silent process that was ended last."""
+    pid: int | None = None
+    """Its process, by its last heartbeat; another one means that the former died."""
+    stamp: str = ""
+    """Of its last heartbeat."""
+    silent_looks: int = 0
+    """Looks at Redis since that stamp changed."""
 
 
 class Fleet:
@@ -73,14 +73,16 @@ class Fleet:
     def run(self, abandon: threading.Event) -> str:
         """The coordinator's loop: tends the roles until the trainer has ended; answers why."""
         self._heartbeat.start()
-        while self.outcome is None:
-            if abandon.is_set():
-                self.kill()
-                return "abandoned"
-            self.tend()
-        self.close()
-        self._heartbeat.stop(self.outcome)
-        return self.outcome
+        try:
+            while self.outcome is None:
+                if abandon.is_set():
+                    self.kill()
+                    return "abandoned"
+                self.tend()
+            self.close()
+            return self.outcome
+        finally:
+            self._heartbeat.stop(self.outcome or "ended")
 
     def tend(self) -> None:
         """One turn: who has ended, who must be restarted, how many workers there shall be."""
@@ -93,14 +95,19 @@ class Fleet:
             time.sleep(_LOOK_SECONDS)
         if self.outcome is None:
             beats = {beat.id: beat for beat in read_heartbeats(self._role.redis, self._role.run_id)}
-            self._watch_incarnations(beats)
-            self._replace_silent(beats)
+            for member in self._members():
+                self._watch(member, beats.get(member.name))
             self._watch_placement(beats)
-            flow = self._role.flow.read()
-            if self._trainer.life is None and flow.state == "finished":
-                self.outcome = flow.reason
-            elif flow.state == "running":
-                self._scale(flow.desired_workers)
+            self._follow(self._role.flow.read(), beats.get(self._trainer.name))
+
+    def _follow(self, flow: FlowState, trainer: Beat | None) -> None:
+        """What the run's state asks for: scaling, or the end that another trainer has brought about."""
+        if self._trainer.life is None and flow.state == "finished":
+            self.outcome = flow.reason
+        elif self._trainer.life is None and (trainer is None or trainer.age_seconds > self._config.rollout.silent_seconds):
+            self._trainer.life = self._trainer.actor.run.remote()  # whoever took over is gone: our own goes on
+        elif flow.state == "running":
+            self._scale(flow.desired_workers)
 
     def close(self, seconds: float = 20.0) -> None:
         """Waits for workers and evaluator to end on their own, then ends their processes."""
@@ -137,6 +144,7 @@ class Fleet:
             "resources": self._config.ray.resources,
             "scheduling_strategy": strategy,
         }
+        self._role.flow.undrain(f"worker-{index}")
         self._workers[index] = self._start(f"worker-{index}", WorkerActor, options, self._launch, index)
 
     def _scale(self, desired: int) -> None:
@@ -146,8 +154,7 @@ class Fleet:
                 self._start_worker(index)
         self._given_up = {index: error for index, error in self._given_up.items() if index < desired}
         for index, member in self._workers.items():
-            if index >= desired and not member.draining:
-                member.draining = True
+            if index >= desired:
                 self._role.flow.drain(member.name)
 
     def _ended(self, member: Member) -> None:
@@ -176,7 +183,6 @@ class Fleet:
         if self._too_often(member):
             self._give_up(member, error)
         else:
-            member.raised += 1
             member.life = member.actor.run.remote()
 
     def _too_often(self, member: Member) -> bool:
@@ -188,15 +194,21 @@ class Fleet:
 
     def _give_up(self, member: Member, error: str) -> None:
         emit(self._role.redis, self._role.run_id, "worker", f"{member.name} is given up: it failed too often")
+        if member is self._trainer:
+            self.outcome = f"failed: the trainer: {error}"
+            return
         if member is self._evaluator:
             ray.kill(member.actor, no_restart=True)
             member.life = None
+            if not self._config.stop_at.bounded:
+                reason = f"failed: the evaluator, which alone could end the run, is given up: {error}"
+                self._role.flow.set_state("stopping", reason, "running")
             return
         index = self._remove(member)
         self._given_up[index] = error
         if not self._workers:
             self._role.flow.set_state(
-                "stopping", f"failed: no rollout worker is left; the last one: {error}", "running"
+                "stopping", f"failed: {error.splitlines()[0]} (no rollout worker is left)", "running"
             )
 
     def _remove(self, member: Member) -> int:
@@ -204,34 +216,27 @@ class Fleet:
         del self._workers[index]
         ray.kill(member.actor, no_restart=True)
         self._role.flow.release(member.name)
+        forget_heartbeat(self._role.redis, self._role.run_id, "worker", member.name)
         return index
 
-    def _watch_incarnations(self, beats: Mapping[str, Beat]) -> None:
-        """A process that dies again and again is restarted by Ray without end; here is the end."""
-        for member in list(self._workers.values()):
-            beat = beats.get(member.name)
-            if beat is None:
-                continue
-            found = int(beat.progress.get("incarnation", 0))
-            if member.incarnation is not None and found > member.incarnation:
-                deaths = found - member.incarnation - member.raised
-                member.raised = 0
-                if sum(self._too_often(member) for _ in range(deaths)):  # each is to be counted
-                    self._give_up(member, "its process dies again and again; see its log")
-            member.incarnation = found
-
-    def _replace_silent(self, beats: Mapping[str, Beat]) -> None:
-        """A process that is there but says nothing (stopped, stuck in the kernel) is ended; Ray starts another."""
-        for member in self._members():
-            beat = beats.get(member.name)
-            if member.life is None or beat is None or beat.ended or beat.pid == member.replaced_pid:
-                continue
-            if beat.age_seconds > self._config.rollout.silent_seconds:
-                member.replaced_pid = beat.pid
-                text = f"{member.name} has been silent for {beat.age_seconds:.0f} s; its process is replaced"
-                emit(self._role.redis, self._role.run_id, "worker", text)
-                if not _kill_here(beat):
-                    ray.kill(member.actor, no_restart=False)
+    def _watch(self, member: Member, beat: Beat | None) -> None:
+        """Counts deaths, which Ray makes good without end, and ends a process that is there but says nothing."""
+        if beat is None or member.life is None:
+            return
+        if member.pid is not None and beat.pid != member.pid and self._too_often(member):
+            self._give_up(member, "its process dies again and again; see its log")
+            return
+        if (beat.pid, beat.stamp) != (member.pid, member.stamp) or beat.ended:
+            member.silent_looks = 0
+        member.pid, member.stamp = beat.pid, beat.stamp
+        member.silent_looks += 1  # looks, not seconds: whatever keeps us from looking keeps the others from beating
+        seconds = member.silent_looks * _LOOK_SECONDS
+        if seconds > self._config.rollout.silent_seconds:
+            member.silent_looks = 0
+            text = f"{member.name} has been silent for {seconds:.0f} s; its process is replaced"
+            emit(self._role.redis, self._role.run_id, "worker", text)
+            if not _kill_here(beat):
+                ray.kill(member.actor, no_restart=False)
 
     def _watch_placement(self, beats: Mapping[str, Beat]) -> None:
         """Who waits for a place is named in the coordinator's heartbeat; a trainer without one ends the run."""
@@ -263,4 +268,6 @@ def _cause(error: Exception) -> str:
     cause = getattr(error, "cause", None)
     if isinstance(cause, Fenced):
         return f"{Fenced.__name__}: {cause}"
+    if isinstance(cause, EnvironmentFailure):
+        return f"environment: {cause}"
     return str(cause) if isinstance(cause, StagecoachError) else str(error)

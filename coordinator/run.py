@@ -78,7 +78,7 @@ class Run:
         extend_imports(import_path)
         description = check(config)
         check_services(config)
-        folder = RunFolder.create(config, run_id or new_run_id(config), import_path)
+        folder = RunFolder.create(config, new_run_id(config) if run_id is None else run_id, import_path)
         try:
             return cls._launch(folder, config, description, inline)
         except BaseException:

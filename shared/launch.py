@@ -52,7 +52,10 @@ def log_to_file(run_folder: str | None, name: str) -> None:
     )
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("stagecoach")
-    logger.handlers[:] = [handler]
+    for old in logger.handlers[:]:
+        logger.removeHandler(old)
+        old.close()
+    logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
 
