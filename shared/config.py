@@ -234,6 +234,11 @@ class StopConfig(Section):
     evaluations: int = Field(1, ge=1)
     """The mean return is taken over this many last evaluations."""
 
+    @property
+    def bounded(self) -> bool:
+        """Whether the trainer itself comes to an end, whatever the scores are."""
+        return any(bound is not None for bound in (self.env_steps, self.updates, self.episodes, self.hours))
+
 
 class RedisConfig(Section):
     """The experience log, the policy board and the control keys."""
@@ -380,9 +385,7 @@ class Config(Section):
             raise ValueError(f"heatup={str(self.heatup)!r}: nothing is updated in heat-up; use env_steps or episodes")
         if self.checkpoint.every.amount == 0:
             raise ValueError("checkpoint.every='0 …' would never write a checkpoint; give at least 1")
-        if not any([self.stop_at.env_steps, self.stop_at.updates, self.stop_at.episodes, self.stop_at.hours]) and (
-            self.stop_at.mean_return is None
-        ):
+        if not self.stop_at.bounded and self.stop_at.mean_return is None:
             raise ValueError("stop_at is empty, so the run would never end; set stop_at.env_steps or another bound")
         return self
 

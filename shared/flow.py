@@ -124,7 +124,7 @@ class Flow:
 
     def register(self, worker: str) -> tuple[int, int]:
         """A new incarnation of `worker` (0 the first time) and the trainer's epoch; its old claims are given back."""
-        keys = [self._keys.flow, self._keys.incarnations, self._keys.claims, self._keys.draining, self._keys.wakeups]
+        keys = [self._keys.flow, self._keys.incarnations, self._keys.claims, self._keys.wakeups]
         incarnation, epoch = self._run("REGISTER", keys, [worker])
         return int(incarnation), int(epoch)
 
@@ -146,9 +146,13 @@ class Flow:
         return int(self._run("RELEASE", keys, [worker]))
 
     def drain(self, worker: str) -> None:
-        """Asks `worker` to end after the fragment that it is acting."""
-        self._redis.sadd(self._keys.draining, worker)
-        self._redis.xadd(self._keys.wakeups, {"w": "1"}, maxlen=64, approximate=True)
+        """Asks `worker` to end after the fragment that it is acting; holds until `undrain`, however often it restarts."""
+        if self._redis.sadd(self._keys.draining, worker):
+            self._redis.xadd(self._keys.wakeups, {"w": "1"}, maxlen=64, approximate=True)
+
+    def undrain(self, worker: str) -> None:
+        """Lets a worker of this name work (again)."""
+        self._redis.srem(self._keys.draining, worker)
 
     def take_over(self) -> int:
         """A new trainer's epoch; every older trainer is refused from here on."""

@@ -34,6 +34,8 @@ class Beat:
 
     role: str
     id: str
+    stamp: str
+    """The Redis server's clock at this beat."""
     age_seconds: float
     pid: int
     host: str
@@ -147,9 +149,14 @@ def read_heartbeats(client: redis.Redis, run_id: str) -> list[Beat]:
     for name, value in raw.items():
         stamp, _, text = value.decode().partition(" ")
         role, _, id_ = name.decode().partition(":")
-        beats.append(Beat(role=role, id=id_, age_seconds=seconds + micros / 1e6 - float(stamp), **json.loads(text)))
+        beats.append(Beat(role=role, id=id_, stamp=stamp, age_seconds=seconds + micros / 1e6 - float(stamp), **json.loads(text)))
     order = {"coordinator": 0, "trainer": 1, "evaluator": 2, "worker": 3}
-    return sorted(beats, key=lambda beat: (order.get(beat.role, 3), len(beat.id), beat.id))
+    return sorted(beats, key=lambda beat: (order.get(beat.role, 4), len(beat.id), beat.id))
+
+
+def forget_heartbeat(client: redis.Redis, run_id: str, role: str, id_: str) -> None:
+    """Takes the heartbeat of a role off the list that is there no more, and is not meant to be."""
+    client.hdel(RunKeys(run_id).heartbeats, f"{role}:{id_}")
 
 
 def poll(wait: Wait, done: Callable[[], bool], pause_seconds: float = 0.1) -> None:

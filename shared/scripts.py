@@ -56,17 +56,16 @@ return 1
 REGISTER = (
     _COMMON
     + """
--- KEYS flow, incarnations, claims, draining, wakeups. ARGV: worker.
+-- KEYS flow, incarnations, claims, wakeups. ARGV: worker.
 -- A new incarnation of a worker; what the one before had claimed is given back. Answers {incarnation, epoch}.
 if redis.call('EXISTS', KEYS[1]) == 0 then return redis.error_reply('NORUN no such run') end
 local incarnation = redis.call('HINCRBY', KEYS[2], ARGV[1], 1) - 1
-redis.call('SREM', KEYS[4], ARGV[1])
 local prefix = ARGV[1] .. ':'
 for _, id in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
   if string.sub(id, 1, #prefix) == prefix then
     redis.call('ZREM', KEYS[3], id)
     redis.call('HINCRBY', KEYS[1], 'claimed', -1)
-    wake(KEYS[5])
+    wake(KEYS[4])
   end
 end
 return {incarnation, redis.call('HGET', KEYS[1], 'epoch')}
