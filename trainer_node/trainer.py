@@ -63,6 +63,7 @@ class Trainer:
 
     def run(self) -> str:
         """Trains until the run is to end; answers the reason (solved, exhausted, stopped)."""
+        self._role.check_config()  # a role that was started wrongly must not end the run as failed
         try:
             self.start()
             while self._end is None:
