@@ -1,0 +1,147 @@
+"""The roles as plain processes, as one starts them in a debugger, over SSH or with SLURM: a worker that joins a live
+run, and a whole run without Ray over a Redis and a store that were there before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.preparation import check, prepare_new
+from coordinator.services import BUCKET, new_secret, start_redis, start_s3
+from shared.checkpoint import FINISHED, READY
+from shared.config import Config
+from shared.config_sources import dump_config, load_config
+from shared.connection import Address
+from shared.events import read_evaluations
+from shared.role import Role, open_role
+from tests.end_to_end.command_line import CommandLine, check_ledger
+
+RUN = "no-ray"
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[CommandLine]:
+    terminal = CommandLine(tmp_path)
+    yield terminal
+    terminal.close()
+
+
+def test_a_worker_joins_a_live_run_and_ends_with_it(terminal: CommandLine) -> None:
+    config = terminal.write_config(
+        rollout={"workers": 1, "fragment_steps": 32, "fragments_per_update": 4}, stop_at={"updates": 10**6}
+    )
+    run = terminal.start("train", config, "--run-id", RUN, "--inline")
+    terminal.until(RUN, "training", lambda status: status.live and status.version > 0)
+
+    joined = terminal.module("rollout_worker", RUN, "--index", "7")
+    status = terminal.until(
+        RUN, "fragments of worker-7 learnt from",
+        lambda now: "worker-7" in now.ledger and now.ledger["worker-7"]["consumed"]["fragments"] > 2,
+    )  # fmt: skip
+    beat = next(beat for beat in status.roles if beat.id == "worker-7")
+    assert (beat.role, beat.alive, beat.pid) == ("worker", True, joined.pid)
+
+    assert terminal.run("stop", RUN).code == 0
+    ended = terminal.ended(joined)
+    assert (ended.code, ended.err) == (0, ""), ended
+    assert ended.out.strip() in {"stopping", "finished"}
+    assert terminal.ended(run).code == 0
+    finished = terminal.marker(RUN, ".finished")
+    check_ledger(finished)
+    assert set(finished["ledger"]) == {"worker-0", "worker-7", "total"}
+    assert "worker-7 joined" in terminal.output(run)
+
+
+@dataclasses.dataclass(frozen=True)
+class Services:
+    """A prepared run on servers that are nobody's child but the test's; what a role is told of them."""
+
+    role: Role
+    arguments: list[str]
+    environ: dict[str, str]
+
+
+@pytest.fixture
+def services(tmp_path: Path, terminal: CommandLine) -> Iterator[Services]:
+    password, access, secret = new_secret(), new_secret(), new_secret()
+    redis = start_redis(tmp_path / "servers" / "redis", tmp_path / "servers" / "redis.log", password)
+    s3 = start_s3(tmp_path / "servers" / "s3", tmp_path / "servers" / "s3.log", access, secret)
+    url, store, endpoint = f"redis://127.0.0.1:{redis.port}/0", f"s3://{BUCKET}/team", f"http://127.0.0.1:{s3.port}"
+    path = terminal.write_config(
+        redis={"url": url}, store={"url": store, "endpoint_url": endpoint}, stop_at={"updates": 12},
+        rollout={"fragment_steps": 32, "fragments_per_update": 2, "max_policy_lag": 1},
+    )  # fmt: skip
+    config = load_config(path, environ={})
+    secrets = {"redis_password": password, "s3_access_key": access, "s3_secret_key": secret}
+    (tmp_path / "secrets.json").write_text(json.dumps(secrets))
+    role = open_role(config, Address(RUN, url, store, endpoint, str(tmp_path / "secrets.json")))
+    prepare_new(role, check(config))
+    yield Services(
+        role,
+        [RUN, "--redis", url, "--store", store, "--endpoint-url", endpoint, "--config", str(path)],
+        {"STAGECOACH_REDIS_PASSWORD": password, "AWS_ACCESS_KEY_ID": access, "AWS_SECRET_ACCESS_KEY": secret},
+    )
+    role.redis.close()
+    redis.stop()
+    s3.stop()
+
+
+def test_a_whole_run_without_ray_and_without_a_coordinator(terminal: CommandLine, services: Services) -> None:
+    roles = [
+        terminal.module(name, *services.arguments, *more, environ=services.environ)
+        for name, *more in (
+            ("rollout_worker", "--index", "0"), ("rollout_worker", "--index", "1"), ("rollout_worker", "--evaluator"),
+            ("trainer_node",),
+        )
+    ]  # fmt: skip
+    ends = [terminal.ended(role) for role in roles]
+    assert [end.code for end in ends] == [0, 0, 0, 0], ends
+    assert ends[-1].out.strip() == "exhausted"
+
+    store = services.role.checkpoints
+    assert store.marker(READY)
+    finished = store.marker(FINISHED)
+    assert finished is not None
+    assert (finished["reason"], finished["version"]) == ("exhausted", 12)
+    check_ledger(finished)
+    checkpoint, problems = store.newest_good()
+    assert (checkpoint.manifest.name, problems) == (finished["final"], [])
+    assert finished["final"] in read_evaluations(services.role.redis, RUN)
+
+
+@pytest.mark.parametrize("name", ["rollout_worker", "trainer_node"])
+def test_another_config_is_refused_before_anything_happens(
+    terminal: CommandLine, services: Services, tmp_path: Path, name: str
+) -> None:
+    config = services.role.config
+    other = Config.model_validate({**config.model_dump(), "seed": config.seed + 1})
+    (tmp_path / "other.yaml").write_text(dump_config(other))
+    before = services.role.flow.read()
+    arguments = [*services.arguments[:-1], str(tmp_path / "other.yaml")]
+    ended = terminal.ended(terminal.module(name, *arguments, environ=services.environ))
+    assert ended.code == 2, ended
+    (line,) = [line for line in ended.err.splitlines() if line.startswith("Error: ")]
+    assert config.hash()[:12] in line
+    assert other.hash()[:12] in line
+    assert "Traceback" not in ended.err
+    assert services.role.flow.read() == before
+    assert services.role.checkpoints.marker(FINISHED) is None
+
+
+def test_what_a_role_lacks_is_named(terminal: CommandLine) -> None:
+    cases = {
+        ("nobody",): "no live run 'nobody'",
+        ("nobody", "--redis", "redis://127.0.0.1:1"): "--redis also needs --store and --config",
+        ("no body",): "run id 'no body'",
+    }
+    started = [terminal.module("rollout_worker", *arguments) for arguments in cases]
+    for process, text in zip(started, cases.values(), strict=True):
+        ended = terminal.ended(process)
+        assert (ended.code, ended.err.count("\n")) == (2, 1), ended
+        assert text in ended.err
