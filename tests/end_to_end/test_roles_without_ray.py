@@ -4,6 +4,7 @@ run, and a whole run without Ray over a Redis and a store that were there before
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -70,26 +71,28 @@ class Services:
 @pytest.fixture
 def services(tmp_path: Path, terminal: CommandLine) -> Iterator[Services]:
     password, access, secret = new_secret(), new_secret(), new_secret()
-    redis = start_redis(tmp_path / "servers" / "redis", tmp_path / "servers" / "redis.log", password)
-    s3 = start_s3(tmp_path / "servers" / "s3", tmp_path / "servers" / "s3.log", access, secret)
-    url, store, endpoint = f"redis://127.0.0.1:{redis.port}/0", f"s3://{BUCKET}/team", f"http://127.0.0.1:{s3.port}"
-    path = terminal.write_config(
-        redis={"url": url}, store={"url": store, "endpoint_url": endpoint}, stop_at={"updates": 12},
-        rollout={"fragment_steps": 32, "fragments_per_update": 2, "max_policy_lag": 1},
-    )  # fmt: skip
-    config = load_config(path, environ={})
-    secrets = {"redis_password": password, "s3_access_key": access, "s3_secret_key": secret}
-    (tmp_path / "secrets.json").write_text(json.dumps(secrets))
-    role = open_role(config, Address(RUN, url, store, endpoint, str(tmp_path / "secrets.json")))
-    prepare_new(role, check(config))
-    yield Services(
-        role,
-        [RUN, "--redis", url, "--store", store, "--endpoint-url", endpoint, "--config", str(path)],
-        {"STAGECOACH_REDIS_PASSWORD": password, "AWS_ACCESS_KEY_ID": access, "AWS_SECRET_ACCESS_KEY": secret},
-    )
-    role.redis.close()
-    redis.stop()
-    s3.stop()
+    folder = tmp_path / "servers"
+    with contextlib.ExitStack() as started:
+        redis = start_redis(folder / "redis", folder / "redis.log", password)
+        started.callback(redis.stop)
+        s3 = start_s3(folder / "s3", folder / "s3.log", access, secret)
+        started.callback(s3.stop)
+        url, store, endpoint = f"redis://127.0.0.1:{redis.port}/0", f"s3://{BUCKET}/team", f"http://127.0.0.1:{s3.port}"
+        path = terminal.write_config(
+            redis={"url": url}, store={"url": store, "endpoint_url": endpoint}, stop_at={"updates": 12},
+            rollout={"fragment_steps": 32, "fragments_per_update": 2, "max_policy_lag": 1},
+        )  # fmt: skip
+        config = load_config(path, environ={})
+        secrets = {"redis_password": password, "s3_access_key": access, "s3_secret_key": secret}
+        (tmp_path / "secrets.json").write_text(json.dumps(secrets))
+        role = open_role(config, Address(RUN, url, store, endpoint, str(tmp_path / "secrets.json")))
+        started.callback(role.redis.close)
+        prepare_new(role, check(config))
+        yield Services(
+            role,
+            [RUN, "--redis", url, "--store", store, "--endpoint-url", endpoint, "--config", str(path)],
+            {"STAGECOACH_REDIS_PASSWORD": password, "AWS_ACCESS_KEY_ID": access, "AWS_SECRET_ACCESS_KEY": secret},
+        )
 
 
 def test_a_whole_run_without_ray_and_without_a_coordinator(terminal: CommandLine, services: Services) -> None:

@@ -1,0 +1,155 @@
+"""A run's folder: made once, held by one, found again, and its secrets for its owner's eyes only."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from coordinator.run_folder import RunFolder, list_folders
+from coordinator.services import BUCKET
+from shared.config import Config
+from shared.connection import Address
+from shared.errors import RunExists, RunNotFound, UserError
+from tests.conftest import minimal_config
+
+ADDRESS = Address("a", "redis://127.0.0.1:7/0", "s3://bucket", "http://127.0.0.1:8", "/where/credentials.json")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return minimal_config(runs_dir=str(tmp_path / "runs"))
+
+
+@pytest.fixture
+def runs(config: Config) -> Path:
+    return config.runs_dir
+
+
+def test_a_new_folder_holds_the_config_and_is_live(config: Config, runs: Path) -> None:
+    folder = RunFolder.create(config, "a")
+    assert folder.path == runs / "a"
+    assert folder.config() == config
+    assert folder.live
+    assert RunFolder.find("a", runs).live, "others see that it is held"
+    folder.unlock()
+    assert not RunFolder.find("a", runs).live
+
+
+def test_a_second_one_of_the_same_id_is_refused_and_changes_nothing(config: Config, runs: Path) -> None:
+    RunFolder.create(config, "a").unlock()
+    before = {path: path.read_bytes() for path in (runs / "a").rglob("*") if path.is_file()}
+    other = Config.model_validate({**config.model_dump(), "seed": 99})
+    with pytest.raises(RunExists, match=r"run 'a' exists in .*runs; choose another --run-id, or .*stagecoach resume a"):
+        RunFolder.create(other, "a")
+    assert {path: path.read_bytes() for path in (runs / "a").rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot make the run's folder .*check runs_dir"):
+        RunFolder.create(minimal_config(runs_dir=str(tmp_path / "file" / "runs")), "a")
+
+
+def test_one_holds_it_and_a_second_is_told_so(config: Config, runs: Path) -> None:
+    folder = RunFolder.create(config, "a")
+    with pytest.raises(UserError, match="run 'a' is live already; see `stagecoach status a`"):
+        RunFolder.find("a", runs).lock()
+    folder.unlock()
+    again = RunFolder.find("a", runs)
+    again.lock()
+    assert (runs / "a" / "lock").read_text() == str(os.getpid())
+    again.unlock()
+
+
+def test_somebody_who_only_looks_does_not_hold_it(config: Config, runs: Path) -> None:
+    RunFolder.create(config, "a").unlock()
+    looking = os.open(runs / "a" / "lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    threading.Timer(0.1, os.close, [looking]).start()
+    folder = RunFolder.find("a", runs)
+    folder.lock()
+    folder.unlock()
+
+
+def test_the_lock_goes_with_the_process_that_holds_it(config: Config, runs: Path) -> None:
+    RunFolder.create(config, "a").unlock()
+    script = (
+        "import sys, time; from pathlib import Path; from coordinator.run_folder import RunFolder\n"
+        "RunFolder.find('a', Path(sys.argv[1])).lock(); print('held', flush=True); time.sleep(600)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", script, str(runs)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    folder = RunFolder.find("a", runs)
+    assert folder.live
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+    assert not folder.live
+
+
+def test_what_is_not_there_is_not_found_with_what_is(config: Config, runs: Path) -> None:
+    with pytest.raises(RunNotFound, match=r"no run 'a' in .*; runs there: none"):
+        RunFolder.find("a", runs)
+    RunFolder.create(config, "b").unlock()
+    (runs / "no-run").mkdir()
+    (runs / "file").write_text("")
+    with pytest.raises(RunNotFound, match=r"no run 'a' in .*; runs there: b$"):
+        RunFolder.find("a", runs)
+    with pytest.raises(UserError, match=r"run id '\.\./b'"):
+        RunFolder.find("../b", runs)
+    assert [folder.run_id for folder in list_folders(runs)] == ["b"]
+    assert list_folders(runs / "nowhere") == []
+
+
+def test_secrets_are_made_once_and_are_the_owners(config: Config, runs: Path) -> None:
+    folder = RunFolder.create(config, "a")
+    path, secrets = folder.credentials(config)
+    assert set(secrets) == {"redis_password", "s3_access_key", "s3_secret_key"}
+    assert len(set(secrets.values())) == 3
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert RunFolder.find("a", runs).credentials(config) == (path, secrets)
+    folder.unlock()
+
+
+def test_there_are_secrets_of_embedded_services_only(tmp_path: Path) -> None:
+    config = minimal_config(runs_dir=str(tmp_path), redis={"url": "redis://elsewhere:6379"})
+    folder = RunFolder.create(config, "a")
+    assert set(folder.credentials(config)[1]) == {"s3_access_key", "s3_secret_key"}
+    folder.unlock()
+
+
+def test_the_address_is_there_while_the_run_is_live(config: Config, runs: Path) -> None:
+    folder = RunFolder.create(config, "a")
+    assert folder.live_address() is None, "its services are not up yet"
+    folder.write_services(ADDRESS, ("/own/modules",))
+    assert RunFolder.find("a", runs).live_address() == ADDRESS
+    assert json.loads((runs / "a" / "services.json").read_text())["import_path"] == ["/own/modules"]
+    folder.unlock()  # as when its coordinator was killed: the file is still there
+    assert RunFolder.find("a", runs).live_address() is None
+    folder.forget_services()
+    assert not (runs / "a" / "services.json").exists()
+    folder.forget_services()
+
+
+def test_an_embedded_store_is_read_offline_as_the_folder_that_it_is(config: Config, runs: Path, tmp_path: Path) -> None:
+    folder = RunFolder.create(config, "a")
+    assert folder.offline_address(config).store_url == f"file://{runs / 'a' / 's3' / BUCKET}"
+    folder.unlock()
+    store = {"url": "s3://bucket/team", "endpoint_url": "http://minio:9000"}
+    own = minimal_config(runs_dir=str(tmp_path / "other"), store=store)
+    assert folder.offline_address(own) == Address("a", "embedded", "s3://bucket/team", "http://minio:9000")
+
+
+def test_a_run_that_never_started_takes_its_folder_back(config: Config, runs: Path) -> None:
+    folder = RunFolder.create(config, "a")
+    folder.credentials(config)
+    folder.remove()
+    assert list(runs.iterdir()) == []

