@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 the run (or the world) failed, 2 what was asked for cannot
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import redis
 import typer
 from rich.console import Console
 from rich.table import Column, Table
@@ -40,6 +42,7 @@ Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=c", help="Change one field of the config; may stand often.")
 ]
 _RUNS = Path("runs")
+_LIVE = "stagecoach: the run is live"
 
 
 def _example(text: str) -> str:
@@ -266,7 +269,8 @@ def _tend(begin: Any, background: bool) -> None:
         nonlocal asked
         if received and not asked:
             asked = True
-            run.stop()
+            with contextlib.suppress(StagecoachError):  # it may be at its end already
+                run.stop()
             _console.print("ending with a last checkpoint; Ctrl-C again ends at once, and what is durable stays")
         if len(received) > 1:
             run.abandon()
@@ -286,7 +290,7 @@ def _tend(begin: Any, background: bool) -> None:
     if outcome.failed:
         reason = outcome.reason.splitlines()[0]
         print(f"Error: run {run.run_id} {reason}; the whole story is in {run.folder.path / LOGS}", file=sys.stderr)
-        raise typer.Exit(1)
+        raise typer.Exit(2 if outcome.users_fault else 1)
 
 
 def _interrupt() -> None:
@@ -305,8 +309,7 @@ def _detach(arguments: list[str], run_id: str) -> None:
         text=True,
     )
     assert process.stdout is not None and process.stderr is not None
-    line = process.stdout.readline().strip()
-    if line != "live":
+    if not any(line.strip() == _LIVE for line in process.stdout):  # modules may print while they are imported
         print(process.stderr.read().strip(), file=sys.stderr)
         raise typer.Exit(process.wait() or 1)
     _console.print(f"run {run_id} is live in the background (process {process.pid})", highlight=False)
@@ -315,7 +318,7 @@ def _detach(arguments: list[str], run_id: str) -> None:
 
 def _announce(run: Run) -> None:
     """Tells the process that waits, and takes the output to the run's log from here on."""
-    print("live", flush=True)
+    print(f"\n{_LIVE}", flush=True)
     log = os.open(run.folder.path / LOGS / "background.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -335,6 +338,9 @@ def main() -> None:
         sys.exit(2)
     except StagecoachError as error:
         print(f"Error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except redis.RedisError as error:
+        print(f"Error: Redis: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)

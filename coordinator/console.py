@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import redis
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
@@ -17,7 +19,7 @@ from rich.text import Text
 from coordinator.run import Outcome, Run
 from coordinator.status import Status
 from shared.config import Config
-from shared.errors import RedisUnavailable, RunNotFound, StoreError, StoreUnavailable
+from shared.errors import StagecoachError
 from shared.events import Event
 
 _REFRESH_SECONDS = 0.25
@@ -61,8 +63,8 @@ class LiveView:
         """Takes in the newest status and events; a run that is just starting or ending has none."""
         try:
             new = self._run.events(self._after)
-            self._status = self._run.status()
-        except (RedisUnavailable, RunNotFound, StoreUnavailable, StoreError):
+            self._status = self._run.status(books=False)
+        except (StagecoachError, redis.RedisError):
             return []
         if new:
             self._after = new[-1].id
@@ -135,12 +137,12 @@ def _one_line(status: Status) -> str:
 def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
     """Score, steps, time, where the checkpoints are, the ledger."""
     status = outcome.status
+    best: dict[str, Any] | None = None
     table = Table.grid(padding=(0, 2))
     table.add_row("run", f"{run.run_id}: {outcome.reason.splitlines()[0]}")
-    best = (
-        next((entry for entry in run.checkpoints() if "best" in entry["marks"]), None) if not outcome.failed else None
-    )
-    if best is not None:
+    with contextlib.suppress(StagecoachError):  # a summary without a score is better than none
+        best = next((entry for entry in run.checkpoints() if "best" in entry["marks"]), None)
+    if best is not None and best["evaluation"]:
         score = best["evaluation"]
         table.add_row(
             "score",

@@ -104,7 +104,9 @@ class Fleet:
         """What the run's state asks for: scaling, or the end that another trainer has brought about."""
         if self._trainer.life is None and flow.state == "finished":
             self.outcome = flow.reason
-        elif self._trainer.life is None and (trainer is None or trainer.age_seconds > self._config.rollout.silent_seconds):
+        elif self._trainer.life is None and (
+            trainer is None or trainer.age_seconds > self._config.rollout.silent_seconds
+        ):
             self._trainer.life = self._trainer.actor.run.remote()  # whoever took over is gone: our own goes on
         elif flow.state == "running":
             self._scale(flow.desired_workers)
@@ -141,6 +143,7 @@ class Fleet:
         strategy = "SPREAD" if rollout.placement == "spread" else "DEFAULT"
         options = {
             "num_cpus": rollout.num_cpus,
+            "num_gpus": rollout.num_gpus,
             "resources": self._config.ray.resources,
             "scheduling_strategy": strategy,
         }

@@ -21,10 +21,10 @@ class InlineRoles:
 
     def run(self, abandon: threading.Event) -> str:
         """Until the run ends; answers the reason."""
-        self._trainer.start()
-        self._evaluator.start()
         reason = "abandoned"
         try:
+            self._trainer.start()
+            self._evaluator.start()
             while not abandon.is_set():
                 self._scale(self._role.flow.read().desired_workers)
                 self._act()
@@ -50,6 +50,7 @@ class InlineRoles:
     def _scale(self, desired: int) -> None:
         for index in range(desired):
             if index not in self._workers:
+                self._role.flow.undrain(f"worker-{index}")
                 self._workers[index] = Worker(self._role, index)
                 self._workers[index].start()
         for index in [index for index in self._workers if index >= desired]:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import time
 
-from rollout_worker.making import describe_environment, make_native
+import redis
+import torch
+
+from rollout_worker.evaluation import evaluation_environment
+from rollout_worker.making import describe_environment, make, make_native
 from shared.checkpoint import CONFIG, ENVIRONMENT, FINISHED
 from shared.config import Config
 from shared.config_sources import dump_config
 from shared.connection import Address, connect_redis
-from shared.errors import ConfigError, ObjectMissing, RunExists, UserError
+from shared.errors import ConfigError, ObjectMissing, RunExists, StagecoachError, UserError
+from shared.ledger import read_books
 from shared.object_store import open_store
 from shared.policies.actor_critic import build_policies
 from shared.redis_keys import RunKeys
 from shared.role import Role
 from shared.spaces import EnvironmentDescription
 from shared.steps import PhaseCounters
+
+_LOGGER = logging.getLogger("stagecoach.coordinator")
 
 
 def check(config: Config) -> EnvironmentDescription:
@@ -27,6 +37,8 @@ def check(config: Config) -> EnvironmentDescription:
     build_policies(description.policies, config.policies, seed=0)
     if config.environment.vectorization == "native":
         make_native(config.environment).close()
+    make(evaluation_environment(config)).close()
+    _check_device(config)
     rollout = config.rollout
     fragment = description.fragment_bytes(rollout.fragment_steps, config.environment.num_envs)
     window = (rollout.max_policy_lag + 1) * rollout.fragments_per_update
@@ -37,6 +49,14 @@ def check(config: Config) -> EnvironmentDescription:
             f"other for ever. Raise it, or lower rollout.fragment_steps or environment.num_envs"
         )
     return description
+
+
+def _check_device(config: Config) -> None:
+    """On a cluster the trainer's machine may have what this one lacks; here it can be known."""
+    here = config.ray.address == "embedded"
+    for field, device in (("trainer.device", config.trainer.device), ("rollout.device", config.rollout.device)):
+        if here and device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError(f"{field}={device}, but PyTorch finds no CUDA device here; use cpu or auto")
 
 
 def check_services(config: Config) -> None:
@@ -65,10 +85,17 @@ def prepare_new(role: Role, description: EnvironmentDescription) -> None:
         pass
     else:
         raise RunExists(f"the store has a run {role.run_id!r} already; choose another --run-id, or resume it")
-    if not create_flow(role):
+    if role.redis.exists(RunKeys(role.run_id).flow):
         raise RunExists(f"Redis has a run {role.run_id!r} already; choose another --run-id, or resume it")
-    store.put(ENVIRONMENT, json.dumps(description.as_dict(), indent=1).encode())
-    store.put(CONFIG, dump_config(config).encode())
+    try:
+        store.put(ENVIRONMENT, json.dumps(description.as_dict(), indent=1).encode())
+        store.put(CONFIG, dump_config(config).encode())
+        create_flow(role)
+    except StagecoachError:
+        for key in (ENVIRONMENT, CONFIG):
+            with contextlib.suppress(StagecoachError):
+                store.delete(key)
+        raise
 
 
 def prepare_resume(role: Role) -> None:
@@ -82,8 +109,21 @@ def prepare_resume(role: Role) -> None:
         role.flow.set_desired_workers(role.config.rollout.workers)
         role.flow.release()
         role.redis.delete(RunKeys(role.run_id).heartbeats, RunKeys(role.run_id).draining)
-        role.flow.set_state("running", "")
     role.checkpoints.store.delete(FINISHED)
+    role.flow.set_state("running", "")
+
+
+def record_failure(role: Role, reason: str) -> None:
+    """`.finished` for a run that fails where no trainer can write it (any more)."""
+    try:
+        if role.checkpoints.marker(FINISHED) is not None:
+            return
+        role.flow.set_state("finished", reason)
+        books = {worker: line.as_dict() for worker, line in read_books(role.redis, role.run_id).items()}
+        content = {"run_id": role.run_id, "reason": reason, "final": None, "counters": None, "ledger": books}
+        role.checkpoints.write_marker(FINISHED, content | {"time": round(time.time(), 3)})
+    except (StagecoachError, redis.RedisError):
+        _LOGGER.exception("the failure could not be recorded in Redis or the store")
 
 
 def create_flow(role: Role) -> bool:

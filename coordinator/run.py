@@ -5,35 +5,40 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import redis
+
 from coordinator.inline import InlineRoles
-from coordinator.preparation import check, check_services, impatient, prepare_new, prepare_resume
+from coordinator.preparation import check, check_services, impatient, prepare_new, prepare_resume, record_failure
 from coordinator.run_folder import RunFolder
 from coordinator.services import BUCKET, LOOPBACK_VARIABLE, start_redis, start_s3
 from coordinator.status import Status, ended_status, live_status
 from shared.checkpoint import STATUS, CheckpointStore
 from shared.config import Config
-from shared.config_sources import dump_config
 from shared.connection import Address, connect_redis
-from shared.errors import CheckpointNotFound, ConfigError, RedisUnavailable, UserError
+from shared.errors import CheckpointNotFound, ConfigError, EnvironmentFailure, RedisUnavailable, UserError
 from shared.events import Event, read_events
 from shared.flow import Flow
 from shared.heartbeat import Wait, poll
-from shared.launch import LOGS, RESOLVED_CONFIG, RoleLaunch, extend_imports, log_to_file
+from shared.launch import LOGS, RoleLaunch, extend_imports, log_to_file
 from shared.object_store import open_store
 from shared.policies.deployed import DeployedPolicy, load_policy
-from shared.role import open_role
+from shared.role import Role, open_role
 from shared.spaces import EnvironmentDescription
+
+_LOGGER = logging.getLogger("stagecoach.coordinator")
 
 Supervise = Callable[[threading.Event], str]
 """Tends the roles until the run ends (or the event says: at once); answers the reason."""
@@ -52,6 +57,11 @@ class Outcome:
         """Whether it ended by an error."""
         return self.reason.startswith("failed")
 
+    @property
+    def users_fault(self) -> bool:
+        """Whether it was the environment that failed."""
+        return self.reason.startswith("failed: environment")
+
 
 class Run:
     """A handle on one run: started here, or attached to (live or ended)."""
@@ -63,6 +73,8 @@ class Run:
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | None = None
         self._abandon = threading.Event()
+        self._client: redis.Redis | None = None
+        self._connected_to: Address | None = None
 
     @classmethod
     def start(
@@ -106,7 +118,7 @@ class Run:
         except BaseException:
             folder.unlock()
             raise
-        (folder.path / RESOLVED_CONFIG).write_text(dump_config(config))
+        folder.write_config(config)
         return run
 
     @classmethod
@@ -123,14 +135,16 @@ class Run:
         running.callback(folder.unlock)
         log_to_file(str(folder.path), "coordinator")
         try:
-            # Services: embedded ones are children of this process, in the run's folder; Ray starts in the meantime
+            # Services: embedded ones are children of this process, in the run's folder
             ray_head = None if inline else _begin_ray(config, logs, running)
             address = _start_services(folder, config, logs, running)
             role = open_role(config, address)
             running.callback(role.redis.close)
 
-            # What Redis and the store hold of the run before any role starts
+            # What Redis and the store hold of the run before any role starts; the last thing that may be refused
             role.checkpoints.store.check()
+            if ray_head is not None:
+                ray_head.connect()
             prepare_resume(role) if new is None else prepare_new(role, new)
 
             # Roles: Ray actors, or all in this process
@@ -141,41 +155,50 @@ class Run:
             if ray_head is None:
                 supervise = InlineRoles(role, str(folder.path)).run
             else:
-                supervise = _start_fleet(ray_head, launch, role, running)
+                supervise = _start_fleet(launch, role, running)
             running.callback(folder.forget_services)  # first of all, at the end: who looks then reads the store
         except BaseException:
             running.close()
             raise
         run._thread = threading.Thread(
-            target=run._supervise, args=(supervise, running, started), name=f"coordinator-{run.run_id}", daemon=True
+            target=run._supervise,
+            args=(supervise, role, running, started),
+            name=f"coordinator-{run.run_id}",
+            daemon=True,
         )
         run._thread.start()
         return run
 
-    def _supervise(self, supervise: Supervise, running: ExitStack, started: float) -> None:
-        """The coordinator's life: tend the roles, then take down what was started."""
+    def _supervise(self, supervise: Supervise, role: Role, running: ExitStack, started: float) -> None:
+        """The coordinator's life: tend the roles, then take down what was started. Whatever fails, it has an end."""
+        reason, status = "failed", Status(self.run_id, "interrupted", "", False, -1, 0, 0, 0, None, "")
         try:
-            reason = supervise(self._abandon)
-        except BaseException as error:
-            reason = f"failed: {error}"
-        running.close()
-        try:
+            try:
+                reason = supervise(self._abandon)
+            except BaseException as error:
+                _LOGGER.exception("the coordinator failed")
+                reason = f"failed: {'environment: ' if isinstance(error, EnvironmentFailure) else ''}{error}"
+            if reason.startswith("failed"):
+                record_failure(role, reason)
+            running.close()
             status = ended_status(self._checkpoints(self.folder.offline_address(self.config)))
-        except Exception as error:
-            status = Status(self.run_id, "interrupted", str(error), False, -1, 0, 0, 0, None, "")
-        self._outcome = Outcome(reason, status, time.monotonic() - started)
+        except BaseException as error:
+            _LOGGER.exception("taking the run down failed")
+            status = dataclasses.replace(status, reason=str(error))
+        finally:
+            self._outcome = Outcome(reason, status, time.monotonic() - started)
 
     # What one can ask and order
 
-    def status(self) -> Status:
-        """One look at the run."""
+    def status(self, books: bool = True) -> Status:
+        """One look at the run; `books=False` spares Redis the ledger's look through the log."""
         client = self._connect()
-        if client is None:
-            return ended_status(self._checkpoints(self._address()))
-        try:
-            return live_status(client, self.run_id)
-        finally:
-            client.close()
+        if client is not None:
+            return live_status(client, self.run_id, books)
+        found = ended_status(self._checkpoints(self._address()))
+        if self.folder.live and found.state == "interrupted":
+            return dataclasses.replace(found, state="starting or ending", reason="its coordinator is at work")
+        return found
 
     def scale(self, workers: int) -> None:
         """Brings the fleet of a live run to `workers`; nothing restarts, nothing is lost."""
@@ -183,13 +206,11 @@ class Run:
             raise UserError(
                 f"scale to {workers}: expected at least 1 worker; `stagecoach stop {self.run_id}` ends the run"
             )
-        with self._flow() as flow:
-            flow.set_desired_workers(workers)
+        self._flow().set_desired_workers(workers)
 
     def stop(self) -> None:
         """Asks a live run to end: final checkpoint, `.finished: stopped`. Returns at once; see `wait`."""
-        with self._flow() as flow:
-            flow.set_state("stopping", "stopped", expected="running")
+        self._flow().set_state("stopping", "stopped", expected="running")
 
     def abandon(self) -> None:
         """Ends a run that was started here at once, without a final checkpoint; what is durable stays."""
@@ -225,12 +246,7 @@ class Run:
     def events(self, after: str = "0-0") -> list[Event]:
         """What has happened in a live run since the event with this id."""
         client = self._connect()
-        if client is None:
-            return []
-        try:
-            return read_events(client, self.run_id, after)
-        finally:
-            client.close()
+        return [] if client is None else read_events(client, self.run_id, after)
 
     @property
     def store_location(self) -> str:
@@ -249,10 +265,11 @@ class Run:
         pointer = store.pointer()
         if pointer is None:
             raise CheckpointNotFound(f"run {self.run_id} has no checkpoint yet")
-        loaded = store.load(checkpoint or pointer.best or pointer.latest, only=f"{policy_id}/policy.safetensors")
-        if not loaded.objects:
+        loaded = store.load(checkpoint or pointer.best or pointer.latest, only="policy.safetensors")
+        data = loaded.objects.get(f"{policy_id}/policy.safetensors")
+        if data is None:
             raise CheckpointNotFound(f"{loaded.manifest.name} has no policy {policy_id!r}")
-        return load_policy(next(iter(loaded.objects.values())))
+        return load_policy(data)
 
     def _address(self) -> Address:
         return self.folder.live_address() or self.folder.offline_address(self.config)
@@ -260,27 +277,27 @@ class Run:
     def _checkpoints(self, address: Address) -> CheckpointStore:
         return CheckpointStore(open_store(address, self.config), self.run_id)
 
-    def _connect(self) -> Any:
-        """Redis of the live run, quickly; None where the run is not live or its Redis is gone."""
+    def _connect(self) -> redis.Redis | None:
+        """Redis of the live run, connected to once; None where the run is not live or its Redis is gone."""
         address = self.folder.live_address()
+        if address != self._connected_to and self._client is not None:
+            self._client.close()
+            self._client = None
+        self._connected_to = address
         if address is None:
             return None
         try:
-            return connect_redis(address, impatient(self.config))
+            self._client = self._client or connect_redis(address, impatient(self.config))
         except RedisUnavailable:
             if self.folder.live:
                 raise
-            return None
+        return self._client
 
-    @contextmanager
-    def _flow(self) -> Iterator[Flow]:
+    def _flow(self) -> Flow:
         client = self._connect()
         if client is None:
             raise UserError(f"run {self.run_id!r} is not live; `stagecoach resume {self.run_id}` continues it")
-        try:
-            yield Flow(client, self.run_id)
-        finally:
-            client.close()
+        return Flow(client, self.run_id)
 
 
 def new_run_id(config: Config) -> str:
@@ -317,10 +334,9 @@ def _begin_ray(config: Config, logs: Path, running: ExitStack) -> Any:
     return head
 
 
-def _start_fleet(head: Any, launch: RoleLaunch, role: Any, running: ExitStack) -> Supervise:
+def _start_fleet(launch: RoleLaunch, role: Role, running: ExitStack) -> Supervise:
     from coordinator.fleet import Fleet
 
-    head.connect()
     fleet = Fleet(role, launch)
     running.callback(fleet.kill)
     return fleet.run

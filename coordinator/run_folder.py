@@ -61,10 +61,14 @@ class RunFolder:
                 f"cannot make the run's folder {path}: {error}; check runs_dir and its permissions"
             ) from None
         folder = cls(run_id, path)
-        (path / LOGS).mkdir()
-        (path / RESOLVED_CONFIG).write_text(dump_config(config))
-        (path / IMPORT_PATH).write_text(json.dumps(import_path))
-        folder.lock()
+        try:
+            (path / LOGS).mkdir()
+            folder.write_config(config)
+            (path / IMPORT_PATH).write_text(json.dumps(import_path))
+            folder.lock()
+        except OSError as error:
+            folder.remove()
+            raise UserError(f"cannot write the run's folder {path}: {error}; is the disk full?") from None
         return folder
 
     @classmethod
@@ -79,6 +83,12 @@ class RunFolder:
     def config(self, overrides: tuple[str, ...] = ()) -> Config:
         """The run's own resolved config, changed only by `overrides`; the environment does not change it."""
         return load_config(self.path / RESOLVED_CONFIG, overrides, environ={})
+
+    def write_config(self, config: Config) -> None:
+        """The resolved config, whole or not at all."""
+        temporary = self.path / f"{RESOLVED_CONFIG}.partial"
+        temporary.write_text(dump_config(config))
+        temporary.replace(self.path / RESOLVED_CONFIG)
 
     def import_path(self) -> tuple[str, ...]:
         """Folders of the user's own modules, as they were when the run was made."""

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from shared.errors import StagecoachError, UserError
 
@@ -77,7 +79,8 @@ def start_redis(folder: Path, log: Path, password: str) -> Service:
         return Service("Redis", process, port, log)
 
     def ready(service: Service) -> bool:
-        with redis.Redis(port=service.port, password=password, socket_timeout=2) as client:
+        once = Retry(NoBackoff(), 0)  # by default a refused connection is tried again a second later
+        with redis.Redis(port=service.port, password=password, socket_timeout=2, retry=once) as client:
             return bool(client.ping())
 
     return _start(launch, ready)
@@ -121,7 +124,8 @@ class RayService:
         self.service.stop()
         logs = next(iter(self.temporary.glob("session_2*/logs")), None)
         if logs is not None:
-            shutil.copytree(logs, keep_logs_in, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+            with contextlib.suppress(OSError, shutil.Error):  # a full disk shall not keep the run from ending
+                shutil.copytree(logs, keep_logs_in, dirs_exist_ok=True, ignore_dangling_symlinks=True)
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
@@ -144,7 +148,8 @@ def start_ray(log: Path, num_cpus: int, token: str, loopback: bool) -> RayServic
             sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0",
             "--dashboard-agent-listen-port=0", f"--ray-client-server-port={port}",
             *(["--node-ip-address=127.0.0.1"] if loopback else []),
-            "--include-dashboard=false", f"--temp-dir={temporary}", f"--num-cpus={num_cpus}",
+            "--min-worker-port=0",
+            "--max-worker-port=0", "--include-dashboard=false", f"--temp-dir={temporary}", f"--num-cpus={num_cpus}",
             "--object-store-memory=100000000", "--disable-usage-stats",
         ]  # fmt: skip
         return Service("Ray", _spawn(command, log, environment=environment), port, log)
@@ -205,9 +210,12 @@ def _start(launch: Callable[[int], Service], ready: Callable[[Service], bool]) -
             service.stop()
             raise
         if attempt == _TRIES - 1:
-            tail = " | ".join(service.log.read_text(errors="replace").strip().splitlines()[-3:])
-            raise ServiceError(f"{service.name} ends at once; see {service.log}: {tail}")
+            raise ServiceError(f"{service.name} ends at once; it says: {_tail(service.log)}")
     raise AssertionError("unreachable")
+
+
+def _tail(log: Path) -> str:
+    return " | ".join(log.read_text(errors="replace").strip().splitlines()[-3:])
 
 
 def _until_ready(service: Service, ready: Callable[[Service], bool]) -> bool:
@@ -216,9 +224,12 @@ def _until_ready(service: Service, ready: Callable[[Service], bool]) -> bool:
     while service.process.poll() is None:
         with contextlib.suppress(OSError, redis.ConnectionError, redis.BusyLoadingError, redis.TimeoutError):
             if ready(service):
-                return True
+                time.sleep(0.1)  # whoever answered may be another on a port that was taken first: ours then ends
+                return service.process.poll() is None
         if time.monotonic() > deadline:
-            raise ServiceError(f"{service.name} was not ready within {_START_SECONDS:g} s; see {service.log}")
+            raise ServiceError(
+                f"{service.name} was not ready within {_START_SECONDS:g} s; it says: {_tail(service.log)}"
+            )
         time.sleep(0.03)
     return False
 

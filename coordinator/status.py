@@ -52,7 +52,7 @@ class Status:
         return {**asdict(self), "roles": [beat.as_dict() for beat in self.roles]}
 
 
-def live_status(client: redis.Redis, run_id: str) -> Status:
+def live_status(client: redis.Redis, run_id: str, books: bool = True) -> Status:
     """From Redis; raises `RunNotFound` where it does not know the run."""
     keys = RunKeys(run_id)
     flow = Flow(client, run_id).read()
@@ -62,13 +62,13 @@ def live_status(client: redis.Redis, run_id: str) -> Status:
     signals, store = (json.loads(text) if text else {} for text in raw)
     trainer = next((beat.progress for beat in beats if beat.role == "trainer"), {})
     newest = next(reversed(evaluations.values()), None)
-    best = max(evaluations.values(), key=lambda item: float(item["mean_return"]), default=None)
+    best = max(evaluations.values(), key=lambda item: (float(item["mean_return"]), item["version"]), default=None)
     return Status(
         run_id=run_id, state=flow.state, reason=flow.reason, live=True, version=flow.version,
         env_steps=int(trainer.get("env_steps", 0)), updates=int(trainer.get("updates", 0)),
         episodes=int(trainer.get("episodes", 0)), desired_workers=flow.desired_workers,
         bottleneck=bottleneck(beats, store), roles=beats,
-        ledger={worker: line.as_dict() for worker, line in read_books(client, run_id).items()},
+        ledger={worker: line.as_dict() for worker, line in read_books(client, run_id).items()} if books else {},
         log={"entries": client.xlen(keys.log), "bytes": flow.log_bytes, "max_bytes": flow.max_log_bytes},
         flow={"in_flight": flow.in_flight, "window": flow.window, "max_policy_lag": flow.max_policy_lag},
         signals=signals, store=store, latest=store.get("durable"), best=best["checkpoint"] if best else None,
@@ -91,8 +91,8 @@ def ended_status(checkpoints: CheckpointStore) -> Status:
         live=False,
         version=int((finished or last).get("version", -1)),
         env_steps=int(train.get("env_steps", last.get("env_steps", 0))),
-        updates=int(train.get("updates", 0)),
-        episodes=int(train.get("episodes", 0)),
+        updates=int(train.get("updates", last.get("updates", 0))),
+        episodes=int(train.get("episodes", last.get("episodes", 0))),
         desired_workers=None,
         bottleneck="nobody: the run is not live",
         ledger=(finished or {}).get("ledger") or {},

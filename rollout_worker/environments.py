@@ -7,6 +7,7 @@ a native vector environment resets itself).
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -179,6 +180,8 @@ class ParallelEnvironments:
         for agent, policy_id in description.agents.items():
             self._slots[policy_id].append(agent)
         self._live: list[set[str]] = [set() for _ in range(self.num_envs)]
+        self._over: list[set[str]] = [set() for _ in range(self.num_envs)]
+        """Agents that have ended in the present episode, whether the environment still lists them or not."""
         self._observations: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         self._returns: list[dict[str, float]] = [{} for _ in range(self.num_envs)]
         self._lengths = [0] * self.num_envs
@@ -196,6 +199,7 @@ class ParallelEnvironments:
             raise failure(index, "reset", error) from None
         self._observations[index] = dict(observations)
         self._live[index] = set(self._envs[index].agents)
+        self._over[index] = set()
         self._returns[index] = dict.fromkeys(self._description.agents, 0.0)
         self._lengths[index] = 0
         self._infos[index] = {}
@@ -245,11 +249,14 @@ class ParallelEnvironments:
             step.terminated[slot] = terminated.get(agent, False)
             step.truncated[slot] = truncated.get(agent, False)
             self._returns[index][agent] += float(rewards.get(agent, 0.0))
-            if step.truncated[slot]:
-                finals[policy_id].append((slot, observations[agent]))
+            if step.truncated[slot] and agent not in observations:
+                raise failure(index, "step", KeyError(f"no last observation of {agent}"))
+            if step.truncated[slot]:  # copied at once: the environment may use its array again
+                finals[policy_id].append((slot, copy.deepcopy(observations[agent])))
             self._infos[index][agent] = dict(infos.get(agent, {}))
         self._observations[index] = dict(observations)
-        self._live[index] = set(self._envs[index].agents)
+        self._over[index] |= {agent for agent in acting if terminated.get(agent) or truncated.get(agent)}
+        self._live[index] = set(self._envs[index].agents) - self._over[index]
 
     def _record(self, index: int) -> EpisodeRecord:
         """Returns summed over the agents; an agent's numbers as `agent.name`; success where no agent failed."""

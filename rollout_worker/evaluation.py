@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from rollout_worker.environments import VectorEnvironment, make_vector
 from rollout_worker.exploration import Greedy, Sampling
 from shared.config import Config, EnvironmentConfig
+from shared.errors import EnvironmentFailure
 from shared.fragment import EpisodeRecord
 from shared.policies.actor_critic import ActorCritic
 from shared.spaces import EnvironmentDescription
@@ -63,6 +65,7 @@ def play(
     *,
     greedy: bool,
     seed: int,
+    deadline_seconds: float = float("inf"),
 ) -> Scores:
     """Plays exactly `episodes` episodes; each environment plays its share, so that short ones aren't favoured."""
     exploration = Greedy() if greedy else Sampling()
@@ -71,7 +74,13 @@ def play(
     shares = [(episodes + index) // copies for index in range(copies)]
     records: list[list[EpisodeRecord]] = [[] for _ in range(copies)]
     now = environment.reset([seed + index for index in range(copies)])
+    started = time.monotonic()
     while any(len(done) < share for done, share in zip(records, shares, strict=True)):
+        if time.monotonic() - started > deadline_seconds:
+            raise EnvironmentFailure(
+                f"{episodes} episodes did not end within evaluation.deadline_seconds={deadline_seconds:g}; "
+                f"set environment.max_episode_steps, or more time"
+            )
         actions = {}
         for policy_id, (observations, _) in now.items():
             tensors = {name: torch.from_numpy(array) for name, array in observations.items()}
@@ -96,7 +105,12 @@ def evaluate_policies(
     environment = make_vector(evaluation_environment(config), description)
     try:
         return play(
-            environment, policies, episodes or evaluation.episodes, greedy=evaluation.greedy, seed=evaluation.seed
+            environment,
+            policies,
+            episodes or evaluation.episodes,
+            greedy=evaluation.greedy,
+            seed=evaluation.seed,
+            deadline_seconds=evaluation.deadline_seconds,
         )
     finally:
         environment.close()

@@ -34,10 +34,12 @@ class Evaluator:
         self._role = role
         self._heartbeat = Heartbeat(role.redis, role.run_id, "evaluator", "evaluator")
         self._after = "0-0"
+        self._failures = 0
         self._description: EnvironmentDescription | None = None
 
     def run(self) -> str:
         """Evaluates until the run has finished."""
+        torch.set_num_threads(1)
         self.start()
         reason = "failed"
         try:
@@ -51,7 +53,6 @@ class Evaluator:
     def start(self) -> None:
         """Announces itself."""
         self._role.check_config()
-        torch.set_num_threads(1)
         self._heartbeat.progress = {"evaluations": 0}
         self._heartbeat.start()
 
@@ -103,8 +104,12 @@ class Evaluator:
         except EnvironmentFailure as error:
             _LOGGER.error("evaluation of %s failed: %s", name, error)
             emit(role.redis, role.run_id, "environment", f"evaluator: {str(error).splitlines()[0]}")
+            self._failures += 1
+            if self._failures > role.config.environment.failures_allowed:
+                raise
             time.sleep(_POLL_SECONDS)
             return
+        self._failures = 0
         scores |= {"version": checkpoint_version(name), "checkpoint": name}
         scores |= {"env_steps": checkpoint.manifest.provenance["counters"]["train"]["env_steps"]}
         record_evaluation(role.redis, role.run_id, name, scores)

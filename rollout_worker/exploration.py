@@ -48,19 +48,20 @@ class RandomActing:
     def act(
         self, policy: ActorCritic, observations: Mapping[str, Tensor], generator: torch.Generator
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        rows = len(next(iter(observations.values())))
+        example = next(iter(observations.values()))
+        rows, device = len(example), example.device
         actions = {}
         for leaf in policy.spaces.action.leaves:
             shape = (rows, *leaf.shape)
-            uniform = torch.rand(shape, generator=generator)
+            uniform = torch.rand(shape, generator=generator, device=device)
             if leaf.kind == "box":
-                low, high = (torch.from_numpy(np.array(side)).reshape(leaf.shape) for side in leaf.bounds())
+                low, high = (torch.from_numpy(np.array(side)).reshape(leaf.shape).to(device) for side in leaf.bounds())
                 bounded = torch.isfinite(
                     high - low
                 )  # neither side infinite, nor so far apart that it is as good as that
-                noise = torch.randn(shape, generator=generator)
+                noise = torch.randn(shape, generator=generator, device=device)
                 actions[leaf.column("action")] = torch.where(bounded, low + uniform * (high - low), noise)
             else:
-                choices = torch.tensor(leaf.nvec).reshape(leaf.shape)
+                choices = torch.tensor(leaf.nvec, device=device).reshape(leaf.shape)
                 actions[leaf.column("action")] = (uniform * choices).to(torch.int64).clamp_max(choices - 1)
         return actions, None

@@ -16,7 +16,7 @@ from torch import Tensor
 from rollout_worker.environments import PolicyStep, VectorEnvironment
 from rollout_worker.exploration import Exploration
 from shared.fragment import EpisodeRecord, expected_columns
-from shared.policies.actor_critic import ActorCritic
+from shared.policies.actor_critic import ActorCritic, torch_device
 from shared.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
 
 
@@ -33,10 +33,13 @@ class Sample:
 class Sampler:
     """Steps its environments for one fragment at a time."""
 
-    def __init__(self, environment: VectorEnvironment, description: EnvironmentDescription, seed: int) -> None:
+    def __init__(
+        self, environment: VectorEnvironment, description: EnvironmentDescription, seed: int, device: str = "cpu"
+    ) -> None:
         self._environment = environment
         self._description = description
-        self._generator = torch.Generator().manual_seed(seed)
+        self._device = torch_device(device)
+        self._generator = torch.Generator(self._device).manual_seed(seed)
         seeds = np.random.SeedSequence(seed).generate_state(environment.num_envs)
         self._now = environment.reset([int(value) for value in seeds])
 
@@ -53,9 +56,9 @@ class Sampler:
             actions = {}
             for policy_id, recorder in recorders.items():
                 observations, _ = self._now[policy_id]
-                tensors = {name: torch.from_numpy(array) for name, array in observations.items()}
+                tensors = {name: torch.from_numpy(array).to(self._device) for name, array in observations.items()}
                 chosen, params = exploration.act(policies[policy_id], tensors, self._generator)
-                actions[policy_id] = {name: tensor.numpy() for name, tensor in chosen.items()}
+                actions[policy_id] = {name: tensor.cpu().numpy() for name, tensor in chosen.items()}
                 recorder.acted(step, observations, actions[policy_id], params)
             before = time.perf_counter()
             result = self._environment.step(actions)
@@ -112,12 +115,12 @@ class _Recorder:
         steps, slots = self.columns["reward"].shape
         if self._params:
             actions = {
-                name: torch.from_numpy(array).flatten(0, 1)
+                name: torch.from_numpy(array).flatten(0, 1).to(self._params[0].device)
                 for name, array in self.columns.items()
                 if name.startswith("action")
             }
             log_prob = policy.distribution.log_prob(torch.cat(self._params), actions)
-            self.columns["log_prob"] = log_prob.reshape(steps, slots).to(torch.float32).numpy()
+            self.columns["log_prob"] = log_prob.reshape(steps, slots).to(torch.float32).cpu().numpy()
         else:
             self.columns["log_prob"][:] = 0.0
         for name in self._observation_names:

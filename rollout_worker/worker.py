@@ -23,7 +23,7 @@ from shared.events import emit
 from shared.experience_log import ExperienceLog
 from shared.flow import Claim
 from shared.heartbeat import Heartbeat, poll
-from shared.policies.actor_critic import build_policies
+from shared.policies.actor_critic import build_policies, torch_device
 from shared.policies.codec import load_state_arrays
 from shared.policy_board import PolicyBoard, PolicyVersion, version_of
 from shared.role import Role
@@ -51,10 +51,12 @@ class Worker:
         self._failures: deque[float] = deque()
         self._environment_restarts = 0
         self._superseded = False
+        self.incarnation = -1
         self._seq = 0
 
     def run(self) -> str:
         """Claims, acts and pushes until the run ends or the worker is drained; answers which."""
+        torch.set_num_threads(self._config.rollout.torch_threads)
         self.start()
         reason = "failed"
         try:
@@ -70,9 +72,10 @@ class Worker:
     def start(self) -> None:
         """Registers as a new incarnation, loads the first policy, and starts the environments."""
         self._role.check_config()
-        torch.set_num_threads(self._config.rollout.torch_threads)
         self._description = self._role.description()
-        self._policies = build_policies(self._description.policies, self._config.policies, seed=0)
+        device = torch_device(self._config.rollout.device)
+        policies = build_policies(self._description.policies, self._config.policies, seed=0)
+        self._policies = {policy_id: policy.to(device) for policy_id, policy in policies.items()}
         self.incarnation, self._epoch = self._role.flow.register(self.id)
         self._heartbeat.progress = {"incarnation": self.incarnation, "fragments": 0, "transitions": 0}
         self._heartbeat.start()
@@ -101,12 +104,18 @@ class Worker:
         return self._push(claim, sample)
 
     def stop(self, reason: str) -> None:
-        """Gives back what it holds and says good-bye."""
-        if hasattr(self, "_sampler"):
-            self._sampler.close()
-        self._role.flow.release(f"{self.id}:{self.incarnation}")  # its own claims, not those of a successor
-        emit(self._role.redis, self._role.run_id, "worker", f"{self.id} ended: {reason}")
-        self._heartbeat.stop(reason, last_beat=not self._superseded)
+        """Gives back what it holds and says good-bye, as far as it came and as far as it can."""
+        try:
+            if hasattr(self, "_sampler"):
+                self._sampler.close()
+            if self.incarnation >= 0:
+                # its own claims, not those of a successor
+                self._role.flow.release(f"{self.id}:{self.incarnation}")
+                emit(self._role.redis, self._role.run_id, "worker", f"{self.id} ended: {reason}")
+        except Exception:
+            _LOGGER.exception("%s could not end in order", self.id)
+        finally:
+            self._heartbeat.stop(reason, last_beat=not self._superseded and self.incarnation >= 0)
         _LOGGER.info("%s ended: %s", self.id, reason)
 
     def _claim(self, wait_seconds: float) -> Claim:
@@ -198,7 +207,7 @@ class Worker:
         seed = int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
         environment = make_vector(self._config.environment, self._description)
         try:
-            return Sampler(environment, self._description, seed)
+            return Sampler(environment, self._description, seed, self._config.rollout.device)
         except EnvironmentFailure:
             environment.close()
             raise

@@ -156,6 +156,10 @@ class RolloutConfig(Section):
     """Whether Ray spreads workers over machines or fills one after another."""
     torch_threads: int = Field(1, ge=1)
     """PyTorch threads in each worker; 1, so that workers don't fight for cores."""
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    """Where workers act: `cpu`, or `cuda` for large networks (then set `num_gpus` as well)."""
+    num_gpus: float = Field(0.0, ge=0)
+    """Ray GPUs reserved for each worker."""
     silent_seconds: float = Field(30.0, gt=10)
     """A role whose heartbeat has stopped for this long is ended and started anew, whatever it is."""
     restarts_allowed: int = Field(10, ge=0)
@@ -214,6 +218,8 @@ class EvaluationConfig(Section):
     """Environment arguments that replace those of training."""
     num_cpus: float = Field(0.5, ge=0)
     """Ray CPUs reserved for the evaluator."""
+    deadline_seconds: float = Field(1800.0, gt=0)
+    """An evaluation that takes longer than this (an episode that never ends) is given up and reported."""
     final_wait_seconds: float = Field(120.0, ge=0)
     """How long the end of a run waits for the final checkpoint's score."""
 

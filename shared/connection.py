@@ -56,9 +56,10 @@ def credentials(address: Address) -> Credentials:
     stored: dict[str, str] = {}
     if address.credentials_file:
         stored = json.loads(Path(address.credentials_file).read_text())
+    own_redis = "redis_password" not in stored  # else user and password come from the file together
     return Credentials(
-        stored.get("redis_username") or os.environ.get("STAGECOACH_REDIS_USERNAME"),
-        stored.get("redis_password") or os.environ.get("STAGECOACH_REDIS_PASSWORD"),
+        os.environ.get("STAGECOACH_REDIS_USERNAME") if own_redis else stored.get("redis_username"),
+        os.environ.get("STAGECOACH_REDIS_PASSWORD") if own_redis else stored["redis_password"],
         stored.get("s3_access_key"),
         stored.get("s3_secret_key"),
     )

@@ -7,6 +7,7 @@ Events inform; nothing that is learnt depends on them. Kinds: `checkpoint`, `eva
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ import redis
 from shared.redis_keys import RunKeys
 
 _KEPT = 1000
+_EVALUATIONS_KEPT = 100
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,14 @@ def read_events(client: redis.Redis, run_id: str, after: str = "0-0", block_seco
 def record_evaluation(client: redis.Redis, run_id: str, checkpoint: str, scores: dict[str, Any]) -> None:
     """Keeps the scores of one checkpoint."""
     client.hset(RunKeys(run_id).evaluations, checkpoint, json.dumps(scores))
+
+
+def prune_evaluations(client: redis.Redis, run_id: str, keep: Collection[str]) -> None:
+    """Forgets the scores of checkpoints that are gone, but for the newest hundred."""
+    found = list(read_evaluations(client, run_id))
+    old = [name for name in found[:-_EVALUATIONS_KEPT] if name not in keep]
+    if old:
+        client.hdel(RunKeys(run_id).evaluations, *old)
 
 
 def read_evaluations(client: redis.Redis, run_id: str) -> dict[str, dict[str, Any]]:

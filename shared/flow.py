@@ -14,7 +14,7 @@ from typing import Any, cast
 import redis
 
 from shared import scripts
-from shared.errors import RunNotFound, WorkerSuperseded
+from shared.errors import Fenced, RunNotFound, WorkerSuperseded
 from shared.redis_keys import RunKeys
 
 
@@ -146,7 +146,7 @@ class Flow:
         return int(self._run("RELEASE", keys, [worker]))
 
     def drain(self, worker: str) -> None:
-        """Asks `worker` to end after the fragment that it is acting; holds until `undrain`, however often it restarts."""
+        """Asks `worker` to end after its fragment; holds until `undrain`, however often the worker restarts."""
         if self._redis.sadd(self._keys.draining, worker):
             self._redis.xadd(self._keys.wakeups, {"w": "1"}, maxlen=64, approximate=True)
 
@@ -162,9 +162,16 @@ class Flow:
         """Whether the trainer of `epoch` may still write."""
         return bool(self._run("CHECK_EPOCH", [self._keys.flow], [epoch]))
 
-    def set_state(self, state: str, reason: str, expected: str = "") -> bool:
-        """running → stopping → finished; only from `expected` where that is given."""
-        return bool(self._run("SET_STATE", [self._keys.flow, self._keys.wakeups], [state, reason, expected]))
+    def set_state(self, state: str, reason: str, expected: str = "", epoch: int | None = None) -> bool:
+        """running → stopping → finished; only from `expected` where that is given.
+
+        A trainer gives its `epoch`: an older one may not end the run, and gets `Fenced`.
+        """
+        arguments = [state, reason, expected, "" if epoch is None else epoch]
+        changed = int(self._run("SET_STATE", [self._keys.flow, self._keys.wakeups], arguments))
+        if changed < 0:
+            raise Fenced(f"epoch {epoch} may not set the run {state}; a newer trainer has taken over")
+        return bool(changed)
 
     def set_bounds(self, lease_seconds: float, max_log_bytes: int) -> None:
         """The bounds that a resume may change; K and L stay what they were."""

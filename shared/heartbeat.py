@@ -149,7 +149,9 @@ def read_heartbeats(client: redis.Redis, run_id: str) -> list[Beat]:
     for name, value in raw.items():
         stamp, _, text = value.decode().partition(" ")
         role, _, id_ = name.decode().partition(":")
-        beats.append(Beat(role=role, id=id_, stamp=stamp, age_seconds=seconds + micros / 1e6 - float(stamp), **json.loads(text)))
+        beats.append(
+            Beat(role=role, id=id_, stamp=stamp, age_seconds=seconds + micros / 1e6 - float(stamp), **json.loads(text))
+        )
     order = {"coordinator": 0, "trainer": 1, "evaluator": 2, "worker": 3}
     return sorted(beats, key=lambda beat: (order.get(beat.role, 4), len(beat.id), beat.id))
 

@@ -18,6 +18,9 @@ from shared import scripts
 from shared.experience_log import whole_number
 from shared.redis_keys import RunKeys
 
+_INCARNATIONS_KEPT = 16
+"""Per worker; a fragment cannot be in flight for longer than its worker's last few lives."""
+
 
 @dataclass
 class Count:
@@ -43,6 +46,12 @@ class WorkerAccount:
     dropped: dict[str, Count] = field(default_factory=dict)
     high_water: dict[int, int] = field(default_factory=dict)
     """Incarnation → last sequence number seen; a repeat is below it, a gap jumps over it."""
+
+    def saw(self, incarnation: int, seq: int) -> None:
+        """Moves the high-water mark; those of long gone incarnations are forgotten."""
+        self.high_water[incarnation] = seq
+        while len(self.high_water) > _INCARNATIONS_KEPT:
+            del self.high_water[min(self.high_water)]
 
     def dropped_total(self) -> Count:
         """All reasons together."""

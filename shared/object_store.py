@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import boto3
 import botocore.config
 import botocore.exceptions
+import botocore.session
 
 from shared.config import Config
 from shared.connection import Address, credentials
@@ -70,7 +71,10 @@ class S3Store:
         self._conditional: bool | None = None
 
     def check(self) -> None:
-        self._call("head_bucket")
+        try:
+            self._call("head_bucket")
+        except StoreError as error:
+            raise StoreUnavailable(f"{error}; correct store.url, or see to the server") from None
 
     def get(self, key: str) -> bytes:
         broken = ""
@@ -211,7 +215,7 @@ class FileStore:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())
+            os.chmod(temporary, _FILE_MODE)
             if if_absent:
                 os.link(temporary, path)
                 os.unlink(temporary)
@@ -267,6 +271,10 @@ def _umask() -> int:
     return current
 
 
+_FILE_MODE = 0o666 & ~_umask()
+"""Asked once: the umask belongs to the whole process, and can only be read by changing it."""
+
+
 def open_store(address: Address, config: Config) -> ObjectStore:
     """The run's store, below `<prefix>/<run_id>/`. Nothing is contacted yet: call `check`."""
     parts = urlsplit(address.store_url)
@@ -279,21 +287,32 @@ def open_store(address: Address, config: Config) -> ObjectStore:
 
 
 def s3_client(address: Address, config: Config) -> Any:
-    """One boto3 client, made once and kept: it renews its own credentials."""
+    """One boto3 client, made once and kept: it renews its own credentials. Raises `StoreUnavailable`.
+
+    The embedded server has credentials of its own: profiles and proxies of the environment are not for it.
+    """
     secret = credentials(address)
-    timeout = config.store.timeout_seconds
-    return boto3.session.Session().client(
-        "s3",
-        endpoint_url=address.endpoint_url,
-        region_name=config.store.region,
-        aws_access_key_id=secret.s3_access_key,
-        aws_secret_access_key=secret.s3_secret_key,
-        config=botocore.config.Config(
-            connect_timeout=timeout,
-            read_timeout=timeout,
-            retries={"total_max_attempts": config.store.retries + 1, "mode": "standard"},
-            s3={"addressing_style": "path" if address.endpoint_url else "auto"},
-            request_checksum_calculation="when_required",
-            response_checksum_validation="when_required",
-        ),
-    )
+    timeout, embedded = config.store.timeout_seconds, secret.s3_access_key is not None
+    variables: Any = {"profile": (None, None, None, None)} if embedded else None
+    try:
+        session = boto3.session.Session(botocore_session=botocore.session.Session(session_vars=variables))
+        return session.client(
+            "s3",
+            endpoint_url=address.endpoint_url,
+            region_name=config.store.region,
+            aws_access_key_id=secret.s3_access_key,
+            aws_secret_access_key=secret.s3_secret_key,
+            config=botocore.config.Config(
+                connect_timeout=timeout,
+                read_timeout=timeout,
+                retries={"total_max_attempts": config.store.retries + 1, "mode": "standard"},
+                s3={"addressing_style": "path" if address.endpoint_url else "auto"},
+                proxies={} if embedded else None,
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+            ),
+        )
+    except (botocore.exceptions.BotoCoreError, ValueError) as error:
+        raise StoreUnavailable(
+            f"{address.store_url} cannot be used: {error}; correct store.url or the AWS settings"
+        ) from None

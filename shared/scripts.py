@@ -186,10 +186,11 @@ return 1
 SET_STATE = (
     _COMMON
     + """
--- KEYS flow, wakeups. ARGV: state, reason, expected state or ''. 1 if it changed.
+-- KEYS flow, wakeups. ARGV: state, reason, expected state or '', a trainer's epoch or ''. 1 if it changed.
 local state = redis.call('HGET', KEYS[1], 'state')
 if not state then return redis.error_reply('NORUN no such run') end
 if ARGV[3] ~= '' and state ~= ARGV[3] then return 0 end
+if ARGV[4] ~= '' and fenced(ARGV[4]) then return -1 end
 redis.call('HSET', KEYS[1], 'state', ARGV[1], 'reason', ARGV[2])
 wake(KEYS[2])
 return 1

@@ -80,7 +80,7 @@ class Intake:
             return None
         if entry.claimed:
             self._count_lost(entry, entry.seq - last - 1)
-            account.high_water[entry.incarnation] = entry.seq
+            account.saw(entry.incarnation, entry.seq)
         try:
             parsed = fragment.decode(entry.fragment)
             fragment.check(parsed, self._run_id, self._description)
@@ -119,9 +119,7 @@ class Intake:
         if gap > 0:
             _LOGGER.error("%s:%d: %d fragments before %d are lost", entry.worker, entry.incarnation, gap, entry.seq)
             self.ledger.drop(entry.worker, "lost", gap * entry.transitions, gap)
-            self.ledger.of(entry.worker).high_water[entry.incarnation] = (
-                entry.seq - 1
-            )  # settled with it, so counted once
+            self.ledger.of(entry.worker).saw(entry.incarnation, entry.seq - 1)  # settled with it, so counted once
             self._give_back(entry, gap, before=True)
 
     def _dropped(self, entry: LogEntry, reason: str, detail: str) -> None:

@@ -10,12 +10,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from shared.config import Config
 from shared.errors import WeightsNotFinite
 from shared.fragment import EpisodeRecord, Fragment
-from shared.policies.actor_critic import ActorCritic, build_policies
+from shared.policies.actor_critic import ActorCritic, build_policies, torch_device
 from shared.policies.codec import finite, state_arrays
 from shared.spaces import EnvironmentDescription
 from shared.steps import Phase, PhaseCounters
@@ -78,7 +76,7 @@ class Learner:
 
 def make_learner(config: Config, description: EnvironmentDescription) -> Learner:
     """An untrained learner, decided by the config and its seed alone."""
-    device = _device(config.trainer.device)
+    device = torch_device(config.trainer.device)
     policies = build_policies(description.policies, config.policies, config.seed)
     algorithms = {
         policy_id: PPO(policy, config.algorithm, device, config.seed + index)
@@ -90,12 +88,6 @@ def make_learner(config: Config, description: EnvironmentDescription) -> Learner
         if config.policies[policy_id].normalise_rewards
     }
     return Learner(policies, algorithms, rewards, PhaseCounters(), deque(maxlen=config.signals.window_episodes))
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
 
 
 def _env_steps(item: Fragment) -> int:

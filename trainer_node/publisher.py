@@ -24,7 +24,7 @@ from shared.errors import (
     StoreUnavailable,
     WaitTimeout,
 )
-from shared.events import emit, read_evaluations
+from shared.events import emit, prune_evaluations, read_evaluations
 from shared.experience_log import ExperienceLog
 from shared.heartbeat import read_heartbeats
 from shared.redis_keys import RunKeys
@@ -52,6 +52,8 @@ class Publisher:
         self._noticed: dict[str, dict[str, Any]] = {}
         """The evaluations that pointer and status file reflect."""
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self.struggling = False
+        """Whether the last try to store a checkpoint failed."""
         self.failure: BaseException | None = None
         """What ended the background thread (fenced, damaged store); the trainer raises it."""
 
@@ -128,17 +130,19 @@ class Publisher:
         while True:
             try:
                 self._save(snapshot)
+                self.struggling = False
                 self._say({"durable": snapshot.manifest.name})
                 return
             except (StoreError, StoreUnavailable) as error:
                 attempts += 1
+                self.struggling = True
                 _LOGGER.warning("%s is not durable yet (try %d): %s", snapshot.manifest.name, attempts, error)
                 self._say({"waiting_for": "the store", "since": started, "attempts": attempts, "error": str(error)})
                 if attempts == 1:
                     emit(self._role.redis, self._role.run_id, "store", f"the store fails, training goes on: {error}")
             with self._lock:
                 self._lock.wait(timeout=pause)
-                if self._pending is not None:
+                if self._pending is not None or self._closing:
                     return
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
@@ -195,6 +199,8 @@ class Publisher:
         self._checkpoints.write_marker(STATUS, status)
         for name in doomed:
             self._checkpoints.delete(name)
+        if doomed:
+            prune_evaluations(self._role.redis, self._role.run_id, {entry["name"] for entry in kept})
         self._noticed = evaluations
 
     def _in_evaluation(self) -> str | None:
@@ -235,7 +241,7 @@ class Publisher:
         return {
             "name": name,
             "version": manifest.version,
-            "env_steps": manifest.provenance["counters"]["train"]["env_steps"],
+            **manifest.provenance["counters"]["train"],
             "created": manifest.created,
             "bytes": manifest.total_bytes,
             "mean_return": manifest.provenance["mean_return"],

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shared.checkpoint import FINISHED, Checkpoint
-from shared.errors import CheckpointNotFound, Fenced, StoreUnavailable, WaitTimeout, WeightsNotFinite
+from shared.errors import CheckpointNotFound, Fenced, StoreError, StoreUnavailable, WaitTimeout, WeightsNotFinite
 from shared.events import emit, read_evaluations
 from shared.flow import FlowState
 from shared.fragment import Fragment
@@ -50,12 +51,13 @@ class Trainer:
         self._board = PolicyBoard(role.redis, role.run_id)
         self._heartbeat = Heartbeat(role.redis, role.run_id, "trainer", "trainer")
         self._schedule = RunSchedule(role.config)
-        folder = Path(run_folder) / "signals" if run_folder else None
+        folder = Path(run_folder) / "signals" if run_folder and Path(run_folder).is_dir() else None
         self._signals = Signals(role.redis, role.run_id, role.config.signals, folder)
         self._figures = Figures()
         self._fragments: list[Fragment] = []
         self.version = -1
         self._epoch = 0
+        self._redis_process, self._redis_seen = "", 0.0
         self._taken: Snapshot | None = None
         self._parent: str | None = None
         self._parent_position, self._parent_version = "0-0", 0
@@ -70,7 +72,7 @@ class Trainer:
                 self.step(_LOOK_SECONDS)
             return self.finish(self._end)
         except Fenced as error:
-            self._heartbeat.stop(f"fenced: {error}")
+            self._heartbeat.stop(f"fenced: {error}", last_beat=False)  # the newer one beats under this name
             raise
         except Exception as error:
             self.fail(error)
@@ -100,10 +102,12 @@ class Trainer:
     def step(self, wait_seconds: float) -> str:
         """One turn: `updated`, `waited` (fewer than K fragments so far) or `ended`."""
         state = self._role.flow.read()
+        if state.epoch > self._epoch:
+            raise Fenced(f"epoch {self._epoch}: the trainer of epoch {state.epoch} has taken over")
         if state.state != "running" or self._schedule.exhausted(self._learner.counters):
             self._end = state.reason if state.state != "running" else "exhausted"
             return "ended"
-        if state.version < self.version:
+        if state.version < self.version or self._redis_restarted():
             self._set_redis_forward()
         if not self._gather(wait_seconds):
             return "waited"
@@ -119,7 +123,7 @@ class Trainer:
 
     def save_last(self, reason: str) -> str:
         """Stops the acting and makes the last checkpoint durable; answers its name."""
-        self._role.flow.set_state("stopping", reason, expected="running")
+        self._role.flow.set_state("stopping", reason, expected="running", epoch=self._epoch)
         last = self._snapshot()
         self._publisher.submit(last)
         with self._heartbeat.waiting("the last checkpoint to be durable", _DURABLE_SECONDS):
@@ -132,12 +136,24 @@ class Trainer:
         if reason in ("solved", "exhausted"):  # who stops it does not wait; after a failure there may be no score
             self._wait_for_evaluation(last)
         self._publisher.close()
-        self._publisher.finish(last)
-        self._role.flow.set_state("finished", reason)
-        self._write_finished(reason, last)
+        self._insist(lambda: self._publisher.finish(last))
+        self._role.flow.set_state("finished", reason, epoch=self._epoch)
+        self._insist(lambda: self._write_finished(reason, last))
         self._signals.close()
         self._heartbeat.stop(reason)
         return reason
+
+    def _insist(self, write: Callable[[], object]) -> None:
+        """Writes into the store, again and again while it is away; raises what it says at the deadline."""
+        with self._heartbeat.waiting("the store to take the end of the run", _DURABLE_SECONDS) as wait:
+            while True:
+                try:
+                    write()
+                    return
+                except (StoreError, StoreUnavailable):
+                    if wait.seconds > _DURABLE_SECONDS:
+                        raise
+                    time.sleep(_LOOK_SECONDS)
 
     def fail(self, error: Exception) -> None:
         """Ends the run with `.finished: failed` and the diagnosis; checkpoints stay as they are.
@@ -148,7 +164,7 @@ class Trainer:
         reason = f"failed: {error}"
         try:
             if self._epoch > 0 and self._role.flow.holds(self._epoch):
-                self._role.flow.set_state("finished", reason)
+                self._role.flow.set_state("finished", reason, epoch=self._epoch)
                 self._write_finished(reason, None)
         except Exception:
             _LOGGER.exception("the failure could not be recorded in Redis or the store")
@@ -205,6 +221,15 @@ class Trainer:
         emit(self._role.redis, self._role.run_id, "trainer", text)
         _LOGGER.info("%s", text)
 
+    def _redis_restarted(self) -> bool:
+        """Whether this is another Redis process than before: it may have come back without what came last."""
+        now = time.monotonic()
+        if now - self._redis_seen < _LOOK_SECONDS:
+            return False
+        info: Any = self._role.redis.info("server")
+        before, self._redis_process, self._redis_seen = self._redis_process, str(info.get("run_id")), now
+        return before not in ("", self._redis_process)
+
     def _set_redis_forward(self) -> None:
         """Redis came back with less than it had (its file is synced each second): the trainer knows better."""
         books = self._intake.committed
@@ -213,7 +238,7 @@ class Trainer:
         self._intake.restore(books.position, ledger, books.lags)
         set_forward(self._role.redis, self._role.run_id, self._epoch, books.position, ledger)
         self._publish(0)
-        text = f"Redis had lost what came last; it is set forward to version {self.version}"
+        text = f"Redis came back, perhaps without what came last; its books are those of version {self.version}"
         emit(self._role.redis, self._role.run_id, "trainer", text)
         _LOGGER.warning("%s", text)
 
@@ -250,7 +275,8 @@ class Trainer:
                 taken = self._intake.take(self.version, self._phase, look_seconds)
                 if taken is not None or self._role.flow.read().state != "running":
                     return taken
-                wait.check()
+                if not self._publisher.struggling:  # with the store away the log is full, and workers wait as we do
+                    wait.check()
 
     def _learn(self, fragments: list[Fragment], phase: Phase) -> dict[str, float]:
         started = time.perf_counter()

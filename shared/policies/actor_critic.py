@@ -70,6 +70,16 @@ class ActorCritic(nn.Module):
         return torch.cat(parts, dim=1)
 
 
+def torch_device(name: str) -> torch.device:
+    """`auto` takes a GPU if there is one. Ray shows a process only its own GPUs, and counts them from 0."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, number = name.partition(":")
+    if number and int(number) >= torch.cuda.device_count():
+        name = kind
+    return torch.device(name)
+
+
 def build_policies(
     spaces: Mapping[str, PolicySpaces], configs: Mapping[str, PolicyConfig], seed: int
 ) -> dict[str, ActorCritic]:

@@ -192,14 +192,17 @@ def test_an_incarnation_gives_back_its_own_claims_and_not_its_successors(role: R
     assert role.flow.release(f"worker-0:{new.incarnation}") == 1
 
 
-def test_a_drained_worker_is_told_until_it_registers_again(role: Role) -> None:
+def test_a_drained_worker_is_told_however_often_it_registers_until_it_is_undrained(role: Role) -> None:
     worker, other = SmallWorker(role), SmallWorker(role, "worker-1")
     assert worker.claim().granted
     role.flow.drain("worker-0")
     assert worker.push() == "pushed"
     assert worker.claim().word == "drain" and not worker.claim().waiting
     assert other.claim().granted
-    assert SmallWorker(role).claim().word == "wait_credit"
+    again = SmallWorker(role)
+    assert again.claim().word == "drain"
+    role.flow.undrain("worker-0")
+    assert again.claim().word == "wait_credit"
 
 
 @pytest.mark.parametrize("state", ["stopping", "finished"])

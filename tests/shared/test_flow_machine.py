@@ -160,6 +160,7 @@ class Protocol(RuleBasedStateMachine):
         assert worker.incarnation == 1 + max((w.incarnation for w in self.old_workers if w.name == name), default=-1)
         assert worker.epoch == self.trainer.epoch
         self.live[name] = worker
+        self.role.flow.undrain(name)
         self.model.draining.discard(name)
         self.forget_claims(name)
 
@@ -399,6 +400,7 @@ class Protocol(RuleBasedStateMachine):
             self.server.zadd(self.keys.claims, {claim: PAST_MS})
             self.model.claims[claim] = True
         worker = SmallWorker(self.role, self.names[0])
+        self.role.flow.undrain(worker.name)
         self.model.draining.discard(worker.name)
         self.forget_claims(worker.name)
         goal = self.model.version + 2
