@@ -104,11 +104,11 @@ class Fleet:
         """What the run's state asks for: scaling, or the end that another trainer has brought about."""
         if self._trainer.life is None and flow.state == "finished":
             self.outcome = flow.reason
-        elif self._trainer.life is None and (
-            trainer is None or trainer.age_seconds > self._config.rollout.silent_seconds
-        ):
+            return
+        silent = self._config.rollout.silent_seconds
+        if self._trainer.life is None and (trainer is None or trainer.ended or trainer.age_seconds > silent):
             self._trainer.life = self._trainer.actor.run.remote()  # whoever took over is gone: our own goes on
-        elif flow.state == "running":
+        if flow.state == "running":
             self._scale(flow.desired_workers)
 
     def close(self, seconds: float = 20.0) -> None:

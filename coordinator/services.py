@@ -35,6 +35,7 @@ LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _START_SECONDS = 60.0
 _TRIES = 5
 _PR_SET_PDEATHSIG = 1
+_RAY_FOLDER, _OWNER = "sc-", "owner"
 
 
 class ServiceError(StagecoachError):
@@ -134,7 +135,9 @@ def start_ray(log: Path, num_cpus: int, token: str, loopback: bool) -> RayServic
 
     Its workers inherit this process's environment.
     """
-    temporary = Path(tempfile.mkdtemp(prefix="sc-", dir=_short_folder()))
+    _sweep_ray_folders()
+    temporary = Path(tempfile.mkdtemp(prefix=_RAY_FOLDER, dir=_short_folder()))
+    (temporary / _OWNER).write_text(str(os.getpid()))
     environment = {
         "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0",
         "AUTOSCALER_METRIC_PORT": "0", "DASHBOARD_METRIC_PORT": "0",
@@ -160,6 +163,16 @@ def start_ray(log: Path, num_cpus: int, token: str, loopback: bool) -> RayServic
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return RayService(service, current.read_text().strip(), temporary)
+
+
+def _sweep_ray_folders() -> None:
+    """Removes what killed coordinators of this user have left behind."""
+    for owner in Path(_short_folder() or tempfile.gettempdir()).glob(f"{_RAY_FOLDER}*/{_OWNER}"):
+        with contextlib.suppress(PermissionError, FileNotFoundError, ValueError):
+            try:
+                os.kill(int(owner.read_text()), 0)
+            except ProcessLookupError:
+                shutil.rmtree(owner.parent, ignore_errors=True)
 
 
 def redis_binary() -> str:

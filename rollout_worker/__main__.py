@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from rollout_worker.evaluator import Evaluator
@@ -16,6 +17,7 @@ def main() -> int:
     parser.add_argument("--index", type=int, default=0, help="number of this worker; each needs its own")
     parser.add_argument("--evaluator", action="store_true", help="be the evaluator instead")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end it in order: the claim is given back
     try:
         launch = launch_from_arguments(arguments)
         if arguments.evaluator:

@@ -46,6 +46,8 @@ class Evaluator:
             while self._role.flow.read().state != "finished":
                 self.step(_POLL_SECONDS)
             reason = "finished"
+        except KeyboardInterrupt:
+            reason = "terminated"
         finally:
             self.stop(reason)
         return reason

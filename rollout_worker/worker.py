@@ -63,6 +63,8 @@ class Worker:
             while not (word := self.step(_WAKEUP_SECONDS)).startswith("end:"):
                 pass
             reason = word.removeprefix("end:")
+        except KeyboardInterrupt:
+            reason = "terminated"
         except WorkerSuperseded as error:
             reason, self._superseded = str(error), True
         finally:

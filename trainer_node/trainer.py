@@ -62,15 +62,17 @@ class Trainer:
         self._parent: str | None = None
         self._parent_position, self._parent_version = "0-0", 0
         self._end: str | None = None
+        self.leaving = False
+        """Set from outside (its machine is taken away): leave after the present update."""
 
     def run(self) -> str:
         """Trains until the run is to end; answers the reason (solved, exhausted, stopped)."""
         self._role.check_config()  # a role that was started wrongly must not end the run as failed
         try:
             self.start()
-            while self._end is None:
+            while self._end is None and not self.leaving:
                 self.step(_LOOK_SECONDS)
-            return self.finish(self._end)
+            return self.leave() if self._end is None else self.finish(self._end)
         except Fenced as error:
             self._heartbeat.stop(f"fenced: {error}", last_beat=False)  # the newer one beats under this name
             raise
@@ -142,6 +144,16 @@ class Trainer:
         self._signals.close()
         self._heartbeat.stop(reason)
         return reason
+
+    def leave(self) -> str:
+        """Makes what was learnt durable and goes; the run goes on with whoever takes over."""
+        self._publisher.submit(self._snapshot())
+        with self._heartbeat.waiting("the last checkpoint to be durable", _DURABLE_SECONDS):
+            self._publisher.wait_idle(_DURABLE_SECONDS)
+        self._publisher.close()
+        self._signals.close()
+        self._heartbeat.stop("left: another trainer may take over")
+        return "left"
 
     def _insist(self, write: Callable[[], object]) -> None:
         """Writes into the store, again and again while it is away; raises what it says at the deadline."""
@@ -273,7 +285,7 @@ class Trainer:
         with self._heartbeat.waiting("experience", self._config.rollout.wait_deadline_seconds) as wait:
             while True:
                 taken = self._intake.take(self.version, self._phase, look_seconds)
-                if taken is not None or self._role.flow.read().state != "running":
+                if taken is not None or self.leaving or self._role.flow.read().state != "running":
                     return taken
                 if not self._publisher.struggling:  # with the store away the log is full, and workers wait as we do
                     wait.check()

@@ -101,7 +101,7 @@ def test_the_file_of_embedded_services_comes_before_the_environment(
     monkeypatch.setenv("STAGECOACH_REDIS_PASSWORD", "another")
     monkeypatch.setenv("STAGECOACH_REDIS_USERNAME", "somebody")
     found = credentials(address("redis://x", tmp_path, SECRET))
-    assert (found.redis_password, found.redis_username) == (SECRET, "somebody")
+    assert (found.redis_password, found.redis_username) == (SECRET, None)
 
 
 def test_a_port_where_nobody_listens(tmp_path: Path) -> None:
