@@ -10,21 +10,23 @@ import platform
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import redis
+from packaging.requirements import Requirement
 
-from coordinator.preparation import impatient
-from coordinator.services import BUCKET, new_secret, start_redis, start_s3
+from coordinator.preparation import check, impatient
+from coordinator.services import BUCKET, new_secret, start_ray, start_redis, start_s3
 from shared.config import Config
 from shared.connection import Address, connect_redis
 from shared.errors import StagecoachError
 from shared.object_store import open_store
 
-_PACKAGES = ("torch", "ray", "redis", "boto3", "gymnasium", "safetensors", "numpy")
+_HIDDEN = "hidden"
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,23 @@ def _try(name: str, check: Callable[[], str]) -> Finding:
 
 
 def _versions() -> str:
-    found = [f"{name} {importlib.metadata.version(name)}" for name in ("stagecoach", *_PACKAGES)]
-    return f"Python {platform.python_version()}, " + ", ".join(found)
+    """What is installed, held against what the package asks for."""
+    found, wrong = [], []
+    for text in importlib.metadata.requires("stagecoach") or []:
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            version = "missing"
+        found.append(f"{requirement.name} {version}")
+        if version == "missing" or not requirement.specifier.contains(version.partition("+")[0], prereleases=True):
+            wrong.append(f"{requirement.name} is {version}, expected {requirement.specifier}")
+    if wrong:
+        raise StagecoachError("; ".join(wrong) + "; install with: pip install -c constraints.txt -e .")
+    mine = importlib.metadata.version("stagecoach")
+    return f"stagecoach {mine}, Python {platform.python_version()}, " + ", ".join(found)
 
 
 def _writable(folder: Path) -> str:
@@ -120,23 +137,26 @@ def _embedded_s3() -> str:
 
 def _redis(config: Config) -> str:
     client = connect_redis(Address("doctor", config.redis.url, ""), impatient(config))
-    policy = _setting(client, "maxmemory-policy")
-    if policy != "noeviction":
+    policy, appendonly = _setting(client, "maxmemory-policy"), _setting(client, "appendonly")
+    if policy not in ("noeviction", _HIDDEN):
         raise StagecoachError(f"maxmemory-policy is {policy}; set it to noeviction, or Redis may throw the log away")
-    appendonly = _setting(client, "appendonly")
-    if appendonly != "yes":
+    if appendonly not in ("yes", _HIDDEN):
         raise StagecoachError(
             "appendonly is off; turn it on, or a Redis that restarts forgets what is not checkpointed"
+        )
+    if _HIDDEN in (policy, appendonly):
+        return (
+            f"{config.redis.url} answers, but hides its settings; see to it that it never evicts and persists"
         )
     return f"{config.redis.url} answers, never evicts, and keeps an append-only file"
 
 
 def _setting(client: Any, name: str) -> str:
-    """One Redis setting; servers that hide CONFIG (managed ones do) are reported as such."""
+    """One Redis setting; managed servers do not show theirs."""
     try:
         pairs = {_text(key): _text(value) for key, value in client.config_get(name).items()}
-    except redis.ResponseError as error:
-        raise StagecoachError(f"{name} cannot be read ({error}); make sure that it is right") from None
+    except redis.ResponseError:
+        return _HIDDEN
     return pairs.get(name, "unknown")
 
 
@@ -161,20 +181,31 @@ def _write_and_read(address: Address, config: Config) -> str:
 
 
 def _ray(config: Config | None) -> str:
-    import ray
 
     if config is None or config.ray.address == "embedded":
-        return f"Ray {ray.__version__} is installed; each run starts its own on loopback"
-    ray.init(address=config.ray.address, log_to_driver=False, logging_level=logging.ERROR)
-    resources: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        with tempfile.TemporaryDirectory() as folder:
+            started = time.monotonic()
+            head = start_ray(Path(folder) / "ray.log", 1, new_secret(), loopback=True)
+            seconds = time.monotonic() - started
+            head.stop(Path(folder) / "logs")
+        return f"a Ray of one's own starts in {seconds:.1f} s, on loopback and with a token, and ends"
+    import ray
+
     try:
+        ray.init(address=config.ray.address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise StagecoachError(
+            f"{config.ray.address} cannot be joined: {' '.join(str(error).split())}; correct ray.address, or set "
+            f"RAY_AUTH_TOKEN where the cluster asks for a token"
+        ) from None
+    try:
+        resources: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
         return f"{config.ray.address} answers with {resources.get('CPU', 0):g} CPUs"
     finally:
         ray.shutdown()
 
 
 def _environment(config: Config) -> str:
-    from coordinator.preparation import check
 
     description = check(config)
     return (
