@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,8 @@ from shared.config import PolicyConfig
 from shared.policies.distributions import ActionDistribution
 from shared.policies.encoders import Encoder, ObservationNormaliser, linear
 from shared.spaces import PolicySpaces
+
+_RANDOM_STATE = threading.Lock()
 
 
 class ActorCritic(nn.Module):
@@ -80,11 +84,18 @@ def torch_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+@contextmanager
+def borrowed_random_state() -> Iterator[None]:
+    """PyTorch draws initial weights from one global state: for one thread at a time, and given back as it was."""
+    with _RANDOM_STATE, torch.random.fork_rng(devices=[]):
+        yield
+
+
 def build_policies(
     spaces: Mapping[str, PolicySpaces], configs: Mapping[str, PolicyConfig], seed: int
 ) -> dict[str, ActorCritic]:
     """One policy per policy id, initialised from `seed` alone (the global random state is left as it was)."""
-    with torch.random.fork_rng(devices=[]):
+    with borrowed_random_state():
         policies = {}
         for index, policy_id in enumerate(sorted(spaces)):
             torch.manual_seed(seed + index)

@@ -13,7 +13,7 @@ from torch import Tensor
 from shared import tensor_blob
 from shared.config import PolicyConfig
 from shared.errors import CheckpointDamaged
-from shared.policies.actor_critic import ActorCritic
+from shared.policies.actor_critic import ActorCritic, borrowed_random_state
 from shared.spaces import Columns, PolicySpaces
 from shared.steps import Phase, PhaseCounters
 
@@ -92,7 +92,10 @@ def decode_policy(blob: bytes) -> tuple[ActorCritic, int]:
             f"Stagecoach reads format {POLICY_FORMAT} of actor_critic"
         )
     try:
-        policy = ActorCritic(PolicySpaces.from_dict(header["spaces"]), PolicyConfig.model_validate(header["config"]))
+        with borrowed_random_state():
+            policy = ActorCritic(
+                PolicySpaces.from_dict(header["spaces"]), PolicyConfig.model_validate(header["config"])
+            )
         version = int(header["version"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         text = " ".join(str(error).split())

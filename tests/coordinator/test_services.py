@@ -48,7 +48,10 @@ def wait_until(done: Callable[[], bool]) -> None:
 def test_redis_asks_for_its_password_and_keeps_its_data(tmp_path: Path, running: ExitStack) -> None:
     first = start_redis(tmp_path / "data", tmp_path / "redis.log", "secret")
     running.callback(first.stop)
-    with redis.Redis(port=first.port, retry=Retry(NoBackoff(), 0)) as stranger, pytest.raises(redis.AuthenticationError):
+    with (
+        redis.Redis(port=first.port, retry=Retry(NoBackoff(), 0)) as stranger,
+        pytest.raises(redis.AuthenticationError),
+    ):
         stranger.ping()
     with redis.Redis(port=first.port, password="secret") as client:
         client.set("a", "1")

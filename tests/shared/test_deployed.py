@@ -1,0 +1,110 @@
+"""`load_policy`: a checkpoint's policy acts in the environment's own terms, alone and in batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_worker.making import describe_environment
+from shared.errors import CheckpointDamaged, CheckpointNotFound
+from shared.policies.actor_critic import build_policies
+from shared.policies.codec import encode_policy, state_arrays
+from shared.policies.deployed import load_policy
+from tests.conftest import minimal_config
+from tests.environments_for_tests import ACTIONS, MODULE, OBSERVATIONS
+
+
+def policy_bytes(observation: str = "box", action: str = "discrete", seed: int = 1, version: int = 7) -> bytes:
+    """An untrained policy for these spaces, as it stands in a checkpoint."""
+    environment = {"id": f"{MODULE}:AnySpaces", "kwargs": {"observation": observation, "action": action}, "num_envs": 1}
+    config = minimal_config(
+        environment=environment, policies={"default": {"cnn": "small"}}, algorithm={"minibatch_size": 1}
+    )
+    spaces = describe_environment(config).policies
+    policy = build_policies(spaces, config.policies, seed)["default"]
+    return encode_policy(state_arrays(policy), spaces["default"], config.policies["default"], version)
+
+
+def observe(name: str, seed: int = 0) -> Any:
+    space = OBSERVATIONS[name]
+    space.seed(seed)
+    return space.sample()
+
+
+def test_it_is_loaded_from_a_checkpoint_a_file_or_bytes(tmp_path: Path) -> None:
+    data = policy_bytes()
+    folder = tmp_path / "7_Step-1.ckpt"
+    (folder / "default").mkdir(parents=True)
+    (folder / "default" / "policy.safetensors").write_bytes(data)
+    observation = observe("box")
+    expected = load_policy(data).act(observation)
+    for source in (folder, str(folder), folder / "default", folder / "default" / "policy.safetensors"):
+        policy = load_policy(source)
+        assert policy.version == 7
+        assert policy.act(observation) == expected
+
+
+def test_one_of_several_policies_is_chosen(tmp_path: Path) -> None:
+    for policy_id, version in (("hunter", 3), ("prey", 4)):
+        (tmp_path / policy_id).mkdir()
+        (tmp_path / policy_id / "policy.safetensors").write_bytes(policy_bytes(version=version))
+    assert load_policy(tmp_path, "hunter").version == 3
+    assert load_policy(tmp_path, "prey").version == 4
+    with pytest.raises(CheckpointNotFound, match=r"no policy 'default' at .*expected a checkpoint folder"):
+        load_policy(tmp_path)
+
+
+def test_what_is_not_there_or_was_altered_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFound, match="nowhere"):
+        load_policy(tmp_path / "nowhere")
+    data = policy_bytes()
+    for damaged in (data[:-1], data[:100], b"", b"\x00" * 200, data[:-4] + bytes([data[-4] ^ 1]) + data[-3:]):
+        with pytest.raises(CheckpointDamaged):
+            load_policy(damaged)
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_actions_are_in_the_environments_space(name: str) -> None:
+    policy = load_policy(policy_bytes(action=name))
+    for seed in range(5):
+        for greedy in (True, False):
+            assert ACTIONS[name].contains(policy.act(observe("box", seed), greedy=greedy))
+
+
+@pytest.mark.parametrize("name", OBSERVATIONS)
+def test_every_observation_is_understood(name: str) -> None:
+    policy = load_policy(policy_bytes(observation=name))
+    assert ACTIONS["discrete"].contains(policy.act(observe(name)))
+
+
+def test_a_batch_gives_what_its_rows_give() -> None:
+    policy = load_policy(policy_bytes(action="box"))
+    observations = np.stack([observe("box", seed) for seed in range(6)])
+    batch = policy.act_batch(observations)
+    assert batch.shape == (6, 2)
+    np.testing.assert_allclose(batch, [policy.act(row) for row in observations], rtol=1e-5, atol=1e-6)
+
+
+def test_greedy_is_the_same_each_time_and_sampling_is_not() -> None:
+    policy = load_policy(policy_bytes(action="box"))
+    observation = observe("box")
+    assert len({tuple(policy.act(observation)) for _ in range(5)}) == 1
+    assert len({tuple(policy.act(observation, greedy=False)) for _ in range(5)}) == 5
+
+
+def test_lists_do_as_observations() -> None:
+    policy = load_policy(policy_bytes())
+    assert policy.act([0.1, -0.2, 0.3]) == policy.act(np.array([0.1, -0.2, 0.3], np.float32))
+
+
+def test_acting_leaves_the_global_random_state_alone() -> None:
+    state = torch.random.get_rng_state()
+    policy = load_policy(policy_bytes())
+    after_loading = torch.random.get_rng_state()
+    policy.act(observe("box"), greedy=False)
+    assert torch.equal(torch.random.get_rng_state(), after_loading)
+    assert torch.equal(state, after_loading), "loading draws no random numbers"
