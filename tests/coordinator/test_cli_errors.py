@@ -215,7 +215,7 @@ def test_an_environment_that_raises_fails_the_run_in_one_line(stagecoach: Stagec
 
 def check_failed(done: Ended, folder: Path, text: str) -> None:
     assert (done.code, done.err.count("\n")) == (2, 1), done
-    assert "a failed: " in done.err
+    assert "run a failed: environment: " in done.err
     assert text in done.err
     assert "starting it again" in done.out  # within its limits
     logs = "".join(path.read_text() for path in (folder / "runs" / "a" / "logs").glob("*.log"))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from coordinator.run import Outcome, Run
 from coordinator.services import start_redis
 from coordinator.status import Status
 from shared.errors import CheckpointNotFound, RunExists, UserError, WaitTimeout
-from shared.heartbeat import Wait, poll
+from shared.heartbeat import Wait
 from shared.redis_keys import RunKeys
 from tests.conftest import minimal_config
 from tests.end_to_end.command_line import check_ledger
@@ -65,9 +66,11 @@ def finish(run: Run) -> Outcome:
 
 
 def until(run: Run, done: Callable[[Status], bool]) -> Status:
-    seen: list[Status] = []
-    poll(Wait("the run", 120), lambda: bool(seen.append(run.status()) or done(seen[-1])), 0.02)
-    return seen[-1]
+    wait = Wait("what was to be seen", 120)
+    while not done(status := run.status()):
+        wait.check()
+        time.sleep(0.02)
+    return status
 
 
 def objects(run: Run) -> Path:
@@ -184,7 +187,7 @@ def board_version(run: Run) -> int:
     service = start_redis(folder / "redis", folder / "logs" / "redis.log", secrets["redis_password"])
     try:
         with redis.Redis(port=service.port, password=secrets["redis_password"]) as client:
-            return int(str(client.hget(RunKeys(run.run_id).flow, "version").decode()))  # type: ignore[union-attr]
+            return int(str(client.hget(RunKeys(run.run_id).flow, "version").decode()))
     finally:
         service.stop()
 

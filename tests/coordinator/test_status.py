@@ -24,8 +24,8 @@ def beat(role: str, id_: str | None = None, **changes: Any) -> Beat:
     return Beat(**fields | changes)
 
 
-WAITS = {"waiting_for": "experience", "waiting_seconds": 2.0}
-SILENT = {"age_seconds": DEAD_AFTER_SECONDS + 7}
+WAITS: dict[str, Any] = {"waiting_for": "experience", "waiting_seconds": 2.0}
+SILENT: dict[str, Any] = {"age_seconds": DEAD_AFTER_SECONDS + 7}
 CASES: dict[str, tuple[list[Beat], dict[str, Any], str]] = {
     "no trainer": ([beat("worker", "worker-0")], {}, "the trainer, which is starting"),
     "trainer that starts": ([beat("trainer", progress={})], {}, "the trainer, which is starting"),

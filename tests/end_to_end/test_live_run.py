@@ -93,7 +93,7 @@ def test_it_scales_from_1_to_4_to_2_and_nothing_restarts(terminal: CommandLine) 
 def test_status_tells_scripts_and_people(terminal: CommandLine) -> None:
     status = terminal.json("status", RUN)
     assert (status["state"], status["live"], status["run_id"]) == ("running", True, RUN)
-    assert {role["role"] for role in status["roles"]} == {"trainer", "evaluator", "worker"}
+    assert {role["role"] for role in status["roles"]} == {"coordinator", "trainer", "evaluator", "worker"}
     assert status["flow"]["in_flight"] <= status["flow"]["window"] == 4
     assert status["signals"]["train/policy_loss"] is not None
     assert status["bottleneck"]
@@ -217,7 +217,7 @@ def test_watch_shows_it_and_stop_ends_it(terminal: CommandLine) -> None:
 
     watched = terminal.ended(watching)
     assert watched.code == 0, watched.err
-    assert "finished stopped" in watched.out
+    assert "finished" in watched.out and "stopped" in watched.out
     finished, pointer = terminal.marker(RUN, ".finished"), terminal.marker(RUN, ".checkpoint")
     assert finished["reason"] == "stopped"
     assert pointer["final"] == pointer["latest"] == finished["final"]

@@ -1,0 +1,137 @@
+"""The fleet on a real Ray: what raises is restarted, what dies or falls silent is replaced, within limits that end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.fleet import _cause
+from coordinator.ray_head import RayHead
+from coordinator.run import Run
+from coordinator.status import Status
+from shared.config import Config
+from shared.errors import EnvironmentFailure, StoreError
+from shared.heartbeat import Wait
+from tests.conftest import minimal_config
+from tests.environments_for_tests import MODULE
+
+pytestmark = pytest.mark.timeout(240)
+MakeConfig = Callable[..., Config]
+ROLLOUT = {"workers": 1, "fragment_steps": 8, "fragments_per_update": 2}
+
+
+@pytest.fixture(scope="module")
+def _ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One Ray for all tests of this module; a run that starts in a process which is connected uses that one."""
+    head = RayHead(minimal_config(), tmp_path_factory.mktemp("ray"))
+    head.connect()
+    yield
+    head.stop()
+
+
+@pytest.fixture
+def config(tmp_path: Path, _ray: None) -> MakeConfig:
+    def make(**sections: Any) -> Config:
+        rollout = ROLLOUT | sections.pop("rollout", {})
+        return minimal_config(
+            **{"runs_dir": str(tmp_path / "runs"), "rollout": rollout, "evaluation": {"episodes": 1}} | sections
+        )
+
+    return make
+
+
+@pytest.fixture
+def running() -> Iterator[ExitStack]:
+    """Ends the runs that a failed test leaves."""
+    with ExitStack() as running:
+        yield running
+
+
+def start(config: Config, running: ExitStack) -> Run:
+    run = Run.start(config, "a")
+    running.callback(run.wait, 60)
+    running.callback(run.abandon)
+    return run
+
+
+def until(run: Run, done: Callable[[Status], bool]) -> Status:
+    wait = Wait("what was to be seen", 120)
+    while not done(status := run.status()):
+        wait.check()
+        time.sleep(0.05)
+    return status
+
+
+def pid_of(status: Status, id_: str) -> int | None:
+    return next((beat.pid for beat in status.roles if beat.id == id_ and beat.alive), None)
+
+
+def counting(fails: str, **more: Any) -> dict[str, Any]:
+    return {"id": f"{MODULE}:Counting", "kwargs": {"fails": fails, "fails_at": 1}, "num_envs": 4} | more
+
+
+def test_a_worker_that_raises_is_restarted_and_the_run_reaches_its_goal(
+    config: MakeConfig, tmp_path: Path, running: ExitStack
+) -> None:
+    kwargs = {"tally": str(tmp_path / "tally"), "times": 3}
+    environment = {"id": f"{MODULE}:FailsAFewTimes", "kwargs": kwargs, "num_envs": 4, "failures_allowed": 0}
+    run = start(config(environment=environment), running)
+    assert run.wait(120).reason == "exhausted"
+    assert (tmp_path / "tally").read_text() == "xxx"
+
+
+def test_a_process_that_dies_again_and_again_ends_the_run_which_says_so(config: MakeConfig, running: ExitStack) -> None:
+    run = start(
+        config(
+            environment=counting("process"),
+            evaluation={"episodes": 1, "kwargs": {"fails": ""}},
+            rollout={"restarts_allowed": 1},
+        ),
+        running,
+    )
+    outcome = run.wait(120)
+    assert outcome.failed
+    assert "its process dies again and again" in outcome.reason
+    assert "no rollout worker is left" in outcome.reason
+    assert outcome.status.state == "finished"
+
+
+def test_an_evaluator_that_fails_does_not_end_a_run_with_another_bound(config: MakeConfig, running: ExitStack) -> None:
+    evaluation = {"episodes": 1, "kwargs": {"fails": "process", "fails_at": 0}, "final_wait_seconds": 5}
+    run = start(
+        config(environment=counting(""), evaluation=evaluation, rollout={"restarts_allowed": 1}), running
+    )  # fmt: skip
+    outcome = run.wait(120)
+    assert (outcome.reason, outcome.status.evaluation) == ("exhausted", None)
+
+
+def test_a_silent_worker_is_replaced(config: MakeConfig, running: ExitStack) -> None:
+    run = start(config(stop_at={"updates": 10**6}, rollout={"silent_seconds": 10.5}), running)
+    before = until(run, lambda status: status.version > 2 and pid_of(status, "worker-0") is not None)
+    stopped = pid_of(before, "worker-0")
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)
+    after = until(run, lambda status: pid_of(status, "worker-0") not in (None, stopped))
+    until(run, lambda status: status.version > after.version)
+    run.stop()
+    outcome = run.wait(120)
+    assert outcome.reason == "stopped"
+    assert outcome.status.ledger["total"]["balances"]
+
+
+def test_what_a_role_raised_is_told_without_rays_frame() -> None:
+    def failed(cause: Exception) -> Exception:
+        error = RuntimeError("Ray's long text")
+        error.cause = cause  # type: ignore[attr-defined]
+        return error
+
+    assert _cause(failed(StoreError("no room"))) == "no room"
+    assert _cause(failed(EnvironmentFailure("stuck"))) == "environment: stuck"
+    assert _cause(failed(ValueError("odd"))) == "Ray's long text"
