@@ -31,7 +31,7 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown",
     help="Distributed reinforcement learning: rollout workers, an experience log, checkpoints, exact resume.",
 )  # fmt: skip
-_console = Console()
+_console = Console(markup=False)  # names, reasons and paths may hold brackets
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's id; `stagecoach runs` lists them.")]
 RunsDir = Annotated[
@@ -42,6 +42,8 @@ Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=c", help="Change one field of the config; may stand often.")
 ]
 _RUNS = Path("runs")
+_HISTORY = 10
+"""Past events that `watch` begins with."""
 _LIVE = "stagecoach: the run is live"
 
 
@@ -105,7 +107,7 @@ def watch(run: RunArgument, runs_dir: RunsDir = _RUNS) -> None:
 
     handle = Run.attach(run, runs_dir)
     try:
-        LiveView(handle, _console).show(lambda: not handle.folder.live)
+        LiveView(handle, _console, handle.recent(_HISTORY)).show(lambda: not handle.folder.live)
     except KeyboardInterrupt:
         _console.print("watching ended; the run goes on")
         return
@@ -244,9 +246,8 @@ def doctor(
     for finding in examine(load_config(path, set_ or ()) if path else None):
         findings.append(finding)
         if not as_json:
-            mark = "[green]ok[/green]  " if finding.ok else "[red]FAIL[/red]"
-            _console.print(f"{mark} {finding.name}: ", end="")
-            _console.print(finding.text, markup=False, highlight=False, soft_wrap=True)
+            _console.print("ok  " if finding.ok else "FAIL", style="green" if finding.ok else "red", end="")
+            _console.print(f" {finding.name}: {finding.text}", highlight=False, soft_wrap=True)
     if as_json:
         _print_json([finding.as_dict() for finding in findings])
     if not all(finding.ok for finding in findings):
@@ -260,7 +261,7 @@ def _tend(begin: Any, background: bool) -> None:
     asked = False
     signal.signal(signal.SIGTERM, lambda number, _: _interrupt())
     if not background:
-        _console.print("starting Redis, the store, Ray and the roles …", style="dim")
+        _console.print("checking, then starting Redis, the store, Ray and the roles …", style="dim")
     run: Run = begin()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: received.append(number))
@@ -282,7 +283,7 @@ def _tend(begin: Any, background: bool) -> None:
     else:
         where = f"run {run.run_id}; its folder is {run.folder.path}"
         _console.print(where, highlight=False, soft_wrap=True)
-    LiveView(run, Console(quiet=True, force_terminal=False) if background else _console).show(ended)
+    LiveView(run, Console(quiet=True, markup=False) if background else _console, run.first_event).show(ended)
     outcome = run.wait()
     print_summary(run, outcome, _console)
     if outcome.reason == "abandoned":

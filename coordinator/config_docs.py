@@ -76,6 +76,12 @@ def _commented(model: type[BaseModel], values: dict[str, Any], depth: int, lines
             _commented(inner, values[name], depth + 1, lines)
             continue
         lines += [f"{pad}# {line}" for line in textwrap.wrap(_text(field), _WIDTH - 2 * depth)]
+        if name == "policies":
+            lines.append(f"{pad}policies:")
+            for policy_id, policy in values[name].items():
+                lines.append(f"{pad}  {policy_id}:")
+                _commented(PolicyConfig, policy, depth + 2, lines)
+            continue
         lines.append(f"{pad}{name}: {_inline(values[name])}")
 
 

@@ -28,13 +28,13 @@ _EVENTS_SHOWN = 8
 
 
 class LiveView:
-    """Shows one run until `ended` says so."""
+    """Shows one run until `ended` says so, with its events from the id `after` on."""
 
-    def __init__(self, run: Run, console: Console) -> None:
+    def __init__(self, run: Run, console: Console, after: str = "0-0") -> None:
         self._run = run
         self._console = console
         self._events: deque[Event] = deque(maxlen=_EVENTS_SHOWN)
-        self._after = "0-0"
+        self._after = after
         self._status: Status | None = None
         self._started = time.monotonic()
 
@@ -53,10 +53,10 @@ class LiveView:
         printed = 0.0
         while not ended():
             for event in self._look():
-                self._console.print(f"{event.kind:<11} {event.text}", markup=False, highlight=False, soft_wrap=True)
+                self._console.print(f"{event.kind:<11} {event.text}", highlight=False, soft_wrap=True)
             if self._status is not None and time.monotonic() - printed >= _PLAIN_SECONDS:
                 printed = time.monotonic()
-                self._console.print(_one_line(self._status), markup=False, highlight=False, soft_wrap=True)
+                self._console.print(_one_line(self._status), highlight=False, soft_wrap=True)
             time.sleep(_REFRESH_SECONDS)
 
     def _look(self) -> list[Event]:
@@ -72,7 +72,7 @@ class LiveView:
         return new
 
     def _panel(self) -> Panel:
-        title = f"[bold]{self._run.run_id}[/bold]"
+        title = Text(self._run.run_id, style="bold")
         if self._status is None:
             return Panel(Text("starting Redis, the store, Ray and the roles …"), title=title)
         parts: list[Any] = [_progress(self._status, self._run.config), _figures(self._status)]
@@ -109,7 +109,9 @@ def _figures(status: Status) -> Table:
     alive = sum(1 for beat in status.roles if beat.role == "worker" and beat.alive)
     evaluation = status.evaluation
     table = Table.grid(padding=(0, 3))
-    table.add_row("state", f"{status.state} {status.reason}".strip(), "workers", f"{alive} of {status.desired_workers}")
+    state = f"{status.state}: {status.reason}" if status.reason else status.state
+    workers = f"{alive} of {status.desired_workers}" if status.live else "–"
+    table.add_row("state", state, "workers", workers)
     table.add_row("speed", f"{signals.get('time/fps') or 0:,.0f} env steps/s", "policy version", str(status.version))
     table.add_row(
         "return", figure(signals.get("rollout/ep_rew_mean")), "policy lag", figure(signals.get("policy/lag_mean"))
@@ -180,8 +182,8 @@ def ledger_line(line: dict[str, Any]) -> str:
 
 def print_status(status: Status, console: Console) -> None:
     """Everything `status` knows, for people."""
-    console.print(Panel(_figures(status), title=f"[bold]{status.run_id}[/bold]", expand=False))
-    console.print(f"waits for: {status.bottleneck}", markup=False)
+    console.print(Panel(_figures(status), title=Text(status.run_id, style="bold"), expand=False))
+    console.print(f"waits for: {status.bottleneck}")
     roles = Table("role", "state", "waits for", "for s", "pid", "host", title="roles", title_justify="left")
     for beat in status.roles:
         state = beat.ended or ("alive" if beat.alive else f"silent for {beat.age_seconds:.0f} s")
@@ -196,4 +198,4 @@ def print_status(status: Status, console: Console) -> None:
     if status.ledger:
         console.print(books)
     if status.store.get("error"):
-        console.print(f"store: {status.store['error']} (tried {status.store.get('attempts', 1)} times)", markup=False)
+        console.print(f"store: {status.store['error']} (tried {status.store.get('attempts', 1)} times)")

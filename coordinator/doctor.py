@@ -145,9 +145,7 @@ def _redis(config: Config) -> str:
             "appendonly is off; turn it on, or a Redis that restarts forgets what is not checkpointed"
         )
     if _HIDDEN in (policy, appendonly):
-        return (
-            f"{config.redis.url} answers, but hides its settings; see to it that it never evicts and persists"
-        )
+        return f"{config.redis.url} answers, but hides its settings; see to it that it never evicts and persists"
     return f"{config.redis.url} answers, never evicts, and keeps an append-only file"
 
 

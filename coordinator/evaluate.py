@@ -37,12 +37,18 @@ def evaluate(target: str, runs_dir: Path, episodes: int | None = None, video: Pa
     config, store, name = _find(target, runs_dir)
     checkpoint = store.load(name, only="policy.safetensors")
     policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
+    description = describe_environment(config)
     if video is not None:
         config = _with_video(config, video, name)
-    before = set(video.glob("*.mp4")) if video is not None else set()
-    scores = evaluate_policies(config, describe_environment(config), policies, episodes).as_dict()
-    videos = tuple(sorted(set(video.glob("*.mp4")) - before)) if video is not None else ()
+    scores = evaluate_policies(config, description, policies, episodes).as_dict()
+    videos = _videos(video, name, int(scores["episodes"])) if video is not None else ()
     return Evaluation(name, scores, videos)
+
+
+def _videos(folder: Path, name: str, episodes: int) -> tuple[Path, ...]:
+    """The recordings of the episodes that count; the environment began one more after the last."""
+    (folder / f"{name}-episode-{episodes}.mp4").unlink(missing_ok=True)
+    return tuple(folder / f"{name}-episode-{index}.mp4" for index in range(episodes))
 
 
 def _find(target: str, runs_dir: Path) -> tuple[Config, CheckpointStore, str]:
@@ -56,6 +62,10 @@ def _find(target: str, runs_dir: Path) -> tuple[Config, CheckpointStore, str]:
         config = load_config(run_folder / CONFIG, environ={})
         extend_imports((os.getcwd(),))
         return config, CheckpointStore(FileStore(run_folder.parent, run_folder.name), run_folder.name), folder.name
+    if folder.is_dir():
+        raise CheckpointNotFound(
+            f"{folder} holds no checkpoint ({MANIFEST} is missing); give a run's id or such a folder"
+        )
     run_id, _, name = target.partition("/")
     run = Run.attach(run_id, runs_dir)
     extend_imports((os.getcwd(), *run.folder.import_path()))
@@ -76,8 +86,7 @@ def _with_video(config: Config, folder: Path, name: str) -> Config:
     try:
         import moviepy  # noqa: F401 - gymnasium's recorder needs it, and says so only after the first episode
     except ImportError:
-        raise EnvironmentUnusable("--video needs moviepy: pip install 'stagecoach[video]'") from None
-    folder.mkdir(parents=True, exist_ok=True)
+        raise EnvironmentUnusable("--video needs moviepy: pip install -c constraints.txt -e '.[video]'") from None
     recorder = WrapperConfig(
         path="gymnasium.wrappers:RecordVideo",
         kwargs={

@@ -32,6 +32,8 @@ from trainer_node.actor import TrainerActor
 _LOOK_SECONDS = 0.2
 _PLACED_SECONDS = 20.0
 """A role that has not said anything for this long after its start probably waits for Ray to place it."""
+_ENVIRONMENT = "environment: "
+"""How the error of an environment begins, in a reason."""
 _FOR_EVER = {"max_restarts": -1, "max_task_retries": -1}
 
 
@@ -183,7 +185,7 @@ class Fleet:
         """A role that raised gets another life, within the rate; beyond it, it is given up."""
         short = error.splitlines()[0]
         emit(self._role.redis, self._role.run_id, "worker", f"{member.name} failed: {short}")
-        if self._too_often(member):
+        if self._too_often(member) or error.startswith(_ENVIRONMENT):  # which had its own tries in the worker
             self._give_up(member, error)
         else:
             member.life = member.actor.run.remote()
@@ -272,5 +274,5 @@ def _cause(error: Exception) -> str:
     if isinstance(cause, Fenced):
         return f"{Fenced.__name__}: {cause}"
     if isinstance(cause, EnvironmentFailure):
-        return f"environment: {cause}"
+        return f"{_ENVIRONMENT}{cause}"
     return str(cause) if isinstance(cause, StagecoachError) else str(error)

@@ -6,13 +6,14 @@ import contextlib
 import json
 import logging
 import time
+from typing import Any
 
 import redis
 import torch
 
 from rollout_worker.evaluation import evaluation_environment
 from rollout_worker.making import describe_environment, make, make_native
-from shared.checkpoint import CONFIG, ENVIRONMENT, FINISHED
+from shared.checkpoint import CONFIG, ENVIRONMENT, FINISHED, STATUS
 from shared.config import Config
 from shared.config_sources import dump_config
 from shared.connection import Address, connect_redis
@@ -23,7 +24,6 @@ from shared.policies.actor_critic import build_policies
 from shared.redis_keys import RunKeys
 from shared.role import Role
 from shared.spaces import EnvironmentDescription
-from shared.steps import PhaseCounters
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 
@@ -100,9 +100,7 @@ def prepare_new(role: Role, description: EnvironmentDescription) -> None:
 
 def prepare_resume(role: Role) -> None:
     """Makes an ended run run again: takes `.finished` away and gives back what dead workers had claimed."""
-    finished = role.checkpoints.marker(FINISHED)
-    if finished and finished.get("counters"):
-        _refuse_reached(role.config, PhaseCounters.from_dict(finished["counters"]))
+    _refuse_reached(role)
     if not create_flow(role):
         role.check_config()
         role.flow.set_bounds(role.config.rollout.lease_seconds, role.config.rollout.max_log_bytes)
@@ -139,10 +137,12 @@ def create_flow(role: Role) -> bool:
     )
 
 
-def _refuse_reached(config: Config, counters: PhaseCounters) -> None:
-    stop = config.stop_at
+def _refuse_reached(role: Role) -> None:
+    finished, status = role.checkpoints.marker(FINISHED) or {}, role.checkpoints.marker(STATUS) or {}
+    newest: dict[str, Any] = next(reversed(status.get("checkpoints", [])), {})
+    reached = (finished.get("counters") or {}).get("train") or newest
     for name in ("env_steps", "updates", "episodes"):
-        bound, value = getattr(stop, name), getattr(counters.train, name)
+        bound, value = getattr(role.config.stop_at, name), int(reached.get(name, 0))
         if bound is not None and value >= bound:
             raise UserError(
                 f"the run has {value} {name} and stop_at.{name}={bound}, so it would end at once; "

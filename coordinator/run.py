@@ -29,7 +29,7 @@ from shared.checkpoint import STATUS, CheckpointStore
 from shared.config import Config
 from shared.connection import Address, connect_redis
 from shared.errors import CheckpointNotFound, ConfigError, EnvironmentFailure, RedisUnavailable, UserError
-from shared.events import Event, read_events
+from shared.events import Event, read_events, recent_events
 from shared.flow import Flow
 from shared.heartbeat import Wait, poll
 from shared.launch import LOGS, RoleLaunch, extend_imports, log_to_file
@@ -75,6 +75,8 @@ class Run:
         self._abandon = threading.Event()
         self._client: redis.Redis | None = None
         self._connected_to: Address | None = None
+        self.first_event = "0-0"
+        """Where the events of this start of the run begin."""
 
     @classmethod
     def start(
@@ -145,6 +147,7 @@ class Run:
             role.checkpoints.store.check()
             if ray_head is not None:
                 ray_head.connect()
+            run.first_event = recent_events(role.redis, role.run_id, 0)
             prepare_resume(role) if new is None else prepare_new(role, new)
 
             # Roles: Ray actors, or all in this process
@@ -247,6 +250,11 @@ class Run:
         """What has happened in a live run since the event with this id."""
         client = self._connect()
         return [] if client is None else read_events(client, self.run_id, after)
+
+    def recent(self, count: int) -> str:
+        """The id after which the last `count` events of a live run come."""
+        client = self._connect()
+        return "0-0" if client is None else recent_events(client, self.run_id, count)
 
     @property
     def store_location(self) -> str:

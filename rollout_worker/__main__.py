@@ -14,9 +14,11 @@ from shared.launch import launch_from_arguments, role_arguments
 def main() -> int:
     """Joins a run over Redis and the store alone; exit code 0 at the end of the run, 2 for the user's mistakes."""
     parser = role_arguments("rollout_worker", "Joins a run as a rollout worker or, with --evaluator, as its evaluator.")
-    parser.add_argument("--index", type=int, default=0, help="number of this worker; each needs its own")
+    parser.add_argument("--index", type=int, help="number of this worker; no other worker of the run may have it")
     parser.add_argument("--evaluator", action="store_true", help="be the evaluator instead")
     arguments = parser.parse_args()
+    if arguments.index is None and not arguments.evaluator:
+        parser.error("--index is needed; the run's own workers have 0, 1, 2 …")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end it in order: the claim is given back
     try:
         launch = launch_from_arguments(arguments)

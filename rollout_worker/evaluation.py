@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -91,7 +92,10 @@ def play(
         for index, record in step.episodes:
             if len(records[index]) < shares[index]:
                 records[index].append(replace(record))
-    return Scores(tuple(record for done in records for record in done))
+    played = tuple(record for done in records for record in done)
+    if not all(math.isfinite(record.episode_return) for record in played):
+        raise EnvironmentFailure("an evaluated episode returned NaN or infinity; look at the environment's rewards")
+    return Scores(played)
 
 
 def evaluate_policies(

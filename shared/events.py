@@ -48,6 +48,12 @@ def read_events(client: redis.Redis, run_id: str, after: str = "0-0", block_seco
     ]
 
 
+def recent_events(client: redis.Redis, run_id: str, count: int) -> str:
+    """The id after which the last `count` events come."""
+    found = cast(list[Any], client.xrevrange(RunKeys(run_id).events, count=count + 1))
+    return found[count][0].decode() if len(found) > count else "0-0"
+
+
 def record_evaluation(client: redis.Redis, run_id: str, checkpoint: str, scores: dict[str, Any]) -> None:
     """Keeps the scores of one checkpoint."""
     client.hset(RunKeys(run_id).evaluations, checkpoint, json.dumps(scores))

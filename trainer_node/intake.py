@@ -10,7 +10,8 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from shared import fragment, scripts
-from shared.errors import Fenced, FragmentError
+from shared.errors import Fenced, FragmentError, StagecoachError
+from shared.events import emit
 from shared.experience_log import START, ExperienceLog, LogEntry
 from shared.fragment import Fragment
 from shared.ledger import Ledger
@@ -19,6 +20,7 @@ from shared.role import Role
 from shared.steps import Phase
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
+_BAD_IN_A_ROW = 200
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,9 @@ class Intake:
         self._rollout = role.config.rollout
         self._num_envs = role.config.environment.num_envs
         self._buffer: deque[LogEntry] = deque()
+        self._redis = role.redis
+        self._told: set[tuple[str, str]] = set()
+        self._in_a_row = 0
         self.position = START
         self.ledger = Ledger()
         self.lags: Counter[int] = Counter()
@@ -89,6 +94,7 @@ class Intake:
         except FragmentError as error:
             self._dropped(entry, error.reason, str(error))
             return None
+        self._in_a_row = 0
         self.ledger.consume(entry.worker, entry.transitions)
         self.lags[version - parsed.header.version] += 1
         return parsed
@@ -125,15 +131,31 @@ class Intake:
     def _dropped(self, entry: LogEntry, reason: str, detail: str) -> None:
         _LOGGER.warning("fragment %s of %s dropped as %s: %s", entry.id, entry.worker, reason, detail)
         self.ledger.drop(entry.worker, reason, entry.transitions)
-        self._give_back(entry, 1 if entry.claimed else 0)
+        if self._give_back(entry, 1 if entry.claimed else 0):
+            self._tell(entry, reason, detail)
 
-    def _give_back(self, entry: LogEntry, claims: int, before: bool = False) -> None:
-        """Settles up to this entry (or just before it) and gives the credit again; once, however often it is read."""
+    def _tell(self, entry: LogEntry, reason: str, detail: str) -> None:
+        """An event for the first of its kind; the end of the run where nothing but bad fragments comes."""
+        self._in_a_row += reason not in ("stale", "duplicate")
+        if (entry.worker, reason) not in self._told:
+            self._told.add((entry.worker, reason))
+            emit(self._redis, self._run_id, "dropped", f"a fragment of {entry.worker} is {reason}: {detail}")
+        if self._in_a_row >= _BAD_IN_A_ROW:
+            raise StagecoachError(
+                f"{self._in_a_row} fragments in a row were dropped, the last as {reason}: {detail}; look at the env"
+            )
+
+    def _give_back(self, entry: LogEntry, claims: int, before: bool = False) -> bool:
+        """Settles up to this entry (or just before it) and gives the credit again; once, however often it is read.
+
+        Answers whether this was the first time.
+        """
         at = _before(entry.id) if before else entry.id
         keys = [self._keys.flow, self._keys.ledger, self._keys.wakeups]
         word = self._drop(keys, [self._epoch, at, claims, self.ledger.as_json()])
         if word == b"fenced":
             raise Fenced(f"epoch {self._epoch} may not settle fragments; a newer trainer has taken over")
+        return bool(word == b"dropped")
 
 
 def _before(id_: str) -> str:

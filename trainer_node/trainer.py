@@ -106,7 +106,8 @@ class Trainer:
         state = self._role.flow.read()
         if state.epoch > self._epoch:
             raise Fenced(f"epoch {self._epoch}: the trainer of epoch {state.epoch} has taken over")
-        if state.state != "running" or self._schedule.exhausted(self._learner.counters):
+        caught_up = self.version >= state.version  # else it still reads again what a former trainer has learnt
+        if state.state != "running" or (caught_up and self._schedule.exhausted(self._learner.counters)):
             self._end = state.reason if state.state != "running" else "exhausted"
             return "ended"
         if state.version < self.version or self._redis_restarted():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.errors import CheckpointNotFound
+from shared.errors import CheckpointNotFound, UserError
 from shared.policies.actor_critic import ActorCritic
 from shared.policies.codec import decode_policy
 from shared.spaces import Columns
@@ -32,7 +32,12 @@ class DeployedPolicy:
     @torch.inference_mode()
     def act_batch(self, observations: Any, *, greedy: bool = True) -> Any:
         """Actions for a batch: every array of the nested observation has the batch axis first."""
-        columns = self._policy.spaces.observation.flatten("obs", observations)
+        spec = self._policy.spaces.observation
+        columns = spec.flatten("obs", observations)
+        for leaf in spec.leaves:
+            found = columns[leaf.column("obs")].shape[1:]
+            if found != leaf.shape:
+                raise UserError(f"observation {leaf.path or ''}: expected the shape {leaf.shape}, found {found}")
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in columns.items()}
         params = self._policy.action_parameters(tensors)
         distribution = self._policy.distribution
