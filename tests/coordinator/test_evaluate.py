@@ -86,6 +86,21 @@ def test_a_video_without_its_package_says_what_to_install(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "moviepy", None)
-    with pytest.raises(EnvironmentUnusable, match=r"pip install 'stagecoach\[video\]'"):
+    with pytest.raises(EnvironmentUnusable, match=r"pip install .*\[video\]"):
         evaluate("a", runs(run), 1, tmp_path / "videos")
     assert not (tmp_path / "videos").exists()
+
+
+def test_each_episode_becomes_a_video(run: Run, tmp_path: Path) -> None:
+    """Without its extra packages this is told by the test before; CI installs them."""
+    pytest.importorskip("moviepy")
+    pytest.importorskip("pygame")
+    found = evaluate("a", runs(run), 2, tmp_path / "videos")
+    assert [path.name for path in found.videos] == sorted(path.name for path in (tmp_path / "videos").iterdir())
+    assert len(found.videos) == 2
+    assert all(b"ftyp" in path.read_bytes()[:16] for path in found.videos)
+
+
+def test_a_folder_without_a_checkpoint_is_named_as_such(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFound, match=r"holds no checkpoint .manifest\.json is missing"):
+        evaluate(str(tmp_path), tmp_path)

@@ -278,3 +278,29 @@ def test_an_environment_that_fails_now_and_then_does_not_end_the_run(config: Mak
     assert finish(run).reason == "exhausted"
     assert (tmp_path / "tally").read_text() == "xx"
     check_ledger(marker(run, ".finished"))
+
+
+def test_an_interrupted_run_is_not_resumed_for_a_goal_that_it_has_passed(config: MakeConfig) -> None:
+    made = config(stop_at=FOR_EVER, checkpoint={"every": "2 updates"})
+    run = Run.start(made, "a", inline=True)
+    until(run, lambda status: status.updates > 6)
+    run.abandon()
+    assert run.wait(60).reason == "abandoned"
+    with pytest.raises(UserError, match=r"the run has \d+ updates and stop_at\.updates=1, so it would end at once"):
+        Run.resume("a", made.runs_dir, ("stop_at.updates=1",), inline=True)
+
+
+def test_a_resumed_run_reads_all_again_that_was_learnt_before_it_ends(config: MakeConfig) -> None:
+    """Checkpoints are rare: most of what was learnt lies in the log only when the run is cut off."""
+    made = config(stop_at=FOR_EVER, checkpoint={"every": "1000 updates"})
+    run = Run.start(made, "a", inline=True)
+    until(run, lambda status: status.version >= 6)
+    run.abandon()
+    assert run.wait(60).reason == "abandoned"
+    again = Run.resume("a", made.runs_dir, ("stop_at.updates=3",), inline=True)
+    outcome = again.wait(60)
+    assert outcome.reason == "exhausted"
+    assert outcome.status.version >= 6
+    total = outcome.status.ledger["total"]
+    assert total["balances"]
+    assert total["consumed"]["transitions"] == outcome.status.env_steps

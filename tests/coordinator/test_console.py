@@ -1,0 +1,60 @@
+"""What people read: text from outside stays as it is, whatever it holds."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from coordinator.console import figure, ledger_line, print_status, print_summary
+from coordinator.run import Outcome, Run
+from coordinator.run_folder import RunFolder
+from coordinator.status import Status
+from shared.ledger import Count, LedgerLine
+from tests.conftest import minimal_config
+
+NASTY = "failed: closing [/red] tag in obs[key] and [bold]"
+
+
+def status(reason: str) -> Status:
+    """An ended run's."""
+    return Status("a", "finished", reason, False, 3, 64, 3, 2, None, "nobody")
+
+
+def shown(console: Console) -> str:
+    """Everything printed, on one line."""
+    assert isinstance(console.file, io.StringIO)
+    return " ".join(console.file.getvalue().split())
+
+
+@pytest.fixture
+def console() -> Console:
+    """As the command line makes it, but wide and into memory."""
+    return Console(markup=False, file=io.StringIO(), width=300)
+
+
+def test_brackets_in_a_reason_are_text(console: Console, tmp_path: Path) -> None:
+    config = minimal_config(runs_dir=str(tmp_path))
+    folder = RunFolder.create(config, "a")
+    try:
+        print_status(status(NASTY), console)
+        print_summary(Run(folder, config), Outcome(NASTY, status(NASTY), 1.0), console)
+    finally:
+        folder.unlock()
+    assert shown(console).count(NASTY) >= 2
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "–"), (500.0, "500"), (0.91234, "0.9123"), (-157.25, "-157.2"), (12345.6, "12,345.6")]
+)
+def test_scores_keep_four_digits(value: float | None, text: str) -> None:
+    assert figure(value) == text
+
+
+def test_books_that_do_not_balance_say_so() -> None:
+    line = LedgerLine(Count(3, 30), Count(1, 10), {"stale": Count(1, 10)}, Count(0, 0))
+    assert ledger_line(line.as_dict()) == (
+        "30 produced = 10 consumed + 10 dropped (stale 10) + 0 in flight: DOES NOT BALANCE"
+    )
