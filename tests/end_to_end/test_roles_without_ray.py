@@ -127,6 +127,7 @@ def test_another_config_is_refused_before_anything_happens(
     (tmp_path / "other.yaml").write_text(dump_config(other))
     before = services.role.flow.read()
     arguments = [*services.arguments[:-1], str(tmp_path / "other.yaml")]
+    arguments += ["--index", "0"] if name == "rollout_worker" else []
     ended = terminal.ended(terminal.module(name, *arguments, environ=services.environ))
     assert ended.code == 2, ended
     (line,) = [line for line in ended.err.splitlines() if line.startswith("Error: ")]
@@ -143,7 +144,7 @@ def test_what_a_role_lacks_is_named(terminal: CommandLine) -> None:
         ("nobody", "--redis", "redis://127.0.0.1:1"): "--redis also needs --store and --config",
         ("no body",): "run id 'no body'",
     }
-    started = [terminal.module("rollout_worker", *arguments) for arguments in cases]
+    started = [terminal.module("rollout_worker", *arguments, "--index", "7") for arguments in cases]
     for process, text in zip(started, cases.values(), strict=True):
         ended = terminal.ended(process)
         assert (ended.code, ended.err.count("\n")) == (2, 1), ended
