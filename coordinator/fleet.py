@@ -32,6 +32,8 @@ from trainer_node.actor import TrainerActor
 _LOOK_SECONDS = 0.2
 _PLACED_SECONDS = 20.0
 """A role that has not said anything for this long after its start probably waits for Ray to place it."""
+_FRUITLESS_LIVES = 3
+"""So many lives may end before their first fragment (or score); more of the same will not help."""
 _ENVIRONMENT = "environment: "
 """How the error of an environment begins, in a reason."""
 _FOR_EVER = {"max_restarts": -1, "max_task_retries": -1}
@@ -51,6 +53,8 @@ class Member:
     """Its process, by its last heartbeat; another one means that the former died."""
     stamp: str = ""
     """Of its last heartbeat."""
+    fruitless: int = 0
+    """Lives in a row that raised before they had done anything."""
     silent_looks: int = 0
     """Looks at Redis since that stamp changed."""
 
@@ -185,7 +189,11 @@ class Fleet:
         """A role that raised gets another life, within the rate; beyond it, it is given up."""
         short = error.splitlines()[0]
         emit(self._role.redis, self._role.run_id, "worker", f"{member.name} failed: {short}")
-        if self._too_often(member) or error.startswith(_ENVIRONMENT):  # which had its own tries in the worker
+        beats = {beat.id: beat for beat in read_heartbeats(self._role.redis, self._role.run_id)}
+        last = beats.get(member.name)
+        fruit = last is not None and (last.progress.get("fragments") or last.progress.get("evaluations"))
+        member.fruitless = 0 if fruit else member.fruitless + 1
+        if self._too_often(member) or member.fruitless > _FRUITLESS_LIVES:
             self._give_up(member, error)
         else:
             member.life = member.actor.run.remote()
