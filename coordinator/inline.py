@@ -18,6 +18,7 @@ class InlineRoles:
         self._trainer = Trainer(role, run_folder)
         self._evaluator = Evaluator(role)
         self._workers: dict[int, Worker] = {}
+        self._turn = 0
 
     def run(self, abandon: threading.Event) -> str:
         """Until the run ends; answers the reason."""
@@ -57,7 +58,10 @@ class InlineRoles:
             self._role.flow.drain(self._workers[index].id)
 
     def _act(self) -> None:
-        for index, worker in list(self._workers.items()):
+        self._turn += 1  # who begins changes, so that none starves where credit is short
+        order = sorted(self._workers, key=lambda index: (index - self._turn) % (max(self._workers) + 1))
+        for index in order:
+            worker = self._workers[index]
             word = worker.step(0.0)
             if word.startswith("end:"):
                 worker.stop(word.removeprefix("end:"))

@@ -1,4 +1,7 @@
-"""`load_policy(checkpoint).act(observation)`: for whoever deploys a trained policy. Needs torch and NumPy only."""
+"""`load_policy(checkpoint).act(observation)`: for whoever deploys a trained policy. No Ray, Redis, store or gymnasium.
+
+It needs torch and NumPy, and the small packages that a policy file is read with (safetensors, xxhash, pydantic).
+"""
 
 from __future__ import annotations
 
