@@ -11,6 +11,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,7 +71,7 @@ def train(
         _detach(["train", str(config), *(f"--set={item}" for item in set_ or ()), "--run-id", name], name)
     else:
         beside = (str(config.resolve().parent),)
-        _tend(lambda: Run.start(resolved, run_id, inline=inline, import_path=beside), background)
+        _tend(partial(Run.start, resolved, run_id, inline=inline, import_path=beside), background)
 
 
 @app.command(epilog=_example("stagecoach resume my-run --set stop_at.env_steps=200000"))
@@ -87,7 +89,7 @@ def resume(
     if detach:
         _detach(["resume", run, *(f"--set={item}" for item in set_ or ()), "--runs-dir", str(runs_dir)], run)
     else:
-        _tend(lambda: Run.resume(run, runs_dir, tuple(set_ or ()), inline=inline), background)
+        _tend(partial(Run.resume, run, runs_dir, tuple(set_ or ()), inline=inline), background)
 
 
 @app.command(epilog=_example("stagecoach status my-run --json"))
@@ -258,21 +260,31 @@ def _tend(begin: Any, background: bool) -> None:
     """Starts (or resumes) a run, shows it until it ends, and turns signals into a clean end."""
 
     received: list[int] = []
+    roles_start = threading.Event()
     asked = False
-    signal.signal(signal.SIGTERM, lambda number, _: _interrupt())
+
+    def on_signal(number: int, _: Any) -> None:
+        received.append(number)
+        if not roles_start.is_set() or len(received) > 2:  # Ray does not survive an exception in the midst of joining
+            raise KeyboardInterrupt
+
+    def listen() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, on_signal)
+
+    listen()
     if not background:
         _console.print("checking, then starting Redis, the store, Ray and the roles …", style="dim")
-    run: Run = begin()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: received.append(number))
+    run: Run = begin(begun=roles_start.set)
+    listen()  # again: joining Ray has put a handler of its own for SIGTERM
 
     def ended() -> bool:
         nonlocal asked
         if received and not asked:
-            asked = True
-            with contextlib.suppress(StagecoachError):  # it may be at its end already
+            with contextlib.suppress(StagecoachError):  # at its end, or Redis is slow: the next look tries again
                 run.stop()
-            _console.print("ending with a last checkpoint; Ctrl-C again ends at once, and what is durable stays")
+                asked = True
+                _console.print("ending with a last checkpoint; Ctrl-C again ends at once, and what is durable stays")
         if len(received) > 1:
             run.abandon()
         return run.ended
@@ -292,10 +304,6 @@ def _tend(begin: Any, background: bool) -> None:
         reason = outcome.reason.splitlines()[0]
         print(f"Error: run {run.run_id} {reason}; the whole story is in {run.folder.path / LOGS}", file=sys.stderr)
         raise typer.Exit(2 if outcome.users_fault else 1)
-
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt
 
 
 def _detach(arguments: list[str], run_id: str) -> None:

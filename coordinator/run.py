@@ -80,13 +80,20 @@ class Run:
 
     @classmethod
     def start(
-        cls, config: Config, run_id: str | None = None, *, inline: bool = False, import_path: tuple[str, ...] = ()
+        cls,
+        config: Config,
+        run_id: str | None = None,
+        *,
+        inline: bool = False,
+        import_path: tuple[str, ...] = (),
+        begun: Callable[[], None] = lambda: None,
     ) -> Run:
         """Checks everything, then starts services and roles; returns while the run goes on in the background.
 
         `inline` puts all roles into this process; `import_path` names folders of the user's own modules, beside the
         current one. Raises a `UserError` before anything is started or written. Call it
-        from a thread that lives as long as the run: the services end with the thread that started them.
+        from a thread that lives as long as the run: the services end with the thread that started them. `begun` is
+        called when the roles are about to start: from there on only `stop` ends the run in order, no exception does.
         """
         import_path = (os.getcwd(), *import_path)
         extend_imports(import_path)
@@ -94,14 +101,20 @@ class Run:
         check_services(config)
         folder = RunFolder.create(config, new_run_id(config) if run_id is None else run_id, import_path)
         try:
-            return cls._launch(folder, config, description, inline)
+            return cls._launch(folder, config, description, inline, begun)
         except BaseException:
             folder.remove()
             raise
 
     @classmethod
     def resume(
-        cls, run_id: str, runs_dir: Path = Path("runs"), overrides: tuple[str, ...] = (), *, inline: bool = False
+        cls,
+        run_id: str,
+        runs_dir: Path = Path("runs"),
+        overrides: tuple[str, ...] = (),
+        *,
+        inline: bool = False,
+        begun: Callable[[], None] = lambda: None,
     ) -> Run:
         """Continues an ended or interrupted run from its newest good checkpoint and the log behind it."""
         folder = RunFolder.find(run_id, runs_dir)
@@ -116,7 +129,7 @@ class Run:
         check_services(config)
         folder.lock()
         try:
-            run = cls._launch(folder, config, None, inline)
+            run = cls._launch(folder, config, None, inline, begun)
         except BaseException:
             folder.unlock()
             raise
@@ -130,7 +143,14 @@ class Run:
         return cls(folder, folder.config())
 
     @classmethod
-    def _launch(cls, folder: RunFolder, config: Config, new: EnvironmentDescription | None, inline: bool) -> Run:
+    def _launch(
+        cls,
+        folder: RunFolder,
+        config: Config,
+        new: EnvironmentDescription | None,
+        inline: bool,
+        begun: Callable[[], None],
+    ) -> Run:
         """Who runs where. `new` describes the environment of a new run; None resumes the one in the folder."""
         run = cls(folder, config)
         started, logs, running = time.monotonic(), folder.path / LOGS, ExitStack()
@@ -145,6 +165,7 @@ class Run:
 
             # What Redis and the store hold of the run before any role starts; the last thing that may be refused
             role.checkpoints.store.check()
+            begun()
             if ray_head is not None:
                 ray_head.connect()
             run.first_event = recent_events(role.redis, role.run_id, 0)
