@@ -141,6 +141,8 @@ def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
     status = outcome.status
     best: dict[str, Any] | None = None
     table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # a path that is cut cannot be copied
     table.add_row("run", f"{run.run_id}: {outcome.reason.splitlines()[0]}")
     with contextlib.suppress(StagecoachError):  # a summary without a score is better than none
         best = next((entry for entry in run.checkpoints() if "best" in entry["marks"]), None)
