@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import redis
 
+from coordinator.preparation import create_flow as create_flow  # the product's own, for tests that make a run by hand
 from coordinator.services import BUCKET, Service, new_secret, start_redis, start_s3
 from rollout_worker.making import describe_environment
 from shared.checkpoint import ENVIRONMENT
@@ -134,13 +135,3 @@ def make_role(redis_server: RedisServer, tmp_path: Path, unique_run_id: str) -> 
         return role
 
     return make
-
-
-def create_flow(role: Role) -> bool:
-    """The flow hash of a new run, as the coordinator makes it."""
-    rollout = role.config.rollout
-    return role.flow.create(
-        fragments_per_update=rollout.fragments_per_update, max_policy_lag=rollout.max_policy_lag,
-        lease_seconds=rollout.lease_seconds, max_log_bytes=rollout.max_log_bytes, workers=rollout.workers,
-        config_hash=role.config.hash(),
-    )  # fmt: skip
