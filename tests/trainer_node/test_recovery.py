@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollout_worker.worker import Worker
 from shared.checkpoint import POINTER, READY, STATUS
-from shared.config import Config
 from shared.redis_keys import RunKeys
-from tests.conftest import RedisServer, create_flow
-from tests.trainer_node.game import Game, NewGame, balanced, make_game, small
-
-
-@pytest.fixture
-def new_game(redis_server: RedisServer, tmp_path: Path) -> Iterator[NewGame]:
-    """`new_game(config)` → a new run on the shared Redis, trainer and worker started."""
-    games: list[Game] = []
-
-    def make(config: Config) -> Game:
-        games.append(make_game(redis_server, tmp_path, config))
-        return games[-1]
-
-    yield make
-    for game in games:
-        game.end()
+from tests.conftest import create_flow
+from tests.trainer_node.game import Game, NewGame, balanced, small
 
 
 @pytest.mark.parametrize("published", [False, True])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,32 +10,16 @@ import pytest
 
 from shared import fragment
 from shared.checkpoint import CHECKPOINTS, READY
-from shared.config import Config
 from shared.errors import CheckpointDamaged, ConfigError, Fenced, StoreUnavailable, WeightsNotFinite
 from shared.experience_log import ExperienceLog
 from shared.policies.codec import finite, state_arrays
 from shared.policy_board import PolicyBoard
 from shared.redis_keys import RunKeys
 from shared.steps import Phase
-from tests.conftest import RedisServer
-from tests.trainer_node.game import POLICY, Game, NewGame, balanced, make_game, small
+from tests.trainer_node.game import POLICY, Game, NewGame, balanced, small
 from trainer_node.trainer import Trainer
 
 STEPS_PER_UPDATE = 8 * 4 * 2
-
-
-@pytest.fixture
-def new_game(redis_server: RedisServer, tmp_path: Path) -> Iterator[NewGame]:
-    """`new_game(config)` → a new run on the shared Redis, trainer and worker started."""
-    games: list[Game] = []
-
-    def make(config: Config) -> Game:
-        games.append(make_game(redis_server, tmp_path, config))
-        return games[-1]
-
-    yield make
-    for game in games:
-        game.end()
 
 
 # Same log, same weights

@@ -1,0 +1,26 @@
+"""The small run that the trainer's tests play with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shared.config import Config
+from tests.conftest import RedisServer
+from tests.trainer_node.game import Game, NewGame, make_game
+
+
+@pytest.fixture
+def new_game(redis_server: RedisServer, tmp_path: Path) -> Iterator[NewGame]:
+    """`new_game(config)` → a new run on the shared Redis, trainer and worker started."""
+    games: list[Game] = []
+
+    def make(config: Config) -> Game:
+        games.append(make_game(redis_server, tmp_path, config))
+        return games[-1]
+
+    yield make
+    for game in games:
+        game.end()
