@@ -5,8 +5,9 @@ Workers push, the trainer reads in order and trims what a durable checkpoint cov
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import redis
 
@@ -17,6 +18,7 @@ from shared.redis_keys import RunKeys
 START = "0-0"
 """The position before the first entry."""
 _MOST_DIGITS = 15
+_PAGE = 32
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,14 @@ class LogEntry:
     fragment: bytes
     claimed: bool
     """Whether the push script wrote it (so that a claim stands behind it); false for what a stranger added."""
+
+
+class LogReader(Protocol):
+    """Whatever gives log entries in order: the log itself, or its archive."""
+
+    def read(self, after: str, count: int, block_seconds: float) -> list[LogEntry]:
+        """Up to `count` entries after position `after`."""
+        ...
 
 
 class ExperienceLog:
@@ -60,6 +70,16 @@ class ExperienceLog:
         entries = answer[0][1] if isinstance(answer, list) else next(iter(answer.values()))[0]
         return [_entry(id_, fields) for id_, fields in entries]
 
+    def between(self, after: str, through: str) -> Iterator[LogEntry]:
+        """The entries after one position, through another; a page at a time, since fragments are large."""
+        while True:
+            page = cast(Any, self._redis.xrange(self._keys.log, f"({after}", through, count=_PAGE))
+            for id_, fields in page:
+                yield _entry(id_, fields)
+            if len(page) < _PAGE:
+                return
+            after = page[-1][0].decode()
+
     def trim(self, epoch: int, through: str) -> int:
         """Removes all entries up to and including `through`; raises `Fenced` for an older trainer."""
         removed = cast(int, self._trim([self._keys.flow, self._keys.log, self._keys.wakeups], [epoch, through]))
@@ -69,6 +89,12 @@ class ExperienceLog:
 
     def __len__(self) -> int:
         return self._redis.xlen(self._keys.log)
+
+
+def id_order(position: str) -> tuple[int, int]:
+    """A stream id as numbers, which is how ids compare."""
+    milliseconds, _, seq = position.partition("-")
+    return int(milliseconds), int(seq)
 
 
 def whole_number(text: bytes) -> int:

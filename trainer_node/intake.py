@@ -8,15 +8,18 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from dataclasses import dataclass
+from typing import Protocol
 
 from shared import fragment, scripts
+from shared.config import Config
 from shared.errors import Fenced, FragmentError, StagecoachError
 from shared.events import emit
-from shared.experience_log import START, ExperienceLog, LogEntry
+from shared.experience_log import START, LogEntry, LogReader
 from shared.fragment import Fragment
 from shared.ledger import Ledger
 from shared.redis_keys import RunKeys
 from shared.role import Role
+from shared.spaces import EnvironmentDescription
 from shared.steps import Phase
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
@@ -32,20 +35,52 @@ class Committed:
     lags: dict[int, int]
 
 
-class Intake:
-    """Reads the log for one trainer (one epoch)."""
+class Settlement(Protocol):
+    """Where it is recorded that a fragment was dropped: in Redis by a trainer, nowhere by a replay."""
+
+    def settle(self, position: str, claims: int, ledger: Ledger) -> bool:
+        """All up to `position` is in `ledger`, and `claims` are given back; whether this is the first time."""
+        ...
+
+    def tell(self, text: str) -> None:
+        """For people."""
+        ...
+
+
+class RedisSettlement:
+    """The settlement of one trainer (one epoch)."""
 
     def __init__(self, role: Role, epoch: int) -> None:
-        self._run_id = role.run_id
-        self._epoch = epoch
-        self._log = ExperienceLog(role.redis, role.run_id)
+        self._redis, self._run_id, self._keys = role.redis, role.run_id, RunKeys(role.run_id)
         self._drop = role.redis.register_script(scripts.DROP)
-        self._keys = RunKeys(role.run_id)
-        self._description = role.description()
-        self._rollout = role.config.rollout
-        self._num_envs = role.config.environment.num_envs
+        self._epoch = epoch
+
+    def settle(self, position: str, claims: int, ledger: Ledger) -> bool:
+        """Once for each position, however often it is read; raises `Fenced` for an older trainer."""
+        keys = [self._keys.flow, self._keys.ledger, self._keys.wakeups]
+        word = self._drop(keys, [self._epoch, position, claims, ledger.as_json()])
+        if word == b"fenced":
+            raise Fenced(f"epoch {self._epoch} may not settle fragments; a newer trainer has taken over")
+        return bool(word == b"dropped")
+
+    def tell(self, text: str) -> None:
+        """As an event."""
+        emit(self._redis, self._run_id, "dropped", text)
+
+
+class Intake:
+    """Reads one run's log from a position on; the same entries at the same versions are judged the same."""
+
+    def __init__(
+        self, run_id: str, config: Config, description: EnvironmentDescription, log: LogReader, settlement: Settlement
+    ) -> None:
+        self._run_id = run_id
+        self._description = description
+        self._rollout = config.rollout
+        self._num_envs = config.environment.num_envs
+        self._log = log
+        self._settlement = settlement
         self._buffer: deque[LogEntry] = deque()
-        self._redis = role.redis
         self._told: set[tuple[str, str]] = set()
         self._in_a_row = 0
         self.position = START
@@ -139,23 +174,15 @@ class Intake:
         self._in_a_row += reason not in ("stale", "duplicate")
         if (entry.worker, reason) not in self._told:
             self._told.add((entry.worker, reason))
-            emit(self._redis, self._run_id, "dropped", f"a fragment of {entry.worker} is {reason}: {detail}")
+            self._settlement.tell(f"a fragment of {entry.worker} is {reason}: {detail}")
         if self._in_a_row >= _BAD_IN_A_ROW:
             raise StagecoachError(
                 f"{self._in_a_row} fragments in a row were dropped, the last as {reason}: {detail}; look at the env"
             )
 
     def _give_back(self, entry: LogEntry, claims: int, before: bool = False) -> bool:
-        """Settles up to this entry (or just before it) and gives the credit again; once, however often it is read.
-
-        Answers whether this was the first time.
-        """
-        at = _before(entry.id) if before else entry.id
-        keys = [self._keys.flow, self._keys.ledger, self._keys.wakeups]
-        word = self._drop(keys, [self._epoch, at, claims, self.ledger.as_json()])
-        if word == b"fenced":
-            raise Fenced(f"epoch {self._epoch} may not settle fragments; a newer trainer has taken over")
-        return bool(word == b"dropped")
+        """Settles up to this entry (or just before it); whether this was the first time."""
+        return self._settlement.settle(_before(entry.id) if before else entry.id, claims, self.ledger)
 
 
 def _before(id_: str) -> str:

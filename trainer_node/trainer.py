@@ -17,6 +17,7 @@ import torch
 from shared.checkpoint import FINISHED, Checkpoint
 from shared.errors import CheckpointNotFound, Fenced, StoreError, StoreUnavailable, WaitTimeout, WeightsNotFinite
 from shared.events import emit, read_evaluations
+from shared.experience_log import ExperienceLog, id_order
 from shared.flow import FlowState
 from shared.fragment import Fragment
 from shared.heartbeat import Heartbeat, poll, read_heartbeats
@@ -28,7 +29,7 @@ from shared.role import Role
 from shared.steps import Phase
 from trainer_node import snapshot
 from trainer_node.figures import Figures
-from trainer_node.intake import Intake
+from trainer_node.intake import Intake, RedisSettlement
 from trainer_node.learner import make_learner
 from trainer_node.publisher import Publisher
 from trainer_node.schedule import RunSchedule
@@ -88,7 +89,8 @@ class Trainer:
         self._epoch = self._role.flow.take_over()
         self._heartbeat.start()
         self._learner = make_learner(self._config, self._description)
-        self._intake = Intake(self._role, self._epoch)
+        log, settlement = ExperienceLog(self._role.redis, self._role.run_id), RedisSettlement(self._role, self._epoch)
+        self._intake = Intake(self._role.run_id, self._config, self._description, log, settlement)
         self._publisher = Publisher(self._role, self._epoch)
         self._publisher.start()
         checkpoint = self._newest_checkpoint()
@@ -225,7 +227,7 @@ class Trainer:
         if state.version < self.version:  # a Redis that lost this run's past, or some of it
             self._set_redis_forward()
             text = f"restored {name}; Redis knew nothing newer"
-        elif not _after(state.trimmed_id, restored.log_position):
+        elif id_order(state.trimmed_id) <= id_order(restored.log_position):
             text = f"restored {name}; reading the log again up to version {state.version}"
         else:
             self._rebase(state, restored.lags)
@@ -394,8 +396,3 @@ class Trainer:
         }
         self._role.checkpoints.write_marker(FINISHED, content)
         emit(self._role.redis, self._role.run_id, "state", f"run finished: {reason}")
-
-
-def _after(a: str, b: str) -> bool:
-    """Whether stream id `a` is later than `b`."""
-    return tuple(map(int, a.split("-"))) > tuple(map(int, b.split("-")))

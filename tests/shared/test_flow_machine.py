@@ -333,7 +333,7 @@ class Protocol(RuleBasedStateMachine):
         kept = data.draw(st.integers(0, len(self.snapshots) - 1))
         self.snapshots = self.snapshots[kept:]
         through = self.snapshots[0]
-        log = self.trainer.intake._log
+        log = self.trainer.log
         assert log.trim(self.trainer.epoch, through.position) == through.read - self.model.trimmed
         self.model.trimmed = through.read
 
@@ -365,7 +365,7 @@ class Protocol(RuleBasedStateMachine):
         with pytest.raises(Fenced):
             old.publish(self.model.version + 1)
         with pytest.raises(Fenced):
-            old.intake._log.trim(old.epoch, "9999999999999-0")
+            old.log.trim(old.epoch, "9999999999999-0")
         drop = self.server.register_script(scripts.DROP)
         keys = [self.keys.flow, self.keys.ledger, self.keys.wakeups]
         assert drop(keys, [old.epoch, "9999999999999-0", 1, "{}"]) == b"fenced"
@@ -388,7 +388,7 @@ class Protocol(RuleBasedStateMachine):
         assert all(line.balances for line in lines.values())
         total, pushed = lines["total"], len(model.entries) + model.refused
         assert (total.produced.fragments, total.produced.transitions) == (pushed, pushed * SIZE)
-        assert len(self.trainer.intake._log) == len(model.entries) - model.trimmed
+        assert len(self.trainer.log) == len(model.entries) - model.trimmed
         in_log = sum(entry.size for entry in model.entries[model.trimmed :])
         assert self.role.flow.read().log_bytes == in_log
 

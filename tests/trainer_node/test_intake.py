@@ -19,7 +19,7 @@ from shared.redis_keys import RunKeys
 from shared.role import Role
 from shared.steps import Phase, PhaseCounters
 from tests.conftest import MakeRole, minimal_config
-from trainer_node.intake import Intake
+from trainer_node.intake import Intake, RedisSettlement
 
 STEPS, ENVS = 2, 2
 SIZE = STEPS * ENVS
@@ -94,7 +94,9 @@ class SmallTrainer:
         self.role = role
         self.epoch = role.flow.take_over()
         self.board = PolicyBoard(role.redis, role.run_id)
-        self.intake = Intake(role, self.epoch)
+        self.log = ExperienceLog(role.redis, role.run_id)
+        settlement = RedisSettlement(role, self.epoch)
+        self.intake = Intake(role.run_id, role.config, role.description(), self.log, settlement)
         self.version = 0
         self.taken = 0
 
