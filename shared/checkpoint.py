@@ -21,6 +21,7 @@ from shared.object_store import ObjectStore
 
 FORMAT = 1
 CONFIG, ENVIRONMENT, READY, POINTER = "config.yaml", "environment.json", ".ready", ".checkpoint"
+PROMOTED, MARKS = ".promoted", ("latest", "best", "final", "promoted")
 FINISHED, STATUS, CHECKPOINTS, MANIFEST = ".finished", "training_status.json", "checkpoints/", "manifest.json"
 
 _NAME = re.compile(r"(\d+)_Step-(\d+)\.ckpt")
@@ -85,6 +86,18 @@ class Pointer(BaseModel):
     final: str | None = None
     epoch: int
     manifest_sha256: str
+
+
+class Promotion(BaseModel):
+    """`.promoted`: the checkpoint that a person chose for deployment. Only `promote` writes it, so that it never races
+    with the trainer's pointer; the trainer only reads it, and keeps what it names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    checkpoint: str
+    manifest_sha256: str
+    time: float
+    """Unix time, seconds."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +195,41 @@ class CheckpointStore:
         raise CheckpointDamaged(
             f"{POINTER} of run {self.run_id} cannot be read; the checkpoints beside it may be intact"
         )
+
+    def promotion(self) -> Promotion | None:
+        """What is promoted, if anything; raises `CheckpointDamaged` where the mark cannot be read."""
+        try:
+            return Promotion.model_validate_json(self.store.get(PROMOTED))
+        except ObjectMissing:
+            return None
+        except ValidationError:
+            raise CheckpointDamaged(
+                f"{PROMOTED} of run {self.run_id} cannot be read; promote a checkpoint anew, or clear the mark"
+            ) from None
+
+    def marked(self, mark: str) -> str | None:
+        """The checkpoint that one of `MARKS` stands for, if any."""
+        if mark == "promoted":
+            promotion = self.promotion()
+            return promotion.checkpoint if promotion else None
+        pointer = self.pointer()
+        return {"latest": pointer.latest, "best": pointer.best, "final": pointer.final}[mark] if pointer else None
+
+    def resolve(self, name: str) -> str:
+        """A checkpoint's name, from itself or from one of `MARKS`; raises `CheckpointNotFound` with those there are."""
+        found, known = self.marked(name) if name in MARKS else name, self.names()
+        if found in known:
+            return found
+        if not known:
+            raise CheckpointNotFound(f"run {self.run_id} has no checkpoint yet")
+        what = f"no checkpoint {name!r}" if found == name else f"no {name} checkpoint"
+        gone = f" ({found} is gone)" if found not in (None, name) else ""
+        marks = ", ".join(MARKS)
+        raise CheckpointNotFound(f"run {self.run_id} has {what}{gone}; there are: {', '.join(known)}; or say {marks}")
+
+    def preferred(self) -> str:
+        """What to deploy or to play when nothing is said: the promoted one, else the best, else the newest."""
+        return self.resolve(next((mark for mark in ("promoted", "best") if self.marked(mark)), "latest"))
 
     def names(self) -> list[str]:
         """All checkpoint folders in the store, oldest version first, complete or not."""

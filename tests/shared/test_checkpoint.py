@@ -14,7 +14,9 @@ import pytest
 from shared.checkpoint import (
     CHECKPOINTS,
     MANIFEST,
+    MARKS,
     POINTER,
+    PROMOTED,
     Checkpoint,
     CheckpointStore,
     Manifest,
@@ -300,6 +302,58 @@ def test_markers_come_back_are_none_where_absent_and_refused_where_they_are_not_
         checkpoints.store.put(".ready", content)
         with pytest.raises(CheckpointDamaged, match=message):
             checkpoints.marker(".ready")
+
+
+# Names
+
+
+def promote(checkpoints: CheckpointStore, name: str) -> None:
+    """The mark that a person sets."""
+    digest = hashlib.sha256(checkpoints.read_manifest(name)[0]).hexdigest()
+    checkpoints.write_marker(PROMOTED, {"checkpoint": name, "manifest_sha256": digest, "time": 1.0})
+
+
+def test_a_name_and_a_mark_are_resolved_to_a_name(checkpoints: CheckpointStore) -> None:
+    names = [publish(checkpoints, version) for version in (1, 2, 3)]
+    pointer = checkpoints.pointer()
+    assert pointer is not None
+    checkpoints.write_pointer(pointer.model_copy(update={"best": names[1], "final": names[2]}))
+    assert checkpoints.preferred() == names[1]
+    promote(checkpoints, names[0])
+    wanted = dict(zip(("latest", "best", "final", "promoted"), (names[2], names[1], names[2], names[0]), strict=True))
+    assert {mark: checkpoints.resolve(mark) for mark in MARKS} == wanted
+    assert [checkpoints.resolve(name) for name in names] == names
+    assert checkpoints.preferred() == names[0]
+
+
+def test_a_name_or_mark_that_stands_for_nothing_says_what_there_is(checkpoints: CheckpointStore) -> None:
+    for name in (*MARKS, "1_Step-64.ckpt"):
+        with pytest.raises(CheckpointNotFound, match="run the-run has no checkpoint yet"):
+            checkpoints.resolve(name)
+    first, second = publish(checkpoints, 1), publish(checkpoints, 2)
+    assert checkpoints.preferred() == second, "neither promoted nor played"
+    there = f"there are: {first}, {second}; or say latest, best, final, promoted"
+    for name, said in {
+        "promoted": "no promoted checkpoint;", "best": "no best checkpoint;", "": "no checkpoint '';",
+        "Best": "no checkpoint 'Best';", "../1_Step-64.ckpt": "no checkpoint '../1_Step-64.ckpt';",
+    }.items():  # fmt: skip
+        with pytest.raises(CheckpointNotFound) as caught:
+            checkpoints.resolve(name)
+        assert f"run the-run has {said} {there}" in str(caught.value)
+    promote(checkpoints, first)
+    checkpoints.delete(first)
+    for ask in (checkpoints.preferred, lambda: checkpoints.resolve("promoted")):
+        with pytest.raises(CheckpointNotFound, match=rf"no promoted checkpoint \({first} is gone\); .*: {second};"):
+            ask()
+
+
+def test_a_promotion_that_cannot_be_read_is_named(checkpoints: CheckpointStore) -> None:
+    publish(checkpoints, 1)
+    for content in (b"", b"{}", b"[]", b"1_Step-64.ckpt"):
+        checkpoints.store.put(PROMOTED, content)
+        with pytest.raises(CheckpointDamaged, match=r"\.promoted of run the-run cannot be read; promote a checkpoint"):
+            checkpoints.preferred()
+    assert checkpoints.resolve("latest")
 
 
 # Reading while it is being written
