@@ -46,6 +46,10 @@ class StoreUnavailable(UserError):
     """The store does not answer, refuses the credentials, or has no such bucket."""
 
 
+class CredentialsRefused(StoreUnavailable):
+    """The store refuses the credentials, or there are none; new ones may be there at the next try."""
+
+
 class StoreError(StagecoachError):
     """The store failed on one request, after its bounded retries."""
 
@@ -76,6 +80,10 @@ class CheckpointNotFound(CheckpointError, UserError):
 
 class CheckpointDamaged(CheckpointError):
     """A checkpoint is there, but incomplete, altered, of another run, or of a newer format."""
+
+
+class ManifestUnreadable(CheckpointDamaged):
+    """What stands in a manifest's place was never a manifest, or is cut off: nobody can ever load this checkpoint."""
 
 
 class WeightsNotFinite(StagecoachError):

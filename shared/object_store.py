@@ -1,15 +1,19 @@
 """The store: a flat space of named byte objects, on any S3 API or in a folder.
 
-Reads and writes are whole objects. Nothing relies on ETags, on locks, or on listing being cheap. Every failure is a
-named error: `ObjectMissing`, `PreconditionFailed`, `StoreError` (one request failed after its bounded retries), or
-`StoreUnavailable` (unreachable, refused, no such bucket).
+Reads and writes are whole objects. Nothing relies on the value of an ETag, on locks, or on listing being cheap. Every
+failure is a named error: `ObjectMissing`, `PreconditionFailed`, `StoreError` (one request failed after its bounded
+retries), or `StoreUnavailable` (unreachable, refused, no such bucket). The same store object goes on once what was wrong
+is mended: renewed credentials are read again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -21,10 +25,15 @@ import botocore.session
 
 from shared.config import Config
 from shared.connection import Address, credentials
-from shared.errors import ObjectMissing, PreconditionFailed, StoreError, StoreUnavailable
+from shared.errors import CredentialsRefused, ObjectMissing, PreconditionFailed, StoreError, StoreUnavailable
+from shared.s3_errors import FAILURES, NotUnderstood, Request, named, not_s3
 
 _TEMPORARY = ".partial-"
 _READ_TRIES = 5
+_PROOF = {"get_object": "ETag", "put_object": "ETag", "list_objects_v2": "IsTruncated"}
+"""What every S3 server answers to these, and a web page that answers 200 in its place does not."""
+_LENGTH = {"content-length", "transfer-encoding"}
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class ObjectStore(Protocol):
@@ -61,31 +70,33 @@ class ObjectStore(Protocol):
 
 
 class S3Store:
-    """An S3 bucket, below a prefix."""
+    """An S3 bucket, below a prefix. The client is made when it is needed, and anew when its credentials are refused."""
 
-    def __init__(self, bucket: str, prefix: str, client: Any, where: str) -> None:
+    def __init__(self, bucket: str, prefix: str, make_client: Callable[[], Any], where: str) -> None:
         self._bucket = bucket
         self._prefix = prefix
-        self._client = client
+        self._make_client = make_client
+        self._client: Any = None
         self._where = where
         self._conditional: bool | None = None
 
     def check(self) -> None:
-        try:
-            self._call("head_bucket")
+        try:  # a listing, since the answer to HEAD cannot say what is wrong
+            self._call("list_objects_v2", None, Prefix=self._prefix + ".check", Delimiter="/", MaxKeys=1)
         except StoreError as error:
             raise StoreUnavailable(f"{error}; correct store.url, or see to the server") from None
 
     def get(self, key: str) -> bytes:
         broken = ""
-        for attempt in range(
-            _READ_TRIES
-        ):  # boto3 retries a request, but not a body that breaks off (a replaced object)
+        for attempt in range(_READ_TRIES):  # boto3 retries a request, but not a body that breaks off
             time.sleep(0.02 * attempt)
             answer = self._call("get_object", key)
+            if not _LENGTH & answer["ResponseMetadata"]["HTTPHeaders"].keys():
+                broken = "the server does not say how long it is"
+                continue
             try:
                 return bytes(answer["Body"].read())
-            except (botocore.exceptions.BotoCoreError, botocore.exceptions.HTTPClientError, OSError) as error:
+            except FAILURES as error:
                 broken = str(error)
         raise StoreError(f"reading {key} from {self._where} broke off {_READ_TRIES} times: {broken}")
 
@@ -120,14 +131,15 @@ class S3Store:
         if self._conditional is None:
             probe = ".probe"
             self._call("put_object", probe, Body=b"probe")
+            conditional = False
             try:
                 self._call("put_object", probe, Body=b"probe", IfNoneMatch="*")
-                self._conditional = False
             except PreconditionFailed:
-                self._conditional = True
-            except StoreError:
-                self._conditional = False  # a server that does not know the header at all
+                conditional = True
+            except NotUnderstood:
+                pass
             self.delete(probe)
+            self._conditional = conditional  # only now: a fault on the way there proves nothing
         return self._conditional
 
     def _exists(self, key: str) -> bool:
@@ -148,38 +160,20 @@ class S3Store:
             token = {"ContinuationToken": page["NextContinuationToken"]}
 
     def _call(self, operation: str, key: str | None = None, **arguments: Any) -> Any:
+        request = Request(operation, key, self._bucket, self._where)
         if key is not None:
             arguments["Key"] = self._prefix + key
         try:
-            return getattr(self._client, operation)(Bucket=self._bucket, **arguments)
-        except botocore.exceptions.ClientError as error:
-            raise self._named(error, operation, key) from None
-        except (botocore.exceptions.NoCredentialsError, botocore.exceptions.PartialCredentialsError):
-            raise StoreUnavailable(
-                f"{self._where}: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
-            ) from None
-        except (botocore.exceptions.EndpointConnectionError, botocore.exceptions.ConnectTimeoutError) as error:
-            raise StoreUnavailable(f"{self._where} does not answer ({error}); start it or correct store.url") from None
-        except (botocore.exceptions.BotoCoreError, botocore.exceptions.HTTPClientError) as error:
-            raise StoreError(f"{operation} {key or ''} on {self._where} failed: {error}") from None
-
-    def _named(self, error: botocore.exceptions.ClientError, operation: str, key: str | None) -> Exception:
-        code = str(error.response.get("Error", {}).get("Code", ""))
-        status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-        if code == "NoSuchBucket" or (operation == "head_bucket" and status == 404):
-            return StoreUnavailable(
-                f"{self._where}: there is no bucket {self._bucket!r}; create it or correct store.url"
-            )
-        if status == 412 or code in {"PreconditionFailed", "ConditionalRequestConflict"}:
-            return PreconditionFailed(f"{key} exists already in {self._where}")
-        if status in {401, 403}:
-            return StoreUnavailable(
-                f"{self._where} refuses the credentials ({code}); check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and "
-                f"the bucket's policy"
-            )
-        if code in {"NoSuchKey", "404", "NotFound"} or status == 404:
-            return ObjectMissing(f"no object {key} in {self._where}")
-        return StoreError(f"{operation} {key or ''} on {self._where} failed: {code} (HTTP {status})")
+            client = self._client = self._client or self._make_client()
+            answer = getattr(client, operation)(Bucket=self._bucket, **arguments)
+        except FAILURES as error:
+            raised = named(error, request)
+            if isinstance(raised, CredentialsRefused):
+                self._client = None  # a client keeps the credentials it was made with; they may be renewed by now
+            raise raised from None
+        if _PROOF.get(operation, "ResponseMetadata") not in answer:
+            raise not_s3(request)
+        return answer
 
 
 class FileStore:
@@ -192,25 +186,59 @@ class FileStore:
         self._folder = root / run_id
 
     def check(self) -> None:
-        if not self._root.is_dir():
-            raise StoreUnavailable(f"the store folder {self._root} is not there; create it or correct store.url")
+        self._check_root()
         if not os.access(self._root, os.R_OK | os.W_OK | os.X_OK):
             raise StoreUnavailable(f"the store folder {self._root} cannot be written; check its permissions")
 
     def get(self, key: str) -> bytes:
-        try:
-            return self._path(key).read_bytes()
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-            raise ObjectMissing(f"no object {key} in {self._folder}") from None
-        except OSError as error:
-            raise StoreError(f"reading {key} from {self._folder} failed: {error}") from None
+        with self._named(f"reading {key} from"):
+            try:
+                return self._path(key).read_bytes()
+            except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+                self._check_root()
+                raise ObjectMissing(f"no object {key} in {self._folder}") from None
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
         path = self._path(key)
-        temporary = ""
+        with self._named(f"writing {key} to"):
+            self._check_root()
+            try:
+                self._write(path, data, if_absent)
+            except OSError:
+                if if_absent and path.exists():
+                    raise PreconditionFailed(f"{key} exists already in {self._folder}") from None
+                raise
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with self._named(f"deleting {key} from"):
+            self._check_root()
+            path.unlink(missing_ok=True)
+            if path.parent != self._folder:
+                _remove_leftovers(path.parent)
+            for folder in path.parents:
+                if folder == self._folder or (folder.is_dir() and any(folder.iterdir())):
+                    return
+                if folder.is_dir():
+                    folder.rmdir()
+
+    def folders(self, prefix: str) -> list[str]:
+        with self._named(f"listing {prefix} of"):
+            self._check_root()
+            path = self._path(prefix)
+            return sorted(item.name for item in path.iterdir() if item.is_dir()) if path.is_dir() else []
+
+    def keys(self, prefix: str) -> list[str]:
+        with self._named(f"listing {prefix} of"):
+            self._check_root()
+            found = (path for path in _files(self._folder) if not path.name.startswith(_TEMPORARY))
+            names = (path.relative_to(self._folder).as_posix() for path in found)
+            return sorted(name for name in names if name.startswith(prefix))
+
+    def _write(self, path: Path, data: bytes, if_absent: bool) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=path.parent)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=path.parent)
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
                 file.flush()
@@ -221,39 +249,51 @@ class FileStore:
                 os.unlink(temporary)
             else:
                 os.replace(temporary, path)
-            _sync_folder(path.parent)
-        except OSError as error:
-            if temporary:
-                Path(temporary).unlink(missing_ok=True)
-            if if_absent and path.exists():
-                raise PreconditionFailed(f"{key} exists already in {self._folder}") from None
-            raise StoreError(f"writing {key} to {self._folder} failed: {error}") from None
+        except OSError:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
 
-    def delete(self, key: str) -> None:
-        path = self._path(key)
+    def _check_root(self) -> None:
+        """The folder is never made here: where it is not mounted, what was there would seem lost, not away."""
+        if not self._root.is_dir():
+            raise StoreUnavailable(f"the store folder {self._root} is not there; create it or correct store.url")
+
+    @contextlib.contextmanager
+    def _named(self, doing: str) -> Iterator[None]:
         try:
-            path.unlink(missing_ok=True)
-            parent = path.parent
-            while parent != self._folder and parent.is_dir() and not any(parent.iterdir()):
-                parent.rmdir()
-                parent = parent.parent
+            yield
         except OSError as error:
-            raise StoreError(f"deleting {key} from {self._folder} failed: {error}") from None
-
-    def folders(self, prefix: str) -> list[str]:
-        path = self._path(prefix)
-        return sorted(item.name for item in path.iterdir() if item.is_dir()) if path.is_dir() else []
-
-    def keys(self, prefix: str) -> list[str]:
-        found = (path for path in self._folder.rglob("*") if path.is_file() and not path.name.startswith(_TEMPORARY))
-        names = (path.relative_to(self._folder).as_posix() for path in found)
-        return sorted(name for name in names if name.startswith(prefix))
+            hint = "; make room on its disk" if error.errno in _DISK_FULL else ""
+            raise StoreError(f"{doing} {self._folder} failed: {error}{hint}") from None
 
     def _path(self, key: str) -> Path:
         path = self._folder / key
         if ".." in path.parts or not path.is_relative_to(self._folder):
             raise StoreError(f"key {key!r} leaves the store folder")
         return path
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """All files below a folder; raises where a part of it cannot be read (rglob would leave that out in silence)."""
+
+    def failed(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # deleted meanwhile, or no run yet
+            raise error
+
+    for parent, _, names in os.walk(folder, onerror=failed):
+        yield from (Path(parent, name) for name in names)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What killed writers left in a folder that holds no object (any more), and its folders."""
+    if not all(path.name.startswith(_TEMPORARY) for path in _files(folder)):
+        return
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            Path(parent, name).unlink(missing_ok=True)
+        if Path(parent) != folder:
+            Path(parent).rmdir()
 
 
 def _sync_folder(folder: Path) -> None:
@@ -283,7 +323,7 @@ def open_store(address: Address, config: Config) -> ObjectStore:
     prefix = parts.path.strip("/")
     where = f"s3://{parts.netloc} at {address.endpoint_url or 'AWS'}"
     base = f"{prefix}/{address.run_id}/" if prefix else f"{address.run_id}/"
-    return S3Store(parts.netloc, base, s3_client(address, config), where)
+    return S3Store(parts.netloc, base, lambda: s3_client(address, config), where)
 
 
 def s3_client(address: Address, config: Config) -> Any:
