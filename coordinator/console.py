@@ -200,4 +200,6 @@ def print_status(status: Status, console: Console) -> None:
     if status.ledger:
         console.print(books)
     if status.store.get("error"):
-        console.print(f"store: {status.store['error']} (tried {status.store.get('attempts', 1)} times)")
+        seconds = max(0.0, time.time() - status.store["since"])
+        tries = f"{status.store['attempts']} tries in {seconds:.0f} s have failed"
+        console.print(f"store: {status.store['error']} ({tries}; training goes on until the log is full)")

@@ -111,6 +111,8 @@ def bottleneck(beats: list[Beat], store: dict[str, Any]) -> str:
     unplaced = next((beat.progress.get("unplaced") for beat in beats if beat.role == "coordinator"), None)
     if unplaced:
         return f"Ray, which has no place yet for {', '.join(unplaced)}"
+    if trainer is not None and trainer.alive and trainer.trouble:
+        return f"the store: {trainer.trouble} (the trainer, for {trainer.waiting_seconds:.1f} s)"
     if trainer is None or "version" not in trainer.progress:
         return "the trainer, which is starting"
     if not trainer.alive:
@@ -136,5 +138,8 @@ def _slowest(workers: list[Beat], seconds: float) -> str:
         return ", ".join(silent)
     if not workers:
         return "rollout workers (none is alive)"
+    troubled = next((beat for beat in workers if beat.trouble), None)
+    if troubled is not None and all(beat.waiting_for for beat in workers):
+        return f"the store: {troubled.trouble} ({troubled.id}, for {troubled.waiting_seconds:.1f} s)"
     acting = [beat.id for beat in workers if not beat.waiting_for]
     return f"rollout workers ({', '.join(acting[:4]) or 'about to act'}), for {seconds:.1f} s"

@@ -15,10 +15,9 @@ from rollout_worker.evaluation import evaluate_policies
 from shared.checkpoint import checkpoint_version
 from shared.errors import CheckpointError, EnvironmentFailure, StoreError, StoreUnavailable
 from shared.events import emit, read_evaluations, read_events, record_evaluation
-from shared.heartbeat import Heartbeat
+from shared.heartbeat import Heartbeat, insist
 from shared.policies.codec import decode_policy
 from shared.role import Role
-from shared.spaces import EnvironmentDescription
 
 _LOGGER = logging.getLogger("stagecoach.evaluator")
 _PASSING = (CheckpointError, StoreError, StoreUnavailable)
@@ -35,7 +34,6 @@ class Evaluator:
         self._heartbeat = Heartbeat(role.redis, role.run_id, "evaluator", "evaluator")
         self._after = "0-0"
         self._failures = 0
-        self._description: EnvironmentDescription | None = None
 
     def run(self) -> str:
         """Evaluates until the run has finished."""
@@ -53,10 +51,16 @@ class Evaluator:
         return reason
 
     def start(self) -> None:
-        """Announces itself."""
+        """Announces itself, and learns of the run's spaces from the store."""
         self._role.check_config()
         self._heartbeat.progress = {"evaluations": 0}
         self._heartbeat.start()
+        try:
+            with self._heartbeat.waiting("the store", self._role.config.rollout.wait_deadline_seconds) as wait:
+                self._description = insist(wait, self._role.description)
+        except BaseException:
+            self.stop("failed")
+            raise
 
     def stop(self, reason: str) -> None:
         """Says good-bye."""
@@ -92,7 +96,6 @@ class Evaluator:
 
     def _evaluate(self, name: str) -> None:
         role = self._role
-        self._description = self._description or role.description()
         started = time.monotonic()
         self._heartbeat.progress = self._heartbeat.progress | {"evaluating": name}
         try:

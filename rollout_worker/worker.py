@@ -18,11 +18,11 @@ from rollout_worker.exploration import Exploration, RandomActing, Sampling
 from rollout_worker.sampler import Sample, Sampler
 from shared import fragment
 from shared.checkpoint import READY
-from shared.errors import CheckpointError, EnvironmentFailure, StoreError, StoreUnavailable, WorkerSuperseded
+from shared.errors import CheckpointError, EnvironmentFailure, WorkerSuperseded
 from shared.events import emit
 from shared.experience_log import ExperienceLog
 from shared.flow import Claim
-from shared.heartbeat import Heartbeat, poll
+from shared.heartbeat import Heartbeat, insist, poll
 from shared.policies.actor_critic import build_policies, torch_device
 from shared.policies.codec import load_state_arrays
 from shared.policy_board import PolicyBoard, PolicyVersion, version_of
@@ -32,8 +32,6 @@ from shared.steps import Phase
 _LOGGER = logging.getLogger("stagecoach.worker")
 _WAKEUP_SECONDS = 1.0
 """The longest sleep between two claims: nobody announces that a lease has run out."""
-_PASSING = (CheckpointError, StoreError, StoreUnavailable)
-"""What reading the store may raise while all is well again a moment later; the wait around it has the deadline."""
 _WAITS = {"wait_credit": "credit", "wait_log": "room in the log (a durable checkpoint frees it)"}
 
 
@@ -74,14 +72,11 @@ class Worker:
     def start(self) -> None:
         """Registers as a new incarnation, loads the first policy, and starts the environments."""
         self._role.check_config()
-        self._description = self._role.description()
-        device = torch_device(self._config.rollout.device)
-        policies = build_policies(self._description.policies, self._config.policies, seed=0)
-        self._policies = {policy_id: policy.to(device) for policy_id, policy in policies.items()}
         self.incarnation, self._epoch = self._role.flow.register(self.id)
         self._heartbeat.progress = {"incarnation": self.incarnation, "fragments": 0, "transitions": 0}
         self._heartbeat.start()
         try:
+            self._build()
             self._bootstrap()
             self._sampler = self._start_environment()
         except BaseException:
@@ -136,13 +131,13 @@ class Worker:
         if self._header.version >= claim.version:
             return
         with self._heartbeat.waiting("the policy board", self._config.rollout.wait_deadline_seconds) as wait:
-            poll(wait, lambda: self._fetch(claim.version))
+            poll(wait, lambda: insist(wait, lambda: self._fetch(claim.version)))
 
     def _fetch(self, at_least: int) -> bool:
         try:
             version = self._board.fetch(self._role.checkpoints)
-        except _PASSING:
-            return False  # object_store: replaced while it was read, or the store is away for a moment
+        except CheckpointError:
+            return False  # object_store: replaced while it was read
         if version is None or version.header.version < at_least:
             return False
         self._take(version)
@@ -184,19 +179,27 @@ class Worker:
         }
         return "pushed"
 
+    def _build(self) -> None:
+        """Policies for the run's spaces, which the store knows."""
+        with self._heartbeat.waiting("the store", self._config.rollout.wait_deadline_seconds) as wait:
+            self._description = insist(wait, self._role.description)
+        device = torch_device(self._config.rollout.device)
+        policies = build_policies(self._description.policies, self._config.policies, seed=0)
+        self._policies = {policy_id: policy.to(device) for policy_id, policy in policies.items()}
+
     def _bootstrap(self) -> None:
         """The first policy comes from the newest checkpoint, once `.ready` says that there is one."""
         with self._heartbeat.waiting(
             "the first checkpoint (.ready)", self._config.rollout.wait_deadline_seconds
         ) as wait:
-            poll(wait, self._load_newest)
+            poll(wait, lambda: insist(wait, self._load_newest))
 
     def _load_newest(self) -> bool:
         checkpoints = self._role.checkpoints
         try:
             ready = checkpoints.marker(READY) is not None
             checkpoint = checkpoints.load_latest(only="policy.safetensors") if ready else None
-        except _PASSING as error:
+        except CheckpointError as error:
             _LOGGER.warning("%s: cannot start from the newest checkpoint (%s); trying again", self.id, error)
             return False
         if checkpoint is not None:

@@ -16,13 +16,15 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from shared.errors import CheckpointDamaged, CheckpointNotFound, ObjectMissing
+from shared.errors import CheckpointDamaged, CheckpointNotFound, ManifestUnreadable, ObjectMissing
 from shared.object_store import ObjectStore
 
 FORMAT = 1
 CONFIG, ENVIRONMENT, READY, POINTER = "config.yaml", "environment.json", ".ready", ".checkpoint"
 PROMOTED, MARKS = ".promoted", ("latest", "best", "final", "promoted")
 FINISHED, STATUS, CHECKPOINTS, MANIFEST = ".finished", "training_status.json", "checkpoints/", "manifest.json"
+UNREADABLE = "manifest.unreadable"
+"""Where bytes are kept that stood in a manifest's place and were none."""
 
 _NAME = re.compile(r"(\d+)_Step-(\d+)\.ckpt")
 _POINTER_TRIES = 5
@@ -121,7 +123,8 @@ class CheckpointStore:
         """Stores a checkpoint up to and including its manifest; answers the manifest's bytes.
 
         An existing checkpoint of that name with the same objects keeps its manifest (a restarted trainer arrives at it
-        again), and what was damaged of it is written anew; one that differs raises `CheckpointDamaged`.
+        again), and what was damaged of it is written anew; one that differs raises `CheckpointDamaged`, a manifest that
+        is none `ManifestUnreadable`.
         """
         folder = f"{CHECKPOINTS}{manifest.name}/"
         existing = self._existing(manifest)
@@ -160,6 +163,12 @@ class CheckpointStore:
                 f"{found.epoch}); it is left as it is"
             )
         return data
+
+    def set_aside(self, name: str) -> None:
+        """Takes an unreadable manifest out of the way of a new one, and keeps its bytes beside it."""
+        folder = f"{CHECKPOINTS}{name}/"
+        self.store.put(folder + UNREADABLE, self.store.get(folder + MANIFEST))
+        self.store.delete(folder + MANIFEST)
 
     def write_pointer(self, pointer: Pointer) -> None:
         """Moves the pointer; call only after the manifest it names is in the store."""
@@ -249,12 +258,13 @@ class CheckpointStore:
         try:
             raw = json.loads(data)
             if raw.get("format") != FORMAT:
-                raise CheckpointDamaged(
+                kind = CheckpointDamaged if isinstance(raw.get("format"), int) else ManifestUnreadable
+                raise kind(
                     f"{name} has format {raw.get('format')!r}; this version of Stagecoach reads format {FORMAT}"
                 )
             manifest = Manifest.model_validate(raw)
         except (ValueError, AttributeError) as error:
-            raise CheckpointDamaged(f"the manifest of {name} cannot be read: {' '.join(str(error).split())}") from None
+            raise ManifestUnreadable(f"the manifest of {name} cannot be read: {' '.join(str(error).split())}") from None
         if manifest.run_id != self.run_id or manifest.name != name:
             raise CheckpointDamaged(
                 f"the manifest in {name} belongs to {manifest.name} of run {manifest.run_id}, not to run {self.run_id}"

@@ -7,21 +7,26 @@ what it waits for since when. Every wait in every process has a name and a deadl
 from __future__ import annotations
 
 import json
+import logging
 import os
+import random
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import redis
 
 from shared import scripts
-from shared.errors import WaitTimeout
+from shared.errors import StoreError, StoreUnavailable, WaitTimeout
 from shared.redis_keys import RunKeys
 
+_LOGGER = logging.getLogger("stagecoach.wait")
+_CHANCE = random.Random()  # of its own: nothing that is learnt may depend on it
+T = TypeVar("T")
 BEAT_SECONDS = 1.0
 """Time between two heartbeats."""
 DEAD_AFTER_SECONDS = 10.0
@@ -45,6 +50,8 @@ class Beat:
     waiting_seconds: float
     progress: dict[str, Any]
     """The role's own figures: fragments, incarnation, seconds per stage …"""
+    trouble: str | None = None
+    """What the last try of the present wait met, where it tries and fails."""
 
     @property
     def alive(self) -> bool:
@@ -63,6 +70,7 @@ class Wait:
         self.name = name
         self.deadline_seconds = deadline_seconds
         self.started = time.monotonic()
+        self.trouble: str | None = None
 
     @property
     def seconds(self) -> float:
@@ -74,6 +82,7 @@ class Wait:
         if self.seconds > self.deadline_seconds:
             raise WaitTimeout(
                 f"waited {self.seconds:.0f} s for {self.name}; the deadline is {self.deadline_seconds:g} s"
+                f"{f': {self.trouble}' if self.trouble else ''}"
             )
 
 
@@ -136,6 +145,7 @@ class Heartbeat:
             "ended": self._ended,
             "waiting_for": wait.name if wait else None,
             "waiting_seconds": round(wait.seconds, 3) if wait else 0.0,
+            "trouble": wait.trouble if wait else None,
             "progress": dict(self.progress),
         }
         self._script(keys=[self._keys.heartbeats], args=[self._name, json.dumps(data)])
@@ -166,3 +176,27 @@ def poll(wait: Wait, done: Callable[[], bool], pause_seconds: float = 0.1) -> No
     while not done():
         wait.check()
         time.sleep(pause_seconds)
+
+
+def growing_pauses(first_seconds: float = 0.2, longest_seconds: float = 5.0) -> Iterator[float]:
+    """Pauses between tries: they double up to the longest; chance takes up to half, so that not all try at once."""
+    pause = first_seconds
+    while True:
+        yield pause * _CHANCE.uniform(0.5, 1.0)
+        pause = min(2 * pause, longest_seconds)
+
+
+def insist(wait: Wait, call: Callable[[], T]) -> T:
+    """What `call` answers; called again while the store is away or fails. Raises `WaitTimeout` with its last words."""
+    for pause in growing_pauses():
+        try:
+            answer = call()
+            wait.trouble = None
+            return answer
+        except (StoreError, StoreUnavailable) as error:
+            if str(error) != wait.trouble:
+                _LOGGER.warning("waiting for %s: %s", wait.name, error)
+            wait.trouble = str(error)
+            wait.check()
+        time.sleep(pause)
+    raise AssertionError("the pauses have no end")

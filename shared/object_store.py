@@ -2,8 +2,8 @@
 
 Reads and writes are whole objects. Nothing relies on the value of an ETag, on locks, or on listing being cheap. Every
 failure is a named error: `ObjectMissing`, `PreconditionFailed`, `StoreError` (one request failed after its bounded
-retries), or `StoreUnavailable` (unreachable, refused, no such bucket). The same store object goes on once what was wrong
-is mended: renewed credentials are read again.
+retries), or `StoreUnavailable` (unreachable, refused, no such bucket). The same store object goes on once what was
+wrong is mended: renewed credentials are read again.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import redis
 from shared.checkpoint import ENVIRONMENT, CheckpointStore
 from shared.config import Config
 from shared.connection import Address, connect_redis
-from shared.errors import ConfigError, ObjectMissing, RunNotFound
+from shared.errors import CheckpointDamaged, ConfigError, ObjectMissing, RunNotFound
 from shared.flow import Flow
 from shared.object_store import open_store
 from shared.spaces import EnvironmentDescription
@@ -36,11 +36,21 @@ class Role:
         return self.address.run_id
 
     def description(self) -> EnvironmentDescription:
-        """Agents and spaces as they were recorded when the run was made."""
+        """Agents and spaces as they were recorded when the run was made.
+
+        Raises `RunNotFound`, `CheckpointDamaged`, or what the store raises while it is away (see `insist`).
+        """
         try:
-            return EnvironmentDescription.from_dict(json.loads(self.checkpoints.store.get(ENVIRONMENT)))
+            data = self.checkpoints.store.get(ENVIRONMENT)
         except ObjectMissing:
             raise RunNotFound(f"the store has no run {self.run_id!r} ({ENVIRONMENT} is missing)") from None
+        try:
+            return EnvironmentDescription.from_dict(json.loads(data))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointDamaged(
+                f"{ENVIRONMENT} of run {self.run_id} is not what was written there ({type(error).__name__}: {error}); "
+                f"bring it back, or start a new run"
+            ) from None
 
     def check_config(self) -> None:
         """Raises `ConfigError` where this role's config is not the one that the run was started with."""

@@ -49,7 +49,7 @@ class Request:
 def named(error: Exception, request: Request) -> StoreError | StoreUnavailable:
     """The named error for one of `FAILURES`."""
     if isinstance(error, botocore.exceptions.ClientError):
-        return _refusal(error.response, request)
+        return _refusal(dict(error.response), request)
     where = request.where
     if isinstance(error, botocore.exceptions.NoCredentialsError | botocore.exceptions.PartialCredentialsError):
         return CredentialsRefused(

@@ -1,8 +1,9 @@
 """The publisher: checkpoints into the store in the background, then pointer, status, pruning, and the log's trim.
 
 Order for each: objects → verify → manifest → pointer → status → prune → trim. Training never waits for it (except for
-the first and the last checkpoint); while the store is away it tries again, says so in `status`, and the log keeps
-what is not yet durable. Before each write the epoch is checked, so that a trainer that was replaced writes nothing.
+the first and the last checkpoint). While the store is away it tries again without end, with growing pauses, says so in
+`status`, and the log keeps what is not yet durable. Before each write the epoch is checked, so that a trainer that was
+replaced writes nothing.
 """
 
 from __future__ import annotations
@@ -12,21 +13,23 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
-from shared.checkpoint import READY, STATUS, Pointer
+from shared.checkpoint import READY, STATUS, UNREADABLE, Pointer
 from shared.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointNotFound,
     Fenced,
+    ManifestUnreadable,
     StoreError,
     StoreUnavailable,
     WaitTimeout,
 )
 from shared.events import emit, prune_evaluations, read_evaluations
 from shared.experience_log import ExperienceLog
-from shared.heartbeat import read_heartbeats
+from shared.heartbeat import growing_pauses, read_heartbeats
 from shared.redis_keys import RunKeys
 from shared.role import Role
 from trainer_node.retention import best_checkpoints, superfluous
@@ -34,7 +37,6 @@ from trainer_node.snapshot import Snapshot
 
 _LOGGER = logging.getLogger("stagecoach.publisher")
 _TICK_SECONDS = 0.5
-_LONGEST_PAUSE_SECONDS = 5.0
 
 
 class Publisher:
@@ -52,14 +54,21 @@ class Publisher:
         self._noticed: dict[str, dict[str, Any]] = {}
         """The evaluations that pointer and status file reflect."""
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
-        self.struggling = False
-        """Whether the last try to store a checkpoint failed."""
+        self._durable: str | None = None
+        self._trouble: dict[str, Any] = {}
+        """What the last try met, since when, and how many have failed; empty while the store works."""
+        self._pauses = growing_pauses()
         self.failure: BaseException | None = None
         """What ended the background thread (fenced, damaged store); the trainer raises it."""
 
     def start(self) -> None:
         """Begins to work in the background."""
         self._thread.start()
+
+    @property
+    def struggling(self) -> bool:
+        """Whether the last try to write into the store failed."""
+        return bool(self._trouble)
 
     def submit(self, snapshot: Snapshot) -> None:
         """Takes over a snapshot; one that still waits for the store is replaced by it, being older."""
@@ -74,7 +83,9 @@ class Publisher:
             while (self._pending is not None or self._busy) and self.failure is None:
                 if not self._lock.wait(timeout=max(0.0, deadline - time.monotonic())) and time.monotonic() > deadline:
                     raise WaitTimeout(
-                        f"the checkpoint was not durable after {deadline_seconds:g} s; is the store away?"
+                        f"the checkpoint was not durable after {deadline_seconds:g} s; is the store away? "
+                        f"{self._trouble.get('error', 'It has not answered yet')}. What is in the log is not lost: "
+                        f"`stagecoach resume` reads it again once the store is back"
                     )
         if self.failure is not None:
             raise self.failure
@@ -118,35 +129,46 @@ class Publisher:
 
     def _notice_evaluations(self) -> None:
         """A new score may make another checkpoint the best one."""
-        if read_evaluations(self._role.redis, self._role.run_id) != self._noticed:
-            try:
-                self._refresh()
-            except (StoreError, StoreUnavailable) as error:
-                self._say({"waiting_for": "the store", "error": str(error)})
+        if read_evaluations(self._role.redis, self._role.run_id) != self._noticed and not self._try(self._refresh):
+            self._pause()
 
     def _until_durable(self, snapshot: Snapshot) -> None:
         """Tries until it is in the store, or a newer snapshot waits that covers it."""
-        started, pause, attempts = time.time(), 0.2, 0
-        while True:
-            try:
-                self._save(snapshot)
-                self.struggling = False
-                self._say({"durable": snapshot.manifest.name})
-                return
-            except (StoreError, StoreUnavailable) as error:
-                attempts += 1
-                self.struggling = True
-                _LOGGER.warning("%s is not durable yet (try %d): %s", snapshot.manifest.name, attempts, error)
-                self._say({"waiting_for": "the store", "since": started, "attempts": attempts, "error": str(error)})
-                if attempts == 1:
-                    emit(self._role.redis, self._role.run_id, "store", f"the store fails, training goes on: {error}")
+        while not self._try(lambda: self._save(snapshot)):
+            self._pause()
             with self._lock:
-                self._lock.wait(timeout=pause)
                 if self._pending is not None or self._closing:
                     return
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    def _say(self, status: dict[str, Any]) -> None:
+    def _try(self, write: Callable[[], None]) -> bool:
+        """One try (of several by boto3); whether it worked. Where not, `status` and an event say why."""
+        try:
+            write()
+        except (StoreError, StoreUnavailable) as error:
+            attempts = self._trouble.get("attempts", 0) + 1
+            since = self._trouble.get("since", round(time.time(), 3))
+            self._trouble = {"waiting_for": "the store", "since": since, "attempts": attempts, "error": str(error)}
+            _LOGGER.warning("the store fails (try %d): %s", attempts, error)
+            self._say(self._trouble)
+            if attempts == 1:
+                emit(self._role.redis, self._role.run_id, "store", f"the store fails, training goes on: {error}")
+            return False
+        if self._trouble:
+            seconds, attempts = time.time() - self._trouble["since"], self._trouble["attempts"]
+            self._trouble, self._pauses = {}, growing_pauses()
+            text = f"the store is back: it failed {attempts} times in {max(0.0, seconds):.0f} s"
+            emit(self._role.redis, self._role.run_id, "store", text)
+        self._say({})
+        return True
+
+    def _pause(self) -> None:
+        """Before the next try; a newer snapshot does not cut it short, the end does."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._closing, timeout=next(self._pauses))
+
+    def _say(self, news: dict[str, Any]) -> None:
+        """`store_status`: the newest durable checkpoint, and what is being tried or fails."""
+        status = ({"durable": self._durable} if self._durable else {}) | news
         self._role.redis.set(RunKeys(self._role.run_id).store_status, json.dumps(status))
 
     def _check_epoch(self) -> None:
@@ -157,8 +179,9 @@ class Publisher:
         manifest = snapshot.manifest
         self._check_epoch()
         started = time.monotonic()
+        self._say(self._trouble or {"writing": manifest.name, "since": round(time.time(), 3)})
         try:
-            self._checkpoints.write(manifest, snapshot.objects)
+            self._write(snapshot)
         except CheckpointDamaged as error:
             raise StoreError(str(error)) from None  # told in `status`; the next checkpoint has another name
         self._refresh(latest=manifest.name)
@@ -166,8 +189,20 @@ class Publisher:
             content = {"run_id": self._role.run_id, "checkpoint": manifest.name, "created": manifest.created}
             self._checkpoints.write_marker(READY, content)
         self._log.trim(self._epoch, manifest.log_position)
+        self._durable = manifest.name
         text = f"{manifest.name} ({manifest.total_bytes / 1024:.0f} KiB in {time.monotonic() - started:.2f} s)"
         emit(self._role.redis, self._role.run_id, "checkpoint", text, name=manifest.name, version=manifest.version)
+
+    def _write(self, snapshot: Snapshot) -> None:
+        """Objects and manifest. What was cut off in a manifest's place makes room: no reader could ever use it."""
+        name = snapshot.manifest.name
+        try:
+            self._checkpoints.write(snapshot.manifest, snapshot.objects)
+        except ManifestUnreadable as error:
+            self._checkpoints.set_aside(name)
+            text = f"{error}; {name} is written anew, and what was there is kept as {UNREADABLE}"
+            emit(self._role.redis, self._role.run_id, "store", text)
+            self._checkpoints.write(snapshot.manifest, snapshot.objects)
 
     def _refresh(self, latest: str | None = None, final: str | None = None) -> None:
         """Pointer, status file and pruning, from what the store and the evaluations say now."""
@@ -177,8 +212,10 @@ class Publisher:
             raise Fenced(f"epoch {self._epoch}: the pointer was written by epoch {pointer.epoch}")
         evaluations = read_evaluations(self._role.redis, self._role.run_id)
         entries, cut_off = self._entries(names, latest)
-        newest = latest or (pointer.latest if pointer else None)
+        newest = latest or (pointer.latest if pointer else None) or final
         if newest is None or newest not in entries:
+            if latest or final:  # nothing may be trimmed or ended on the word of a manifest that is not there
+                raise StoreError(f"the manifest of {newest} does not read back from the store as it was written")
             self._noticed = evaluations
             return
         for name, entry in entries.items():

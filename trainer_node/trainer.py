@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shared.checkpoint import FINISHED, Checkpoint
-from shared.errors import CheckpointNotFound, Fenced, StoreError, StoreUnavailable, WaitTimeout, WeightsNotFinite
+from shared.errors import CheckpointNotFound, Fenced, StoreUnavailable, WaitTimeout, WeightsNotFinite
 from shared.events import emit, read_evaluations
 from shared.experience_log import ExperienceLog, id_order
 from shared.flow import FlowState
 from shared.fragment import Fragment
-from shared.heartbeat import Heartbeat, poll, read_heartbeats
+from shared.heartbeat import Heartbeat, insist, poll, read_heartbeats
 from shared.ledger import Ledger, read_books, set_forward
 from shared.policies.codec import VersionHeader, encode_board, state_arrays
 from shared.policy_board import PolicyBoard, Published
@@ -85,15 +84,17 @@ class Trainer:
         """Fences older trainers, takes up the newest good checkpoint (or begins), and puts its version on the board."""
         self._role.check_config()
         torch.set_num_threads(self._config.trainer.torch_threads)
-        self._description = self._role.description()
-        self._epoch = self._role.flow.take_over()
         self._heartbeat.start()
+        with self._heartbeat.waiting("the store", _DURABLE_SECONDS) as wait:
+            self._description = insist(wait, self._role.description)  # who cannot reach the store fences nobody
+        self._epoch = self._role.flow.take_over()
         self._learner = make_learner(self._config, self._description)
         log, settlement = ExperienceLog(self._role.redis, self._role.run_id), RedisSettlement(self._role, self._epoch)
         self._intake = Intake(self._role.run_id, self._config, self._description, log, settlement)
         self._publisher = Publisher(self._role, self._epoch)
         self._publisher.start()
-        checkpoint = self._newest_checkpoint()
+        with self._heartbeat.waiting("the store", _DURABLE_SECONDS) as wait:
+            checkpoint = insist(wait, self._newest_checkpoint)
         if checkpoint is None:
             self._begin()
         else:
@@ -141,9 +142,10 @@ class Trainer:
         if reason in ("solved", "exhausted"):  # who stops it does not wait; after a failure there may be no score
             self._wait_for_evaluation(last)
         self._publisher.close()
-        self._insist(lambda: self._publisher.finish(last))
-        self._role.flow.set_state("finished", reason, epoch=self._epoch)
-        self._insist(lambda: self._write_finished(reason, last))
+        with self._heartbeat.waiting("the store to take the end of the run", _DURABLE_SECONDS) as wait:
+            insist(wait, lambda: self._publisher.finish(last))
+            self._role.flow.set_state("finished", reason, epoch=self._epoch)
+            insist(wait, lambda: self._write_finished(reason, last))
         self._signals.close()
         self._heartbeat.stop(reason)
         return reason
@@ -157,18 +159,6 @@ class Trainer:
         self._signals.close()
         self._heartbeat.stop("left: another trainer may take over")
         return "left"
-
-    def _insist(self, write: Callable[[], object]) -> None:
-        """Writes into the store, again and again while it is away; raises what it says at the deadline."""
-        with self._heartbeat.waiting("the store to take the end of the run", _DURABLE_SECONDS) as wait:
-            while True:
-                try:
-                    write()
-                    return
-                except (StoreError, StoreUnavailable):
-                    if wait.seconds > _DURABLE_SECONDS:
-                        raise
-                    time.sleep(_LOOK_SECONDS)
 
     def fail(self, error: Exception) -> None:
         """Ends the run with `.finished: failed` and the diagnosis; checkpoints stay as they are.
