@@ -259,9 +259,7 @@ class CheckpointStore:
             raw = json.loads(data)
             if raw.get("format") != FORMAT:
                 kind = CheckpointDamaged if isinstance(raw.get("format"), int) else ManifestUnreadable
-                raise kind(
-                    f"{name} has format {raw.get('format')!r}; this version of Stagecoach reads format {FORMAT}"
-                )
+                raise kind(f"{name} has format {raw.get('format')!r}; this version of Stagecoach reads format {FORMAT}")
             manifest = Manifest.model_validate(raw)
         except (ValueError, AttributeError) as error:
             raise ManifestUnreadable(f"the manifest of {name} cannot be read: {' '.join(str(error).split())}") from None
