@@ -203,6 +203,23 @@ class CheckpointConfig(Section):
     """Every m-th checkpoint (by policy version) is kept for good."""
 
 
+class ArchiveConfig(Section):
+    """The experience log's entries, kept in the store after they have left Redis; `archive: all` is short."""
+
+    keep: Literal["off", "memory", "all"] = "off"
+    """`off`: nothing; `memory`: the newest `memory_env_steps`, which a replay memory is restored from; `all`: the whole
+    log, so that `stagecoach replay` can train from it again and everything acted is there as a dataset."""
+    memory_env_steps: int = Field(1_000_000, ge=1)
+    """How far back `memory` reaches; a million is the field's usual capacity of a replay memory."""
+    segment_bytes: int = Field(16 << 20, ge=1 << 10)
+    """Fragments are stored in objects of about this size; a segment also ends where a checkpoint does."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_one_word(cls, value: object) -> object:
+        return {"keep": "off" if value is False else value} if isinstance(value, str | bool) else value  # YAML's off
+
+
 class EvaluationConfig(Section):
     """The evaluator plays checkpoints greedily; what it finds never changes what is learnt."""
 
@@ -326,6 +343,7 @@ _DECIDES_LEARNING: Any = {
     "algorithm": True,
     "rollout": {"fragment_steps", "fragments_per_update", "max_policy_lag"},
     "heatup": True,
+    "initialize_from": True,
 }
 """The fields behind `Config.hash`: all roles of a run must agree on them, and a resume may not change them."""
 
@@ -345,10 +363,14 @@ class Config(Section):
     algorithm: PPOConfig = PPOConfig()
     rollout: RolloutConfig = RolloutConfig()
     policy_versions: PolicyVersionsConfig = PolicyVersionsConfig()
+    initialize_from: str | None = None
+    """Begin with the weights and observation statistics of another run's policies: a run (what is promoted there, else
+    its best), `RUN/CHECKPOINT`, or a checkpoint's folder. Counters and optimiser begin anew; it is only read."""
     heatup: DurationField = Duration(0, "env_steps")
     """Random acting at the start, observed (normalisers, counters) but not trained on."""
     trainer: TrainerConfig = TrainerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    archive: ArchiveConfig = ArchiveConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     stop_at: StopConfig = StopConfig()
     redis: RedisConfig = RedisConfig()

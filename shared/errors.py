@@ -86,6 +86,10 @@ class ManifestUnreadable(CheckpointDamaged):
     """What stands in a manifest's place was never a manifest, or is cut off: nobody can ever load this checkpoint."""
 
 
+class ArchiveIncomplete(UserError):
+    """The archive lacks a part of the log that was asked for, or holds something else in its place."""
+
+
 class WeightsNotFinite(StagecoachError):
     """An update produced NaN or infinite weights; they are neither published nor stored."""
 

@@ -87,6 +87,14 @@ class ExperienceLog:
             raise Fenced(f"epoch {epoch} may not trim the log; a newer trainer has taken over")
         return int(removed)
 
+    def last_id(self) -> tuple[int, int]:
+        """The newest id that this Redis has ever given (the entry may be trimmed), as numbers."""
+        try:
+            info = cast(Any, self._redis.xinfo_stream(self._keys.log))
+        except redis.ResponseError:
+            return id_order(START)  # there is no such stream (yet)
+        return id_order(info["last-generated-id"].decode())
+
     def __len__(self) -> int:
         return self._redis.xlen(self._keys.log)
 

@@ -88,10 +88,10 @@ class Intake:
         self.lags: Counter[int] = Counter()
         self.commit()
 
-    def restore(self, position: str, ledger: Ledger, lags: dict[int, int]) -> None:
-        """Goes on from a checkpoint (or from where Redis has settled)."""
+    def restore(self, books: Committed) -> None:
+        """Goes on from there."""
         self._buffer.clear()
-        self.position, self.ledger, self.lags = position, ledger, Counter(lags)
+        self.position, self.ledger, self.lags = books.position, Ledger.from_json(books.ledger), Counter(books.lags)
         self.commit()
 
     def commit(self) -> None:

@@ -1,9 +1,9 @@
 """The publisher: checkpoints into the store in the background, then pointer, status, pruning, and the log's trim.
 
-Order for each: objects → verify → manifest → pointer → status → prune → trim. Training never waits for it (except for
-the first and the last checkpoint). While the store is away it tries again without end, with growing pauses, says so in
-`status`, and the log keeps what is not yet durable. Before each write the epoch is checked, so that a trainer that was
-replaced writes nothing.
+Order for each: objects → verify → manifest → pointer → status → prune → archive → trim. Training never waits for it
+(except for the first and the last checkpoint). While the store is away it tries again without end, with growing pauses,
+says so in `status`, and the log keeps what is not yet durable. Before each write the epoch is checked, so that a trainer
+that was replaced writes nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from shared.archive import Archive
 from shared.checkpoint import READY, STATUS, UNREADABLE, Pointer
 from shared.errors import (
     CheckpointDamaged,
@@ -32,6 +33,7 @@ from shared.experience_log import ExperienceLog
 from shared.heartbeat import growing_pauses, read_heartbeats
 from shared.redis_keys import RunKeys
 from shared.role import Role
+from trainer_node.archiver import Archiver
 from trainer_node.retention import best_checkpoints, superfluous
 from trainer_node.snapshot import Snapshot
 
@@ -47,6 +49,8 @@ class Publisher:
         self._epoch = epoch
         self._checkpoints = role.checkpoints
         self._log = ExperienceLog(role.redis, role.run_id)
+        archive = Archive(role.checkpoints.store, role.run_id)
+        self._archiver = Archiver(archive, self._log, role.config.archive)
         self._lock = threading.Condition()
         self._pending: Snapshot | None = None
         self._busy = False
@@ -188,6 +192,7 @@ class Publisher:
         if self._marker(READY) is None:
             content = {"run_id": self._role.run_id, "checkpoint": manifest.name, "created": manifest.created}
             self._checkpoints.write_marker(READY, content)
+        self._archiver.store(manifest.log_position, self._role.flow.read().trimmed_id)
         self._log.trim(self._epoch, manifest.log_position)
         self._durable = manifest.name
         text = f"{manifest.name} ({manifest.total_bytes / 1024:.0f} KiB in {time.monotonic() - started:.2f} s)"

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +17,9 @@ from shared import tensor_blob
 from shared.checkpoint import Checkpoint, Manifest, checkpoint_name, describe_objects
 from shared.config import Config
 from shared.errors import CheckpointDamaged
+from shared.experience_log import START
 from shared.fragment import EpisodeRecord
+from shared.ledger import Ledger
 from shared.policies.actor_critic import ActorCritic
 from shared.policies.codec import decode_policy, encode_policy, load_state_arrays, state_arrays
 from shared.spaces import Columns, EnvironmentDescription
@@ -39,6 +43,18 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
+class Line:
+    """Where the straight line began that ends here: since then nothing but the log was learnt from, without a gap.
+
+    A run begins one at version 0. Going on from an older checkpoint begins another, and so does a Redis that lost what
+    was already learnt. Along a line, and only there, a replay arrives at the same weights.
+    """
+
+    version: int = 0
+    position: str = START
+
+
+@dataclass(frozen=True)
 class Progress:
     """Where the trainer stands."""
 
@@ -49,6 +65,7 @@ class Progress:
     first_log_id: str
     first_version: int
     """Log position and version of the parent: the range that this checkpoint adds."""
+    line: Line
 
 
 def take(
@@ -76,6 +93,7 @@ def take(
         "ledger": json.loads(books.ledger),
         "lags": {str(lag): count for lag, count in sorted(books.lags.items())},
         "log_position": books.position,
+        "line": asdict(progress.line),
         "seed": config.seed,
     }
     objects[_STATE] = json.dumps(state, sort_keys=True, separators=(",", ":")).encode()
@@ -104,9 +122,18 @@ class Restored:
     """What a checkpoint says besides the weights."""
 
     version: int
-    log_position: str
-    ledger: str
-    lags: dict[int, int]
+    line: Line
+    books: Committed
+
+
+def read_state(checkpoint: Checkpoint) -> Restored:
+    """Version, line and books of a checkpoint; raises `CheckpointDamaged`."""
+    with _named(checkpoint):
+        state: dict[str, Any] = json.loads(checkpoint.objects[_STATE])
+        ledger = Ledger.from_json(json.dumps(state["ledger"])).as_json()
+        lags = {int(lag): int(count) for lag, count in state["lags"].items()}
+        books = Committed(str(state["log_position"]), ledger, lags)
+        return Restored(int(state["version"]), Line(**state["line"]), books)
 
 
 def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
@@ -114,8 +141,8 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
 
     Everything is decoded before anything is changed.
     """
-    objects = checkpoint.objects
-    try:
+    objects, restored = checkpoint.objects, read_state(checkpoint)
+    with _named(checkpoint):
         state: dict[str, Any] = json.loads(objects[_STATE])
         weights = {
             name: _decode_fitting(objects[f"{name}/policy.safetensors"], learner.policies[name])
@@ -125,12 +152,6 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
         rewards = {name: tensor_blob.decode(objects[_REWARDS.format(name)])[0] for name in learner.rewards}
         counters = PhaseCounters.from_dict(state["counters"])
         episodes = [EpisodeRecord(**record) for record in state["episodes"]]
-        lags = {int(lag): int(count) for lag, count in state["lags"].items()}
-        restored = Restored(int(state["version"]), str(state["log_position"]), json.dumps(state["ledger"]), lags)
-    except (KeyError, TypeError, ValueError, AttributeError, CheckpointDamaged, tensor_blob.BlobError) as error:
-        raise CheckpointDamaged(
-            f"{checkpoint.manifest.name} cannot be restored: {type(error).__name__}: {error}"
-        ) from None
     for name, policy in learner.policies.items():
         load_state_arrays(policy, weights[name])
         learner.algorithms[name].load_state(optimisers[name])
@@ -140,6 +161,17 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
     learner.episodes.clear()
     learner.episodes.extend(episodes)
     return restored
+
+
+@contextmanager
+def _named(checkpoint: Checkpoint) -> Iterator[None]:
+    """Whatever the contents of a checkpoint make fail is a damage of that checkpoint."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, CheckpointDamaged, tensor_blob.BlobError) as error:
+        raise CheckpointDamaged(
+            f"{checkpoint.manifest.name} cannot be restored: {type(error).__name__}: {error}"
+        ) from None
 
 
 def _decode_fitting(blob: bytes, policy: ActorCritic) -> Columns:

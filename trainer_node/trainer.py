@@ -17,13 +17,11 @@ from shared.checkpoint import FINISHED, Checkpoint
 from shared.errors import CheckpointNotFound, Fenced, StoreUnavailable, WaitTimeout, WeightsNotFinite
 from shared.events import emit, read_evaluations
 from shared.experience_log import ExperienceLog, id_order
-from shared.flow import FlowState
 from shared.fragment import Fragment
 from shared.heartbeat import Heartbeat, insist, poll, read_heartbeats
 from shared.ledger import Ledger, read_books, set_forward
 from shared.policies.codec import VersionHeader, encode_board, state_arrays
 from shared.policy_board import PolicyBoard, Published
-from shared.redis_keys import RunKeys
 from shared.role import Role
 from shared.steps import Phase
 from trainer_node import snapshot
@@ -31,9 +29,10 @@ from trainer_node.figures import Figures
 from trainer_node.intake import Intake, RedisSettlement
 from trainer_node.learner import make_learner
 from trainer_node.publisher import Publisher
+from trainer_node.rebase import rebased
 from trainer_node.schedule import RunSchedule
 from trainer_node.signals import Signals
-from trainer_node.snapshot import Progress, Snapshot
+from trainer_node.snapshot import Line, Progress, Snapshot
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
 _LOOK_SECONDS = 1.0
@@ -49,6 +48,7 @@ class Trainer:
         self._role = role
         self._config = role.config
         self._board = PolicyBoard(role.redis, role.run_id)
+        self._log = ExperienceLog(role.redis, role.run_id)
         self._heartbeat = Heartbeat(role.redis, role.run_id, "trainer", "trainer")
         self._schedule = RunSchedule(role.config)
         folder = Path(run_folder) / "signals" if run_folder and Path(run_folder).is_dir() else None
@@ -59,6 +59,7 @@ class Trainer:
         self._epoch = 0
         self._redis_process, self._redis_seen = "", 0.0
         self._taken: Snapshot | None = None
+        self._line = Line()
         self._parent: str | None = None
         self._parent_position, self._parent_version = "0-0", 0
         self._end: str | None = None
@@ -89,8 +90,8 @@ class Trainer:
             self._description = insist(wait, self._role.description)  # who cannot reach the store fences nobody
         self._epoch = self._role.flow.take_over()
         self._learner = make_learner(self._config, self._description)
-        log, settlement = ExperienceLog(self._role.redis, self._role.run_id), RedisSettlement(self._role, self._epoch)
-        self._intake = Intake(self._role.run_id, self._config, self._description, log, settlement)
+        settlement = RedisSettlement(self._role, self._epoch)
+        self._intake = Intake(self._role.run_id, self._config, self._description, self._log, settlement)
         self._publisher = Publisher(self._role, self._epoch)
         self._publisher.start()
         with self._heartbeat.waiting("the store", _DURABLE_SECONDS) as wait:
@@ -114,7 +115,7 @@ class Trainer:
             self._end = state.reason if state.state != "running" else "exhausted"
             return "ended"
         if state.version < self.version or self._redis_restarted():
-            self._set_redis_forward()
+            self._redis_came_back()
         if not self._gather(wait_seconds):
             return "waited"
         fragments, self._fragments = self._fragments, []
@@ -207,24 +208,33 @@ class Trainer:
 
     def _recover(self, checkpoint: Checkpoint) -> None:
         """Snapshot + log: reads again what came after the snapshot, or, where the log has lost it, says so."""
-        restored = snapshot.restore(self._learner, checkpoint)
-        self.version = restored.version
-        self._remember_parent(checkpoint.manifest.name, restored.log_position)
-        ledger = Ledger.from_json(restored.ledger)
-        self._intake.restore(restored.log_position, ledger, restored.lags)
-        state = self._role.flow.read()
-        name = checkpoint.manifest.name
-        if state.version < self.version:  # a Redis that lost this run's past, or some of it
-            self._set_redis_forward()
+        state, name = self._role.flow.read(), checkpoint.manifest.name
+        trimmed = id_order(state.trimmed_id) > id_order(checkpoint.manifest.log_position)
+        if trimmed and state.version >= checkpoint.manifest.version:  # what came after it can be learnt no more
+            text = f"restored {name}, but the log behind it is trimmed: goes on as version "
+            checkpoint = self._rebase(checkpoint)
+            text += str(checkpoint.manifest.version)
+        elif state.version < checkpoint.manifest.version:  # Redis is new, or lost this run's past, or some of it
             text = f"restored {name}; Redis knew nothing newer"
-        elif id_order(state.trimmed_id) <= id_order(restored.log_position):
-            text = f"restored {name}; reading the log again up to version {state.version}"
         else:
-            self._rebase(state, restored.lags)
-            text = f"restored {name}, but the log behind it is trimmed: goes on as version {self.version}"
+            text = f"restored {name}; reading the log again up to version {state.version}"
+        restored = snapshot.restore(self._learner, checkpoint)
+        self.version, self._line = restored.version, restored.line
+        self._remember_parent(checkpoint.manifest.name, restored.books.position)
+        self._intake.restore(restored.books)
+        if state.version < self.version:
+            self._set_redis_forward()
         self._publisher.submit(self._snapshot())  # where the store knows it: completes what a crash left undone
         emit(self._role.redis, self._role.run_id, "trainer", text)
         _LOGGER.info("%s", text)
+
+    def _rebase(self, checkpoint: Checkpoint) -> Checkpoint:
+        """An older checkpoint as the newest version, durable before anybody acts with it; none goes back."""
+        taken = rebased(self._role, checkpoint, self._epoch)
+        self._publisher.submit(taken)
+        with self._heartbeat.waiting("the policy version to be durable", _DURABLE_SECONDS):
+            self._publisher.wait_idle(_DURABLE_SECONDS)
+        return Checkpoint(taken.manifest, taken.objects)
 
     def _redis_restarted(self) -> bool:
         """Whether this is another Redis process than before: it may have come back without what came last."""
@@ -235,25 +245,23 @@ class Trainer:
         before, self._redis_process, self._redis_seen = self._redis_process, str(info.get("run_id")), now
         return before not in ("", self._redis_process)
 
-    def _set_redis_forward(self) -> None:
+    def _redis_came_back(self) -> None:
         """Redis came back with less than it had (its file is synced each second): the trainer knows better."""
-        books = self._intake.committed
-        ledger = Ledger.from_json(books.ledger)
+        learnt = id_order(self._intake.committed.position)
+        if self._log.last_id() < learnt and (self._taken is None or self._taken.manifest.version < self.version):
+            self._line = Line(self.version, self._intake.committed.position)  # learnt, and in no log any more
+            self._publisher.submit(self._snapshot())
         self._fragments.clear()
-        self._intake.restore(books.position, ledger, books.lags)
-        set_forward(self._role.redis, self._role.run_id, self._epoch, books.position, ledger)
-        self._publish(0)
+        self._intake.restore(self._intake.committed)
+        self._set_redis_forward()
         text = f"Redis came back, perhaps without what came last; its books are those of version {self.version}"
         emit(self._role.redis, self._role.run_id, "trainer", text)
         _LOGGER.warning("%s", text)
 
-    def _rebase(self, state: FlowState, lags: dict[int, int]) -> None:
-        """An older checkpoint than the log reaches back to: its weights go on as a new version; none goes back."""
-        text: Any = self._role.redis.get(RunKeys(self._role.run_id).ledger)
-        ledger = Ledger.from_json((text or b"").decode())
-        self._intake.restore(state.settled_id, ledger, lags)
-        set_forward(self._role.redis, self._role.run_id, self._epoch, state.settled_id, ledger)
-        self.version = state.version + 1
+    def _set_redis_forward(self) -> None:
+        """Version, credit and books of a Redis that knows less than this trainer become what the trainer knows."""
+        books = self._intake.committed
+        set_forward(self._role.redis, self._role.run_id, self._epoch, books.position, Ledger.from_json(books.ledger))
         self._publish(0)
 
     # One turn
@@ -332,8 +340,9 @@ class Trainer:
         """Taken once per version: a checkpoint that is due and the last one may fall together."""
         if self._taken is None or self._taken.manifest.version != self.version:
             progress = Progress(
-                self.version, self._phase, self._epoch, self._parent, self._parent_position, self._parent_version
-            )
+                self.version, self._phase, self._epoch, self._parent, self._parent_position, self._parent_version,
+                self._line,
+            )  # fmt: skip
             books = self._intake.committed
             self._taken = snapshot.take(
                 self._learner, self._description, self._config, self._role.run_id, progress, books

@@ -33,12 +33,13 @@ from shared.checkpoint import ENVIRONMENT, CheckpointStore
 from shared.connection import Address
 from shared.errors import Fenced, WorkerSuperseded
 from shared.flow import Flow
-from shared.ledger import Ledger, read_books
+from shared.ledger import read_books
 from shared.object_store import open_store
 from shared.redis_keys import RunKeys
 from shared.role import Role
 from tests.conftest import RedisServer, create_flow
 from tests.trainer_node.test_intake import SIZE, SmallTrainer, SmallWorker, in_redis, small_config
+from trainer_node.intake import Committed
 
 PAST_MS = 1
 
@@ -345,7 +346,7 @@ class Protocol(RuleBasedStateMachine):
         self.trainer = trainer = SmallTrainer(self.role)
         assert trainer.epoch == self.old_trainers[-1].epoch + 1
         trainer.version = snapshot.version
-        trainer.intake.restore(snapshot.position, Ledger.from_json(snapshot.ledger), snapshot.lags)
+        trainer.intake.restore(Committed(snapshot.position, snapshot.ledger, snapshot.lags))
         before = in_redis(self.role)
         while trainer.version < self.model.version:
             while trainer.taken < self.updates_of:

@@ -14,6 +14,7 @@ from shared.redis_keys import RunKeys
 from shared.role import Role
 from tests.conftest import MakeRole
 from tests.trainer_node.test_intake import SIZE, SmallTrainer, SmallWorker, begin, books, in_redis, small_config
+from trainer_node.intake import Committed
 
 counts = st.builds(Count, st.integers(0, 10**12), st.integers(0, 10**12))
 accounts = st.builds(
@@ -170,7 +171,7 @@ def test_claims_and_entries_that_a_checkpoint_does_not_cover_stay_in_flight(role
     for _ in range(2):
         set_forward(role.redis, role.run_id, trainer.epoch, position, ledger)
         assert role.flow.read().in_flight == 2
-    trainer.intake.restore(position, ledger, {})
+    trainer.intake.restore(Committed(position, ledger.as_json(), {}))
     trainer.publish()
     lines = books(role)
     assert lines["worker-0"] == LedgerLine(Count(3, 3 * SIZE), Count(2, 2 * SIZE), {}, Count(1, SIZE))
@@ -187,7 +188,7 @@ def test_going_on_from_settled_books_frees_the_credit_of_fragments_behind_no_ver
     second = SmallTrainer(role)
     text: Any = role.redis.get(RunKeys(role.run_id).ledger)
     settled, ledger = role.flow.read().settled_id, Ledger.from_json(text.decode())
-    second.intake.restore(settled, ledger, {})
+    second.intake.restore(Committed(settled, ledger.as_json(), {}))
     assert role.flow.read().in_flight == 2
     set_forward(role.redis, role.run_id, second.epoch, settled, ledger)
     assert role.flow.read().in_flight == 1

@@ -34,6 +34,7 @@ class Game:
         self.role = open_()
         self.trainer = Trainer(open_(), None)
         self.worker = Worker(open_(), 0)
+        self._others: list[Worker] = []
         self.trainer.start()
         self.worker.start()
 
@@ -50,6 +51,13 @@ class Game:
     def play_to(self, version: int) -> None:
         """Until that version is published."""
         self.play(lambda: self.trainer.version >= version)
+
+    def another_worker(self, index: int) -> Worker:
+        """One more worker of the run, started."""
+        worker = Worker(self._open(), index)
+        worker.start()
+        self._others.append(worker)
+        return worker
 
     def crash(self) -> None:
         """The trainer is gone: nothing is finished, nothing is said."""
@@ -100,7 +108,8 @@ class Game:
     def end(self) -> None:
         """Stops the threads."""
         self.crash()
-        self.worker.stop("end of test")
+        for worker in (self.worker, *self._others):
+            worker.stop("end of test")
 
 
 NewGame = Callable[[Config], Game]

@@ -19,7 +19,7 @@ from shared.redis_keys import RunKeys
 from shared.role import Role
 from shared.steps import Phase, PhaseCounters
 from tests.conftest import MakeRole, minimal_config
-from trainer_node.intake import Intake, RedisSettlement
+from trainer_node.intake import Committed, Intake, RedisSettlement
 
 STEPS, ENVS = 2, 2
 SIZE = STEPS * ENVS
@@ -298,7 +298,7 @@ def test_a_gap_is_counted_once_by_a_trainer_that_goes_on_from_the_settled_books(
     assert trainer.take() is not None
     second = SmallTrainer(role)
     text: Any = role.redis.get(RunKeys(role.run_id).ledger)
-    second.intake.restore(role.flow.read().settled_id, Ledger.from_json(text.decode()), {})
+    second.intake.restore(Committed(role.flow.read().settled_id, text.decode(), {}))
     assert second.take() is not None
     assert second.intake.ledger.of("worker-0").dropped == {"lost": Count(1, SIZE)}
     assert role.flow.read().claimed == 1
@@ -368,7 +368,7 @@ def test_restore_goes_on_after_its_position_and_forgets_what_was_read_ahead(make
     trainer.intake.commit()
     books_then = trainer.intake.committed
     assert trainer.take() is not None
-    trainer.intake.restore(books_then.position, Ledger.from_json(books_then.ledger), books_then.lags)
+    trainer.intake.restore(books_then)
     again = trainer.take()
     assert again is not None and again.header.seq == 1
     assert trainer.intake.ledger.consumed() == Count(2, 2 * SIZE) and trainer.intake.lags == {0: 2}

@@ -29,7 +29,7 @@ from trainer_node.algorithms.ppo import PPO
 from trainer_node.intake import Committed
 from trainer_node.learner import Learner
 from trainer_node.reward_scaling import RewardScaling
-from trainer_node.snapshot import Progress, Snapshot, restore, take
+from trainer_node.snapshot import Line, Progress, Snapshot, restore, take
 
 STEPS, SLOTS = 8, 4
 POLICY, STATE = "default/policy.safetensors", "trainer/state.json"
@@ -96,7 +96,7 @@ def books() -> Committed:
 
 def snapshot_of(learner: Learner, config: Config) -> Snapshot:
     """The learner at version 3."""
-    progress = Progress(3, Phase.TRAIN, 2, "1_Step-32.ckpt", "1600000000000-0", 1)
+    progress = Progress(3, Phase.TRAIN, 2, "1_Step-32.ckpt", "1600000000000-0", 1, Line())
     return take(learner, describe_environment(config), config, "the-run", progress, books())
 
 
@@ -153,8 +153,8 @@ def test_training_goes_on_from_a_restored_learner_bit_for_bit(policy: dict[str, 
     train(again, range(4, 6))
     train(original, range(4, 6))
     assert everything(again, config) == everything(original, config)
-    assert (said.version, said.log_position, said.lags) == (3, "1700000000000-3", {0: 5, 1: 2})
-    assert Ledger.from_json(said.ledger) == Ledger.from_json(books().ledger)
+    assert (said.version, said.books.position, said.books.lags) == (3, "1700000000000-3", {0: 5, 1: 2})
+    assert Ledger.from_json(said.books.ledger) == Ledger.from_json(books().ledger)
 
 
 def test_without_the_optimisers_state_training_would_go_another_way() -> None:
@@ -267,6 +267,6 @@ def test_a_snapshot_of_several_policies_has_a_folder_for_each() -> None:
     policies = build_policies(two.policies, both.policies, 1)
     algorithms = {name: PPO(policy, config.algorithm, torch.device("cpu"), 1) for name, policy in policies.items()}
     learner = Learner(policies, algorithms, {}, PhaseCounters(), deque(maxlen=3))
-    taken = take(learner, two, both, "the-run", Progress(0, Phase.TRAIN, 1, None, "0-0", 0), books())
+    taken = take(learner, two, both, "the-run", Progress(0, Phase.TRAIN, 1, None, "0-0", 0, Line()), books())
     assert {"a/policy.safetensors", "b/policy.safetensors"} < set(taken.objects)
     assert taken.objects["a/policy.safetensors"] != taken.objects["b/policy.safetensors"]

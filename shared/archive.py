@@ -1,0 +1,163 @@
+"""The archive: the experience log's entries in the store, in segments, for as long as the config says.
+
+A segment is one object `experience/<after>_<through>_<env steps>.safetensors`: every entry after the first position,
+through the second, byte for byte as Redis held it, also those that the trainer dropped. So the archive can stand in
+for the log: a replay reads it as a trainer reads Redis, and `read_experience` gives it to whoever wants a dataset.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shared import fragment, tensor_blob
+from shared.config import Config
+from shared.connection import Address
+from shared.errors import ArchiveIncomplete, FragmentError
+from shared.experience_log import START, LogEntry, id_order
+from shared.fragment import Fragment
+from shared.object_store import FileStore, ObjectStore, open_store
+
+EXPERIENCE = "experience/"
+FORMAT = 1
+_NAME = re.compile(rf"{EXPERIENCE}(\d+-\d+)_(\d+-\d+)_(\d+)\.safetensors")
+_LOGGER = logging.getLogger("stagecoach.archive")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One object of the archive: the entries after one position, through another."""
+
+    after: str
+    through: str
+    env_steps: int
+
+    @property
+    def key(self) -> str:
+        """Its name in the store; all that a listing has to tell stands in it."""
+        return f"{EXPERIENCE}{self.after}_{self.through}_{self.env_steps}.safetensors"
+
+
+def encode_segment(run_id: str, segment: Segment, entries: Iterable[LogEntry]) -> bytes:
+    """One blob: the fragments' bytes end to end, and in the header who pushed each; the inverse is `decode_segment`."""
+    listed = list(entries)
+    rows = [[e.id, e.worker, e.incarnation, e.seq, e.transitions, e.claimed, len(e.fragment)] for e in listed]
+    header = {"format": FORMAT, "run_id": run_id, "after": segment.after, "through": segment.through, "entries": rows}
+    fragments = np.frombuffer(b"".join(entry.fragment for entry in listed), np.uint8)
+    return tensor_blob.encode({"fragments": fragments}, header)
+
+
+def decode_segment(blob: bytes, run_id: str, segment: Segment) -> list[LogEntry]:
+    """Its entries, in order; raises `ArchiveIncomplete` for bytes that are not this segment."""
+    try:
+        arrays, header = tensor_blob.decode(blob)
+        if (header["format"], header["run_id"]) != (FORMAT, run_id):
+            raise ValueError(f"it is format {header['format']} of run {header['run_id']}")
+        if (header["after"], header["through"]) != (segment.after, segment.through):
+            raise ValueError(f"it holds {header['after']} to {header['through']}")
+        data, place, entries = arrays["fragments"].tobytes(), 0, []
+        for id_, worker, incarnation, seq, transitions, claimed, size in header["entries"]:
+            entries.append(LogEntry(id_, worker, incarnation, seq, transitions, data[place : place + size], claimed))
+            place += size
+    except (tensor_blob.BlobError, KeyError, TypeError, ValueError) as error:
+        raise ArchiveIncomplete(f"the archive's {segment.key} of run {run_id} cannot be read: {error}") from None
+    return entries
+
+
+class Archive:
+    """Writes and reads the segments of one run."""
+
+    def __init__(self, store: ObjectStore, run_id: str) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._reading: Iterator[LogEntry] | None = None
+        self._read_to = ""
+
+    def segments(self) -> list[Segment]:
+        """All segments, in the order of the log. Two trainers may have written overlapping ones."""
+        matches = [_NAME.fullmatch(key) for key in self._store.keys(EXPERIENCE)]
+        found = [Segment(match[1], match[2], int(match[3])) for match in matches if match]
+        return sorted(found, key=lambda segment: (id_order(segment.through), id_order(segment.after)))
+
+    def write(self, after: str, through: str, entries: list[LogEntry]) -> Segment:
+        """Stores all the entries after one position, through another, as one segment."""
+        segment = Segment(after, through, sum(entry.transitions for entry in entries))
+        self._store.put(segment.key, encode_segment(self._run_id, segment, entries))
+        return segment
+
+    def delete(self, segment: Segment) -> None:
+        """Removes a segment that nobody needs any more."""
+        self._store.delete(segment.key)
+
+    def entries(self, after: str | None = None, through: str | None = None) -> Iterator[LogEntry]:
+        """The entries after one position, through another, each once, a segment in memory at a time.
+
+        Without `after` it begins where the archive begins, without `through` it ends where that ends. Raises
+        `ArchiveIncomplete` where the archive does not reach back that far, has a hole, or ends too early.
+        """
+        segments = self.segments()
+        covered = after or (segments[0].after if segments else START)
+        for segment in segments:
+            if not _later(segment.through, covered):
+                continue
+            if through is not None and not _later(through, covered):
+                return
+            if _later(segment.after, covered):
+                raise ArchiveIncomplete(_hole(self._run_id, covered, segment.after))
+            for entry in decode_segment(self._store.get(segment.key), self._run_id, segment):
+                if _later(entry.id, covered) and (through is None or not _later(entry.id, through)):
+                    yield entry
+            covered = segment.through
+        if through is not None and _later(through, covered):
+            raise ArchiveIncomplete(_hole(self._run_id, covered, through))
+
+    def read(self, after: str, count: int, block_seconds: float) -> list[LogEntry]:
+        """Up to `count` entries after a position, as the log gives them to a trainer; it never waits."""
+        if self._reading is None or after != self._read_to:
+            self._reading = self.entries(after)
+        page = [entry for _, entry in zip(range(count), self._reading)]
+        self._read_to = page[-1].id if page else after
+        return page
+
+
+def read_experience(location: str | Path, endpoint_url: str | None = None) -> Iterator[Fragment]:
+    """A run's archived experience as a dataset: its fragments, in the log's order, read lazily.
+
+    `location` is the run's folder in the store (a path, `file://…`, or `s3://bucket/prefix/run`, credentials by the
+    standard AWS chain). Each `Fragment` has a header (worker, sequence number, policy version, episodes that ended
+    in it) and, per policy id, columns as described in shared/fragment.py: `obs` [T, S, …], `action`, `reward`,
+    `terminated`, `truncated`, `mask`, `log_prob` [T, S] and so on. What was no fragment is left out, with a warning.
+    Raises `ArchiveIncomplete` for a hole or an unreadable segment.
+    """
+    url, _, run_id = str(location).rstrip("/").rpartition("/")
+    store: ObjectStore
+    if url.startswith("s3://"):
+        store = open_store(Address(run_id, "", url, endpoint_url), Config.model_validate({"environment": {"id": "-"}}))
+    else:
+        store = FileStore(Path(url.removeprefix("file://") or "/").resolve(), run_id)
+    return experience(Archive(store, run_id).entries())
+
+
+def experience(entries: Iterable[LogEntry]) -> Iterator[Fragment]:
+    """The fragments in log entries; what cannot be decoded is named in the log and left out."""
+    for entry in entries:
+        try:
+            yield fragment.decode(entry.fragment)
+        except FragmentError as error:
+            _LOGGER.warning("entry %s of %s is no fragment: %s", entry.id, entry.worker, error)
+
+
+def _later(a: str, b: str) -> bool:
+    return id_order(a) > id_order(b)
+
+
+def _hole(run_id: str, after: str, through: str) -> str:
+    return (
+        f"the archive of run {run_id} lacks the log after {after} through {through}; a run keeps all of its log with "
+        f"archive=all from its start"
+    )

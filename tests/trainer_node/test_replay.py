@@ -1,0 +1,142 @@
+"""Replay: what is trained again over the archive is, object by object, what the trainer stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shared.archive import Archive, read_experience
+from shared.errors import ArchiveIncomplete, UserError
+from shared.redis_keys import RunKeys
+from tests.trainer_node.game import Game, NewGame, balanced, small
+from tests.trainer_node.test_trainer import STEPS_PER_UPDATE, damage
+from trainer_node.replay import Replayed, replay
+
+KEEP = {"every": "2 updates", "keep_last": 9}
+
+
+def archived(**sections: Any) -> Any:
+    """The small run, with all of its log kept."""
+    return small(**({"archive": "all", "checkpoint": KEEP} | sections))
+
+
+def replayed(game: Game, start: str, goal: str) -> Replayed:
+    """A replay between two checkpoints of the game's run."""
+    return replay(game.role.checkpoints, game.role.config, game.role.description(), start, goal)
+
+
+@pytest.mark.parametrize("sections", [{}, {"heatup": f"{2 * STEPS_PER_UPDATE} env_steps"}])
+def test_every_stretch_between_two_checkpoints_comes_out_the_same(new_game: NewGame, sections: dict[str, Any]) -> None:
+    game = new_game(archived(**sections))
+    for version in range(1, 7):
+        game.play_to(version)
+        game.durable()  # or a newer one takes its place
+    game.finish()
+    names = game.role.checkpoints.names()
+    assert len(names) >= 4
+    for start in ["start", *names]:
+        for goal in names[names.index(start) if start in names else 0 :]:
+            found = replayed(game, start, goal)
+            assert found.equal, (start, goal, found.different)
+    assert found.versions == 0
+    whole = replayed(game, "start", names[-1])
+    assert (whole.versions, whole.fragments) == (game.trainer.version, 2 * game.trainer.version)
+    manifest = game.role.checkpoints.manifest(names[-1])
+    assert whole.sha256 == {name: item.sha256 for name, item in manifest.objects.items()}
+
+
+def test_what_was_dropped_is_dropped_again_and_several_workers_and_crashes_change_nothing(new_game: NewGame) -> None:
+    game = new_game(archived(rollout={"fragment_steps": 8, "fragments_per_update": 2, "max_policy_lag": 1}))
+    other = game.another_worker(1)
+    flow, log = game.role.flow, RunKeys(game.role.run_id).log
+    for version in range(1, 6):
+        other.step(0)
+        game.play_to(version)
+        entry: Any = {"worker": "stranger", "seq": "1", "fragment": "garbage"}
+        game.role.redis.xadd(log, entry)
+        if version in (2, 3):
+            game.crash()
+            game.restart()
+    game.finish()
+    finished = game.finished()
+    assert finished["ledger"]["stranger"]["dropped"]["undecodable"]["fragments"] >= 3
+    assert flow.read().state == "finished"
+    assert replayed(game, "start", finished["final"]).equal
+
+
+def test_a_replay_that_meets_other_experience_says_what_differs(new_game: NewGame) -> None:
+    game, other = new_game(archived()), new_game(archived(seed=5))
+    game.finish()
+    other.finish()
+    final = game.finished()["final"]
+    foreign = replay(
+        game.role.checkpoints, other.role.config, game.role.description(), "start", final
+    )  # another seed begins with other weights
+    assert not foreign.equal
+    assert "default/policy.safetensors" in foreign.different and "trainer/state.json" in foreign.different
+
+
+def test_without_an_archive_or_with_a_hole_in_it_the_replay_names_what_is_missing(new_game: NewGame) -> None:
+    off, holed = new_game(small()), new_game(archived())
+    off.finish()
+    with pytest.raises(ArchiveIncomplete, match="archive=all"):
+        replayed(off, "start", off.finished()["final"])
+    holed.finish()
+    archive = Archive(holed.role.checkpoints.store, holed.role.run_id)
+    segments = archive.segments()
+    assert len(segments) >= 3
+    archive.delete(segments[1])
+    lacking = f"lacks the log after {segments[0].through} through {segments[2].after}"
+    with pytest.raises(ArchiveIncomplete, match=lacking):
+        replayed(holed, "start", holed.finished()["final"])
+    holed.role.checkpoints.store.put(segments[2].key, b"garbage")
+    with pytest.raises(ArchiveIncomplete, match="cannot be read"):
+        replayed(holed, holed.role.checkpoints.names()[2], holed.finished()["final"])
+
+
+def test_behind_a_checkpoint_that_the_run_went_back_to_the_replay_begins_there(new_game: NewGame) -> None:
+    game = new_game(archived())
+    game.play_to(5)
+    game.durable()
+    game.crash()
+    damage(game, f"4_Step-{4 * STEPS_PER_UPDATE}.ckpt")
+    game.restart()
+    rebase = game.role.checkpoints.names()[-1]
+    assert rebase.startswith("6_")
+    game.finish()
+    final = game.finished()["final"]
+    with pytest.raises(UserError, match=r"does not descend in a straight line .* version 6 or later"):
+        replayed(game, f"2_Step-{2 * STEPS_PER_UPDATE}.ckpt", final)
+    assert replayed(game, rebase, final).equal
+    balanced(game)
+
+
+def test_the_archive_is_a_dataset_of_what_was_learnt(new_game: NewGame) -> None:
+    game = new_game(archived())
+    game.finish()
+    store: Any = game.role.checkpoints.store
+    fragments = list(read_experience(store._folder))
+    consumed = game.finished()["ledger"]["total"]["consumed"]
+    assert len(fragments) == consumed["fragments"]
+    assert sum(item.header.transitions for item in fragments) == consumed["transitions"] == 6 * STEPS_PER_UPDATE
+    assert [item.header.seq for item in fragments] == list(range(12))
+    assert fragments[0].columns["default"]["obs"].shape == (8, 4, 4)
+    assert next(read_experience(str(store._folder))).header == fragments[0].header, "lazily, by a path as text too"
+
+
+def test_memory_keeps_only_what_a_replay_memory_of_that_size_needs(new_game: NewGame) -> None:
+    window = 2 * STEPS_PER_UPDATE
+    game = new_game(archived(archive={"keep": "memory", "memory_env_steps": window}))
+    game.play_to(3)
+    game.durable()
+    game.crash()
+    game.restart()  # and a trainer that finds segments there
+    game.finish()
+    segments = Archive(game.role.checkpoints.store, game.role.run_id).segments()
+    kept = sum(segment.env_steps for segment in segments)
+    assert window <= kept < window + segments[0].env_steps + 1
+    assert segments[-1].through == game.role.flow.read().trimmed_id
+    with pytest.raises(ArchiveIncomplete):
+        replayed(game, "start", game.finished()["final"])
+    assert replayed(game, game.role.checkpoints.names()[-2], game.finished()["final"]).equal
