@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +20,7 @@ from typing import Annotated, Any
 import redis
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Column, Table
 
 from coordinator.console import LiveView, figure, print_status, print_summary
@@ -58,6 +60,10 @@ def train(
     config: Annotated[Path, typer.Argument(help="The config file; `stagecoach init` writes one.")],
     set_: Sets = None,
     run_id: Annotated[str | None, typer.Option("--run-id", help="Name of the run; by default one is made up.")] = None,
+    initialize_from: Annotated[
+        str | None,
+        typer.Option(metavar="CHECKPOINT", help="Begin with the policies of RUN, RUN/NAME or a checkpoint's folder."),
+    ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return once it trains; it goes on in the background.")
     ] = False,
@@ -65,10 +71,11 @@ def train(
     background: Annotated[bool, typer.Option("--background", hidden=True)] = False,
 ) -> None:
     """Train: start all that the run needs, show it live, and end it all with a summary."""
-    resolved = load_config(config, set_ or ())
+    sets = [*(set_ or ()), *([f"initialize_from={json.dumps(initialize_from)}"] if initialize_from else ())]
+    resolved = load_config(config, sets)
     if detach:
         name = new_run_id(resolved) if run_id is None else run_id
-        _detach(["train", str(config), *(f"--set={item}" for item in set_ or ()), "--run-id", name], name)
+        _detach(["train", str(config), *(f"--set={item}" for item in sets), "--run-id", name], name)
     else:
         beside = (str(config.resolve().parent),)
         _tend(partial(Run.start, resolved, run_id, inline=inline, import_path=beside), background)
@@ -77,6 +84,10 @@ def train(
 @app.command(epilog=_example("stagecoach resume my-run --set stop_at.env_steps=200000"))
 def resume(
     run: RunArgument,
+    origin: Annotated[
+        str,
+        typer.Option("--from", metavar="CHECKPOINT|best|latest", help="Go back to this one; it becomes a new version."),
+    ] = "latest",
     set_: Sets = None,
     runs_dir: RunsDir = _RUNS,
     detach: Annotated[
@@ -87,9 +98,40 @@ def resume(
 ) -> None:
     """Continue an ended or interrupted run from its newest good checkpoint and the log behind it."""
     if detach:
-        _detach(["resume", run, *(f"--set={item}" for item in set_ or ()), "--runs-dir", str(runs_dir)], run)
+        sets = [f"--set={item}" for item in set_ or ()]
+        _detach(["resume", run, "--from", origin, *sets, "--runs-dir", str(runs_dir)], run)
     else:
-        _tend(partial(Run.resume, run, runs_dir, tuple(set_ or ()), inline=inline), background)
+        _tend(partial(Run.resume, run, runs_dir, tuple(set_ or ()), origin=origin, inline=inline), background)
+
+
+@app.command(epilog=_example("stagecoach replay my-run --from start --to best"))
+def replay(
+    run: RunArgument,
+    start: Annotated[str, typer.Option("--from", metavar="CHECKPOINT|start", help="Where to begin.")] = "start",
+    goal: Annotated[str, typer.Option("--to", metavar="CHECKPOINT", help="What must come out.")] = "latest",
+    runs_dir: RunsDir = _RUNS,
+    as_json: Json = False,
+) -> None:
+    """Train again over the archived log (archive=all), and compare every object with a checkpoint of the run."""
+    handle = Run.attach(run, runs_dir)
+    extend_imports((os.getcwd(), *handle.folder.import_path()))
+    with Progress(console=_console, transient=True, disable=as_json or not _console.is_terminal) as bar:
+        task = bar.add_task("training again", total=None)
+        found = handle.replay(start, goal, lambda version, last: bar.update(task, completed=version, total=last))
+    if as_json:
+        _print_json({**asdict(found), "equal": found.equal})
+    else:
+        what = (
+            f"{found.versions} versions from {found.start}, {found.fragments} fragments, {found.env_steps:,} env steps"
+        )
+        verdict = (
+            f"equal, all {len(found.sha256)} objects" if found.equal else f"different: {', '.join(found.different)}"
+        )
+        _console.print(f"{found.goal}: {verdict} ({what})", highlight=False, soft_wrap=True)
+        for name, digest in found.sha256.items():
+            _console.print(f"  {digest}  {name}", highlight=False, soft_wrap=True)
+    if not found.equal:
+        raise typer.Exit(1)
 
 
 @app.command(epilog=_example("stagecoach status my-run --json"))

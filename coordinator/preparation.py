@@ -13,18 +13,21 @@ import torch
 
 from rollout_worker.evaluation import evaluation_environment
 from rollout_worker.making import describe_environment, make, make_native
-from shared.checkpoint import CONFIG, ENVIRONMENT, FINISHED, STATUS
+from shared.checkpoint import CONFIG, ENVIRONMENT, FINISHED, STATUS, Checkpoint, checkpoint_name
 from shared.config import Config
 from shared.config_sources import dump_config
 from shared.connection import Address, connect_redis
 from shared.errors import ConfigError, ObjectMissing, RunExists, StagecoachError, UserError
+from shared.events import emit
 from shared.ledger import read_books
 from shared.object_store import open_store
 from shared.policies.actor_critic import build_policies
 from shared.redis_keys import RunKeys
 from shared.role import Role
 from shared.spaces import EnvironmentDescription
+from trainer_node.rebase import initialised, rebased
 
+FIRST_CHECKPOINT = checkpoint_name(0, 0)
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 
 
@@ -76,8 +79,11 @@ def impatient(config: Config) -> Config:
     return config.model_copy(update={"redis": quick})
 
 
-def prepare_new(role: Role, description: EnvironmentDescription) -> None:
-    """Records a new run; raises `RunExists` where Redis or the store has one of this id, and then changes nothing."""
+def prepare_new(role: Role, description: EnvironmentDescription, source: Checkpoint | None = None) -> None:
+    """Records a new run; raises `RunExists` where Redis or the store has one of this id, and then changes nothing.
+
+    With `source`, a checkpoint of any run, version 0 has its policies.
+    """
     store, config = role.checkpoints.store, role.config
     try:
         store.get(CONFIG)
@@ -90,25 +96,49 @@ def prepare_new(role: Role, description: EnvironmentDescription) -> None:
     try:
         store.put(ENVIRONMENT, json.dumps(description.as_dict(), indent=1).encode())
         store.put(CONFIG, dump_config(config).encode())
+        if source is not None:
+            first = initialised(role, source)
+            role.checkpoints.write(first.manifest, first.objects)
         create_flow(role)
     except StagecoachError:
-        for key in (ENVIRONMENT, CONFIG):
-            with contextlib.suppress(StagecoachError):
+        with contextlib.suppress(StagecoachError):
+            if source is not None:
+                role.checkpoints.delete(FIRST_CHECKPOINT)
+            for key in (ENVIRONMENT, CONFIG):
                 store.delete(key)
         raise
 
 
-def prepare_resume(role: Role) -> None:
-    """Makes an ended run run again: takes `.finished` away and gives back what dead workers had claimed."""
-    _refuse_reached(role)
+def prepare_resume(role: Role, origin: str = "latest") -> None:
+    """Makes an ended run run again: takes `.finished` away and gives back what dead workers had claimed.
+
+    From the newest good checkpoint and the log behind it; or from `origin`, an older checkpoint, which then goes on as
+    a new version: what was learnt since is left behind. Nothing is written before `origin` is found good.
+    """
+    checkpoint = _older(role, origin)
+    _refuse_reached(role, checkpoint)
     if not create_flow(role):
         role.check_config()
         role.flow.set_bounds(role.config.rollout.lease_seconds, role.config.rollout.max_log_bytes)
         role.flow.set_desired_workers(role.config.rollout.workers)
         role.flow.release()
         role.redis.delete(RunKeys(role.run_id).heartbeats, RunKeys(role.run_id).draining)
+    if checkpoint is not None:
+        taken = rebased(role, checkpoint, role.flow.take_over())
+        role.checkpoints.write(taken.manifest, taken.objects)
+        text = f"{checkpoint.manifest.name} goes on as {taken.manifest.name}, as resume --from {origin} asked"
+        emit(role.redis, role.run_id, "trainer", text)
     role.checkpoints.store.delete(FINISHED)
     role.flow.set_state("running", "")
+
+
+def _older(role: Role, origin: str) -> Checkpoint | None:
+    """The checkpoint to go back to; None where `origin` is where the run goes on anyway."""
+    if origin == "latest":
+        return None
+    name = role.checkpoints.resolve(origin)
+    newest, _ = role.checkpoints.newest_good()
+    return None if name == newest.manifest.name else role.checkpoints.load(name)
 
 
 def record_failure(role: Role, reason: str) -> None:
@@ -137,10 +167,12 @@ def create_flow(role: Role) -> bool:
     )
 
 
-def _refuse_reached(role: Role) -> None:
+def _refuse_reached(role: Role, origin: Checkpoint | None) -> None:
     finished, status = role.checkpoints.marker(FINISHED) or {}, role.checkpoints.marker(STATUS) or {}
     newest: dict[str, Any] = next(reversed(status.get("checkpoints", [])), {})
     reached = (finished.get("counters") or {}).get("train") or newest
+    if origin is not None:
+        reached = origin.manifest.provenance["counters"]["train"]
     for name in ("env_steps", "updates", "episodes"):
         bound, value = getattr(role.config.stop_at, name), int(reached.get(name, 0))
         if bound is not None and value >= bound:

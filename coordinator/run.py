@@ -6,37 +6,43 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import redis
 
+from coordinator.find import find_checkpoint
 from coordinator.inline import InlineRoles
 from coordinator.preparation import check, check_services, impatient, prepare_new, prepare_resume, record_failure
 from coordinator.run_folder import RunFolder
 from coordinator.services import BUCKET, LOOPBACK_VARIABLE, start_redis, start_s3
 from coordinator.status import Status, ended_status, live_status
-from shared.checkpoint import STATUS, CheckpointStore
+from shared.archive import Archive, experience
+from shared.checkpoint import ENVIRONMENT, STATUS, Checkpoint, CheckpointStore
 from shared.config import Config
 from shared.connection import Address, connect_redis
 from shared.errors import CheckpointNotFound, ConfigError, EnvironmentFailure, RedisUnavailable, UserError
 from shared.events import Event, read_events, recent_events
 from shared.flow import Flow
+from shared.fragment import Fragment
 from shared.heartbeat import Wait, poll
 from shared.launch import LOGS, RoleLaunch, extend_imports, log_to_file
 from shared.object_store import open_store
 from shared.policies.deployed import DeployedPolicy, load_policy
 from shared.role import Role, open_role
 from shared.spaces import EnvironmentDescription
+from trainer_node.replay import BEGINNING, Replayed, replay
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 
@@ -99,9 +105,11 @@ class Run:
         extend_imports(import_path)
         description = check(config)
         check_services(config)
+        source = _source(config)
         folder = RunFolder.create(config, new_run_id(config) if run_id is None else run_id, import_path)
         try:
-            return cls._launch(folder, config, description, inline, begun)
+            prepare = partial(prepare_new, description=description, source=source)
+            return cls._launch(folder, config, prepare, inline, begun)
         except BaseException:
             folder.remove()
             raise
@@ -113,10 +121,15 @@ class Run:
         runs_dir: Path = Path("runs"),
         overrides: tuple[str, ...] = (),
         *,
+        origin: str = "latest",
         inline: bool = False,
         begun: Callable[[], None] = lambda: None,
     ) -> Run:
-        """Continues an ended or interrupted run from its newest good checkpoint and the log behind it."""
+        """Continues an ended or interrupted run from its newest good checkpoint and the log behind it.
+
+        From another `origin` (a checkpoint's name, `best`, `final`, `promoted`) its weights go on as a new version, and
+        what was learnt since is left behind.
+        """
         folder = RunFolder.find(run_id, runs_dir)
         config = folder.config(overrides)
         if config.hash() != folder.config().hash():
@@ -129,7 +142,7 @@ class Run:
         check_services(config)
         folder.lock()
         try:
-            run = cls._launch(folder, config, None, inline, begun)
+            run = cls._launch(folder, config, partial(prepare_resume, origin=origin), inline, begun)
         except BaseException:
             folder.unlock()
             raise
@@ -147,11 +160,11 @@ class Run:
         cls,
         folder: RunFolder,
         config: Config,
-        new: EnvironmentDescription | None,
+        prepare: Callable[[Role], None],
         inline: bool,
         begun: Callable[[], None],
     ) -> Run:
-        """Who runs where. `new` describes the environment of a new run; None resumes the one in the folder."""
+        """Who runs where. `prepare` brings Redis and the store to where a new or a resumed run begins."""
         run = cls(folder, config)
         started, logs, running = time.monotonic(), folder.path / LOGS, ExitStack()
         running.callback(folder.unlock)
@@ -169,7 +182,7 @@ class Run:
             if ray_head is not None:
                 ray_head.connect()
             run.first_event = recent_events(role.redis, role.run_id, 0)
-            prepare_resume(role) if new is None else prepare_new(role, new)
+            prepare(role)
 
             # Roles: Ray actors, or all in this process
             import_path = folder.import_path()
@@ -300,6 +313,24 @@ class Run:
             raise CheckpointNotFound(f"{loaded.manifest.name} has no policy {policy_id!r}")
         return load_policy(data)
 
+    def replay(
+        self, start: str, goal: str, progress: Callable[[int, int], None] = lambda version, last: None
+    ) -> Replayed:
+        """Trains again from one checkpoint (or `start`) over the archived log, and compares with another one.
+
+        Raises `ArchiveIncomplete`, `CheckpointNotFound`, `CheckpointDamaged`, or `UserError` where no straight line
+        leads from the one to the other. Nothing is written, and a live run is not disturbed.
+        """
+        store = self.checkpoint_store()
+        description = EnvironmentDescription.from_dict(json.loads(store.store.get(ENVIRONMENT)))
+        begin = start if start == BEGINNING else store.resolve(start)
+        return replay(store, self.config, description, begin, store.resolve(goal), progress)
+
+    def experience(self, after: str | None = None, through: str | None = None) -> Iterator[Fragment]:
+        """The archived experience, lazily, in the log's order; between two log positions where they are given."""
+        store = self.checkpoint_store()
+        return experience(Archive(store.store, store.run_id).entries(after, through))
+
     def _address(self) -> Address:
         return self.folder.live_address() or self.folder.offline_address(self.config)
 
@@ -327,6 +358,14 @@ class Run:
         if client is None:
             raise UserError(f"run {self.run_id!r} is not live; `stagecoach resume {self.run_id}` continues it")
         return Flow(client, self.run_id)
+
+
+def _source(config: Config) -> Checkpoint | None:
+    """The checkpoint that a new run begins with, verified; None where it begins untrained."""
+    if config.initialize_from is None:
+        return None
+    found = find_checkpoint(config.initialize_from, config.runs_dir)
+    return found.store.load(found.name, only="policy.safetensors")
 
 
 def new_run_id(config: Config) -> str:

@@ -1,0 +1,51 @@
+"""Finding a checkpoint that a person names: of a run on this machine, or in a folder of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.run_folder import RunFolder
+from shared.checkpoint import CONFIG, MANIFEST, CheckpointStore
+from shared.config import Config
+from shared.config_sources import load_config
+from shared.errors import CheckpointNotFound
+from shared.object_store import FileStore, open_store
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint, the store it is in, and its run's config."""
+
+    config: Config
+    store: CheckpointStore
+    name: str
+    import_path: tuple[str, ...]
+    """Folders of the run's own modules."""
+
+
+def find_checkpoint(target: str, runs_dir: Path) -> Found:
+    """`target` is a run (what is promoted there, else its best, else its newest), `RUN/NAME`, or a checkpoint's folder.
+
+    Raises `RunNotFound` or `CheckpointNotFound` with what there is.
+    """
+    folder = Path(target).resolve()
+    if (folder / MANIFEST).is_file():
+        run_folder = folder.parent.parent
+        if not (run_folder / CONFIG).is_file():
+            raise CheckpointNotFound(
+                f"{folder} lies in no run: {run_folder / CONFIG} is missing, which names the environment"
+            )
+        config = load_config(run_folder / CONFIG, environ={})
+        store = CheckpointStore(FileStore(run_folder.parent, run_folder.name), run_folder.name)
+        return Found(config, store, folder.name, ())
+    if folder.is_dir():
+        raise CheckpointNotFound(
+            f"{folder} holds no checkpoint ({MANIFEST} is missing); give a run's id or such a folder"
+        )
+    run_id, _, name = target.partition("/")
+    run = RunFolder.find(run_id, runs_dir)
+    config = run.config()
+    address = run.live_address() or run.offline_address(config)
+    store = CheckpointStore(open_store(address, config), run_id)
+    return Found(config, store, store.resolve(name) if name else store.preferred(), run.import_path())
