@@ -2,8 +2,8 @@
 
 Order for each: objects → verify → manifest → pointer → status → prune → archive → trim. Training never waits for it
 (except for the first and the last checkpoint). While the store is away it tries again without end, with growing pauses,
-says so in `status`, and the log keeps what is not yet durable. Before each write the epoch is checked, so that a trainer
-that was replaced writes nothing.
+says so in `status`, and the log keeps what is not yet durable. Before each write the epoch is checked, so that a
+trainer that was replaced writes nothing.
 """
 
 from __future__ import annotations
