@@ -21,8 +21,14 @@ import redis
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Column, Table
+from rich.table import Table
 
+from coordinator import cli_checkpoints
+from coordinator.cli_options import RUNS as _RUNS
+from coordinator.cli_options import Json, RunArgument, RunsDir
+from coordinator.cli_options import console as _console
+from coordinator.cli_options import example as _example
+from coordinator.cli_options import print_json as _print_json
 from coordinator.console import LiveView, figure, print_status, print_summary
 from coordinator.run import Run, new_run_id
 from coordinator.run_folder import list_folders
@@ -35,24 +41,13 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown",
     help="Distributed reinforcement learning: rollout workers, an experience log, checkpoints, exact resume.",
 )  # fmt: skip
-_console = Console(markup=False)  # names, reasons and paths may hold brackets
-
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's id; `stagecoach runs` lists them.")]
-RunsDir = Annotated[
-    Path, typer.Option("--runs-dir", envvar="STAGECOACH__RUNS_DIR", help="Folder of this machine's runs.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+app.add_typer(cli_checkpoints.app, name="checkpoints")
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=c", help="Change one field of the config; may stand often.")
 ]
-_RUNS = Path("runs")
 _HISTORY = 10
 """Past events that `watch` begins with."""
 _LIVE = "stagecoach: the run is live"
-
-
-def _example(text: str) -> str:
-    return f"Example: `{text}`"
 
 
 @app.command(epilog=_example("stagecoach train examples/cartpole.yaml --set rollout.workers=4"))
@@ -198,26 +193,6 @@ def stop(run: RunArgument, runs_dir: RunsDir = _RUNS) -> None:
     handle = Run.attach(run, runs_dir)
     handle.stop()
     _console.print(f"{run}: {handle.wait().reason}")
-
-
-@app.command(epilog=_example("stagecoach checkpoints my-run --json"))
-def checkpoints(run: RunArgument, runs_dir: RunsDir = _RUNS, as_json: Json = False) -> None:
-    """List the kept checkpoints of a run."""
-    handle = Run.attach(run, runs_dir)
-    entries = handle.checkpoints()
-    if as_json:
-        _print_json(entries)
-        return
-    table = Table(
-        Column("checkpoint", no_wrap=True), "env steps", "return", "evaluated", "KiB", Column("", no_wrap=True)
-    )
-    for entry in entries:
-        training = figure(entry["mean_return"])
-        evaluated = figure(entry["evaluation"]["mean_return"] if entry["evaluation"] else None)
-        kib, marks = f"{entry['bytes'] / 1024:,.0f}", ", ".join(entry["marks"])
-        table.add_row(entry["name"], f"{entry['env_steps']:,}", training, evaluated, kib, marks)
-    _console.print(table)
-    _console.print(f"in {handle.store_location}", soft_wrap=True)
 
 
 @app.command(epilog=_example("stagecoach evaluate my-run --episodes 20 --video videos"))
@@ -374,10 +349,6 @@ def _announce(run: Run) -> None:
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
-
-
-def _print_json(data: Any) -> None:
-    print(json.dumps(data, indent=1, default=str))
 
 
 def main() -> None:

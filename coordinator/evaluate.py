@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.run import Run
+from coordinator.find import find_checkpoint
 from rollout_worker.evaluation import evaluate_policies
 from rollout_worker.making import describe_environment
-from shared.checkpoint import CONFIG, MANIFEST, CheckpointStore
 from shared.config import Config, WrapperConfig
-from shared.config_sources import load_config
-from shared.errors import CheckpointNotFound, EnvironmentUnusable
+from shared.errors import EnvironmentUnusable
 from shared.launch import extend_imports
-from shared.object_store import FileStore
 from shared.policies.codec import decode_policy
 
 
@@ -29,13 +26,16 @@ class Evaluation:
 
 
 def evaluate(target: str, runs_dir: Path, episodes: int | None = None, video: Path | None = None) -> Evaluation:
-    """Plays `target`: a run (its best checkpoint, else its newest), `RUN/NAME`, or a checkpoint's folder.
+    """Plays `target`: a run (its promoted checkpoint, else its best, else its newest), `RUN/NAME`, or a folder.
+
 
     With `video`, each episode is recorded there as MP4. Raises `CheckpointNotFound`, `CheckpointDamaged`,
     `EnvironmentUnusable`.
     """
-    config, store, name = _find(target, runs_dir)
-    checkpoint = store.load(name, only="policy.safetensors")
+    found = find_checkpoint(target, runs_dir)
+    config, name = found.config, found.name
+    extend_imports((os.getcwd(), *found.import_path))
+    checkpoint = found.store.load(name, only="policy.safetensors")
     policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
     description = describe_environment(config)
     if video is not None:
@@ -49,36 +49,6 @@ def _videos(folder: Path, name: str, episodes: int) -> tuple[Path, ...]:
     """The recordings of the episodes that count; the environment began one more after the last."""
     (folder / f"{name}-episode-{episodes}.mp4").unlink(missing_ok=True)
     return tuple(folder / f"{name}-episode-{index}.mp4" for index in range(episodes))
-
-
-def _find(target: str, runs_dir: Path) -> tuple[Config, CheckpointStore, str]:
-    folder = Path(target).resolve()
-    if (folder / MANIFEST).is_file():
-        run_folder = folder.parent.parent
-        if not (run_folder / CONFIG).is_file():
-            raise CheckpointNotFound(
-                f"{folder} lies in no run: {run_folder / CONFIG} is missing, which names the environment"
-            )
-        config = load_config(run_folder / CONFIG, environ={})
-        extend_imports((os.getcwd(),))
-        return config, CheckpointStore(FileStore(run_folder.parent, run_folder.name), run_folder.name), folder.name
-    if folder.is_dir():
-        raise CheckpointNotFound(
-            f"{folder} holds no checkpoint ({MANIFEST} is missing); give a run's id or such a folder"
-        )
-    run_id, _, name = target.partition("/")
-    run = Run.attach(run_id, runs_dir)
-    extend_imports((os.getcwd(), *run.folder.import_path()))
-    store = run.checkpoint_store()
-    if not name:
-        pointer = store.pointer()
-        if pointer is None:
-            raise CheckpointNotFound(f"run {run_id} has no checkpoint yet")
-        name = pointer.best or pointer.latest
-    elif name not in store.names():
-        known = ", ".join(store.names()) or "none"
-        raise CheckpointNotFound(f"run {run_id} has no checkpoint {name!r}; there are: {known}")
-    return run.config, store, name
 
 
 def _with_video(config: Config, folder: Path, name: str) -> Config:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.run_folder import RunFolder
-from shared.checkpoint import CONFIG, MANIFEST, CheckpointStore
+from shared.checkpoint import CHECKPOINTS, CONFIG, MANIFEST, CheckpointStore
 from shared.config import Config
 from shared.config_sources import load_config
 from shared.errors import CheckpointNotFound
@@ -25,20 +25,16 @@ class Found:
 
 
 def find_checkpoint(target: str, runs_dir: Path) -> Found:
-    """`target` is a run (what is promoted there, else its best, else its newest), `RUN/NAME`, or a checkpoint's folder.
+    """`target` is a run (what is promoted there, else its best, else its newest), `RUN/NAME`, or a folder.
 
-    Raises `RunNotFound` or `CheckpointNotFound` with what there is.
+    NAME may be `best`, `latest`, `final` or `promoted`; a folder is a checkpoint's, or a run's in a store of files or
+    exported. Raises `RunNotFound` or `CheckpointNotFound` with what there is.
     """
     folder = Path(target).resolve()
     if (folder / MANIFEST).is_file():
-        run_folder = folder.parent.parent
-        if not (run_folder / CONFIG).is_file():
-            raise CheckpointNotFound(
-                f"{folder} lies in no run: {run_folder / CONFIG} is missing, which names the environment"
-            )
-        config = load_config(run_folder / CONFIG, environ={})
-        store = CheckpointStore(FileStore(run_folder.parent, run_folder.name), run_folder.name)
-        return Found(config, store, folder.name, ())
+        return _in_folder(folder.parent.parent, folder.name)
+    if (folder / CHECKPOINTS).is_dir():
+        return _in_folder(folder, None)
     if folder.is_dir():
         raise CheckpointNotFound(
             f"{folder} holds no checkpoint ({MANIFEST} is missing); give a run's id or such a folder"
@@ -49,3 +45,13 @@ def find_checkpoint(target: str, runs_dir: Path) -> Found:
     address = run.live_address() or run.offline_address(config)
     store = CheckpointStore(open_store(address, config), run_id)
     return Found(config, store, store.resolve(name) if name else store.preferred(), run.import_path())
+
+
+def _in_folder(run_folder: Path, name: str | None) -> Found:
+    if not (run_folder / CONFIG).is_file():
+        raise CheckpointNotFound(
+            f"{run_folder} is no run's folder: {run_folder / CONFIG} is missing, which names the environment"
+        )
+    config = load_config(run_folder / CONFIG, environ={})
+    store = CheckpointStore(FileStore(run_folder.parent, run_folder.name), run_folder.name)
+    return Found(config, store, name or store.preferred(), ())

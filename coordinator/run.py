@@ -22,6 +22,16 @@ from typing import Any
 
 import redis
 
+from coordinator.checkpoints import (
+    Removed,
+    Verdict,
+    export,
+    list_checkpoints,
+    promote,
+    prune_checkpoints,
+    verify,
+    withdraw,
+)
 from coordinator.find import find_checkpoint
 from coordinator.inline import InlineRoles
 from coordinator.preparation import check, check_services, impatient, prepare_new, prepare_resume, record_failure
@@ -29,7 +39,7 @@ from coordinator.run_folder import RunFolder
 from coordinator.services import BUCKET, LOOPBACK_VARIABLE, start_redis, start_s3
 from coordinator.status import Status, ended_status, live_status
 from shared.archive import Archive, experience
-from shared.checkpoint import ENVIRONMENT, STATUS, Checkpoint, CheckpointStore
+from shared.checkpoint import ENVIRONMENT, Checkpoint, CheckpointStore
 from shared.config import Config
 from shared.connection import Address, connect_redis
 from shared.errors import CheckpointNotFound, ConfigError, EnvironmentFailure, RedisUnavailable, UserError
@@ -272,13 +282,53 @@ class Run:
 
     def checkpoints(self) -> list[dict[str, Any]]:
         """The kept checkpoints, oldest first: name, steps, mean return, evaluation, size, and which is what."""
-        store = self._checkpoints(self._address())
-        status = store.marker(STATUS) or {"checkpoints": []}
-        marks = {mark: status.get(mark) for mark in ("latest", "best", "final")}
-        return [
-            {**entry, "marks": [mark for mark, name in marks.items() if name == entry["name"]]}
-            for entry in status["checkpoints"]
-        ]
+        return list_checkpoints(self.checkpoint_store())
+
+    def verify(self, checkpoint: str | None = None) -> list[Verdict]:
+        """Reads and checks every byte of all checkpoints, or of one (a name, or a mark such as `best`)."""
+        return verify(self.checkpoint_store(), checkpoint, live=self.folder.live)
+
+    def promote(self, checkpoint: str | None) -> str | None:
+        """Marks a checkpoint for deployment, if it is whole and its weights are finite; answers its name.
+
+        Nothing prunes it then, and `load_policy` and `evaluate` take it first. None clears the mark, and answers what
+        had it.
+        """
+        store = self.checkpoint_store()
+        return withdraw(store) if checkpoint is None else promote(store, checkpoint, live=self.folder.live).checkpoint
+
+    def export(self, directory: Path, checkpoint: str | None = None) -> Path:
+        """Copies a checkpoint (else the promoted, best or newest one) to `directory/<run id>/`; answers its folder."""
+        return export(self.checkpoint_store(), self.config, checkpoint, directory)
+
+    def prune(
+        self,
+        keep_last: int | None = None,
+        keep_best: int | None = None,
+        keep_every: int | None = None,
+        *,
+        dry_run: bool = False,
+    ) -> list[Removed]:
+        """Removes what the retention rule lets go (the config's, changed by what is given) from a run that is not live.
+
+        The newest, best, final and promoted ones stay in any case. Answers what was (or would be) removed.
+        """
+        given = {"keep_last": keep_last, "keep_best": keep_best, "keep_every": keep_every}
+        changes = {name: value for name, value in given.items() if value is not None}
+        low = [f"{name}={value}" for name, value in changes.items() if value < 1]
+        if low:
+            raise UserError(f"{', '.join(low)}: expected at least 1")
+        if self.folder.live:
+            raise UserError(
+                f"run {self.run_id!r} is live, and its trainer prunes by itself after each checkpoint "
+                f"(checkpoint.keep_last, keep_best, keep_every); prune it when it has ended"
+            )
+        store = self.checkpoint_store()
+        self.folder.lock()
+        try:
+            return prune_checkpoints(store, self.config.checkpoint.model_copy(update=changes), dry_run=dry_run)
+        finally:
+            self.folder.unlock()
 
     def events(self, after: str = "0-0") -> list[Event]:
         """What has happened in a live run since the event with this id."""
@@ -302,12 +352,10 @@ class Run:
         return self._checkpoints(self._address())
 
     def load_policy(self, checkpoint: str | None = None, policy_id: str = "default") -> DeployedPolicy:
-        """A policy that acts: of this checkpoint, else of the best one, else of the newest."""
+        """A policy that acts: of this checkpoint, else of the promoted, the best or the newest one."""
         store = self.checkpoint_store()
-        pointer = store.pointer()
-        if pointer is None:
-            raise CheckpointNotFound(f"run {self.run_id} has no checkpoint yet")
-        loaded = store.load(checkpoint or pointer.best or pointer.latest, only="policy.safetensors")
+        name = store.preferred() if checkpoint is None else store.resolve(checkpoint)
+        loaded = store.load(name, only="policy.safetensors")
         data = loaded.objects.get(f"{policy_id}/policy.safetensors")
         if data is None:
             raise CheckpointNotFound(f"{loaded.manifest.name} has no policy {policy_id!r}")

@@ -12,12 +12,14 @@ import json
 import re
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shared.errors import CheckpointDamaged, CheckpointNotFound, ManifestUnreadable, ObjectMissing
-from shared.object_store import ObjectStore
+
+if TYPE_CHECKING:
+    from shared.object_store import ObjectStore  # whoever only acts with a policy has no S3 client
 
 FORMAT = 1
 CONFIG, ENVIRONMENT, READY, POINTER = "config.yaml", "environment.json", ".ready", ".checkpoint"
@@ -70,7 +72,7 @@ class Manifest(BaseModel):
     """The checkpoint that this one was trained from."""
     objects: dict[str, StoredObject]
     provenance: dict[str, Any]
-    """Code version, config hash, seed, log range, policy versions, lag histogram, ledger, counters."""
+    """Code version, config hash, seed, log range, policy versions, lag histogram, ledger, counters, newest score."""
 
     @property
     def total_bytes(self) -> int:
@@ -174,6 +176,13 @@ class CheckpointStore:
         """Moves the pointer; call only after the manifest it names is in the store."""
         self.store.put(POINTER, pointer.model_dump_json(indent=1).encode())
 
+    def write_promotion(self, promotion: Promotion | None) -> None:
+        """Sets the mark of what is deployed, or takes it away; call only after the checkpoint was verified."""
+        if promotion is None:
+            self.store.delete(PROMOTED)
+        else:
+            self.store.put(PROMOTED, promotion.model_dump_json(indent=1).encode())
+
     def write_marker(self, key: str, content: dict[str, Any]) -> None:
         """A sync file with JSON content (some stores refuse empty objects)."""
         self.store.put(key, json.dumps(content, indent=1).encode())
@@ -228,6 +237,8 @@ class CheckpointStore:
         """A checkpoint's name, from itself or from one of `MARKS`; raises `CheckpointNotFound` with those there are."""
         found, known = self.marked(name) if name in MARKS else name, self.names()
         if found in known:
+            if name == "promoted":
+                self._check_promoted(found)
             return found
         if not known:
             raise CheckpointNotFound(f"run {self.run_id} has no checkpoint yet")
@@ -235,6 +246,12 @@ class CheckpointStore:
         gone = f" ({found} is gone)" if found not in (None, name) else ""
         marks = ", ".join(MARKS)
         raise CheckpointNotFound(f"run {self.run_id} has {what}{gone}; there are: {', '.join(known)}; or say {marks}")
+
+    def _check_promoted(self, name: str) -> None:
+        """What was promoted are those very bytes; raises `CheckpointDamaged` where they were replaced."""
+        promotion, digest = self.promotion(), hashlib.sha256(self.read_manifest(name)[0]).hexdigest()
+        if promotion is not None and promotion.checkpoint == name and promotion.manifest_sha256 != digest:
+            raise CheckpointDamaged(f"the manifest of {name} is not the one that was promoted")
 
     def preferred(self) -> str:
         """What to deploy or to play when nothing is said: the promoted one, else the best, else the newest."""
@@ -283,17 +300,24 @@ class CheckpointStore:
         """The checkpoint `name`, every object verified; `only` restricts it to objects that end so."""
         manifest = self.manifest(name)
         objects = {}
-        for key, item in manifest.objects.items():
+        for key in manifest.objects:
             if not key.endswith(only):
                 continue
-            try:
-                data = self.store.get(f"{CHECKPOINTS}{name}/{key}")
-            except ObjectMissing:
-                raise CheckpointDamaged(f"{name} lacks its object {key}") from None
-            if len(data) != item.bytes or hashlib.sha256(data).hexdigest() != item.sha256:
-                raise CheckpointDamaged(f"{name}/{key} was altered: its SHA-256 is not the manifest's")
-            objects[key] = data
+            objects[key] = self.read_object(manifest, key)
         return Checkpoint(manifest, objects)
+
+    def read_object(self, manifest: Manifest, key: str) -> bytes:
+        """One object of a checkpoint, verified; raises `CheckpointDamaged`."""
+        name, wanted = manifest.name, manifest.objects[key]
+        try:
+            data = self.store.get(f"{CHECKPOINTS}{name}/{key}")
+        except ObjectMissing:
+            raise CheckpointDamaged(f"{name} lacks its object {key}") from None
+        if len(data) != wanted.bytes:
+            raise CheckpointDamaged(f"{name}/{key} was altered: {len(data)} bytes, the manifest says {wanted.bytes}")
+        if hashlib.sha256(data).hexdigest() != wanted.sha256:
+            raise CheckpointDamaged(f"{name}/{key} was altered: its SHA-256 is not the manifest's")
+        return data
 
     def newest_good(self) -> tuple[Checkpoint, list[str]]:
         """The newest checkpoint that verifies, and a line for each newer one that does not.

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from coordinator import cli_checkpoints
 from coordinator.cli import app
 from coordinator.config_docs import commented_config, config_markdown
 from shared.config_sources import load_config, parse_config
@@ -62,7 +63,13 @@ def metric_names(module_file: str) -> set[str]:
 
 
 def cli_commands() -> set[str]:
-    return {str(command.name or command.callback.__name__) for command in app.registered_commands if command.callback}
+    groups = {str(group.name) for group in app.registered_groups}
+    return groups | {str(item.name or item.callback.__name__) for item in app.registered_commands if item.callback}
+
+
+def checkpoint_commands() -> set[str]:
+    commands = cli_checkpoints.app.registered_commands
+    return {str(item.name or item.callback.__name__) for item in commands if item.callback}
 
 
 def definitions(path: Path) -> set[str]:
@@ -131,6 +138,8 @@ def test_the_commented_config_holds_the_defaults(tmp_path: Path) -> None:
 def test_the_readme_names_every_command() -> None:
     named = set(re.findall(r"`stagecoach ([a-z]+)[ `]", text_of("README.md")))
     assert cli_commands() - named == set()
+    named = set(re.findall(r"`stagecoach checkpoints ([a-z]+) RUN", text_of("README.md")))
+    assert checkpoint_commands() - named == {"list"}
 
 
 @every_document

@@ -8,7 +8,6 @@ trainer that was replaced writes nothing.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import threading
@@ -17,11 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from shared.archive import Archive
-from shared.checkpoint import READY, STATUS, UNREADABLE, Pointer
+from shared.checkpoint import READY, UNREADABLE, Manifest, Pointer, checkpoint_version
 from shared.errors import (
     CheckpointDamaged,
-    CheckpointError,
-    CheckpointNotFound,
     Fenced,
     ManifestUnreadable,
     StoreError,
@@ -34,11 +31,13 @@ from shared.heartbeat import growing_pauses, read_heartbeats
 from shared.redis_keys import RunKeys
 from shared.role import Role
 from trainer_node.archiver import Archiver
-from trainer_node.retention import best_checkpoints, superfluous
+from trainer_node.retention import best_checkpoints, prune, status_entries, take_stock
 from trainer_node.snapshot import Snapshot
 
 _LOGGER = logging.getLogger("stagecoach.publisher")
 _TICK_SECONDS = 0.5
+_TOLD = ("mean_return", "episodes")
+"""What a manifest tells of the newest evaluation."""
 
 
 class Publisher:
@@ -180,12 +179,11 @@ class Publisher:
             raise Fenced(f"epoch {self._epoch} may not write checkpoints; a newer trainer has taken over")
 
     def _save(self, snapshot: Snapshot) -> None:
-        manifest = snapshot.manifest
         self._check_epoch()
-        started = time.monotonic()
+        started, manifest = time.monotonic(), self._with_evaluation(snapshot.manifest)
         self._say(self._trouble or {"writing": manifest.name, "since": round(time.time(), 3)})
         try:
-            self._write(snapshot)
+            self._write(manifest, snapshot.objects)
         except CheckpointDamaged as error:
             raise StoreError(str(error)) from None  # told in `status`; the next checkpoint has another name
         self._refresh(latest=manifest.name)
@@ -198,51 +196,51 @@ class Publisher:
         text = f"{manifest.name} ({manifest.total_bytes / 1024:.0f} KiB in {time.monotonic() - started:.2f} s)"
         emit(self._role.redis, self._role.run_id, "checkpoint", text, name=manifest.name, version=manifest.version)
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, manifest: Manifest, objects: dict[str, bytes]) -> None:
         """Objects and manifest. What was cut off in a manifest's place makes room: no reader could ever use it."""
-        name = snapshot.manifest.name
         try:
-            self._checkpoints.write(snapshot.manifest, snapshot.objects)
+            self._checkpoints.write(manifest, objects)
         except ManifestUnreadable as error:
-            self._checkpoints.set_aside(name)
-            text = f"{error}; {name} is written anew, and what was there is kept as {UNREADABLE}"
+            self._checkpoints.set_aside(manifest.name)
+            text = f"{error}; {manifest.name} is written anew, and what was there is kept as {UNREADABLE}"
             emit(self._role.redis, self._role.run_id, "store", text)
-            self._checkpoints.write(snapshot.manifest, snapshot.objects)
+            self._checkpoints.write(manifest, objects)
+
+    def _with_evaluation(self, manifest: Manifest) -> Manifest:
+        """With the newest score known by now. Not the snapshot's business: it would depend on the evaluator's speed."""
+        known = {name: entry["evaluation"] for name, entry in status_entries(self._checkpoints).items()}
+        known |= read_evaluations(self._role.redis, self._role.run_id)
+        newest = max(
+            (name for name in known if known[name]), key=lambda name: checkpoint_version(name) or 0, default=""
+        )
+        told = {"checkpoint": newest} | {key: known[newest].get(key) for key in _TOLD} if newest else None
+        return manifest.model_copy(update={"provenance": manifest.provenance | {"evaluation": told}})
 
     def _refresh(self, latest: str | None = None, final: str | None = None) -> None:
         """Pointer, status file and pruning, from what the store and the evaluations say now."""
         self._check_epoch()
-        pointer, names = self._pointer(), self._checkpoints.names()
+        pointer = self._pointer()
         if pointer is not None and pointer.epoch > self._epoch:
             raise Fenced(f"epoch {self._epoch}: the pointer was written by epoch {pointer.epoch}")
         evaluations = read_evaluations(self._role.redis, self._role.run_id)
-        entries, cut_off = self._entries(names, latest)
+        stock = take_stock(self._checkpoints, evaluations, latest)
         newest = latest or (pointer.latest if pointer else None) or final
-        if newest is None or newest not in entries:
+        if newest is None or newest not in stock.entries:
             if latest or final:  # nothing may be trimmed or ended on the word of a manifest that is not there
                 raise StoreError(f"the manifest of {newest} does not read back from the store as it was written")
             self._noticed = evaluations
             return
-        for name, entry in entries.items():
-            entry["evaluation"] = evaluations.get(name, entry["evaluation"])
-        scores = {name: entry["evaluation"]["mean_return"] for name, entry in entries.items() if entry["evaluation"]}
-        best = next(iter(best_checkpoints(scores, names)), None)
+        known = pointer.best if pointer and pointer.best in stock.entries else None  # of which all scores are lost
+        best = next(iter(best_checkpoints(stock.scores, stock.names)), known)
         last = final or (pointer.final if pointer and latest is None else None)
-        sha = entries[newest]["manifest_sha256"]
+        sha = stock.entries[newest]["manifest_sha256"]
         moved = Pointer(latest=newest, best=best, final=last, epoch=self._epoch, manifest_sha256=sha)
         if moved != pointer:
             self._checkpoints.write_pointer(moved)
-        whole = [name for name in names if name not in cut_off]
-        named = {name for name in (newest, best, last, self._in_evaluation()) if name}
-        doomed = superfluous(whole, scores, self._role.config.checkpoint, named)
-        doomed += [name for name in cut_off if names.index(name) < names.index(newest)]
-        kept = [entries[name] for name in names if name in entries and name not in doomed]
-        status = {"run_id": self._role.run_id, "latest": newest, "best": best, "final": last, "checkpoints": kept}
-        self._checkpoints.write_marker(STATUS, status)
-        for name in doomed:
-            self._checkpoints.delete(name)
-        if doomed:
-            prune_evaluations(self._role.redis, self._role.run_id, {entry["name"] for entry in kept})
+        playing = {name for name in (self._in_evaluation(),) if name}
+        removed = prune(self._checkpoints, stock, moved, self._role.config.checkpoint, playing)
+        if removed:
+            prune_evaluations(self._role.redis, self._role.run_id, {*stock.names} - {*removed})
         self._noticed = evaluations
 
     def _in_evaluation(self) -> str | None:
@@ -250,21 +248,6 @@ class Publisher:
         beats = read_heartbeats(self._role.redis, self._role.run_id)
         playing = (beat.progress.get("evaluating") for beat in beats if beat.role == "evaluator" and beat.alive)
         return next(playing, None)
-
-    def _entries(self, names: list[str], latest: str | None) -> tuple[dict[str, dict[str, Any]], list[str]]:
-        """The status file's entries, `latest` and unknown ones from their manifests; and uploads that were cut off."""
-        status = self._marker(STATUS) or {}
-        entries = {entry["name"]: entry for entry in status.get("checkpoints", []) if entry["name"] in names}
-        cut_off = []
-        for name in [name for name in names if name not in entries or name == latest]:
-            known = entries.pop(name, {})
-            try:
-                entries[name] = self._entry(name) | {"evaluation": known.get("evaluation")}
-            except CheckpointNotFound:
-                cut_off.append(name)
-            except CheckpointError:
-                continue  # damaged: neither pointed to nor in the status file
-        return entries, cut_off
 
     def _pointer(self) -> Pointer | None:
         try:
@@ -277,15 +260,3 @@ class Publisher:
             return self._checkpoints.marker(key)
         except CheckpointDamaged:
             return None  # made anew
-
-    def _entry(self, name: str) -> dict[str, Any]:
-        data, manifest = self._checkpoints.read_manifest(name)
-        return {
-            "name": name,
-            "version": manifest.version,
-            **manifest.provenance["counters"]["train"],
-            "created": manifest.created,
-            "bytes": manifest.total_bytes,
-            "mean_return": manifest.provenance["mean_return"],
-            "manifest_sha256": hashlib.sha256(data).hexdigest(),
-        }

@@ -1,16 +1,47 @@
-"""Which checkpoints stay: the last k, the best b by evaluation, every m-th, and those that a pointer names."""
+"""Which checkpoints stay: the last k, the best b by evaluation, every m-th, and those that have a mark.
+
+It is worked out from what the store lists and what the status file remembers, not from one process's memory.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from shared.checkpoint import checkpoint_version
+from shared.checkpoint import STATUS, CheckpointStore, Pointer, checkpoint_version
 from shared.config import CheckpointConfig
+from shared.errors import CheckpointDamaged, CheckpointNotFound
+
+
+@dataclass(frozen=True)
+class Stock:
+    """The checkpoints that a store holds."""
+
+    names: list[str]
+    """All of them, oldest first."""
+    entries: dict[str, dict[str, Any]]
+    """What the status file says of each that can be read."""
+    cut_off: list[str]
+    """Uploads without a manifest."""
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """Mean return of those that were evaluated."""
+        evaluated = {name: entry["evaluation"] for name, entry in self.entries.items() if entry["evaluation"]}
+        return {name: float(evaluation["mean_return"]) for name, evaluation in evaluated.items()}
+
+    @property
+    def readable(self) -> list[str]:
+        """Those whose manifest is whole, oldest first."""
+        return [name for name in self.names if name in self.entries]
 
 
 def best_checkpoints(scores: Mapping[str, float], names: Collection[str]) -> list[str]:
     """The evaluated ones among `names`, best mean return first; of equals the newest first."""
-    evaluated = [name for name in names if name in scores]
+    evaluated = [name for name in names if math.isfinite(scores.get(name, math.nan))]
     return sorted(evaluated, key=lambda name: (-scores[name], -(checkpoint_version(name) or 0)))
 
 
@@ -22,3 +53,83 @@ def superfluous(
     if config.keep_every is not None:
         keep |= {name for name in names if (checkpoint_version(name) or 0) % config.keep_every == 0}
     return [name for name in names if name not in keep]
+
+
+def take_stock(
+    checkpoints: CheckpointStore, evaluations: Mapping[str, dict[str, Any]], changed: str | None = None
+) -> Stock:
+    """Looks through the store; manifests are read for `changed` and for what the status file does not know."""
+    names, known = checkpoints.names(), status_entries(checkpoints)
+    entries, cut_off = {}, []
+    for name in names:
+        entry = known.get(name)
+        if entry is None or name == changed:
+            try:
+                entry = _entry(checkpoints, name) | {"evaluation": entry["evaluation"] if entry else None}
+            except CheckpointNotFound:
+                cut_off.append(name)
+                continue
+            except CheckpointDamaged:
+                continue  # neither pointed to nor in the status file
+        entries[name] = entry | {"evaluation": evaluations.get(name, entry["evaluation"])}
+    return Stock(names, entries, cut_off)
+
+
+def status_entries(checkpoints: CheckpointStore) -> dict[str, dict[str, Any]]:
+    """What the status file says, by name; nothing where it is lost or damaged (it is made anew)."""
+    try:
+        status = checkpoints.marker(STATUS) or {}
+    except CheckpointDamaged:
+        return {}
+    return {entry["name"]: entry for entry in status.get("checkpoints", [])}
+
+
+def going(stock: Stock, pointer: Pointer, config: CheckpointConfig, protected: Collection[str]) -> list[str]:
+    """What the rule lets go, oldest first: of what can be read, then damaged and cut off ones that others outlived."""
+    named = {name for name in (pointer.latest, pointer.best, pointer.final, *protected) if name}
+    readable = stock.readable
+    doomed = {*superfluous(readable, stock.scores, config, named)}
+    outlived = stock.names.index(readable[-config.keep_last :][0]) if readable else 0
+    newest = stock.names.index(pointer.latest) if pointer.latest in stock.names else 0
+    for index, name in enumerate(stock.names):
+        if name not in stock.entries and name not in named:
+            doomed |= {name} if index < (newest if name in stock.cut_off else outlived) else set()
+    return [name for name in stock.names if name in doomed]
+
+
+def prune(
+    checkpoints: CheckpointStore, stock: Stock, pointer: Pointer, config: CheckpointConfig, protected: Collection[str]
+) -> list[str]:
+    """Writes the status file, then removes what the rule lets go, manifest first; answers the names that went.
+
+    The status file announces what goes: `promote` looks into it after it has set its mark, and the mark is looked for
+    here after the announcement. So one of the two sees the other, and what is promoted is never removed.
+    """
+    try:
+        promotion = checkpoints.promotion()
+        kept = {promotion.checkpoint} if promotion else set[str]()
+        doomed = going(stock, pointer, config, {*protected, *kept})
+    except CheckpointDamaged:
+        doomed = []  # nobody knows what the mark named: all stays until it can be read
+    entries = [stock.entries[name] for name in stock.readable if name not in doomed]
+    names = {"latest": pointer.latest, "best": pointer.best, "final": pointer.final}
+    checkpoints.write_marker(STATUS, {"run_id": checkpoints.run_id, **names, "checkpoints": entries})
+    if doomed:
+        promotion = checkpoints.promotion()
+        doomed = [name for name in doomed if promotion is None or name != promotion.checkpoint]
+    for name in doomed:
+        checkpoints.delete(name)
+    return doomed
+
+
+def _entry(checkpoints: CheckpointStore, name: str) -> dict[str, Any]:
+    data, manifest = checkpoints.read_manifest(name)
+    return {
+        "name": name,
+        "version": manifest.version,
+        **manifest.provenance["counters"]["train"],
+        "created": manifest.created,
+        "bytes": manifest.total_bytes,
+        "mean_return": manifest.provenance["mean_return"],
+        "manifest_sha256": hashlib.sha256(data).hexdigest(),
+    }

@@ -5,13 +5,16 @@ It needs torch and NumPy, and the small packages that a policy file is read with
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
-from shared.errors import CheckpointNotFound, UserError
+from shared.checkpoint import CHECKPOINTS, MANIFEST, POINTER, PROMOTED, Pointer, Promotion
+from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
 from shared.policies.actor_critic import ActorCritic
 from shared.policies.codec import decode_policy
 from shared.spaces import Columns
@@ -52,15 +55,39 @@ class DeployedPolicy:
 def load_policy(checkpoint: str | Path | bytes, policy_id: str = "default") -> DeployedPolicy:
     """The policy in a checkpoint's folder, in its `policy.safetensors`, or in the bytes of that file.
 
-    Raises `CheckpointNotFound` where there is none and `CheckpointDamaged` for bytes that were altered.
+    A run's folder in a store of files (or an exported one) stands for its promoted checkpoint, else its best, else its
+    newest. Raises `CheckpointNotFound` where there is none and `CheckpointDamaged` for bytes that were altered.
     """
     if isinstance(checkpoint, bytes):
         return DeployedPolicy(*decode_policy(checkpoint))
     path = Path(checkpoint)
+    if (path / CHECKPOINTS).is_dir():
+        path = _preferred(path)
     for candidate in (path, path / _FILE, path / policy_id / _FILE):
         if candidate.is_file():
             return DeployedPolicy(*decode_policy(candidate.read_bytes()))
-    raise CheckpointNotFound(f"no policy {policy_id!r} at {path}; expected a checkpoint folder or a {_FILE}")
+    raise CheckpointNotFound(
+        f"no policy {policy_id!r} at {path}; expected a checkpoint's or a run's folder, or a {_FILE}"
+    )
+
+
+def _preferred(run: Path) -> Path:
+    """As `CheckpointStore.preferred`, without what a store needs; what is promoted are those very bytes."""
+    try:
+        if (run / PROMOTED).is_file():
+            promotion = Promotion.model_validate_json((run / PROMOTED).read_bytes())
+            folder = run / CHECKPOINTS / promotion.checkpoint
+            if hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest() != promotion.manifest_sha256:
+                raise CheckpointDamaged(f"the manifest in {folder} is not the one that was promoted")
+            return folder
+        pointer = Pointer.model_validate_json((run / POINTER).read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointNotFound(f"{run} has no complete checkpoint: {error.filename} is missing") from None
+    except ValidationError as error:
+        raise CheckpointDamaged(
+            f"the {error.title.lower()} in {run} cannot be read; name one of its checkpoints"
+        ) from None
+    return run / CHECKPOINTS / (pointer.best or pointer.latest)
 
 
 def _batched(observation: Any) -> Any:

@@ -67,7 +67,7 @@ def test_an_unknown_run_or_checkpoint_is_not_found(run: Run, checkpoints: Path) 
     with pytest.raises(CheckpointNotFound, match=rf"no checkpoint '9_Step-9\.ckpt'; there are: .*{LAST}"):
         evaluate("a/9_Step-9.ckpt", runs(run))
     (checkpoints.parent / "config.yaml").unlink()
-    with pytest.raises(CheckpointNotFound, match=r"lies in no run: .*config\.yaml is missing"):
+    with pytest.raises(CheckpointNotFound, match=r"is no run's folder: .*config\.yaml is missing"):
         evaluate(str(checkpoints / LAST), runs(run))
 
 

@@ -54,7 +54,7 @@ def test_one_of_several_policies_is_chosen(tmp_path: Path) -> None:
         (tmp_path / policy_id / "policy.safetensors").write_bytes(policy_bytes(version=version))
     assert load_policy(tmp_path, "hunter").version == 3
     assert load_policy(tmp_path, "prey").version == 4
-    with pytest.raises(CheckpointNotFound, match=r"no policy 'default' at .*expected a checkpoint folder"):
+    with pytest.raises(CheckpointNotFound, match=r"no policy 'default' at .*expected a checkpoint's or a run's folder"):
         load_policy(tmp_path)
 
 

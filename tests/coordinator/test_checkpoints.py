@@ -1,0 +1,467 @@
+"""Verify, prune, promote and export on real checkpoints, on a folder and on both S3 servers; and on a live run."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coordinator.checkpoints import (
+    Removed,
+    export,
+    list_checkpoints,
+    promote,
+    prune_checkpoints,
+    verify,
+    withdraw,
+)
+from coordinator.evaluate import evaluate
+from coordinator.run import Run
+from shared.checkpoint import CHECKPOINTS, MANIFEST, POINTER, PROMOTED, STATUS, CheckpointStore, describe_objects
+from shared.config import CheckpointConfig
+from shared.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, StoreError, UserError
+from shared.object_store import FileStore, ObjectStore
+from shared.policies.codec import decode_policy, encode_policy, state_arrays
+from shared.policies.deployed import load_policy
+from tests.conftest import minimal_config
+from trainer_node.retention import prune, take_stock
+
+POLICY, STATE = "default/policy.safetensors", "trainer/state.json"
+NAMES = [f"{version}_Step-{version * 64}.ckpt" for version in range(5)]
+NAME = NAMES[2]
+HALF = "3_Step-1.ckpt"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """An ended run with five checkpoints."""
+    config = minimal_config(
+        runs_dir=str(tmp_path_factory.mktemp("runs")), checkpoint={"every": "1 updates", "keep_last": 9},
+        evaluation={"episodes": 2}, policy_versions={"transport": "object_store"},
+    )  # fmt: skip
+    run = Run.start(config, "a", inline=True)
+    assert run.wait(120).reason == "exhausted"
+    assert [entry["name"] for entry in run.checkpoints()] == NAMES
+    return run
+
+
+@pytest.fixture
+def checkpoints(run: Run, any_store: ObjectStore) -> CheckpointStore:
+    """A copy of the run's checkpoints that a test may spoil."""
+    source = run.checkpoint_store().store
+    for key in source.keys(""):
+        any_store.put(key, source.get(key))
+    return CheckpointStore(any_store, "a")
+
+
+@pytest.fixture
+def files(run: Run, tmp_path: Path) -> CheckpointStore:
+    """The same, in a folder."""
+    (tmp_path / "files").mkdir()
+    target, source = FileStore(tmp_path / "files", "a"), run.checkpoint_store().store
+    for key in source.keys(""):
+        target.put(key, source.get(key))
+    return CheckpointStore(target, "a")
+
+
+class Altered:
+    """A store that does something else before some calls."""
+
+    def __init__(self, store: ObjectStore, before: Callable[[str, str], None]) -> None:
+        self._store, self._before = store, before
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._store, name)
+
+        def call(key: str = "", *args: Any, **options: Any) -> Any:
+            self._before(name, key)
+            return found(key, *args, **options)
+
+        return call
+
+
+def altered(checkpoints: CheckpointStore, before: Callable[[str, str], None]) -> CheckpointStore:
+    return CheckpointStore(Altered(checkpoints.store, before), checkpoints.run_id)
+
+
+def at(key: str, name: str = NAME) -> str:
+    return f"{CHECKPOINTS}{name}/{key}"
+
+
+def listing(checkpoints: CheckpointStore) -> dict[str, bytes]:
+    return {key: checkpoints.store.get(key) for key in checkpoints.store.keys("")}
+
+
+def rewrite(checkpoints: CheckpointStore, policy: bytes, name: str = NAME) -> None:
+    """A checkpoint with another policy, whose sizes and hashes are right everywhere."""
+    manifest = checkpoints.manifest(name)
+    objects = manifest.objects | describe_objects({POLICY: policy})
+    data = manifest.model_copy(update={"objects": objects}).model_dump_json().encode()
+    checkpoints.store.put(at(POLICY, name), policy)
+    checkpoints.store.put(at(MANIFEST, name), data)
+    status = checkpoints.marker(STATUS)
+    assert status is not None
+    entry = next(entry for entry in status["checkpoints"] if entry["name"] == name)
+    entry["manifest_sha256"] = hashlib.sha256(data).hexdigest()
+    checkpoints.write_marker(STATUS, status)
+
+
+def not_finite(checkpoints: CheckpointStore) -> bytes:
+    """The policy with one weight that is NaN."""
+    policy, version = decode_policy(checkpoints.store.get(at(POLICY)))
+    state = {name: np.array(array) for name, array in state_arrays(policy).items()}
+    next(array for name, array in state.items() if name.endswith("weight")).flat[0] = np.nan
+    return encode_policy(state, policy.spaces, policy.config, version)
+
+
+def half_upload(checkpoints: CheckpointStore, name: str = HALF) -> str:
+    checkpoints.store.put(at(STATE, name), b"half")
+    return name
+
+
+# Verify
+
+
+def test_whole_checkpoints_are_ok(checkpoints: CheckpointStore) -> None:
+    before = listing(checkpoints)
+    found = verify(checkpoints)
+    assert [(verdict.name, verdict.state, verdict.objects) for verdict in found] == [(name, "ok", 3) for name in NAMES]
+    assert found[0].bytes == sum(
+        len(data) for key, data in before.items() if f"/{NAMES[0]}/" in f"/{key}" and not key.endswith(MANIFEST)
+    )
+    assert [verdict.name for verdict in verify(checkpoints, "latest")] == NAMES[-1:]
+    assert listing(checkpoints) == before
+
+
+def spoil(key: str, change: Callable[[bytes], bytes | None]) -> Callable[[CheckpointStore], None]:
+    """Changes one object; None removes it."""
+
+    def do(checkpoints: CheckpointStore) -> None:
+        changed = change(checkpoints.store.get(key))
+        checkpoints.store.delete(key)
+        if changed is not None:
+            checkpoints.store.put(key, changed)
+
+    return do
+
+
+DAMAGES: dict[str, tuple[Callable[[CheckpointStore], None], str]] = {
+    "flipped": (spoil(at(STATE), lambda data: data[:-1] + b"?"), f"{STATE} was altered: its SHA-256"),
+    "cut": (spoil(at(STATE), lambda data: data[:7]), "was altered: 7 bytes, the manifest says"),
+    "missing": (spoil(at(POLICY), lambda _: None), f"lacks its object {POLICY}"),
+    "no manifest": (spoil(at(MANIFEST), lambda _: None), "manifest.json is missing"),
+    "garbage manifest": (spoil(at(MANIFEST), lambda _: b"{"), "cannot be read"),
+    "replaced manifest": (spoil(at(MANIFEST), lambda data: data + b" "), f"is not the one that {STATUS} names"),
+    "NaN": (lambda store: rewrite(store, not_finite(store)), f"{POLICY} has weights that are not finite"),
+    "no policy": (lambda store: rewrite(store, b"no policy"), f"{POLICY}: policy.safetensors is undecodable"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_and_the_others_are_ok(files: CheckpointStore, damage: str) -> None:
+    spoil_it, said = DAMAGES[damage]
+    spoil_it(files)
+    before = listing(files)
+    found = {verdict.name: verdict for verdict in verify(files)}
+    assert {name: verdict.state for name, verdict in found.items()} == {
+        name: "damaged" if name == NAME else "ok" for name in NAMES
+    }
+    assert len(found[NAME].problems) == 1 and said in found[NAME].problems[0]
+    assert verify(files, NAME) == [found[NAME]]
+    assert listing(files) == before
+
+
+def test_all_damages_of_a_checkpoint_are_named_at_once(checkpoints: CheckpointStore) -> None:
+    for damage in ("flipped", "missing", "replaced manifest"):
+        DAMAGES[damage][0](checkpoints)
+    (found,) = verify(checkpoints, NAME)
+    assert len(found.problems) == 3
+
+
+def test_a_manifest_is_compared_with_pointer_and_promotion_too(checkpoints: CheckpointStore) -> None:
+    promote(checkpoints, "latest", live=False)
+    checkpoints.store.put(at(MANIFEST, NAMES[-1]), checkpoints.store.get(at(MANIFEST, NAMES[-1])) + b" ")
+    (found,) = verify(checkpoints, NAMES[-1])
+    assert [problem.split()[-2] for problem in found.problems] == [STATUS, POINTER, PROMOTED]
+    with pytest.raises(CheckpointDamaged, match="is not the one that was promoted"):
+        checkpoints.preferred()
+
+
+def test_an_upload_that_was_cut_off_is_no_damage(checkpoints: CheckpointStore) -> None:
+    half_upload(checkpoints)
+    newer = half_upload(checkpoints, "9_Step-9.ckpt")
+    assert {v.name: v.state for v in verify(checkpoints) if v.state != "ok"} == {HALF: "cut off", newer: "cut off"}
+    assert [v.state for v in verify(checkpoints, newer, live=True)] == ["being written"]
+    assert [v.state for v in verify(checkpoints, HALF, live=True)] == ["cut off"]
+
+
+def test_damaged_sync_files_are_named(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.checkpoint._POINTER_TRIES", 1)
+    promote(checkpoints, NAMES[0], live=False)
+    checkpoints.delete(NAMES[0])
+    found = verify(checkpoints)[-1]
+    assert (found.name, found.problems) == (PROMOTED, (f"names {NAMES[0]} as promoted, which is gone",))
+    for key in (STATUS, POINTER, PROMOTED):
+        checkpoints.store.put(key, b"garbage")
+    found_all = {verdict.name: verdict.state for verdict in verify(checkpoints)}
+    assert found_all == dict.fromkeys(NAMES[1:], "ok") | dict.fromkeys((STATUS, POINTER, PROMOTED), "damaged")
+
+
+# Promote
+
+
+def test_promoted_is_listed_preferred_and_taken_back(checkpoints: CheckpointStore) -> None:
+    assert promote(checkpoints, NAME, live=False).checkpoint == NAME
+    promote(checkpoints, NAMES[1], live=False)
+    marks = {entry["name"]: entry["marks"] for entry in list_checkpoints(checkpoints)}
+    assert [name for name in NAMES if "promoted" in marks[name]] == [NAMES[1]]
+    assert checkpoints.preferred() == NAMES[1]
+    assert withdraw(checkpoints) == NAMES[1]
+    assert withdraw(checkpoints) is None
+    assert checkpoints.preferred() == checkpoints.resolve("best")
+    assert PROMOTED not in checkpoints.store.keys("")
+
+
+def test_a_damaged_mark_is_left_out_of_the_list_and_set_anew(files: CheckpointStore) -> None:
+    files.store.put(PROMOTED, b"garbage")
+    assert all("promoted" not in entry["marks"] for entry in list_checkpoints(files))
+    promote(files, NAME, live=False)
+    assert files.preferred() == NAME
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_damaged_or_not_finite_is_never_promoted(files: CheckpointStore, damage: str) -> None:
+    promote(files, NAMES[0], live=False)
+    DAMAGES[damage][0](files)
+    before = listing(files)
+    with pytest.raises(CheckpointDamaged, match=rf"{NAME} is not promoted: .*{DAMAGES[damage][1]}"):
+        promote(files, NAME, live=False)
+    assert listing(files) == before
+
+
+def test_what_is_not_complete_or_not_there_is_not_promoted(files: CheckpointStore) -> None:
+    half_upload(files)
+    before = listing(files)
+    for name, said in ((HALF, "not complete"), ("9_Step-9.ckpt", "there are:"), ("promoted", "no promoted checkpoint")):
+        with pytest.raises(CheckpointNotFound, match=said):
+            promote(files, name, live=False)
+    assert listing(files) == before
+
+
+def test_whoever_comes_second_gives_way_where_a_checkpoint_is_promoted_while_it_is_pruned(
+    files: CheckpointStore,
+) -> None:
+    """Between any two steps of the pruning, and the pruning between any two steps of the promotion."""
+    rule, pointer = CheckpointConfig(keep_last=1), files.pointer()
+    assert pointer is not None
+    whole, outcomes = listing(files), list[str]()
+    for step in range(6):
+        for key, data in whole.items():
+            files.store.put(key, data)
+        files.store.delete(PROMOTED)
+        count = [0]
+
+        def at_step(word: str, key: str, count: list[int] = count, step: int = step) -> None:
+            if (word, key) in {("put", STATUS), ("get", PROMOTED)} or word == "delete":
+                count[0] += 1
+                if count[0] == step + 1:
+                    try:
+                        promote(files, NAME, live=True)
+                        outcomes.append("promoted")
+                    except CheckpointError:
+                        outcomes.append("refused")
+
+        pruning = altered(files, at_step)
+        prune(pruning, take_stock(pruning, {}), pointer, rule, ())
+        if outcomes[-1] == "promoted":
+            assert [verdict.state for verdict in verify(files, "promoted")] == ["ok"], step
+        else:
+            assert files.promotion() is None
+    assert set(outcomes) == {"promoted", "refused"}
+
+
+# Prune
+
+
+def test_pruning_keeps_what_is_marked_and_what_the_rule_says(checkpoints: CheckpointStore) -> None:
+    promote(checkpoints, NAMES[1], live=False)
+    half_upload(checkpoints)
+    half_upload(checkpoints, "9_Step-9.ckpt")
+    pointer, before = checkpoints.pointer(), listing(checkpoints)
+    assert pointer is not None
+    stay = {NAMES[1], NAMES[3], NAMES[4], pointer.best}
+    rule = CheckpointConfig(keep_last=1, keep_every=3)
+    stay.add(NAMES[0])  # version 0 is a multiple of 3 as well
+    sizes = {entry["name"]: entry["bytes"] for entry in list_checkpoints(checkpoints)}
+    gone = [name for name in checkpoints.names() if name not in stay and name != "9_Step-9.ckpt"]
+    expected = [Removed(name, sizes.get(name)) for name in gone]
+    assert prune_checkpoints(checkpoints, rule, dry_run=True) == expected
+    assert listing(checkpoints) == before
+    assert prune_checkpoints(checkpoints, rule, dry_run=False) == expected
+    assert checkpoints.names() == [*(name for name in NAMES if name in stay), "9_Step-9.ckpt"]
+    assert checkpoints.pointer() == pointer
+    assert [entry["name"] for entry in list_checkpoints(checkpoints)] == [name for name in NAMES if name in stay]
+    assert {v.state for v in verify(checkpoints) if v.name != "9_Step-9.ckpt"} == {"ok"}
+    assert prune_checkpoints(checkpoints, rule, dry_run=False) == []
+
+
+def test_a_pruning_that_is_cut_off_anywhere_leaves_no_damage_and_is_completed_by_the_next(
+    files: CheckpointStore,
+) -> None:
+    rule, whole = CheckpointConfig(keep_last=1), listing(files)
+    steps = 0
+    for step in range(100):
+        for key, data in whole.items():
+            files.store.put(key, data)
+        count = [0]
+
+        def fail(word: str, key: str, count: list[int] = count, step: int = step) -> None:
+            if word in {"put", "delete"}:
+                count[0] += 1
+                if count[0] > step:
+                    raise StoreError("cut off")
+
+        try:
+            prune_checkpoints(altered(files, fail), rule, dry_run=False)
+        except StoreError:
+            steps += 1
+            found = verify(files)
+            assert {v.state for v in found} <= {"ok", "cut off"}, found
+            prune_checkpoints(files, rule, dry_run=False)
+            pointer = files.pointer()
+            assert pointer is not None
+            assert files.names() == [name for name in NAMES if name in {pointer.latest, pointer.best}]
+            continue
+        break
+    assert steps > 10, "each write and each removal was tried"
+
+
+def test_where_the_newest_is_damaged_or_a_mark_cannot_be_read_nothing_is_pruned(
+    files: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.checkpoint._POINTER_TRIES", 1)
+    whole = listing(files)
+    for key in (at(STATE, NAMES[-1]), at(MANIFEST, NAMES[-1]), POINTER, PROMOTED):
+        files.store.put(key, b"garbage")
+        before = listing(files)
+        with pytest.raises(CheckpointDamaged):
+            prune_checkpoints(files, CheckpointConfig(keep_last=1), dry_run=False)
+        assert listing(files) == before
+        files.store.delete(key)
+        if key in whole:
+            files.store.put(key, whole[key])
+
+
+# Export
+
+
+def test_an_exported_checkpoint_needs_nothing_else(run: Run, checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    folder = export(checkpoints, run.config, NAME, tmp_path / "out" / "deep")
+    assert folder == tmp_path / "out" / "deep" / "a" / "checkpoints" / NAME
+    copy = CheckpointStore(FileStore(tmp_path / "out" / "deep", "a"), "a")
+    assert copy.load(NAME) == checkpoints.load(NAME)
+    assert [verdict.state for verdict in verify(copy)] == ["ok"]
+    latest = copy.load_latest()
+    assert latest is not None and latest.manifest.name == NAME
+    for source in (folder, folder.parent.parent):
+        assert load_policy(source).version == 2
+        assert evaluate(str(source), tmp_path, 1).checkpoint == NAME
+    assert sorted(path.name for path in (tmp_path / "out" / "deep").iterdir()) == ["a"]
+
+
+def test_what_is_exported_is_the_promoted_else_the_best(run: Run, files: CheckpointStore, tmp_path: Path) -> None:
+    assert export(files, run.config, None, tmp_path / "1").name == files.resolve("best")
+    promote(files, NAMES[0], live=False)
+    assert export(files, run.config, None, tmp_path / "2").name == NAMES[0]
+    assert export(files, run.config, "latest", tmp_path / "3").name == NAMES[-1]
+
+
+def test_nothing_is_overwritten(run: Run, files: CheckpointStore, tmp_path: Path) -> None:
+    export(files, run.config, NAME, tmp_path / "out")
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"out/a exists, and nothing is overwritten"):
+        export(files, run.config, "latest", tmp_path / "out")
+    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write to .*file"):
+        export(files, run.config, NAME, tmp_path / "file")
+
+
+def test_an_export_that_fails_anywhere_leaves_nothing(run: Run, files: CheckpointStore, tmp_path: Path) -> None:
+    for step in range(100):
+        count = [0]
+
+        def fail(word: str, key: str, count: list[int] = count, step: int = step) -> None:
+            count[0] += 1
+            if count[0] > step:
+                raise StoreError("cut off")
+
+        try:
+            export(altered(files, fail), run.config, NAME, tmp_path / "out")
+        except StoreError:
+            assert list((tmp_path / "out").glob("*")) == []
+            continue
+        break
+    assert step > 5
+
+
+@pytest.mark.parametrize("damage", [damage for damage in DAMAGES if damage != "replaced manifest"])
+def test_what_is_damaged_is_not_exported(run: Run, files: CheckpointStore, tmp_path: Path, damage: str) -> None:
+    DAMAGES[damage][0](files)
+    with pytest.raises(CheckpointError):
+        export(files, run.config, NAME, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+# A live run
+
+
+@pytest.mark.timeout(180)
+def test_a_live_run_is_verified_promoted_and_exported_while_it_prunes(tmp_path: Path) -> None:
+    config = minimal_config(
+        runs_dir=str(tmp_path / "runs"), checkpoint={"every": "2 updates", "keep_last": 4},
+        stop_at={"updates": 10**6}, evaluation={"episodes": 1},
+    )  # fmt: skip
+    run = Run.start(config, "a", inline=True)
+    try:
+        other = Run.attach("a", config.runs_dir)
+        wait_for(run, 6)
+        promoted = other.promote("latest")
+        for _ in range(10):
+            assert {v.state for v in other.verify()} <= {"ok", "being written"}
+        wait_for(run, run.status(books=False).version + 14)
+        assert promoted in other.checkpoint_store().names(), "the trainer keeps what is promoted"
+        (entry,) = [entry for entry in other.checkpoints() if "promoted" in entry["marks"]]
+        assert entry["name"] == promoted
+        assert other.load_policy().version == other.load_policy("promoted").version == entry["version"]
+        assert other.export(tmp_path / "out").name == promoted
+        with pytest.raises(UserError, match="run 'a' is live, and its trainer prunes by itself"):
+            other.prune()
+    finally:
+        run.stop()
+    assert run.wait(60).reason == "stopped"
+    assert {verdict.state for verdict in other.verify()} == {"ok"}
+    again = Run.resume("a", config.runs_dir, (f"stop_at.updates={run.status().updates + 4}",), inline=True)
+    assert again.wait(60).reason == "exhausted"
+    assert promoted in again.checkpoint_store().names()
+    assert again.checkpoint_store().preferred() == promoted, "any restart keeps it"
+    left = {promoted, *(again.checkpoint_store().marked(mark) for mark in ("latest", "best"))}
+    assert {item.name for item in again.prune(keep_last=1)} & left == set()
+    assert set(again.checkpoint_store().names()) == left
+    assert again.prune(keep_last=1) == []
+    with pytest.raises(UserError, match="keep_last=0: expected at least 1"):
+        again.prune(keep_last=0)
+    assert again.promote(None) == promoted
+    assert [item.name for item in again.prune(keep_last=1)] == ([promoted] if len(left) == 3 else [])
+
+
+def wait_for(run: Run, version: int) -> None:
+    deadline = time.monotonic() + 60
+    while run.status(books=False).version < version:
+        assert time.monotonic() < deadline and not run.ended
+        time.sleep(0.02)
