@@ -131,6 +131,8 @@ def bottleneck(beats: list[Beat], store: dict[str, Any]) -> str:
 
 def _slowest(workers: list[Beat], seconds: float) -> str:
     """Whom the trainer waits for when it waits for experience."""
+    if any("memory in Redis" in (beat.waiting_for or "") for beat in workers):
+        return "Redis, whose memory is full (maxmemory): workers wait until a durable checkpoint frees some"
     if any("room in the log" in (beat.waiting_for or "") for beat in workers):
         return "the store: workers wait for room in the log, which a durable checkpoint frees"
     silent = [f"{beat.id} (silent for {beat.age_seconds:.0f} s)" for beat in workers if not beat.alive]

@@ -32,7 +32,11 @@ from shared.steps import Phase
 _LOGGER = logging.getLogger("stagecoach.worker")
 _WAKEUP_SECONDS = 1.0
 """The longest sleep between two claims: nobody announces that a lease has run out."""
-_WAITS = {"wait_credit": "credit", "wait_log": "room in the log (a durable checkpoint frees it)"}
+_WAITS = {
+    "wait_credit": "credit",
+    "wait_log": "room in the log (a durable checkpoint frees it)",
+    "wait_memory": "memory in Redis (a durable checkpoint frees some)",
+}
 
 
 class Worker:
@@ -119,19 +123,26 @@ class Worker:
         claim = self._role.flow.claim(self.id, self.incarnation, self._seq)
         if not claim.waiting or wait_seconds <= 0:
             return claim
-        with self._heartbeat.waiting(_WAITS[claim.word], self._config.rollout.wait_deadline_seconds) as wait:
-            while claim.waiting:
-                wait.check()
-                self._role.flow.wait_for_wakeup(claim, wait_seconds)
-                claim = self._role.flow.claim(self.id, self.incarnation, self._seq)
+        while claim.waiting:
+            word = claim.word
+            with self._heartbeat.waiting(_WAITS[word], self._config.rollout.wait_deadline_seconds) as wait:
+                while claim.word == word:
+                    wait.check()
+                    self._role.flow.wait_for_wakeup(claim, wait_seconds)
+                    claim = self._role.flow.claim(self.id, self.incarnation, self._seq)
         return claim
 
     def _update_policy(self, claim: Claim) -> None:
-        """Acts with at least the version of the claim: weights, normaliser and counters move together."""
-        if self._header.version >= claim.version:
+        """Acts with at least the version of the claim: weights, normaliser and counters move together.
+
+        Another trainer may give the same numbers to other weights, where those in between were in no checkpoint and
+        their experience is lost: so its first version is fetched whatever its number.
+        """
+        if self._header.version >= claim.version and self._epoch == claim.epoch:
             return
         with self._heartbeat.waiting("the policy board", self._config.rollout.wait_deadline_seconds) as wait:
             poll(wait, lambda: insist(wait, lambda: self._fetch(claim.version)))
+        self._epoch = claim.epoch
 
     def _fetch(self, at_least: int) -> bool:
         try:
@@ -163,7 +174,7 @@ class Worker:
         if word == "finished":
             return "end:finished"
         if word == "epoch":  # Redis was set back in time: what it knows of this worker may be wrong
-            self.incarnation, self._epoch = self._role.flow.register(self.id)
+            self.incarnation, self._epoch = self._role.flow.register(self.id, self.incarnation + 1)
             self._seq = 0
             return "waited"
         if word != "stale":

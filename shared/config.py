@@ -272,7 +272,7 @@ class RedisConfig(Section):
     timeout_seconds: float = Field(10.0, ge=2)
     """Time for one answer; more than the second that waiting workers block for."""
     retry_seconds: float = Field(30.0, ge=0)
-    """How long a role keeps trying to reach a Redis that went away."""
+    """How long a role keeps trying to reach a Redis that went away, or that loads, or waits for a new master."""
 
     @model_validator(mode="after")
     def _no_secrets(self) -> Self:

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import redis
@@ -21,6 +25,16 @@ from shared.config import Config
 from shared.errors import RedisUnavailable
 
 _LONGEST_PAUSE_SECONDS = 1.0
+_GROWING_PAUSES = 16
+"""Failures after which the pauses are as long as they get; a power of all of them would overflow."""
+_PASSING = re.compile(r"\b(LOADING|READONLY|MASTERDOWN|MISCONF|NOREPLICAS|TRYAGAIN|CLUSTERDOWN|BUSY)\b")
+"""Refusals that pass: loading, no master (yet, or no more: after a failover), no room on its disk. Redis before 7 hides
+the word within the text when a script meets it."""
+_PASSING_ERRORS = (
+    redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError, redis.ReadOnlyError,
+    redis.exceptions.MasterDownError, redis.exceptions.TryAgainError, redis.exceptions.ClusterDownError,
+)  # fmt: skip
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -65,13 +79,75 @@ def credentials(address: Address) -> Credentials:
     )
 
 
+class RetryForSeconds(Retry):
+    """Tries again for so many seconds, with growing and jittered pauses; then raises what it met, and for how long.
+
+    redis-py counts tries, so a server that never answers takes a timeout for each of them; and it connects within the
+    call that it repeats, with tries of its own. Here the outermost call of a thread alone repeats.
+    """
+
+    __hash__ = Retry.__hash__
+    _inside = threading.local()
+
+    def __init__(self, where: str, seconds: float) -> None:
+        pauses = ExponentialWithJitterBackoff(base=0.02, cap=_LONGEST_PAUSE_SECONDS)
+        super().__init__(pauses, -1, (Exception,))
+        self._where, self._seconds = where, seconds
+
+    def call_with_retry(
+        self,
+        do: Callable[[], _T],
+        fail: Callable[[Exception], Any] | Callable[[Exception, int], Any],
+        is_retryable: Callable[[Exception], bool] | None = None,
+        with_failure_count: bool = False,
+    ) -> _T:
+        """Answers what `do` answers; `fail` is called after each failure that may pass (it disconnects)."""
+        outermost = not getattr(self._inside, "busy", False)
+        self._inside.busy = True
+        started, failures = time.monotonic(), 0
+        try:
+            while True:
+                try:
+                    return do()
+                except Exception as error:
+                    if not _passes(error) or (is_retryable is not None and not is_retryable(error)):
+                        raise
+                    failures += 1
+                    cast(Callable[..., Any], fail)(*([error, failures] if with_failure_count else [error]))
+                    if not outermost:
+                        raise
+                    self._pause(error, started, failures)
+        finally:
+            if outermost:
+                self._inside.busy = False
+
+    def _pause(self, error: Exception, started: float, failures: int) -> None:
+        """Sleeps before the next try; raises `error`, completed, where there is none."""
+        seconds, pause = time.monotonic() - started, self._backoff.compute(min(failures, _GROWING_PAUSES))
+        if seconds + pause <= self._seconds:
+            time.sleep(pause)
+        elif self._seconds > 0:
+            kind = type(error) if isinstance(error, redis.RedisError) else redis.ConnectionError
+            raise kind(f"{self._where} could not be used for {seconds:.1f} s, {failures} tries: {error}") from None
+        else:
+            raise error
+
+
+def _passes(error: Exception) -> bool:
+    """Whether it may be over in a moment."""
+    if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
+        return False
+    if isinstance(error, redis.ResponseError) and _PASSING.search(str(error)):
+        return True
+    return isinstance(error, (*_PASSING_ERRORS, TimeoutError))
+
+
 def connect_redis(address: Address, config: Config) -> redis.Redis:
-    """A checked connection that retries with backoff and jitter.
+    """A checked connection that retries with backoff and jitter, for `redis.retry_seconds`.
 
     Raises `RedisUnavailable` with the reason: not reachable, wrong password, still loading, too old.
     """
     secret = credentials(address)
-    pauses = ExponentialWithJitterBackoff(base=0.02, cap=_LONGEST_PAUSE_SECONDS)
     try:
         client = redis.Redis.from_url(
             address.redis_url,
@@ -79,8 +155,8 @@ def connect_redis(address: Address, config: Config) -> redis.Redis:
             password=secret.redis_password,
             socket_timeout=config.redis.timeout_seconds,
             socket_connect_timeout=config.redis.timeout_seconds,
-            retry=Retry(pauses, _tries(config.redis.retry_seconds)),
-            retry_on_error=[redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError],
+            socket_keepalive=True,
+            retry=RetryForSeconds(f"Redis at {_public(address.redis_url)}", config.redis.retry_seconds),
         )
     except ValueError as error:
         raise RedisUnavailable(f"redis.url {address.redis_url.rpartition('@')[2]!r} is no address: {error}") from None
@@ -111,11 +187,6 @@ def check_redis(client: redis.Redis, url: str) -> None:
     version = str(info.get("redis_version", "0"))
     if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
         raise RedisUnavailable(f"{where} is version {version}; expected Redis 6.2 or newer, or Valkey")
-
-
-def _tries(seconds: float) -> int:
-    """Tries that fill about `seconds`: the pauses grow to one second and then stay there."""
-    return max(1, int(seconds / _LONGEST_PAUSE_SECONDS) + 5) if seconds else 0
 
 
 def _public(url: str) -> str:

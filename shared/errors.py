@@ -98,6 +98,10 @@ class Fenced(StagecoachError):
     """A newer trainer has taken over this run; this one must not write any more."""
 
 
+class RedisSetBack(StagecoachError):
+    """Redis may have lost what this trainer's books say; they must be matched before it goes on."""
+
+
 class WaitTimeout(StagecoachError):
     """A named wait outlasted its deadline."""
 

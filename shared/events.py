@@ -14,6 +14,7 @@ from typing import Any, cast
 import redis
 
 from shared.redis_keys import RunKeys
+from shared.scripts import write_small
 
 _KEPT = 1000
 _EVALUATIONS_KEPT = 100
@@ -31,8 +32,8 @@ class Event:
 
 def emit(client: redis.Redis, run_id: str, kind: str, text: str, **data: Any) -> None:
     """Adds an event; only the newest thousand or so are kept."""
-    fields: Any = {"kind": kind, "text": text, "data": json.dumps(data)}
-    client.xadd(RunKeys(run_id).events, fields, maxlen=_KEPT, approximate=True)
+    fields = ["kind", kind, "text", text, "data", json.dumps(data)]
+    write_small(client, RunKeys(run_id).flow, RunKeys(run_id).events, "XADD", "MAXLEN", "~", _KEPT, "*", *fields)
 
 
 def read_events(client: redis.Redis, run_id: str, after: str = "0-0", block_seconds: float = 0.0) -> list[Event]:
@@ -56,7 +57,7 @@ def recent_events(client: redis.Redis, run_id: str, count: int) -> str:
 
 def record_evaluation(client: redis.Redis, run_id: str, checkpoint: str, scores: dict[str, Any]) -> None:
     """Keeps the scores of one checkpoint."""
-    client.hset(RunKeys(run_id).evaluations, checkpoint, json.dumps(scores))
+    write_small(client, RunKeys(run_id).flow, RunKeys(run_id).evaluations, "HSET", checkpoint, json.dumps(scores))
 
 
 def prune_evaluations(client: redis.Redis, run_id: str, keep: Collection[str]) -> None:

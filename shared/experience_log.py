@@ -33,6 +33,8 @@ class LogEntry:
     fragment: bytes
     claimed: bool
     """Whether the push script wrote it (so that a claim stands behind it); false for what a stranger added."""
+    lost: int = 0
+    """Fragments before it that were missing when it was pushed: Redis had lost them, and the credit behind them."""
 
 
 class LogReader(Protocol):
@@ -49,17 +51,22 @@ class ExperienceLog:
     def __init__(self, client: redis.Redis, run_id: str) -> None:
         self._redis = client
         self._keys = RunKeys(run_id)
-        self._push = client.register_script(scripts.PUSH)
-        self._trim = client.register_script(scripts.TRIM)
+        self._push = scripts.Step(client, scripts.PUSH)
+        self._trim = scripts.Step(client, scripts.TRIM)
 
     def push(self, worker: str, incarnation: int, seq: int, epoch: int, transitions: int, fragment: bytes) -> str:
         """Appends one fragment and honours its claim, in one step; safe to repeat.
 
         Answers `pushed`, `duplicate` (it was there already), `stale` (its lease ran out and the place is taken; it is
-        counted as dropped), `epoch` (Redis was set back in time: register again) or `finished`.
+        counted as dropped), `superseded` (the worker was replaced long ago), `epoch` (Redis was set back in time:
+        register again) or `finished`.
         """
-        keys = [self._keys.flow, self._keys.claims, self._keys.log, self._keys.pushed, self._keys.produced]
-        return cast(bytes, self._push(keys, [worker, incarnation, seq, epoch, transitions, fragment])).decode()
+        keys = [
+            self._keys.flow, self._keys.claims, self._keys.log, self._keys.pushed, self._keys.produced,
+            self._keys.incarnations,
+        ]  # fmt: skip
+        kept = scripts.INCARNATIONS_KEPT
+        return cast(bytes, self._push(keys, [worker, incarnation, seq, epoch, transitions, fragment, kept])).decode()
 
     def read(self, after: str, count: int, block_seconds: float) -> list[LogEntry]:
         """Up to `count` entries after position `after`, waiting at most `block_seconds` for the first."""
@@ -87,13 +94,9 @@ class ExperienceLog:
             raise Fenced(f"epoch {epoch} may not trim the log; a newer trainer has taken over")
         return int(removed)
 
-    def last_id(self) -> tuple[int, int]:
-        """The newest id that this Redis has ever given (the entry may be trimmed), as numbers."""
-        try:
-            info = cast(Any, self._redis.xinfo_stream(self._keys.log))
-        except redis.ResponseError:
-            return id_order(START)  # there is no such stream (yet)
-        return id_order(info["last-generated-id"].decode())
+    def holds(self, position: str) -> bool:
+        """Whether the entry at this position is there (not trimmed, and not lost)."""
+        return bool(self._redis.xrange(self._keys.log, position, position, count=1))
 
     def __len__(self) -> int:
         return self._redis.xlen(self._keys.log)
@@ -121,4 +124,5 @@ def _entry(id_: bytes, fields: dict[bytes, bytes]) -> LogEntry:
         whole_number(fields.get(b"transitions", b"")),
         fields.get(b"fragment", b""),
         b"end" in fields,
+        whole_number(fields.get(b"lost", b"")),
     )

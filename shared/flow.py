@@ -20,7 +20,7 @@ from shared.redis_keys import RunKeys
 
 @dataclass(frozen=True)
 class Claim:
-    """The answer to a claim. `word`: granted, wait_credit, wait_log, drain, stopping or finished."""
+    """The answer to a claim. `word`: granted, wait_credit, wait_log, wait_memory, drain, stopping or finished."""
 
     word: str
     version: int
@@ -56,6 +56,8 @@ class FlowState:
     max_log_bytes: int
     desired_workers: int
     config_hash: str
+    memory_full: bool
+    """Whether Redis refused the last new claim for want of memory."""
 
     @property
     def in_flight(self) -> int:
@@ -75,7 +77,7 @@ class Flow:
         self._redis = client
         self._keys = RunKeys(run_id)
         self._script = {
-            name: client.register_script(getattr(scripts, name))
+            name: scripts.Step(client, getattr(scripts, name))
             for name in ("CREATE", "REGISTER", "RELEASE", "CLAIM", "TAKE_OVER", "CHECK_EPOCH", "SET_STATE")
         }
 
@@ -119,13 +121,18 @@ class Flow:
             flow["state"], flow["reason"], int(flow["epoch"]), int(flow["version"]), int(flow["consumed"]),
             int(flow["claimed"]), int(flow["fragments_per_update"]), int(flow["max_policy_lag"]), flow["settled_id"],
             flow["trimmed_id"], int(flow["pushed_bytes"]) - int(flow["trimmed_bytes"]), int(flow["max_log_bytes"]),
-            int(flow["desired_workers"]), flow["config_hash"],
+            int(flow["desired_workers"]), flow["config_hash"], "memory_full" in flow,
         )  # fmt: skip
 
-    def register(self, worker: str) -> tuple[int, int]:
-        """A new incarnation of `worker` (0 the first time) and the trainer's epoch; its old claims are given back."""
-        keys = [self._keys.flow, self._keys.incarnations, self._keys.claims, self._keys.wakeups]
-        incarnation, epoch = self._run("REGISTER", keys, [worker])
+    def register(self, worker: str, at_least: int = 0) -> tuple[int, int]:
+        """A new incarnation of `worker` (0 the first time) and the trainer's epoch; its old claims are given back.
+
+        Never less than `at_least`: a Redis that was set back may not know how often a worker has registered.
+        """
+        keys = [
+            self._keys.flow, self._keys.incarnations, self._keys.claims, self._keys.wakeups, self._keys.pushed
+        ]  # fmt: skip
+        incarnation, epoch = self._run("REGISTER", keys, [worker, at_least, scripts.INCARNATIONS_KEPT])
         return int(incarnation), int(epoch)
 
     def claim(self, worker: str, incarnation: int, seq: int) -> Claim:
@@ -147,19 +154,28 @@ class Flow:
 
     def drain(self, worker: str) -> None:
         """Asks `worker` to end after its fragment; holds until `undrain`, however often the worker restarts."""
-        if self._redis.sadd(self._keys.draining, worker):
-            self._redis.xadd(self._keys.wakeups, {"w": "1"}, maxlen=64, approximate=True)
+        if scripts.write_small(self._redis, self._keys.flow, self._keys.draining, "SADD", worker):
+            scripts.write_small(
+                self._redis, self._keys.flow, self._keys.wakeups, "XADD", "MAXLEN", "~", 64, "*", "w", 1
+            )
 
     def undrain(self, worker: str) -> None:
         """Lets a worker of this name work (again)."""
         self._redis.srem(self._keys.draining, worker)
 
-    def take_over(self) -> int:
-        """A new trainer's epoch; every older trainer is refused from here on."""
-        return int(self._run("TAKE_OVER", [self._keys.flow], []))
+    def take_over(self, at_least: int = 0) -> int:
+        """A new trainer's epoch, greater than `at_least`; every older trainer is refused from here on.
+
+        A Redis that was set back may have forgotten an epoch; the store's pointer names the last that wrote there.
+        """
+        return int(self._run("TAKE_OVER", [self._keys.flow], [at_least]))
+
+    def process(self) -> str:
+        """The Redis process that answers: another one after a restart or a failover, perhaps without what came last."""
+        return str(self._redis.info("server")["run_id"])
 
     def holds(self, epoch: int) -> bool:
-        """Whether the trainer of `epoch` may still write."""
+        """Whether the trainer of `epoch` may still write: no newer one is known."""
         return bool(self._run("CHECK_EPOCH", [self._keys.flow], [epoch]))
 
     def set_state(self, state: str, reason: str, expected: str = "", epoch: int | None = None) -> bool:
@@ -175,9 +191,9 @@ class Flow:
 
     def set_bounds(self, lease_seconds: float, max_log_bytes: int) -> None:
         """The bounds that a resume may change; K and L stay what they were."""
-        bounds: Any = {"lease_ms": int(lease_seconds * 1000), "max_log_bytes": max_log_bytes}
-        self._redis.hset(self._keys.flow, mapping=bounds)
+        fields: list[str | int] = ["lease_ms", int(lease_seconds * 1000), "max_log_bytes", max_log_bytes]
+        scripts.write_small(self._redis, self._keys.flow, self._keys.flow, "HSET", *fields)
 
     def set_desired_workers(self, workers: int) -> None:
         """What the coordinator shall bring the fleet to."""
-        self._redis.hset(self._keys.flow, "desired_workers", str(workers))
+        scripts.write_small(self._redis, self._keys.flow, self._keys.flow, "HSET", "desired_workers", workers)

@@ -92,7 +92,7 @@ class Heartbeat:
     def __init__(self, client: redis.Redis, run_id: str, role: str, id_: str) -> None:
         self._redis = client
         self._keys = RunKeys(run_id)
-        self._script = client.register_script(scripts.HEARTBEAT)
+        self._script = scripts.Step(client, scripts.HEARTBEAT)
         self._name = f"{role}:{id_}"
         self._wait: Wait | None = None
         self._stop = threading.Event()

@@ -10,16 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import redis
 
 from shared import scripts
+from shared.errors import Fenced
 from shared.experience_log import whole_number
 from shared.redis_keys import RunKeys
-
-_INCARNATIONS_KEPT = 16
-"""Per worker; a fragment cannot be in flight for longer than its worker's last few lives."""
 
 
 @dataclass
@@ -47,10 +45,14 @@ class WorkerAccount:
     high_water: dict[int, int] = field(default_factory=dict)
     """Incarnation → last sequence number seen; a repeat is below it, a gap jumps over it."""
 
+    def gap(self, incarnation: int, seq: int) -> int:
+        """How many fragments are missing between what was seen last and this one (0 for a repeat)."""
+        return max(0, seq - self.high_water.get(incarnation, -1) - 1)
+
     def saw(self, incarnation: int, seq: int) -> None:
         """Moves the high-water mark; those of long gone incarnations are forgotten."""
         self.high_water[incarnation] = seq
-        while len(self.high_water) > _INCARNATIONS_KEPT:
+        while len(self.high_water) > scripts.INCARNATIONS_KEPT:
             del self.high_water[min(self.high_water)]
 
     def dropped_total(self) -> Count:
@@ -134,14 +136,11 @@ class LedgerLine:
 def read_books(client: redis.Redis, run_id: str) -> dict[str, LedgerLine]:
     """The books of a run at one instant: a line per worker, and `total`."""
     keys = RunKeys(run_id)
-    script = client.register_script(scripts.IN_FLIGHT)
-    answer = cast(list[Any], script([keys.flow, keys.log, keys.produced, keys.ledger], []))
+    answer = scripts.Step(client, scripts.IN_FLIGHT)([keys.flow, keys.log, keys.produced, keys.ledger], [])
     ledger = Ledger.from_json(answer[1].decode())
     pairs = [item.decode() for item in answer[2]]
     produced, refused = _produced(dict(zip(pairs[::2], pairs[1::2], strict=True)))
-    flight: dict[str, Count] = {}
-    for worker, transitions in zip(answer[3][::2], answer[3][1::2], strict=True):
-        flight.setdefault(worker.decode(errors="replace"), Count()).add(whole_number(transitions))
+    flight = _in_flight(answer[1].decode(), answer[3])
     lines = {}
     for worker in sorted({*ledger.accounts, *produced, *flight}):
         account = ledger.accounts.get(worker, WorkerAccount())
@@ -169,19 +168,28 @@ def total(lines: Mapping[str, LedgerLine]) -> LedgerLine:
 
 
 def set_forward(client: redis.Redis, run_id: str, epoch: int, position: str, ledger: Ledger) -> None:
-    """Brings a Redis that knows less than a checkpoint (lost, or restored from the past) forward to it.
+    """Brings a Redis that may know less than its trainer (lost, or restored from the past) forward to its books.
 
-    What the ledger settled must have been produced, and no claim may stand behind it any more. Incarnations go on
-    counting, since the ledger would take the first fragments of an old number for repeats; a worker that registered in
-    the meantime is superseded, and registers again.
+    What the ledger settled must have been produced and pushed, and no claim may stand behind it any more. Incarnations
+    go on counting, since the ledger would take the first fragments of an old number for repeats. Raises `Fenced`.
     """
     keys = RunKeys(run_id)
-    settled: list[str | int] = []
-    for worker, account in ledger.accounts.items():
-        count = account.consumed + account.dropped_total()
-        settled += [worker, count.fragments, count.transitions, max(account.high_water, default=-1) + 1]
-    script = client.register_script(scripts.SET_FORWARD)
-    script([keys.flow, keys.log, keys.claims, keys.produced, keys.incarnations], [epoch, position, *settled])
+    names = [keys.flow, keys.log, keys.claims, keys.produced, keys.incarnations, keys.pushed, keys.ledger]
+    if not scripts.Step(client, scripts.SET_FORWARD)(names, [epoch, position, ledger.as_json()]):
+        raise Fenced(f"epoch {epoch} may not set Redis forward; a newer trainer has taken over")
+
+
+def _in_flight(ledger: str, entries: list[bytes]) -> dict[str, Count]:
+    """By worker: the entries that the ledger does not account for yet, and the losses that it will find before them."""
+    seen, flight = Ledger.from_json(ledger), dict[str, Count]()
+    for name, incarnation, seq, lost, transitions in zip(*[iter(entries)] * 5, strict=True):
+        worker, size, fragments = name.decode(errors="replace"), whole_number(transitions), 1
+        if seq:
+            account, life = seen.of(worker), whole_number(incarnation)
+            fragments += min(account.gap(life, whole_number(seq)), whole_number(lost))
+            account.saw(life, max(whole_number(seq), account.high_water.get(life, -1)))
+        flight.setdefault(worker, Count()).add(fragments * size, fragments)
+    return flight
 
 
 def _produced(raw: Mapping[str, str]) -> tuple[dict[str, Count], dict[str, Count]]:

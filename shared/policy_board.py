@@ -14,7 +14,7 @@ import redis
 
 from shared import scripts
 from shared.checkpoint import Checkpoint, CheckpointStore
-from shared.errors import Fenced
+from shared.errors import Fenced, RedisSetBack
 from shared.ledger import Ledger
 from shared.policies.codec import VersionHeader, decode_board, decode_policy, state_arrays
 from shared.redis_keys import RunKeys
@@ -45,7 +45,7 @@ class PolicyBoard:
     def __init__(self, client: redis.Redis, run_id: str) -> None:
         self._redis = client
         self._keys = RunKeys(run_id)
-        self._publish = client.register_script(scripts.PUBLISH)
+        self._publish = scripts.Step(client, scripts.PUBLISH)
 
     def publish(
         self,
@@ -58,9 +58,12 @@ class PolicyBoard:
         header: VersionHeader,
         blob: bytes,
         checkpoint: str = "",
+        process: str = "",
     ) -> Published:
         """Version, weights, credit and ledger in one step; raises `Fenced` for an older trainer.
 
+        Raises `RedisSetBack`, and changes nothing, where Redis may have lost what the ledger says: it is not `process`,
+        or knows an older epoch.
         `blob` is empty and `checkpoint` names the weights under the transport `object_store`.
         """
         keys = [self._keys.flow, self._keys.board, self._keys.ledger, self._keys.wakeups]
@@ -73,10 +76,13 @@ class PolicyBoard:
             json.dumps(header.as_dict()),
             blob,
             checkpoint,
+            process,
         ]
         word, state, reason, log_bytes = cast(list[Any], self._publish(keys, args))
         if word == b"fenced":
             raise Fenced(f"epoch {epoch} may not publish version {version}; a newer trainer has taken over")
+        if word == b"behind":
+            raise RedisSetBack(f"version {version} is not published: Redis came back, perhaps without what came last")
         return Published(word.decode(), state.decode(), reason.decode(), int(log_bytes))
 
     def fetch(self, checkpoints: CheckpointStore) -> PolicyVersion | None:

@@ -51,7 +51,7 @@ class RunKeys:
 
     @property
     def pushed(self) -> str:
-        """Hash; worker:incarnation → last sequence number in the log, so that a resend is recognised. Writer: push."""
+        """Hash; worker:incarnation → last sequence number pushed, so that repeats and gaps show. Writer: push."""
         return self.prefix + "pushed"
 
     @property

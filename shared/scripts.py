@@ -4,11 +4,42 @@ The flow hash is the protocol's state: `epoch` (the trainer that may write), `st
 `version` (newest published), `consumed` (fragments behind it), `claimed` (claims granted, less those given back),
 `settled_id` (log position that the ledger accounts for), byte counts, and the bounds K, L, lease, max_log_bytes.
 Stream ids are compared as numbers, never as text.
+
+A Redis whose memory is full refuses the first write of a script, if it is one that may need memory; a script that has
+begun is let through. So each step begins with a write that needs none and changes nothing: control steps, which are
+what frees the memory, go on. Only a claim asks first, and waits. On a master that has become a replica the same first
+write is refused, so that no step answers from an old copy.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import redis
+
+INCARNATIONS_KEPT = 16
+"""Per worker, in the ledger and in `pushed`; a fragment is not in flight longer than its worker's last few lives."""
+
+
+class Step:
+    """One of these scripts on one connection."""
+
+    def __init__(self, client: redis.Redis, script: str) -> None:
+        self._redis, self._script = client, script
+        self._sha = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
+
+    def __call__(self, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """Runs it; a server that does not know it (another one, after a failover) gets it in the same command."""
+        try:
+            return self._redis.evalsha(self._sha, len(keys), *keys, *args)
+        except redis.exceptions.NoScriptError:
+            return self._redis.eval(self._script, len(keys), *keys, *args)
+
+
 _COMMON = """
+local function begin() redis.call('HDEL', KEYS[1], '') end  -- see above
 local function number(field) return tonumber(redis.call('HGET', KEYS[1], field) or '0') end
 local function now_ms()
   local t = redis.call('TIME')
@@ -37,9 +68,13 @@ local function each_entry(log, position, visit)  -- a page at a time: fragments 
     start = '(' .. page[#page][1]
   end
 end
-local function fenced(epoch)
+local function fenced(epoch)  -- a lower epoch than one's own is that of a Redis that was set back
   local found = redis.call('HGET', KEYS[1], 'epoch')
-  return found ~= epoch
+  return not found or tonumber(found) > tonumber(epoch)
+end
+local function behind(epoch, process)
+  if number('epoch') < tonumber(epoch) then return true end
+  return process ~= '' and process ~= string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
 end
 """
 
@@ -56,10 +91,16 @@ return 1
 REGISTER = (
     _COMMON
     + """
--- KEYS flow, incarnations, claims, wakeups. ARGV: worker.
--- A new incarnation of a worker; what the one before had claimed is given back. Answers {incarnation, epoch}.
+-- KEYS flow, incarnations, claims, wakeups, pushed. ARGV: worker, the lowest incarnation that it may get, and how many
+-- are kept. A new incarnation of a worker; what the one before had claimed is given back. Answers {incarnation, epoch}.
 if redis.call('EXISTS', KEYS[1]) == 0 then return redis.error_reply('NORUN no such run') end
-local incarnation = redis.call('HINCRBY', KEYS[2], ARGV[1], 1) - 1
+begin()
+local incarnation = math.max(tonumber(redis.call('HGET', KEYS[2], ARGV[1]) or '0'), tonumber(ARGV[2]))
+redis.call('HSET', KEYS[2], ARGV[1], incarnation + 1)
+local kept = tonumber(ARGV[3])
+for old = math.max(0, incarnation - 2 * kept), incarnation - kept do
+  redis.call('HDEL', KEYS[5], ARGV[1] .. ':' .. old, ARGV[1] .. ':' .. old .. ':refused')
+end
 local prefix = ARGV[1] .. ':'
 for _, id in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
   if string.sub(id, 1, #prefix) == prefix then
@@ -76,6 +117,7 @@ RELEASE = (
     _COMMON
     + """
 -- KEYS flow, claims, wakeups. ARGV: worker, or '*' for all. Gives back its claims; answers how many.
+begin()
 local released = 0
 for _, id in ipairs(redis.call('ZRANGE', KEYS[2], 0, -1)) do
   if ARGV[1] == '*' or string.sub(id, 1, #ARGV[1] + 1) == ARGV[1] .. ':' then
@@ -95,72 +137,102 @@ CLAIM = (
     _COMMON
     + """
 -- KEYS flow, claims, incarnations, draining, wakeups. ARGV: worker, incarnation, seq.
--- Answers {word, version, epoch, wakeup id}; word: granted, wait_credit, wait_log, drain, superseded, or the state.
+-- Answers {word, version, epoch, wakeup id}; word: granted, wait_credit, wait_log, wait_memory, drain, superseded, or
+-- the state. A worker that Redis does not know yet registered with one that was set back in time since.
 local flow = redis.call('HMGET', KEYS[1], 'state', 'version', 'epoch', 'claimed', 'consumed', 'fragments_per_update',
-  'max_policy_lag', 'lease_ms', 'max_log_bytes', 'pushed_bytes', 'trimmed_bytes')
+  'max_policy_lag', 'lease_ms', 'max_log_bytes', 'pushed_bytes', 'trimmed_bytes', 'memory_full')
 if not flow[1] then return redis.error_reply('NORUN no such run') end
 local function answer(word)
   local last = redis.call('XREVRANGE', KEYS[5], '+', '-', 'COUNT', 1)
   return {word, flow[2], flow[3], last[1] and last[1][1] or '0-0'}
 end
 if flow[1] ~= 'running' then return answer(flow[1]) end
-if redis.call('HGET', KEYS[3], ARGV[1]) ~= tostring(tonumber(ARGV[2]) + 1) then return answer('superseded') end
+local lives = tonumber(redis.call('HGET', KEYS[3], ARGV[1]) or '0')
+if lives > tonumber(ARGV[2]) + 1 then return answer('superseded') end
 if redis.call('SISMEMBER', KEYS[4], ARGV[1]) == 1 then return answer('drain') end
 local now = now_ms()
-local claimed = tonumber(flow[4])
 local expired = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', '(' .. now)
-if #expired > 0 then
-  redis.call('ZREM', KEYS[2], unpack(expired))
-  claimed = claimed - #expired
-  redis.call('HSET', KEYS[1], 'claimed', claimed)
-end
+local claimed = tonumber(flow[4]) - #expired
 local id = ARGV[1] .. ':' .. ARGV[2] .. ':' .. ARGV[3]
 local held = redis.call('ZSCORE', KEYS[2], id)
-if not held then
-  if claimed - tonumber(flow[5]) >= (tonumber(flow[7]) + 1) * tonumber(flow[6]) then return answer('wait_credit') end
-  if tonumber(flow[10]) - tonumber(flow[11]) >= tonumber(flow[9]) then return answer('wait_log') end
-  redis.call('HSET', KEYS[1], 'claimed', claimed + 1)
+local word = 'granted'
+if not held or tonumber(held) < now then
+  if claimed - tonumber(flow[5]) >= (tonumber(flow[7]) + 1) * tonumber(flow[6]) then
+    word = 'wait_credit'
+  elseif tonumber(flow[10]) - tonumber(flow[11]) >= tonumber(flow[9]) then
+    word = 'wait_log'
+  else
+    local asked = redis.pcall('HSET', KEYS[1], 'claimed', flow[4])  -- as it is; the first write: is there memory?
+    if type(asked) == 'table' then
+      if not string.find(asked.err, 'OOM', 1, true) then return asked end
+      word = 'wait_memory'
+    else
+      claimed = claimed + 1
+    end
+  end
 end
-redis.call('ZADD', KEYS[2], now + tonumber(flow[8]), id)
-return answer('granted')
+begin()
+if #expired > 0 then redis.call('ZREM', KEYS[2], unpack(expired)) end
+if claimed ~= tonumber(flow[4]) then redis.call('HSET', KEYS[1], 'claimed', claimed) end
+if word == 'wait_memory' then
+  redis.call('HSET', KEYS[1], 'memory_full', 1)
+elseif word == 'granted' then
+  if flow[12] then redis.call('HDEL', KEYS[1], 'memory_full') end
+  if lives <= tonumber(ARGV[2]) then redis.call('HSET', KEYS[3], ARGV[1], ARGV[2] + 1) end
+  redis.call('ZADD', KEYS[2], now + tonumber(flow[8]), id)
+end
+return answer(word)
 """
 )
 
 PUSH = (
     _COMMON
     + """
--- KEYS flow, claims, log, pushed, produced. ARGV: worker, incarnation, seq, epoch seen, transitions, blob.
--- Answers 'pushed', 'duplicate' (a resend), 'stale' (its claim was given away and there is no room), 'epoch' (this
--- Redis is older than the claim: it was restored from the past), or 'finished'.
+-- KEYS flow, claims, log, pushed, produced, incarnations. ARGV: worker, incarnation, seq, epoch, transitions, blob,
+-- how many incarnations are kept. Answers 'pushed', 'duplicate' (a resend), 'stale' (its claim was given away and there
+-- is no room), 'superseded' (of so old an incarnation that nobody knows what it pushed), 'epoch' (this Redis is older
+-- than the claim: it was restored from the past), or 'finished'.
 local flow = redis.call('HMGET', KEYS[1], 'state', 'epoch', 'claimed', 'consumed', 'fragments_per_update',
   'max_policy_lag')
 if not flow[1] then return redis.error_reply('NORUN no such run') end
+begin()
 if tonumber(ARGV[4]) > tonumber(flow[2]) then return 'epoch' end
-local from = ARGV[1] .. ':' .. ARGV[2]
-local last = redis.call('HGET', KEYS[4], from)
-if last and tonumber(ARGV[3]) <= tonumber(last) then return 'duplicate' end
+local from, seq = ARGV[1] .. ':' .. ARGV[2], tonumber(ARGV[3])
+local last = tonumber(redis.call('HGET', KEYS[4], from) or '-1')
+if seq <= last then return 'duplicate' end
 if flow[1] == 'finished' then return 'finished' end
-local function produced(fate)
-  redis.call('HINCRBY', KEYS[5], ARGV[1] .. ':fragments' .. fate, 1)
-  redis.call('HINCRBY', KEYS[5], ARGV[1] .. ':transitions' .. fate, ARGV[5])
+local lives = tonumber(redis.call('HGET', KEYS[6], ARGV[1]) or '0')
+if tonumber(ARGV[2]) < lives - tonumber(ARGV[7]) then return 'superseded' end
+local function produced(fate, fragments)
+  redis.call('HINCRBY', KEYS[5], ARGV[1] .. ':fragments' .. fate, fragments)
+  redis.call('HINCRBY', KEYS[5], ARGV[1] .. ':transitions' .. fate, fragments * tonumber(ARGV[5]))
 end
 if redis.call('ZREM', KEYS[2], from .. ':' .. ARGV[3]) == 0 then
   if tonumber(flow[3]) - tonumber(flow[4]) >= (tonumber(flow[6]) + 1) * tonumber(flow[5]) then
     local digest = redis.sha1hex(ARGV[6])
     if redis.call('HGET', KEYS[4], from .. ':refused') ~= digest then  -- else it is sent again
       redis.call('HSET', KEYS[4], from .. ':refused', digest)
-      produced('')
-      produced(':stale')
+      produced('', 1)
+      produced(':stale', 1)
     end
     return 'stale'
   end
   redis.call('HINCRBY', KEYS[1], 'claimed', 1)
 end
+local lost = seq - last - 1  -- pushed before, to a Redis that has lost them since; what it still holds for them goes
+if lost > 0 then
+  for _, id in ipairs(redis.call('ZRANGE', KEYS[2], 0, -1)) do
+    local whose, its = string.match(id, '^(.*):(%d+)$')
+    if whose == from and tonumber(its) < seq then
+      redis.call('HINCRBY', KEYS[1], 'claimed', -redis.call('ZREM', KEYS[2], id))
+    end
+  end
+end
 local written = redis.call('HINCRBY', KEYS[1], 'pushed_bytes', #ARGV[6])
 redis.call('XADD', KEYS[3], '*', 'worker', ARGV[1], 'incarnation', ARGV[2], 'seq', ARGV[3],
-  'transitions', ARGV[5], 'end', written, 'fragment', ARGV[6])
+  'lost', lost, 'transitions', ARGV[5], 'end', written, 'fragment', ARGV[6])
 redis.call('HSET', KEYS[4], from, ARGV[3])
-produced('')
+produced('', 1 + lost)
 return 'pushed'
 """
 )
@@ -168,9 +240,12 @@ return 'pushed'
 TAKE_OVER = (
     _COMMON
     + """
--- KEYS flow. A new trainer: fences all older ones. Answers the new epoch.
+-- KEYS flow. ARGV: an epoch that is known to have been. A new trainer: fences all older ones. Answers the new epoch.
 if redis.call('EXISTS', KEYS[1]) == 0 then return redis.error_reply('NORUN no such run') end
-return redis.call('HINCRBY', KEYS[1], 'epoch', 1)
+begin()
+local epoch = math.max(number('epoch'), tonumber(ARGV[1])) + 1
+redis.call('HSET', KEYS[1], 'epoch', epoch)
+return epoch
 """
 )
 
@@ -178,6 +253,7 @@ CHECK_EPOCH = (
     _COMMON
     + """
 -- KEYS flow. ARGV: epoch. 1 if this trainer may still write.
+begin()
 if fenced(ARGV[1]) then return 0 end
 return 1
 """
@@ -191,6 +267,7 @@ local state = redis.call('HGET', KEYS[1], 'state')
 if not state then return redis.error_reply('NORUN no such run') end
 if ARGV[3] ~= '' and state ~= ARGV[3] then return 0 end
 if ARGV[4] ~= '' and fenced(ARGV[4]) then return -1 end
+begin()
 redis.call('HSET', KEYS[1], 'state', ARGV[1], 'reason', ARGV[2])
 wake(KEYS[2])
 return 1
@@ -201,10 +278,13 @@ PUBLISH = (
     _COMMON
     + """
 -- KEYS flow, board, ledger, wakeups. ARGV: epoch, version, fragments consumed for it, settled id, ledger JSON,
--- header JSON, blob, checkpoint name ('' unless the weights are in the store).
+-- header JSON, blob, checkpoint name ('' unless the weights are in the store), the Redis process that the trainer's
+-- books were matched with last ('' for any).
 -- One step: the board, the version, the credit and the ledger move together. A version that is there already
 -- (a restarted trainer arrives at it again) changes nothing. Answers {word, state, reason, bytes in the log}.
 if fenced(ARGV[1]) then return {'fenced', '', '', 0} end
+if behind(ARGV[1], ARGV[9]) then return {'behind', '', '', 0} end
+begin()
 local version, wanted = number('version'), tonumber(ARGV[2])
 local word = 'known'
 if wanted > version then
@@ -223,9 +303,11 @@ return {word, flow[1], flow[2], tonumber(flow[3]) - tonumber(flow[4])}
 DROP = (
     _COMMON
     + """
--- KEYS flow, ledger, wakeups. ARGV: epoch, settled id, claims to give back, ledger JSON.
+-- KEYS flow, ledger, wakeups. ARGV: epoch, settled id, claims to give back, ledger JSON, Redis process as for PUBLISH.
 -- The trainer dropped the entry at that id; its credit is given again. Once per id.
 if fenced(ARGV[1]) then return 'fenced' end
+if behind(ARGV[1], ARGV[5]) then return 'behind' end
+begin()
 local settled = redis.call('HGET', KEYS[1], 'settled_id')
 if not after(ARGV[2], settled) then return 'known' end
 redis.call('HSET', KEYS[1], 'settled_id', ARGV[2])
@@ -240,8 +322,10 @@ TRIM = (
     _COMMON
     + """
 -- KEYS flow, log, wakeups. ARGV: epoch, id of the last entry that a durable checkpoint covers.
--- Answers the number of entries removed, or -1 when fenced.
+-- Answers the number of entries removed (none while Redis is set back behind this trainer), or -1 when fenced.
 if fenced(ARGV[1]) then return -1 end
+if behind(ARGV[1], '') then return 0 end
+begin()
 local last = redis.call('XREVRANGE', KEYS[2], ARGV[2], '-', 'COUNT', 1)
 if not last[1] then return 0 end
 local ms, seq = id_parts(ARGV[2])
@@ -263,34 +347,54 @@ return removed
 SET_FORWARD = (
     _COMMON
     + """
--- KEYS flow, log, claims, produced, incarnations. ARGV: epoch, log position of a checkpoint, then for each worker its
--- id, fragments and transitions (what the checkpoint's ledger has settled) and the incarnations it has had.
--- For a Redis that knows less than the checkpoint: credit and produced become what the checkpoint, the log behind its
--- position and the claims that are held say. Answers 1, or 0 if fenced.
+-- KEYS flow, log, claims, produced, incarnations, pushed, ledger. ARGV: epoch, position, ledger JSON up to there.
+-- For a Redis that may know less than its trainer: epoch, books, credit and what was pushed become what the ledger, the
+-- log behind its position and the claims that are held say; the log goes on behind the position. Answers 1, or 0 if
+-- fenced.
 if fenced(ARGV[1]) then return 0 end
-local books, pushed = {}, 0
+begin()
+local books, marks, credit = {}, {}, 0
 local function book(worker, fragments, transitions)
   local line = books[worker] or {0, 0}
   books[worker] = {line[1] + fragments, line[2] + transitions}
 end
-for i = 3, #ARGV, 4 do
-  book(ARGV[i], tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2]))
-  if tonumber(redis.call('HGET', KEYS[5], ARGV[i]) or '0') < tonumber(ARGV[i + 3]) then
-    redis.call('HSET', KEYS[5], ARGV[i], ARGV[i + 3])
+for worker, account in pairs(cjson.decode(ARGV[3])) do
+  local lives = tonumber(redis.call('HGET', KEYS[5], worker) or '0')
+  book(worker, account.consumed.fragments, account.consumed.transitions)
+  for _, count in pairs(account.dropped) do book(worker, count.fragments, count.transitions) end
+  for incarnation, seq in pairs(account.high_water) do
+    marks[worker .. ':' .. incarnation] = seq
+    lives = math.max(lives, tonumber(incarnation) + 1)
   end
+  if lives > 0 then redis.call('HSET', KEYS[5], worker, lives) end
+end
+if ARGV[2] ~= '0-0' and type(redis.pcall('XADD', KEYS[2], ARGV[2], 'x', '')) ~= 'table' then
+  redis.call('XDEL', KEYS[2], ARGV[2])  -- it left its id behind: whatever comes now comes after it
 end
 each_entry(KEYS[2], ARGV[2], function(fields)
   if fields['end'] then
-    book(fields['worker'], 1, tonumber(fields['transitions']))
-    pushed = pushed + 1
+    local from, seq = fields['worker'] .. ':' .. fields['incarnation'], tonumber(fields['seq'])
+    local gap = math.max(0, seq - (marks[from] or -1) - 1)
+    book(fields['worker'], 1 + gap, (1 + gap) * tonumber(fields['transitions']))
+    credit = credit + 1 + math.max(0, gap - tonumber(fields['lost'] or '0'))
+    marks[from] = math.max(marks[from] or -1, seq)
   end
 end)
+for from, seq in pairs(marks) do
+  if tonumber(redis.call('HGET', KEYS[6], from) or '-1') < seq then redis.call('HSET', KEYS[6], from, seq) end
+end
+for _, id in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
+  local from, seq = string.match(id, '^(.*):(%d+)$')
+  if tonumber(seq) <= (marks[from] or -1) then redis.call('ZREM', KEYS[3], id) end
+end
 for worker, line in pairs(books) do
   local stale = redis.call('HMGET', KEYS[4], worker .. ':fragments:stale', worker .. ':transitions:stale')
   redis.call('HSET', KEYS[4], worker .. ':fragments', line[1] + tonumber(stale[1] or '0'),
     worker .. ':transitions', line[2] + tonumber(stale[2] or '0'))
 end
-redis.call('HSET', KEYS[1], 'claimed', number('consumed') + pushed + redis.call('ZCARD', KEYS[3]))
+redis.call('HSET', KEYS[1], 'claimed', number('consumed') + credit + redis.call('ZCARD', KEYS[3]),
+  'epoch', ARGV[1], 'settled_id', ARGV[2])
+redis.call('SET', KEYS[7], ARGV[3])
 return 1
 """
 )
@@ -299,20 +403,39 @@ IN_FLIGHT = (
     _COMMON
     + """
 -- KEYS flow, log, produced, ledger. One consistent look at the books: {settled id, ledger JSON, produced pairs,
--- worker, transitions, worker, transitions, ... of the entries after the settled id}.
+-- worker, incarnation, seq, lost, transitions, worker, ... of the entries after the settled id; no seq for strangers'}.
 local settled = redis.call('HGET', KEYS[1], 'settled_id') or '0-0'
 local flight = {}
 each_entry(KEYS[2], settled, function(fields)
   flight[#flight + 1] = fields['worker'] or '?'
+  flight[#flight + 1] = fields['incarnation'] or ''
+  flight[#flight + 1] = fields['end'] and fields['seq'] or ''
+  flight[#flight + 1] = fields['lost'] or ''
   flight[#flight + 1] = fields['transitions'] or '0'
 end)
 return {settled, redis.call('GET', KEYS[4]) or '', redis.call('HGETALL', KEYS[3]), flight}
 """
 )
 
+WRITE = (
+    _COMMON
+    + """
+-- KEYS flow, key. ARGV: a command that changes this key, its arguments. For small bounded writes, also when memory is
+-- full: what is shown to people, scores, orders to the fleet.
+begin()
+return redis.call(ARGV[1], KEYS[2], unpack(ARGV, 2))
+"""
+)
+
 HEARTBEAT = """
 -- KEYS heartbeats. ARGV: role:id, JSON. Stamped with the server's clock, so that machines' clocks don't matter.
 local t = redis.call('TIME')
+redis.call('HDEL', KEYS[1], '')
 redis.call('HSET', KEYS[1], ARGV[1], t[1] .. '.' .. string.format('%06d', tonumber(t[2])) .. ' ' .. ARGV[2])
 return 1
 """
+
+
+def write_small(client: redis.Redis, flow: str, key: str, command: str, *arguments: str | int) -> Any:
+    """A write of a few bytes to one of the run's keys, let through also when the memory of Redis is full."""
+    return Step(client, WRITE)([flow, key], [command, *arguments])

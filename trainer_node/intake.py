@@ -12,7 +12,7 @@ from typing import Protocol
 
 from shared import fragment, scripts
 from shared.config import Config
-from shared.errors import Fenced, FragmentError, StagecoachError
+from shared.errors import Fenced, FragmentError, RedisSetBack, StagecoachError
 from shared.events import emit
 from shared.experience_log import START, LogEntry, LogReader
 from shared.fragment import Fragment
@@ -52,15 +52,22 @@ class RedisSettlement:
 
     def __init__(self, role: Role, epoch: int) -> None:
         self._redis, self._run_id, self._keys = role.redis, role.run_id, RunKeys(role.run_id)
-        self._drop = role.redis.register_script(scripts.DROP)
+        self._drop = scripts.Step(role.redis, scripts.DROP)
         self._epoch = epoch
+        self.process = ""
+        """The Redis process that the trainer's books were matched with last; '' for any."""
 
     def settle(self, position: str, claims: int, ledger: Ledger) -> bool:
-        """Once for each position, however often it is read; raises `Fenced` for an older trainer."""
+        """Once for each position, however often it is read.
+
+        Raises `Fenced` for an older trainer, and `RedisSetBack` where Redis may have lost what the ledger says.
+        """
         keys = [self._keys.flow, self._keys.ledger, self._keys.wakeups]
-        word = self._drop(keys, [self._epoch, position, claims, ledger.as_json()])
+        word = self._drop(keys, [self._epoch, position, claims, ledger.as_json(), self.process])
         if word == b"fenced":
             raise Fenced(f"epoch {self._epoch} may not settle fragments; a newer trainer has taken over")
+        if word == b"behind":
+            raise RedisSetBack(f"{position} is not settled: Redis came back, perhaps without what came last")
         return bool(word == b"dropped")
 
     def tell(self, text: str) -> None:
@@ -161,7 +168,7 @@ class Intake:
             _LOGGER.error("%s:%d: %d fragments before %d are lost", entry.worker, entry.incarnation, gap, entry.seq)
             self.ledger.drop(entry.worker, "lost", gap * entry.transitions, gap)
             self.ledger.of(entry.worker).saw(entry.incarnation, entry.seq - 1)  # settled with it, so counted once
-            self._give_back(entry, gap, before=True)
+            self._give_back(entry, max(0, gap - entry.lost), before=True)  # Redis lost the others' credit with them
 
     def _dropped(self, entry: LogEntry, reason: str, detail: str) -> None:
         _LOGGER.warning("fragment %s of %s dropped as %s: %s", entry.id, entry.worker, reason, detail)

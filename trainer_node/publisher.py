@@ -30,6 +30,7 @@ from shared.experience_log import ExperienceLog
 from shared.heartbeat import growing_pauses, read_heartbeats
 from shared.redis_keys import RunKeys
 from shared.role import Role
+from shared.scripts import write_small
 from trainer_node.archiver import Archiver
 from trainer_node.retention import best_checkpoints, prune, status_entries, take_stock
 from trainer_node.snapshot import Snapshot
@@ -172,7 +173,8 @@ class Publisher:
     def _say(self, news: dict[str, Any]) -> None:
         """`store_status`: the newest durable checkpoint, and what is being tried or fails."""
         status = ({"durable": self._durable} if self._durable else {}) | news
-        self._role.redis.set(RunKeys(self._role.run_id).store_status, json.dumps(status))
+        keys = RunKeys(self._role.run_id)
+        write_small(self._role.redis, keys.flow, keys.store_status, "SET", json.dumps(status))
 
     def _check_epoch(self) -> None:
         if not self._role.flow.holds(self._epoch):

@@ -35,8 +35,12 @@ class RunSchedule:
                 checkpoint.every_seconds is not None
                 and time.monotonic() - self._checkpointed_at >= checkpoint.every_seconds
             )
-            or log_bytes >= self._config.rollout.max_log_bytes // 2
+            or self.log_half_full(log_bytes)
         )
+
+    def log_half_full(self, log_bytes: int) -> bool:
+        """Whether the log needs room; a durable checkpoint frees what it covers."""
+        return log_bytes >= self._config.rollout.max_log_bytes // 2
 
     def checkpointed(self, counters: PhaseCounters) -> None:
         """A checkpoint was taken at these counters (or loaded)."""

@@ -13,6 +13,7 @@ import redis
 
 from shared.config import SignalsConfig
 from shared.redis_keys import RunKeys
+from shared.scripts import write_small
 
 _STEP = "train/updates"
 
@@ -22,7 +23,7 @@ class Signals:
 
     def __init__(self, client: redis.Redis, run_id: str, config: SignalsConfig, folder: Path | None) -> None:
         self._redis = client
-        self._key = RunKeys(run_id).signals
+        self._keys = RunKeys(run_id)
         self._csv = folder / "train.csv" if folder is not None and config.csv else None
         self._board = folder / "tensorboard" if folder is not None and config.tensorboard else None
         self._columns: list[str] = []
@@ -44,7 +45,8 @@ class Signals:
     def write(self, figures: Mapping[str, float], env_steps: int) -> None:
         """One row."""
         row = {name: float(value) for name, value in figures.items()}
-        self._redis.set(self._key, json.dumps({k: v if math.isfinite(v) else None for k, v in row.items()}))
+        shown = json.dumps({name: value if math.isfinite(value) else None for name, value in row.items()})
+        write_small(self._redis, self._keys.flow, self._keys.signals, "SET", shown)
         if self._csv is not None:
             new = [name for name in row if name not in self._columns]
             if new:

@@ -9,14 +9,22 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from shared.checkpoint import FINISHED, Checkpoint
-from shared.errors import CheckpointNotFound, Fenced, StoreUnavailable, WaitTimeout, WeightsNotFinite
+from shared.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    Fenced,
+    RedisSetBack,
+    StoreUnavailable,
+    WaitTimeout,
+    WeightsNotFinite,
+)
 from shared.events import emit, read_evaluations
 from shared.experience_log import ExperienceLog, id_order
+from shared.flow import FlowState
 from shared.fragment import Fragment
 from shared.heartbeat import Heartbeat, insist, poll, read_heartbeats
 from shared.ledger import Ledger, read_books, set_forward
@@ -58,6 +66,7 @@ class Trainer:
         self.version = -1
         self._epoch = 0
         self._redis_process, self._redis_seen = "", 0.0
+        """The Redis process that the books were matched with last; another one may have come back with less."""
         self._taken: Snapshot | None = None
         self._line = Line()
         self._parent: str | None = None
@@ -88,10 +97,11 @@ class Trainer:
         self._heartbeat.start()
         with self._heartbeat.waiting("the store", _DURABLE_SECONDS) as wait:
             self._description = insist(wait, self._role.description)  # who cannot reach the store fences nobody
-        self._epoch = self._role.flow.take_over()
+        self._epoch = self._role.flow.take_over(self._last_epoch())
         self._learner = make_learner(self._config, self._description)
-        settlement = RedisSettlement(self._role, self._epoch)
-        self._intake = Intake(self._role.run_id, self._config, self._description, self._log, settlement)
+        self._settlement = RedisSettlement(self._role, self._epoch)
+        self._know_redis()
+        self._intake = Intake(self._role.run_id, self._config, self._description, self._log, self._settlement)
         self._publisher = Publisher(self._role, self._epoch)
         self._publisher.start()
         with self._heartbeat.waiting("the store", _DURABLE_SECONDS) as wait:
@@ -107,16 +117,16 @@ class Trainer:
 
     def step(self, wait_seconds: float) -> str:
         """One turn: `updated`, `waited` (fewer than K fragments so far) or `ended`."""
-        state = self._role.flow.read()
-        if state.epoch > self._epoch:
-            raise Fenced(f"epoch {self._epoch}: the trainer of epoch {state.epoch} has taken over")
+        state = self._look()
         caught_up = self.version >= state.version  # else it still reads again what a former trainer has learnt
         if state.state != "running" or (caught_up and self._schedule.exhausted(self._learner.counters)):
             self._end = state.reason if state.state != "running" else "exhausted"
             return "ended"
-        if state.version < self.version or self._redis_restarted():
+        try:
+            if not self._gather(wait_seconds):
+                return "waited"
+        except RedisSetBack:
             self._redis_came_back()
-        if not self._gather(wait_seconds):
             return "waited"
         fragments, self._fragments = self._fragments, []
         phase = self._phase
@@ -236,39 +246,67 @@ class Trainer:
             self._publisher.wait_idle(_DURABLE_SECONDS)
         return Checkpoint(taken.manifest, taken.objects)
 
+    def _last_epoch(self) -> int:
+        """Of whoever wrote the pointer in the store: a Redis that was set back may have forgotten it."""
+        with self._heartbeat.waiting("the store", _DURABLE_SECONDS) as wait:
+            try:
+                pointer = insist(wait, self._role.checkpoints.pointer)
+            except CheckpointDamaged:
+                return 0  # the publisher makes it anew
+        return pointer.epoch if pointer else 0
+
+    def _know_redis(self) -> None:
+        """From now on the books are those of this Redis process; whatever it has lost, it had lost before."""
+        self._redis_process, self._redis_seen = self._role.flow.process(), time.monotonic()
+        self._settlement.process = self._redis_process
+
     def _redis_restarted(self) -> bool:
         """Whether this is another Redis process than before: it may have come back without what came last."""
-        now = time.monotonic()
-        if now - self._redis_seen < _LOOK_SECONDS:
+        if time.monotonic() - self._redis_seen < _LOOK_SECONDS:
             return False
-        info: Any = self._role.redis.info("server")
-        before, self._redis_process, self._redis_seen = self._redis_process, str(info.get("run_id")), now
-        return before not in ("", self._redis_process)
+        self._redis_seen = time.monotonic()
+        return self._role.flow.process() != self._redis_process
 
-    def _redis_came_back(self) -> None:
+    def _redis_came_back(self) -> Published:
         """Redis came back with less than it had (its file is synced each second): the trainer knows better."""
-        learnt = id_order(self._intake.committed.position)
-        if self._log.last_id() < learnt and (self._taken is None or self._taken.manifest.version < self.version):
-            self._line = Line(self.version, self._intake.committed.position)  # learnt, and in no log any more
-            self._publisher.submit(self._snapshot())
+        self._know_redis()
         self._fragments.clear()
         self._intake.restore(self._intake.committed)
-        self._set_redis_forward()
+        if self._role.flow.read().version > self.version:  # it has all that this trainer has come to in reading again
+            return self._publish(0)
+        position = self._intake.committed.position
+        if not self._log.holds(position) and (self._taken is None or self._taken.manifest.version < self.version):
+            self._line = Line(self.version, position)  # learnt, and in no log any more
+            self._publisher.submit(self._snapshot())
+        published = self._set_redis_forward()
         text = f"Redis came back, perhaps without what came last; its books are those of version {self.version}"
         emit(self._role.redis, self._role.run_id, "trainer", text)
         _LOGGER.warning("%s", text)
+        return published
 
-    def _set_redis_forward(self) -> None:
+    def _set_redis_forward(self) -> Published:
         """Version, credit and books of a Redis that knows less than this trainer become what the trainer knows."""
         books = self._intake.committed
         set_forward(self._role.redis, self._role.run_id, self._epoch, books.position, Ledger.from_json(books.ledger))
-        self._publish(0)
+        return self._publish(0)
 
     # One turn
 
     @property
     def _phase(self) -> Phase:
         return self._schedule.phase(self._learner.counters)
+
+    def _look(self) -> FlowState:
+        """What everyone else did meanwhile: took over, came back with less, or waits for room."""
+        state = self._role.flow.read()
+        if state.epoch > self._epoch:
+            raise Fenced(f"epoch {self._epoch}: the trainer of epoch {state.epoch} has taken over")
+        if state.epoch < self._epoch or state.version < self.version or self._redis_restarted():
+            self._redis_came_back()
+        full = state.memory_full or self._schedule.log_half_full(state.log_bytes)
+        if full and self._parent_version < self.version:  # else nobody could go on: what is learnt fills it
+            self._checkpoint()
+        return state
 
     def _gather(self, wait_seconds: float) -> bool:
         """Whether K fragments are there; waits for more, by name, while the run goes on."""
@@ -286,7 +324,7 @@ class Trainer:
         with self._heartbeat.waiting("experience", self._config.rollout.wait_deadline_seconds) as wait:
             while True:
                 taken = self._intake.take(self.version, self._phase, look_seconds)
-                if taken is not None or self.leaving or self._role.flow.read().state != "running":
+                if taken is not None or self.leaving or self._look().state != "running":
                     return taken
                 if not self._publisher.struggling:  # with the store away the log is full, and workers wait as we do
                     wait.check()
@@ -316,18 +354,24 @@ class Trainer:
             self._checkpointed(taken)
         else:
             blob = encode_board(states, header)
-        return self._board.publish(
-            epoch=self._epoch, version=self.version, consumed=consumed, settled_id=self._intake.position,
-            ledger=self._intake.ledger, header=header, blob=blob, checkpoint=name,
-        )  # fmt: skip
+        try:
+            return self._board.publish(
+                epoch=self._epoch, version=self.version, consumed=consumed, settled_id=self._intake.position,
+                ledger=self._intake.ledger, header=header, blob=blob, checkpoint=name, process=self._redis_process,
+            )  # fmt: skip
+        except RedisSetBack:
+            return self._redis_came_back()
 
     def _checkpoint_if_due(self, published: Published) -> None:
         if self._publisher.failure is not None:
             raise self._publisher.failure
         if self._schedule.checkpoint_due(self._learner.counters, published.log_bytes):
-            taken = self._snapshot()
-            self._publisher.submit(taken)
-            self._checkpointed(taken)
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        taken = self._snapshot()
+        self._publisher.submit(taken)
+        self._checkpointed(taken)
 
     def _checkpointed(self, taken: Snapshot) -> None:
         self._schedule.checkpointed(self._learner.counters)

@@ -162,9 +162,16 @@ def test_an_older_incarnation_is_superseded_and_its_claim_given_back(role: Role)
     assert new.claim().granted
 
 
-def test_a_worker_that_never_registered_gets_nothing(role: Role) -> None:
+def test_a_worker_that_a_redis_set_back_in_time_does_not_know_works_on_and_is_known_again(role: Role) -> None:
+    assert role.flow.claim("worker-9", 3, 7).granted
     with pytest.raises(WorkerSuperseded):
-        role.flow.claim("worker-9", 0, 0)
+        role.flow.claim("worker-9", 2, 0)
+    assert role.flow.register("worker-9") == (4, 0)
+
+
+def test_a_worker_gets_no_incarnation_again_that_it_had(role: Role) -> None:
+    assert [role.flow.register("worker-0")[0], role.flow.register("worker-0", 5)[0]] == [0, 5]
+    assert [role.flow.register("worker-0", 2)[0], role.flow.register("worker-0")[0]] == [6, 7]
 
 
 def test_registering_gives_back_only_the_workers_own_claims(role: Role) -> None:
@@ -223,7 +230,15 @@ def test_a_state_changes_only_from_the_expected_one(role: Role) -> None:
 def test_taking_over_fences_every_older_trainer(role: Role) -> None:
     first, second = role.flow.take_over(), role.flow.take_over()
     assert (first, second) == (1, 2)
-    assert [role.flow.holds(epoch) for epoch in (0, first, second, 3)] == [False, False, True, False]
+    assert [role.flow.holds(epoch) for epoch in (0, first, second)] == [False, False, True]
+
+
+def test_an_epoch_that_a_redis_set_back_in_time_has_forgotten_is_not_given_again(role: Role) -> None:
+    """The trainer of epoch 5 lives: it is not fenced, and whoever takes over knows of it from the store's pointer."""
+    assert role.flow.take_over() == 1
+    assert role.flow.holds(5)
+    assert [role.flow.take_over(5), role.flow.take_over(2)] == [6, 7]
+    assert not role.flow.holds(5)
 
 
 def events_that_wake() -> dict[str, Callable[[Role], Any]]:

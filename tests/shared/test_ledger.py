@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.errors import Fenced
 from shared.fragment import REASONS
 from shared.ledger import Count, Ledger, LedgerLine, WorkerAccount, read_books, set_forward, total
 from shared.redis_keys import RunKeys
@@ -168,6 +169,7 @@ def test_claims_and_entries_that_a_checkpoint_does_not_cover_stay_in_flight(role
     ledger = Ledger()
     ledger.consume("worker-0", SIZE)
     ledger.consume("worker-0", SIZE)
+    ledger.of("worker-0").saw(0, 1)
     for _ in range(2):
         set_forward(role.redis, role.run_id, trainer.epoch, position, ledger)
         assert role.flow.read().in_flight == 2
@@ -202,5 +204,6 @@ def test_an_older_trainer_sets_nothing_forward(role: Role) -> None:
     old = begin(role)
     role.flow.take_over()
     before = in_redis(role)
-    set_forward(role.redis, role.run_id, old.epoch, "0-0", settled_elsewhere())
+    with pytest.raises(Fenced):
+        set_forward(role.redis, role.run_id, old.epoch, "0-0", settled_elsewhere())
     assert in_redis(role) == before

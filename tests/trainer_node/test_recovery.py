@@ -86,12 +86,11 @@ def test_going_back_behind_the_log_frees_the_credit_of_what_was_never_learnt(new
     game.durable()
     game.worker.step(0)
     assert game.trainer.step(0) == "waited"
-    last: Any = game.role.redis.xrevrange(RunKeys(game.role.run_id).log, count=1)
-    garbage: Any = {**last[0][1], b"seq": b"999", b"fragment": b"garbage"}
-    game.role.redis.hincrby(RunKeys(game.role.run_id).flow, "claimed", 1)
-    game.role.redis.hincrby(RunKeys(game.role.run_id).produced, "worker-0:fragments", 995 + 1)
-    game.role.redis.hincrby(RunKeys(game.role.run_id).produced, "worker-0:transitions", 32)
-    game.role.redis.xadd(RunKeys(game.role.run_id).log, garbage)
+    worker = game.worker
+    claim = game.role.flow.claim(worker.id, worker.incarnation, worker._seq)
+    assert claim.granted
+    assert worker._log.push(worker.id, worker.incarnation, worker._seq, claim.epoch, 32, b"garbage") == "pushed"
+    worker._seq += 1
     assert game.trainer.step(0) == "waited"
     game.crash()
     game.role.checkpoints.store.put("checkpoints/4_Step-256.ckpt/default/policy.safetensors", b"broken")
@@ -99,3 +98,4 @@ def test_going_back_behind_the_log_frees_the_credit_of_what_was_never_learnt(new
     assert game.trainer.version == 5
     game.finish()
     assert game.role.flow.read().in_flight >= 0
+    balanced(game)
