@@ -12,13 +12,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from rollout_worker.making import Guarded, failure, make, make_native
+from rollout_worker.making import PAST, RETURN, Guarded, failure, make, make_native
+from rollout_worker.trail import Past, episode_seed
 from shared.config import EnvironmentConfig
 from shared.errors import EnvironmentFailure
 from shared.fragment import EpisodeRecord
@@ -56,13 +57,33 @@ class Step:
     """Environment number and record of each episode that ended."""
 
 
+class Place(NamedTuple):
+    """Where the environments stand."""
+
+    episodes: tuple[int, ...]
+    """Numbers of their running episodes."""
+    lengths: tuple[int, ...]
+    """Steps in them so far."""
+    returns: Array
+    """Float64; the sum of rewards so far, per environment (and agent)."""
+
+
 class VectorEnvironment(Protocol):
     """What the sampler steps."""
 
     num_envs: int
 
-    def reset(self, seeds: Sequence[int]) -> dict[str, tuple[Columns, Array]]:
-        """Starts all environments, one seed each; per policy id the first observations and the mask."""
+    def reset(self, seeds: Sequence[int], past: Past | None = None) -> dict[str, tuple[Columns, Array]]:
+        """Starts all environments; per policy id the first observations and the mask.
+
+        The seeds are those of the first episodes, later ones follow from them (`trail.episode_seed`). With `past` each
+        environment takes up its episode, by doing its actions again.
+        """
+        ...
+
+    @property
+    def place(self) -> Place | None:
+        """Where the environments stand; None where they cannot be brought there again (native ones)."""
         ...
 
     def step(self, actions: Mapping[str, Columns]) -> Step:
@@ -94,21 +115,48 @@ class GymnasiumEnvironments:
         self._over = np.zeros(self.num_envs, np.bool_)
         self._returns = np.zeros(self.num_envs)
         self._lengths = np.zeros(self.num_envs, np.int64)
+        self._seeds: Sequence[int] = ()
+        self._episodes = np.zeros(self.num_envs, np.int64)
 
-    def reset(self, seeds: Sequence[int]) -> dict[str, tuple[Columns, Array]]:
+    def reset(self, seeds: Sequence[int], past: Past | None = None) -> dict[str, tuple[Columns, Array]]:
+        self._seeds = seeds
+        self._episodes[:] = past.episodes if past else 0
+        self._lengths[:] = past.lengths if past else 0
         try:
-            # a native environment has one source of randomness for all its copies, and takes one seed
-            seed: Any = seeds[0] if self._native else list(seeds)
-            observations, _ = self._env.reset(seed=seed)
+            if self._native:  # one source of randomness for all copies: it takes one seed
+                observations, infos = self._env.reset(seed=seeds[0])
+            else:
+                options = {PAST: self._actions_done(past)} if past else None
+                observations, infos = self._env.reset(seed=self._episode_seeds(), options=options)
         except EnvironmentFailure:
             raise
         except Exception as error:
             raise failure(None, "reset", error) from None
         self._over[:] = False
-        self._returns[:] = 0
-        self._lengths[:] = 0
+        self._returns[:] = infos[RETURN] if past else 0
         obs = self._spaces.observation.flatten("obs", observations)
         return {self._policy: (obs, np.ones(self.num_envs, np.bool_))}
+
+    @property
+    def place(self) -> Place | None:
+        if self._native:
+            return None
+        return Place(tuple(self._episodes.tolist()), tuple(self._lengths.tolist()), self._returns)
+
+    def _episode_seeds(self) -> Any:
+        return [
+            episode_seed(first, episode) for first, episode in zip(self._seeds, self._episodes.tolist(), strict=True)
+        ]
+
+    def _actions_done(self, past: Past) -> list[list[Any]]:
+        """Per environment, the actions of its running episode, as it takes them."""
+        done = []
+        for index in range(self.num_envs):
+            _, first, last = past.of(index)
+            columns = {name: array[first:last, index] for name, array in past.actions[self._policy].items()}
+            nested = self._spaces.action.to_environment(columns)
+            done.append([pick(nested, row) for row in range(last - first)])
+        return done
 
     def step(self, actions: Mapping[str, Columns]) -> Step:
         try:
@@ -131,8 +179,10 @@ class GymnasiumEnvironments:
         if done.any():
             self._returns[done] = 0
             self._lengths[done] = 0
+            self._episodes[done] += 1
             if self._mode is AutoresetMode.DISABLED:
-                observations, _ = self._env.reset(options={"reset_mask": done})
+                seeds = None if self._native else self._episode_seeds()
+                observations, _ = self._env.reset(seed=seeds, options={"reset_mask": done})
         self._over = done
         step = PolicyStep(
             self._spaces.observation.flatten("obs", observations),
@@ -186,15 +236,42 @@ class ParallelEnvironments:
         self._returns: list[dict[str, float]] = [{} for _ in range(self.num_envs)]
         self._lengths = [0] * self.num_envs
         self._infos: list[dict[str, dict[str, Any]]] = [{} for _ in range(self.num_envs)]
+        self._seeds: Sequence[int] = ()
+        self._episodes = [0] * self.num_envs
 
-    def reset(self, seeds: Sequence[int]) -> dict[str, tuple[Columns, Array]]:
-        for index, seed in enumerate(seeds):
-            self._reset(index, seed)
+    def reset(self, seeds: Sequence[int], past: Past | None = None) -> dict[str, tuple[Columns, Array]]:
+        self._seeds = seeds
+        for index in range(self.num_envs):
+            self._reset(index, past.episodes[index] if past else 0)
+            if past is not None:
+                self._do_again(index, past)
         return {policy_id: self._stacked(policy_id) for policy_id in self._slots}
 
-    def _reset(self, index: int, seed: int | None) -> None:
+    @property
+    def place(self) -> Place | None:
+        returns = np.array([[line[agent] for agent in self._description.agents] for line in self._returns])
+        return Place(tuple(self._episodes), tuple(self._lengths), returns)
+
+    def _do_again(self, index: int, past: Past) -> None:
+        _, first, last = past.of(index)
+        steps = {policy_id: self._blank(policy_id) for policy_id in self._slots}
+        finals: dict[str, list[tuple[int, Any]]] = {policy_id: [] for policy_id in self._slots}
+        for row in range(first, last):
+            if not self._live[index]:
+                return  # it is not the episode that it was: whoever compares will see
+            columns = {
+                policy: {name: array[row] for name, array in part.items()} for policy, part in past.actions.items()
+            }
+            self._step_one(index, self._nested(columns), steps, finals)
+
+    def _nested(self, actions: Mapping[str, Columns]) -> dict[str, Any]:
+        policies = self._description.policies
+        return {policy_id: policies[policy_id].action.to_environment(columns) for policy_id, columns in actions.items()}
+
+    def _reset(self, index: int, episode: int) -> None:
+        self._episodes[index] = episode
         try:
-            observations, _ = self._envs[index].reset(seed=seed)
+            observations, _ = self._envs[index].reset(seed=episode_seed(self._seeds[index], episode))
         except Exception as error:
             raise failure(index, "reset", error) from None
         self._observations[index] = dict(observations)
@@ -208,15 +285,12 @@ class ParallelEnvironments:
         steps = {policy_id: self._blank(policy_id) for policy_id in self._slots}
         finals: dict[str, list[tuple[int, Any]]] = {policy_id: [] for policy_id in self._slots}
         episodes = []
-        nested = {
-            policy_id: self._description.policies[policy_id].action.to_environment(columns)
-            for policy_id, columns in actions.items()
-        }
+        nested = self._nested(actions)
         for index in range(self.num_envs):
             self._step_one(index, nested, steps, finals)
             if not self._live[index]:
                 episodes.append((index, self._record(index)))
-                self._reset(index, None)
+                self._reset(index, self._episodes[index] + 1)
         for policy_id, step in steps.items():
             step.obs = self._stacked(policy_id)[0]
             step.final_slots = np.array([slot for slot, _ in finals[policy_id]], np.int32)

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_worker import trail
 from rollout_worker.environments import PolicyStep, VectorEnvironment
 from rollout_worker.exploration import Exploration
+from rollout_worker.trail import Life, Trail
 from shared.fragment import EpisodeRecord, expected_columns
 from shared.policies.actor_critic import ActorCritic, torch_device
 from shared.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
@@ -34,19 +36,27 @@ class Sampler:
     """Steps its environments for one fragment at a time."""
 
     def __init__(
-        self, environment: VectorEnvironment, description: EnvironmentDescription, seed: int, device: str = "cpu"
+        self,
+        environment: VectorEnvironment,
+        description: EnvironmentDescription,
+        life: Life,
+        device: str = "cpu",
+        past: Trail | None = None,
     ) -> None:
+        """Begins `life`; or takes it up where a predecessor's trail ends: `stands` tells whether it came there."""
         self._environment = environment
         self._description = description
         self._device = torch_device(device)
-        self._generator = torch.Generator(self._device).manual_seed(seed)
-        seeds = np.random.SeedSequence(seed).generate_state(environment.num_envs)
-        self._now = environment.reset([int(value) for value in seeds])
+        self._generator = torch.Generator(self._device)
+        self.life = life
+        self._number = past.number if past else 0
+        self._now = environment.reset(life.environments(environment.num_envs), past.past if past else None)
 
     @torch.inference_mode()
     def sample(self, policies: Mapping[str, ActorCritic], exploration: Exploration, steps: int) -> Sample:
         """Acts `steps` steps in every environment; raises `EnvironmentFailure`, and then nothing was produced."""
         started, environment_seconds = time.perf_counter(), 0.0
+        self._generator.manual_seed(self.life.acting(self._number))
         recorders = {
             policy_id: _Recorder(spaces, steps, self._environment.num_envs * self._description.slots(policy_id))
             for policy_id, spaces in self._description.policies.items()
@@ -71,8 +81,29 @@ class Sampler:
             policy_id: recorder.finish(policies[policy_id], self._now[policy_id][0])
             for policy_id, recorder in recorders.items()
         }
+        self._number += 1
         seconds = time.perf_counter() - started
         return Sample(columns, tuple(episodes), seconds, environment_seconds)
+
+    @property
+    def stands(self) -> str:
+        """A digest of what is observed now; a successor that comes to the same place sees the same."""
+        place = self._environment.place
+        return "" if place is None else trail.digest(self._now, place.returns)
+
+    def trace(self, sample: Sample, writer: int) -> trail.Step | None:
+        """The part of the trail that goes with the last sample; None for environments that leave none."""
+        place = self._environment.place
+        if place is None:
+            return None
+        actions = {
+            policy_id: {
+                name: columns[name] for name in self._description.policies[policy_id].action.column_names("action")
+            }
+            for policy_id, columns in sample.columns.items()
+        }
+        number = self._number - 1
+        return trail.Step(self.life, writer, number, place.episodes, place.lengths, self.stands, actions)
 
     def close(self) -> None:
         """Ends the environments."""

@@ -10,12 +10,13 @@ import logging
 import time
 from collections import deque
 
-import numpy as np
 import torch
 
+from rollout_worker import trail
 from rollout_worker.environments import make_vector
 from rollout_worker.exploration import Exploration, RandomActing, Sampling
 from rollout_worker.sampler import Sample, Sampler
+from rollout_worker.trail import Life, Trail
 from shared import fragment
 from shared.checkpoint import READY
 from shared.errors import CheckpointError, EnvironmentFailure, WorkerSuperseded
@@ -167,10 +168,11 @@ class Worker:
             run_id=self._role.run_id, worker_id=self.id, incarnation=self.incarnation, seq=self._seq,
             phase=self._header.phase, policy_versions=dict.fromkeys(self._policies, self._header.version),
             steps=self._config.rollout.fragment_steps, num_envs=self._config.environment.num_envs,
-            episodes=sample.episodes, acting_seconds=round(sample.acting_seconds, 6),
+            episodes=sample.episodes, acting_seconds=round(sample.acting_seconds, 6), life=str(self._sampler.life),
         )  # fmt: skip
         blob = fragment.encode(fragment.Fragment(header, sample.columns), self._config.rollout.compression)
-        word = self._log.push(self.id, self.incarnation, self._seq, claim.epoch, header.transitions, blob)
+        left, length = self._trail(sample)
+        word = self._log.push(self.id, self.incarnation, self._seq, claim.epoch, header.transitions, blob, left, length)
         if word == "finished":
             return "end:finished"
         if word == "epoch":  # Redis was set back in time: what it knows of this worker may be wrong
@@ -217,22 +219,52 @@ class Worker:
             self._take(version_of(checkpoint))
         return checkpoint is not None
 
-    def _make_sampler(self) -> Sampler:
-        """Its seed comes from the run's seed, the worker, its incarnation, and restarts of the environment."""
-        parts = [self._config.seed, self._index, self.incarnation, self._environment_restarts]
-        seed = int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
+    def _trail(self, sample: Sample) -> tuple[bytes, int]:
+        """What a successor needs to go on from here, and how many fragments it reaches back; nothing if too much."""
+        step, rollout = self._sampler.trace(sample, self.incarnation), self._config.rollout
+        if step is None or not rollout.catch_up_seconds:
+            return b"", 0
+        blob = trail.encode(step)
+        seconds = max(step.lengths) * sample.environment_seconds / rollout.fragment_steps
+        if seconds > rollout.catch_up_seconds or step.fragments * len(blob) > trail.MOST_BYTES:
+            return b"", 0
+        return blob, step.fragments
+
+    def _make_sampler(self, past: Trail | None) -> Sampler:
+        """Takes up a predecessor's episodes, or begins a life of its own."""
+        begun = Life(self._config.seed, self._index, self.incarnation, self._environment_restarts)
         environment = make_vector(self._config.environment, self._description)
         try:
-            return Sampler(environment, self._description, seed, self._config.rollout.device)
+            life = past.life if past else begun
+            return Sampler(environment, self._description, life, self._config.rollout.device, past)
         except EnvironmentFailure:
             environment.close()
             raise
 
+    def _take_up(self) -> Sampler:
+        """Where the predecessor's last fragment ended, if the environments come there again; else new episodes."""
+        past = trail.read(self._log.trail(self.id), self.incarnation)
+        if past is not None:
+            sampler = self._make_sampler(past)
+            if sampler.stands == past.digest:
+                return sampler
+            sampler.close()
+            text = f"{self.id}: the environment did not come back to where it was; it begins new episodes"
+            emit(self._role.redis, self._role.run_id, "environment", text)
+        return self._make_sampler(None)
+
     def _start_environment(self) -> Sampler:
         """Also an environment that raises in its first reset is started again, within the configured rate."""
+        try:
+            return self._take_up()
+        except EnvironmentFailure as error:
+            self._count_failure(error)
+        return self._begin_anew()
+
+    def _begin_anew(self) -> Sampler:
         while True:
             try:
-                return self._make_sampler()
+                return self._make_sampler(None)
             except EnvironmentFailure as error:
                 self._count_failure(error)
 
@@ -240,7 +272,7 @@ class Worker:
         """Starts the environments again, within the configured rate; beyond it, raises what the environment raised."""
         self._count_failure(error)
         self._sampler.close()
-        self._sampler = self._start_environment()
+        self._sampler = self._begin_anew()
 
     def _count_failure(self, error: EnvironmentFailure) -> None:
         """Tells what the environment raised; raises it where that happens too often."""

@@ -160,6 +160,9 @@ class RolloutConfig(Section):
     """Where workers act: `cpu`, or `cuda` for large networks (then set `num_gpus` as well)."""
     num_gpus: float = Field(0.0, ge=0)
     """Ray GPUs reserved for each worker."""
+    catch_up_seconds: float = Field(5.0, ge=0)
+    """A worker that is started again takes up its episodes where its last fragment ended, by doing their actions again,
+    unless that would take longer than this; then, and with 0, it begins new episodes."""
     silent_seconds: float = Field(30.0, gt=10)
     """A role whose heartbeat has stopped for this long is ended and started anew, whatever it is."""
     restarts_allowed: int = Field(10, ge=0)

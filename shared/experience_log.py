@@ -54,19 +54,35 @@ class ExperienceLog:
         self._push = scripts.Step(client, scripts.PUSH)
         self._trim = scripts.Step(client, scripts.TRIM)
 
-    def push(self, worker: str, incarnation: int, seq: int, epoch: int, transitions: int, fragment: bytes) -> str:
+    def push(
+        self,
+        worker: str,
+        incarnation: int,
+        seq: int,
+        epoch: int,
+        transitions: int,
+        fragment: bytes,
+        trail: bytes = b"",
+        trail_length: int = 0,
+    ) -> str:
         """Appends one fragment and honours its claim, in one step; safe to repeat.
 
+        In the same step `trail` becomes the last entry of the worker's trail, which keeps its last `trail_length` ones.
+
         Answers `pushed`, `duplicate` (it was there already), `stale` (its lease ran out and the place is taken; it is
-        counted as dropped), `superseded` (the worker was replaced long ago), `epoch` (Redis was set back in time:
+        counted as dropped), `superseded` (a newer incarnation acts in its place), `epoch` (Redis was set back in time:
         register again) or `finished`.
         """
         keys = [
             self._keys.flow, self._keys.claims, self._keys.log, self._keys.pushed, self._keys.produced,
-            self._keys.incarnations,
+            self._keys.incarnations, self._keys.trail(worker),
         ]  # fmt: skip
-        kept = scripts.INCARNATIONS_KEPT
-        return cast(bytes, self._push(keys, [worker, incarnation, seq, epoch, transitions, fragment, kept])).decode()
+        arguments: list[Any] = [worker, incarnation, seq, epoch, transitions, fragment, trail, trail_length]
+        return cast(bytes, self._push(keys, arguments)).decode()
+
+    def trail(self, worker: str) -> list[bytes]:
+        """What `worker` left with its last fragments, oldest first."""
+        return cast(list[bytes], self._redis.lrange(self._keys.trail(worker), 0, -1))
 
     def read(self, after: str, count: int, block_seconds: float) -> list[LogEntry]:
         """Up to `count` entries after position `after`, waiting at most `block_seconds` for the first."""

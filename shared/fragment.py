@@ -30,7 +30,7 @@ from shared.errors import FragmentError
 from shared.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
 from shared.steps import Phase
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 REASONS = (
     "undecodable",
     "corrupt",
@@ -75,6 +75,8 @@ class FragmentHeader:
     num_envs: int
     episodes: tuple[EpisodeRecord, ...] = ()
     acting_seconds: float = 0.0
+    life: str = "0.0"
+    """Which line of episodes it goes on with: a successor that takes them up has its predecessor's."""
     wire_version: int = WIRE_VERSION
 
     @property
@@ -132,8 +134,8 @@ def _check_header(header: FragmentHeader) -> None:
         value = getattr(header, name)
         if type(value) is not int or value < (1 if name in {"steps", "num_envs"} else 0):
             raise ValueError(f"{name} is {value!r}")
-    if not isinstance(header.run_id, str) or not isinstance(header.worker_id, str):
-        raise ValueError("run_id and worker_id must be text")
+    if any(not isinstance(text, str) for text in (header.run_id, header.worker_id, header.life)):
+        raise ValueError("run_id, worker_id and life must be text")
     if type(header.acting_seconds) not in (int, float) or not 0 <= header.acting_seconds < math.inf:
         raise ValueError(f"acting_seconds is {header.acting_seconds!r}")
     if not header.policy_versions or any(type(v) is not int or v < 0 for v in header.policy_versions.values()):

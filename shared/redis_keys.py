@@ -74,6 +74,10 @@ class RunKeys:
         """Stream (short); an entry whenever credit may have become free. Writers: scripts; readers: waiting workers."""
         return self.prefix + "wakeups"
 
+    def trail(self, worker: str) -> str:
+        """List; what `worker` did in its running episodes, an entry per fragment. Writer: push; reader: worker."""
+        return f"{self.prefix}trail:{worker}"
+
     @property
     def board(self) -> str:
         """Hash; the policy board: version, header, blob (or the checkpoint that holds it). Writer: trainer."""

@@ -188,9 +188,9 @@ return answer(word)
 PUSH = (
     _COMMON
     + """
--- KEYS flow, claims, log, pushed, produced, incarnations. ARGV: worker, incarnation, seq, epoch, transitions, blob,
--- how many incarnations are kept. Answers 'pushed', 'duplicate' (a resend), 'stale' (its claim was given away and there
--- is no room), 'superseded' (of so old an incarnation that nobody knows what it pushed), 'epoch' (this Redis is older
+-- KEYS flow, claims, log, pushed, produced, incarnations, trail. ARGV: worker, incarnation, seq, epoch, transitions,
+-- blob, entry of the trail, entries of it to keep. Answers 'pushed', 'duplicate' (a resend), 'stale' (its claim was given
+-- away and there is no room), 'superseded' (a newer incarnation acts the same in its place), 'epoch' (this Redis is older
 -- than the claim: it was restored from the past), or 'finished'.
 local flow = redis.call('HMGET', KEYS[1], 'state', 'epoch', 'claimed', 'consumed', 'fragments_per_update',
   'max_policy_lag')
@@ -202,7 +202,15 @@ local last = tonumber(redis.call('HGET', KEYS[4], from) or '-1')
 if seq <= last then return 'duplicate' end
 if flow[1] == 'finished' then return 'finished' end
 local lives = tonumber(redis.call('HGET', KEYS[6], ARGV[1]) or '0')
-if tonumber(ARGV[2]) < lives - tonumber(ARGV[7]) then return 'superseded' end
+if tonumber(ARGV[2]) < lives - 1 then return 'superseded' end
+local function leave_trail()  -- also of a fragment that is refused: its environments have moved on
+  if ARGV[8] == '0' then
+    redis.call('DEL', KEYS[7])
+  else
+    redis.call('RPUSH', KEYS[7], ARGV[7])
+    redis.call('LTRIM', KEYS[7], -tonumber(ARGV[8]), -1)
+  end
+end
 local function produced(fate, fragments)
   redis.call('HINCRBY', KEYS[5], ARGV[1] .. ':fragments' .. fate, fragments)
   redis.call('HINCRBY', KEYS[5], ARGV[1] .. ':transitions' .. fate, fragments * tonumber(ARGV[5]))
@@ -214,6 +222,7 @@ if redis.call('ZREM', KEYS[2], from .. ':' .. ARGV[3]) == 0 then
       redis.call('HSET', KEYS[4], from .. ':refused', digest)
       produced('', 1)
       produced(':stale', 1)
+      leave_trail()
     end
     return 'stale'
   end
@@ -233,6 +242,7 @@ redis.call('XADD', KEYS[3], '*', 'worker', ARGV[1], 'incarnation', ARGV[2], 'seq
   'lost', lost, 'transitions', ARGV[5], 'end', written, 'fragment', ARGV[6])
 redis.call('HSET', KEYS[4], from, ARGV[3])
 produced('', 1 + lost)
+leave_trail()
 return 'pushed'
 """
 )

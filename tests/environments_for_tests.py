@@ -101,6 +101,15 @@ class Noise(gym.Env[Array, Array]):
         return observation, float(observation[0]), False, self._steps == 5, {}
 
 
+class Unseeded(Noise):
+    """Takes a seed, and then its numbers from elsewhere."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.np_random = np.random.default_rng()
+        return self.np_random.normal(size=3).astype(np.float32), {}
+
+
 OBSERVATIONS: dict[str, spaces.Space[Any]] = {
     "box": spaces.Box(-2.0, 2.0, (3,), np.float32),
     "matrix": spaces.Box(-2.0, 2.0, (2, 3), np.float64),

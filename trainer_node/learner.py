@@ -45,7 +45,7 @@ class Learner:
             counters.episodes += len(item.header.episodes)
             if phase is Phase.TRAIN:
                 self.episodes.extend(item.header.episodes)
-            source = f"{item.header.worker_id}:{item.header.incarnation}"
+            source = f"{item.header.worker_id}:{item.header.life}"
             for policy_id, scaling in self.rewards.items():
                 item.columns[policy_id] = scaling.scale(source, item.columns[policy_id])
 

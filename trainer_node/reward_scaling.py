@@ -22,7 +22,7 @@ class RewardScaling:
         self._running: dict[str, Array] = {}
 
     def scale(self, source: str, columns: Columns) -> Columns:
-        """The columns with scaled rewards; `source` (worker and incarnation) tells whose returns go on."""
+        """The columns with scaled rewards; `source` (worker and life) tells whose returns go on."""
         reward, mask = columns["reward"].astype(np.float64), columns["mask"]
         over = columns["terminated"] | columns["truncated"]
         running = self._running.get(source, np.zeros(reward.shape[1]))

@@ -12,6 +12,7 @@ from rollout_worker.environments import make_vector
 from rollout_worker.exploration import Exploration, RandomActing, Sampling
 from rollout_worker.making import describe_environment
 from rollout_worker.sampler import Sample, Sampler
+from rollout_worker.trail import Life
 from shared import fragment
 from shared.config import Config
 from shared.fragment import Fragment, FragmentHeader
@@ -37,7 +38,9 @@ class Stage:
         )
         self.description: EnvironmentDescription = describe_environment(self.config)
         self.policies: dict[str, ActorCritic] = build_policies(self.description.policies, self.config.policies, 0)
-        self.sampler = Sampler(make_vector(self.config.environment, self.description), self.description, seed)
+        self.sampler = Sampler(
+            make_vector(self.config.environment, self.description), self.description, Life(seed, 0, 0, 0)
+        )
 
     def sample(self, steps: int, exploration: Exploration | None = None) -> Sample:
         sample = self.sampler.sample(self.policies, exploration or Sampling(), steps)

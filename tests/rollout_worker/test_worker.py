@@ -240,7 +240,7 @@ def test_the_same_worker_of_the_same_run_seed_meets_the_same_starts(
         drawn = []
         for worker in (first, second):
             worker._description, worker.incarnation = role.description(), 4
-            sampler = worker._make_sampler()
+            sampler = worker._make_sampler(None)
             drawn.append(sampler._now["default"][0]["obs"].copy())
             sampler.close()
     assert np.array_equal(drawn[0], drawn[1])

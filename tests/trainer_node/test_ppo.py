@@ -14,6 +14,7 @@ from rollout_worker.environments import make_vector
 from rollout_worker.exploration import Sampling
 from rollout_worker.making import describe_environment, describe_space
 from rollout_worker.sampler import Sampler
+from rollout_worker.trail import Life
 from shared.config import PolicyConfig, PPOConfig
 from shared.fragment import expected_columns
 from shared.policies.actor_critic import ActorCritic, build_policies
@@ -349,7 +350,7 @@ def train(
     )
     description = describe_environment(config)
     policies = build_policies(description.policies, config.policies, seed=1)
-    sampler = Sampler(make_vector(config.environment, description), description, seed=1)
+    sampler = Sampler(make_vector(config.environment, description), description, Life(1, 0, 0, 0))
     ppo = PPO(policies["default"], config.algorithm, CPU, seed=1)
     returns = []
     for update in range(updates):

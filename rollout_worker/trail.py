@@ -1,0 +1,160 @@
+"""The trail: what a worker has done in its running episodes, so that its successor can take them up.
+
+All of a worker's randomness comes from its *life* (run seed, worker number, the incarnation that began it, restarts of
+its environment), the number of the fragment, and the number of the episode. With each fragment the worker leaves the
+fragment's actions in Redis, in the same step as the push. A successor resets each environment with the seed of its
+running episode, does the actions again, and stands where the last pushed fragment ended: it then acts what its
+predecessor would have acted. An environment that does not come back to the same observations begins new episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from shared import tensor_blob
+from shared.spaces import Array, Columns
+
+MOST_BYTES = 1 << 20
+"""A trail that would be longer is not kept: it lies in Redis, for each worker."""
+_MOST_ATTEMPTS = 3
+"""So many incarnations may take up the same place and die before their first push; the next one begins anew."""
+_FRAGMENT, _ENVIRONMENTS = 0, 1
+
+
+@dataclass(frozen=True)
+class Life:
+    """What all randomness of a line of fragments comes from."""
+
+    seed: int
+    worker: int
+    incarnation: int
+    restarts: int
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}.{self.restarts}"
+
+    def acting(self, number: int) -> int:
+        """The seed of the actions in fragment `number`."""
+        return self._seeds(_FRAGMENT, number, 1)[0]
+
+    def environments(self, count: int) -> list[int]:
+        """The seed of each environment's first episode; `episode_seed` has the others."""
+        return self._seeds(_ENVIRONMENTS, 0, count)
+
+    def _seeds(self, kind: int, number: int, count: int) -> list[int]:
+        parts = [self.seed, self.worker, self.incarnation, self.restarts, kind, number]
+        return [int(value) for value in np.random.SeedSequence(parts).generate_state(count)]
+
+
+def episode_seed(first: int, episode: int) -> int:
+    """The seed of an environment's episode (0, 1, …), from that of its first one."""
+    return first if episode == 0 else int(np.random.SeedSequence([first, episode]).generate_state(1)[0])
+
+
+@dataclass(frozen=True)
+class Past:
+    """Where each environment stands: the number of its episode, and what was done in it so far."""
+
+    episodes: tuple[int, ...]
+    lengths: tuple[int, ...]
+    """Steps in the running episode, per environment."""
+    actions: Mapping[str, Columns]
+    """Policy id → columns `[L, S, …]` of the last steps; at least as many as the longest of these episodes has."""
+
+    def of(self, environment: int) -> tuple[int, int, int]:
+        """Episode, first and last row of `actions` of one environment."""
+        rows = len(next(iter(next(iter(self.actions.values())).values())))
+        return self.episodes[environment], rows - self.lengths[environment], rows
+
+
+@dataclass(frozen=True)
+class Step:
+    """One fragment's part of the trail."""
+
+    life: Life
+    writer: int
+    """The incarnation that acted it."""
+    number: int
+    """Of the fragment, in this life."""
+    episodes: tuple[int, ...]
+    lengths: tuple[int, ...]
+    digest: str
+    """Of what was observed after its last step."""
+    actions: Mapping[str, Columns]
+
+    @property
+    def fragments(self) -> int:
+        """How many of the last fragments hold the actions of the running episodes."""
+        steps = len(next(iter(next(iter(self.actions.values())).values())))
+        return max(1, -(-max(self.lengths) // steps))
+
+
+def encode(step: Step) -> bytes:
+    """One blob; the inverse is `decode`."""
+    flat = {f"{policy}/{name}": array for policy, columns in step.actions.items() for name, array in columns.items()}
+    header = vars(step) | {"life": vars(step.life), "actions": {name: array.dtype.str for name, array in flat.items()}}
+    return tensor_blob.encode({name: _small(array) for name, array in flat.items()}, header)
+
+
+def decode(blob: bytes) -> Step:
+    """Raises `BlobError`, `KeyError`, `TypeError` or `ValueError` for anything else than a step."""
+    flat, header = tensor_blob.decode(blob)
+    actions: dict[str, Columns] = {}
+    for name, array in flat.items():
+        policy_id, _, column = name.partition("/")
+        actions.setdefault(policy_id, {})[column] = array.astype(header["actions"][name])
+    lengths, episodes = tuple(map(int, header["lengths"])), tuple(map(int, header["episodes"]))
+    life = Life(**header["life"])
+    return Step(life, header["writer"], header["number"], episodes, lengths, header["digest"], actions)
+
+
+@dataclass(frozen=True)
+class Trail:
+    """What a successor takes up."""
+
+    life: Life
+    number: int
+    """Of the next fragment."""
+    past: Past
+    digest: str
+
+
+def read(blobs: Sequence[bytes], incarnation: int) -> Trail | None:
+    """The trail in what Redis holds, for this incarnation; None where it cannot be taken up."""
+    try:
+        steps = [decode(blob) for blob in blobs]
+    except (tensor_blob.BlobError, KeyError, TypeError, ValueError):
+        return None
+    if not steps or incarnation - steps[-1].writer > _MOST_ATTEMPTS:
+        return None
+    last = steps[-1]
+    needed = steps[-last.fragments :]
+    numbers = [(step.life, step.number) for step in needed]
+    if numbers != [(last.life, last.number - back) for back in reversed(range(last.fragments))]:
+        return None  # an older Redis came back, or the first of them are gone
+    actions = {
+        policy_id: {name: np.concatenate([step.actions[policy_id][name] for step in needed]) for name in columns}
+        for policy_id, columns in last.actions.items()
+    }
+    return Trail(last.life, last.number + 1, Past(last.episodes, last.lengths, actions), last.digest)
+
+
+def digest(now: Mapping[str, tuple[Columns, Array]], returns: Array) -> str:
+    """A hash of all that is observed now, and of the running returns."""
+    found = xxhash.xxh3_64()
+    for _, (columns, mask) in sorted(now.items()):
+        for _, array in sorted(columns.items()):
+            found.update(array.tobytes())
+        found.update(mask.tobytes())
+    found.update(returns.tobytes())
+    return found.hexdigest()
+
+
+def _small(array: Array) -> Array:
+    """Choices need a byte each, mostly."""
+    small = array.dtype.kind in "iu" and array.size and array.min() >= 0 and array.max() < 256
+    return array.astype(np.uint8) if small else array

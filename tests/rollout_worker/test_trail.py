@@ -1,0 +1,133 @@
+"""The trail: a successor stands where its predecessor's last fragment ended, and acts what that would have acted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout_worker import trail
+from rollout_worker.environments import make_vector
+from rollout_worker.exploration import Sampling
+from rollout_worker.making import describe_environment
+from rollout_worker.sampler import Sample, Sampler
+from rollout_worker.trail import Life, episode_seed
+from shared.policies.actor_critic import build_policies
+from tests.conftest import minimal_config
+from tests.environments_for_tests import MODULE
+from tests.rollout_worker.test_environments import AGENTS, TWO_POLICIES
+
+STEPS = 7
+LIFE = Life(3, 1, 4, 0)
+
+
+class Line:
+    """A worker's line of fragments, and the trail that it leaves."""
+
+    def __init__(self, environment: dict[str, Any], sections: dict[str, Any], left: list[bytes] | None = None) -> None:
+        sections = {"policies": {"default": {"cnn": "small"}}} | sections
+        config = minimal_config(environment={"num_envs": 3} | environment, algorithm={"minibatch_size": 1}, **sections)
+        description = describe_environment(config)
+        self.policies = build_policies(description.policies, config.policies, 0)
+        self.left = list(left or [])
+        self.past = trail.read(self.left, incarnation=4)
+        vector = make_vector(config.environment, description)
+        self.sampler = Sampler(vector, description, self.past.life if self.past else LIFE, past=self.past)
+
+    def sample(self) -> Sample:
+        """The next fragment; its part of the trail is left."""
+        sample = self.sampler.sample(self.policies, Sampling(), STEPS)
+        step = self.sampler.trace(sample, writer=4)
+        if step is not None:
+            self.left.append(trail.encode(step))
+            self.left = self.left[-step.fragments :]
+        return sample
+
+
+def same(one: Sample, other: Sample) -> bool:
+    """Whether two fragments hold the same, bit for bit."""
+    return one.episodes == other.episodes and all(
+        np.array_equal(array, other.columns[policy][name]) and array.dtype == other.columns[policy][name].dtype
+        for policy, columns in one.columns.items()
+        for name, array in columns.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "sections"),
+    [
+        ({"id": "CartPole-v1"}, {}),
+        ({"id": "CartPole-v1", "vectorization": "async"}, {}),
+        ({"id": "Pendulum-v1", "max_episode_steps": 20}, {}),
+        ({"id": "Acrobot-v1", "max_episode_steps": 9}, {}),
+        (AGENTS | {"kwargs": {"cat_steps": 12, "mouse_steps": 100}}, TWO_POLICIES),
+    ],
+    ids=lambda value: str(value.get("id", "")) + value.get("vectorization", ""),
+)
+def test_a_successor_goes_on_as_its_predecessor_would_have(
+    environment: dict[str, Any], sections: dict[str, Any]
+) -> None:
+    line = Line(environment, sections)
+    for _ in range(5):
+        line.sample()
+        successor = Line(environment, sections, line.left)
+        assert successor.past is not None and successor.sampler.stands == successor.past.digest
+        assert same(line.sample(), successor.sample())
+        successor.sampler.close()
+    line.sampler.close()
+
+
+def test_the_trail_is_as_long_as_the_longest_running_episode() -> None:
+    line = Line({"id": "Pendulum-v1", "max_episode_steps": 20}, {})
+    lengths = []
+    for _ in range(6):
+        line.sample()
+        lengths.append(len(line.left))
+    assert lengths == [1, 2, 1, 2, 3, 1], "7, 14, 1 (after 20), 8, 15, 2 steps of 7"
+    line.sampler.close()
+
+
+def test_a_native_environment_leaves_none() -> None:
+    line = Line({"id": "CartPole-v1", "vectorization": "native"}, {})
+    line.sample()
+    assert line.left == [] and line.sampler.stands == ""
+    line.sampler.close()
+
+
+@pytest.mark.parametrize(
+    ("environment", "sections"),
+    [({"id": f"{MODULE}:Unseeded"}, {}), (AGENTS, TWO_POLICIES)],
+    ids=["unseeded", "counts"],
+)
+def test_an_environment_that_does_not_follow_from_its_seed_and_actions_is_found_out(
+    environment: dict[str, Any], sections: dict[str, Any]
+) -> None:
+    line = Line(environment, sections)
+    line.sample()
+    successor = Line(environment, sections, line.left)
+    assert successor.past is not None and successor.sampler.stands != successor.past.digest
+    line.sampler.close()
+    successor.sampler.close()
+
+
+def test_a_trail_that_cannot_be_followed_is_none() -> None:
+    line = Line({"id": "Pendulum-v1"}, {})
+    for _ in range(3):
+        line.sample()
+    line.sampler.close()
+    left = line.left
+    assert len(left) == 3 and trail.read(left, 4) is not None
+    assert trail.read([], 4) is None
+    assert trail.read([*left[:2], b"garbage"], 4) is None
+    assert trail.read(left[1:], 4) is None, "the first is gone"
+    assert trail.read([left[0], left[2]], 4) is None, "an older Redis came back, and lost one"
+    assert trail.read(left, 7) is not None and trail.read(left, 8) is None, "three have died here: not a fourth"
+
+
+def test_seeds_differ_between_lives_fragments_environments_and_episodes() -> None:
+    lives = [Life(1, 0, 0, 0), Life(2, 0, 0, 0), Life(1, 1, 0, 0), Life(1, 0, 1, 0), Life(1, 0, 0, 1)]
+    seeds = [life.acting(number) for life in lives for number in range(3)]
+    seeds += [seed for life in lives for seed in life.environments(4)]
+    seeds += [episode_seed(lives[0].environments(1)[0], number) for number in range(1, 4)]
+    assert len(set(seeds)) == len(seeds)

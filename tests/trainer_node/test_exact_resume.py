@@ -1,0 +1,94 @@
+"""N updates in one go, and k updates, a death of whoever you like, and N − k more: the same SHA-256."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout_worker.worker import Worker
+from tests.trainer_node.game import Game, NewGame, balanced, small
+
+CONFIG = small(stop_at={"updates": 8}, environment={"id": "CartPole-v1", "num_envs": 3})
+
+
+def die(game: Game) -> None:
+    """The worker is gone at once: it releases nothing and says nothing."""
+    game.worker._heartbeat._stop.set()
+    game.worker._sampler.close()
+
+
+def replace_worker(game: Game) -> None:
+    """The next incarnation joins."""
+    game.worker = Worker(game._open(), 0)
+    game.worker.start()
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, str]:
+    """The hash of the undisturbed run, worked out once."""
+    return {}
+
+
+def undisturbed(new_game: NewGame, expected: dict[str, str]) -> str:
+    """SHA-256 of the final policy when nothing happens."""
+    if not expected:
+        expected["sha"] = new_game(CONFIG).finish()
+    return expected["sha"]
+
+
+@pytest.mark.parametrize("at", [1, 3, 6])
+@pytest.mark.parametrize("moment", ["after a push", "in the middle of a fragment", "while it waits"])
+def test_a_worker_that_dies_is_succeeded_as_if_it_had_lived(
+    new_game: NewGame, expected: dict[str, str], at: int, moment: str
+) -> None:
+    game = new_game(CONFIG)
+    game.play_to(at)
+    if moment == "after a push":
+        assert game.worker.step(0) == "pushed"
+    elif moment == "in the middle of a fragment":
+        assert game.worker._claim(0).granted
+        game.worker._sampler.sample(game.worker._policies, game.worker._exploration(), 5)
+    else:
+        while game.worker.step(0) == "pushed":
+            pass
+    die(game)
+    replace_worker(game)
+    assert game.finish() == undisturbed(new_game, expected)
+    balanced(game)
+
+
+def test_the_whole_run_dies_at_every_version_and_the_weights_are_the_same(
+    new_game: NewGame, expected: dict[str, str]
+) -> None:
+    game = new_game(CONFIG)
+    for version in range(1, 8):
+        game.play_to(version)
+        game.crash()
+        die(game)
+        game.restart()
+        replace_worker(game)
+    assert game.finish() == undisturbed(new_game, expected)
+    assert game.worker.incarnation == 7
+    balanced(game)
+
+
+def test_with_no_time_to_catch_up_a_successor_begins_new_episodes(new_game: NewGame, expected: dict[str, str]) -> None:
+    config = CONFIG.model_copy(update={"rollout": CONFIG.rollout.model_copy(update={"catch_up_seconds": 0.0})})
+    game = new_game(config)
+    game.play_to(2)
+    die(game)
+    replace_worker(game)
+    assert game.finish() != undisturbed(new_game, expected)
+    balanced(game)
+
+
+def test_where_a_place_kills_again_and_again_new_episodes_begin(new_game: NewGame) -> None:
+    game = new_game(CONFIG)
+    game.play_to(2)
+    lives = []
+    for _ in range(5):
+        die(game)
+        replace_worker(game)
+        lives.append(game.worker._sampler.life.incarnation)
+    assert lives == [0, 0, 0, 4, 5], "three successors took it up, and none of them pushed anything"
+    game.finish()
+    balanced(game)
