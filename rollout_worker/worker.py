@@ -175,6 +175,8 @@ class Worker:
         word = self._log.push(self.id, self.incarnation, self._seq, claim.epoch, header.transitions, blob, left, length)
         if word == "finished":
             return "end:finished"
+        if word == "superseded":
+            raise WorkerSuperseded(f"{self.id}: a newer incarnation than {self.incarnation} acts in its place")
         if word == "epoch":  # Redis was set back in time: what it knows of this worker may be wrong
             self.incarnation, self._epoch = self._role.flow.register(self.id, self.incarnation + 1)
             self._seq = 0

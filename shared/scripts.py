@@ -189,9 +189,9 @@ PUSH = (
     _COMMON
     + """
 -- KEYS flow, claims, log, pushed, produced, incarnations, trail. ARGV: worker, incarnation, seq, epoch, transitions,
--- blob, entry of the trail, entries of it to keep. Answers 'pushed', 'duplicate' (a resend), 'stale' (its claim was given
--- away and there is no room), 'superseded' (a newer incarnation acts the same in its place), 'epoch' (this Redis is older
--- than the claim: it was restored from the past), or 'finished'.
+-- blob, entry of the trail, entries of it to keep. Answers 'pushed', 'duplicate' (a resend), 'stale' (its claim was
+-- given away and there is no room), 'superseded' (a newer incarnation acts the same in its place), 'epoch' (this Redis
+-- is older than the claim: it was restored from the past), or 'finished'.
 local flow = redis.call('HMGET', KEYS[1], 'state', 'epoch', 'claimed', 'consumed', 'fragments_per_update',
   'max_policy_lag')
 if not flow[1] then return redis.error_reply('NORUN no such run') end

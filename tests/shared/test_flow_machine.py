@@ -236,6 +236,10 @@ class Protocol(RuleBasedStateMachine):
         model, worker = self.model, acted.worker
         version = model.version if kind == "newest" else acted.version
         blob = b"not a fragment" if kind == "bad" else fragment.encode(worker.act(version, seq=acted.seq))
+        if worker.incarnation < max(one.incarnation for one in self.everybody(worker.name)):
+            assert worker.push(blob) == "superseded", "its successor acts the same again"
+            self.acting.remove(acted)
+            return
         held = acted.claim in model.claims
         room = held or model.in_flight < model.window
         assert worker.push(blob) == ("pushed" if room else "stale")
@@ -249,6 +253,10 @@ class Protocol(RuleBasedStateMachine):
         model.pushed[source] = acted.seq
         model.entries.append(Entry(*source, acted.seq, version, kind != "bad", len(blob)))
         self.acting.remove(acted)
+
+    def everybody(self, name: str) -> list[SmallWorker]:
+        """All incarnations of a worker."""
+        return [worker for worker in (*self.live.values(), *self.old_workers) if worker.name == name]
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), reported=st.booleans())
