@@ -111,7 +111,7 @@ def _examine(checkpoints: CheckpointStore, name: str, hashes: dict[str, dict[str
     except CheckpointNotFound:
         return _without_manifest(checkpoints, name, live)
     except CheckpointDamaged as error:
-        return Verdict(name, DAMAGED, (str(error),))
+        return Verdict(name, DAMAGED, (str(error).removeprefix(f"{name} "),))
     digest = hashlib.sha256(data).hexdigest()
     problems = [
         f"its manifest is not the one that {file} names"
@@ -133,7 +133,7 @@ def _problems(checkpoints: CheckpointStore, manifest: Manifest) -> Iterator[str]
             if key.endswith(_POLICY) and not finite(state_arrays(decode_policy(data)[0])):
                 yield f"{key} has weights that are not finite"
         except CheckpointDamaged as error:
-            text = str(error)
+            text = str(error).removeprefix(f"{manifest.name}/").removeprefix(f"{manifest.name} ")
             yield text if key in text else f"{key}: {text}"
 
 

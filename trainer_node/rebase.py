@@ -10,6 +10,7 @@ from typing import Any
 
 from shared.checkpoint import Checkpoint, checkpoint_version
 from shared.errors import CheckpointDamaged, CheckpointError, ConfigError
+from shared.ledger import Ledger
 from shared.policies.actor_critic import ActorCritic
 from shared.policies.codec import decode_policy, load_state_arrays, state_arrays
 from shared.redis_keys import RunKeys
@@ -47,7 +48,9 @@ def initialised(role: Role, source: Checkpoint) -> Snapshot:
         _take_over(policy_id, policy, source)
     phase = RunSchedule(role.config).phase(learner.counters)
     progress = Progress(0, phase, 0, None, "0-0", 0, Line())
-    taken = snapshot.take(learner, description, role.config, role.run_id, progress, Committed("0-0", "", {}))
+    taken = snapshot.take(
+        learner, description, role.config, role.run_id, progress, Committed("0-0", Ledger().as_json(), {})
+    )
     origin = {"run_id": source.manifest.run_id, "checkpoint": source.manifest.name, "created": source.manifest.created}
     provenance = taken.manifest.provenance | {"initialized_from": origin}
     return Snapshot(taken.manifest.model_copy(update={"provenance": provenance}), taken.objects)
@@ -82,4 +85,4 @@ def _newest(role: Role) -> tuple[int, Committed]:
     if stored is not None and stored.version > state.version:  # Redis is new, or has lost this run's past
         return version, stored.books
     text: Any = role.redis.get(RunKeys(role.run_id).ledger)
-    return version, Committed(state.settled_id, (text or b"").decode(), {})
+    return version, Committed(state.settled_id, Ledger.from_json((text or b"").decode()).as_json(), {})

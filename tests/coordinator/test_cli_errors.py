@@ -6,66 +6,19 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer.main
 import yaml
 
-from coordinator.cli import app, main
+from coordinator.cli import app
 from coordinator.services import BUCKET
 from tests.conftest import RedisServer
+from tests.coordinator.terminal import Stagecoach, check_refused
 from tests.end_to_end.command_line import CommandLine, Ended
 
-Stagecoach = Callable[..., Ended]
 ENVIRONMENTS = "tests.environments_for_tests"
-CONFIG: dict[str, Any] = {
-    "environment": {"id": "CartPole-v1", "num_envs": 2},
-    "rollout": {"workers": 1, "fragment_steps": 8, "fragments_per_update": 2},
-    "algorithm": {"minibatch_size": 32, "epochs": 1},
-    "evaluation": {"episodes": 1},
-    "stop_at": {"updates": 2},
-}
-
-
-@pytest.fixture
-def stagecoach(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Iterator[Stagecoach]:
-    """`stagecoach …` in this process, in a folder of its own that has a `config.yaml`."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
-
-    def run(*arguments: str) -> Ended:
-        capfd.readouterr()
-        monkeypatch.setattr(sys, "argv", ["stagecoach", *arguments])
-        code = 0
-        try:
-            main()
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        printed = capfd.readouterr()
-        return Ended(code, printed.out, printed.err)
-
-    yield run
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-def check_refused(done: Ended, *words: str) -> None:
-    assert done.code == 2, done
-    assert done.err.startswith("Error: "), done.err
-    assert done.err.count("\n") == 1, done.err
-    assert "Traceback" not in done.err
-    for word in words:
-        assert word in done.err
-
 
 REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "misspelt environment": (["environment.id=CartPoel-v1"], ["CartPoel-v1", "CartPole", "module:factory"]),

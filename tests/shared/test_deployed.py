@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import pytest
 import torch
 
 from rollout_worker.making import describe_environment
+from shared.checkpoint import CHECKPOINTS, MANIFEST, POINTER, PROMOTED
 from shared.errors import CheckpointDamaged, CheckpointNotFound
 from shared.policies.actor_critic import build_policies
 from shared.policies.codec import encode_policy, state_arrays
@@ -56,6 +61,50 @@ def test_one_of_several_policies_is_chosen(tmp_path: Path) -> None:
     assert load_policy(tmp_path, "prey").version == 4
     with pytest.raises(CheckpointNotFound, match=r"no policy 'default' at .*expected a checkpoint's or a run's folder"):
         load_policy(tmp_path)
+
+
+def make_run(folder: Path, **pointer: str | None) -> None:
+    """A run's folder in a store of files, with three checkpoints."""
+    for version in (1, 2, 3):
+        checkpoint = folder / CHECKPOINTS / f"{version}_Step-1.ckpt"
+        (checkpoint / "default").mkdir(parents=True)
+        (checkpoint / "default" / "policy.safetensors").write_bytes(policy_bytes(version=version))
+        (checkpoint / MANIFEST).write_text(f"manifest {version}")
+    content = {"latest": "3_Step-1.ckpt", "epoch": 1, "manifest_sha256": ""} | pointer
+    (folder / POINTER).write_text(json.dumps(content))
+
+
+def test_a_runs_folder_stands_for_its_promoted_checkpoint_else_the_best_else_the_newest(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    assert load_policy(tmp_path).version == 3
+    (tmp_path / POINTER).write_text(
+        (tmp_path / POINTER).read_text().replace('"epoch"', '"best": "2_Step-1.ckpt", "epoch"')
+    )
+    assert load_policy(tmp_path).version == 2
+    digest = hashlib.sha256(b"manifest 1").hexdigest()
+    (tmp_path / PROMOTED).write_text(json.dumps({"checkpoint": "1_Step-1.ckpt", "manifest_sha256": digest, "time": 1}))
+    assert load_policy(tmp_path).version == 1
+    (tmp_path / CHECKPOINTS / "1_Step-1.ckpt" / MANIFEST).write_text("another manifest")
+    with pytest.raises(CheckpointDamaged, match="is not the one that was promoted"):
+        load_policy(tmp_path)
+    (tmp_path / CHECKPOINTS / "1_Step-1.ckpt" / MANIFEST).unlink()
+    with pytest.raises(CheckpointNotFound, match=r"has no complete checkpoint: .*manifest\.json is missing"):
+        load_policy(tmp_path)
+    for key in (PROMOTED, POINTER):
+        (tmp_path / key).write_text("{")
+        with pytest.raises(CheckpointDamaged, match="cannot be read; name one of its checkpoints"):
+            load_policy(tmp_path)
+        (tmp_path / key).unlink()
+    with pytest.raises(CheckpointNotFound, match=r"\.checkpoint is missing"):
+        load_policy(tmp_path)
+
+
+def test_whoever_only_acts_imports_no_store_redis_ray_or_gymnasium() -> None:
+    code = (
+        "import sys, shared.policies.deployed; print(sorted({'boto3', 'redis', 'ray', 'gymnasium'} & {*sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_what_is_not_there_or_was_altered_is_refused(tmp_path: Path) -> None:

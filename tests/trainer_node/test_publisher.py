@@ -16,10 +16,12 @@ from shared.checkpoint import (
     ENVIRONMENT,
     MANIFEST,
     POINTER,
+    PROMOTED,
     READY,
     STATUS,
     CheckpointStore,
     Manifest,
+    Promotion,
     checkpoint_name,
     describe_objects,
 )
@@ -285,6 +287,83 @@ def test_the_best_survives_pruning_a_new_publisher_and_a_redis_that_forgot_the_s
     pointer = again.checkpoints.pointer()
     assert pointer is not None and (pointer.best, pointer.latest, pointer.epoch) == (best, latest, 2)
     assert again.checkpoints.load(best).objects == snapshot_of(role, 1).objects
+
+
+def test_the_best_stays_the_best_where_every_score_is_lost_until_there_are_new_ones(
+    make_role: MakeRole, start_publisher: StartPublisher
+) -> None:
+    role = make_role(minimal_config(checkpoint={"every": "1 updates", "keep_last": 1}))
+    publisher = start_publisher(role)
+    (best,) = publish(publisher, role, 1)
+    score(role, best, 100.0)
+    publish(publisher, role, 2)
+    role.redis.delete(RunKeys(role.run_id).evaluations)
+    role.checkpoints.store.put(STATUS, b"garbage")
+    names = publish(publisher, role, 3, 4)
+    assert role.checkpoints.names() == [best, names[1]] and role.checkpoints.marked("best") == best
+    score(role, names[1], 1.0)
+    (last,) = publish(publisher, role, 5)
+    assert role.checkpoints.marked("best") == names[1]
+    assert role.checkpoints.names() == [names[1], last]
+
+
+def promote(role: Role, name: str) -> None:
+    """A person's mark."""
+    digest = hashlib.sha256(role.checkpoints.read_manifest(name)[0]).hexdigest()
+    role.checkpoints.write_promotion(Promotion(checkpoint=name, manifest_sha256=digest, time=1.0))
+
+
+def test_what_is_promoted_is_kept_by_any_trainer_and_goes_once_it_is_not(
+    make_role: MakeRole, start_publisher: StartPublisher
+) -> None:
+    config = minimal_config(checkpoint={"every": "1 updates", "keep_last": 1})
+    role = make_role(config)
+    publisher = start_publisher(role)
+    (promoted,) = publish(publisher, role, 1)
+    promote(role, promoted)
+    publish(publisher, role, 2, 3)
+    publisher.close()
+    successor = start_publisher(make_role(config))
+    (last,) = publish(successor, role, 4)
+    assert role.checkpoints.names() == [promoted, last]
+    status = role.checkpoints.marker(STATUS)
+    assert status is not None and [entry["name"] for entry in status["checkpoints"]] == [promoted, last]
+    role.checkpoints.write_promotion(None)
+    (last,) = publish(successor, role, 5)
+    assert role.checkpoints.names() == [last]
+
+
+def test_nothing_is_pruned_while_nobody_knows_what_is_promoted(
+    make_role: MakeRole, start_publisher: StartPublisher
+) -> None:
+    role = make_role(minimal_config(checkpoint={"every": "1 updates", "keep_last": 1}))
+    publisher = start_publisher(role)
+    names = publish(publisher, role, 1)
+    promote(role, names[0])
+    role.checkpoints.store.put(PROMOTED, b"garbage")
+    names += publish(publisher, role, 2, 3)
+    assert role.checkpoints.names() == names and role.checkpoints.marked("latest") == names[-1]
+    role.checkpoints.write_promotion(None)
+    publish(publisher, role, 4)
+    assert role.checkpoints.names() == [checkpoint_name(4, 256)]
+
+
+def test_the_manifest_tells_the_newest_score_that_was_known_when_it_was_written(
+    make_role: MakeRole, start_publisher: StartPublisher
+) -> None:
+    role = make_role()
+    publisher = start_publisher(role)
+
+    def told(*versions: int) -> Any:
+        return role.checkpoints.manifest(publish(publisher, role, *versions)[-1]).provenance["evaluation"]
+
+    assert told(1, 2) is None
+    score(role, checkpoint_name(2, 128), 7.0)
+    score(role, checkpoint_name(1, 64), 9.0)
+    expected = {"checkpoint": checkpoint_name(2, 128), "mean_return": 7.0, "episodes": None}
+    assert told(3) == expected
+    role.redis.delete(RunKeys(role.run_id).evaluations)
+    assert told(4) == expected, "the status file remembers"
 
 
 def test_what_the_pointer_names_is_never_pruned(make_role: MakeRole, start_publisher: StartPublisher) -> None:

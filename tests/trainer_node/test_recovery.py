@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from rollout_worker.evaluator import Evaluator
 from rollout_worker.worker import Worker
-from shared.checkpoint import POINTER, READY, STATUS
+from shared.checkpoint import POINTER, READY, STATUS, StoredObject
+from shared.events import record_evaluation
 from shared.redis_keys import RunKeys
 from tests.conftest import create_flow
 from tests.trainer_node.game import Game, NewGame, balanced, small
@@ -28,6 +30,38 @@ def test_a_first_checkpoint_whose_sync_files_a_crash_kept_back_is_completed(new_
     assert game.role.checkpoints.marker(READY) is not None
     game.finish()
     balanced(game)
+
+
+def test_the_best_survives_a_new_trainer_a_new_evaluator_and_a_redis_without_scores(new_game: NewGame) -> None:
+    """With one checkpoint kept of each kind; the scores are far above what can be reached here."""
+    game = new_game(small(checkpoint={"every": "1 updates", "keep_last": 1, "keep_best": 1}, stop_at={"updates": 12}))
+    role = game.role
+    game.play_to(2)
+    game.durable()
+    best = role.checkpoints.resolve("latest")
+    record_evaluation(role.redis, role.run_id, best, {"version": 2, "mean_return": 1e6, "episodes": 4})
+    hashes = hash_of(game, best)
+    game.play_to(4)
+    game.crash()
+    game.restart()
+    game.play_to(6)
+    role.redis.delete(RunKeys(role.run_id).evaluations)
+    game.durable()
+    evaluator = Evaluator(role)
+    evaluator.start()
+    assert evaluator.step(0.0) == "evaluated"
+    evaluator.stop("end of test")
+    game.crash()
+    game.restart()
+    game.finish()
+    assert role.checkpoints.resolve("best") == best
+    assert hash_of(game, best) == hashes
+    assert len(role.checkpoints.names()) == 2
+
+
+def hash_of(game: Game, name: str) -> dict[str, StoredObject]:
+    """Size and SHA-256 of each object, after all were read and compared with the manifest."""
+    return game.role.checkpoints.load(name).manifest.objects
 
 
 def restore_redis(game: Game, keys: dict[bytes, bytes]) -> None:

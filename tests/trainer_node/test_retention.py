@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,6 +81,12 @@ def test_the_best_is_the_highest_score_and_of_equals_the_newest() -> None:
     names = [checkpoint_name(version, version) for version in (1, 2, 10, 11)]
     scores = {names[0]: 5.0, names[1]: 7.0, names[2]: 7.0, "99_Step-99.ckpt": 100.0}
     assert best_checkpoints(scores, names) == [names[2], names[1], names[0]]
+
+
+def test_a_score_that_is_no_number_is_none() -> None:
+    names = [checkpoint_name(version, version) for version in (1, 2, 3)]
+    scores = {names[0]: math.nan, names[1]: 1.0, names[2]: math.inf}
+    assert best_checkpoints(scores, names) == [names[1]]
 
 
 def test_an_old_best_survives_many_newer_ones() -> None:
