@@ -63,11 +63,11 @@ class PreconditionFailed(StoreError):
 
 
 class FragmentError(StagecoachError):
-    """Bytes that are not a valid fragment; `reason` is the ledger's word for it."""
+    """Bytes that are not a valid fragment; `reason` is the ledger's word for it, `detail` says what was found."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
-        self.reason = reason
+        self.reason, self.detail = reason, detail
 
 
 class CheckpointError(StagecoachError):

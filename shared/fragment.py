@@ -112,7 +112,7 @@ def decode(blob: bytes) -> Fragment:
     try:
         packed, header = tensor_blob.decode(blob)
     except tensor_blob.BlobError as error:
-        raise FragmentError(error.reason, str(error)) from None
+        raise FragmentError(error.reason, error.detail) from None
     if header.get("wire_version") != WIRE_VERSION:
         raise FragmentError("wire_version", f"found {header.get('wire_version')!r}, this trainer reads {WIRE_VERSION}")
     try:

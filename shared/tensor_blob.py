@@ -32,7 +32,7 @@ class BlobError(StagecoachError):
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
-        self.reason = reason
+        self.reason, self.detail = reason, detail
 
 
 def encode(arrays: Mapping[str, Array], header: Mapping[str, Any]) -> bytes:

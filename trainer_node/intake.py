@@ -134,7 +134,7 @@ class Intake:
             self._check_source(entry, parsed)
             self._check_lag(parsed, version, phase)
         except FragmentError as error:
-            self._dropped(entry, error.reason, str(error))
+            self._dropped(entry, error.reason, error.detail)
             return None
         self._in_a_row = 0
         self.ledger.consume(entry.worker, entry.transitions)
