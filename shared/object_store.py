@@ -214,13 +214,9 @@ class FileStore:
         with self._named(f"deleting {key} from"):
             self._check_root()
             path.unlink(missing_ok=True)
-            if path.parent != self._folder:
-                _remove_leftovers(path.parent)
             for folder in path.parents:
-                if folder == self._folder or (folder.is_dir() and any(folder.iterdir())):
+                if folder == self._folder or not _remove_leftovers(folder, deep=folder == path.parent):
                     return
-                if folder.is_dir():
-                    folder.rmdir()
 
     def folders(self, prefix: str) -> list[str]:
         with self._named(f"listing {prefix} of"):
@@ -285,15 +281,19 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(parent, name) for name in names)
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """What killed writers left in a folder that holds no object (any more), and its folders."""
-    if not all(path.name.startswith(_TEMPORARY) for path in _files(folder)):
-        return
-    for parent, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            Path(parent, name).unlink(missing_ok=True)
-        if Path(parent) != folder:
-            Path(parent).rmdir()
+def _remove_leftovers(folder: Path, deep: bool) -> bool:
+    """Removes a folder that holds no object (any more), with what killed writers left in it; whether it is gone.
+
+    With `deep` the same below it, else folders below it keep it.
+    """
+    found = list(folder.rglob("*") if deep else folder.iterdir()) if folder.is_dir() else []
+    if not all(path.name.startswith(_TEMPORARY) or (deep and path.is_dir()) for path in found):
+        return False
+    for path in sorted(found, reverse=True):  # what is below first
+        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+    if folder.is_dir():
+        folder.rmdir()
+    return True
 
 
 def _sync_folder(folder: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from coordinator.services import BUCKET, free_port, new_secret
 from shared.connection import Address
 from shared.errors import ObjectMissing, PreconditionFailed, StoreError, StoreUnavailable
 from shared.object_store import ObjectStore, open_store
+from tests.chaos import store_faults as faults
+from tests.chaos.store_faults import Fault, StoreFaults
 from tests.conftest import minimal_config
 
 Servers = dict[str, tuple[str, str, str]]
@@ -27,14 +31,35 @@ def open_s3(tmp_path: Path, unique_run_id: str) -> OpenS3:
     """`open_s3(server, bucket=…, secret=…, endpoint=…)` → a store that gives up at once."""
 
     def make(
-        server: tuple[str, str, str], bucket: str = BUCKET, secret: str | None = None, endpoint: str | None = None
+        server: tuple[str, str, str],
+        bucket: str = BUCKET,
+        secret: str | None = None,
+        endpoint: str | None = None,
+        **settings: float,
     ) -> ObjectStore:
         file = tmp_path / "keys.json"
         file.write_text(json.dumps({"s3_access_key": server[1], "s3_secret_key": secret or server[2]}))
         address = Address(unique_run_id, "", f"s3://{bucket}/tests", endpoint or server[0], str(file))
-        return open_store(address, minimal_config(store=QUICK))
+        return open_store(address, minimal_config(store=QUICK | settings))
 
     return make
+
+
+@pytest.fixture
+def faulty(s3_servers: Servers) -> Iterator[StoreFaults]:
+    """A fault proxy before rclone."""
+    with StoreFaults(s3_servers["rclone"][0]) as proxy:
+        yield proxy
+
+
+OPERATIONS: dict[str, Callable[[ObjectStore], object]] = {
+    "get": lambda store: store.get("key"),
+    "put": lambda store: store.put("key", b"new"),
+    "put if absent": lambda store: store.put("other", b"new", if_absent=True),
+    "keys": lambda store: store.keys(""),
+    "folders": lambda store: store.folders("checkpoints/"),
+    "delete": lambda store: store.delete("key"),
+}
 
 
 def file_store(folder: Path) -> ObjectStore:
@@ -232,6 +257,180 @@ def test_a_folder_without_permission_is_named_with_what_to_do(tmp_path: Path) ->
         tmp_path.chmod(0o700)
 
 
+# Faults of the server and of the way to it
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (faults.EXPIRED, r"credentials have expired \(ExpiredToken\); renew them .* read again at each try"),
+        (faults.UNKNOWN_KEY, r"refuses the credentials \(InvalidAccessKeyId\); check AWS_ACCESS_KEY_ID"),
+        (faults.NO_BUCKET, r"there is no bucket 'stagecoach'; create it or correct store\.url"),
+        (faults.clock(7200, time.time()), r"clock and this machine's differ \(by [67]\d{3} s; ours is behind\); set"),
+        (faults.clock(-7200, time.time()), r"differ \(by 7\d{3} s; ours is ahead\)"),
+    ],
+    ids=["expired", "unknown key", "no bucket", "server ahead", "server behind"],
+)
+def test_what_a_person_has_to_mend_is_said_by_every_operation_and_over_once_it_is_mended(
+    s3_servers: Servers, open_s3: OpenS3, faulty: StoreFaults, fault: Fault, message: str
+) -> None:
+    store = open_s3(s3_servers["rclone"], endpoint=faulty.url)
+    store.put("key", b"old")
+    faulty.fail(fault)
+    for operation in [store.check, *(lambda do=do: do(store) for do in OPERATIONS.values())]:
+        with pytest.raises(StoreUnavailable, match=message) as caught:
+            operation()
+        assert s3_servers["rclone"][1] not in str(caught.value)
+    faulty.heal()
+    assert store.get("key") == b"old" and store.keys("") == ["key"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (faults.INTERNAL_ERROR, r"InternalError \(HTTP 500\)"),
+        (faults.SLOW_DOWN, r"SlowDown \(HTTP 503\)"),
+        (faults.REQUEST_TIMEOUT, r"RequestTimeout \(HTTP 400\)"),
+        (faults.LOST_PAGE, r"HTTP 404, and not as an S3 server says it"),
+        (faults.WEB_PAGE, r"is not an S3 server .*store\.endpoint_url|HTTP 500, and not as an S3 server says it"),
+        (faults.EMPTY, r"is not an S3 server"),
+        (faults.HANG, r"(?i)read timeout"),
+    ],
+    ids=["500", "503", "request timeout", "foreign 404", "foreign page", "nothing", "hang"],
+)
+def test_what_passes_by_itself_is_an_error_of_the_store_and_never_an_object_or_a_missing_one(
+    s3_servers: Servers, open_s3: OpenS3, faulty: StoreFaults, fault: Fault, message: str
+) -> None:
+    store = open_s3(s3_servers["rclone"], endpoint=faulty.url, timeout_seconds=0.3 if fault == faults.HANG else 5)
+    store.put("key", b"old")
+    answered = fault in (faults.WEB_PAGE, faults.EMPTY)
+    for name, operation in OPERATIONS.items():
+        if name == "delete" and answered:
+            continue  # whatever answers 200 counts: what is still there is found by the next listing
+        faulty.fail(fault)
+        with pytest.raises(StoreError, match=message) as caught:
+            operation(store)
+        assert not isinstance(caught.value, ObjectMissing | PreconditionFailed), name
+        faulty.heal()
+    assert store.get("key") == b"old" and store.keys("") == ["key"]
+    faulty.fail(fault)
+    with pytest.raises(StoreUnavailable, match=message):
+        store.check()
+
+
+def test_a_body_that_breaks_off_is_read_again_and_never_taken_for_whole(
+    s3_servers: Servers, open_s3: OpenS3, faulty: StoreFaults
+) -> None:
+    store, data = open_s3(s3_servers["rclone"], endpoint=faulty.url), bytes(range(256)) * 400
+    store.put("key", data)
+    faulty.fail(faults.CUT_DOWNLOAD, "GET", times=2)
+    assert store.get("key") == data
+    for fault in (faults.CUT_DOWNLOAD, faults.ENDLESS):
+        faulty.fail(fault, "GET")
+        with pytest.raises(StoreError, match=r"reading key from .* broke off 5 times"):
+            store.get("key")
+    faulty.heal()
+    assert store.get("key") == data
+
+
+@pytest.mark.parametrize("server", ["rclone", "moto"])
+def test_an_upload_that_is_cut_is_never_seen_half(s3_servers: Servers, open_s3: OpenS3, server: str) -> None:
+    """moto keeps what was there; rclone, which writes in place, takes it away."""
+    with StoreFaults(s3_servers[server][0]) as proxy:
+        store = open_s3(s3_servers[server], endpoint=proxy.url)
+        _make_bucket(store)
+        store.put("key", b"old")
+        proxy.fail(faults.CUT_UPLOAD, "PUT")
+        for key in ("key", "new"):
+            with pytest.raises(StoreError, match=f"put_object {key} on .* failed"):
+                store.put(key, bytes(300_000))
+        proxy.heal()
+        assert store.keys("") == (["key"] if server == "moto" else [])
+        for key in ("key", "new"):
+            if (server, key) == ("moto", "key"):
+                assert store.get(key) == b"old"
+            else:
+                with pytest.raises(ObjectMissing):
+                    store.get(key)
+
+
+def test_boto3_tries_again_within_its_bound(s3_servers: Servers, open_s3: OpenS3, faulty: StoreFaults) -> None:
+    store = open_s3(s3_servers["rclone"], endpoint=faulty.url, retries=2)
+    rule = faulty.fail(faults.SLOW_DOWN, "PUT", times=2)
+    store.put("key", b"1")
+    assert rule.met == 2
+    rule = faulty.fail(faults.SLOW_DOWN, "PUT")
+    with pytest.raises(StoreError, match="SlowDown"):
+        store.put("key", b"2")
+    assert rule.met == 3
+
+
+def test_a_write_whose_answer_was_lost_is_done_and_told_apart_by_if_absent(
+    s3_servers: Servers, open_s3: OpenS3, faulty: StoreFaults
+) -> None:
+    store = open_s3(s3_servers["rclone"], endpoint=faulty.url, timeout_seconds=1)
+    assert store.conditional_writes is False
+    faulty.fail(faults.LOSE_ANSWER, "PUT", "manifest.json")
+    with pytest.raises(StoreError, match=r"(?i)timeout"):
+        store.put("manifest.json", b"first", if_absent=True)
+    faulty.heal()
+    with pytest.raises(PreconditionFailed):
+        store.put("manifest.json", b"second", if_absent=True)
+    assert store.get("manifest.json") == b"first"
+
+
+@pytest.mark.parametrize(("after", "method"), [(0, "PUT"), (1, "PUT"), (0, "DELETE")], ids=str)
+def test_a_fault_while_conditional_writes_are_tried_out_proves_nothing(
+    s3_servers: Servers, open_s3: OpenS3, after: int, method: str
+) -> None:
+    with StoreFaults(s3_servers["moto"][0]) as proxy:
+        store = open_s3(s3_servers["moto"], endpoint=proxy.url)
+        _make_bucket(store)
+        proxy.fail(faults.INTERNAL_ERROR, method, ".probe", after=after)
+        with pytest.raises(StoreError, match="InternalError"):
+            store.put("manifest.json", b"1", if_absent=True)
+        proxy.heal()
+        store.put("manifest.json", b"1", if_absent=True)
+        assert store.conditional_writes is True
+        assert store.keys("") == ["manifest.json"]
+
+
+def test_renewed_credentials_are_read_by_the_store_that_is_open(
+    s3_servers: Servers, unique_run_id: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    endpoint, access, secret = s3_servers["rclone"]
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    profile = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(profile))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    store = open_store(Address(unique_run_id, "", f"s3://{BUCKET}", endpoint), minimal_config(store=QUICK))
+    with pytest.raises(StoreUnavailable, match="no credentials found"):
+        store.put("key", b"1")
+    for key, words in ((new_secret(), "refuses the credentials"), (secret, None)):
+        profile.write_text(f"[default]\naws_access_key_id = {access}\naws_secret_access_key = {key}\n")
+        if words:
+            with pytest.raises(StoreUnavailable, match=words):
+                store.put("key", b"1")
+    store.put("key", b"1")
+    profile.unlink()
+    assert store.get("key") == b"1", "credentials that work are kept"
+
+
+def test_tls_that_fails_is_named_with_what_to_do(s3_servers: Servers, open_s3: OpenS3) -> None:
+    store = open_s3(s3_servers["rclone"], endpoint=s3_servers["rclone"][0].replace("http:", "https:"))
+    for attempt in (store.check, lambda: store.get("x")):
+        with pytest.raises(StoreUnavailable, match=r"TLS fails .*AWS_CA_BUNDLE, or correct store\.endpoint_url"):
+            attempt()
+
+
+def _make_bucket(store: ObjectStore) -> None:
+    """moto's servers begin without one."""
+    made = store._make_client()  # type: ignore[attr-defined]
+    if BUCKET not in [bucket["Name"] for bucket in made.list_buckets()["Buckets"]]:
+        made.create_bucket(Bucket=BUCKET)
+
+
 # The folder
 
 
@@ -293,6 +492,60 @@ def test_what_a_killed_writer_left_is_not_listed(tmp_path: Path) -> None:
     store.put("a/object", b"1")
     (tmp_path / "r" / "a" / ".partial-abc").write_bytes(b"half")
     assert store.keys("") == ["a/object"]
+
+
+def test_the_folder_of_what_is_deleted_goes_with_what_killed_writers_left_and_live_objects_stay(tmp_path: Path) -> None:
+    store, folder = file_store(tmp_path), tmp_path / "r" / "checkpoints"
+    for name in ("1", "2"):
+        store.put(f"checkpoints/{name}/manifest.json", b"1")
+        store.put(f"checkpoints/{name}/default/policy", b"1")
+        (folder / name / ".partial-a").write_bytes(b"half")
+        (folder / name / "default" / ".partial-b").write_bytes(b"half")
+    (folder / "3" / "default").mkdir(parents=True)
+    (folder / "3" / "default" / ".partial-c").write_bytes(b"half")
+    store.delete("checkpoints/1/manifest.json")
+    assert store.keys("checkpoints/1/") == ["checkpoints/1/default/policy"]
+    store.delete("checkpoints/1/default/policy")
+    store.delete("checkpoints/3/manifest.json")  # an upload of which only a temporary name was ever written
+    assert store.folders("checkpoints/") == ["2"]
+    assert store.get("checkpoints/2/default/policy") == b"1"
+
+
+def test_a_folder_that_is_not_mounted_is_away_and_not_made_anew(tmp_path: Path) -> None:
+    root = tmp_path / "mount"
+    root.mkdir()
+    store = file_store(root)
+    store.put("key", b"old")
+    root.rename(tmp_path / "elsewhere")
+    for operation in OPERATIONS.values():
+        with pytest.raises(StoreUnavailable, match=r"mount is not there; create it or correct store\.url"):
+            operation(store)
+    assert not root.exists()
+    (tmp_path / "elsewhere").rename(root)
+    assert store.get("key") == b"old"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS])
+def test_whatever_the_disk_says_is_an_error_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    store = file_store(tmp_path)
+    store.put("a/key", b"old")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:  # what no disk does on demand
+        patch.setattr(os, "fsync", fail)
+        patch.setattr(os, "scandir", fail)
+        patch.setattr(Path, "read_bytes", fail)
+        hint = "; make room on its disk" if code in (errno.ENOSPC, errno.EDQUOT) else ""
+        with pytest.raises(StoreError, match=rf"writing a/key to .* failed: .*{os.strerror(code)}{hint}$"):
+            store.put("a/key", b"new")
+        for operation in (lambda: store.get("a/key"), lambda: store.keys(""), lambda: store.delete("a/none")):
+            with pytest.raises(StoreError, match=os.strerror(code)):
+                operation()
+    assert store.get("a/key") == b"old" and store.keys("") == ["a/key"]
 
 
 def test_objects_get_the_permissions_of_ordinary_files(tmp_path: Path) -> None:
