@@ -14,7 +14,7 @@ import torch
 from rollout_worker.evaluation import evaluation_environment
 from rollout_worker.making import describe_environment, make, make_native
 from shared.checkpoint import CONFIG, ENVIRONMENT, FINISHED, STATUS, Checkpoint, checkpoint_name
-from shared.config import Config
+from shared.config import Config, StopConfig
 from shared.config_sources import dump_config
 from shared.connection import Address, connect_redis
 from shared.errors import ConfigError, ObjectMissing, RunExists, StagecoachError, UserError
@@ -109,14 +109,15 @@ def prepare_new(role: Role, description: EnvironmentDescription, source: Checkpo
         raise
 
 
-def prepare_resume(role: Role, origin: str = "latest") -> None:
+def prepare_resume(role: Role, origin: str = "latest", before: StopConfig | None = None) -> None:
     """Makes an ended run run again: takes `.finished` away and gives back what dead workers had claimed.
 
+    `before` says where it was to end so far: what was cut off just there may be resumed to end in order.
     From the newest good checkpoint and the log behind it; or from `origin`, an older checkpoint, which then goes on as
     a new version: what was learnt since is left behind. Nothing is written before `origin` is found good.
     """
     checkpoint = _older(role, origin)
-    _refuse_reached(role, checkpoint)
+    _refuse_reached(role, checkpoint, before)
     if not create_flow(role):
         role.check_config()
         role.flow.set_bounds(role.config.rollout.lease_seconds, role.config.rollout.max_log_bytes)
@@ -167,14 +168,17 @@ def create_flow(role: Role) -> bool:
     )
 
 
-def _refuse_reached(role: Role, origin: Checkpoint | None) -> None:
+def _refuse_reached(role: Role, origin: Checkpoint | None, before: StopConfig | None) -> None:
     finished, status = role.checkpoints.marker(FINISHED) or {}, role.checkpoints.marker(STATUS) or {}
     newest: dict[str, Any] = next(reversed(status.get("checkpoints", [])), {})
     reached = (finished.get("counters") or {}).get("train") or newest
     if origin is not None:
         reached = origin.manifest.provenance["counters"]["train"]
+    in_order = finished.get("final") is not None  # else it failed or was cut off, perhaps in the midst of ending
     for name in ("env_steps", "updates", "episodes"):
         bound, value = getattr(role.config.stop_at, name), int(reached.get(name, 0))
+        if not in_order and origin is None and bound == getattr(before, name, None):
+            continue
         if bound is not None and value >= bound:
             raise UserError(
                 f"the run has {value} {name} and stop_at.{name}={bound}, so it would end at once; "

@@ -152,7 +152,8 @@ class Run:
         check_services(config)
         folder.lock()
         try:
-            run = cls._launch(folder, config, partial(prepare_resume, origin=origin), inline, begun)
+            prepare = partial(prepare_resume, origin=origin, before=folder.config().stop_at)
+            run = cls._launch(folder, config, prepare, inline, begun)
         except BaseException:
             folder.unlock()
             raise

@@ -121,7 +121,7 @@ def bottleneck(beats: list[Beat], store: dict[str, Any]) -> str:
         return f"the store: {store.get('error', 'it does not answer')}"
     workers = [beat for beat in beats if beat.role == "worker" and beat.ended is None]
     if trainer.waiting_for == "experience":
-        return _slowest(workers, trainer.waiting_seconds)
+        return _slowest(workers, trainer.waiting_seconds, store)
     if trainer.waiting_for:
         return f"{trainer.waiting_for} (the trainer, for {trainer.waiting_seconds:.1f} s)"
     if workers and all(beat.waiting_for for beat in workers):
@@ -129,12 +129,13 @@ def bottleneck(beats: list[Beat], store: dict[str, Any]) -> str:
     return "nobody at this moment: everyone is at work"
 
 
-def _slowest(workers: list[Beat], seconds: float) -> str:
+def _slowest(workers: list[Beat], seconds: float, store: dict[str, Any]) -> str:
     """Whom the trainer waits for when it waits for experience."""
     if any("memory in Redis" in (beat.waiting_for or "") for beat in workers):
         return "Redis, whose memory is full (maxmemory): workers wait until a durable checkpoint frees some"
     if any("room in the log" in (beat.waiting_for or "") for beat in workers):
-        return "the store: workers wait for room in the log, which a durable checkpoint frees"
+        said = f" ({store['error']})" if store.get("error") else ""
+        return f"the store: workers wait for room in the log, which a durable checkpoint frees{said}"
     silent = [f"{beat.id} (silent for {beat.age_seconds:.0f} s)" for beat in workers if not beat.alive]
     if silent:
         return ", ".join(silent)

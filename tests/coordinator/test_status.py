@@ -51,6 +51,22 @@ CASES: dict[str, tuple[list[Beat], dict[str, Any], str]] = {
         [beat("trainer", **WAITS), beat("worker", "worker-0", waiting_for="room in the log (…)")], {},
         "the store: workers wait for room in the log",
     ),
+    "full log and why": (
+        [beat("trainer", **WAITS), beat("worker", "worker-0", waiting_for="room in the log (…)")],
+        {"error": "SlowDown"}, "which a durable checkpoint frees (SlowDown)",
+    ),
+    "trainer starts without a store": (
+        [beat("trainer", progress={}, waiting_for="the store", waiting_seconds=4.0, trouble="it is on fire")], {},
+        "the store: it is on fire (the trainer, for 4.0 s)",
+    ),
+    "workers start without a store": (
+        [beat("trainer", **WAITS), beat("worker", "worker-0", waiting_for="the store", trouble="it is on fire")], {},
+        "the store: it is on fire (worker-0, for 0.0 s)",
+    ),
+    "one worker starts without a store, another acts": (
+        [beat("trainer", **WAITS), beat("worker", "worker-0", waiting_for="the store", trouble="x"),
+         beat("worker", "worker-1")], {}, "rollout workers (worker-1), for 2.0 s",
+    ),
     "store away": (
         [beat("trainer", waiting_for="the last checkpoint to be durable"), beat("worker", "worker-0")],
         {"waiting_for": "the store", "error": "connection refused"}, "the store: connection refused",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -13,8 +14,17 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from shared import heartbeat
-from shared.errors import WaitTimeout
-from shared.heartbeat import DEAD_AFTER_SECONDS, Beat, Heartbeat, Wait, poll, read_heartbeats
+from shared.errors import CheckpointDamaged, StoreError, StoreUnavailable, WaitTimeout
+from shared.heartbeat import (
+    DEAD_AFTER_SECONDS,
+    Beat,
+    Heartbeat,
+    Wait,
+    growing_pauses,
+    insist,
+    poll,
+    read_heartbeats,
+)
 from shared.redis_keys import RunKeys
 
 
@@ -153,3 +163,42 @@ def test_a_beat_that_redis_refuses_at_the_start_is_an_error_and_at_the_end_is_no
     with pytest.raises(redis.ConnectionError):
         beating.start()
     beating.stop("Redis is gone")
+
+
+def test_insisting_calls_again_while_the_store_fails_and_shows_what_it_says(
+    redis_client: redis.Redis, unique_run_id: str
+) -> None:
+    beating = Heartbeat(redis_client, unique_run_id, "worker", "worker-0")
+    beating.start()
+    failures = [StoreError("500"), StoreUnavailable("no bucket")]
+
+    def call() -> str:
+        if failures:
+            until(redis_client, unique_run_id, lambda beat: beat.trouble == seen[-1])
+            seen.append(str(failures[0]))
+            raise failures.pop(0)
+        until(redis_client, unique_run_id, lambda beat: beat.trouble == "no bucket")
+        return "here"
+
+    seen: list[str | None] = [None]
+    with beating.waiting("the store", 60) as wait:
+        assert insist(wait, call) == "here"
+        until(redis_client, unique_run_id, lambda beat: beat.trouble is None)
+    beating.stop("ended")
+
+
+def test_insisting_ends_at_the_deadline_with_the_last_words_and_at_once_for_what_is_no_fault_of_the_store() -> None:
+    def call(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(WaitTimeout, match=r"for the store; the deadline is 0\.01 s: SlowDown"):
+        insist(Wait("the store", 0.01), lambda: call(StoreError("SlowDown")))
+    with pytest.raises(CheckpointDamaged):
+        insist(Wait("the store", 60), lambda: call(CheckpointDamaged("altered")))
+
+
+def test_pauses_double_up_to_the_longest_and_chance_takes_up_to_half() -> None:
+    series = [list(islice(growing_pauses(1.0, 8.0), 6)) for _ in range(50)]
+    for number, whole in enumerate([1.0, 2.0, 4.0, 8.0, 8.0, 8.0]):
+        drawn = [pauses[number] for pauses in series]
+        assert whole / 2 <= min(drawn) < max(drawn) <= whole
