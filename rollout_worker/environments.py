@@ -127,7 +127,7 @@ class GymnasiumEnvironments:
                 observations, infos = self._env.reset(seed=seeds[0])
             else:
                 options = {PAST: self._actions_done(past)} if past else None
-                observations, infos = self._env.reset(seed=self._episode_seeds(), options=options)
+                observations, infos = self._env.reset(seed=self._episode_seeds(np.ones(self.num_envs)), options=options)
         except EnvironmentFailure:
             raise
         except Exception as error:
@@ -143,10 +143,12 @@ class GymnasiumEnvironments:
             return None
         return Place(tuple(self._episodes.tolist()), tuple(self._lengths.tolist()), self._returns)
 
-    def _episode_seeds(self) -> Any:
-        return [
-            episode_seed(first, episode) for first, episode in zip(self._seeds, self._episodes.tolist(), strict=True)
-        ]
+    def _episode_seeds(self, which: Array) -> Any:
+        """A seed for each of `which`, None for the others."""
+        seeds: list[int | None] = [None] * self.num_envs
+        for index in np.flatnonzero(which).tolist():
+            seeds[index] = episode_seed(self._seeds[index], int(self._episodes[index]))
+        return seeds
 
     def _actions_done(self, past: Past) -> list[list[Any]]:
         """Per environment, the actions of its running episode, as it takes them."""
@@ -181,7 +183,7 @@ class GymnasiumEnvironments:
             self._lengths[done] = 0
             self._episodes[done] += 1
             if self._mode is AutoresetMode.DISABLED:
-                seeds = None if self._native else self._episode_seeds()
+                seeds = None if self._native else self._episode_seeds(done)
                 observations, _ = self._env.reset(seed=seeds, options={"reset_mask": done})
         self._over = done
         step = PolicyStep(

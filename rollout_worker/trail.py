@@ -23,6 +23,7 @@ MOST_BYTES = 1 << 20
 _MOST_ATTEMPTS = 3
 """So many incarnations may take up the same place and die before their first push; the next one begins anew."""
 _FRAGMENT, _ENVIRONMENTS = 0, 1
+_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,17 @@ class Life:
 
 
 def episode_seed(first: int, episode: int) -> int:
-    """The seed of an environment's episode (0, 1, …), from that of its first one."""
-    return first if episode == 0 else int(np.random.SeedSequence([first, episode]).generate_state(1)[0])
+    """The seed of an environment's episode (0, 1, …), from that of its first one; 64 bits.
+
+    SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"): a short episode must not
+    pay for more.
+    """
+    if episode == 0:
+        return first
+    mixed = (first + episode * 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return mixed ^ (mixed >> 31)
 
 
 @dataclass(frozen=True)
