@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from coordinator.checkpoints import CUT_OFF, DAMAGED, OK, Verdict
 from coordinator.cli_options import RUNS, Json, RunArgument, RunsDir, console, example, print_json
-from coordinator.console import figure
+from coordinator.console import figure, ledger_line
 from coordinator.run import Run
 from shared.checkpoint import MARKS, Manifest
 from shared.config import Config
@@ -131,6 +131,7 @@ def _provenance(
         ("evaluation", _score(evaluation) if evaluation else "not evaluated"),
         ("newest evaluation when written", known),
         *_ledger(said["ledger"]),
+        *((f"books when written, {worker}", ledger_line(line)) for worker, line in said.get("books", {}).items()),
     ]
 
 

@@ -72,7 +72,7 @@ class Manifest(BaseModel):
     """The checkpoint that this one was trained from."""
     objects: dict[str, StoredObject]
     provenance: dict[str, Any]
-    """Code version, config hash, seed, log range, policy versions, lag histogram, ledger, counters, newest score."""
+    """Code version, config hash, seed, log range, policy versions, lag histogram, ledger through the position; newest score and books when it was written."""
 
     @property
     def total_bytes(self) -> int:

@@ -28,6 +28,7 @@ from shared.errors import (
 from shared.events import emit, prune_evaluations, read_evaluations
 from shared.experience_log import ExperienceLog
 from shared.heartbeat import growing_pauses, read_heartbeats
+from shared.ledger import read_books
 from shared.redis_keys import RunKeys
 from shared.role import Role
 from shared.scripts import write_small
@@ -182,7 +183,7 @@ class Publisher:
 
     def _save(self, snapshot: Snapshot) -> None:
         self._check_epoch()
-        started, manifest = time.monotonic(), self._with_evaluation(snapshot.manifest)
+        started, manifest = time.monotonic(), self._with_news(snapshot.manifest)
         self._say(self._trouble or {"writing": manifest.name, "since": round(time.time(), 3)})
         try:
             self._write(manifest, snapshot.objects)
@@ -208,15 +209,20 @@ class Publisher:
             emit(self._role.redis, self._role.run_id, "store", text)
             self._checkpoints.write(manifest, objects)
 
-    def _with_evaluation(self, manifest: Manifest) -> Manifest:
-        """With the newest score known by now. Not the snapshot's business: it would depend on the evaluator's speed."""
+    def _with_news(self, manifest: Manifest) -> Manifest:
+        """With the newest score known by now, and the books as they stand now, which also tell what is in flight.
+
+        Not the snapshot's business: both depend on the others' speed.
+        """
         known = {name: entry["evaluation"] for name, entry in status_entries(self._checkpoints).items()}
         known |= read_evaluations(self._role.redis, self._role.run_id)
         newest = max(
             (name for name in known if known[name]), key=lambda name: checkpoint_version(name) or 0, default=""
         )
         told = {"checkpoint": newest} | {key: known[newest].get(key) for key in _TOLD} if newest else None
-        return manifest.model_copy(update={"provenance": manifest.provenance | {"evaluation": told}})
+        books = {worker: line.as_dict() for worker, line in read_books(self._role.redis, self._role.run_id).items()}
+        news = {"evaluation": told, "books": books}
+        return manifest.model_copy(update={"provenance": manifest.provenance | news})
 
     def _refresh(self, latest: str | None = None, final: str | None = None) -> None:
         """Pointer, status file and pruning, from what the store and the evaluations say now."""

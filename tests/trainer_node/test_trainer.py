@@ -144,6 +144,10 @@ def test_checkpoints_name_their_parents_and_the_range_that_they_add(new_game: Ne
     assert manifests[2].provenance["log_range"] == [ids[3], ids[7]]
     assert manifests[2].provenance["policy_versions"] == [2, 4]
     assert game.role.flow.read().trimmed_id == ids[7] and len(log) == 0
+    for item in manifests:  # the equation, at every checkpoint
+        books = item.provenance["books"]
+        assert all(line["balances"] for line in books.values())
+        assert books["total"]["produced"]["fragments"] >= 2 * item.version
     game.finish()
     assert game.role.checkpoints.manifest(manifests[2].name) == manifests[2], "the last one is the one that was due"
 
