@@ -1,7 +1,8 @@
 """The fleet: Ray actors for the trainer, the evaluator and the rollout workers; placed, watched, replaced, scaled.
 
 Ray restarts an actor whose process dies (it registers as a new incarnation). The fleet restarts a role that raised,
-within the configured rate, drains workers that are too many, and knows when the trainer is done.
+within the configured rate, fills the place of one that left, drains workers that are too many, and knows when the
+trainer is done.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import signal
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,11 @@ from typing import Any
 import ray
 import ray.exceptions
 
+from coordinator.rate import Rate
+from coordinator.ray_head import RayHead
 from rollout_worker.actor import EvaluatorActor, WorkerActor
+from rollout_worker.watchdog import OUTGROWN
+from shared.departure import LEFT
 from shared.errors import EnvironmentFailure, Fenced, StagecoachError
 from shared.events import emit
 from shared.flow import FlowState
@@ -36,7 +40,13 @@ _FRUITLESS_LIVES = 3
 """So many lives may end before their first fragment (or score); more of the same will not help."""
 _ENVIRONMENT = "environment: "
 """How the error of an environment begins, in a reason."""
+_FAILED = "failed: "
+"""How the last heartbeat of a process begins that its own watchdog has ended."""
 _FOR_EVER = {"max_restarts": -1, "max_task_retries": -1}
+
+
+class RayLost(StagecoachError):
+    """Embedded Ray has died, and all actors with it."""
 
 
 @dataclass
@@ -46,15 +56,23 @@ class Member:
     name: str
     actor: Any
     life: Any
-    """None once it has ended for good."""
-    restarts: deque[float] = field(default_factory=deque)
+    """None once it has ended for good, or until its place is filled again."""
+    failures: Rate
+    departures: Rate
+    """Of processes that left on purpose."""
+    due: float | None = None
+    """When its place is filled again."""
     started: float = field(default_factory=time.monotonic)
     pid: int | None = None
     """Its process, by its last heartbeat; another one means that the former died."""
     stamp: str = ""
     """Of its last heartbeat."""
+    last_words: str = ""
+    """Why its last process has ended, where that could say so."""
+    fruit: bool = False
+    """Whether its present life has brought forth anything."""
     fruitless: int = 0
-    """Lives in a row that raised before they had done anything."""
+    """Lives in a row that failed before they had done anything."""
     silent_looks: int = 0
     """Looks at Redis since that stamp changed."""
 
@@ -62,8 +80,9 @@ class Member:
 class Fleet:
     """All actors of one run. `tend` is one turn of the coordinator's loop."""
 
-    def __init__(self, role: Role, launch: RoleLaunch) -> None:
+    def __init__(self, role: Role, launch: RoleLaunch, head: RayHead) -> None:
         self._role = role
+        self._head = head
         self._config = role.config
         self._launch = launch
         self._workers: dict[int, Member] = {}
@@ -84,6 +103,8 @@ class Fleet:
                 if abandon.is_set():
                     self.kill()
                     return "abandoned"
+                if self._head.lost():
+                    raise RayLost("Ray has died")
                 self.tend()
             self.close()
             return self.outcome
@@ -92,6 +113,9 @@ class Fleet:
 
     def tend(self) -> None:
         """One turn: who has ended, who must be restarted, how many workers there shall be."""
+        for member in self._members():
+            if member.due is not None and time.monotonic() >= member.due:
+                member.due, member.life = None, member.actor.run.remote()
         members = {member.life: member for member in self._members() if member.life is not None}
         if members:
             ended, _ = ray.wait(list(members), num_returns=1, timeout=_LOOK_SECONDS)
@@ -112,7 +136,8 @@ class Fleet:
             self.outcome = flow.reason
             return
         silent = self._config.rollout.silent_seconds
-        if self._trainer.life is None and (trainer is None or trainer.ended or trainer.age_seconds > silent):
+        away = self._trainer.life is None and self._trainer.due is None
+        if away and (trainer is None or trainer.ended or trainer.age_seconds > silent):
             self._trainer.life = self._trainer.actor.run.remote()  # whoever took over is gone: our own goes on
         if flow.state == "running":
             self._scale(flow.desired_workers)
@@ -134,7 +159,8 @@ class Fleet:
 
     def _start(self, name: str, actor: Any, options: dict[str, Any], *arguments: Any) -> Member:
         made = actor.options(**_FOR_EVER, **options).remote(*arguments)
-        return Member(name, made, made.run.remote())
+        bounds = self._config.rollout.restarts_allowed, self._config.rollout.restart_window_seconds
+        return Member(name, made, made.run.remote(), Rate(*bounds), Rate(*bounds))
 
     def _trainer_options(self) -> dict[str, Any]:
         trainer = self._config.trainer
@@ -169,9 +195,15 @@ class Fleet:
     def _ended(self, member: Member) -> None:
         try:
             reason, error = ray.get(member.life), None
+        except ray.exceptions.TaskCancelledError:  # how Ray tells that a second signal ended it at once
+            reason, error = LEFT, None
         except ray.exceptions.RayError as caught:
+            if not isinstance(caught, ray.exceptions.RayTaskError) and self._head.lost(notice=True):
+                raise RayLost("Ray has died") from caught
             reason, error = "failed", _cause(caught)
-        if member is self._trainer:
+        if reason in (LEFT, OUTGROWN):
+            self._fill_again(member, reason)
+        elif member is self._trainer:
             member.life = None
             if error is not None and error.startswith(Fenced.__name__):
                 text = "another trainer has taken over; the fleet works on for it"
@@ -185,29 +217,37 @@ class Fleet:
         else:
             self._remove(member)
 
+    def _fill_again(self, member: Member, reason: str) -> None:
+        """A role that left goes on in a new process, wherever Ray has room: no failure, but not too often."""
+        pause = member.departures.pause_seconds()
+        member.departures.exceeded()
+        later = f" in {pause:.0f} s" if pause else ""
+        text = f"{member.name} {reason}; it goes on in a new process{later}"
+        emit(self._role.redis, self._role.run_id, "worker", text)
+        ray.kill(member.actor, no_restart=False)
+        member.life, member.due = None, time.monotonic() + pause
+        member.pid, member.started = None, time.monotonic() + pause
+
     def _restart(self, member: Member, error: str) -> None:
         """A role that raised gets another life, within the rate; beyond it, it is given up."""
-        short = error.splitlines()[0]
-        emit(self._role.redis, self._role.run_id, "worker", f"{member.name} failed: {short}")
+        emit(self._role.redis, self._role.run_id, "worker", f"{member.name} failed: {error.splitlines()[0]}")
         beats = {beat.id: beat for beat in read_heartbeats(self._role.redis, self._role.run_id)}
-        last = beats.get(member.name)
-        fruit = last is not None and (last.progress.get("fragments") or last.progress.get("evaluations"))
-        member.fruitless = 0 if fruit else member.fruitless + 1
-        if self._too_often(member) or member.fruitless > _FRUITLESS_LIVES:
+        if (last := beats.get(member.name)) is not None:
+            member.fruit = _fruitful(last)
+        if self._failed_too_often(member, sterile=not member.fruit):
             self._give_up(member, error)
         else:
             member.life = member.actor.run.remote()
 
-    def _too_often(self, member: Member) -> bool:
-        rollout, now = self._config.rollout, time.monotonic()
-        member.restarts.append(now)
-        while now - member.restarts[0] > rollout.restart_window_seconds:
-            member.restarts.popleft()
-        return len(member.restarts) > rollout.restarts_allowed
+    def _failed_too_often(self, member: Member, sterile: bool) -> bool:
+        member.fruitless = member.fruitless + 1 if sterile else 0
+        member.fruit = False
+        return member.failures.exceeded() or member.fruitless > _FRUITLESS_LIVES
 
     def _give_up(self, member: Member, error: str) -> None:
         emit(self._role.redis, self._role.run_id, "worker", f"{member.name} is given up: it failed too often")
         if member is self._trainer:
+            ray.kill(member.actor, no_restart=True)  # or it would go on while its failure is recorded
             self.outcome = f"failed: the trainer: {error}"
             return
         if member is self._evaluator:
@@ -236,20 +276,30 @@ class Fleet:
         """Counts deaths, which Ray makes good without end, and ends a process that is there but says nothing."""
         if beat is None or member.life is None:
             return
-        if member.pid is not None and beat.pid != member.pid and self._too_often(member):
-            self._give_up(member, "its process dies again and again; see its log")
+        if beat.ended:
+            member.last_words, member.silent_looks = beat.ended, 0
             return
-        if (beat.pid, beat.stamp) != (member.pid, member.stamp) or beat.ended:
+        if member.pid not in (None, beat.pid):
+            words = member.last_words.removeprefix(_FAILED) if member.last_words.startswith(_FAILED) else ""
+            if self._failed_too_often(member, sterile=bool(words) and not member.fruit):
+                self._give_up(member, words or "its process dies again and again; see its log")
+                return
+        if (beat.pid, beat.stamp) != (member.pid, member.stamp):
             member.silent_looks = 0
-        member.pid, member.stamp = beat.pid, beat.stamp
+        member.pid, member.stamp, member.last_words = beat.pid, beat.stamp, ""
+        member.fruit = member.fruit or _fruitful(beat)
         member.silent_looks += 1  # looks, not seconds: whatever keeps us from looking keeps the others from beating
+        if member.silent_looks * _LOOK_SECONDS > self._config.rollout.silent_seconds:
+            self._replace_silent(member, beat)
+
+    def _replace_silent(self, member: Member, beat: Beat) -> None:
         seconds = member.silent_looks * _LOOK_SECONDS
-        if seconds > self._config.rollout.silent_seconds:
-            member.silent_looks = 0
-            text = f"{member.name} has been silent for {seconds:.0f} s; its process is replaced"
-            emit(self._role.redis, self._role.run_id, "worker", text)
-            if not _kill_here(beat):
-                ray.kill(member.actor, no_restart=False)
+        member.silent_looks = 0
+        text = f"{member.name} has been silent for {seconds:.0f} s; its process is replaced"
+        emit(self._role.redis, self._role.run_id, "worker", text)
+        if not _kill_here(beat):
+            ray.kill(member.actor, no_restart=False)
+        self._role.flow.release(member.name)  # another worker may act its claim at once
 
     def _watch_placement(self, beats: Mapping[str, Beat]) -> None:
         """Who waits for a place is named in the coordinator's heartbeat; a trainer without one ends the run."""
@@ -265,6 +315,10 @@ class Fleet:
                 f"failed: Ray had no place for the trainer ({needs}) within {deadline:g} s; it has "
                 f"{ray.cluster_resources()}"  # type: ignore[no-untyped-call]
             )
+
+
+def _fruitful(beat: Beat) -> bool:
+    return bool(beat.progress.get("fragments") or beat.progress.get("evaluations"))
 
 
 def _kill_here(beat: Beat) -> bool:

@@ -147,8 +147,12 @@ def record_failure(role: Role, reason: str) -> None:
     try:
         if role.checkpoints.marker(FINISHED) is not None:
             return
-        role.flow.set_state("finished", reason)
-        books = {worker: line.as_dict() for worker, line in read_books(role.redis, role.run_id).items()}
+        books = {}
+        try:
+            role.flow.set_state("finished", reason)
+            books = {worker: line.as_dict() for worker, line in read_books(role.redis, role.run_id).items()}
+        except redis.RedisError as error:  # perhaps the very failure; the store shall have it all the same
+            _LOGGER.warning("Redis does not take the end of the run: %s", error)
         content = {"run_id": role.run_id, "reason": reason, "final": None, "counters": None, "ledger": books}
         role.checkpoints.write_marker(FINISHED, content | {"time": round(time.time(), 3)})
     except (StagecoachError, redis.RedisError):

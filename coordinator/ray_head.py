@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private import ray_constants
 
-from coordinator.services import RayService, new_secret, start_ray
+from coordinator.services import RayService, ServiceError, new_secret, start_ray
 from shared.config import Config
 from shared.errors import UserError
 
 _EMBEDDED_CPUS = 64
 """On one machine the operating system shares the cores: Ray's count shall not keep workers from starting."""
+_TASK_EVENTS = "RAY_task_events_report_interval_ms"
+"""Nobody reads Ray's record of its tasks, and a driver that leaves a dead Ray would wait for it to be taken."""
+_NOTICE_SECONDS = 3.0
+"""`ray start --block` looks once a second whether the raylet and the GCS are alive, and ends when one is not."""
+_LEAVE_SECONDS = 50.0
+"""Leaving a dead Ray takes its driver ten seconds; after sixty without a GCS it would end this process."""
 
 
 class RayHead:
@@ -23,15 +31,38 @@ class RayHead:
 
     def __init__(self, config: Config, logs: Path) -> None:
         self._logs = logs
+        self._config = config
         self._owned = not ray.is_initialized()
         self._address = config.ray.address
         self._head: RayService | None = None
         if self._owned and self._address == "embedded":
-            token = _token()
-            cpus = config.ray.num_cpus or max(_EMBEDDED_CPUS, os.cpu_count() or 1)
-            loopback = not ray_constants.ENABLE_RAY_CLUSTER  # else Ray was imported before, and is not to be moved
-            self._head = start_ray(logs / "ray.log", cpus, token, loopback)
-            self._address = self._head.address
+            self._start()
+
+    def _start(self) -> None:
+        token = _token()
+        cpus = self._config.ray.num_cpus or max(_EMBEDDED_CPUS, os.cpu_count() or 1)
+        loopback = not ray_constants.ENABLE_RAY_CLUSTER  # else Ray was imported before, and is not to be moved
+        self._head = start_ray(self._logs / "ray.log", cpus, token, loopback)
+        self._address = self._head.address
+
+    def lost(self, notice: bool = False) -> bool:
+        """Whether embedded Ray has died; with `notice` it is given the time to see that a part of it has."""
+        deadline = time.monotonic() + (_NOTICE_SECONDS if notice else 0.0)
+        while self._head is not None and self._head.service.alive and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return self._head is not None and not self._head.service.alive
+
+    def start_again(self) -> None:
+        """Leaves the Ray that has died and joins a new one; raises `ServiceError` or `UserError`."""
+        assert self._head is not None
+        leaving = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
+        leaving.start()
+        leaving.join(_LEAVE_SECONDS)
+        if leaving.is_alive():
+            raise ServiceError(f"Ray died, and its driver did not let go within {_LEAVE_SECONDS:g} s")
+        self._head.stop(self._logs / "ray")
+        self._start()
+        self.connect()
 
     def connect(self) -> None:
         """Makes this process a driver; raises `UserError` where the cluster does not answer."""
@@ -60,6 +91,7 @@ def _token() -> str:
     Ray reads both while it is imported, which has happened by now, so it is told to look again.
     """
     os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ[_TASK_EVENTS] = "0"
     token = os.environ.setdefault("RAY_AUTH_TOKEN", new_secret() + new_secret())
     raylet: Any = ray._raylet
     raylet.Config.initialize("")

@@ -34,9 +34,10 @@ from coordinator.checkpoints import (
 )
 from coordinator.find import find_checkpoint
 from coordinator.inline import InlineRoles
+from coordinator.keeper import Keeper
 from coordinator.preparation import check, check_services, impatient, prepare_new, prepare_resume, record_failure
 from coordinator.run_folder import RunFolder
-from coordinator.services import BUCKET, LOOPBACK_VARIABLE, start_redis, start_s3
+from coordinator.services import BUCKET, LOOPBACK_VARIABLE, Service, start_redis, start_s3
 from coordinator.status import Status, ended_status, live_status
 from shared.archive import Archive, experience
 from shared.checkpoint import ENVIRONMENT, Checkpoint, CheckpointStore
@@ -183,9 +184,10 @@ class Run:
         try:
             # Services: embedded ones are children of this process, in the run's folder
             ray_head = None if inline else _begin_ray(config, logs, running)
-            address = _start_services(folder, config, logs, running)
+            address, keeper = _start_services(folder, config, logs, running)
             role = open_role(config, address)
             running.callback(role.redis.close)
+            keeper.start(role, run.abandon)
 
             # What Redis and the store hold of the run before any role starts; the last thing that may be refused
             role.checkpoints.store.check()
@@ -203,21 +205,21 @@ class Run:
             if ray_head is None:
                 supervise = InlineRoles(role, str(folder.path)).run
             else:
-                supervise = _start_fleet(launch, role, running)
+                supervise = _start_fleet(launch, role, ray_head, running)
             running.callback(folder.forget_services)  # first of all, at the end: who looks then reads the store
         except BaseException:
             running.close()
             raise
         run._thread = threading.Thread(
             target=run._supervise,
-            args=(supervise, role, running, started),
+            args=(supervise, role, keeper, running, started),
             name=f"coordinator-{run.run_id}",
             daemon=True,
         )
         run._thread.start()
         return run
 
-    def _supervise(self, supervise: Supervise, role: Role, running: ExitStack, started: float) -> None:
+    def _supervise(self, supervise: Supervise, role: Role, keeper: Keeper, running: ExitStack, started: float) -> None:
         """The coordinator's life: tend the roles, then take down what was started. Whatever fails, it has an end."""
         reason, status = "failed", Status(self.run_id, "interrupted", "", False, -1, 0, 0, 0, None, "")
         try:
@@ -226,6 +228,8 @@ class Run:
             except BaseException as error:
                 _LOGGER.exception("the coordinator failed")
                 reason = f"failed: {'environment: ' if isinstance(error, EnvironmentFailure) else ''}{error}"
+            if keeper.failure is not None:
+                reason = f"failed: {keeper.failure}"
             if reason.startswith("failed"):
                 record_failure(role, reason)
             running.close()
@@ -423,7 +427,8 @@ def new_run_id(config: Config) -> str:
     return f"{name[:30].strip('-') or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def _start_services(folder: RunFolder, config: Config, logs: Path, running: ExitStack) -> Address:
+def _start_services(folder: RunFolder, config: Config, logs: Path, running: ExitStack) -> tuple[Address, Keeper]:
+    services: list[Service] = []
     redis_url, store_url, endpoint_url = config.redis.url, config.store.url, config.store.endpoint_url
     credentials_file = None
     if "embedded" in {redis_url, store_url}:
@@ -431,14 +436,18 @@ def _start_services(folder: RunFolder, config: Config, logs: Path, running: Exit
     if redis_url == "embedded":
         service = start_redis(folder.path / "redis", logs / "redis.log", secret["redis_password"])
         running.callback(service.stop)
+        services.append(service)
         redis_url = f"redis://127.0.0.1:{service.port}/0"
     if store_url == "embedded":
         service = start_s3(folder.path / "s3", logs / "s3.log", secret["s3_access_key"], secret["s3_secret_key"])
         running.callback(service.stop)
+        services.append(service)
         store_url, endpoint_url = f"s3://{BUCKET}", f"http://127.0.0.1:{service.port}"
+    keeper = Keeper(services, config)
+    running.callback(keeper.stop)
     return Address(
         folder.run_id, redis_url, store_url, endpoint_url, str(credentials_file) if credentials_file else None
-    )
+    ), keeper
 
 
 def _begin_ray(config: Config, logs: Path, running: ExitStack) -> Any:
@@ -451,9 +460,9 @@ def _begin_ray(config: Config, logs: Path, running: ExitStack) -> Any:
     return head
 
 
-def _start_fleet(launch: RoleLaunch, role: Role, running: ExitStack) -> Supervise:
-    from coordinator.fleet import Fleet
+def _start_fleet(launch: RoleLaunch, role: Role, head: Any, running: ExitStack) -> Supervise:
+    from coordinator.fleet_keeper import FleetKeeper
 
-    fleet = Fleet(role, launch)
-    running.callback(fleet.kill)
-    return fleet.run
+    keeper = FleetKeeper(role, launch, head)
+    running.callback(keeper.kill)
+    return keeper.run

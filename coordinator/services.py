@@ -1,13 +1,13 @@
 """Embedded services: a Redis, an S3 server and a Ray of the run's own, on loopback and free ports.
 
 Each is a child process that ends with the coordinator (even when that is killed), logs to the run's folder, and keeps
-its data there. Secrets go to them by standard input or environment, never as arguments.
+its data there. One that dies is started again on its port, over its data (coordinator/keeper.py). Secrets go to them by
+standard input or environment, never as arguments.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
 import shutil
@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from shared.child import end_with_parent
 from shared.errors import StagecoachError, UserError
 
 BUCKET = "stagecoach"
@@ -34,7 +34,7 @@ LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Set to 0 before Ray is imported, it keeps a driver on loopback; by default Ray talks over the machine's address."""
 _START_SECONDS = 60.0
 _TRIES = 5
-_PR_SET_PDEATHSIG = 1
+_FIRST_PORT, _PORTS = 12_000, 20_000
 _RAY_FOLDER, _OWNER = "sc-", "owner"
 
 
@@ -50,6 +50,29 @@ class Service:
     process: subprocess.Popen[bytes]
     port: int
     log: Path
+    launch: Callable[[int], subprocess.Popen[bytes]]
+    """Starts its process on a port."""
+    ready: Callable[[int], bool]
+    """Whether what listens on this port serves; may raise what a client of it raises."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process is there."""
+        return self.process.poll() is None
+
+    def start_again(self) -> None:
+        """A new process on the same port and data in the place of one that has ended; raises `ServiceError`."""
+        self.process = self.launch(self.port)
+        try:
+            if not _until_ready(self):
+                raise ServiceError(f"{self.name} does not start again; it says: {self.last_words()}")
+        except BaseException:
+            self.stop()
+            raise
+
+    def last_words(self) -> str:
+        """The end of its log, in one line."""
+        return " | ".join(self.log.read_text(errors="replace").strip().splitlines()[-3:])
 
     def stop(self, seconds: float = 15.0) -> None:
         """SIGTERM, and SIGKILL for its whole process group after `seconds`."""
@@ -66,7 +89,7 @@ def start_redis(folder: Path, log: Path, password: str) -> Service:
     """A Redis with an append-only file in `folder`; refuses writes when full, never evicts."""
     folder.mkdir(parents=True, exist_ok=True)
 
-    def launch(port: int) -> Service:
+    def launch(port: int) -> subprocess.Popen[bytes]:
         lines = [
             "bind 127.0.0.1", f"port {port}", f"requirepass {password}", f"dir {_quoted(folder)}",
             f"logfile {_quoted(log)}",
@@ -77,14 +100,14 @@ def start_redis(folder: Path, log: Path, password: str) -> Service:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write("\n".join(lines).encode() + b"\n")
             process.stdin.close()
-        return Service("Redis", process, port, log)
+        return process
 
-    def ready(service: Service) -> bool:
+    def ready(port: int) -> bool:
         once = Retry(NoBackoff(), 0)  # by default a refused connection is tried again a second later
-        with redis.Redis(port=service.port, password=password, socket_timeout=2, retry=once) as client:
+        with redis.Redis(port=port, password=password, socket_timeout=2, retry=once) as client:
             return bool(client.ping())
 
-    return _start(launch, ready)
+    return _start("Redis", log, launch, ready)
 
 
 def start_s3(folder: Path, log: Path, access_key: str, secret_key: str) -> Service:
@@ -92,7 +115,7 @@ def start_s3(folder: Path, log: Path, access_key: str, secret_key: str) -> Servi
     (folder / BUCKET).mkdir(parents=True, exist_ok=True)
     environment = {"RCLONE_AUTH_KEY": f'"{access_key},{secret_key}"', "RCLONE_CONFIG": "/dev/null"}
 
-    def launch(port: int) -> Service:
+    def launch(port: int) -> subprocess.Popen[bytes]:
         command = [
             rclone_binary(),
             "serve",
@@ -103,13 +126,13 @@ def start_s3(folder: Path, log: Path, access_key: str, secret_key: str) -> Servi
             "--vfs-cache-mode",
             "off",
         ]
-        return Service("S3 server", _spawn(command, log, environment=environment), port, log)
+        return _spawn(command, log, environment=environment)
 
-    def ready(service: Service) -> bool:
-        with socket.create_connection(("127.0.0.1", service.port), timeout=2):
+    def ready(port: int) -> bool:
+        with socket.create_connection(("127.0.0.1", port), timeout=2):
             return True
 
-    return _start(launch, ready)
+    return _start("S3 server", log, launch, ready)
 
 
 @dataclass
@@ -146,7 +169,7 @@ def start_ray(log: Path, num_cpus: int, token: str, loopback: bool) -> RayServic
         environment[LOOPBACK_VARIABLE] = "0"
     current = temporary / "ray_current_cluster"
 
-    def launch(port: int) -> Service:
+    def launch(port: int) -> subprocess.Popen[bytes]:
         command = [
             sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0",
             "--dashboard-agent-listen-port=0", f"--ray-client-server-port={port}",
@@ -155,10 +178,10 @@ def start_ray(log: Path, num_cpus: int, token: str, loopback: bool) -> RayServic
             "--max-worker-port=0", "--include-dashboard=false", f"--temp-dir={temporary}", f"--num-cpus={num_cpus}",
             "--object-store-memory=100000000", "--disable-usage-stats",
         ]  # fmt: skip
-        return Service("Ray", _spawn(command, log, environment=environment), port, log)
+        return _spawn(command, log, environment=environment)
 
     try:
-        service = _start(launch, lambda _: bool(current.exists() and current.read_text().strip()))
+        service = _start("Ray", log, launch, lambda _: bool(current.exists() and current.read_text().strip()))
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -212,36 +235,35 @@ def new_secret() -> str:
     return secrets.token_hex(16)
 
 
-def _start(launch: Callable[[int], Service], ready: Callable[[Service], bool]) -> Service:
+def _start(
+    name: str, log: Path, launch: Callable[[int], subprocess.Popen[bytes]], ready: Callable[[int], bool]
+) -> Service:
     """Launches on a free port until one sticks (another process may take it first), and waits until it is ready."""
     for attempt in range(_TRIES):
-        service = launch(free_port())
+        port = free_port()
+        service = Service(name, launch(port), port, log, launch, ready)
         try:
-            if _until_ready(service, ready):
+            if _until_ready(service):
                 return service
         except BaseException:  # not in time, or Ctrl-C: nobody else knows of this process yet
             service.stop()
             raise
         if attempt == _TRIES - 1:
-            raise ServiceError(f"{service.name} ends at once; it says: {_tail(service.log)}")
+            raise ServiceError(f"{name} ends at once; it says: {service.last_words()}")
     raise AssertionError("unreachable")
 
 
-def _tail(log: Path) -> str:
-    return " | ".join(log.read_text(errors="replace").strip().splitlines()[-3:])
-
-
-def _until_ready(service: Service, ready: Callable[[Service], bool]) -> bool:
+def _until_ready(service: Service) -> bool:
     """Whether it serves; False where it has ended instead. Raises `ServiceError` when it does neither in time."""
     deadline = time.monotonic() + _START_SECONDS
-    while service.process.poll() is None:
+    while service.alive:
         with contextlib.suppress(OSError, redis.ConnectionError, redis.BusyLoadingError, redis.TimeoutError):
-            if ready(service):
+            if service.ready(service.port):
                 time.sleep(0.1)  # whoever answered may be another on a port that was taken first: ours then ends
-                return service.process.poll() is None
+                return service.alive
         if time.monotonic() > deadline:
             raise ServiceError(
-                f"{service.name} was not ready within {_START_SECONDS:g} s; it says: {_tail(service.log)}"
+                f"{service.name} was not ready within {_START_SECONDS:g} s; it says: {service.last_words()}"
             )
         time.sleep(0.03)
     return False
@@ -254,22 +276,20 @@ def _spawn(
     with log.open("ab") as output:
         return subprocess.Popen(
             command, stdin=stdin, stdout=output, stderr=output, env={**os.environ, **(environment or {})},
-            start_new_session=True, preexec_fn=_end_with_parent(),
+            start_new_session=True, preexec_fn=end_with_parent(signal.SIGTERM),
         )  # fmt: skip
 
 
-def _end_with_parent() -> Callable[[], Any] | None:
-    """On Linux, the kernel sends SIGTERM to the child when the thread that started it dies with its process."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-
-
 def free_port() -> int:
-    """A port on loopback that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """A port on loopback that was free a moment ago.
+
+    It is below those that the kernel gives to clients: one that tries to reach a dead server could otherwise be given
+    that very port, be connected to itself, and keep the server from coming back.
+    """
+    while True:
+        port = _FIRST_PORT + secrets.randbelow(_PORTS)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def _short_folder() -> str | None:

@@ -11,6 +11,7 @@ import ray
 
 from rollout_worker.evaluator import Evaluator
 from rollout_worker.worker import Worker
+from shared.departure import leaves_on_signal
 from shared.launch import RoleLaunch
 
 
@@ -23,8 +24,10 @@ class WorkerFace:
 
     @ray.method
     def run(self) -> str:
-        """Works until the run ends or the worker is drained; answers which."""
-        return Worker(self._launch.open(f"worker-{self._index}"), self._index).run()
+        """Works until the run ends, the worker is drained or its machine is taken away; answers which."""
+        worker = Worker(self._launch.open(f"worker-{self._index}"), self._index)
+        with leaves_on_signal(worker.ask_to_leave):
+            return worker.run()
 
 
 class EvaluatorFace:
@@ -35,8 +38,10 @@ class EvaluatorFace:
 
     @ray.method
     def run(self) -> str:
-        """Evaluates until the run has finished."""
-        return Evaluator(self._launch.open("evaluator")).run()
+        """Evaluates until the run has finished or its machine is taken away; answers which."""
+        evaluator = Evaluator(self._launch.open("evaluator"))
+        with leaves_on_signal(evaluator.ask_to_leave):
+            return evaluator.run()
 
 
 WorkerActor: Any = ray.remote(WorkerFace)

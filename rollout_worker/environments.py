@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +21,7 @@ from gymnasium.vector import AutoresetMode
 
 from rollout_worker.making import PAST, RETURN, Guarded, failure, make, make_native
 from rollout_worker.trail import Past, episode_seed
+from shared.child import end_with_parent
 from shared.config import EnvironmentConfig
 from shared.errors import EnvironmentFailure
 from shared.fragment import EpisodeRecord
@@ -406,14 +408,21 @@ def pick(nested: Any, index: int) -> Any:
 def _vectorise(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any]:
     if config.vectorization == "native":
         return make_native(config)
-    makers = [partial(_guarded, config, index) for index in range(config.num_envs)]
     if config.vectorization == "async":  # spawn: forking a process that has threads can hang it
+        makers = [partial(_in_own_process, config, index) for index in range(config.num_envs)]
         made = gym.vector.AsyncVectorEnv(makers, context="spawn", autoreset_mode=AutoresetMode.DISABLED)
         # What a process raises is told by `failure`; gymnasium's log would tell it too, and break on a '%' in it.
         gym.logger.min_level = gym.logger.ERROR + 1
         return made
+    makers = [partial(_guarded, config, index) for index in range(config.num_envs)]
     return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
 
 
 def _guarded(config: EnvironmentConfig, index: int) -> Guarded:
     return Guarded(make(config), index)
+
+
+def _in_own_process(config: EnvironmentConfig, index: int) -> Guarded:
+    """An environment that hangs does not see that its worker is gone; the kernel shall end it."""
+    end_with_parent(signal.SIGKILL)()
+    return _guarded(config, index)

@@ -13,6 +13,7 @@ import torch
 
 from rollout_worker.environments import VectorEnvironment, make_vector
 from rollout_worker.exploration import Greedy, Sampling
+from rollout_worker.watchdog import Watchdog, WatchedEnvironment
 from shared.config import Config, EnvironmentConfig
 from shared.errors import EnvironmentFailure
 from shared.fragment import EpisodeRecord
@@ -103,10 +104,15 @@ def evaluate_policies(
     description: EnvironmentDescription,
     policies: Mapping[str, ActorCritic],
     episodes: int | None = None,
+    watchdog: Watchdog | None = None,
 ) -> Scores:
     """Makes the evaluation environments, plays, and closes them; raises `EnvironmentFailure`."""
     evaluation = config.evaluation
-    environment = make_vector(evaluation_environment(config), description)
+
+    def make() -> VectorEnvironment:
+        return make_vector(evaluation_environment(config), description)
+
+    environment = make() if watchdog is None else WatchedEnvironment(make, watchdog)
     try:
         return play(
             environment,

@@ -12,7 +12,9 @@ import time
 import torch
 
 from rollout_worker.evaluation import evaluate_policies
+from rollout_worker.watchdog import Watchdog
 from shared.checkpoint import checkpoint_version
+from shared.departure import LEFT
 from shared.errors import CheckpointError, EnvironmentFailure, StoreError, StoreUnavailable
 from shared.events import emit, read_evaluations, read_events, record_evaluation
 from shared.heartbeat import Heartbeat, insist
@@ -34,18 +36,20 @@ class Evaluator:
         self._heartbeat = Heartbeat(role.redis, role.run_id, "evaluator", "evaluator")
         self._after = "0-0"
         self._failures = 0
+        self._watchdog = Watchdog("evaluator", role.config, self._heartbeat, self._last_orders)
 
     def run(self) -> str:
         """Evaluates until the run has finished."""
         torch.set_num_threads(1)
-        self.start()
+        self._watchdog.start()
         reason = "failed"
         try:
+            self.start()
             while self._role.flow.read().state != "finished":
                 self.step(_POLL_SECONDS)
             reason = "finished"
         except KeyboardInterrupt:
-            reason = "terminated"
+            reason = LEFT
         finally:
             self.stop(reason)
         return reason
@@ -55,15 +59,20 @@ class Evaluator:
         self._role.check_config()
         self._heartbeat.progress = {"evaluations": 0}
         self._heartbeat.start()
-        try:
-            with self._heartbeat.waiting("the store", self._role.config.rollout.wait_deadline_seconds) as wait:
-                self._description = insist(wait, self._role.description)
-        except BaseException:
-            self.stop("failed")
-            raise
+        with self._heartbeat.waiting("the store", self._role.config.rollout.wait_deadline_seconds) as wait:
+            self._description = insist(wait, self._role.description)
+
+    def ask_to_leave(self) -> None:
+        """From a signal handler: it ends at once, since another can play the checkpoint as well."""
+        raise KeyboardInterrupt
+
+    def _last_orders(self, reason: str) -> None:
+        emit(self._role.redis, self._role.run_id, "evaluation", f"{reason}; its process is replaced")
+        self._heartbeat.stop(f"failed: {reason}")
 
     def stop(self, reason: str) -> None:
         """Says good-bye."""
+        self._watchdog.stop()
         self._heartbeat.stop(reason)
 
     def step(self, wait_seconds: float) -> str:
@@ -101,7 +110,7 @@ class Evaluator:
         try:
             checkpoint = role.checkpoints.load(name, only="policy.safetensors")
             policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
-            scores = evaluate_policies(role.config, self._description, policies).as_dict()
+            scores = evaluate_policies(role.config, self._description, policies, watchdog=self._watchdog).as_dict()
         except _PASSING as error:
             _LOGGER.warning("cannot evaluate %s: %s", name, error)  # pruned meanwhile, or damaged: the next one counts
             time.sleep(_POLL_SECONDS)

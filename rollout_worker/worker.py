@@ -17,8 +17,10 @@ from rollout_worker.environments import make_vector
 from rollout_worker.exploration import Exploration, RandomActing, Sampling
 from rollout_worker.sampler import Sample, Sampler
 from rollout_worker.trail import Life, Trail
+from rollout_worker.watchdog import OUTGROWN, Watchdog, WatchedEnvironment
 from shared import fragment
 from shared.checkpoint import READY
+from shared.departure import LEFT
 from shared.errors import CheckpointError, EnvironmentFailure, WorkerSuperseded
 from shared.events import emit
 from shared.experience_log import ExperienceLog
@@ -56,23 +58,32 @@ class Worker:
         self._superseded = False
         self.incarnation = -1
         self._seq = 0
+        self._watchdog = Watchdog(self.id, self._config, self._heartbeat, self._last_orders)
+        self._leaving: str | None = None
 
     def run(self) -> str:
         """Claims, acts and pushes until the run ends or the worker is drained; answers which."""
         torch.set_num_threads(self._config.rollout.torch_threads)
-        self.start()
+        self._watchdog.start()
         reason = "failed"
         try:
+            self.start()
             while not (word := self.step(_WAKEUP_SECONDS)).startswith("end:"):
                 pass
             reason = word.removeprefix("end:")
         except KeyboardInterrupt:
-            reason = "terminated"
+            reason = self._leaving or "terminated"
         except WorkerSuperseded as error:
             reason, self._superseded = str(error), True
         finally:
             self.stop(reason)
         return reason
+
+    def ask_to_leave(self) -> None:
+        """From a signal handler: it ends after the fragment in hand, or at once where it only waits."""
+        self._leaving = LEFT
+        if self._heartbeat.waits:
+            raise KeyboardInterrupt
 
     def start(self) -> None:
         """Registers as a new incarnation, loads the first policy, and starts the environments."""
@@ -80,18 +91,20 @@ class Worker:
         self.incarnation, self._epoch = self._role.flow.register(self.id)
         self._heartbeat.progress = {"incarnation": self.incarnation, "fragments": 0, "transitions": 0}
         self._heartbeat.start()
-        try:
-            self._build()
-            self._bootstrap()
-            self._sampler = self._start_environment()
-        except BaseException:
-            self.stop("failed")  # or it would seem alive for as long as its process is
-            raise
+        self._build()
+        self._bootstrap()
+        self._sampler = self._start_environment()
         emit(self._role.redis, self._role.run_id, "worker", f"{self.id} joined (incarnation {self.incarnation})")
         _LOGGER.info("%s joined run %s as incarnation %d", self.id, self._role.run_id, self.incarnation)
 
     def step(self, wait_seconds: float) -> str:
         """One turn: `pushed`, `waited`, `failed` (the environment; it was started again) or `end:` and a reason."""
+        if self._leaving is not None or self._watchdog.outgrown is not None:
+            return f"end:{self._leaving or OUTGROWN}"
+        with self._watchdog.during("its own work"):
+            return self._turn(wait_seconds)
+
+    def _turn(self, wait_seconds: float) -> str:
         claim = self._claim(wait_seconds)
         if claim.waiting:
             return "waited"
@@ -107,6 +120,7 @@ class Worker:
 
     def stop(self, reason: str) -> None:
         """Gives back what it holds and says good-bye, as far as it came and as far as it can."""
+        self._watchdog.stop()
         try:
             if hasattr(self, "_sampler"):
                 self._sampler.close()
@@ -120,14 +134,21 @@ class Worker:
             self._heartbeat.stop(reason, last_beat=not self._superseded and self.incarnation >= 0)
         _LOGGER.info("%s ended: %s", self.id, reason)
 
+    def _last_orders(self, reason: str) -> None:
+        """What the watchdog does before it ends the process: another may act the claim at once."""
+        if self.incarnation >= 0:
+            self._role.flow.release(f"{self.id}:{self.incarnation}")
+        emit(self._role.redis, self._role.run_id, "worker", f"{reason}; its process is replaced")
+        self._heartbeat.stop(f"failed: {reason}")
+
     def _claim(self, wait_seconds: float) -> Claim:
         claim = self._role.flow.claim(self.id, self.incarnation, self._seq)
         if not claim.waiting or wait_seconds <= 0:
             return claim
-        while claim.waiting:
+        while claim.waiting and self._watchdog.outgrown is None:
             word = claim.word
             with self._heartbeat.waiting(_WAITS[word], self._config.rollout.wait_deadline_seconds) as wait:
-                while claim.word == word:
+                while claim.word == word and self._watchdog.outgrown is None:
                     wait.check()
                     self._role.flow.wait_for_wakeup(claim, wait_seconds)
                     claim = self._role.flow.claim(self.id, self.incarnation, self._seq)
@@ -235,7 +256,9 @@ class Worker:
     def _make_sampler(self, past: Trail | None) -> Sampler:
         """Takes up a predecessor's episodes, or begins a life of its own."""
         begun = Life(self._config.seed, self._index, self.incarnation, self._environment_restarts)
-        environment = make_vector(self._config.environment, self._description)
+        environment = WatchedEnvironment(
+            lambda: make_vector(self._config.environment, self._description), self._watchdog
+        )
         try:
             life = past.life if past else begun
             return Sampler(environment, self._description, life, self._config.rollout.device, past)

@@ -75,6 +75,9 @@ class EnvironmentConfig(Section):
     """How often an environment may raise within `failure_window_seconds` before its worker gives up."""
     failure_window_seconds: float = Field(300.0, gt=0)
     """The window for `failures_allowed`."""
+    step_deadline_seconds: float = Field(120.0, ge=1)
+    """One step, reset or start of a process's environments that takes longer is taken for hung, and the process is
+    replaced; the evaluator's as well. Much more than any healthy step takes: nothing else is lost by waiting."""
 
 
 class PolicyConfig(Section):
@@ -166,9 +169,13 @@ class RolloutConfig(Section):
     silent_seconds: float = Field(30.0, gt=10)
     """A role whose heartbeat has stopped for this long is ended and started anew, whatever it is."""
     restarts_allowed: int = Field(10, ge=0)
-    """How often one worker may die within `restart_window_seconds` before the fleet gives it up."""
+    """How often one role, one embedded service or embedded Ray may die within `restart_window_seconds` before it is
+    given up."""
     restart_window_seconds: float = Field(120.0, gt=0)
     """The window for `restarts_allowed`."""
+    memory_limit_bytes: int | None = Field(None, ge=1 << 28)
+    """A worker whose process and children hold more than this (resident, in bytes) is replaced after its fragment; at
+    half as much again it is ended at once. For environments that leak; a worker itself takes 300 MB. Linux only."""
 
 
 class TrainerConfig(Section):
@@ -182,6 +189,9 @@ class TrainerConfig(Section):
     """Ray CPUs reserved for the trainer."""
     num_gpus: float = Field(0.0, ge=0)
     """Ray GPUs reserved for the trainer."""
+    grace_seconds: float = Field(25.0, gt=0)
+    """How long a trainer that gets SIGTERM has for its last checkpoint; then it leaves without, and what is not durable
+    is read from the log again. Less than the 30 s that Kubernetes and spot machines give before they end a process."""
 
 
 class PolicyVersionsConfig(Section):

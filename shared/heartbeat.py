@@ -130,6 +130,11 @@ class Heartbeat:
             self._wait = outer
             self.waited_seconds[name] = self.waited_seconds.get(name, 0.0) + wait.seconds
 
+    @property
+    def waits(self) -> bool:
+        """Whether its role is in a named wait."""
+        return self._wait is not None
+
     def _run(self) -> None:
         while not self._stop.wait(BEAT_SECONDS):
             try:

@@ -6,6 +6,7 @@ from typing import Any
 
 import ray
 
+from shared.departure import leaves_on_signal
 from shared.launch import RoleLaunch
 from trainer_node.trainer import Trainer
 
@@ -18,8 +19,11 @@ class TrainerFace:
 
     @ray.method
     def run(self) -> str:
-        """Trains until the run is to end; answers the reason."""
-        return Trainer(self._launch.open("trainer"), self._launch.run_folder).run()
+        """Trains until the run is to end; answers the reason, or `left` where its machine is taken away."""
+        role = self._launch.open("trainer")
+        trainer = Trainer(role, self._launch.run_folder)
+        with leaves_on_signal(trainer.ask_to_leave, role.config.trainer.grace_seconds):
+            return trainer.run()
 
 
 TrainerActor: Any = ray.remote(TrainerFace)

@@ -6,13 +6,16 @@ due; until the run is to end. What it learns depends on its snapshot and the log
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from pathlib import Path
 
+import redis
 import torch
 
 from shared.checkpoint import FINISHED, Checkpoint
+from shared.departure import LEFT
 from shared.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -72,8 +75,9 @@ class Trainer:
         self._parent: str | None = None
         self._parent_position, self._parent_version = "0-0", 0
         self._end: str | None = None
+        self._started = False
         self.leaving = False
-        """Set from outside (its machine is taken away): leave after the present update."""
+        """Its machine is taken away: it leaves after the present update."""
 
     def run(self) -> str:
         """Trains until the run is to end; answers the reason (solved, exhausted, stopped)."""
@@ -83,6 +87,8 @@ class Trainer:
             while self._end is None and not self.leaving:
                 self.step(_LOOK_SECONDS)
             return self.leave() if self._end is None else self.finish(self._end)
+        except KeyboardInterrupt:  # asked twice, or its grace is over: the log has what is not durable
+            return self._gone("at once")
         except Fenced as error:
             self._heartbeat.stop(f"fenced: {error}", last_beat=False)  # the newer one beats under this name
             raise
@@ -113,6 +119,7 @@ class Trainer:
         self._signals.start(self._learner.counters.train.env_steps)
         self._schedule.checkpointed(self._learner.counters)
         self._tell()
+        self._started = True
         _LOGGER.info("trainer of run %s: epoch %d, version %d", self._role.run_id, self._epoch, self.version)
 
     def step(self, wait_seconds: float) -> str:
@@ -161,15 +168,32 @@ class Trainer:
         self._heartbeat.stop(reason)
         return reason
 
+    def ask_to_leave(self) -> None:
+        """From a signal handler: it leaves after the present update; at once where nothing has been learnt yet."""
+        self.leaving = True
+        if self._heartbeat.waits and not self._started:
+            raise KeyboardInterrupt
+
     def leave(self) -> str:
-        """Makes what was learnt durable and goes; the run goes on with whoever takes over."""
+        """Makes what was learnt durable, within its grace, and goes; the run goes on with whoever takes over."""
+        grace = self._config.trainer.grace_seconds
         self._publisher.submit(self._snapshot())
-        with self._heartbeat.waiting("the last checkpoint to be durable", _DURABLE_SECONDS):
-            self._publisher.wait_idle(_DURABLE_SECONDS)
+        try:
+            with self._heartbeat.waiting("the last checkpoint to be durable", grace):
+                self._publisher.wait_idle(grace)
+        except WaitTimeout as error:
+            return self._gone(f"without a last checkpoint ({error})")
         self._publisher.close()
-        self._signals.close()
+        return self._gone("with a checkpoint")
+
+    def _gone(self, how: str) -> str:
+        """Says good-bye; what the publisher may still be writing is harmless, or refused by the next epoch."""
+        with contextlib.suppress(redis.RedisError):
+            emit(self._role.redis, self._role.run_id, "trainer", f"the trainer leaves {how}; the next one goes on")
+        if self._started:
+            self._signals.close()
         self._heartbeat.stop("left: another trainer may take over")
-        return "left"
+        return LEFT
 
     def fail(self, error: Exception) -> None:
         """Ends the run with `.finished: failed` and the diagnosis; checkpoints stay as they are.

@@ -1,0 +1,64 @@
+"""The keeper of the fleet: an embedded Ray that dies is started again, with a new fleet on it.
+
+The roles of the dead Ray end with it; those of the new one go on from the newest checkpoint and the log, as after any
+other death. It is the run that goes on: nothing is finished, the services stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from coordinator.fleet import Fleet, RayLost
+from coordinator.rate import Rate
+from coordinator.ray_head import RayHead
+from shared.errors import StagecoachError
+from shared.events import emit
+from shared.launch import RoleLaunch
+from shared.role import Role
+
+_LOGGER = logging.getLogger("stagecoach.coordinator")
+
+
+class FleetKeeper:
+    """Runs one fleet after another; `run` is the coordinator's life where roles are Ray actors."""
+
+    def __init__(self, role: Role, launch: RoleLaunch, head: RayHead) -> None:
+        self._role = role
+        self._launch = launch
+        self._head = head
+        rollout = role.config.rollout
+        self._rate = Rate(rollout.restarts_allowed, rollout.restart_window_seconds)
+        self._fleet: Fleet | None = Fleet(role, launch, head)
+
+    def run(self, abandon: threading.Event) -> str:
+        """Until the run has ended; answers why. Raises what Ray raises where it dies again and again."""
+        while True:
+            try:
+                self._fleet = self._fleet or Fleet(self._role, self._launch, self._head)
+                return self._fleet.run(abandon)
+            except Exception as error:
+                if abandon.is_set():
+                    return "abandoned"
+                if not self._head.lost(notice=True):
+                    raise
+                self._fleet = None
+                self._restart_ray(error)
+
+    def kill(self) -> None:
+        """Ends all roles at once."""
+        if self._fleet is not None and not self._head.lost():
+            self._fleet.kill()
+
+    def _restart_ray(self, error: Exception) -> None:
+        text = str(error) if isinstance(error, RayLost) else "Ray has died"
+        if self._rate.exceeded():
+            raise RayLost(f"{text}; it dies again and again, see its log") from error
+        _LOGGER.warning("%s; starting it again", text)
+        emit(self._role.redis, self._role.run_id, "service", f"{text}; it is started again, with new roles")
+        try:
+            self._head.start_again()
+        except StagecoachError as failed:
+            if not self._head.lost():
+                raise
+            _LOGGER.warning("Ray does not start again: %s", failed)
