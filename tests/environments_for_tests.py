@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -374,3 +375,39 @@ class Twins(Chase):
 
     def _observe(self, agents: list[str]) -> dict[str, Array]:
         return {agent: np.array([self._steps, self.possible_agents.index(agent)], np.float32) for agent in agents}
+
+
+class Hangs(Counting):
+    """Hangs for ever in its start, reset or step until it has done so `times` times; the tally is a file."""
+
+    def __init__(self, tally: str, times: int, place: Literal["start", "reset", "step"] = "step") -> None:
+        super().__init__(length=4)
+        self._tally, self._times, self._place = Path(tally), times, place
+        self._fail("start", 0)
+
+    def _fail(self, place: str, count: int) -> None:
+        if place != self._place:
+            return
+        done = len(self._tally.read_text()) if self._tally.exists() else 0
+        if done < self._times:
+            self._tally.write_text("x" * (done + 1))
+            self.hang()
+
+    def hang(self) -> None:
+        """Where it hangs."""
+        while True:
+            time.sleep(1)
+
+
+class Leaks(Counting):
+    """Keeps `kept` bytes more with each step, and takes its time."""
+
+    def __init__(self, kept: int, seconds: float) -> None:
+        super().__init__()
+        self._kept, self._seconds = kept, seconds
+        self._leaked: list[Array] = []
+
+    def step(self, action: int) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        self._leaked.append(np.ones(self._kept, np.uint8))
+        time.sleep(self._seconds)
+        return super().step(action)

@@ -126,6 +126,51 @@ def test_a_silent_worker_is_replaced(config: MakeConfig, running: ExitStack) -> 
     assert outcome.status.ledger["total"]["balances"]
 
 
+def test_a_role_whose_machine_is_taken_away_goes_on_in_a_new_process(config: MakeConfig, running: ExitStack) -> None:
+    run = start(config(stop_at={"updates": 10**6}), running)
+    for name in ("trainer", "worker-0", "evaluator"):
+        before = until(run, lambda status, name=name: status.version > 2 and pid_of(status, name) is not None)  # type: ignore[misc]
+        pid = pid_of(before, name)
+        assert pid is not None
+        os.kill(pid, signal.SIGTERM)
+        after = until(run, lambda status, name=name, pid=pid: pid_of(status, name) not in (None, pid))  # type: ignore[misc]
+        assert after.state == "running"
+        until(run, lambda status, after=after: status.version > after.version)  # type: ignore[misc]
+    told = [event.text for event in run.events() if "it goes on in a new process" in event.text]
+    assert [text.partition(" ")[0] for text in told] == ["trainer", "worker-0", "evaluator"]
+    assert not any("failed" in event.text for event in run.events())
+    run.stop()
+    outcome = run.wait(120)
+    assert outcome.reason == "stopped"
+    assert outcome.status.ledger["total"]["balances"]
+
+
+def hanging(tally: Path, times: int) -> dict[str, Any]:
+    environment = {"id": f"{MODULE}:Hangs", "kwargs": {"tally": str(tally), "times": times}, "num_envs": 2}
+    return {
+        "environment": environment | {"step_deadline_seconds": 1.0},
+        "evaluation": {"episodes": 1, "kwargs": {"times": 0}},
+    }
+
+
+def test_a_worker_whose_environment_hangs_is_replaced_and_the_run_reaches_its_goal(
+    config: MakeConfig, tmp_path: Path, running: ExitStack
+) -> None:
+    run = start(config(**hanging(tmp_path / "tally", times=1)), running)
+    until(run, lambda status: any("worker-0 hangs in step of its environments" in event.text for event in run.events()))
+    outcome = run.wait(120)
+    assert outcome.reason == "exhausted"
+    assert outcome.status.ledger["total"]["balances"]
+
+
+def test_environments_that_always_hang_end_the_run_which_says_so(
+    config: MakeConfig, tmp_path: Path, running: ExitStack
+) -> None:
+    outcome = start(config(**hanging(tmp_path / "tally", times=1000)), running).wait(150)
+    assert outcome.reason.startswith("failed: worker-0 hangs in step of its environments, at ")
+    assert "no rollout worker is left" in outcome.reason
+
+
 def test_what_a_role_raised_is_told_without_rays_frame() -> None:
     def failed(cause: Exception) -> Exception:
         error = RuntimeError("Ray's long text")

@@ -1,0 +1,67 @@
+"""Embedded services that are killed under a run: each is started again by itself, and it is the same run."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.command_line import CommandLine, check_ledger
+
+RUN = "services"
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[CommandLine]:
+    terminal = CommandLine(tmp_path)
+    yield terminal
+    terminal.close()
+
+
+def kill(terminal: CommandLine, pattern: str) -> None:
+    """SIGKILL to the one process whose command line begins so."""
+    (pid,) = [pid for pid, command in terminal.left().items() if re.match(pattern, command)]
+    os.kill(pid, signal.SIGKILL)
+
+
+def goes_on(terminal: CommandLine, beyond: int) -> int:
+    """Waits for new versions and a checkpoint of them; answers the version."""
+    return terminal.until(
+        RUN, f"a checkpoint after version {beyond}",
+        lambda status: int((status.latest or "-1").partition("_")[0]) > beyond,
+    ).version  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "killed"),
+    [
+        (["--inline"], {r"\S*(redis|valkey)-server": "Redis ended (code -9)", r"\S*rclone serve": "S3 server ended"}),
+        ([], {r"\S*gcs_server ": "Ray has died"}),
+        ([], {r"\S*raylet ": "Ray has died"}),
+    ],
+    ids=["redis and s3", "gcs", "raylet"],
+)
+def test_what_dies_is_started_again_and_the_run_goes_on(
+    terminal: CommandLine, options: list[str], killed: dict[str, str]
+) -> None:
+    config = terminal.write_config(stop_at={"updates": 10**6}, checkpoint={"every": "10 updates"})
+    process = terminal.start("train", config, "--run-id", RUN, *options)
+    version = goes_on(terminal, 0)
+    for pattern, told in killed.items():
+        kill(terminal, pattern)
+        terminal.wait_until(told, lambda told=told: told in terminal.output(process))  # type: ignore[misc]
+        version = goes_on(terminal, terminal.handle(RUN).status().version)
+    assert not (terminal.store(RUN) / ".finished").exists()
+    process.send_signal(signal.SIGINT)
+    done = terminal.ended(process)
+    assert done.code == 0, done
+    finished = terminal.marker(RUN, ".finished")
+    assert (finished["reason"], finished["version"] >= version) == ("stopped", True)
+    check_ledger(finished)
+    assert terminal.left() == {}
+    assert list(terminal.temporary.glob("sc-*")) == []

@@ -1,0 +1,184 @@
+"""Roles that are asked to leave, as processes of their own: SIGTERM while they act, while they wait, without a store."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.preparation import create_flow
+from coordinator.services import BUCKET, start_s3
+from rollout_worker.making import describe_environment
+from shared.checkpoint import ENVIRONMENT, FINISHED
+from shared.config import Config
+from shared.connection import Address, credentials
+from shared.heartbeat import read_heartbeats
+from shared.ledger import read_books
+from shared.redis_keys import RunKeys
+from shared.role import Role, open_role
+from tests.conftest import RedisServer, minimal_config
+from tests.environments_for_tests import MODULE
+from tests.role_processes import ended, events, start_process
+
+MakeRole = Callable[..., Role]
+Start = Callable[..., subprocess.Popen[str]]
+FOR_EVER = {"updates": 10**6}
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`start(role, module, …)`; ends what is left."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(role: Role, module: str, *arguments: str) -> subprocess.Popen[str]:
+        started.append(start_process(role, tmp_path, module, *arguments))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 100
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def open_claims(role: Role) -> int:
+    return int(role.redis.zcard(RunKeys(role.run_id).claims))
+
+
+def slow(seconds: float, **sections: Any) -> Config:
+    """A fragment takes eight times this long."""
+    environment = {"id": f"{MODULE}:Leaks", "num_envs": 1, "kwargs": {"kept": 1, "seconds": seconds}}
+    rollout = {"fragment_steps": 8, "fragments_per_update": 1}
+    return minimal_config(environment=environment, rollout=rollout, algorithm={"minibatch_size": 8}, **sections)
+
+
+def test_a_trainer_leaves_with_a_checkpoint_and_the_next_one_goes_on(make_role: MakeRole, start: Start) -> None:
+    role = make_role(minimal_config(stop_at=FOR_EVER, checkpoint={"every": "1000000 updates"}))
+    trainer, worker = start(role, "trainer_node"), start(role, "rollout_worker", "--index", "0")
+    until(lambda: role.flow.read().version > 5)
+    trainer.send_signal(signal.SIGTERM)
+    done = ended(trainer)
+    assert (done.returncode, done.stdout.strip()) == (0, "left"), done
+    state = role.flow.read()
+    assert state.state == "running"
+    assert role.checkpoints.marker(FINISHED) is None
+    latest = role.checkpoints.load_latest()
+    assert latest is not None and latest.manifest.version == state.version > 5
+    assert "the trainer leaves with a checkpoint" in events(role)
+
+    until(lambda: any(beat.waiting_for == "credit" for beat in read_heartbeats(role.redis, role.run_id)))
+    worker.send_signal(signal.SIGTERM)
+    done = ended(worker)
+    assert (done.returncode, done.stdout.strip()) == (0, "left"), done
+    assert open_claims(role) == 0
+
+    trainer, worker = start(role, "trainer_node"), start(role, "rollout_worker", "--index", "0")
+    until(lambda: role.flow.read().version > state.version)
+    assert read_books(role.redis, role.run_id)["total"].balances
+    assert f"restored {latest.manifest.name}" in events(role)
+
+
+def test_a_worker_finishes_its_fragment_before_it_leaves(make_role: MakeRole, start: Start) -> None:
+    role = make_role(slow(0.2, stop_at=FOR_EVER))
+    start(role, "trainer_node")
+    worker = start(role, "rollout_worker", "--index", "0")
+    until(lambda: open_claims(role) == 1)
+    worker.send_signal(signal.SIGTERM)
+    done = ended(worker)
+    assert (done.returncode, done.stdout.strip()) == (0, "left"), done
+    assert read_books(role.redis, role.run_id)["worker-0"].produced.fragments > 0
+    assert open_claims(role) == 0
+
+
+def test_a_second_signal_ends_it_at_once(make_role: MakeRole, start: Start) -> None:
+    role = make_role(slow(10.0, stop_at=FOR_EVER))
+    start(role, "trainer_node")
+    worker = start(role, "rollout_worker", "--index", "0")
+    until(lambda: open_claims(role) == 1)
+    worker.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert worker.poll() is None, "it acts its fragment"
+    worker.send_signal(signal.SIGINT)
+    done = ended(worker, 30)
+    assert (done.returncode, done.stdout.strip()) == (0, "left"), done
+    assert read_books(role.redis, role.run_id)["total"].produced.fragments == 0
+    assert open_claims(role) == 0
+
+
+def test_who_waits_for_the_first_checkpoint_leaves_at_once(make_role: MakeRole, start: Start) -> None:
+    role = make_role(slow(0.0))
+    worker = start(role, "rollout_worker", "--index", "0")
+    until(lambda: any(beat.waiting_for is not None for beat in read_heartbeats(role.redis, role.run_id)))
+    worker.send_signal(signal.SIGTERM)
+    assert ended(worker).stdout.strip() == "left"
+
+
+def test_a_trainer_whose_store_is_away_leaves_when_its_grace_is_over(
+    redis_server: RedisServer, tmp_path: Path, unique_run_id: str, start: Start
+) -> None:
+    s3 = start_s3(tmp_path / "s3", tmp_path / "s3.log", "access", "secret")
+    try:
+        config = minimal_config(stop_at=FOR_EVER, checkpoint={"every": "1000000 updates"}, trainer={"grace_seconds": 1})
+        secrets = {"redis_password": redis_server.password, "s3_access_key": "access", "s3_secret_key": "secret"}
+        (tmp_path / "keys.json").write_text(json.dumps(secrets))
+        endpoint = f"http://127.0.0.1:{s3.port}"
+        address = Address(unique_run_id, redis_server.url, f"s3://{BUCKET}", endpoint, str(tmp_path / "keys.json"))
+        role = open_role(config, address)
+        assert credentials(address).s3_access_key == "access"
+        create_flow(role)
+        role.checkpoints.store.put(ENVIRONMENT, json.dumps(describe_environment(config).as_dict()).encode())
+        trainer, _ = start(role, "trainer_node"), start(role, "rollout_worker", "--index", "0")
+        until(lambda: role.flow.read().version > 5)
+        os.kill(s3.process.pid, signal.SIGSTOP)
+        trainer.send_signal(signal.SIGTERM)
+        done = ended(trainer)
+        os.kill(s3.process.pid, signal.SIGCONT)
+        assert (done.returncode, done.stdout.strip()) == (0, "left"), done
+        state = role.flow.read()
+        assert state.state == "running"
+        latest = role.checkpoints.load_latest()
+        assert latest is not None and latest.manifest.version < state.version
+        start(role, "trainer_node")
+        until(lambda: role.flow.read().version > state.version)
+        assert read_books(role.redis, role.run_id)["total"].balances
+    finally:
+        s3.stop()
+
+
+SCRIPT = """
+import signal, sys, time
+from shared.departure import leaves_on_signal
+before = signal.getsignal(signal.SIGTERM)
+try:
+    with leaves_on_signal(lambda: print("asked", flush=True), grace_seconds=float(sys.argv[1]) or None):
+        print("ready", flush=True)
+        time.sleep(100)
+except KeyboardInterrupt:
+    print("at once", signal.getsignal(signal.SIGTERM) == before, signal.getitimer(signal.ITIMER_REAL)[0])
+"""
+
+
+@pytest.mark.parametrize(("grace", "signals"), [("0.2", 1), ("0", 2)])
+def test_the_end_of_the_grace_is_as_a_second_signal(grace: str, signals: int) -> None:
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, grace], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    said = [process.stdout.readline().strip()]
+    for _ in range(signals):
+        process.send_signal(signal.SIGTERM)
+        said.append(process.stdout.readline().strip())
+    out, _ = process.communicate(timeout=30)
+    assert [*said, *out.split("\n")][:3] == ["ready", "asked", "at once True 0.0"]
