@@ -1,4 +1,4 @@
-"""Roles that are asked to leave, as processes of their own: SIGTERM while they act, while they wait, without a store."""
+"""Roles that are asked to leave, as processes of their own: SIGTERM while they act, while they wait, with no store."""
 
 from __future__ import annotations
 
