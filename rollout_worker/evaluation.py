@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_worker.environments import VectorEnvironment, make_vector
+from rollout_worker.environments import make_vector
 from rollout_worker.exploration import Greedy, Sampling
+from rollout_worker.vector import VectorEnvironment
 from rollout_worker.watchdog import Watchdog, WatchedEnvironment
 from shared.config import Config, EnvironmentConfig
 from shared.errors import EnvironmentFailure

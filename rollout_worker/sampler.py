@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from rollout_worker import trail
-from rollout_worker.environments import PolicyStep, VectorEnvironment
 from rollout_worker.exploration import Exploration
 from rollout_worker.trail import Life, Trail
+from rollout_worker.vector import PolicyStep, VectorEnvironment
 from shared.fragment import EpisodeRecord, expected_columns
 from shared.policies.actor_critic import ActorCritic, torch_device
 from shared.spaces import Array, Columns, EnvironmentDescription, PolicySpaces

@@ -17,8 +17,8 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rollout_worker.environments import Place, Step, VectorEnvironment
 from rollout_worker.trail import Past
+from rollout_worker.vector import Place, Step, VectorEnvironment
 from shared.config import Config
 from shared.heartbeat import Heartbeat
 from shared.spaces import Array, Columns

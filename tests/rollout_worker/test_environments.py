@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_worker.environments import Step, VectorEnvironment, make_vector
+from rollout_worker.environments import make_vector
 from rollout_worker.making import describe_environment
+from rollout_worker.vector import Step, VectorEnvironment
 from shared.config import Config
 from shared.errors import EnvironmentFailure
 from shared.fragment import EpisodeRecord

@@ -11,8 +11,8 @@ import torch
 from gymnasium import spaces
 from torch.distributions import Normal
 
-from rollout_worker.environments import pick
 from rollout_worker.making import describe_space
+from rollout_worker.vector import pick
 from shared.config import PolicyConfig
 from shared.policies.actor_critic import ActorCritic, build_policies
 from shared.policies.codec import state_arrays

@@ -1,0 +1,111 @@
+"""What the sampler steps: the face of all vectorised environments, and what their steps and episodes are.
+
+Every step tells apart `terminated` and `truncated`, hands over the true last observation of truncated slots, and has
+already reset what ended. `mask` is false where there was nothing to act for (an absent agent; the extra step in which
+a native vector environment resets itself).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from rollout_worker.trail import Past
+from shared.fragment import EpisodeRecord
+from shared.spaces import Array, Columns
+
+SUCCESS = ("is_success", "success")
+"""How environments name the success of an episode in `info`."""
+
+
+@dataclass
+class PolicyStep:
+    """One step of all slots of one policy id."""
+
+    obs: Columns
+    """`[S, …]`: what to act on next."""
+    reward: Array
+    terminated: Array
+    truncated: Array
+    mask: Array
+    final_obs: Columns
+    """`[M, …]`: the true last observation of each truncated slot."""
+    final_slots: Array
+    """`[M]`, int32."""
+
+
+@dataclass
+class Step:
+    """One step of all environments."""
+
+    policies: dict[str, PolicyStep]
+    episodes: list[tuple[int, EpisodeRecord]] = field(default_factory=list)
+    """Environment number and record of each episode that ended."""
+
+
+class Place(NamedTuple):
+    """Where the environments stand."""
+
+    episodes: tuple[int, ...]
+    """Numbers of their running episodes."""
+    lengths: tuple[int, ...]
+    """Steps in them so far."""
+    returns: Array
+    """Float64; the sum of rewards so far, per environment (and agent)."""
+
+
+class VectorEnvironment(Protocol):
+    """What the sampler steps."""
+
+    num_envs: int
+
+    def reset(self, seeds: Sequence[int], past: Past | None = None) -> dict[str, tuple[Columns, Array]]:
+        """Starts all environments; per policy id the first observations and the mask.
+
+        The seeds are those of the first episodes, later ones follow from them (`trail.episode_seed`). With `past` each
+        environment takes up its episode, by doing its actions again.
+        """
+        ...
+
+    @property
+    def place(self) -> Place | None:
+        """Where the environments stand; None where they cannot be brought there again (native ones)."""
+        ...
+
+    def step(self, actions: Mapping[str, Columns]) -> Step:
+        """Takes the actions of all slots, per policy id; raises `EnvironmentFailure`."""
+        ...
+
+    def close(self) -> None:
+        """Ends the environments."""
+        ...
+
+
+def episode_record(
+    episode_return: float, length: int, metrics: dict[str, float], agent_returns: dict[str, float] | None = None
+) -> EpisodeRecord:
+    """A record, with `is_success` or `success` taken out of the metrics."""
+    found = [metrics.pop(name) for name in SUCCESS if name in metrics]
+    success = found[0] if found else None
+    return EpisodeRecord(
+        episode_return, length, None if success is None else bool(success), agent_returns or {}, metrics
+    )
+
+
+def scalar(name: str, value: Any) -> dict[str, float]:
+    """`{name: float}` for a finite number, else nothing."""
+    if isinstance(value, bool | int | float | np.bool_ | np.number) and np.isfinite(float(value)):
+        return {name: float(value)}
+    return {}
+
+
+def pick(nested: Any, index: int) -> Any:
+    """One environment's action out of a nested batch."""
+    if isinstance(nested, dict):
+        return {key: pick(value, index) for key, value in nested.items()}
+    if isinstance(nested, tuple):
+        return tuple(pick(value, index) for value in nested)
+    return nested[index]
