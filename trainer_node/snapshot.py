@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from shared import tensor_blob
@@ -98,7 +101,7 @@ def take(
     }
     objects[_STATE] = json.dumps(state, sort_keys=True, separators=(",", ":")).encode()
     provenance = {
-        "code_version": importlib.metadata.version("stagecoach"),
+        "code_version": code_version(),
         "config_hash": config.hash(),
         "seed": config.seed,
         "phase": progress.phase.value,
@@ -115,6 +118,20 @@ def take(
         parent=progress.parent, objects=describe_objects(objects), provenance=provenance,
     )  # fmt: skip
     return Snapshot(manifest, objects)
+
+
+@functools.cache
+def code_version() -> str:
+    """The installed version; in a git checkout with its commit, and `dirty` where changed: `0.1.0+3b58d32`."""
+    version, source = importlib.metadata.version("stagecoach"), Path(__file__).parent.parent
+    if not (source / ".git").exists():
+        return version
+    command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return version
+    return f"{version}+{found.stdout.strip()}"
 
 
 @dataclass(frozen=True)
