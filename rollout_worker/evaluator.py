@@ -61,6 +61,7 @@ class Evaluator:
         self._heartbeat.start()
         with self._heartbeat.waiting("the store", self._role.config.rollout.wait_deadline_seconds) as wait:
             self._description = insist(wait, self._role.description)
+        self._check_solved()  # where the evaluator before this one died between its last score and this
 
     def ask_to_leave(self) -> None:
         """From a signal handler: it ends at once, since another can play the checkpoint as well."""

@@ -332,13 +332,16 @@ TRIM = (
     _COMMON
     + """
 -- KEYS flow, log, wakeups. ARGV: epoch, id of the last entry that a durable checkpoint covers.
+-- What the ledger does not account for yet stays all the same: a version that is durable before it is on the board.
 -- Answers the number of entries removed (none while Redis is set back behind this trainer), or -1 when fenced.
 if fenced(ARGV[1]) then return -1 end
 if behind(ARGV[1], '') then return 0 end
 begin()
-local last = redis.call('XREVRANGE', KEYS[2], ARGV[2], '-', 'COUNT', 1)
+local through, settled = ARGV[2], redis.call('HGET', KEYS[1], 'settled_id')
+if after(through, settled) then through = settled end
+local last = redis.call('XREVRANGE', KEYS[2], through, '-', 'COUNT', 1)
 if not last[1] then return 0 end
-local ms, seq = id_parts(ARGV[2])
+local ms, seq = id_parts(through)
 local freed
 while last[1] and not freed do -- what a stranger added has no 'end': the entry before it tells
   for i = 1, #last[1][2], 2 do
@@ -347,7 +350,7 @@ while last[1] and not freed do -- what a stranger added has no 'end': the entry 
   last = redis.call('XREVRANGE', KEYS[2], '(' .. last[1][1], '-', 'COUNT', 1)
 end
 if freed then redis.call('HSET', KEYS[1], 'trimmed_bytes', freed) end
-redis.call('HSET', KEYS[1], 'trimmed_id', ARGV[2])
+redis.call('HSET', KEYS[1], 'trimmed_id', through)
 local removed = redis.call('XTRIM', KEYS[2], 'MINID', '=', string.format('%.0f-%.0f', ms, seq + 1))
 wake(KEYS[3])
 return removed

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shared.archive import Archive
-from shared.checkpoint import READY, UNREADABLE, Manifest, Pointer, checkpoint_version
+from shared.checkpoint import READY, UNREADABLE, CheckpointStore, Manifest, Pointer, checkpoint_version
 from shared.errors import (
     CheckpointDamaged,
     Fenced,
@@ -33,6 +33,7 @@ from shared.redis_keys import RunKeys
 from shared.role import Role
 from shared.scripts import write_small
 from trainer_node.archiver import Archiver
+from trainer_node.fenced_store import FencedStore
 from trainer_node.retention import best_checkpoints, prune, status_entries, take_stock
 from trainer_node.snapshot import Snapshot
 
@@ -48,9 +49,9 @@ class Publisher:
     def __init__(self, role: Role, epoch: int) -> None:
         self._role = role
         self._epoch = epoch
-        self._checkpoints = role.checkpoints
+        self._checkpoints = CheckpointStore(FencedStore(role.checkpoints.store, role.flow, epoch), role.run_id)
         self._log = ExperienceLog(role.redis, role.run_id)
-        archive = Archive(role.checkpoints.store, role.run_id)
+        archive = Archive(self._checkpoints.store, role.run_id)
         self._archiver = Archiver(archive, self._log, role.config.archive)
         self._lock = threading.Condition()
         self._pending: Snapshot | None = None

@@ -258,9 +258,9 @@ class Trainer:
         self._intake.restore(restored.books)
         if state.version < self.version:
             self._set_redis_forward()
-        self._publisher.submit(self._snapshot())  # where the store knows it: completes what a crash left undone
         emit(self._role.redis, self._role.run_id, "trainer", text)
         _LOGGER.info("%s", text)
+        self._publisher.submit(self._snapshot())  # where the store knows it: completes what a crash left undone
 
     def _rebase(self, checkpoint: Checkpoint) -> Checkpoint:
         """An older checkpoint as the newest version, durable before anybody acts with it; none goes back."""

@@ -181,7 +181,14 @@ def filled(role: Role, fragments: int) -> tuple[SmallTrainer, list[str]]:
     trainer, worker = begin(role), SmallWorker(role)
     for _ in range(fragments):
         worker.work(blob=b"0123456789")
-    return trainer, [entry.id for entry in worker.log.read(START, fragments, 0)]
+    ids = [entry.id for entry in worker.log.read(START, fragments, 0)]
+    settled(role, ids[-1])
+    return trainer, ids
+
+
+def settled(role: Role, position: str) -> None:
+    """The ledger accounts for everything through this position."""
+    role.redis.hset(RunKeys(role.run_id).flow, "settled_id", position)
 
 
 def test_trim_frees_what_it_covers_and_no_more(make_role: MakeRole) -> None:
@@ -204,9 +211,20 @@ def test_trim_frees_the_bytes_before_an_entry_that_a_stranger_added(make_role: M
     trainer, _ = filled(role, 2)
     client: Any = role.redis
     strange = client.xadd(RunKeys(role.run_id).log, {b"hello": b"world"}).decode()
+    settled(role, strange)
     log = ExperienceLog(role.redis, role.run_id)
     assert log.trim(trainer.epoch, strange) == 3
     assert role.flow.read().log_bytes == 0
+
+
+def test_trim_leaves_what_the_ledger_does_not_account_for_yet(make_role: MakeRole) -> None:
+    role = make_role(small_config(fragments_per_update=5))
+    trainer, ids = filled(role, 3)
+    settled(role, ids[0])
+    log = ExperienceLog(role.redis, role.run_id)
+    assert log.trim(trainer.epoch, ids[2]) == 1
+    assert [entry.id for entry in log.read(START, 10, 0)] == ids[1:]
+    assert (role.flow.read().log_bytes, role.flow.read().trimmed_id) == (20, ids[0])
 
 
 def test_an_older_trainer_may_not_trim(make_role: MakeRole) -> None:

@@ -85,11 +85,13 @@ def score(role: Role, name: str, mean_return: float) -> None:
 
 
 def fill_log(role: Role) -> list[str]:
-    """Two fragments in the log; answers their positions."""
+    """Two fragments in the log, settled by the trainer; answers their positions."""
     log = ExperienceLog(role.redis, role.run_id)
     for seq in range(2):
         assert log.push("worker-0", 0, seq, 0, 32, b"fragment") == "pushed"
-    return [entry.id for entry in log.read("0-0", 10, 0.0)]
+    positions = [entry.id for entry in log.read("0-0", 10, 0.0)]
+    role.redis.hset(RunKeys(role.run_id).flow, "settled_id", positions[-1])
+    return positions
 
 
 def written(role: Role) -> dict[str, bytes]:

@@ -1,0 +1,401 @@
+"""A small run whose processes die between any two writes, chosen by number: so every point can be tried in turn.
+
+All that a process writes (a command or script of Redis, an object of the store) goes through its `Life`, which counts
+it and, after so many writes, lets the process do nothing any more. To crash before a write and after the one before it
+is the same for everybody else, so the numbers 0 … all writes are every point there is. The publisher is a thread of the
+trainer's: it is waited for after each step, or held at a write of its own, and it dies with the trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from coordinator.services import new_secret
+from rollout_worker.evaluator import Evaluator
+from rollout_worker.making import describe_environment
+from rollout_worker.worker import Worker
+from shared import scripts
+from shared.checkpoint import ENVIRONMENT, FINISHED, READY, CheckpointStore
+from shared.config import Config
+from shared.connection import Address
+from shared.errors import CheckpointNotFound, Fenced
+from shared.events import read_evaluations, record_evaluation
+from shared.experience_log import ExperienceLog
+from shared.flow import Flow
+from shared.heartbeat import Heartbeat, forget_heartbeat
+from shared.ledger import read_books
+from shared.object_store import ObjectStore
+from shared.redis_keys import RunKeys
+from shared.role import Role, open_role
+from tests.conftest import RedisServer, create_flow
+from trainer_node.trainer import Trainer
+
+_SCRIPTS = {
+    hashlib.sha1(text.encode()).hexdigest(): name
+    for name, text in vars(scripts).items()
+    if name.isupper() and isinstance(text, str)
+}
+_READS = {
+    "CHECK_EPOCH", "IN_FLIGHT", "PING", "INFO", "TIME", "HGET", "HMGET", "HGETALL", "GET", "MGET",
+    "EXISTS", "LRANGE", "XREAD", "XRANGE", "XREVRANGE", "XLEN", "SMEMBERS", "SISMEMBER", "ZRANGE", "ZCARD",
+}  # fmt: skip
+"""Whatever is not named here counts as a write."""
+_PATIENCE_SECONDS = 30.0
+SPOILT_AT = 2
+"""The policy version at which one fragment is lost and the one after it is no fragment at all."""
+
+
+class Crash(BaseException):
+    """This process is gone. Nothing in the product may catch it and go on."""
+
+
+class Life:
+    """One process (all of its threads) until it has written `most` times."""
+
+    def __init__(
+        self,
+        most: int | None = None,
+        hold: int | None = None,
+        pause: int | None = None,
+        glance: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.most, self.hold, self.pause, self.glance = most, hold, pause, glance
+        self.done: list[str] = []
+        """What it has written, in order."""
+        self.start: list[str] = []
+        """Of these, what it wrote before its first step."""
+        self.held = threading.Event()
+        """Set when a background thread stands before its write number `hold`, or any before the life's `pause`."""
+        self.go_on = threading.Event()
+        self.dead = False
+        self._one_at_a_time = threading.Lock()
+        self.behind = 0
+        """What its background threads have written, or are about to."""
+        self.behind_at: dict[str, int] = {}
+        """How much that was when the trainer had started, and before it finished."""
+
+    def write(self, what: str, act: Callable[[], Any], torn: Callable[[], None] = lambda: None) -> Any:
+        """Does it, unless the process is gone by now; `torn` is what may be seen of a write that was cut off."""
+        self._hold()
+        with self._one_at_a_time:
+            if len(self.done) == self.pause:
+                self._stand_still()
+            if not self.dead and len(self.done) == self.most:
+                self.dead = True
+                torn()
+            self.read()
+            answer = act()
+            self.done.append(what)
+            self.glance()
+        return answer
+
+    def read(self) -> None:
+        """The dead do not read either."""
+        if self.dead:
+            raise Crash
+
+    def _hold(self) -> None:
+        if threading.current_thread() is threading.main_thread() or self.go_on.is_set():
+            return
+        if self.behind == self.hold:
+            self._stand_still()
+        self.behind += 1
+
+    def _stand_still(self) -> None:
+        self.held.set()
+        assert self.go_on.wait(_PATIENCE_SECONDS)
+
+    @property
+    def left_behind(self) -> bool:
+        """Whether the publisher stands still while the trainer goes on."""
+        return self.hold is not None and self.held.is_set()
+
+    def over(self, role: Role) -> Role:
+        """The role as this process has it."""
+        self._over_redis(role.redis)
+        checkpoints = CheckpointStore(_Store(role.checkpoints.store, self), role.run_id)
+        return dataclasses.replace(role, checkpoints=checkpoints, flow=Flow(role.redis, role.run_id))
+
+    def _over_redis(self, client: redis.Redis) -> None:
+        real: Any = client.execute_command
+
+        def execute(*arguments: Any, **options: Any) -> Any:
+            name = _name(*arguments[:2])
+            if name == "HEARTBEAT":  # once a second, for people: on its own time
+                if self.dead:
+                    raise redis.ConnectionError("this process is gone")
+            elif name not in _READS:
+                return self.write(name, lambda: real(*arguments, **options))
+            else:
+                self.read()
+            return real(*arguments, **options)
+
+        setattr(client, "execute_command", execute)  # noqa: B010 - the client's own methods go through it
+
+
+class _Store:
+    """A store as the process of a `Life` has it. A put that is cut off leaves what a folder store's leaves."""
+
+    def __init__(self, store: ObjectStore, life: Life) -> None:
+        self._store, self._life = store, life
+
+    @property
+    def conditional_writes(self) -> bool:
+        return self._store.conditional_writes
+
+    def check(self) -> None:
+        self._store.check()
+
+    def get(self, key: str) -> bytes:
+        self._life.read()
+        return self._store.get(key)
+
+    def folders(self, prefix: str) -> list[str]:
+        self._life.read()
+        return self._store.folders(prefix)
+
+    def keys(self, prefix: str) -> list[str]:
+        self._life.read()
+        return self._store.keys(prefix)
+
+    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+        folder, _, name = key.rpartition("/")
+
+        def torn() -> None:
+            self._store.put(f"{folder}/.partial-{name}" if folder else f".partial-{name}", data[: len(data) // 2])
+
+        self._life.write(f"put {key}", lambda: self._store.put(key, data, if_absent=if_absent), torn)
+
+    def delete(self, key: str) -> None:
+        self._life.write(f"delete {key}", lambda: self._store.delete(key))
+
+
+class Run:
+    """One run on real Redis and a folder store; its trainers and workers are put on stage one after the other."""
+
+    def __init__(self, server: RedisServer, folder: Path, config: Config) -> None:
+        folder.mkdir(parents=True)
+        (folder / "store").mkdir()
+        keys = folder / "keys.json"
+        keys.write_text(json.dumps({"redis_password": server.password}))
+        address = Address(f"t-{new_secret()[:12]}", server.url, f"file://{folder / 'store'}", None, str(keys))
+        self.config, self.address = config, address
+        self.role = self._open()
+        create_flow(self.role)
+        description = json.dumps(describe_environment(config).as_dict()).encode()
+        self.role.checkpoints.store.put(ENVIRONMENT, description)
+        self.keys = RunKeys(self.role.run_id)
+        self.worker: Worker | None = None
+        self.worker_life, self.evaluator_life = Life(), Life()
+        self._spoilt, self._pushed, self._version = False, set[bytes](), -1
+
+    def _open(self) -> Role:
+        return open_role(self.config, self.address)
+
+    # The trainer
+
+    def train(self, life: Life, updates_while_held: int = 0) -> bool:
+        """One trainer, from its start until the run has finished (true) or its life is over (false).
+
+        Where the life holds the publisher, the trainer goes on for so many updates, and then both are gone.
+        """
+        role = life.over(self._open())
+        trainer = Trainer(role, None)
+        try:
+            trainer.start()
+            self._settle(trainer, life)
+            life.start, life.behind_at["start"], until = list(life.done), life.behind, None
+            self.score()
+            while trainer.step(0) != "ended":
+                self._settle(trainer, life)
+                if life.left_behind:
+                    until = until or trainer.version + updates_while_held
+                    life.dead = life.dead or trainer.version >= until
+                else:
+                    self.score()
+                    trainer._publisher._notice_evaluations()
+                self.act()
+            life.behind_at["end"] = life.behind
+            if life.left_behind:
+                return False
+            trainer.finish(self.role.flow.read().reason or "exhausted")
+            return True
+        except Crash:
+            return False
+        finally:
+            self._bury(trainer, life)
+
+    def partitioned(self, life: Life) -> threading.Thread:
+        """A trainer in a thread of its own, from its start until it stands before its write number `life.pause`."""
+        thread = threading.Thread(target=self._train_until_fenced, args=(life,))
+        thread.start()
+        assert life.held.wait(_PATIENCE_SECONDS)
+        return thread
+
+    def _train_until_fenced(self, life: Life) -> None:
+        with contextlib.suppress(Fenced):
+            self.train(life)
+
+    # The others: they are not the trainer's process, and act on while there is none
+
+    def act(self) -> None:
+        """One turn of the worker; one that dies is followed by another."""
+        try:
+            if self.worker is None and self.role.checkpoints.marker(READY) is not None:
+                self.worker = Worker(self.worker_life.over(self._open()), 0)
+                self.worker.start()
+            if not self._spoilt and self.role.flow.read().version == SPOILT_AT:
+                self._spoil()
+            if self.worker is not None:
+                self.worker.step(0)
+        except Crash:
+            assert self.worker is not None
+            _silence(self.worker._heartbeat)
+            self.worker._role.redis.close()
+            self.worker, self.worker_life = None, Life()
+        self.note()
+
+    def evaluate(self) -> None:
+        """One turn of an evaluator that plays; one that dies is followed by another."""
+        evaluator = Evaluator(self.evaluator_life.over(self._open()))
+        try:
+            evaluator.start()
+            evaluator.step(0)
+        except Crash:
+            self.evaluator_life = Life()
+        finally:
+            _silence(evaluator._heartbeat)
+            forget_heartbeat(self.role.redis, self.role.run_id, "evaluator", "evaluator")
+            evaluator._role.redis.close()
+
+    def note(self) -> None:
+        """Remembers what is in the log."""
+        last: Any = self.role.redis.xrevrange(self.keys.log, count=4)
+        self._pushed |= {id_ for id_, _ in last}
+
+    def score(self) -> None:
+        """What the evaluator says of the newest checkpoint; without one that plays, as the best is to come and go."""
+        if self.config.stop_at.mean_return is not None:
+            self.evaluate()
+            return
+        pointer = self.role.checkpoints.pointer()
+        if pointer is not None and pointer.latest not in read_evaluations(self.role.redis, self.role.run_id):
+            version = int(pointer.latest.partition("_")[0])
+            scores = {"version": version, "mean_return": version * 7 % 11}
+            record_evaluation(self.role.redis, self.role.run_id, pointer.latest, scores)
+
+    def _spoil(self) -> None:
+        """Another worker's fragments: the first is gone without a trace, the second is rubbish."""
+        flow, name = self.role.flow, "worker-9"
+        flow.register(name)
+        assert flow.claim(name, 0, 1).granted
+        ExperienceLog(self.role.redis, self.role.run_id).push(name, 0, 1, 0, 32, b"rubbish")
+        self._spoilt = True
+
+    def _settle(self, trainer: Trainer, life: Life) -> None:
+        """Waits until the publisher has nothing to do, or stands still."""
+        publisher = trainer._publisher
+        while publisher.failure is None and not life.left_behind:
+            time.sleep(0.0005)
+            with publisher._lock:
+                if publisher._pending is None and not publisher._busy:
+                    return
+
+    def _bury(self, trainer: Trainer, life: Life) -> None:
+        """What is left of the process's threads ends; none of them writes any more."""
+        life.dead = True
+        life.go_on.set()
+        if hasattr(trainer, "_publisher"):
+            trainer._publisher.close()
+        _silence(trainer._heartbeat)
+        trainer._role.redis.close()
+
+    # What must hold at every moment
+
+    def glance(self) -> None:
+        """Versions never go back, and the board has the one that Redis counts."""
+        version = self.role.flow.read().version
+        assert version >= self._version, f"version {version} after {self._version}"
+        self._version = version
+        board: Any = self.role.redis.hget(self.keys.board, "version")
+        assert version == (-1 if board is None else int(board))
+
+    def look(self) -> None:
+        """The books balance; every checkpoint is whole; what the log has lost is in one of them."""
+        self.glance()
+        books = read_books(self.role.redis, self.role.run_id)
+        assert all(line.balances for line in books.values()), books
+        checkpoints, positions = self.role.checkpoints, [(0, 0)]
+        for name in checkpoints.names():
+            try:
+                positions.append(_parts(checkpoints.load(name).manifest.log_position))
+            except CheckpointNotFound:
+                continue  # without a manifest it is none
+        latest = checkpoints.load_latest()
+        assert latest is not None or checkpoints.marker(READY) is None
+        entries: Any = self.role.redis.xrange(self.keys.log)
+        gone = self._pushed - {id_ for id_, _ in entries}
+        assert all(_parts(id_.decode()) <= max(positions) for id_ in gone), (gone, positions)
+        finished = checkpoints.marker(FINISHED)
+        if finished is not None:
+            pointer = checkpoints.pointer()
+            assert pointer is not None and pointer.final == pointer.latest == finished["final"]
+            assert self.role.flow.read().state == "finished"
+
+    def outcome(self) -> dict[str, Any]:
+        """All that this run has come to, without times, log positions and epochs: equal to the undisturbed run's."""
+        finished, latest = self.role.checkpoints.marker(FINISHED), self.role.checkpoints.load_latest()
+        pointer = self.role.checkpoints.pointer()
+        assert finished is not None and latest is not None and pointer is not None
+        state = json.loads(latest.objects.pop("trainer/state.json"))
+        del state["log_position"]
+        return {
+            "hashes": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(latest.objects.items())},
+            "state": state,
+            "reason": finished["reason"],
+            "kept": self.role.checkpoints.names(),
+            "best": pointer.best,
+        }
+
+    def contents(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """What decides the run in Redis, and all that is in the store."""
+        keys, client, store = self.keys, self.role.redis, self.role.checkpoints.store
+        flow: Any = client.hgetall(keys.flow)
+        decides = {key: client.dump(key) for key in (keys.board, keys.ledger, keys.log, keys.produced, keys.claims)}
+        return {"flow": flow, **decides}, {key: store.get(key) for key in store.keys("")}
+
+    def end(self) -> None:
+        """Takes the worker off, and the run out of Redis."""
+        if self.worker is not None:
+            self.worker.stop("end of test")
+            self.worker._role.redis.close()
+        found = list(self.role.redis.scan_iter(f"{self.keys.prefix}*"))
+        self.role.redis.delete(*found)
+        self.role.redis.close()
+
+
+def _silence(heartbeat: Heartbeat) -> None:
+    heartbeat._stop.set()
+    if heartbeat._thread.is_alive():
+        heartbeat._thread.join()
+
+
+def _name(command: str, first: Any = "", *_: Any) -> str:
+    """A command, or the script that it runs."""
+    sha = hashlib.sha1(str(first).encode()).hexdigest() if command == "EVAL" else str(first)
+    return _SCRIPTS.get(sha, "?") if command.startswith("EVAL") else command
+
+
+def _parts(id_: str) -> tuple[int, int]:
+    milliseconds, _, seq = id_.partition("-")
+    return int(milliseconds), int(seq)

@@ -1,0 +1,184 @@
+"""A crash between every two writes of a run: of its trainer, of a trainer that restarts, of worker and evaluator."""
+
+from __future__ import annotations
+
+import logging
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.config import Config
+from tests.chaos.crash_points import Life, Run
+from tests.conftest import RedisServer
+from tests.trainer_node.game import small
+from trainer_node import publisher
+from trainer_node.replay import replay
+
+NewRun = Callable[..., Run]
+_DIGITS = re.compile(r"\d+")
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def new_run(redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NewRun]:
+    """`new_run(config)` → a new run; the one before it is cleared away."""
+    monkeypatch.setattr(publisher, "_TICK_SECONDS", 3600.0)  # it looks for scores when it is told to, not by the clock
+    logging.disable(logging.CRITICAL)
+    runs: list[Run] = []
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
+
+        def make(config: Config) -> Run:
+            if runs:
+                runs[-1].end()
+            runs.append(Run(redis_server, Path(folder) / str(len(runs)), config))
+            return runs[-1]
+
+        yield make
+        if runs:
+            runs[-1].end()
+    logging.disable(logging.NOTSET)
+
+
+def crashing(transport: str = "redis", updates: int = 4, **stop: float) -> Config:
+    """A checkpoint every two updates, of which only the newest and the best stay."""
+    return small(
+        rollout={"fragment_steps": 8, "fragments_per_update": 2},
+        heatup="64 env_steps",
+        checkpoint={"every": "2 updates", "keep_last": 1, "keep_best": 1},
+        policy_versions={"transport": transport},
+        stop_at={"updates": updates, **stop},
+        archive="all",
+    )
+
+
+def undisturbed(new_run: NewRun, config: Config) -> tuple[dict[str, Any], Life]:
+    """The run as it goes when nothing happens: what it comes to, and what its trainer wrote."""
+    run, life = new_run(config), Life()
+    assert run.train(life)
+    return run.outcome(), life
+
+
+def act_alone(run: Run) -> None:
+    """The worker goes on while there is no trainer. What is there then is what the crash left."""
+    run.look()
+    for _ in range(3):
+        run.act()
+
+
+def test_a_trainer_that_dies_between_any_two_writes(new_run: NewRun) -> None:
+    """And then, for each course that a restart takes, between any two writes of the restart."""
+    config = crashing()
+    expected, whole = undisturbed(new_run, config)
+    courses: dict[tuple[str, ...], int] = {}
+    for first in range(len(whole.done)):
+        course = die_and_come_through(new_run(config), expected, first)
+        courses.setdefault(course, first)
+    points = [(first, second) for course, first in courses.items() for second in range(len(course))]
+    for first, second in points:
+        die_and_come_through(new_run(config), expected, first, second)
+    print(f"{len(whole.done)} writes of a run; {len(points)} writes of {len(courses)} courses of a restart")
+
+
+def test_a_trainer_that_publishes_through_the_store_dies_between_any_two_writes(new_run: NewRun) -> None:
+    config = crashing("object_store", updates=2)
+    expected, whole = undisturbed(new_run, config)
+    for point in range(len(whole.done)):
+        die_and_come_through(new_run(config), expected, point)
+    print(f"{len(whole.done)} writes of a run")
+
+
+def die_and_come_through(run: Run, expected: dict[str, Any], *points: int) -> tuple[str, ...]:
+    """Trainers that end before these writes of theirs, and one that comes through; answers how that one started."""
+    for point in points:
+        assert not run.train(Life(point, glance=run.glance))
+        act_alone(run)
+    last = Life(glance=run.glance)
+    assert run.train(last)
+    run.look()
+    assert run.outcome() == expected, f"after crashes at the writes {points}"
+    return tuple(_DIGITS.sub("", write) for write in last.start)
+
+
+def test_a_trainer_that_dies_while_its_publisher_is_behind(new_run: NewRun) -> None:
+    """The publisher stands before each of its writes while three more versions are published; then both die."""
+    config = crashing()
+    expected, whole = undisturbed(new_run, config)
+    points = range(whole.behind_at["start"], whole.behind_at["end"])
+    for held in points:
+        run = new_run(config)
+        assert not run.train(Life(hold=held, glance=run.glance), updates_while_held=3)
+        act_alone(run)
+        assert run.train(Life(glance=run.glance))
+        assert run.outcome() == expected, f"after a crash with the publisher at its write {held}"
+    print(f"{len(points)} points")
+
+
+def test_a_trainer_that_comes_back_after_its_successor_has_ended_the_run(new_run: NewRun) -> None:
+    """Cut off before each of its writes and let go later: it ends that one request, and is refused the next."""
+    config = crashing()
+    expected, whole = undisturbed(new_run, config)
+    for point in range(1, len(whole.done)):
+        run, old = new_run(config), Life(pause=point)
+        thread = run.partitioned(old)
+        act_alone(run)
+        assert run.train(Life(glance=run.glance))
+        assert run.outcome() == expected
+        redis_before, store_before = run.contents()
+        old.go_on.set()
+        thread.join()
+        redis_after, store_after = run.contents()
+        assert redis_after == redis_before, f"let go at its write {point}: {old.done[point:]}"
+        touched = {key for key in {*store_before, *store_after} if store_before.get(key) != store_after.get(key)}
+        assert touched <= {write.partition(" ")[2] for write in old.done[point : point + 1]}, (
+            f"let go at its write {point}: {old.done[point:]}"
+        )
+    print(f"{len(whole.done) - 1} points")
+
+
+def test_a_worker_that_dies_between_any_two_writes(new_run: NewRun) -> None:
+    """Its successor acts again what it had not pushed; where nothing was pushed yet, it begins a life of its own."""
+    config = crashing(updates=2)
+    run = new_run(config)
+    assert run.train(Life())
+    expected, writes = learnt(run), run.worker_life.done
+    for point in range(len(writes)):
+        run = new_run(config)
+        run.worker_life = Life(point)
+        assert run.train(Life(glance=run.glance))
+        run.look()
+        if point > writes.index("PUSH"):
+            assert learnt(run) == expected, f"a worker that died before its write {point}: {writes[point]}"
+        final = run.outcome()["kept"][-1]
+        found = replay(run.role.checkpoints, config, run.role.description(), "start", final)
+        assert found.equal, f"a worker that died before its write {point} ({writes[point]}): {found.different}"
+    print(f"{len(writes)} writes of a worker: {sorted(set(writes))}")
+
+
+def learnt(run: Run) -> dict[str, Any]:
+    """What the run came to, apart from which life of the worker pushed what."""
+    outcome = run.outcome()
+    for account in outcome["state"]["ledger"].values():
+        del account["high_water"]
+    return outcome
+
+
+def test_an_evaluator_that_dies_between_any_two_writes(new_run: NewRun) -> None:
+    """Its scores choose the best checkpoint and end the run: each counts, and none counts twice."""
+    config = crashing(mean_return=1.0, evaluations=2)
+    expected, _ = undisturbed(new_run, config)
+    assert expected["reason"] == "solved"
+    run = new_run(config)
+    assert run.train(Life())
+    writes = run.evaluator_life.done
+    for point in range(len(writes)):
+        run = new_run(config)
+        run.evaluator_life = Life(point)
+        assert run.train(Life(glance=run.glance))
+        run.look()
+        assert run.outcome() == expected, f"an evaluator that died before its write {point}: {writes[point]}"
+    print(f"{len(writes)} writes of an evaluator: {sorted(set(writes))}")
