@@ -1,0 +1,247 @@
+"""`make soak`: a real run, real faults at random, and whether anything was lost.
+
+Embedded Redis, S3 server and Ray, a trainer, an evaluator and several workers; for so many minutes one of them is
+killed or stopped at a time, chosen by a seed. Then the run is stopped as a user stops it, and its whole log is trained
+again. Ends with code 1 where the run did not come through, the books were ever out of balance, or the replay differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.chaos.faults import AWAY, Fault, Watched, go_on, kill, stop
+from tests.end_to_end.command_line import CommandLine
+
+RUN = "soak"
+KINDS = ("trainer", "worker", "evaluator", "Redis", "store", "Ray", "coordinator")
+_WEIGHTS = (5, 5, 3, 3, 3, 1, 1)
+"""Ray and the coordinator take everything with them, so they come less often."""
+_STOPPED_SECONDS = (0.5, 4.0)
+_RECOVERY_SECONDS = 120.0
+"""No promise: a run that is not well again after so long has not come through."""
+_LOOK_SECONDS = 0.05
+
+
+class NotThrough(Exception):
+    """The run did not survive what was done to it."""
+
+
+@dataclass
+class Soak:
+    """One soak: the run, what was done to it, and what was seen."""
+
+    terminal: CommandLine
+    minutes: float
+    per_minute: float
+    random: random.Random
+    process: subprocess.Popen[str]
+    watched: Watched
+    faults: list[Fault] = field(default_factory=list)
+    stopped: list[tuple[float, Fault]] = field(default_factory=list)
+    peaks: dict[str, int] = field(default_factory=dict)
+    looks: int = 0
+    imbalances: list[str] = field(default_factory=list)
+    resumes: int = 0
+
+    def run(self) -> None:
+        """Faults for so many minutes, then until the last of them is over."""
+        end = time.monotonic() + 60 * self.minutes
+        due, look = self._next(), time.monotonic()
+        while time.monotonic() < end or self._open():
+            now = time.monotonic()
+            self._end_stops(now)
+            self._tend_coordinator()
+            if due <= now < end:
+                self._strike()
+                due = self._next()
+            if look <= now:
+                self._look()
+                look = now + 1.0
+            self._watch_recovery()
+            time.sleep(_LOOK_SECONDS)
+
+    def finish(self) -> dict[str, Any]:
+        """Stops the run as a user does; answers `.finished`."""
+        done = self.terminal.run("stop", RUN)
+        if done.code != 0:
+            raise NotThrough(f"stop failed: {done.err}")
+        ended = self.terminal.ended(self.process, 300)
+        if ended.code != 0:
+            raise NotThrough(f"the run ended with code {ended.code}: {ended.out[-500:]} {ended.err[-1000:]}")
+        if self.terminal.left():
+            raise NotThrough(f"left behind: {self.terminal.left()}")
+        finished: dict[str, Any] = self.terminal.marker(RUN, ".finished")
+        self.imbalances += [
+            f"{worker} at the end" for worker, line in finished["ledger"].items() if not line["balances"]
+        ]
+        return finished
+
+    def _next(self) -> float:
+        return time.monotonic() + self.random.expovariate(self.per_minute / 60)
+
+    def _open(self) -> list[Fault]:
+        return [fault for fault in self.faults if fault.recovered is None]
+
+    def _strike(self) -> None:
+        """One fault to one process that is there and not already suffering one."""
+        kind = self.random.choices(KINDS, _WEIGHTS)[0]
+        suffering = {fault.pid for fault in self._open()}
+        found = [item for item in self.watched.processes().get(kind, []) if item[1] not in suffering]
+        if not found:
+            return
+        name, pid = self.random.choice(sorted(found))
+        if self.random.random() < 0.7 or kind == "Ray":
+            self.faults.append(kill(self.watched, kind, name, pid))
+            return
+        fault = stop(self.watched, kind, name, pid)
+        self.faults.append(fault)
+        self.stopped.append((time.monotonic() + self.random.uniform(*_STOPPED_SECONDS), fault))
+
+    def _end_stops(self, now: float) -> None:
+        for until, fault in [item for item in self.stopped if item[0] <= now]:
+            go_on(fault)
+            self.stopped.remove((until, fault))
+
+    def _tend_coordinator(self) -> None:
+        """What a person (or systemd) does: a run whose coordinator was killed is resumed."""
+        if self.process.poll() is None:
+            return
+        if self.process.returncode != -9:
+            ended = self.terminal.ended(self.process)
+            raise NotThrough(f"the run ended with code {ended.code}: {ended.out[-1000:]} {ended.err[-1000:]}")
+        deadline = time.monotonic() + _RECOVERY_SECONDS
+        while self.terminal.left():
+            for _, fault in self.stopped:
+                go_on(fault)
+            if time.monotonic() > deadline:
+                raise NotThrough(f"outlived its coordinator: {self.terminal.left()}")
+            time.sleep(0.1)
+        self.resumes += 1
+        self.process = self.terminal.start("resume", RUN)
+
+    def _watch_recovery(self) -> None:
+        with contextlib.suppress(*AWAY):
+            for fault in self._open():
+                waits = any(fault is stopped for _, stopped in self.stopped)
+                if not waits and fault.is_over(self.watched):
+                    fault.recovered = time.monotonic() - fault.done
+        for fault in self._open():
+            if time.monotonic() - fault.done > _RECOVERY_SECONDS:
+                raise NotThrough(f"{fault.label} ({fault.name}): not well again after {_RECOVERY_SECONDS:g} s")
+
+    def _look(self) -> None:
+        """Peak memory of each kind of process, and the books."""
+        for kind, found in self.watched.processes().items():
+            for _, pid in found:
+                with contextlib.suppress(OSError):
+                    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+                    peak = next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
+                    self.peaks[kind] = max(peak, self.peaks.get(kind, 0))
+        with contextlib.suppress(*AWAY):
+            books = self.watched.books()
+            self.looks += 1
+            self.imbalances += [f"{name}: {line.as_dict()}" for name, line in books.items() if not line.balances]
+
+
+def config_of(folder: Path, workers: int) -> Path:
+    """CartPole at full speed: all of the log is archived, and dying often is no reason to give up."""
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({
+        "environment": {"id": "CartPole-v1", "num_envs": 8},
+        "rollout": {
+            "workers": workers, "fragment_steps": 64, "fragments_per_update": 4, "max_policy_lag": 1,
+            "restarts_allowed": 1_000_000, "lease_seconds": 5.0,
+        },
+        "algorithm": {"minibatch_size": 512, "epochs": 4},
+        "checkpoint": {"every": "50 updates"},
+        "evaluation": {"episodes": 4},
+        "archive": "all",
+        "stop_at": {"updates": 10**9},
+    }))  # fmt: skip
+    return path
+
+
+def soak(minutes: float, per_minute: float, seed: int, workers: int, folder: Path) -> bool:
+    """Runs one; prints its table; answers whether nothing was lost."""
+    terminal = CommandLine(folder)
+    process = terminal.start("train", config_of(folder, workers), "--run-id", RUN)
+    try:
+        terminal.until(RUN, "training", lambda status: status.version > 1)
+        work = Soak(terminal, minutes, per_minute, random.Random(seed), process, Watched(terminal, RUN))
+        trouble = ""
+        try:
+            work.run()
+            finished = work.finish()
+            replayed = json.loads(terminal.run("replay", RUN, "--json", seconds=3600).out)
+        except NotThrough as error:
+            trouble, finished, replayed = str(error), {}, {}
+        report(work, finished, replayed)
+        equal = bool(replayed.get("equal"))
+        print(f"\nreplay of the whole log: {'equal' if equal else 'DIFFERENT'}; trouble: {trouble or 'none'}")
+        return not trouble and equal and not work.imbalances
+    finally:
+        terminal.close()
+
+
+def report(work: Soak, finished: dict[str, Any], replayed: dict[str, Any]) -> None:
+    """The table, in Markdown."""
+    print("\n| fault | survived | recovery p50 (s) | p95 (s) |\n|---|---|---|---|")
+    for label in sorted({fault.label for fault in work.faults}):
+        faults = [fault for fault in work.faults if fault.label == label]
+        seconds = sorted(fault.recovered for fault in faults if fault.recovered is not None)
+        print(f"| {label} | {len(seconds)} of {len(faults)} | {_at(seconds, 0.5)} | {_at(seconds, 0.95)} |")
+    survived = sum(fault.recovered is not None for fault in work.faults)
+    print(f"| all | {survived} of {len(work.faults)} | | |")
+    total = finished.get("ledger", {}).get("total", {})
+    if total:
+        dropped = Counter({reason: count["transitions"] for reason, count in total["dropped"].items()})
+        print("\n| transitions | |\n|---|---|")
+        print(
+            f"| produced | {total['produced']['transitions']:,} |\n| consumed | {total['consumed']['transitions']:,} |"
+        )
+        for reason, count in sorted((dropped | Counter()).items()):
+            print(f"| {'lost' if reason == 'lost' else f'dropped as {reason}'} | {count:,} |")
+        print(f"| in flight at the end | {total['in_flight']['transitions']:,} |")
+    print("\n| process | peak resident memory (MiB) |\n|---|---|")
+    for kind, peak in sorted(work.peaks.items()):
+        print(f"| {kind} | {peak // 1024} |")
+    print(f"\nbooks: {work.looks} looks, {len(work.imbalances)} out of balance{' ' if work.imbalances else ''}", end="")
+    print("; ".join(work.imbalances[:3]))
+    print(
+        f"resumed after a killed coordinator: {work.resumes} times; policy versions: {finished.get('version')}", end=""
+    )
+    print(f"; trained again: {replayed.get('versions')} versions, {replayed.get('env_steps')} env steps")
+
+
+def _at(seconds: list[float], share: float) -> str:
+    return f"{seconds[min(len(seconds) - 1, int(share * len(seconds)))]:.2f}" if seconds else "–"
+
+
+def main() -> int:
+    """Reads the command line; answers the exit code."""
+    parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long faults are made")
+    parser.add_argument("--kills-per-minute", type=float, default=12.0, help="how many a minute, on average")
+    parser.add_argument("--seed", type=int, default=1, help="decides which faults, and when")
+    parser.add_argument("--workers", type=int, default=2, help="rollout workers")
+    given = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    print(f"{given}; everything is in {folder}", flush=True)
+    return 0 if soak(given.minutes, given.kills_per_minute, given.seed, given.workers, folder) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
