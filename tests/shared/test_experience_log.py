@@ -181,9 +181,7 @@ def filled(role: Role, fragments: int) -> tuple[SmallTrainer, list[str]]:
     trainer, worker = begin(role), SmallWorker(role)
     for _ in range(fragments):
         worker.work(blob=b"0123456789")
-    ids = [entry.id for entry in worker.log.read(START, fragments, 0)]
-    settled(role, ids[-1])
-    return trainer, ids
+    return trainer, [entry.id for entry in worker.log.read(START, fragments, 0)]
 
 
 def settled(role: Role, position: str) -> None:
@@ -194,6 +192,7 @@ def settled(role: Role, position: str) -> None:
 def test_trim_frees_what_it_covers_and_no_more(make_role: MakeRole) -> None:
     role = make_role(small_config(fragments_per_update=5))
     trainer, ids = filled(role, 5)
+    settled(role, ids[-1])
     log = ExperienceLog(role.redis, role.run_id)
     assert log.trim(trainer.epoch, START) == 0
     assert log.trim(trainer.epoch, ids[1]) == 2
