@@ -48,6 +48,8 @@ class Beat:
     """Why the role has ended, where it has."""
     waiting_for: str | None
     waiting_seconds: float
+    deadline_seconds: float
+    """After so many seconds of waiting it gives up and says so; 0 where it waits for nothing."""
     progress: dict[str, Any]
     """The role's own figures: fragments, incarnation, seconds per stage …"""
     trouble: str | None = None
@@ -150,6 +152,7 @@ class Heartbeat:
             "ended": self._ended,
             "waiting_for": wait.name if wait else None,
             "waiting_seconds": round(wait.seconds, 3) if wait else 0.0,
+            "deadline_seconds": wait.deadline_seconds if wait else 0.0,
             "trouble": wait.trouble if wait else None,
             "progress": dict(self.progress),
         }

@@ -19,7 +19,7 @@ from tests.conftest import MakeRole, create_flow, minimal_config
 def beat(role: str, id_: str | None = None, **changes: Any) -> Beat:
     fields: dict[str, Any] = {
         "role": role, "id": id_ or role, "stamp": "1.0", "age_seconds": 0.5, "pid": 1, "host": "here", "ended": None,
-        "waiting_for": None, "waiting_seconds": 0.0, "progress": {"version": 3},
+        "waiting_for": None, "waiting_seconds": 0.0, "deadline_seconds": 0.0, "progress": {"version": 3},
     }  # fmt: skip
     return Beat(**fields | changes)
 

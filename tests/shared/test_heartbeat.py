@@ -65,13 +65,13 @@ def test_a_wait_shows_up_under_its_name_with_its_seconds(redis_client: redis.Red
     with beating.waiting("experience", 60):
         first = until(redis_client, unique_run_id, lambda beat: beat.waiting_for == "experience")
         later = until(redis_client, unique_run_id, lambda beat: beat.waiting_seconds > first.waiting_seconds)
-        assert later.waiting_for == "experience"
+        assert (later.waiting_for, later.deadline_seconds) == ("experience", 60)
         with beating.waiting("the store", 60):
             until(redis_client, unique_run_id, lambda beat: beat.waiting_for == "the store")
         until(redis_client, unique_run_id, lambda beat: beat.waiting_for == "experience")
     free = until(redis_client, unique_run_id, lambda beat: beat.waiting_for is None)
     beating.stop("solved")
-    assert free.waiting_seconds == 0
+    assert (free.waiting_seconds, free.deadline_seconds) == (0, 0)
     assert beating.waited_seconds["experience"] >= later.waiting_seconds
     assert set(beating.waited_seconds) == {"experience", "the store"}
 
