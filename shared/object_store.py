@@ -84,7 +84,8 @@ class S3Store:
         try:  # a listing, since the answer to HEAD cannot say what is wrong
             self._call("list_objects_v2", None, Prefix=self._prefix + ".check", Delimiter="/", MaxKeys=1)
         except StoreError as error:
-            raise StoreUnavailable(f"{error}; correct store.url, or see to the server") from None
+            advice = "" if "store.url" in str(error) else "; correct store.url, or see to the server"
+            raise StoreUnavailable(f"{error}{advice}") from None
 
     def get(self, key: str) -> bytes:
         broken = ""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -18,9 +19,9 @@ from shared.errors import CredentialsRefused, ObjectMissing, PreconditionFailed,
 
 FAILURES = (
     botocore.exceptions.ClientError, botocore.exceptions.BotoCoreError, botocore.exceptions.HTTPClientError,
-    botocore.parsers.ResponseParserError, urllib3.exceptions.HTTPError, OSError,
+    botocore.parsers.ResponseParserError, urllib3.exceptions.HTTPError, OSError, RecursionError,
 )  # fmt: skip
-"""All that a request, or reading its answer, may raise."""
+"""All that a request, or reading its answer, may raise; boto3 follows a web server's redirect (301) without end."""
 
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "RequestExpired"}
 _REFUSED = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "AuthFailure", "InvalidClientTokenId"}
@@ -29,6 +30,8 @@ _CLOCKS_DIFFER_SECONDS = 300.0
 """Less than what S3 forgives (15 minutes), more than an answer takes."""
 _CONDITION = {"PreconditionFailed", "ConditionalRequestConflict"}
 _LONGEST_MESSAGE = 200
+_QUERY = re.compile(r"\?[^\s\"']*")
+"""What follows a URL in boto3's texts and tells nobody anything."""
 _UNKNOWN = {"NotImplemented", "InvalidArgument", "InvalidRequest", "MethodNotAllowed"}
 
 
@@ -50,23 +53,23 @@ def named(error: Exception, request: Request) -> StoreError | StoreUnavailable:
     """The named error for one of `FAILURES`."""
     if isinstance(error, botocore.exceptions.ClientError):
         return _refusal(dict(error.response), request)
-    where = request.where
+    where, said = request.where, _QUERY.sub("", str(error))
     if isinstance(error, botocore.exceptions.NoCredentialsError | botocore.exceptions.PartialCredentialsError):
         return CredentialsRefused(
             f"{where}: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
         )
     if isinstance(error, _NO_CREDENTIALS):
-        return CredentialsRefused(f"{where}: the credentials cannot be had ({error}); see to where they come from")
+        return CredentialsRefused(f"{where}: the credentials cannot be had ({said}); see to where they come from")
     if isinstance(error, botocore.exceptions.SSLError):
         return StoreUnavailable(
-            f"{where}: TLS fails ({error}); see to the server's certificate, name its authority in AWS_CA_BUNDLE, or "
+            f"{where}: TLS fails ({said}); see to the server's certificate, name its authority in AWS_CA_BUNDLE, or "
             f"correct store.endpoint_url"
         )
     if isinstance(error, _NOBODY_THERE):
-        return StoreUnavailable(f"{where} does not answer ({error}); start it or correct store.url")
-    if isinstance(error, botocore.parsers.ResponseParserError):
+        return StoreUnavailable(f"{where} does not answer ({said}); start it or correct store.url")
+    if isinstance(error, botocore.parsers.ResponseParserError | RecursionError):
         return not_s3(request)
-    return StoreError(f"{_asked(request)} failed: {error}")
+    return StoreError(f"{_asked(request)} failed: {said}")
 
 
 def not_s3(request: Request) -> StoreError:

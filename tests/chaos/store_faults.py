@@ -52,6 +52,7 @@ UNKNOWN_KEY = refusal(403, "InvalidAccessKeyId")
 NO_BUCKET = refusal(404, "NoSuchBucket")
 WEB_PAGE = Answer(200, b"<!DOCTYPE html><html><body><p>Log in to this network<br></body></html>", PAGE)
 LOST_PAGE = Answer(404, b"default backend - 404", PAGE)
+ELSEWHERE = Answer(301, b"", (("Location", "/elsewhere/"),))
 EMPTY = Answer(200, b"", ())
 ENDLESS = Answer(200, b'{"half an obj', (("ETag", '"0"'),), length=False)
 

@@ -294,9 +294,10 @@ def test_what_a_person_has_to_mend_is_said_by_every_operation_and_over_once_it_i
         (faults.LOST_PAGE, r"HTTP 404, and not as an S3 server says it"),
         (faults.WEB_PAGE, r"is not an S3 server .*store\.endpoint_url|HTTP 500, and not as an S3 server says it"),
         (faults.EMPTY, r"is not an S3 server"),
+        (faults.ELSEWHERE, r"is not an S3 server"),
         (faults.HANG, r"(?i)read timeout"),
     ],
-    ids=["500", "503", "request timeout", "foreign 404", "foreign page", "nothing", "hang"],
+    ids=["500", "503", "request timeout", "foreign 404", "foreign page", "nothing", "redirect", "hang"],
 )
 def test_what_passes_by_itself_is_an_error_of_the_store_and_never_an_object_or_a_missing_one(
     s3_servers: Servers, open_s3: OpenS3, faulty: StoreFaults, fault: Fault, message: str
