@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,14 @@ from shared.archive import Archive, experience
 from shared.checkpoint import ENVIRONMENT, Checkpoint, CheckpointStore
 from shared.config import Config
 from shared.connection import Address, connect_redis
-from shared.errors import CheckpointNotFound, ConfigError, EnvironmentFailure, RedisUnavailable, UserError
+from shared.errors import (
+    CheckpointNotFound,
+    ConfigError,
+    EnvironmentFailure,
+    RedisUnavailable,
+    StagecoachError,
+    UserError,
+)
 from shared.events import Event, read_events, recent_events
 from shared.flow import Flow
 from shared.fragment import Fragment
@@ -232,6 +239,8 @@ class Run:
                 reason = f"failed: {keeper.failure}"
             if reason.startswith("failed"):
                 record_failure(role, reason)
+                with suppress(StagecoachError, redis.RedisError):  # the store may be what failed, and cannot tell then
+                    status = dataclasses.replace(live_status(role.redis, self.run_id), live=False)
             running.close()
             status = ended_status(self._checkpoints(self.folder.offline_address(self.config)))
         except BaseException as error:

@@ -398,12 +398,14 @@ def test_a_run_whose_store_stays_away_at_its_end_fails_plainly_and_resume_ends_i
             )  # fmt: skip
             run = Run.start(config, f"{tmp_path.name}-{name}".lower().replace("_", "-"), inline=True)
             if name == "disturbed":
-                proxy.fail(faults.INTERNAL_ERROR, "PUT", "6_Step-384.ckpt")
+                rule = proxy.fail(faults.INTERNAL_ERROR, "PUT", "6_Step-384.ckpt")
+                eventually(lambda rule=rule: rule.met)  # type: ignore[misc]
+                proxy.fail(faults.INTERNAL_ERROR)
                 outcome = run.wait(PATIENCE)
                 assert outcome.failed and not outcome.users_fault
                 assert re.match(r"failed: the checkpoint was not durable after 1 s; .*InternalError", outcome.reason)
                 assert "`stagecoach resume` reads it again" in outcome.reason
-                assert outcome.status.reason == outcome.reason
+                assert (outcome.status.updates, outcome.status.live) == (6, False), "Redis still knew it"
                 proxy.heal()
                 run = Run.resume(run.run_id, tmp_path / name, inline=True)
             outcome = run.wait(PATIENCE)
