@@ -108,6 +108,8 @@ class Worker:
         claim = self._claim(wait_seconds)
         if claim.waiting:
             return "waited"
+        if claim.word == "taken":
+            return self._register_again()
         if not claim.granted:
             return "end:drained" if claim.word == "drain" else f"end:{claim.word}"
         self._update_policy(claim)
@@ -198,10 +200,8 @@ class Worker:
             return "end:finished"
         if word == "superseded":
             raise WorkerSuperseded(f"{self.id}: a newer incarnation than {self.incarnation} acts in its place")
-        if word == "epoch":  # Redis was set back in time: what it knows of this worker may be wrong
-            self.incarnation, self._epoch = self._role.flow.register(self.id, self.incarnation + 1)
-            self._seq = 0
-            return "waited"
+        if word == "epoch":
+            return self._register_again()
         if word != "stale":
             self._seq += 1
         progress = self._heartbeat.progress
@@ -222,6 +222,12 @@ class Worker:
         device = torch_device(self._config.rollout.device)
         policies = build_policies(self._description.policies, self._config.policies, seed=0)
         self._policies = {policy_id: policy.to(device) for policy_id, policy in policies.items()}
+
+    def _register_again(self) -> str:
+        """Redis was set back in time: what it knows of this worker may be wrong."""
+        self.incarnation, self._epoch = self._role.flow.register(self.id, self.incarnation + 1)
+        self._seq = 0
+        return "waited"
 
     def _bootstrap(self) -> None:
         """The first policy comes from the newest checkpoint, once `.ready` says that there is one."""

@@ -20,7 +20,7 @@ from shared.redis_keys import RunKeys
 
 @dataclass(frozen=True)
 class Claim:
-    """The answer to a claim. `word`: granted, wait_credit, wait_log, wait_memory, drain, stopping or finished."""
+    """The answer to a claim. `word`: granted, wait_credit, wait_log, wait_memory, drain, taken, stopping or finished."""
 
     word: str
     version: int
@@ -137,7 +137,10 @@ class Flow:
 
     def claim(self, worker: str, incarnation: int, seq: int) -> Claim:
         """Asks once for permission to act fragment `seq`; raises `WorkerSuperseded` for an old incarnation."""
-        keys = [self._keys.flow, self._keys.claims, self._keys.incarnations, self._keys.draining, self._keys.wakeups]
+        keys = [
+            self._keys.flow, self._keys.claims, self._keys.incarnations, self._keys.draining, self._keys.wakeups,
+            self._keys.pushed,
+        ]  # fmt: skip
         word, version, epoch, wakeup = self._run("CLAIM", keys, [worker, incarnation, seq])
         if word == b"superseded":
             raise WorkerSuperseded(f"{worker}: a newer incarnation than {incarnation} has registered")

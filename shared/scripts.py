@@ -136,9 +136,10 @@ return released
 CLAIM = (
     _COMMON
     + """
--- KEYS flow, claims, incarnations, draining, wakeups. ARGV: worker, incarnation, seq.
--- Answers {word, version, epoch, wakeup id}; word: granted, wait_credit, wait_log, wait_memory, drain, superseded, or
--- the state. A worker that Redis does not know yet registered with one that was set back in time since.
+-- KEYS flow, claims, incarnations, draining, wakeups, pushed. ARGV: worker, incarnation, seq.
+-- Answers {word, version, epoch, wakeup id}; word: granted, wait_credit, wait_log, wait_memory, drain, superseded, taken
+-- (this Redis was set back in time and gave an incarnation twice: register anew), or the state. A worker that Redis
+-- does not know registered before it was set back.
 local flow = redis.call('HMGET', KEYS[1], 'state', 'version', 'epoch', 'claimed', 'consumed', 'fragments_per_update',
   'max_policy_lag', 'lease_ms', 'max_log_bytes', 'pushed_bytes', 'trimmed_bytes', 'memory_full')
 if not flow[1] then return redis.error_reply('NORUN no such run') end
@@ -150,6 +151,9 @@ if flow[1] ~= 'running' then return answer(flow[1]) end
 local lives = tonumber(redis.call('HGET', KEYS[3], ARGV[1]) or '0')
 if lives > tonumber(ARGV[2]) + 1 then return answer('superseded') end
 if redis.call('SISMEMBER', KEYS[4], ARGV[1]) == 1 then return answer('drain') end
+if tonumber(redis.call('HGET', KEYS[6], ARGV[1] .. ':' .. ARGV[2]) or '-1') >= tonumber(ARGV[3]) then
+  return answer('taken')
+end
 local now = now_ms()
 local expired = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', '(' .. now)
 local claimed = tonumber(flow[4]) - #expired
@@ -199,7 +203,10 @@ begin()
 if tonumber(ARGV[4]) > tonumber(flow[2]) then return 'epoch' end
 local from, seq = ARGV[1] .. ':' .. ARGV[2], tonumber(ARGV[3])
 local last = tonumber(redis.call('HGET', KEYS[4], from) or '-1')
-if seq <= last then return 'duplicate' end
+if seq <= last then
+  if redis.call('ZREM', KEYS[2], from .. ':' .. ARGV[3]) == 1 then redis.call('HINCRBY', KEYS[1], 'claimed', -1) end
+  return 'duplicate'
+end
 if flow[1] == 'finished' then return 'finished' end
 local lives = tonumber(redis.call('HGET', KEYS[6], ARGV[1]) or '0')
 if tonumber(ARGV[2]) < lives - 1 then return 'superseded' end
