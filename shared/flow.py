@@ -20,7 +20,7 @@ from shared.redis_keys import RunKeys
 
 @dataclass(frozen=True)
 class Claim:
-    """The answer to a claim. `word`: granted, wait_credit, wait_log, wait_memory, drain, taken, stopping or finished."""
+    """The answer to a claim. `word`: granted, wait_credit, wait_log, wait_memory, drain, taken, or the run's state."""
 
     word: str
     version: int
@@ -178,7 +178,10 @@ class Flow:
         return str(self._redis.info("server")["run_id"])
 
     def holds(self, epoch: int) -> bool:
-        """Whether the trainer of `epoch` may still write: no newer one is known."""
+        """Whether the trainer of `epoch` may still write: no newer one is known.
+
+        A Redis that was set back, and has forgotten this epoch, learns it again.
+        """
         return bool(self._run("CHECK_EPOCH", [self._keys.flow], [epoch]))
 
     def set_state(self, state: str, reason: str, expected: str = "", epoch: int | None = None) -> bool:

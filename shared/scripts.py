@@ -137,9 +137,9 @@ CLAIM = (
     _COMMON
     + """
 -- KEYS flow, claims, incarnations, draining, wakeups, pushed. ARGV: worker, incarnation, seq.
--- Answers {word, version, epoch, wakeup id}; word: granted, wait_credit, wait_log, wait_memory, drain, superseded, taken
--- (this Redis was set back in time and gave an incarnation twice: register anew), or the state. A worker that Redis
--- does not know registered before it was set back.
+-- Answers {word, version, epoch, wakeup id}; word: granted, wait_credit, wait_log, wait_memory, drain, superseded,
+-- taken (this Redis was set back in time and gave an incarnation twice: register anew), or the state. A worker that
+-- Redis does not know registered before it was set back.
 local flow = redis.call('HMGET', KEYS[1], 'state', 'version', 'epoch', 'claimed', 'consumed', 'fragments_per_update',
   'max_policy_lag', 'lease_ms', 'max_log_bytes', 'pushed_bytes', 'trimmed_bytes', 'memory_full')
 if not flow[1] then return redis.error_reply('NORUN no such run') end
@@ -240,7 +240,7 @@ if lost > 0 then
   for _, id in ipairs(redis.call('ZRANGE', KEYS[2], 0, -1)) do
     local whose, its = string.match(id, '^(.*):(%d+)$')
     if whose == from and tonumber(its) < seq then
-      redis.call('HINCRBY', KEYS[1], 'claimed', -redis.call('ZREM', KEYS[2], id))
+      redis.call('HINCRBY', KEYS[1], 'claimed', 0 - redis.call('ZREM', KEYS[2], id))
     end
   end
 end
@@ -269,9 +269,10 @@ return epoch
 CHECK_EPOCH = (
     _COMMON
     + """
--- KEYS flow. ARGV: epoch. 1 if this trainer may still write.
-begin()
+-- KEYS flow. ARGV: epoch. 1 if this trainer may still write; a Redis that has forgotten its epoch learns it again.
 if fenced(ARGV[1]) then return 0 end
+begin()
+redis.call('HSET', KEYS[1], 'epoch', ARGV[1])
 return 1
 """
 )
@@ -328,7 +329,7 @@ begin()
 local settled = redis.call('HGET', KEYS[1], 'settled_id')
 if not after(ARGV[2], settled) then return 'known' end
 redis.call('HSET', KEYS[1], 'settled_id', ARGV[2])
-redis.call('HINCRBY', KEYS[1], 'claimed', -tonumber(ARGV[3]))
+redis.call('HINCRBY', KEYS[1], 'claimed', 0 - ARGV[3])  -- not minus zero, which some servers refuse
 redis.call('SET', KEYS[2], ARGV[4])
 wake(KEYS[3])
 return 'dropped'

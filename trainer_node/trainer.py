@@ -294,6 +294,8 @@ class Trainer:
     def _redis_came_back(self) -> Published:
         """Redis came back with less than it had (its file is synced each second): the trainer knows better."""
         self._know_redis()
+        if not self._role.flow.holds(self._epoch):
+            raise Fenced(f"epoch {self._epoch}: another trainer has taken over")
         self._fragments.clear()
         self._intake.restore(self._intake.committed)
         if self._role.flow.read().version > self.version:  # it has all that this trainer has come to in reading again

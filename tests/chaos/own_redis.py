@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ _START_SECONDS = 20.0
 class OwnRedis:
     """A real server with an append-only file, written before each answer; so a kill loses nothing."""
 
-    def __init__(self, folder: Path, password: str = "", **settings: str | int) -> None:
+    def __init__(self, folder: Path, password: str = "", settings: Mapping[str, str | int] | None = None) -> None:
         self.folder, self.port = folder, free_port()
         self.password = password or new_secret()
-        self._settings = settings
+        self._settings = dict(settings or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._past = 0
         self.start()
