@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from coordinator.preparation import create_flow as create_flow  # the product's own, for tests that make a run by hand
-from coordinator.services import BUCKET, Service, new_secret, start_redis, start_s3
+from coordinator.services import BUCKET, new_secret, start_redis, start_s3
 from rollout_worker.making import describe_environment
 from shared.checkpoint import ENVIRONMENT
 from shared.config import Config
@@ -31,7 +31,6 @@ class RedisServer:
 
     url: str
     password: str
-    service: Service
 
     def client(self) -> redis.Redis:
         """A new connection."""
@@ -44,7 +43,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
     folder = tmp_path_factory.mktemp("redis")
     password = new_secret()
     service = start_redis(folder / "data", folder / "redis.log", password)
-    yield RedisServer(f"redis://127.0.0.1:{service.port}", password, service)
+    yield RedisServer(f"redis://127.0.0.1:{service.port}", password)
     service.stop()
 
 

@@ -15,7 +15,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from coordinator.services import Service, free_port, new_secret, redis_binary
+from coordinator.services import free_port, new_secret, redis_binary
 from tests.conftest import RedisServer
 
 _START_SECONDS = 20.0
@@ -109,6 +109,4 @@ class OwnRedis:
 
     def through(self, port: int) -> RedisServer:
         """What a game needs to reach it, through a proxy on that port."""
-        assert self._process is not None
-        service = Service("Redis", self._process, port, self.folder / "redis.log")
-        return RedisServer(f"redis://127.0.0.1:{port}", self.password, service)
+        return RedisServer(f"redis://127.0.0.1:{port}", self.password)
