@@ -14,7 +14,7 @@ from pathlib import Path
 import redis
 import torch
 
-from shared.checkpoint import FINISHED, Checkpoint
+from shared.checkpoint import Checkpoint
 from shared.departure import LEFT
 from shared.errors import (
     CheckpointDamaged,
@@ -25,17 +25,18 @@ from shared.errors import (
     WaitTimeout,
     WeightsNotFinite,
 )
-from shared.events import emit, read_evaluations
+from shared.events import emit
 from shared.experience_log import ExperienceLog, id_order
 from shared.flow import FlowState
 from shared.fragment import Fragment
-from shared.heartbeat import Heartbeat, insist, poll, read_heartbeats
-from shared.ledger import Ledger, read_books, set_forward
+from shared.heartbeat import Heartbeat, insist
+from shared.ledger import Ledger, set_forward
 from shared.policies.codec import VersionHeader, encode_board, state_arrays
 from shared.policy_board import PolicyBoard, Published
 from shared.role import Role
 from shared.steps import Phase
 from trainer_node import snapshot
+from trainer_node.ending import wait_for_evaluation, write_finished
 from trainer_node.figures import Figures
 from trainer_node.intake import Intake, RedisSettlement
 from trainer_node.learner import make_learner
@@ -158,7 +159,7 @@ class Trainer:
         """The last checkpoint, its evaluation, `.finished`; answers the reason."""
         last = self.save_last(reason)
         if reason in ("solved", "exhausted"):  # who stops it does not wait; after a failure there may be no score
-            self._wait_for_evaluation(last)
+            wait_for_evaluation(self._role, self._heartbeat, last)
         self._publisher.close()
         with self._heartbeat.waiting("the store to take the end of the run", _DURABLE_SECONDS) as wait:
             insist(wait, lambda: self._publisher.finish(last))
@@ -211,6 +212,10 @@ class Trainer:
         if hasattr(self, "_publisher"):
             self._publisher.close()
         self._heartbeat.stop(reason)
+
+    def _write_finished(self, reason: str, final: str | None) -> None:
+        learner = getattr(self, "_learner", None)
+        write_finished(self._role, reason, final, self.version, learner.counters if learner else None)
 
     # Beginning
 
@@ -431,37 +436,3 @@ class Trainer:
             "updates": train.updates, "episodes": train.episodes,
             "learn_seconds": round(self._figures.learning_seconds, 3),
         }  # fmt: skip
-
-    # Ending
-
-    def _wait_for_evaluation(self, name: str) -> None:
-        """The final score belongs into the summary, where there is an evaluator to give it."""
-        role = self._role
-
-        def done() -> bool:
-            evaluators = [beat for beat in read_heartbeats(role.redis, role.run_id) if beat.role == "evaluator"]
-            alive = any(beat.alive for beat in evaluators)
-            return not alive or name in read_evaluations(role.redis, role.run_id)
-
-        seconds = self._config.evaluation.final_wait_seconds
-        try:
-            with self._heartbeat.waiting("the last evaluation", seconds) as wait:
-                poll(wait, done)
-        except WaitTimeout as error:
-            emit(role.redis, role.run_id, "evaluation", f"{name} is not evaluated: {error}")
-
-    def _write_finished(self, reason: str, final: str | None) -> None:
-        """`.finished`: why, the final checkpoint, the counters and the books."""
-        books = read_books(self._role.redis, self._role.run_id)
-        learner = getattr(self, "_learner", None)
-        content = {
-            "run_id": self._role.run_id,
-            "reason": reason,
-            "final": final,
-            "version": self.version,
-            "counters": learner.counters.as_dict() if learner else None,
-            "ledger": {worker: line.as_dict() for worker, line in books.items()},
-            "time": round(time.time(), 3),
-        }
-        self._role.checkpoints.write_marker(FINISHED, content)
-        emit(self._role.redis, self._role.run_id, "state", f"run finished: {reason}")

@@ -1,0 +1,44 @@
+"""How a trainer ends its run: the last score, and `.finished`."""
+
+from __future__ import annotations
+
+import time
+
+from shared.checkpoint import FINISHED
+from shared.errors import WaitTimeout
+from shared.events import emit, read_evaluations
+from shared.heartbeat import Heartbeat, poll, read_heartbeats
+from shared.ledger import read_books
+from shared.role import Role
+from shared.steps import PhaseCounters
+
+
+def wait_for_evaluation(role: Role, heartbeat: Heartbeat, name: str) -> None:
+    """The final score belongs into the summary, where there is an evaluator to give it."""
+
+    def done() -> bool:
+        evaluators = [beat for beat in read_heartbeats(role.redis, role.run_id) if beat.role == "evaluator"]
+        alive = any(beat.alive for beat in evaluators)
+        return not alive or name in read_evaluations(role.redis, role.run_id)
+
+    try:
+        with heartbeat.waiting("the last evaluation", role.config.evaluation.final_wait_seconds) as wait:
+            poll(wait, done)
+    except WaitTimeout as error:
+        emit(role.redis, role.run_id, "evaluation", f"{name} is not evaluated: {error}")
+
+
+def write_finished(role: Role, reason: str, final: str | None, version: int, counters: PhaseCounters | None) -> None:
+    """`.finished`: why, the final checkpoint, the counters and the books."""
+    books = read_books(role.redis, role.run_id)
+    content = {
+        "run_id": role.run_id,
+        "reason": reason,
+        "final": final,
+        "version": version,
+        "counters": counters.as_dict() if counters else None,
+        "ledger": {worker: line.as_dict() for worker, line in books.items()},
+        "time": round(time.time(), 3),
+    }
+    role.checkpoints.write_marker(FINISHED, content)
+    emit(role.redis, role.run_id, "state", f"run finished: {reason}")
