@@ -5,11 +5,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test check format lint types tests docs clean
+.PHONY: help demo test soak check format lint types tests docs clean
 
 help:
 	@echo "make demo    train CartPole on everything real: Redis, S3, Ray, two workers, a trainer, an evaluator"
 	@echo "make test    install what the tests need and run them"
+	@echo "make soak    kill parts of a real run at random, and see that nothing is lost (SOAK=\"--minutes 10 --seed 1 …\")"
 	@echo "make check   format, lint, types, tests"
 	@echo "make docs    write docs/CONFIG.md anew"
 	@echo "make clean   remove the virtual environment and caches (not your runs)"
@@ -36,6 +37,9 @@ test: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest
 
 tests: test
+
+soak: $(VENV)/.installed-dev
+	@$(BIN)/python -m tests.chaos.soak $(SOAK)
 
 check: format lint types test
 

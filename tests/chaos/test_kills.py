@@ -1,0 +1,126 @@
+"""One real run that loses all it has, one thing after the other: each part killed and stopped, in a seed's order.
+
+With one worker in lockstep the log is that of a run that nothing happened to, so the weights must be the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.faults import AWAY, Fault, Watched, go_on, kill, stop
+from tests.end_to_end.command_line import DEADLINE_SECONDS, CommandLine, check_ledger
+
+RUN, UNDISTURBED = "killed", "undisturbed"
+FAULTS = [(kill, kind) for kind in ("trainer", "worker", "evaluator", "Redis", "store", "Ray", "coordinator")]
+STOPS = [(stop, kind) for kind in ("trainer", "worker", "evaluator", "Redis", "store", "coordinator")]
+ENVIRONMENT = """
+import time
+
+import gymnasium
+
+
+class Slow(gymnasium.Wrapper):
+    # so that the run lasts while it is killed, and the one that it is compared with need not
+    def __init__(self, env, seconds):
+        super().__init__(env)
+        self._seconds = seconds
+
+    def step(self, action):
+        time.sleep(self._seconds)
+        return self.env.step(action)
+"""
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[CommandLine]:
+    (tmp_path / "slow.py").write_text(ENVIRONMENT)
+    terminal = CommandLine(tmp_path)
+    yield terminal
+    terminal.close()
+
+
+def config(terminal: CommandLine, seconds: float, **sections: Any) -> Path:
+    """One worker in lockstep: the log has one order."""
+    wrappers = [{"path": "slow:Slow", "kwargs": {"seconds": seconds}}]
+    data: dict[str, Any] = {
+        "environment": {"id": "CartPole-v1", "num_envs": 4, "wrappers": wrappers},
+        "rollout": {"workers": 1, "fragment_steps": 16, "fragments_per_update": 2, "restarts_allowed": 100},
+        "checkpoint": {"every": "10 updates"},
+        "evaluation": {"episodes": 1},
+        "archive": "all",
+    }
+    return terminal.write_config(**(data | sections))
+
+
+def recover(terminal: CommandLine, watched: Watched, fault: Fault) -> None:
+    """Until the run is well again."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while True:
+        try:
+            if fault.is_over(watched):
+                return
+        except AWAY:
+            pass
+        assert time.monotonic() < deadline, f"{fault.label} ({fault.name}): not well again; {terminal.left()}"
+        time.sleep(0.1)
+
+
+def suffer(terminal: CommandLine, watched: Watched, process: subprocess.Popen[str]) -> subprocess.Popen[str]:
+    """Every fault once, at random times, each until the run is well again; answers the process that has the run."""
+    chance = random.Random(7)
+    for way, kind in chance.sample(FAULTS + STOPS, len(FAULTS + STOPS)):
+        time.sleep(chance.uniform(0.0, 1.0))
+        terminal.wait_until(f"a process: {kind}", lambda kind=kind: kind in watched.processes())  # type: ignore[misc]
+        name, pid = watched.processes()[kind][0]
+        fault = way(watched, kind, name, pid)
+        if way is stop:
+            time.sleep(chance.uniform(0.5, 2.0))
+            go_on(fault)
+        if (way, kind) == (kill, "coordinator"):
+            process.wait()
+            terminal.wait_until("all that it had started to end", lambda: not terminal.left())
+            process = terminal.start("resume", RUN)
+        recover(terminal, watched, fault)
+        assert all(line.balances for line in watched.books().values()), (fault.label, watched.books())
+    return process
+
+
+def final_weights(terminal: CommandLine, run_id: str) -> dict[str, str]:
+    """SHA-256 of the final checkpoint's objects, but for the one that has log positions in it."""
+    folder = terminal.store(run_id) / "checkpoints" / terminal.marker(run_id, ".finished")["final"]
+    files = [path for path in sorted(folder.rglob("*.safetensors")) if path.is_file()]
+    assert files
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.timeout(900)
+def test_whatever_is_killed_or_stopped_the_weights_are_those_of_a_run_that_nothing_happened_to(
+    terminal: CommandLine,
+) -> None:
+    path = config(terminal, 0.003, stop_at={"updates": 10**6})
+    process = terminal.start("train", path, "--run-id", RUN)
+    terminal.until(RUN, "training", lambda status: status.version > 1)
+    process = suffer(terminal, Watched(terminal, RUN), process)
+    process.send_signal(signal.SIGINT)
+    done = terminal.ended(process)
+    assert done.code == 0, done
+    assert terminal.left() == {}
+    finished = terminal.marker(RUN, ".finished")
+    check_ledger(finished)
+    assert "lost" not in finished["ledger"]["total"]["dropped"]
+    verified = terminal.run("checkpoints", "verify", RUN)
+    assert verified.code == 0, verified
+
+    goal = {"updates": finished["counters"]["train"]["updates"]}
+    calm = terminal.run("train", config(terminal, 0.0, stop_at=goal), "--run-id", UNDISTURBED, "--inline")
+    assert calm.code == 0, calm
+    assert final_weights(terminal, RUN) == final_weights(terminal, UNDISTURBED)

@@ -1,0 +1,28 @@
+"""What the run holds in Redis does not grow with the fragments that have gone through it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shared.ledger import read_books
+from tests.chaos.memory import new_role, pump
+from tests.conftest import RedisServer
+
+FRAGMENTS = 16_000
+GROWN = 1.5
+"""Streams are trimmed by whole nodes, so that their sizes go up and down a little."""
+
+
+def test_no_key_grows_with_the_fragments(redis_server: RedisServer, tmp_path: Path) -> None:
+    role = new_role(redis_server.url, redis_server.password, tmp_path)
+    looks = list(pump(role, FRAGMENTS, FRAGMENTS // 4, life=20))
+    assert [look.fragments for look in looks] == [FRAGMENTS * part // 4 for part in (1, 2, 3, 4)]
+    second, last = looks[1], looks[-1]
+    grown = {key: (second.keys.get(key), size) for key, size in last.keys.items() if size > GROWN * second.keys[key]}
+    assert grown == {}
+    assert sum(last.keys.values()) < 2 << 20
+    books = read_books(role.redis, role.run_id)
+    assert all(line.balances for line in books.values())
+    assert books["total"].consumed.fragments == FRAGMENTS
+    assert books["total"].dropped["undecodable"].fragments > 0
+    role.redis.close()
