@@ -235,3 +235,13 @@ def test_the_architecture_points_at_functions() -> None:
     places = [span for span in code_spans(text_of("ARCHITECTURE.md")) if re.match(r"[\w/]+\.py: \w", span)]
     assert "trainer_node/trainer.py: Trainer.run" in places
     assert len(places) > 10
+
+
+def test_every_promise_names_a_test_that_exists() -> None:
+    """That the files and functions exist is looked up with those of all documents."""
+    table = text_of("docs/RELIABILITY.md").partition("## What is promised")[2].partition("\n## ")[0]
+    promises = [line for line in table.splitlines() if line.startswith("| **")]
+    assert len(promises) > 15
+    proofs = [re.findall(r"`(tests/[\w/]+\.py): (test_\w+)`", line) for line in promises]
+    assert [line for line, found in zip(promises, proofs, strict=True) if not found] == []
+    assert all(name in definitions(ROOT / path) for found in proofs for path, name in found)

@@ -1,0 +1,166 @@
+"""A network that fails between plain role processes and a Redis and store of one's own: each link, each kind of fault.
+And a trainer that is cut off while another takes its place, and comes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.preparation import check, prepare_new
+from coordinator.services import BUCKET, new_secret, start_redis, start_s3
+from shared.checkpoint import FINISHED
+from shared.config_sources import load_config
+from shared.connection import Address
+from shared.ledger import read_books
+from shared.role import Role, open_role
+from tests.chaos.fault_proxy import FaultProxy
+from tests.chaos.test_kills import ENVIRONMENT, config, final_weights
+from tests.end_to_end.command_line import CommandLine, check_ledger
+
+RUN, UNDISTURBED = "partitioned", "undisturbed"
+FAULTS: dict[str, Callable[[FaultProxy], None]] = {
+    "latency": lambda proxy: proxy.delay(0.05, jitter=0.02),
+    "cut": lambda proxy: proxy.cut(),
+    "refused": lambda proxy: proxy.refuse(),
+    "half-open": lambda proxy: proxy.black_hole(),
+    "throttled": lambda proxy: proxy.throttle(20_000),
+}
+LASTS_SECONDS = 1.0
+pytestmark = pytest.mark.timeout(400)
+
+
+@dataclasses.dataclass
+class Network:
+    """A prepared run on servers of its own; each role may reach them through links of its own."""
+
+    terminal: CommandLine
+    role: Role
+    redis_port: int
+    s3_port: int
+    config: Path
+    environ: dict[str, str]
+    links: dict[str, FaultProxy] = dataclasses.field(default_factory=dict)
+
+    def start(self, name: str, module: str, *more: str, direct: bool = False) -> subprocess.Popen[str]:
+        """A role; its links are `name Redis` and `name store`, unless it goes `direct`."""
+        ports = {"Redis": self.redis_port, "store": self.s3_port}
+        if not direct:
+            for server, port in list(ports.items()):
+                link = self.links[f"{name} {server}"] = FaultProxy(port)
+                ports[server] = link.port
+        arguments = [
+            RUN, "--redis", f"redis://127.0.0.1:{ports['Redis']}/0", "--store", f"s3://{BUCKET}/team",
+            "--endpoint-url", f"http://127.0.0.1:{ports['store']}", "--config", str(self.config),
+        ]  # fmt: skip
+        return self.terminal.module(module, *arguments, *more, environ=self.environ)
+
+    def until_after(self, version: int) -> int:
+        """Waits until a later version than this is published, the books balancing all the while; answers it."""
+
+        def later() -> bool:
+            books = read_books(self.role.redis, RUN)
+            assert all(line.balances for line in books.values()), books
+            return self.role.flow.read().version > version
+
+        self.terminal.wait_until(f"a version after {version}", later)
+        return self.role.flow.read().version
+
+    def end(self, *processes: subprocess.Popen[str]) -> None:
+        """Stops the run as a user does; the roles end in order, and the weights are those of an undisturbed run."""
+        assert self.role.flow.set_state("stopping", "stopped", expected="running")
+        ends = [self.terminal.ended(process) for process in processes]
+        assert [end.code for end in ends] == [0] * len(ends), ends
+        finished = self.role.checkpoints.marker(FINISHED)
+        assert finished is not None and finished["reason"] == "stopped"
+        check_ledger(finished)
+        goal = {"updates": finished["counters"]["train"]["updates"]}
+        calm = self.terminal.run("train", config(self.terminal, 0.0, stop_at=goal), "--run-id", UNDISTURBED, "--inline")
+        assert calm.code == 0, calm
+        found = self.role.checkpoints.load(finished["final"]).objects
+        hashes = {name: hashlib.sha256(data).hexdigest() for name, data in found.items() if name.endswith("tensors")}
+        assert hashes == final_weights(self.terminal, UNDISTURBED)
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    (tmp_path / "slow.py").write_text(ENVIRONMENT)
+    password, access, secret = new_secret(), new_secret(), new_secret()
+    keys, folder = tmp_path / "secrets.json", tmp_path / "servers"
+    keys.write_text(json.dumps({"redis_password": password, "s3_access_key": access, "s3_secret_key": secret}))
+    with contextlib.ExitStack() as started:
+        terminal = CommandLine(tmp_path)
+        redis = start_redis(folder / "redis", folder / "redis.log", password)
+        started.callback(redis.stop)
+        s3 = start_s3(folder / "s3", folder / "s3.log", access, secret)
+        started.callback(s3.stop)
+        started.callback(terminal.close)
+        url, store, endpoint = f"redis://127.0.0.1:{redis.port}/0", f"s3://{BUCKET}/team", f"http://127.0.0.1:{s3.port}"
+        path = config(
+            terminal, 0.003, stop_at={"updates": 10**6},
+            redis={"url": url, "timeout_seconds": 2, "retry_seconds": 120},
+            store={"url": store, "endpoint_url": endpoint, "timeout_seconds": 2, "retries": 1},
+        ).rename(tmp_path / "partitioned.yaml")  # fmt: skip
+        settings = load_config(path, environ={})
+        role = open_role(settings, Address(RUN, url, store, endpoint, str(keys)))
+        started.callback(role.redis.close)
+        with contextlib.chdir(tmp_path):
+            record_run(role, tmp_path)
+        environ = {
+            "STAGECOACH_REDIS_PASSWORD": password, "AWS_ACCESS_KEY_ID": access, "AWS_SECRET_ACCESS_KEY": secret,
+        }  # fmt: skip
+        network = Network(terminal, role, redis.port, s3.port, path, environ)
+        yield network
+        for link in network.links.values():
+            link.close()
+
+
+def record_run(role: Role, folder: Path) -> None:
+    """Records the run; its wrapper is a module in the test's folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        prepare_new(role, check(role.config))
+
+
+def test_each_link_fails_in_each_way_and_the_weights_are_those_of_an_undisturbed_run(network: Network) -> None:
+    trainer = network.start("trainer", "trainer_node")
+    worker = network.start("worker", "rollout_worker", "--index", "0")
+    version = network.until_after(0)
+    for link in network.links.values():
+        for fault in FAULTS.values():
+            fault(link)
+            time.sleep(LASTS_SECONDS)
+            link.heal()
+            version = network.until_after(version)
+    assert all(link.cuts for name, link in network.links.items() if name != "worker store"), "faults that nobody met"
+    network.end(trainer, worker)
+
+
+def test_a_trainer_that_was_cut_off_and_comes_back_writes_nothing_more(network: Network) -> None:
+    """The network drops what it sends and receives; its connections stay. Another trainer is started meanwhile."""
+    old = network.start("old", "trainer_node")
+    worker = network.start("worker", "rollout_worker", "--index", "0", direct=True)
+    version = network.until_after(20)
+    network.links["old Redis"].black_hole()
+    network.links["old store"].black_hole()
+    new = network.start("new", "trainer_node", direct=True)
+    version = network.until_after(version + 10)
+    assert old.poll() is None, "the old one is there, and waits"
+    epoch = network.role.flow.read().epoch
+    for link in network.links.values():
+        link.heal()
+    ended = network.terminal.ended(old)
+    assert ended.code == 1 and "a newer trainer has taken over" in ended.err, ended
+    network.until_after(network.role.flow.read().version + 10)
+    assert network.role.flow.read().epoch == epoch
+    pointer = network.role.checkpoints.pointer()
+    assert pointer is not None and pointer.epoch == epoch
+    network.end(new, worker)
