@@ -189,11 +189,17 @@ def soak(minutes: float, per_minute: float, seed: int, workers: int, folder: Pat
         except NotThrough as error:
             trouble, finished, replayed = str(error), {}, {}
         report(work, finished, replayed)
-        equal = bool(replayed.get("equal"))
-        print(f"\nreplay of the whole log: {'equal' if equal else 'DIFFERENT'}; trouble: {trouble or 'none'}")
-        return not trouble and equal and not work.imbalances
+        equal = "equal" if replayed.get("equal") else "DIFFERENT"
+        print(f"\nreplay of the whole log: {equal}; trouble: {trouble or 'none'}")
+        return verdict(work, replayed, trouble)
     finally:
         terminal.close()
+
+
+def verdict(work: Soak, replayed: dict[str, Any], trouble: str) -> bool:
+    """Whether nothing was lost: it came through, the books always balanced, and the replay is equal."""
+    survived = all(fault.recovered is not None for fault in work.faults)
+    return not trouble and survived and work.looks > 0 and not work.imbalances and bool(replayed.get("equal"))
 
 
 def report(work: Soak, finished: dict[str, Any], replayed: dict[str, Any]) -> None:

@@ -1,0 +1,87 @@
+"""The soak's verdict: each thing that it must not let pass makes it fail."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from shared.redis_keys import RunKeys
+from tests.chaos import soak
+from tests.chaos.faults import Fault, Watched
+from tests.chaos.soak import NotThrough, Soak, verdict
+from tests.conftest import MakeRole
+from tests.end_to_end.command_line import CommandLine
+from tests.trainer_node.test_intake import SmallWorker, begin, small_config
+
+EQUAL = {"equal": True}
+
+
+class Beside(Watched):
+    """Looks at a run that no command line has started."""
+
+    def __init__(self, client: redis.Redis, terminal: CommandLine, run_id: str) -> None:
+        super().__init__(terminal, run_id)
+        self._beside = client
+
+    def client(self) -> redis.Redis:
+        return self._beside
+
+
+@pytest.fixture
+def work(make_role: MakeRole, tmp_path: Path) -> Iterator[Soak]:
+    """A soak of a run with one version and a fragment in its log."""
+    role = make_role(small_config())
+    begin(role)
+    SmallWorker(role).work()
+    terminal = CommandLine(tmp_path)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], text=True)
+    yield Soak(terminal, 0.0, 1.0, random.Random(1), process, Beside(role.redis, terminal, role.run_id))
+    process.kill()
+    process.wait()
+    terminal.close()
+    role.redis.close()
+
+
+def fault(version: int) -> Fault:
+    return Fault("trainer", "killed", "trainer", 1, time.monotonic(), version, -1)
+
+
+def test_a_soak_that_came_through_passes(work: Soak) -> None:
+    work.faults.append(fault(version=-1))
+    work._watch_recovery()  # it asks for the version, and waits for a later one
+    assert work._open() and not verdict(work, EQUAL, "")
+    work.watched.client().hset(RunKeys(work.watched.run_id).flow, "version", "1")
+    work._watch_recovery()
+    work._look()
+    assert (work._open(), work.looks) == ([], 1)
+    assert verdict(work, EQUAL, "")
+    assert not verdict(work, {"equal": False}, "")
+    assert not verdict(work, EQUAL, "the run ended with code 1")
+
+
+def test_one_transition_too_many_in_the_books_fails_it(work: Soak) -> None:
+    work.watched.client().hincrby(RunKeys(work.watched.run_id).produced, "worker-0:transitions", 1)
+    work._look()
+    assert {line.partition(":")[0] for line in work.imbalances} == {"worker-0", "total"}
+    assert not verdict(work, EQUAL, "")
+
+
+def test_a_run_that_is_not_well_again_in_time_fails_it(work: Soak, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "_RECOVERY_SECONDS", 0.0)
+    work.faults.append(fault(version=0))
+    with pytest.raises(NotThrough, match="trainer killed"):
+        work._watch_recovery()
+
+
+def test_a_run_that_ends_on_its_own_fails_it(work: Soak) -> None:
+    work.process = work.terminal.start("status", "nobody")
+    work.process.wait()
+    with pytest.raises(NotThrough, match="ended with code 2"):
+        work._tend_coordinator()
