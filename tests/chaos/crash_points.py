@@ -25,10 +25,10 @@ from rollout_worker.evaluator import Evaluator
 from rollout_worker.making import describe_environment
 from rollout_worker.worker import Worker
 from shared import scripts
-from shared.checkpoint import ENVIRONMENT, FINISHED, READY, CheckpointStore
+from shared.checkpoint import CHECKPOINTS, ENVIRONMENT, FINISHED, READY, CheckpointStore
 from shared.config import Config
 from shared.connection import Address
-from shared.errors import CheckpointNotFound, Fenced
+from shared.errors import CheckpointDamaged, CheckpointNotFound, Fenced
 from shared.events import read_evaluations, record_evaluation
 from shared.experience_log import ExperienceLog
 from shared.flow import Flow
@@ -197,6 +197,8 @@ class Run:
         self.keys = RunKeys(self.role.run_id)
         self.worker: Worker | None = None
         self.worker_life, self.evaluator_life = Life(), Life()
+        self.damaged: set[str] = set()
+        """Checkpoints whose objects were altered from outside."""
         self._spoilt, self._pushed, self._version = False, set[bytes](), -1
 
     def _open(self) -> Role:
@@ -278,6 +280,12 @@ class Run:
             forget_heartbeat(self.role.redis, self.role.run_id, "evaluator", "evaluator")
             evaluator._role.redis.close()
 
+    def damage_newest(self) -> None:
+        """The newest checkpoint's weights are altered in the store."""
+        name = self.role.checkpoints.names()[-1]
+        self.role.checkpoints.store.put(f"{CHECKPOINTS}{name}/default/policy.safetensors", b"altered")
+        self.damaged.add(name)
+
     def note(self) -> None:
         """Remembers what is in the log."""
         last: Any = self.role.redis.xrevrange(self.keys.log, count=4)
@@ -341,14 +349,17 @@ class Run:
                 positions.append(_parts(checkpoints.load(name).manifest.log_position))
             except CheckpointNotFound:
                 continue  # without a manifest it is none
-        latest = checkpoints.load_latest()
-        assert latest is not None or checkpoints.marker(READY) is None
+            except CheckpointDamaged:
+                assert name in self.damaged
+                positions.append(_parts(checkpoints.manifest(name).log_position))  # it was durable
+        pointer = checkpoints.pointer()
+        assert pointer is not None or checkpoints.marker(READY) is None
+        assert pointer is None or pointer.latest in self.damaged or checkpoints.load_latest() is not None
         entries: Any = self.role.redis.xrange(self.keys.log)
         gone = self._pushed - {id_ for id_, _ in entries}
         assert all(_parts(id_.decode()) <= max(positions) for id_ in gone), (gone, positions)
         finished = checkpoints.marker(FINISHED)
         if finished is not None:
-            pointer = checkpoints.pointer()
             assert pointer is not None and pointer.final == pointer.latest == finished["final"]
             assert self.role.flow.read().state == "finished"
 

@@ -104,6 +104,32 @@ def die_and_come_through(run: Run, expected: dict[str, Any], *points: int) -> tu
     return tuple(_DIGITS.sub("", write) for write in last.start)
 
 
+def test_a_trainer_that_dies_while_it_goes_back_to_an_older_checkpoint(new_run: NewRun) -> None:
+    """The newest one is altered and the log behind the older one is gone: its weights go on as a newer version."""
+    config = crashing()
+    _, whole = undisturbed(new_run, config)
+    trimmed = [number for number, write in enumerate(whole.done) if write == "TRIM"][1] + 1
+
+    def go_back(*points: int) -> Life:
+        run = new_run(config)
+        for number, point in enumerate((trimmed, *points)):
+            assert not run.train(Life(point, glance=run.glance))
+            if number == 0:
+                run.damage_newest()
+            act_alone(run)
+        last = Life(glance=run.glance)
+        assert run.train(last)
+        run.look()
+        outcome = run.outcome()
+        assert outcome["reason"] == "exhausted" and outcome["state"]["counters"]["train"]["updates"] == 4
+        return last
+
+    points = len(go_back().start)
+    for point in range(points):
+        go_back(point)
+    print(f"{points} points")
+
+
 def test_a_trainer_that_dies_while_its_publisher_is_behind(new_run: NewRun) -> None:
     """The publisher stands before each of its writes while three more versions are published; then both die."""
     config = crashing()
