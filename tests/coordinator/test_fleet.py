@@ -126,6 +126,19 @@ def test_a_silent_worker_is_replaced(config: MakeConfig, running: ExitStack) -> 
     assert outcome.status.ledger["total"]["balances"]
 
 
+def test_a_trainer_that_dies_again_and_again_ends_the_run_which_says_so(config: MakeConfig, running: ExitStack) -> None:
+    run = start(config(stop_at={"updates": 10**6}, rollout={"restarts_allowed": 1}), running)
+    former = None
+    for _ in range(2):
+        status = until(run, lambda status, former=former: pid_of(status, "trainer") not in (None, former))  # type: ignore[misc]
+        former = pid_of(status, "trainer")
+        assert former is not None
+        os.kill(former, signal.SIGKILL)
+    outcome = run.wait(120)
+    assert outcome.reason == "failed: the trainer: its process dies again and again; see its log"
+    assert outcome.status.state == "finished"
+
+
 def test_a_role_whose_machine_is_taken_away_goes_on_in_a_new_process(config: MakeConfig, running: ExitStack) -> None:
     run = start(config(stop_at={"updates": 10**6}), running)
     for name in ("trainer", "worker-0", "evaluator"):
