@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import redis
@@ -93,7 +93,8 @@ class Fault:
     version: int
     incarnation: int
     recovered: float | None = None
-    data: dict[str, Any] = field(default_factory=dict)
+    alone: bool = True
+    """Whether no other fault came before it was over."""
 
     @property
     def label(self) -> str:

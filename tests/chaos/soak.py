@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -103,12 +104,14 @@ class Soak:
         if not found:
             return
         name, pid = self.random.choice(sorted(found))
-        if self.random.random() < 0.7 or kind == "Ray":
-            self.faults.append(kill(self.watched, kind, name, pid))
-            return
-        fault = stop(self.watched, kind, name, pid)
+        killed = self.random.random() < 0.7 or kind == "Ray"
+        fault = (kill if killed else stop)(self.watched, kind, name, pid)
+        for other in (others := self._open()):
+            other.alone = False
+        fault.alone = not others
         self.faults.append(fault)
-        self.stopped.append((time.monotonic() + self.random.uniform(*_STOPPED_SECONDS), fault))
+        if not killed:
+            self.stopped.append((time.monotonic() + self.random.uniform(*_STOPPED_SECONDS), fault))
 
     def _end_stops(self, now: float) -> None:
         for until, fault in [item for item in self.stopped if item[0] <= now]:
@@ -204,13 +207,15 @@ def verdict(work: Soak, replayed: dict[str, Any], trouble: str) -> bool:
 
 def report(work: Soak, finished: dict[str, Any], replayed: dict[str, Any]) -> None:
     """The table, in Markdown."""
-    print("\n| fault | survived | recovery p50 (s) | p95 (s) |\n|---|---|---|---|")
+    print("\n| fault | survived | of these alone | recovery p50 (s) | p95 (s) |\n|---|---|---|---|---|")
     for label in sorted({fault.label for fault in work.faults}):
         faults = [fault for fault in work.faults if fault.label == label]
-        seconds = sorted(fault.recovered for fault in faults if fault.recovered is not None)
-        print(f"| {label} | {len(seconds)} of {len(faults)} | {_at(seconds, 0.5)} | {_at(seconds, 0.95)} |")
+        survived = sum(fault.recovered is not None for fault in faults)
+        seconds = sorted(fault.recovered for fault in faults if fault.recovered is not None and fault.alone)
+        numbers = f"{len(seconds)} | {_at(seconds, 0.5)} | {_at(seconds, 0.95)}"
+        print(f"| {label} | {survived} of {len(faults)} | {numbers} |")
     survived = sum(fault.recovered is not None for fault in work.faults)
-    print(f"| all | {survived} of {len(work.faults)} | | |")
+    print(f"| all | {survived} of {len(work.faults)} | {sum(fault.alone for fault in work.faults)} | | |")
     total = finished.get("ledger", {}).get("total", {})
     if total:
         dropped = Counter({reason: count["transitions"] for reason, count in total["dropped"].items()})
@@ -245,8 +250,11 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2, help="rollout workers")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
-    print(f"{given}; everything is in {folder}", flush=True)
-    return 0 if soak(given.minutes, given.kills_per_minute, given.seed, given.workers, folder) else 1
+    print(f"{given}; everything is in {folder}, and stays there if anything is wrong", flush=True)
+    if not soak(given.minutes, given.kills_per_minute, given.seed, given.workers, folder):
+        return 1
+    shutil.rmtree(folder)
+    return 0
 
 
 if __name__ == "__main__":
