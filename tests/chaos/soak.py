@@ -122,7 +122,9 @@ class Soak:
         """What a person (or systemd) does: a run whose coordinator was killed is resumed."""
         if self.process.poll() is None:
             return
-        if self.process.returncode != -9:
+        ray_is_gone = any(fault.kind == "Ray" for fault in self._open())  # killed while it is joined, it takes us along
+        finished = (self.terminal.store(RUN) / ".finished").exists()
+        if self.process.returncode != -9 and (finished or not ray_is_gone):
             ended = self.terminal.ended(self.process)
             raise NotThrough(f"the run ended with code {ended.code}: {ended.out[-1000:]} {ended.err[-1000:]}")
         deadline = time.monotonic() + _RECOVERY_SECONDS
@@ -232,7 +234,8 @@ def report(work: Soak, finished: dict[str, Any], replayed: dict[str, Any]) -> No
     print(f"\nbooks: {work.looks} looks, {len(work.imbalances)} out of balance{' ' if work.imbalances else ''}", end="")
     print("; ".join(work.imbalances[:3]))
     print(
-        f"resumed after a killed coordinator: {work.resumes} times; policy versions: {finished.get('version')}", end=""
+        f"resumed after the coordinator's death: {work.resumes} times; policy versions: {finished.get('version')}",
+        end="",
     )
     print(f"; trained again: {replayed.get('versions')} versions, {replayed.get('env_steps')} env steps")
 
