@@ -389,9 +389,12 @@ class Run:
         return replay(store, self.config, description, begin, store.resolve(goal), progress)
 
     def experience(self, after: str | None = None, through: str | None = None) -> Iterator[Fragment]:
-        """The archived experience, lazily, in the log's order; between two log positions where they are given."""
+        """The archived experience, lazily, in the log's order; between two log positions where they are given.
+
+        Raises `ArchiveIncomplete` where there is none, or a hole in it.
+        """
         store = self.checkpoint_store()
-        return experience(Archive(store.store, store.run_id).entries(after, through))
+        return experience(Archive(store.store, store.run_id), self.store_location, after, through)
 
     def _address(self) -> Address:
         return self.folder.live_address() or self.folder.offline_address(self.config)

@@ -1,8 +1,9 @@
 """The archive: the experience log's entries in the store, in segments, for as long as the config says.
 
-A segment is one object `experience/<after>_<through>_<env steps>.safetensors`: every entry after the first position,
-through the second, byte for byte as Redis held it, also those that the trainer dropped. So the archive can stand in
-for the log: a replay reads it as a trainer reads Redis, and `read_experience` gives it to whoever wants a dataset.
+A segment is one object `experience/<after>_<through>_<env steps>/log.safetensors`: every entry after the first
+position, through the second, byte for byte as Redis held it, also those that the trainer dropped. So the archive can
+stand in for the log: a replay reads it as a trainer reads Redis, and `read_experience` gives it to whoever wants a
+dataset. Each segment has a folder, because folders are listed without a look at what is in them.
 """
 
 from __future__ import annotations
@@ -16,16 +17,14 @@ from pathlib import Path
 import numpy as np
 
 from shared import fragment, tensor_blob
-from shared.config import Config
-from shared.connection import Address
-from shared.errors import ArchiveIncomplete, FragmentError
+from shared.errors import ArchiveIncomplete, FragmentError, ObjectMissing
 from shared.experience_log import START, LogEntry, id_order
 from shared.fragment import Fragment
-from shared.object_store import FileStore, ObjectStore, open_store
+from shared.object_store import ObjectStore, open_folder
 
 EXPERIENCE = "experience/"
 FORMAT = 1
-_NAME = re.compile(rf"{EXPERIENCE}(\d+-\d+)_(\d+-\d+)_(\d+)\.safetensors")
+_NAME = re.compile(r"(\d+-\d+)_(\d+-\d+)_(\d+)")
 _LOGGER = logging.getLogger("stagecoach.archive")
 
 
@@ -40,7 +39,7 @@ class Segment:
     @property
     def key(self) -> str:
         """Its name in the store; all that a listing has to tell stands in it."""
-        return f"{EXPERIENCE}{self.after}_{self.through}_{self.env_steps}.safetensors"
+        return f"{EXPERIENCE}{self.after}_{self.through}_{self.env_steps}/log.safetensors"
 
 
 def encode_segment(run_id: str, segment: Segment, entries: Iterable[LogEntry]) -> bytes:
@@ -80,7 +79,7 @@ class Archive:
 
     def segments(self) -> list[Segment]:
         """All segments, in the order of the log. Two trainers may have written overlapping ones."""
-        matches = [_NAME.fullmatch(key) for key in self._store.keys(EXPERIENCE)]
+        matches = [_NAME.fullmatch(name) for name in self._store.folders(EXPERIENCE)]
         found = [Segment(match[1], match[2], int(match[3])) for match in matches if match]
         return sorted(found, key=lambda segment: (id_order(segment.through), id_order(segment.after)))
 
@@ -93,6 +92,21 @@ class Archive:
     def delete(self, segment: Segment) -> None:
         """Removes a segment that nobody needs any more."""
         self._store.delete(segment.key)
+
+    def whole(self, segment: Segment) -> bool:
+        """Whether it can be read; a store may keep what came of an upload that was cut off."""
+        try:
+            self._decoded(segment)
+        except ArchiveIncomplete:
+            return False
+        return True
+
+    def _decoded(self, segment: Segment) -> list[LogEntry]:
+        try:
+            blob = self._store.get(segment.key)
+        except ObjectMissing as error:
+            raise ArchiveIncomplete(f"the archive of run {self._run_id}: {error}") from None
+        return decode_segment(blob, self._run_id, segment)
 
     def entries(self, after: str | None = None, through: str | None = None) -> Iterator[LogEntry]:
         """The entries after one position, through another, each once, a segment in memory at a time.
@@ -109,7 +123,7 @@ class Archive:
                 return
             if _later(segment.after, covered):
                 raise ArchiveIncomplete(_hole(self._run_id, covered, segment.after))
-            for entry in decode_segment(self._store.get(segment.key), self._run_id, segment):
+            for entry in self._decoded(segment):
                 if _later(entry.id, covered) and (through is None or not _later(entry.id, through)):
                     yield entry
             covered = segment.through
@@ -132,19 +146,28 @@ def read_experience(location: str | Path, endpoint_url: str | None = None) -> It
     standard AWS chain). Each `Fragment` has a header (worker, sequence number, policy version, episodes that ended
     in it) and, per policy id, columns as described in shared/fragment.py: `obs` [T, S, …], `action`, `reward`,
     `terminated`, `truncated`, `mask`, `log_prob` [T, S] and so on. What was no fragment is left out, with a warning.
-    Raises `ArchiveIncomplete` for a hole or an unreadable segment.
+    Raises `ArchiveIncomplete` where there is no archive, for a hole, or for an unreadable segment.
     """
-    url, _, run_id = str(location).rstrip("/").rpartition("/")
-    store: ObjectStore
-    if url.startswith("s3://"):
-        store = open_store(Address(run_id, "", url, endpoint_url), Config.model_validate({"environment": {"id": "-"}}))
-    else:
-        store = FileStore(Path(url.removeprefix("file://") or "/").resolve(), run_id)
-    return experience(Archive(store, run_id).entries())
+    store, run_id = open_folder(str(location), endpoint_url)
+    return experience(Archive(store, run_id), str(location))
 
 
-def experience(entries: Iterable[LogEntry]) -> Iterator[Fragment]:
-    """The fragments in log entries; what cannot be decoded is named in the log and left out."""
+def experience(
+    archive: Archive, where: str, after: str | None = None, through: str | None = None
+) -> Iterator[Fragment]:
+    """The fragments in an archive, lazily; what cannot be decoded is named in the log and left out.
+
+    Raises `ArchiveIncomplete` at once where there is no archive: an empty dataset would hide a wrong location.
+    """
+    if not archive.segments():
+        raise ArchiveIncomplete(
+            f"there is no archived experience in {where}: expected a run's folder in the store with {EXPERIENCE} in "
+            f"it, which a run with archive=all writes with each checkpoint"
+        )
+    return _fragments(archive.entries(after, through))
+
+
+def _fragments(entries: Iterable[LogEntry]) -> Iterator[Fragment]:
     for entry in entries:
         try:
             yield fragment.decode(entry.fragment)
@@ -159,5 +182,5 @@ def _later(a: str, b: str) -> bool:
 def _hole(run_id: str, after: str, through: str) -> str:
     return (
         f"the archive of run {run_id} lacks the log after {after} through {through}; a run keeps all of its log with "
-        f"archive=all from its start"
+        f"archive=all from its start, as long as Redis does not lose it"
     )

@@ -23,9 +23,16 @@ import botocore.config
 import botocore.exceptions
 import botocore.session
 
-from shared.config import Config
+from shared.config import Config, StoreConfig
 from shared.connection import Address, credentials
-from shared.errors import CredentialsRefused, ObjectMissing, PreconditionFailed, StoreError, StoreUnavailable
+from shared.errors import (
+    CredentialsRefused,
+    ObjectMissing,
+    PreconditionFailed,
+    StoreError,
+    StoreUnavailable,
+    UserError,
+)
 from shared.s3_errors import FAILURES, NotUnderstood, Request, named, not_s3
 
 _TEMPORARY = ".partial-"
@@ -318,6 +325,25 @@ _FILE_MODE = 0o666 & ~_umask()
 
 def open_store(address: Address, config: Config) -> ObjectStore:
     """The run's store, below `<prefix>/<run_id>/`. Nothing is contacted yet: call `check`."""
+    return _open(address, config.store)
+
+
+def open_folder(location: str, endpoint_url: str | None = None) -> tuple[ObjectStore, str]:
+    """The store of one run, and its id, where a person names the run's folder: a path, `file://…` or `s3://…`.
+
+    Raises `UserError` for anything else; nothing is contacted yet.
+    """
+    scheme, separator, rest = location.partition("://")
+    if not separator or scheme == "file":
+        folder = Path(rest if separator else location).expanduser().resolve()
+        return FileStore(folder.parent, folder.name), folder.name
+    base, _, run_id = rest.rstrip("/").rpartition("/")
+    if scheme != "s3" or not base:
+        raise UserError(f"expected a run's folder (a path, file:///… or s3://bucket/prefix/run), found {location!r}")
+    return _open(Address(run_id, "", f"s3://{base}", endpoint_url), StoreConfig()), run_id
+
+
+def _open(address: Address, config: StoreConfig) -> ObjectStore:
     parts = urlsplit(address.store_url)
     if parts.scheme == "file":
         return FileStore(Path(parts.path), address.run_id)
@@ -327,26 +353,26 @@ def open_store(address: Address, config: Config) -> ObjectStore:
     return S3Store(parts.netloc, base, lambda: s3_client(address, config), where)
 
 
-def s3_client(address: Address, config: Config) -> Any:
+def s3_client(address: Address, config: StoreConfig) -> Any:
     """One boto3 client, made once and kept: it renews its own credentials. Raises `StoreUnavailable`.
 
     The embedded server has credentials of its own: profiles and proxies of the environment are not for it.
     """
     secret = credentials(address)
-    timeout, embedded = config.store.timeout_seconds, secret.s3_access_key is not None
+    timeout, embedded = config.timeout_seconds, secret.s3_access_key is not None
     variables: Any = {"profile": (None, None, None, None)} if embedded else None
     try:
         session = boto3.session.Session(botocore_session=botocore.session.Session(session_vars=variables))
         return session.client(
             "s3",
             endpoint_url=address.endpoint_url,
-            region_name=config.store.region,
+            region_name=config.region,
             aws_access_key_id=secret.s3_access_key,
             aws_secret_access_key=secret.s3_secret_key,
             config=botocore.config.Config(
                 connect_timeout=timeout,
                 read_timeout=timeout,
-                retries={"total_max_attempts": config.store.retries + 1, "mode": "standard"},
+                retries={"total_max_attempts": config.retries + 1, "mode": "standard"},
                 s3={"addressing_style": "path" if address.endpoint_url else "auto"},
                 proxies={} if embedded else None,
                 request_checksum_calculation="when_required",

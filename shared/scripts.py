@@ -391,6 +391,7 @@ for worker, account in pairs(cjson.decode(ARGV[3])) do
 end
 if ARGV[2] ~= '0-0' and type(redis.pcall('XADD', KEYS[2], ARGV[2], 'x', '')) ~= 'table' then
   redis.call('XDEL', KEYS[2], ARGV[2])  -- it left its id behind: whatever comes now comes after it
+  redis.call('HSET', KEYS[1], 'trimmed_id', ARGV[2])  -- what was learnt up to there is not all there (any more)
 end
 each_entry(KEYS[2], ARGV[2], function(fields)
   if fields['end'] then

@@ -107,7 +107,7 @@ def any_store(
     address = Address(unique_run_id, "", f"s3://{BUCKET}/tests", endpoint, str(credentials_file))
     config = minimal_config()
     if request.param == "moto":
-        s3_client(address, config).create_bucket(Bucket=BUCKET)
+        s3_client(address, config.store).create_bucket(Bucket=BUCKET)
     return open_store(address, config)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from shared.archive import Archive, Segment
 from shared.config import ArchiveConfig
+from shared.errors import StoreError, StoreUnavailable
 from shared.experience_log import ExperienceLog, LogEntry, id_order
 
 
@@ -27,8 +28,17 @@ class Archiver:
         """
         if self._config.keep == "off":
             return
+        try:
+            self._append(through, trimmed)
+            if self._config.keep == "memory":
+                self._forget()
+        except (StoreError, StoreUnavailable):
+            self._segments = None  # what came of it is looked for next time
+            raise
+
+    def _append(self, through: str, trimmed: str) -> None:
         if self._segments is None:
-            self._segments = self._archive.segments()
+            self._segments = [segment for segment in self._archive.segments() if self._whole(segment, trimmed)]
         after = max([trimmed, *(segment.through for segment in self._segments)], key=id_order)
         batch: list[LogEntry] = []
         size = 0
@@ -40,21 +50,25 @@ class Archiver:
                 after, batch, size = entry.id, [], 0
         if batch:
             self._write(after, through, batch)
-        if self._config.keep == "memory":
-            self._forget()
+
+    def _whole(self, segment: Segment, trimmed: str) -> bool:
+        """Whether it may be counted on; what was cut off while it was written goes, since the log has it still."""
+        if id_order(segment.through) <= id_order(trimmed) or self._archive.whole(segment):
+            return True
+        self._archive.delete(segment)
+        return False
 
     def _write(self, after: str, through: str, entries: list[LogEntry]) -> None:
         assert self._segments is not None
         self._segments.append(self._archive.write(after, through, entries))
 
     def _forget(self) -> None:
-        """Segments that lie wholly behind the newest `memory_env_steps`."""
+        """Segments wholly behind the newest `memory_env_steps`; the oldest goes first, or a hole could stay."""
         assert self._segments is not None
-        kept, steps = [], 0
-        for segment in reversed(self._segments):
-            if steps >= self._config.memory_env_steps:
-                self._archive.delete(segment)
-            else:
-                kept.append(segment)
-            steps += segment.env_steps
-        self._segments = kept[::-1]
+        kept, steps = len(self._segments), 0
+        while kept and steps < self._config.memory_env_steps:
+            kept -= 1
+            steps += self._segments[kept].env_steps
+        for segment in self._segments[:kept]:
+            self._archive.delete(segment)
+        self._segments = self._segments[kept:]

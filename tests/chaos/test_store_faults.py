@@ -65,7 +65,7 @@ class Site:
             Address(run_id, redis_server.url, f"s3://{BUCKET}/chaos", endpoint, str(folder / "keys.json"))
             for endpoint in (self.proxy.url, server[0])
         )
-        client = s3_client(direct, config)
+        client = s3_client(direct, config.store)
         if BUCKET not in [bucket["Name"] for bucket in client.list_buckets()["Buckets"]]:
             client.create_bucket(Bucket=BUCKET)
         self.reader = CheckpointStore(open_store(direct, minimal_config()), run_id)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from shared.archive import Archive, Segment, decode_segment, encode_segment
-from shared.errors import ArchiveIncomplete
+from coordinator.services import BUCKET
+from shared.archive import Archive, Segment, decode_segment, encode_segment, read_experience
+from shared.errors import ArchiveIncomplete, StoreUnavailable, UserError
 from shared.experience_log import LogEntry
-from shared.object_store import ObjectStore
+from shared.object_store import FileStore, ObjectStore, open_folder
 
 
 def entry(number: int, size: int = 3) -> LogEntry:
@@ -78,10 +81,84 @@ def test_an_altered_or_foreign_segment_is_refused() -> None:
         (blob, "another", segment),
         (blob, "a-run", Segment("0-0", "3-0", 8)),
     ):
-        with pytest.raises(ArchiveIncomplete, match=r"experience/0-0_\d-0_8\.safetensors.*cannot be read"):
+        with pytest.raises(ArchiveIncomplete, match=r"experience/0-0_\d-0_8/log\.safetensors.*cannot be read"):
             decode_segment(data, run_id, wanted)
 
 
 def test_an_empty_archive_has_nothing(any_store: ObjectStore) -> None:
     archive = Archive(any_store, "a-run")
     assert archive.segments() == [] and list(archive.entries()) == [] and archive.read("0-0", 5, 0.0) == []
+
+
+def test_a_segment_that_is_deleted_is_in_no_listing_and_one_that_is_gone_is_named(any_store: ObjectStore) -> None:
+    archive = filled(any_store, (0, 2), (2, 4), (4, 6))
+    first, second, third = archive.segments()
+    archive.delete(first)
+    assert archive.segments() == [second, third] and archive.whole(second)
+    any_store.put(third.key, any_store.get(third.key)[:99])
+    assert not archive.whole(third) and not archive.whole(first)
+    reading = archive.entries()
+    archive.delete(second)
+    with pytest.raises(ArchiveIncomplete, match="run a-run"):
+        list(reading)
+
+
+class TestReadExperience:
+    """A dataset by its location, as a person types it."""
+
+    def written(self, store: ObjectStore, run_id: str) -> None:
+        """One segment of a run of that id; its entries are no fragments, so the dataset is empty."""
+        Archive(store, run_id).write("0-0", "1-0", [entry(1)])
+
+    def test_every_way_to_name_a_folder(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        self.written(FileStore(tmp_path, "a-run"), "a-run")
+        monkeypatch.chdir(tmp_path)
+        for location in (
+            "a-run",
+            "./a-run/",
+            tmp_path / "a-run",
+            f"file://{tmp_path}/a-run",
+            "../" + tmp_path.name + "/a-run",
+        ):
+            caplog.clear()
+            assert list(read_experience(location)) == []
+            assert "entry 1-0 of worker-0 is no fragment" in caplog.text
+        monkeypatch.chdir(tmp_path / "a-run")
+        assert list(read_experience(".")) == []
+
+    def test_an_s3_server_with_credentials_from_the_environment(
+        self, s3_servers: dict[str, tuple[str, str, str]], unique_run_id: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        endpoint, access, secret = s3_servers["rclone"]
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", access)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+        location = f"s3://{BUCKET}/data/{unique_run_id}"
+        with pytest.raises(ArchiveIncomplete, match=f"no archived experience in {location}: expected a run's folder"):
+            read_experience(location, endpoint)
+        self.written(open_folder(location, endpoint)[0], unique_run_id)
+        assert list(read_experience(location, endpoint)) == []
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        assert list(read_experience(location + "/")) == []
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+        with pytest.raises(StoreUnavailable, match="refuses the credentials"):
+            read_experience(location, endpoint)
+
+    @pytest.mark.parametrize(
+        ("location", "said"),
+        [
+            ("nowhere", "no archived experience in nowhere: expected a run's folder in the store"),
+            ("/no/such/folder", "the store folder /no/such is not there"),
+            ("file:///no/such/folder", "the store folder /no/such is not there"),
+            ("s3://only-a-bucket", "expected a run's folder"),
+            ("https://host/bucket/run", "expected a run's folder"),
+            ("", "no archived experience"),
+        ],
+    )
+    def test_a_wrong_location_is_an_error_at_once_and_not_an_empty_dataset(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, location: str, said: str
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(UserError, match=said):
+            read_experience(location)

@@ -1,0 +1,145 @@
+"""The archiver: whatever is cut off or lost on the way, the archive holds the log and says what it lacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.archive import Archive, read_experience
+from shared.config import ArchiveConfig
+from shared.errors import ArchiveIncomplete, StoreError
+from shared.experience_log import ExperienceLog
+from shared.object_store import FileStore
+from shared.redis_keys import RunKeys
+from tests.conftest import MakeRole, create_flow
+from tests.trainer_node.game import NewGame, balanced, small
+from tests.trainer_node.test_recovery import restore_redis
+from trainer_node.archiver import Archiver
+from trainer_node.replay import replay
+
+ALL = ArchiveConfig(keep="all")
+
+
+class Breaks(FileStore):
+    """Some of its requests break off; of an upload it keeps the first half then, as the embedded S3 server does."""
+
+    broken: tuple[str, ...] = ()
+    """Which of `put` and `delete` break off, one after another."""
+
+    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+        if self._breaks("put"):
+            super().put(key, data[: len(data) // 2])
+            raise StoreError("the connection broke off")
+        super().put(key, data, if_absent=if_absent)
+
+    def delete(self, key: str) -> None:
+        if self._breaks("delete"):
+            raise StoreError("the connection broke off")
+        super().delete(key)
+
+    def _breaks(self, what: str) -> bool:
+        breaks = self.broken[:1] == (what,)
+        self.broken = self.broken[1:] if breaks else self.broken
+        return breaks
+
+
+class Pushed:
+    """A log with entries of four transitions each, and a store that breaks."""
+
+    def __init__(self, make_role: MakeRole, folder: Path) -> None:
+        self.role = make_role()
+        self.log = ExperienceLog(self.role.redis, self.role.run_id)
+        self.store = Breaks(folder / "store", self.role.run_id)
+        self.archive = Archive(self.store, self.role.run_id)
+
+    def push(self, count: int) -> list[str]:
+        """Their positions."""
+        key = RunKeys(self.role.run_id).log
+        fields: Any = {"worker": "worker-0", "seq": "0", "transitions": "4", "end": "1", "fragment": "x" * 600}
+        return [str(self.role.redis.xadd(key, fields).decode()) for _ in range(count)]  # type: ignore[union-attr]
+
+    def archiver(self, config: ArchiveConfig = ALL) -> Archiver:
+        """Of a trainer that has just begun."""
+        return Archiver(self.archive, self.log, config)
+
+    def archived(self) -> list[str]:
+        """The positions of what can be read back."""
+        return [entry.id for entry in self.archive.entries()]
+
+
+@pytest.fixture
+def pushed(make_role: MakeRole, tmp_path: Path) -> Pushed:
+    """A new run's."""
+    return Pushed(make_role, tmp_path)
+
+
+@pytest.mark.parametrize("successor", [False, True])
+def test_an_upload_that_is_cut_off_is_written_again_by_whoever_comes_next(pushed: Pushed, successor: bool) -> None:
+    positions, archiver = pushed.push(3), pushed.archiver()
+    archiver.store(positions[0], "0-0")
+    pushed.store.broken = ("put",)
+    with pytest.raises(StoreError):
+        archiver.store(positions[1], "0-0")
+    if successor:
+        archiver = pushed.archiver()
+    archiver.store(positions[2], "0-0")  # for another checkpoint: under another name
+    assert pushed.archived() == positions
+
+
+def test_what_goes_goes_from_its_end_so_that_no_hole_stays(pushed: Pushed) -> None:
+    archiver = pushed.archiver()
+    positions = pushed.push(5)
+    for position in positions:
+        archiver.store(position, "0-0")
+    assert pushed.archived() == positions
+    archiver = pushed.archiver(ArchiveConfig(keep="memory", memory_env_steps=8))
+    pushed.store.broken = ("delete",)
+    with pytest.raises(StoreError):
+        archiver.store(positions[-1], "0-0")
+    assert pushed.archived() == positions
+    archiver.store(positions[-1], "0-0")
+    assert pushed.archived() == positions[-2:]
+
+
+@pytest.mark.parametrize("segment_bytes", [1 << 10, 1 << 20])
+def test_switched_off_and_on_it_begins_where_the_log_does(pushed: Pushed, segment_bytes: int) -> None:
+    keep = ArchiveConfig(keep="all", segment_bytes=segment_bytes)
+    first, unarchived = pushed.push(5), pushed.push(2)
+    pushed.archiver(keep).store(first[-1], "0-0")
+    assert pushed.archived() == first
+    assert len(pushed.archive.segments()) == (3 if segment_bytes == 1 << 10 else 1)
+    pushed.archiver(ArchiveConfig(keep="off")).store(unarchived[-1], first[-1])
+    last = pushed.push(5)
+    pushed.archiver(keep).store(last[-1], unarchived[-1])
+    with pytest.raises(ArchiveIncomplete, match=f"lacks the log after {first[-1]} through {unarchived[-1]}"):
+        pushed.archived()
+    assert [entry.id for entry in pushed.archive.entries(unarchived[-1])] == last
+
+
+def test_what_redis_lost_before_it_was_archived_is_a_hole_with_a_name(new_game: NewGame) -> None:
+    game = new_game(small(archive="all", checkpoint={"every": "2 updates", "keep_last": 9}))
+    game.play_to(2)
+    game.durable()
+    begun = game.role.checkpoints.resolve("latest")
+    archiver = game.trainer._publisher._archiver
+    game.trainer._publisher._archiver = Archiver(archiver._archive, archiver._log, ArchiveConfig(keep="off"))
+    game.play_to(4)
+    game.durable()  # and dies before it archives; then Redis is lost with all that it held
+    lost = game.role.checkpoints.resolve("latest")
+    game.crash()
+    game.worker.stop("the machine is gone")
+    restore_redis(game, {})
+    create_flow(game.role)
+    game.restart()
+    game.worker = game.another_worker(0)
+    game.finish()
+    final = game.finished()["final"]
+    store: Any = game.role.checkpoints.store
+    with pytest.raises(ArchiveIncomplete, match="lacks the log after"):
+        list(read_experience(store._folder))
+    with pytest.raises(ArchiveIncomplete, match="lacks the log after"):
+        replay(game.role.checkpoints, game.role.config, game.role.description(), begun, final)
+    assert replay(game.role.checkpoints, game.role.config, game.role.description(), lost, final).equal
+    balanced(game)
