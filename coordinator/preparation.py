@@ -19,6 +19,7 @@ from shared.config_sources import dump_config
 from shared.connection import Address, connect_redis
 from shared.errors import ConfigError, ObjectMissing, RunExists, StagecoachError, UserError
 from shared.events import emit
+from shared.experience_log import ExperienceLog
 from shared.ledger import read_books
 from shared.object_store import open_store
 from shared.policies.actor_critic import build_policies
@@ -124,6 +125,7 @@ def prepare_resume(role: Role, origin: str = "latest", before: StopConfig | None
         role.flow.set_desired_workers(role.config.rollout.workers)
         role.flow.release()
         role.redis.delete(RunKeys(role.run_id).heartbeats, RunKeys(role.run_id).draining)
+        _forget_trails(role)
     if checkpoint is not None:
         taken = rebased(role, checkpoint, role.flow.take_over())
         role.checkpoints.write(taken.manifest, taken.objects)
@@ -131,6 +133,14 @@ def prepare_resume(role: Role, origin: str = "latest", before: StopConfig | None
         emit(role.redis, role.run_id, "trainer", text)
     role.checkpoints.store.delete(FINISHED)
     role.flow.set_state("running", "")
+
+
+def _forget_trails(role: Role) -> None:
+    """Of workers that the run no longer has; they would stay in Redis."""
+    keys, wanted = RunKeys(role.run_id), {f"worker-{index}" for index in range(role.config.rollout.workers)}
+    known: Any = role.redis.hkeys(keys.incarnations)
+    for worker in {name.decode() for name in known} - wanted:
+        ExperienceLog(role.redis, role.run_id).forget_trail(worker)
 
 
 def _older(role: Role, origin: str) -> Checkpoint | None:

@@ -50,7 +50,8 @@ class Sampler:
         self._generator = torch.Generator(self._device)
         self.life = life
         self._number = past.number if past else 0
-        self._now = environment.reset(life.environments(environment.num_envs), past.past if past else None)
+        began = environment.reset(life.environments(environment.num_envs), past.past if past else None)
+        self._now = {policy_id: observations for policy_id, (observations, _) in began.items()}
 
     @torch.inference_mode()
     def sample(self, policies: Mapping[str, ActorCritic], exploration: Exploration, steps: int) -> Sample:
@@ -65,7 +66,7 @@ class Sampler:
         for step in range(steps):
             actions = {}
             for policy_id, recorder in recorders.items():
-                observations, _ = self._now[policy_id]
+                observations = self._now[policy_id]
                 tensors = {name: torch.from_numpy(array).to(self._device) for name, array in observations.items()}
                 chosen, params = exploration.act(policies[policy_id], tensors, self._generator)
                 actions[policy_id] = {name: tensor.cpu().numpy() for name, tensor in chosen.items()}
@@ -75,10 +76,10 @@ class Sampler:
             environment_seconds += time.perf_counter() - before
             for policy_id, recorder in recorders.items():
                 recorder.stepped(step, result.policies[policy_id])
-                self._now[policy_id] = (result.policies[policy_id].obs, result.policies[policy_id].mask)
+                self._now[policy_id] = result.policies[policy_id].obs
             episodes += [record for _, record in result.episodes]
         columns = {
-            policy_id: recorder.finish(policies[policy_id], self._now[policy_id][0])
+            policy_id: recorder.finish(policies[policy_id], self._now[policy_id])
             for policy_id, recorder in recorders.items()
         }
         self._number += 1
@@ -91,7 +92,7 @@ class Sampler:
         place = self._environment.place
         return "" if place is None else trail.digest(self._now, place.returns)
 
-    def trace(self, sample: Sample, writer: int) -> trail.Step | None:
+    def trace(self, sample: Sample) -> trail.Step | None:
         """The part of the trail that goes with the last sample; None for environments that leave none."""
         place = self._environment.place
         if place is None:
@@ -103,7 +104,7 @@ class Sampler:
             for policy_id, columns in sample.columns.items()
         }
         number = self._number - 1
-        return trail.Step(self.life, writer, number, place.episodes, place.lengths, self.stands, actions)
+        return trail.Step(self.life, number, place.episodes, place.lengths, self.stands, actions)
 
     def close(self) -> None:
         """Ends the environments."""

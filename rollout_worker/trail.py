@@ -10,7 +10,7 @@ predecessor would have acted. An environment that does not come back to the same
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
@@ -20,8 +20,8 @@ from shared.spaces import Array, Columns
 
 MOST_BYTES = 1 << 20
 """A trail that would be longer is not kept: it lies in Redis, for each worker."""
-_MOST_ATTEMPTS = 3
-"""So many incarnations may take up the same place and die before their first push; the next one begins anew."""
+MOST_TRIES = 3
+"""So many incarnations may die while they act on from the same place; the next one begins anew."""
 _FRAGMENT, _ENVIRONMENTS = 0, 1
 _MASK = (1 << 64) - 1
 
@@ -37,6 +37,10 @@ class Life:
 
     def __str__(self) -> str:
         return f"{self.incarnation}.{self.restarts}"
+
+    def next(self) -> Life:
+        """The life that begins where an environment has raised: whoever comes to that place begins the same one."""
+        return replace(self, restarts=self.restarts + 1)
 
     def acting(self, number: int) -> int:
         """The seed of the actions in fragment `number`."""
@@ -86,8 +90,6 @@ class Step:
     """One fragment's part of the trail."""
 
     life: Life
-    writer: int
-    """The incarnation that acted it."""
     number: int
     """Of the fragment, in this life."""
     episodes: tuple[int, ...]
@@ -119,7 +121,7 @@ def decode(blob: bytes) -> Step:
         actions.setdefault(policy_id, {})[column] = array.astype(header["actions"][name])
     lengths, episodes = tuple(map(int, header["lengths"])), tuple(map(int, header["episodes"]))
     life = Life(**header["life"])
-    return Step(life, header["writer"], header["number"], episodes, lengths, header["digest"], actions)
+    return Step(life, header["number"], episodes, lengths, header["digest"], actions)
 
 
 @dataclass(frozen=True)
@@ -133,13 +135,13 @@ class Trail:
     digest: str
 
 
-def read(blobs: Sequence[bytes], incarnation: int) -> Trail | None:
-    """The trail in what Redis holds, for this incarnation; None where it cannot be taken up."""
+def read(blobs: Sequence[bytes]) -> Trail | None:
+    """The trail in what Redis holds; None where it cannot be taken up."""
     try:
         steps = [decode(blob) for blob in blobs]
     except (tensor_blob.BlobError, KeyError, TypeError, ValueError):
         return None
-    if not steps or incarnation - steps[-1].writer > _MOST_ATTEMPTS:
+    if not steps:
         return None
     last = steps[-1]
     needed = steps[-last.fragments :]
@@ -153,13 +155,12 @@ def read(blobs: Sequence[bytes], incarnation: int) -> Trail | None:
     return Trail(last.life, last.number + 1, Past(last.episodes, last.lengths, actions), last.digest)
 
 
-def digest(now: Mapping[str, tuple[Columns, Array]], returns: Array) -> str:
-    """A hash of all that is observed now, and of the running returns."""
+def digest(now: Mapping[str, Columns], returns: Array) -> str:
+    """A hash of all that is observed now (zeros where an agent is absent), and of the running returns."""
     found = xxhash.xxh3_64()
-    for _, (columns, mask) in sorted(now.items()):
+    for _, columns in sorted(now.items()):
         for _, array in sorted(columns.items()):
             found.update(array.tobytes())
-        found.update(mask.tobytes())
     found.update(returns.tobytes())
     return found.hexdigest()
 

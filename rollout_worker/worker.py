@@ -54,7 +54,8 @@ class Worker:
         self._board = PolicyBoard(role.redis, role.run_id)
         self._heartbeat = Heartbeat(role.redis, role.run_id, "worker", self.id)
         self._failures: deque[float] = deque()
-        self._environment_restarts = 0
+        self._acting = False
+        """Whether this incarnation has begun to act."""
         self._superseded = False
         self.incarnation = -1
         self._seq = 0
@@ -114,7 +115,7 @@ class Worker:
             return "end:drained" if claim.word == "drain" else f"end:{claim.word}"
         self._update_policy(claim)
         try:
-            sample = self._sampler.sample(self._policies, self._exploration(), self._config.rollout.fragment_steps)
+            sample = self._act()
         except EnvironmentFailure as error:
             self._restart_environment(error)
             return "failed"
@@ -129,6 +130,8 @@ class Worker:
             if self.incarnation >= 0:
                 # its own claims, not those of a successor
                 self._role.flow.release(f"{self.id}:{self.incarnation}")
+                if reason == "drained":  # it may never come back, and its trail would stay
+                    self._log.forget_trail(self.id)
                 emit(self._role.redis, self._role.run_id, "worker", f"{self.id} ended: {reason}")
         except Exception:
             _LOGGER.exception("%s could not end in order", self.id)
@@ -182,6 +185,12 @@ class Worker:
         self._header = version.header
         for policy_id, state in version.states.items():
             load_state_arrays(self._policies[policy_id], state)
+
+    def _act(self) -> Sample:
+        if not self._acting:
+            self._log.trying(self.id, 1)  # where it dies before its first push, the next ones shall not die for ever
+            self._acting = True
+        return self._sampler.sample(self._policies, self._exploration(), self._config.rollout.fragment_steps)
 
     def _exploration(self) -> Exploration:
         return RandomActing() if self._header.phase is Phase.HEATUP else Sampling()
@@ -250,7 +259,7 @@ class Worker:
 
     def _trail(self, sample: Sample) -> tuple[bytes, int]:
         """What a successor needs to go on from here, and how many fragments it reaches back; nothing if too much."""
-        step, rollout = self._sampler.trace(sample, self.incarnation), self._config.rollout
+        step, rollout = self._sampler.trace(sample), self._config.rollout
         if step is None or not rollout.catch_up_seconds:
             return b"", 0
         blob = trail.encode(step)
@@ -259,51 +268,61 @@ class Worker:
             return b"", 0
         return blob, step.fragments
 
-    def _make_sampler(self, past: Trail | None) -> Sampler:
-        """Takes up a predecessor's episodes, or begins a life of its own."""
-        begun = Life(self._config.seed, self._index, self.incarnation, self._environment_restarts)
+    def _make_sampler(self, life: Life, past: Trail | None = None) -> Sampler:
+        """Begins a life, or takes it up where `past` ends."""
         environment = WatchedEnvironment(
             lambda: make_vector(self._config.environment, self._description), self._watchdog
         )
         try:
-            life = past.life if past else begun
             return Sampler(environment, self._description, life, self._config.rollout.device, past)
         except EnvironmentFailure:
             environment.close()
             raise
 
-    def _take_up(self) -> Sampler:
-        """Where the predecessor's last fragment ended, if the environments come there again; else new episodes."""
-        past = trail.read(self._log.trail(self.id), self.incarnation)
-        if past is not None:
-            sampler = self._make_sampler(past)
-            if sampler.stands == past.digest:
-                return sampler
-            sampler.close()
-            text = f"{self.id}: the environment did not come back to where it was; it begins new episodes"
-            emit(self._role.redis, self._role.run_id, "environment", text)
-        return self._make_sampler(None)
-
     def _start_environment(self) -> Sampler:
-        """Also an environment that raises in its first reset is started again, within the configured rate."""
+        """Where the predecessor's last fragment ended, if the environments come there again; else new episodes."""
+        left = self._log.left(self.id)
+        if left.tries >= trail.MOST_TRIES:
+            why = f"{left.tries} of its predecessors died in the old ones"
+        elif not left.pushed:  # nobody has seen the beginning yet
+            return self._begin_anew(Life(self._config.seed, self._index, 0, 0))
+        elif (past := trail.read(left.trail)) is None:
+            why = "no trail to the old ones is left (drained, a native environment, or rollout.catch_up_seconds)"
+        elif (sampler := self._take_up(past)) is None:
+            why = "its environment did not come back to where it was"
+        else:
+            return sampler
+        emit(self._role.redis, self._role.run_id, "environment", f"{self.id} begins new episodes: {why}")
+        return self._begin_anew(Life(self._config.seed, self._index, self.incarnation, 0))
+
+    def _take_up(self, past: Trail) -> Sampler | None:
+        """The predecessor's episodes; None where the environments do not come to where it stood."""
+        self._log.trying(self.id, 1)
         try:
-            return self._take_up()
+            sampler = self._make_sampler(past.life, past)
         except EnvironmentFailure as error:
             self._count_failure(error)
-        return self._begin_anew()
+            return None
+        self._log.trying(self.id, -1)
+        if sampler.stands == past.digest:
+            return sampler
+        sampler.close()
+        return None
 
-    def _begin_anew(self) -> Sampler:
+    def _begin_anew(self, life: Life) -> Sampler:
+        """Also an environment that raises in its first reset is started again, within the configured rate."""
         while True:
             try:
-                return self._make_sampler(None)
+                return self._make_sampler(life)
             except EnvironmentFailure as error:
                 self._count_failure(error)
+                life = life.next()
 
     def _restart_environment(self, error: EnvironmentFailure) -> None:
         """Starts the environments again, within the configured rate; beyond it, raises what the environment raised."""
         self._count_failure(error)
         self._sampler.close()
-        self._sampler = self._begin_anew()
+        self._sampler = self._begin_anew(self._sampler.life.next())
 
     def _count_failure(self, error: EnvironmentFailure) -> None:
         """Tells what the environment raised; raises it where that happens too often."""
@@ -319,4 +338,3 @@ class Worker:
                 f"environment.failures_allowed is {environment.failures_allowed}"
             )
         emit(self._role.redis, self._role.run_id, "environment", f"{first_line}; starting it again")
-        self._environment_restarts += 1

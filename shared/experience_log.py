@@ -37,6 +37,18 @@ class LogEntry:
     """Fragments before it that were missing when it was pushed: Redis had lost them, and the credit behind them."""
 
 
+@dataclass(frozen=True)
+class Left:
+    """What a worker finds of its predecessors."""
+
+    trail: list[bytes]
+    """Oldest first."""
+    tries: int
+    """How many have died since the last push, while they acted on from there."""
+    pushed: bool
+    """Whether any of them has pushed anything."""
+
+
 class LogReader(Protocol):
     """Whatever gives log entries in order: the log itself, or its archive."""
 
@@ -80,9 +92,20 @@ class ExperienceLog:
         arguments: list[Any] = [worker, incarnation, seq, epoch, transitions, fragment, trail, trail_length]
         return cast(bytes, self._push(keys, arguments)).decode()
 
-    def trail(self, worker: str) -> list[bytes]:
-        """What `worker` left with its last fragments, oldest first."""
-        return cast(list[bytes], self._redis.lrange(self._keys.trail(worker), 0, -1))
+    def left(self, worker: str) -> Left:
+        """What the incarnations of `worker` before this one have left."""
+        trail = cast(list[bytes], self._redis.lrange(self._keys.trail(worker), 0, -1))
+        tries = cast(bytes | None, self._redis.hget(self._keys.pushed, f"{worker}:tries"))
+        return Left(trail, int(tries or 0), bool(self._redis.hexists(self._keys.produced, f"{worker}:fragments")))
+
+    def trying(self, worker: str, count: int) -> None:
+        """`worker` begins (1) something that it may not outlive, or has outlived it (-1); a push counts as both."""
+        scripts.write_small(self._redis, self._keys.flow, self._keys.pushed, "HINCRBY", f"{worker}:tries", count)
+
+    def forget_trail(self, worker: str) -> None:
+        """Nobody shall take up the episodes of `worker`."""
+        self._redis.delete(self._keys.trail(worker))
+        self._redis.hdel(self._keys.pushed, f"{worker}:tries")
 
     def read(self, after: str, count: int, block_seconds: float) -> list[LogEntry]:
         """Up to `count` entries after position `after`, waiting at most `block_seconds` for the first."""

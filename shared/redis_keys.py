@@ -51,7 +51,8 @@ class RunKeys:
 
     @property
     def pushed(self) -> str:
-        """Hash; worker:incarnation → last sequence number pushed, so that repeats and gaps show. Writer: push."""
+        """Hash; worker:incarnation → last sequence number pushed, so that repeats and gaps show; worker:tries → how
+        many incarnations have died since the last push, while they acted. Writers: push, worker."""
         return self.prefix + "pushed"
 
     @property
@@ -75,7 +76,8 @@ class RunKeys:
         return self.prefix + "wakeups"
 
     def trail(self, worker: str) -> str:
-        """List; what `worker` did in its running episodes, an entry per fragment. Writer: push; reader: worker."""
+        """List; what `worker` did in its running episodes, an entry per fragment; gone when it is drained.
+        Writer: push; reader: worker."""
         return f"{self.prefix}trail:{worker}"
 
     @property

@@ -211,6 +211,7 @@ if flow[1] == 'finished' then return 'finished' end
 local lives = tonumber(redis.call('HGET', KEYS[6], ARGV[1]) or '0')
 if tonumber(ARGV[2]) < lives - 1 then return 'superseded' end
 local function leave_trail()  -- also of a fragment that is refused: its environments have moved on
+  redis.call('HDEL', KEYS[4], ARGV[1] .. ':tries')
   if ARGV[8] == '0' then
     redis.call('DEL', KEYS[7])
   else

@@ -111,6 +111,16 @@ class Unseeded(Noise):
         return self.np_random.normal(size=3).astype(np.float32), {}
 
 
+class Stumbles(Noise):
+    """Raises where one of its numbers is large, wherever and whenever that is."""
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        observation, *rest = super().step(action)
+        if observation.max() > 2.0:
+            raise ValueError("stumbled")
+        return observation, *rest  # type: ignore[return-value]
+
+
 OBSERVATIONS: dict[str, spaces.Space[Any]] = {
     "box": spaces.Box(-2.0, 2.0, (3,), np.float32),
     "matrix": spaces.Box(-2.0, 2.0, (2, 3), np.float64),
@@ -302,15 +312,17 @@ class Chase:
     """PettingZoo's parallel interface, two agents: `cat` (Discrete) is out first, `mouse` (Box) plays on.
 
     `cat` terminates after `cat_steps`; `mouse` is truncated after `mouse_steps`. Each is paid 1 per step plus its own
-    bonus (cat: 1 for action 1; mouse: minus its action squared). Observations count the agent's steps and the episodes.
+    bonus (cat: 1 for action 1; mouse: minus its action squared). Observations count the agent's steps and, unless told
+    otherwise, the episodes.
     """
 
     metadata = {"name": "chase"}
     possible_agents = ["cat", "mouse"]
 
-    def __init__(self, cat_steps: int = 2, mouse_steps: int = 4, fails_at: int = -1) -> None:
+    def __init__(self, cat_steps: int = 2, mouse_steps: int = 4, fails_at: int = -1, counts: bool = True) -> None:
         self._limits = {"cat": cat_steps, "mouse": mouse_steps}
         self._fails_at = fails_at
+        self._counts = counts
         self._episodes = -1
         self.agents: list[str] = []
 
@@ -321,7 +333,7 @@ class Chase:
         return spaces.Discrete(2) if agent == "cat" else spaces.Box(-1.0, 1.0, (1,), np.float32)
 
     def _observe(self, agents: list[str]) -> dict[str, Array]:
-        both = [self._steps, self._episodes]
+        both = [self._steps, self._episodes if self._counts else 0]
         return {agent: np.array([*both, self._luck] if agent == "cat" else both, np.float32) for agent in agents}
 
     def reset(

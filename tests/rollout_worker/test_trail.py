@@ -22,6 +22,14 @@ STEPS = 7
 LIFE = Life(3, 1, 4, 0)
 
 
+STACKED = {"path": "gymnasium.wrappers:FrameStackObservation", "kwargs": {"stack_size": 3}}
+
+
+def spaces(observation: str, action: str) -> dict[str, Any]:
+    """An environment with these spaces; its episodes end in the midst of a fragment, at its end, and later."""
+    return {"id": f"{MODULE}:AnySpaces", "kwargs": {"observation": observation, "action": action, "length": 14}}
+
+
 class Line:
     """A worker's line of fragments, and the trail that it leaves."""
 
@@ -31,14 +39,14 @@ class Line:
         description = describe_environment(config)
         self.policies = build_policies(description.policies, config.policies, 0)
         self.left = list(left or [])
-        self.past = trail.read(self.left, incarnation=4)
+        self.past = trail.read(self.left)
         vector = make_vector(config.environment, description)
         self.sampler = Sampler(vector, description, self.past.life if self.past else LIFE, past=self.past)
 
     def sample(self) -> Sample:
         """The next fragment; its part of the trail is left."""
         sample = self.sampler.sample(self.policies, Sampling(), STEPS)
-        step = self.sampler.trace(sample, writer=4)
+        step = self.sampler.trace(sample)
         if step is not None:
             self.left.append(trail.encode(step))
             self.left = self.left[-step.fragments :]
@@ -62,8 +70,15 @@ def same(one: Sample, other: Sample) -> bool:
         ({"id": "Pendulum-v1", "max_episode_steps": 20}, {}),
         ({"id": "Acrobot-v1", "max_episode_steps": 9}, {}),
         (AGENTS | {"kwargs": {"cat_steps": 12, "mouse_steps": 100}}, TWO_POLICIES),
+        (AGENTS | {"kwargs": {"cat_steps": 21, "mouse_steps": 42, "counts": False}}, TWO_POLICIES),
+        (AGENTS | {"kwargs": {"cat_steps": 3, "mouse_steps": 8, "counts": False}}, TWO_POLICIES),
+        (spaces("dict", "dict"), {}),
+        (spaces("tuple", "tuple"), {}),
+        (spaces("image", "multi_discrete_matrix") | {"wrappers": [STACKED]}, {}),
+        (spaces("matrix", "box64"), {}),
+        (spaces("multi_discrete", "multi_binary"), {}),
     ],
-    ids=lambda value: str(value.get("id", "")) + value.get("vectorization", ""),
+    ids=lambda value: str(value.get("id", "")).removeprefix(MODULE) + value.get("vectorization", ""),
 )
 def test_a_successor_goes_on_as_its_predecessor_would_have(
     environment: dict[str, Any], sections: dict[str, Any]
@@ -117,12 +132,11 @@ def test_a_trail_that_cannot_be_followed_is_none() -> None:
         line.sample()
     line.sampler.close()
     left = line.left
-    assert len(left) == 3 and trail.read(left, 4) is not None
-    assert trail.read([], 4) is None
-    assert trail.read([*left[:2], b"garbage"], 4) is None
-    assert trail.read(left[1:], 4) is None, "the first is gone"
-    assert trail.read([left[0], left[2]], 4) is None, "an older Redis came back, and lost one"
-    assert trail.read(left, 7) is not None and trail.read(left, 8) is None, "three have died here: not a fourth"
+    assert len(left) == 3 and trail.read(left) is not None
+    assert trail.read([]) is None
+    assert trail.read([*left[:2], b"garbage"]) is None
+    assert trail.read(left[1:]) is None, "the first is gone"
+    assert trail.read([left[0], left[2]]) is None, "an older Redis came back, and lost one"
 
 
 def test_seeds_differ_between_lives_fragments_environments_and_episodes() -> None:

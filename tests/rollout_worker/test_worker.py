@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollout_worker.trail import Life
 from rollout_worker.worker import Worker
 from shared import fragment
 from shared.config import Config
@@ -239,9 +240,9 @@ def test_the_same_worker_of_the_same_run_seed_meets_the_same_starts(
         first, second = Worker(role, 2), Worker(role, 2)
         drawn = []
         for worker in (first, second):
-            worker._description, worker.incarnation = role.description(), 4
-            sampler = worker._make_sampler(None)
-            drawn.append(sampler._now["default"][0]["obs"].copy())
+            worker._description = role.description()
+            sampler = worker._make_sampler(Life(config.seed, 2, 4, 0))
+            drawn.append(sampler._now["default"]["obs"].copy())
             sampler.close()
     assert np.array_equal(drawn[0], drawn[1])
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rollout_worker.worker import Worker
+from shared.redis_keys import RunKeys
+from tests.environments_for_tests import MODULE
 from tests.trainer_node.game import Game, NewGame, balanced, small
 
 CONFIG = small(stop_at={"updates": 8}, environment={"id": "CartPole-v1", "num_envs": 3})
@@ -86,9 +88,71 @@ def test_where_a_place_kills_again_and_again_new_episodes_begin(new_game: NewGam
     game.play_to(2)
     lives = []
     for _ in range(5):
+        assert game.worker._claim(0).granted
+        game.worker._act()  # and dies of it
         die(game)
         replace_worker(game)
         lives.append(game.worker._sampler.life.incarnation)
     assert lives == [0, 0, 0, 4, 5], "three successors took it up, and none of them pushed anything"
+    assert "worker-0 begins new episodes: 4 of its predecessors died in the old ones" in game.events("environment")
+    game.finish()
+    balanced(game)
+
+
+def test_who_dies_while_it_waits_dies_of_nothing_in_its_episodes(new_game: NewGame, expected: dict[str, str]) -> None:
+    game = new_game(CONFIG)
+    game.play_to(2)
+    for _ in range(6):
+        die(game)
+        replace_worker(game)
+    assert game.finish() == undisturbed(new_game, expected)
+    assert "begins new episodes" not in game.events("environment")
+
+
+@pytest.mark.parametrize("heatup", ["0 env_steps", "100 env_steps"])
+@pytest.mark.parametrize("pushes", [0, 1])
+def test_a_run_that_dies_in_its_first_fragments_begins_as_it_began(new_game: NewGame, pushes: int, heatup: str) -> None:
+    config = small(stop_at={"updates": 3}, heatup=heatup)
+    whole = new_game(config).finish()
+    game = new_game(config)
+    for _ in range(2):
+        for _ in range(pushes):
+            assert game.worker.step(0) == "pushed"
+        game.crash()
+        die(game)
+        game.restart()
+        replace_worker(game)
+    assert game.finish() == whole
+    balanced(game)
+
+
+def test_an_environment_that_raises_now_and_then_does_so_in_every_life_alike(new_game: NewGame) -> None:
+    stumbles = {"id": f"{MODULE}:Stumbles", "num_envs": 3, "failures_allowed": 9999}
+    config = small(stop_at={"updates": 6}, environment=stumbles)
+    undisturbed = new_game(config)
+    whole = undisturbed.finish()
+    assert undisturbed.events("environment").count("stumbled") > 5
+    game = new_game(config)
+    for version in range(1, 6):
+        game.play_to(version)
+        die(game)
+        replace_worker(game)
+    assert game.finish() == whole
+    balanced(game)
+
+
+def test_a_trail_that_is_gone_is_said_and_one_of_a_drained_worker_goes(new_game: NewGame) -> None:
+    game = new_game(CONFIG)
+    other = game.another_worker(1)
+    keys = RunKeys(game.role.run_id)
+    assert other.step(0) == "pushed"
+    assert game.role.redis.exists(keys.trail("worker-1"))
+    game.role.flow.drain("worker-1")
+    assert other.step(0) == "end:drained"
+    other.stop("drained")
+    assert not game.role.redis.exists(keys.trail("worker-1"))
+    game.role.flow.undrain("worker-1")
+    assert game.another_worker(1)._sampler.life.incarnation == 1
+    assert "worker-1 begins new episodes: no trail" in game.events("environment")
     game.finish()
     balanced(game)
