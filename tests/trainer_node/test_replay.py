@@ -21,6 +21,14 @@ def archived(**sections: Any) -> Any:
     return small(**({"archive": "all", "checkpoint": KEEP} | sections))
 
 
+def play_durably(game: Game) -> None:
+    """To the end, and each checkpoint that is due becomes durable before a newer one takes its place."""
+    for version in range(1, 7):
+        game.play_to(version)
+        game.durable()
+    game.finish()
+
+
 def replayed(game: Game, start: str, goal: str) -> Replayed:
     """A replay between two checkpoints of the game's run."""
     return replay(game.role.checkpoints, game.role.config, game.role.description(), start, goal)
@@ -29,10 +37,7 @@ def replayed(game: Game, start: str, goal: str) -> Replayed:
 @pytest.mark.parametrize("sections", [{}, {"heatup": f"{2 * STEPS_PER_UPDATE} env_steps"}])
 def test_every_stretch_between_two_checkpoints_comes_out_the_same(new_game: NewGame, sections: dict[str, Any]) -> None:
     game = new_game(archived(**sections))
-    for version in range(1, 7):
-        game.play_to(version)
-        game.durable()  # or a newer one takes its place
-    game.finish()
+    play_durably(game)
     names = game.role.checkpoints.names()
     assert len(names) >= 4
     for start in ["start", *names]:
@@ -82,7 +87,7 @@ def test_without_an_archive_or_with_a_hole_in_it_the_replay_names_what_is_missin
     off.finish()
     with pytest.raises(ArchiveIncomplete, match="archive=all"):
         replayed(off, "start", off.finished()["final"])
-    holed.finish()
+    play_durably(holed)
     archive = Archive(holed.role.checkpoints.store, holed.role.run_id)
     segments = archive.segments()
     assert len(segments) >= 3

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from shared.config import PPOConfig
 from shared.policies.actor_critic import ActorCritic
 from shared.spaces import Array, Columns
 from shared.steps import Counters
+from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.gae import advantages
 
 _KL_SLACK = 1.5
@@ -55,9 +55,7 @@ class PPO:
         self._config = config
         self._device = device
         self._seed = seed
-        self._optimiser = torch.optim.Adam(
-            self.policy.parameters(), lr=config.learning_rate.start, eps=config.adam_epsilon
-        )
+        self._optimiser = Adam(self.policy.parameters(), config.adam_epsilon)
 
     def update(self, fragments: Sequence[Columns], counters: Counters) -> dict[str, float]:
         """One update from the columns of K fragments of equal T (shared/fragment.py); answers the metrics.
@@ -67,11 +65,9 @@ class PPO:
         """
         config = self._config
         learning_rate, clip = config.learning_rate.value(counters), config.clip_range.value(counters)
-        for group in self._optimiser.param_groups:
-            group["lr"] = learning_rate
         columns = _side_by_side(fragments)
         batch = self._batch(columns)
-        history = self._epochs(batch, clip, counters.updates) if len(batch) else []
+        history = self._epochs(batch, learning_rate, clip, counters.updates) if len(batch) else []
         metrics = {name: float(np.mean([item[name] for item in history])) for name in (history[0] if history else {})}
         metrics |= {
             "train/learning_rate": learning_rate,
@@ -132,7 +128,7 @@ class PPO:
         ]
         return torch.cat(parts) if parts else torch.zeros(0, device=self._device)
 
-    def _epochs(self, batch: Batch, clip: float, update: int) -> list[dict[str, float]]:
+    def _epochs(self, batch: Batch, learning_rate: float, clip: float, update: int) -> list[dict[str, float]]:
         """All gradient steps of one update; stops early when the policy has moved too far (target_kl)."""
         config = self._config
         generator = torch.Generator().manual_seed(self._shuffle_seed(update))
@@ -147,7 +143,7 @@ class PPO:
                 self._optimiser.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 norm = nn.utils.clip_grad_norm_(self.policy.parameters(), config.max_grad_norm)
-                self._optimiser.step()
+                self._optimiser.step(learning_rate)
                 history.append(metrics | {"train/grad_norm": norm.detach()})
         return _to_floats(history)
 
@@ -189,20 +185,11 @@ class PPO:
 
     def state(self) -> Columns:
         """The optimiser's state as named arrays."""
-        arrays: dict[str, Any] = {}
-        for index, slots in self._optimiser.state_dict()["state"].items():
-            for name, tensor in slots.items():
-                arrays[f"{index}/{name}"] = tensor.detach().cpu().numpy().copy()
-        return arrays
+        return self._optimiser.state()
 
     def load_state(self, arrays: Mapping[str, Array]) -> None:
         """The inverse of `state`."""
-        slots: dict[int, dict[str, Tensor]] = {}
-        for key, array in arrays.items():
-            index, _, name = key.partition("/")
-            slots.setdefault(int(index), {})[name] = torch.from_numpy(np.array(array))
-        groups = self._optimiser.state_dict()["param_groups"]
-        self._optimiser.load_state_dict({"state": slots, "param_groups": groups})
+        self._optimiser.load_state(arrays)
 
 
 def _side_by_side(fragments: Sequence[Columns]) -> Columns:
