@@ -155,6 +155,16 @@ def test_redis_is_killed_again_and_again_while_the_roles_run(place: Place, undis
     assert balanced(game)["total"]["consumed"]["fragments"] == 2 * UPDATES
 
 
+def test_a_redis_that_has_forgotten_the_scripts_gets_them_again_in_one_command(place: Place) -> None:
+    """Else it could be gone again between being given a script and running it."""
+    game = place.game()
+    place.redis.command("SCRIPT", "FLUSH")
+    before = place.redis.command("INFO", "commandstats").get("cmdstat_script|load", {"calls": 0})["calls"]
+    game.finish()
+    assert place.redis.command("INFO", "commandstats").get("cmdstat_script|load", {"calls": 0})["calls"] == before
+    balanced(game)
+
+
 def test_redis_that_loads_its_data_is_waited_for(tmp_path: Path, undisturbed: str) -> None:
     place = Place(tmp_path, **{"key-load-delay": 4000})
     try:

@@ -51,6 +51,10 @@ CASES: dict[str, tuple[list[Beat], dict[str, Any], str]] = {
         [beat("trainer", **WAITS), beat("worker", "worker-0", waiting_for="room in the log (…)")], {},
         "the store: workers wait for room in the log",
     ),
+    "full memory": (
+        [beat("trainer", **WAITS), beat("worker", "worker-0", waiting_for="memory in Redis (…)")], {},
+        "Redis, whose memory is full (maxmemory)",
+    ),
     "full log and why": (
         [beat("trainer", **WAITS), beat("worker", "worker-0", waiting_for="room in the log (…)")],
         {"error": "SlowDown"}, "which a durable checkpoint frees (SlowDown)",
