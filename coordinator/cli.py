@@ -123,6 +123,8 @@ def replay(
             f"equal, all {len(found.sha256)} objects" if found.equal else f"different: {', '.join(found.different)}"
         )
         _console.print(f"{found.goal}: {verdict} ({what})", highlight=False, soft_wrap=True)
+        for line in found.unlike:
+            _console.print(f"  {line}", highlight=False, soft_wrap=True)
         for name, digest in found.sha256.items():
             _console.print(f"  {digest}  {name}", highlight=False, soft_wrap=True)
     if not found.equal:

@@ -120,6 +120,7 @@ def _provenance(
         ("created", time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(manifest.created))),
         ("parent", manifest.parent or _origin(said.get("initialized_from"))),
         ("code version", str(said["code_version"])),
+        ("computed with", ", ".join(f"{name} {value}" for name, value in said.get("computed_with", {}).items())),
         ("config hash", f"{said['config_hash']} ({same})"),
         ("seed", str(said["seed"])),
         ("phase", str(said["phase"])),

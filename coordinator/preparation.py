@@ -17,7 +17,15 @@ from shared.checkpoint import CONFIG, ENVIRONMENT, FINISHED, STATUS, Checkpoint,
 from shared.config import Config, StopConfig
 from shared.config_sources import dump_config
 from shared.connection import Address, connect_redis
-from shared.errors import ConfigError, ObjectMissing, RunExists, StagecoachError, UserError
+from shared.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    ConfigError,
+    ObjectMissing,
+    RunExists,
+    StagecoachError,
+    UserError,
+)
 from shared.events import emit
 from shared.experience_log import ExperienceLog
 from shared.ledger import read_books
@@ -26,7 +34,9 @@ from shared.policies.actor_critic import build_policies
 from shared.redis_keys import RunKeys
 from shared.role import Role
 from shared.spaces import EnvironmentDescription
+from trainer_node.learner import make_learner
 from trainer_node.rebase import initialised, rebased
+from trainer_node.snapshot import restore
 
 FIRST_CHECKPOINT = checkpoint_name(0, 0)
 _LOGGER = logging.getLogger("stagecoach.coordinator")
@@ -117,6 +127,7 @@ def prepare_resume(role: Role, origin: str = "latest", before: StopConfig | None
     From the newest good checkpoint and the log behind it; or from `origin`, an older checkpoint, which then goes on as
     a new version: what was learnt since is left behind. Nothing is written before `origin` is found good.
     """
+    _refuse_unbegun(role)
     checkpoint = _older(role, origin)
     _refuse_reached(role, checkpoint, before)
     if not create_flow(role):
@@ -144,12 +155,34 @@ def _forget_trails(role: Role) -> None:
 
 
 def _older(role: Role, origin: str) -> Checkpoint | None:
-    """The checkpoint to go back to; None where `origin` is where the run goes on anyway."""
+    """The checkpoint to go back to, verified and restored once; None where `origin` is where the run goes on anyway."""
     if origin == "latest":
         return None
-    name = role.checkpoints.resolve(origin)
-    newest, _ = role.checkpoints.newest_good()
-    return None if name == newest.manifest.name else role.checkpoints.load(name)
+    try:
+        name = role.checkpoints.resolve(origin)
+        newest, _ = role.checkpoints.newest_good()
+        if name == newest.manifest.name:
+            return None
+        found = role.checkpoints.load(name)
+        restore(make_learner(role.config, role.description()), found)
+    except CheckpointDamaged as error:
+        raise UserError(f"resume --from {origin}: {error}; nothing was changed, choose another checkpoint") from None
+    return found
+
+
+def _refuse_unbegun(role: Role) -> None:
+    """A run that was cut off before it had the weights that it was to begin with would begin without them."""
+    if role.config.initialize_from is None:
+        return
+    try:
+        role.checkpoints.newest_good()
+    except CheckpointNotFound:
+        raise UserError(
+            f"run {role.run_id!r} was cut off before it had the policies of {role.config.initialize_from}, and would "
+            f"begin without them; start a new run"
+        ) from None
+    except CheckpointDamaged:
+        return  # the trainer tells
 
 
 def record_failure(role: Role, reason: str) -> None:

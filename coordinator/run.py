@@ -44,6 +44,7 @@ from shared.checkpoint import ENVIRONMENT, Checkpoint, CheckpointStore
 from shared.config import Config
 from shared.connection import Address, connect_redis
 from shared.errors import (
+    CheckpointDamaged,
     CheckpointNotFound,
     ConfigError,
     EnvironmentFailure,
@@ -430,7 +431,10 @@ def _source(config: Config) -> Checkpoint | None:
     if config.initialize_from is None:
         return None
     found = find_checkpoint(config.initialize_from, config.runs_dir)
-    return found.store.load(found.name, only="policy.safetensors")
+    try:
+        return found.store.load(found.name, only="policy.safetensors")
+    except CheckpointDamaged as error:
+        raise UserError(f"initialize_from={config.initialize_from}: {error}; choose another checkpoint") from None
 
 
 def new_run_id(config: Config) -> str:

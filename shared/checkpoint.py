@@ -72,8 +72,8 @@ class Manifest(BaseModel):
     """The checkpoint that this one was trained from."""
     objects: dict[str, StoredObject]
     provenance: dict[str, Any]
-    """Code version, config hash, seed, log range, policy versions, lag histogram, ledger through the position,
-    counters; newest score and books when it was written."""
+    """Code version, what it was computed with, config hash, seed, log range, policy versions, lag histogram, ledger
+    through the position, counters; newest score and books when it was written."""
 
     @property
     def total_bytes(self) -> int:

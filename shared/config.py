@@ -184,7 +184,8 @@ class TrainerConfig(Section):
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """`auto` takes a GPU if there is one; `cpu`, `cuda` or `cuda:n`."""
     torch_threads: int = Field(1, ge=1)
-    """PyTorch threads of the trainer. A fixed number, because bit-equal replay needs the same one each time."""
+    """PyTorch threads of the trainer. A fixed number, because bit-equal replay needs the same one each time; a resume
+    cannot change it."""
     num_cpus: float = Field(1.0, ge=0)
     """Ray CPUs reserved for the trainer."""
     num_gpus: float = Field(0.0, ge=0)
@@ -345,7 +346,7 @@ class SignalsConfig(Section):
     tensorboard: bool = True
     """`signals/tensorboard` in the run's folder."""
     window_episodes: int = Field(100, ge=1)
-    """Episodes behind `rollout/ep_rew_mean`."""
+    """Episodes behind `rollout/ep_rew_mean`; they are part of each checkpoint, so a resume cannot change it."""
 
 
 _DECIDES_LEARNING: Any = {
@@ -357,8 +358,11 @@ _DECIDES_LEARNING: Any = {
     "rollout": {"fragment_steps", "fragments_per_update", "max_policy_lag"},
     "heatup": True,
     "initialize_from": True,
+    "trainer": {"torch_threads"},
+    "signals": {"window_episodes"},
 }
-"""The fields behind `Config.hash`: all roles of a run must agree on them, and a resume may not change them."""
+"""The fields behind `Config.hash`: all roles of a run must agree on them, and a resume may not change them. Sums depend
+on the threads, and each checkpoint holds a window of episodes."""
 
 
 class Config(Section):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from shared.archive import Archive
-from shared.checkpoint import Checkpoint, CheckpointStore, Manifest, describe_objects
+from shared.checkpoint import Checkpoint, CheckpointStore, Manifest
 from shared.config import Config
 from shared.errors import ArchiveIncomplete, UserError
 from shared.fragment import Fragment
@@ -22,7 +22,7 @@ from trainer_node import snapshot
 from trainer_node.intake import Intake
 from trainer_node.learner import make_learner
 from trainer_node.schedule import RunSchedule
-from trainer_node.snapshot import Line, Progress
+from trainer_node.snapshot import Line, Progress, Snapshot
 
 BEGINNING = "start"
 """In place of a checkpoint: the untrained policy, which config and seed decide."""
@@ -41,6 +41,8 @@ class Replayed:
     """The objects that did not come out as they are in the store."""
     sha256: dict[str, str]
     """Object → what came out."""
+    unlike: tuple[str, ...]
+    """What was another then than it is here, where something is different: code, PyTorch, device, threads."""
 
     @property
     def equal(self) -> bool:
@@ -72,6 +74,11 @@ def replay(
     `ArchiveIncomplete`, and `UserError` where no straight line of learning leads from one to the other.
     """
     torch.set_num_threads(config.trainer.torch_threads)
+    if config.trainer.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(
+            f"trainer.device={config.trainer.device}, but PyTorch finds no CUDA device here, and a CPU comes to other "
+            f"bits; replay where the run was trained"
+        )
     aim = checkpoints.load(goal)
     line = snapshot.read_state(aim).line
     learner = make_learner(config, description)
@@ -96,7 +103,8 @@ def replay(
             if item is None:
                 raise ArchiveIncomplete(
                     f"the archive of run {checkpoints.run_id} ends in the middle of version {version + 1}; {goal} is "
-                    f"version {aim.manifest.version}"
+                    f"version {aim.manifest.version}. The log follows a checkpoint into the archive: wait, or resume "
+                    f"the run where it was cut off"
                 )
             taken.append(item)
         learner.emulate_acting(taken, phase)
@@ -109,7 +117,7 @@ def replay(
     where = Progress(version, phase, 0, None, "0-0", begun, line)
     came_out = snapshot.take(learner, description, config, checkpoints.run_id, where, intake.committed)
     steps = fragments * config.rollout.fragment_steps * config.environment.num_envs
-    return _compared(start, aim, came_out.objects, version - begun, fragments, steps)
+    return _compared(start, aim, came_out, version - begun, fragments, steps)
 
 
 def _check_line(start: str, version: int, goal: Manifest, line: Line, config: Config) -> None:
@@ -128,10 +136,18 @@ def _check_line(start: str, version: int, goal: Manifest, line: Line, config: Co
 
 
 def _compared(
-    start: str, aim: Checkpoint, objects: dict[str, bytes], versions: int, fragments: int, env_steps: int
+    start: str, aim: Checkpoint, came_out: Snapshot, versions: int, fragments: int, env_steps: int
 ) -> Replayed:
-    found = describe_objects(objects)
-    expected = aim.manifest.objects
+    found, expected = came_out.manifest.objects, aim.manifest.objects
     different = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
     hashes = {name: item.sha256 for name, item in found.items()}
-    return Replayed(start, aim.manifest.name, versions, fragments, env_steps, tuple(different), hashes)
+    then, now = _circumstances(aim.manifest), _circumstances(came_out.manifest)
+    unlike = [f"{name} {then.get(name)} then, {value} now" for name, value in now.items() if then.get(name) != value]
+    return Replayed(
+        start, aim.manifest.name, versions, fragments, env_steps, tuple(different), hashes,
+        tuple(unlike if different else ()),
+    )  # fmt: skip
+
+
+def _circumstances(manifest: Manifest) -> dict[str, str]:
+    return {"code": manifest.provenance["code_version"], **manifest.provenance.get("computed_with", {})}

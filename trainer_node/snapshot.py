@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shared import tensor_blob
 from shared.checkpoint import Checkpoint, Manifest, checkpoint_name, describe_objects
 from shared.config import Config
@@ -102,6 +104,7 @@ def take(
     objects[_STATE] = json.dumps(state, sort_keys=True, separators=(",", ":")).encode()
     provenance = {
         "code_version": code_version(),
+        "computed_with": computed_with(learner),
         "config_hash": config.hash(),
         "seed": config.seed,
         "phase": progress.phase.value,
@@ -118,6 +121,12 @@ def take(
         parent=progress.parent, objects=describe_objects(objects), provenance=provenance,
     )  # fmt: skip
     return Snapshot(manifest, objects)
+
+
+def computed_with(learner: Learner) -> dict[str, str]:
+    """What the bits of sums depend on, beside the log."""
+    devices = {parameter.device.type for policy in learner.policies.values() for parameter in policy.parameters()}
+    return {"torch": torch.__version__, "device": ", ".join(sorted(devices)), "threads": str(torch.get_num_threads())}
 
 
 @functools.cache

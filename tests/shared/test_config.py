@@ -163,6 +163,8 @@ def test_agents_are_mapped_to_their_policies() -> None:
         {"heatup": "1 env_steps"},
         {"policies": {"default": {"hidden_sizes": [8]}}},
         {"environment": {"id": "CartPole-v1", "num_envs": 5}},
+        {"trainer": {"torch_threads": 2}},
+        {"signals": {"window_episodes": 7}},
     ],
     ids=str,
 )

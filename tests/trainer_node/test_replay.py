@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from shared.archive import Archive, read_experience
 from shared.errors import ArchiveIncomplete, UserError
 from shared.redis_keys import RunKeys
 from tests.trainer_node.game import Game, NewGame, balanced, small
 from tests.trainer_node.test_trainer import STEPS_PER_UPDATE, damage
+from trainer_node import snapshot
 from trainer_node.replay import Replayed, replay
 
 KEEP = {"every": "2 updates", "keep_last": 9}
@@ -70,7 +72,9 @@ def test_what_was_dropped_is_dropped_again_and_several_workers_and_crashes_chang
     assert replayed(game, "start", finished["final"]).equal
 
 
-def test_a_replay_that_meets_other_experience_says_what_differs(new_game: NewGame) -> None:
+def test_a_replay_that_meets_other_experience_says_what_differs(
+    new_game: NewGame, monkeypatch: pytest.MonkeyPatch
+) -> None:
     game, other = new_game(archived()), new_game(archived(seed=5))
     game.finish()
     other.finish()
@@ -78,8 +82,23 @@ def test_a_replay_that_meets_other_experience_says_what_differs(new_game: NewGam
     foreign = replay(
         game.role.checkpoints, other.role.config, game.role.description(), "start", final
     )  # another seed begins with other weights
-    assert not foreign.equal
+    assert not foreign.equal and foreign.unlike == ()
     assert "default/policy.safetensors" in foreign.different and "trainer/state.json" in foreign.different
+    monkeypatch.setattr(snapshot, "code_version", lambda: "9.9")
+    elsewhere = replay(game.role.checkpoints, other.role.config, game.role.description(), "start", final)
+    assert len(elsewhere.unlike) == 1 and elsewhere.unlike[0].endswith(" then, 9.9 now"), elsewhere.unlike
+    assert replayed(game, "start", final).unlike == (), "another code that comes to the same is none"
+
+
+def test_what_was_trained_on_a_gpu_is_not_replayed_without_one(new_game: NewGame) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    game = new_game(archived())
+    game.finish()
+    trainer = game.role.config.trainer.model_copy(update={"device": "cuda:1"})
+    config = game.role.config.model_copy(update={"trainer": trainer})
+    with pytest.raises(UserError, match=r"trainer.device=cuda:1.* replay where the run was trained"):
+        replay(game.role.checkpoints, config, game.role.description(), "start", game.finished()["final"])
 
 
 def test_without_an_archive_or_with_a_hole_in_it_the_replay_names_what_is_missing(new_game: NewGame) -> None:
