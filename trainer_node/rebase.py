@@ -28,7 +28,7 @@ def rebased(role: Role, checkpoint: Checkpoint, epoch: int = 0) -> Snapshot:
     learner = make_learner(role.config, description)
     restored = snapshot.restore(learner, checkpoint)
     newest, books = _newest(role)
-    version = newest + 1
+    version = newest + 1 + role.config.rollout.max_policy_lag  # what the abandoned policy acted is out of bounds
     progress = Progress(
         version, RunSchedule(role.config).phase(learner.counters), epoch, checkpoint.manifest.name,
         restored.books.position, restored.version, Line(version, books.position),

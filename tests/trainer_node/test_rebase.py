@@ -57,6 +57,21 @@ def test_the_older_weights_counters_and_optimiser_go_on_as_the_newest_version(ne
     assert replay(game.role.checkpoints, game.role.config, game.role.description(), newest, content["final"]).equal
 
 
+def test_what_the_abandoned_policy_acted_is_not_learnt_whatever_lag_is_allowed(new_game: NewGame) -> None:
+    rollout = {"fragment_steps": 8, "fragments_per_update": 2, "max_policy_lag": 2}
+    game = new_game(small(checkpoint=KEEP, rollout=rollout))
+    game.play_to(4)
+    while game.worker.step(0) == "pushed":
+        pass
+    in_flight = game.role.flow.read().in_flight
+    game.durable()
+    game.crash()
+    go_back(game, 2)
+    game.restart()
+    game.finish()
+    assert balanced(game)["total"]["dropped"]["stale"]["fragments"] == in_flight > 2
+
+
 def test_going_back_twice_and_crashing_in_between_leaves_one_history(new_game: NewGame) -> None:
     game = new_game(small(checkpoint=KEEP))
     game.play_to(4)
