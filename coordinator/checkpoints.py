@@ -40,6 +40,7 @@ from trainer_node.retention import going, prune, status_entries, take_stock
 OK, DAMAGED, CUT_OFF, BEING_WRITTEN = "ok", "damaged", "cut off", "being written"
 _POLICY = "policy.safetensors"
 _LOOKS = 5
+_LOOK_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,18 @@ def _without_manifest(checkpoints: CheckpointStore, name: str, live: bool) -> Ve
     if name in known or name == latest:
         return Verdict(name, DAMAGED, (f"{MANIFEST} is missing",))
     newer = (checkpoint_version(name) or 0) > (checkpoint_version(latest or "") or -1)
+    if live and not newer and _goes(checkpoints, name):
+        return None
     return Verdict(name, BEING_WRITTEN if live and newer else CUT_OFF)
+
+
+def _goes(checkpoints: CheckpointStore, name: str) -> bool:
+    """Whether it is being pruned just now: the manifest goes first, and the rest in a moment."""
+    for _ in range(_LOOKS):
+        time.sleep(_LOOK_SECONDS)
+        if name not in checkpoints.names():
+            return True
+    return False
 
 
 def _expected_hashes(checkpoints: CheckpointStore) -> dict[str, dict[str, str]]:

@@ -133,6 +133,16 @@ class RetryForSeconds(Retry):
             raise error
 
 
+class _LivingPool(redis.ConnectionPool):
+    """redis-py looks whether a connection is alive before it begins to count tries; here that look is a try as well."""
+
+    def get_connection(self, *arguments: Any, **options: Any) -> Any:
+        """A connection that was alive a moment ago."""
+        take = super().get_connection
+        retry: RetryForSeconds = self.connection_kwargs["retry"]
+        return retry.call_with_retry(lambda: take(*arguments, **options), lambda error: None)
+
+
 def _passes(error: Exception) -> bool:
     """Whether it may be over in a moment."""
     if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
@@ -149,7 +159,7 @@ def connect_redis(address: Address, config: Config) -> redis.Redis:
     """
     secret = credentials(address)
     try:
-        client = redis.Redis.from_url(
+        pool = _LivingPool.from_url(
             address.redis_url,
             username=secret.redis_username,
             password=secret.redis_password,
@@ -158,6 +168,7 @@ def connect_redis(address: Address, config: Config) -> redis.Redis:
             socket_keepalive=True,
             retry=RetryForSeconds(f"Redis at {_public(address.redis_url)}", config.redis.retry_seconds),
         )
+        client = redis.Redis.from_pool(pool)
     except ValueError as error:
         raise RedisUnavailable(f"redis.url {address.redis_url.rpartition('@')[2]!r} is no address: {error}") from None
     check_redis(client, address.redis_url)

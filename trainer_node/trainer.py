@@ -127,12 +127,12 @@ class Trainer:
         """One turn: `updated`, `waited` (fewer than K fragments so far) or `ended`."""
         state = self._look()
         caught_up = self.version >= state.version  # else it still reads again what a former trainer has learnt
-        if state.state != "running" or (caught_up and self._schedule.exhausted(self._learner.counters)):
-            self._end = state.reason if state.state != "running" else "exhausted"
-            return "ended"
+        ending = state.state != "running"
+        if caught_up and (ending or self._schedule.exhausted(self._learner.counters)):
+            return self._ends(state.reason if ending else "exhausted")
         try:
-            if not self._gather(wait_seconds):
-                return "waited"
+            if not self._gather(0.0 if ending else wait_seconds):
+                return self._ends(state.reason) if ending else "waited"
         except RedisSetBack:
             self._redis_came_back()
             return "waited"
@@ -145,6 +145,10 @@ class Trainer:
         self._report(fragments, metrics)
         self._checkpoint_if_due(published)
         return "updated"
+
+    def _ends(self, reason: str) -> str:
+        self._end = reason
+        return "ended"
 
     def save_last(self, reason: str) -> str:
         """Stops the acting and makes the last checkpoint durable; answers its name."""

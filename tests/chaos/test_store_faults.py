@@ -342,7 +342,7 @@ def test_a_wait_for_the_store_ends_at_its_deadline_with_what_the_store_said(
     monkeypatch.setattr("trainer_node.trainer._DURABLE_SECONDS", 0.5)
     here.proxy.fail(faults.SLOW_DOWN)
     worker, evaluator = Worker(here.open(), 1), Evaluator(here.open())
-    starts: list[Callable[[], None]] = [lambda: start_trainer(here), worker.start, evaluator.start]
+    starts: list[Callable[[], object]] = [lambda: start_trainer(here), worker.run, evaluator.run]
     for start in starts:
         with pytest.raises(
             WaitTimeout, match=r"waited \d s for the store; the deadline is 0\.5 s: get_object .*SlowDown"

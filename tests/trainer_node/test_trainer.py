@@ -120,6 +120,19 @@ def test_a_run_that_is_stopped_says_so_and_keeps_what_it_has_learnt(new_game: Ne
     assert game.role.checkpoints.load(content["final"]).manifest.version == 3
 
 
+def test_a_stop_that_comes_while_a_trainer_reads_again_ends_with_what_was_published_before(new_game: NewGame) -> None:
+    expected = new_game(small(stop_at={"updates": 5})).finish()
+    game = new_game(small())
+    game.play_to(5)
+    game.crash()
+    game.restart()
+    assert game.trainer.version < 5
+    assert game.role.flow.set_state("stopping", "stopped", expected="running")
+    assert game.finish() == expected
+    assert (game.finished()["reason"], game.finished()["version"]) == ("stopped", 5)
+    balanced(game)
+
+
 def test_version_0_is_durable_and_ready_before_anybody_acts(new_game: NewGame) -> None:
     game = new_game(small())
     ready = game.role.checkpoints.marker(READY)
