@@ -19,6 +19,7 @@ from pathlib import Path
 from coordinator.run import Run
 from shared.config_sources import parse_config
 
+_LOOK_SECONDS = 0.05
 _PAUSE_SECONDS = 3.0
 """Between two kills, so that each finds a run at work."""
 
@@ -39,10 +40,10 @@ def start(folder: Path) -> Run:
 
 
 def until(done: Callable[[], bool]) -> float:
-    """Looks often; answers the seconds."""
+    """Looks often, but not so often that it takes the processor away; answers the seconds."""
     started = time.monotonic()
     while not done():
-        time.sleep(0.01)
+        time.sleep(_LOOK_SECONDS)
         assert time.monotonic() - started < 120, "it does not come back"
     return time.monotonic() - started
 

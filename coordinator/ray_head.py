@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private import worker as ray_worker
 
 from coordinator.services import RayService, ServiceError, new_secret, start_ray
 from shared.config import Config
@@ -18,12 +19,19 @@ from shared.errors import UserError
 
 _EMBEDDED_CPUS = 64
 """On one machine the operating system shares the cores: Ray's count shall not keep workers from starting."""
-_TASK_EVENTS = "RAY_task_events_report_interval_ms"
-"""Nobody reads Ray's record of its tasks, and a driver that leaves a dead Ray would wait for it to be taken."""
+_SETTINGS = {
+    # Nobody reads Ray's record of its tasks, and a driver that leaves a dead Ray would wait for it to be taken.
+    "RAY_task_events_report_interval_ms": "0",
+    # A role that dies a few times would be called again only 5 s after its new process is there: Ray doubles the pause.
+    "RAY_task_actor_unavailable_retry_max_delay_ms": "200",
+}
 _NOTICE_SECONDS = 3.0
 """`ray start --block` looks once a second whether the raylet and the GCS are alive, and ends when one is not."""
 _LEAVE_SECONDS = 50.0
 """Leaving a dead Ray takes its driver ten seconds; after sixty without a GCS it would end this process."""
+
+
+_LOGGER = logging.getLogger("stagecoach.coordinator")
 
 
 class RayHead:
@@ -37,9 +45,12 @@ class RayHead:
         self._head: RayService | None = None
         if self._owned and self._address == "embedded":
             self._start()
+        elif self._owned:
+            _configure()
 
     def _start(self) -> None:
         token = _token()
+        _configure()
         cpus = self._config.ray.num_cpus or max(_EMBEDDED_CPUS, os.cpu_count() or 1)
         loopback = not ray_constants.ENABLE_RAY_CLUSTER  # else Ray was imported before, and is not to be moved
         self._head = start_ray(self._logs / "ray.log", cpus, token, loopback)
@@ -68,6 +79,7 @@ class RayHead:
         """Makes this process a driver; raises `UserError` where the cluster does not answer."""
         if not self._owned:
             return
+        ray_worker.print_to_stdstream = _to_log  # type: ignore[assignment]
         try:
             ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -85,15 +97,24 @@ class RayHead:
             self._head.stop(self._logs / "ray")
 
 
-def _token() -> str:
-    """Turns token authentication on in this process, and answers its token (one for all runs of the process).
+def _to_log(said: dict[str, Any], ignore_prefix: bool) -> None:
+    """What Ray would print in the midst of the live view, whatever it is told: that a process has died, mostly."""
+    for line in said["lines"]:
+        _LOGGER.warning("Ray: %s", line)
 
-    Ray reads both while it is imported, which has happened by now, so it is told to look again.
-    """
+
+def _token() -> str:
+    """Turns token authentication on in this process, and answers its token (one for all runs of the process)."""
     os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ[_TASK_EVENTS] = "0"
     token = os.environ.setdefault("RAY_AUTH_TOKEN", new_secret() + new_secret())
     raylet: Any = ray._raylet
-    raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
     return token
+
+
+def _configure() -> None:
+    """Ray reads these while it is imported, which has happened by now, so it is told to look again."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    raylet: Any = ray._raylet
+    raylet.Config.initialize("")
