@@ -160,11 +160,11 @@ def test_a_trainer_whose_store_is_away_leaves_when_its_grace_is_over(
 
 
 SCRIPT = """
-import signal, sys, time
+import os, signal, sys, time
 from shared.departure import leaves_on_signal
 before = signal.getsignal(signal.SIGTERM)
 try:
-    with leaves_on_signal(lambda: print("asked", flush=True), grace_seconds=float(sys.argv[1]) or None):
+    with leaves_on_signal(lambda: os.write(1, b"asked\\n"), grace_seconds=float(sys.argv[1]) or None):
         print("ready", flush=True)
         time.sleep(100)
 except KeyboardInterrupt:
