@@ -20,7 +20,6 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from coordinator.rate import Rate
 from coordinator.ray_head import RayHead
 from rollout_worker.actor import EvaluatorActor, WorkerActor
 from rollout_worker.watchdog import OUTGROWN
@@ -30,6 +29,7 @@ from shared.events import emit
 from shared.flow import FlowState
 from shared.heartbeat import Beat, Heartbeat, forget_heartbeat, read_heartbeats
 from shared.launch import RoleLaunch
+from shared.rate import Rate
 from shared.role import Role
 from trainer_node.actor import TrainerActor
 

@@ -10,11 +10,11 @@ import logging
 import threading
 
 from coordinator.fleet import Fleet, RayLost
-from coordinator.rate import Rate
 from coordinator.ray_head import RayHead
 from shared.errors import StagecoachError
 from shared.events import emit
 from shared.launch import RoleLaunch
+from shared.rate import Rate
 from shared.role import Role
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")

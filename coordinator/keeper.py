@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 import redis
 
-from coordinator.rate import Rate
 from coordinator.services import Service, ServiceError
 from shared.config import Config
 from shared.events import emit
+from shared.rate import Rate
 from shared.role import Role
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")

@@ -7,8 +7,6 @@ that is cut off in the middle was never produced.
 from __future__ import annotations
 
 import logging
-import time
-from collections import deque
 
 import torch
 
@@ -29,6 +27,7 @@ from shared.heartbeat import Heartbeat, insist, poll
 from shared.policies.actor_critic import build_policies, torch_device
 from shared.policies.codec import load_state_arrays
 from shared.policy_board import PolicyBoard, PolicyVersion, version_of
+from shared.rate import Rate
 from shared.role import Role
 from shared.steps import Phase
 
@@ -53,7 +52,8 @@ class Worker:
         self._log = ExperienceLog(role.redis, role.run_id)
         self._board = PolicyBoard(role.redis, role.run_id)
         self._heartbeat = Heartbeat(role.redis, role.run_id, "worker", self.id)
-        self._failures: deque[float] = deque()
+        environment = role.config.environment
+        self._failures = Rate(environment.failures_allowed, environment.failure_window_seconds)
         self._acting = False
         """Whether this incarnation has begun to act."""
         self._superseded = False
@@ -326,15 +326,12 @@ class Worker:
 
     def _count_failure(self, error: EnvironmentFailure) -> None:
         """Tells what the environment raised; raises it where that happens too often."""
-        now, environment = time.monotonic(), self._config.environment
-        self._failures.append(now)
-        while now - self._failures[0] > environment.failure_window_seconds:
-            self._failures.popleft()
+        environment = self._config.environment
         first_line = f"{self.id}: {str(error).splitlines()[0]}"
         _LOGGER.error("%s: %s", self.id, error)
-        if len(self._failures) > environment.failures_allowed:
+        if self._failures.exceeded():
             raise EnvironmentFailure(
-                f"{self.id}: {error}\n{len(self._failures)} failures within {environment.failure_window_seconds:g} s; "
+                f"{self.id}: {error}\n{self._failures.count} failures within {environment.failure_window_seconds:g} s; "
                 f"environment.failures_allowed is {environment.failures_allowed}"
             )
         emit(self._role.redis, self._role.run_id, "environment", f"{first_line}; starting it again")

@@ -14,10 +14,15 @@ class Rate:
         self._window = window_seconds
         self._times: deque[float] = deque()
 
+    @property
+    def count(self) -> int:
+        """How often it has happened within the window."""
+        return len(self._within())
+
     def exceeded(self) -> bool:
         """Counts once more; whether that is more than allowed within the window."""
         self._times.append(time.monotonic())
-        return len(self._within()) > self._allowed
+        return self.count > self._allowed
 
     def pause_seconds(self) -> float:
         """How long to wait until one more is within the limit; 0 where it is now."""

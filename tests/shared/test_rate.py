@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from coordinator.rate import Rate
+from shared.rate import Rate
 
 
 @pytest.fixture
