@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import secrets
@@ -40,7 +39,7 @@ from coordinator.run_folder import RunFolder
 from coordinator.services import BUCKET, LOOPBACK_VARIABLE, Service, start_redis, start_s3
 from coordinator.status import Status, ended_status, live_status
 from shared.archive import Archive, experience
-from shared.checkpoint import ENVIRONMENT, Checkpoint, CheckpointStore
+from shared.checkpoint import Checkpoint, CheckpointStore
 from shared.config import Config
 from shared.connection import Address, connect_redis
 from shared.errors import (
@@ -59,8 +58,7 @@ from shared.heartbeat import Wait, poll
 from shared.launch import LOGS, RoleLaunch, extend_imports, log_to_file
 from shared.object_store import open_store
 from shared.policies.deployed import DeployedPolicy, load_policy
-from shared.role import Role, open_role
-from shared.spaces import EnvironmentDescription
+from shared.role import Role, open_role, read_description
 from trainer_node.replay import BEGINNING, Replayed, replay
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
@@ -385,9 +383,8 @@ class Run:
         leads from the one to the other. Nothing is written, and a live run is not disturbed.
         """
         store = self.checkpoint_store()
-        description = EnvironmentDescription.from_dict(json.loads(store.store.get(ENVIRONMENT)))
         begin = start if start == BEGINNING else store.resolve(start)
-        return replay(store, self.config, description, begin, store.resolve(goal), progress)
+        return replay(store, self.config, read_description(store), begin, store.resolve(goal), progress)
 
     def experience(self, after: str | None = None, through: str | None = None) -> Iterator[Fragment]:
         """The archived experience, lazily, in the log's order; between two log positions where they are given.

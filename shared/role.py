@@ -36,21 +36,8 @@ class Role:
         return self.address.run_id
 
     def description(self) -> EnvironmentDescription:
-        """Agents and spaces as they were recorded when the run was made.
-
-        Raises `RunNotFound`, `CheckpointDamaged`, or what the store raises while it is away (see `insist`).
-        """
-        try:
-            data = self.checkpoints.store.get(ENVIRONMENT)
-        except ObjectMissing:
-            raise RunNotFound(f"the store has no run {self.run_id!r} ({ENVIRONMENT} is missing)") from None
-        try:
-            return EnvironmentDescription.from_dict(json.loads(data))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointDamaged(
-                f"{ENVIRONMENT} of run {self.run_id} is not what was written there ({type(error).__name__}: {error}); "
-                f"bring it back, or start a new run"
-            ) from None
+        """See `read_description`."""
+        return read_description(self.checkpoints)
 
     def check_config(self) -> None:
         """Raises `ConfigError` where this role's config is not the one that the run was started with."""
@@ -60,6 +47,24 @@ class Role:
                 f"this role's config has the hash {self.config.hash()[:12]}, run {self.run_id} was started with "
                 f"{expected[:12]}; start the role with the run's own config.yaml"
             )
+
+
+def read_description(checkpoints: CheckpointStore) -> EnvironmentDescription:
+    """Agents and spaces of a run as they were recorded when it was made.
+
+    Raises `RunNotFound`, `CheckpointDamaged`, or what the store raises while it is away (see `insist`).
+    """
+    try:
+        data = checkpoints.store.get(ENVIRONMENT)
+    except ObjectMissing:
+        raise RunNotFound(f"the store has no run {checkpoints.run_id!r} ({ENVIRONMENT} is missing)") from None
+    try:
+        return EnvironmentDescription.from_dict(json.loads(data))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointDamaged(
+            f"{ENVIRONMENT} of run {checkpoints.run_id} is not what was written there "
+            f"({type(error).__name__}: {error}); bring it back, or start a new run"
+        ) from None
 
 
 def open_role(config: Config, address: Address) -> Role:
