@@ -27,12 +27,12 @@ class FencedStore:
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
         """As the store does; raises `Fenced` for an older trainer."""
-        self._ask()
+        self.ask()
         self._store.put(key, data, if_absent=if_absent)
 
     def delete(self, key: str) -> None:
         """As the store does; raises `Fenced` for an older trainer."""
-        self._ask()
+        self.ask()
         self._store.delete(key)
 
     def folders(self, prefix: str) -> list[str]:
@@ -48,6 +48,7 @@ class FencedStore:
         """As the store does."""
         return self._store.conditional_writes
 
-    def _ask(self) -> None:
+    def ask(self) -> None:
+        """Raises `Fenced` for an older trainer."""
         if not self._flow.holds(self._epoch):
-            raise Fenced(f"epoch {self._epoch} may not write into the store; a newer trainer has taken over")
+            raise Fenced(f"epoch {self._epoch} may not write checkpoints; a newer trainer has taken over")

@@ -49,9 +49,10 @@ class Publisher:
     def __init__(self, role: Role, epoch: int) -> None:
         self._role = role
         self._epoch = epoch
-        self._checkpoints = CheckpointStore(FencedStore(role.checkpoints.store, role.flow, epoch), role.run_id)
+        self._store = FencedStore(role.checkpoints.store, role.flow, epoch)
+        self._checkpoints = CheckpointStore(self._store, role.run_id)
         self._log = ExperienceLog(role.redis, role.run_id)
-        archive = Archive(self._checkpoints.store, role.run_id)
+        archive = Archive(self._store, role.run_id)
         self._archiver = Archiver(archive, self._log, role.config.archive)
         self._lock = threading.Condition()
         self._pending: Snapshot | None = None
@@ -178,12 +179,8 @@ class Publisher:
         keys = RunKeys(self._role.run_id)
         write_small(self._role.redis, keys.flow, keys.store_status, "SET", json.dumps(status))
 
-    def _check_epoch(self) -> None:
-        if not self._role.flow.holds(self._epoch):
-            raise Fenced(f"epoch {self._epoch} may not write checkpoints; a newer trainer has taken over")
-
     def _save(self, snapshot: Snapshot) -> None:
-        self._check_epoch()
+        self._store.ask()
         started, manifest = time.monotonic(), self._with_news(snapshot.manifest)
         self._say(self._trouble or {"writing": manifest.name, "since": round(time.time(), 3)})
         try:
@@ -227,7 +224,7 @@ class Publisher:
 
     def _refresh(self, latest: str | None = None, final: str | None = None) -> None:
         """Pointer, status file and pruning, from what the store and the evaluations say now."""
-        self._check_epoch()
+        self._store.ask()
         pointer = self._pointer()
         if pointer is not None and pointer.epoch > self._epoch:
             raise Fenced(f"epoch {self._epoch}: the pointer was written by epoch {pointer.epoch}")
