@@ -155,11 +155,14 @@ class Restored:
 def read_state(checkpoint: Checkpoint) -> Restored:
     """Version, line and books of a checkpoint; raises `CheckpointDamaged`."""
     with _named(checkpoint):
-        state: dict[str, Any] = json.loads(checkpoint.objects[_STATE])
-        ledger = Ledger.from_json(json.dumps(state["ledger"])).as_json()
-        lags = {int(lag): int(count) for lag, count in state["lags"].items()}
-        books = Committed(str(state["log_position"]), ledger, lags)
-        return Restored(int(state["version"]), Line(**state["line"]), books)
+        return _said(json.loads(checkpoint.objects[_STATE]))
+
+
+def _said(state: dict[str, Any]) -> Restored:
+    ledger = Ledger.from_json(json.dumps(state["ledger"])).as_json()
+    lags = {int(lag): int(count) for lag, count in state["lags"].items()}
+    books = Committed(str(state["log_position"]), ledger, lags)
+    return Restored(int(state["version"]), Line(**state["line"]), books)
 
 
 def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
@@ -167,9 +170,10 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
 
     Everything is decoded before anything is changed.
     """
-    objects, restored = checkpoint.objects, read_state(checkpoint)
+    objects = checkpoint.objects
     with _named(checkpoint):
         state: dict[str, Any] = json.loads(objects[_STATE])
+        restored = _said(state)
         weights = {
             name: _decode_fitting(objects[f"{name}/policy.safetensors"], learner.policies[name])
             for name in learner.policies
