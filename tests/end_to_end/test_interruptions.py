@@ -7,8 +7,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +17,6 @@ from tests.end_to_end.command_line import CommandLine, check_ledger
 RUN = "interrupted"
 FOR_EVER = {"updates": 10**6}
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[CommandLine]:
-    terminal = CommandLine(tmp_path)
-    yield terminal
-    terminal.close()
 
 
 def train(terminal: CommandLine, **sections: Any) -> subprocess.Popen[str]:

@@ -26,13 +26,6 @@ RUN = "no-ray"
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[CommandLine]:
-    terminal = CommandLine(tmp_path)
-    yield terminal
-    terminal.close()
-
-
 def test_a_worker_joins_a_live_run_and_ends_with_it(terminal: CommandLine) -> None:
     config = terminal.write_config(
         rollout={"workers": 1, "fragment_steps": 32, "fragments_per_update": 4}, stop_at={"updates": 10**6}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,13 +12,6 @@ from tests.end_to_end.command_line import CommandLine, check_ledger
 
 RUN = "services"
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[CommandLine]:
-    terminal = CommandLine(tmp_path)
-    yield terminal
-    terminal.close()
 
 
 def kill(terminal: CommandLine, pattern: str) -> None:
