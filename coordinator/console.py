@@ -16,7 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.run import Outcome, Run
+from coordinator.coordinator import Outcome
+from coordinator.run import Run
 from coordinator.status import Status
 from shared.config import Config
 from shared.errors import StagecoachError

@@ -1,20 +1,12 @@
-"""`Run`: starting, watching, scaling and ending a run from Python; the command line only calls this.
-
-`_launch` is all the wiring: who runs where, in one function.
-"""
+"""`Run`: starting, watching, scaling and ending a run from Python; the command line only calls this."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import secrets
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +23,11 @@ from coordinator.checkpoints import (
     verify,
     withdraw,
 )
+from coordinator.coordinator import Coordinator, Outcome
 from coordinator.find import find_checkpoint
-from coordinator.inline import InlineRoles
-from coordinator.keeper import Keeper
-from coordinator.preparation import check, check_services, impatient, prepare_new, prepare_resume, record_failure
+from coordinator.preparation import check, check_services, impatient, prepare_new, prepare_resume
 from coordinator.run_folder import RunFolder
-from coordinator.services import BUCKET, LOOPBACK_VARIABLE, Service, start_redis, start_s3
+from coordinator.services import BUCKET
 from coordinator.status import Status, ended_status, live_status
 from shared.archive import Archive, experience
 from shared.checkpoint import Checkpoint, CheckpointStore
@@ -46,60 +37,30 @@ from shared.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
     ConfigError,
-    EnvironmentFailure,
     RedisUnavailable,
-    StagecoachError,
     UserError,
 )
 from shared.events import Event, read_events, recent_events
 from shared.flow import Flow
 from shared.fragment import Fragment
 from shared.heartbeat import Wait, poll
-from shared.launch import LOGS, RoleLaunch, extend_imports, log_to_file
+from shared.launch import extend_imports
 from shared.object_store import open_store
 from shared.policies.deployed import DeployedPolicy, load_policy
-from shared.role import Role, open_role, read_description
+from shared.role import read_description
 from trainer_node.replay import BEGINNING, Replayed, replay
-
-_LOGGER = logging.getLogger("stagecoach.coordinator")
-
-Supervise = Callable[[threading.Event], str]
-"""Tends the roles until the run ends (or the event says: at once); answers the reason."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended."""
-
-    reason: str
-    status: Status
-    seconds: float
-
-    @property
-    def failed(self) -> bool:
-        """Whether it ended by an error."""
-        return self.reason.startswith("failed")
-
-    @property
-    def users_fault(self) -> bool:
-        """Whether it was the environment that failed."""
-        return self.reason.startswith("failed: environment")
 
 
 class Run:
     """A handle on one run: started here, or attached to (live or ended)."""
 
-    def __init__(self, folder: RunFolder, config: Config) -> None:
+    def __init__(self, folder: RunFolder, config: Config, coordinator: Coordinator | None = None) -> None:
         self.run_id = folder.run_id
         self.folder = folder
         self.config = config
-        self._thread: threading.Thread | None = None
-        self._outcome: Outcome | None = None
-        self._abandon = threading.Event()
+        self._coordinator = coordinator
         self._client: redis.Redis | None = None
         self._connected_to: Address | None = None
-        self.first_event = "0-0"
-        """Where the events of this start of the run begin."""
 
     @classmethod
     def start(
@@ -126,10 +87,11 @@ class Run:
         folder = RunFolder.create(config, new_run_id(config) if run_id is None else run_id, import_path)
         try:
             prepare = partial(prepare_new, description=description, source=source)
-            return cls._launch(folder, config, prepare, inline, begun)
+            coordinator = Coordinator.launch(folder, config, prepare, inline, begun)
         except BaseException:
             folder.remove()
             raise
+        return cls(folder, config, coordinator)
 
     @classmethod
     def resume(
@@ -160,93 +122,18 @@ class Run:
         folder.lock()
         try:
             prepare = partial(prepare_resume, origin=origin, before=folder.config().stop_at)
-            run = cls._launch(folder, config, prepare, inline, begun)
+            coordinator = Coordinator.launch(folder, config, prepare, inline, begun)
         except BaseException:
             folder.unlock()
             raise
         folder.write_config(config)
-        return run
+        return cls(folder, config, coordinator)
 
     @classmethod
     def attach(cls, run_id: str, runs_dir: Path = Path("runs")) -> Run:
         """A handle on a run of this machine, live or ended."""
         folder = RunFolder.find(run_id, runs_dir)
         return cls(folder, folder.config())
-
-    @classmethod
-    def _launch(
-        cls,
-        folder: RunFolder,
-        config: Config,
-        prepare: Callable[[Role], None],
-        inline: bool,
-        begun: Callable[[], None],
-    ) -> Run:
-        """Who runs where. `prepare` brings Redis and the store to where a new or a resumed run begins."""
-        run = cls(folder, config)
-        started, logs, running = time.monotonic(), folder.path / LOGS, ExitStack()
-        running.callback(folder.unlock)
-        log_to_file(str(folder.path), "coordinator")
-        try:
-            # Services: embedded ones are children of this process, in the run's folder
-            ray_head = None if inline else _begin_ray(config, logs, running)
-            address, keeper = _start_services(folder, config, logs, running)
-            role = open_role(config, address)
-            running.callback(role.redis.close)
-            keeper.start(role, run.abandon)
-
-            # What Redis and the store hold of the run before any role starts; the last thing that may be refused
-            role.checkpoints.store.check()
-            begun()
-            if ray_head is not None:
-                ray_head.connect()
-            run.first_event = recent_events(role.redis, role.run_id, 0)
-            prepare(role)
-
-            # Roles: Ray actors, or all in this process
-            import_path = folder.import_path()
-            folder.write_services(address, import_path)
-            launch = RoleLaunch(config.model_dump(mode="json"), address, import_path, str(folder.path))
-            supervise: Supervise
-            if ray_head is None:
-                supervise = InlineRoles(role, str(folder.path)).run
-            else:
-                supervise = _start_fleet(launch, role, ray_head, running)
-            running.callback(folder.forget_services)  # first of all, at the end: who looks then reads the store
-        except BaseException:
-            running.close()
-            raise
-        run._thread = threading.Thread(
-            target=run._supervise,
-            args=(supervise, role, keeper, running, started),
-            name=f"coordinator-{run.run_id}",
-            daemon=True,
-        )
-        run._thread.start()
-        return run
-
-    def _supervise(self, supervise: Supervise, role: Role, keeper: Keeper, running: ExitStack, started: float) -> None:
-        """The coordinator's life: tend the roles, then take down what was started. Whatever fails, it has an end."""
-        reason, status = "failed", Status(self.run_id, "interrupted", "", False, -1, 0, 0, 0, None, "")
-        try:
-            try:
-                reason = supervise(self._abandon)
-            except BaseException as error:
-                _LOGGER.exception("the coordinator failed")
-                reason = f"failed: {'environment: ' if isinstance(error, EnvironmentFailure) else ''}{error}"
-            if keeper.failure is not None:
-                reason = f"failed: {keeper.failure}"
-            if reason.startswith("failed"):
-                record_failure(role, reason)
-                with suppress(StagecoachError, redis.RedisError):  # the store may be what failed, and cannot tell then
-                    status = dataclasses.replace(live_status(role.redis, self.run_id), live=False)
-            running.close()
-            status = ended_status(self._checkpoints(self.folder.offline_address(self.config)))
-        except BaseException as error:
-            _LOGGER.exception("taking the run down failed")
-            status = dataclasses.replace(status, reason=str(error))
-        finally:
-            self._outcome = Outcome(reason, status, time.monotonic() - started)
 
     # What one can ask and order
 
@@ -274,24 +161,27 @@ class Run:
 
     def abandon(self) -> None:
         """Ends a run that was started here at once, without a final checkpoint; what is durable stays."""
-        self._abandon.set()
+        if self._coordinator is not None:
+            self._coordinator.abandon()
 
     def wait(self, timeout_seconds: float = float("inf")) -> Outcome:
         """Until the run has ended and everything it started is gone; raises `WaitTimeout`."""
-        wait, started = Wait(f"run {self.run_id} to end", timeout_seconds), time.monotonic()
-        if self._thread is None:
-            poll(wait, lambda: not self.folder.live, 0.3)
-            status = self.status()
-            return Outcome(status.reason, status, time.monotonic() - started)
-        thread = self._thread
-        poll(wait, lambda: not thread.is_alive(), 0.05)
-        assert self._outcome is not None
-        return self._outcome
+        if self._coordinator is not None:
+            return self._coordinator.wait(timeout_seconds)
+        started = time.monotonic()
+        poll(Wait(f"run {self.run_id} to end", timeout_seconds), lambda: not self.folder.live, 0.3)
+        status = self.status()
+        return Outcome(status.reason, status, time.monotonic() - started)
 
     @property
     def ended(self) -> bool:
         """Whether a run that was started here is over."""
-        return self._outcome is not None
+        return self._coordinator is not None and self._coordinator.outcome is not None
+
+    @property
+    def first_event(self) -> str:
+        """Where the events of this start of the run begin."""
+        return self._coordinator.first_event if self._coordinator is not None else "0-0"
 
     def checkpoints(self) -> list[dict[str, Any]]:
         """The kept checkpoints, oldest first: name, steps, mean return, evaluation, size, and which is what."""
@@ -438,44 +328,3 @@ def new_run_id(config: Config) -> str:
     """Environment, time, and four random digits: `cartpole-v1-20260102-150405-9f3a`."""
     name = "".join(letter if letter.isalnum() else "-" for letter in config.environment.id.rpartition(":")[2]).lower()
     return f"{name[:30].strip('-') or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-
-
-def _start_services(folder: RunFolder, config: Config, logs: Path, running: ExitStack) -> tuple[Address, Keeper]:
-    services: list[Service] = []
-    redis_url, store_url, endpoint_url = config.redis.url, config.store.url, config.store.endpoint_url
-    credentials_file = None
-    if "embedded" in {redis_url, store_url}:
-        credentials_file, secret = folder.credentials(config)
-    if redis_url == "embedded":
-        service = start_redis(folder.path / "redis", logs / "redis.log", secret["redis_password"])
-        running.callback(service.stop)
-        services.append(service)
-        redis_url = f"redis://127.0.0.1:{service.port}/0"
-    if store_url == "embedded":
-        service = start_s3(folder.path / "s3", logs / "s3.log", secret["s3_access_key"], secret["s3_secret_key"])
-        running.callback(service.stop)
-        services.append(service)
-        store_url, endpoint_url = f"s3://{BUCKET}", f"http://127.0.0.1:{service.port}"
-    keeper = Keeper(services, config)
-    running.callback(keeper.stop)
-    return Address(
-        folder.run_id, redis_url, store_url, endpoint_url, str(credentials_file) if credentials_file else None
-    ), keeper
-
-
-def _begin_ray(config: Config, logs: Path, running: ExitStack) -> Any:
-    if config.ray.address == "embedded" and "ray" not in sys.modules:
-        os.environ.setdefault(LOOPBACK_VARIABLE, "0")  # Ray looks at it while it is imported
-    from coordinator.ray_head import RayHead  # takes a second, which only who needs it shall pay
-
-    head = RayHead(config, logs)
-    running.callback(head.stop)
-    return head
-
-
-def _start_fleet(launch: RoleLaunch, role: Role, head: Any, running: ExitStack) -> Supervise:
-    from coordinator.fleet_keeper import FleetKeeper
-
-    keeper = FleetKeeper(role, launch, head)
-    running.callback(keeper.kill)
-    return keeper.run

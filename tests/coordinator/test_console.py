@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from coordinator.console import figure, ledger_line, print_status, print_summary
-from coordinator.run import Outcome, Run
+from coordinator.coordinator import Outcome
+from coordinator.run import Run
 from coordinator.run_folder import RunFolder
 from coordinator.status import Status
 from shared.ledger import Count, LedgerLine

@@ -15,7 +15,8 @@ import gymnasium as gym
 import pytest
 import redis
 
-from coordinator.run import Outcome, Run
+from coordinator.coordinator import Coordinator, Outcome
+from coordinator.run import Run
 from coordinator.services import start_redis
 from coordinator.status import Status
 from shared.errors import CheckpointNotFound, RunExists, UserError, WaitTimeout
@@ -47,14 +48,14 @@ def config(tmp_path: Path) -> MakeConfig:
 @pytest.fixture(autouse=True)
 def _no_run_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A run left over would go on in a thread of this process."""
-    started: list[Run] = []
-    launch = Run._launch
+    started: list[Coordinator] = []
+    launch = Coordinator.launch
 
-    def launched(*arguments: Any) -> Run:
+    def launched(*arguments: Any) -> Coordinator:
         started.append(launch(*arguments))
         return started[-1]
 
-    monkeypatch.setattr(Run, "_launch", launched)
+    monkeypatch.setattr(Coordinator, "launch", launched)
     yield
     for run in started:
         run.abandon()

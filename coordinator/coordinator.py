@@ -1,0 +1,205 @@
+"""The coordinator: what this process starts for a run, and tends until the run has ended.
+
+`Coordinator.launch` is all the wiring: who runs where, in one function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from coordinator.inline import InlineRoles
+from coordinator.keeper import Keeper
+from coordinator.preparation import record_failure
+from coordinator.run_folder import RunFolder
+from coordinator.services import BUCKET, LOOPBACK_VARIABLE, Service, start_redis, start_s3
+from coordinator.status import Status, ended_status, live_status
+from shared.checkpoint import CheckpointStore
+from shared.config import Config
+from shared.connection import Address
+from shared.errors import EnvironmentFailure, StagecoachError
+from shared.events import recent_events
+from shared.heartbeat import Wait, poll
+from shared.launch import LOGS, RoleLaunch, log_to_file
+from shared.object_store import open_store
+from shared.role import Role, open_role
+
+_LOGGER = logging.getLogger("stagecoach.coordinator")
+
+Supervise = Callable[[threading.Event], str]
+"""Tends the roles until the run ends (or the event says: at once); answers the reason."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    reason: str
+    status: Status
+    seconds: float
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by an error."""
+        return self.reason.startswith("failed")
+
+    @property
+    def users_fault(self) -> bool:
+        """Whether it was the environment that failed."""
+        return self.reason.startswith("failed: environment")
+
+
+class Coordinator:
+    """One start of a run in this process: its services, its roles, and the thread that tends them."""
+
+    def __init__(self, folder: RunFolder, config: Config) -> None:
+        self._folder = folder
+        self._config = config
+        self._started = time.monotonic()
+        self._thread: threading.Thread | None = None
+        self._abandon = threading.Event()
+        self.outcome: Outcome | None = None
+        """How it ended, once it has."""
+        self.first_event = "0-0"
+        """Where the events of this start of the run begin."""
+
+    @classmethod
+    def launch(
+        cls,
+        folder: RunFolder,
+        config: Config,
+        prepare: Callable[[Role], None],
+        inline: bool,
+        begun: Callable[[], None],
+    ) -> Coordinator:
+        """Who runs where. `prepare` brings Redis and the store to where a new or a resumed run begins."""
+        made = cls(folder, config)
+        logs, running = folder.path / LOGS, ExitStack()
+        running.callback(folder.unlock)
+        log_to_file(str(folder.path), "coordinator")
+        try:
+            # Services: embedded ones are children of this process, in the run's folder
+            ray_head = None if inline else _begin_ray(config, logs, running)
+            address, keeper = _start_services(folder, config, logs, running)
+            role = open_role(config, address)
+            running.callback(role.redis.close)
+            keeper.start(role, made.abandon)
+
+            # What Redis and the store hold of the run before any role starts; the last thing that may be refused
+            role.checkpoints.store.check()
+            begun()
+            if ray_head is not None:
+                ray_head.connect()
+            made.first_event = recent_events(role.redis, role.run_id, 0)
+            prepare(role)
+
+            # Roles: Ray actors, or all in this process
+            import_path = folder.import_path()
+            folder.write_services(address, import_path)
+            launch = RoleLaunch(config.model_dump(mode="json"), address, import_path, str(folder.path))
+            supervise: Supervise
+            if ray_head is None:
+                supervise = InlineRoles(role, str(folder.path)).run
+            else:
+                supervise = _start_fleet(launch, role, ray_head, running)
+            running.callback(folder.forget_services)  # first of all, at the end: who looks then reads the store
+        except BaseException:
+            running.close()
+            raise
+        made._thread = threading.Thread(
+            target=made._supervise,
+            args=(supervise, role, keeper, running),
+            name=f"coordinator-{folder.run_id}",
+            daemon=True,
+        )
+        made._thread.start()
+        return made
+
+    def _supervise(self, supervise: Supervise, role: Role, keeper: Keeper, running: ExitStack) -> None:
+        """The coordinator's life: tend the roles, then take down what was started. Whatever fails, it has an end."""
+        run_id = self._folder.run_id
+        reason, status = "failed", Status(run_id, "interrupted", "", False, -1, 0, 0, 0, None, "")
+        try:
+            try:
+                reason = supervise(self._abandon)
+            except BaseException as error:
+                _LOGGER.exception("the coordinator failed")
+                reason = f"failed: {'environment: ' if isinstance(error, EnvironmentFailure) else ''}{error}"
+            if keeper.failure is not None:
+                reason = f"failed: {keeper.failure}"
+            if reason.startswith("failed"):
+                record_failure(role, reason)
+                with suppress(StagecoachError, redis.RedisError):  # the store may be what failed, and cannot tell then
+                    status = dataclasses.replace(live_status(role.redis, run_id), live=False)
+            running.close()
+            address = self._folder.offline_address(self._config)
+            status = ended_status(CheckpointStore(open_store(address, self._config), run_id))
+        except BaseException as error:
+            _LOGGER.exception("taking the run down failed")
+            status = dataclasses.replace(status, reason=str(error))
+        finally:
+            self.outcome = Outcome(reason, status, time.monotonic() - self._started)
+
+    def abandon(self) -> None:
+        """Ends the run at once, without a final checkpoint; what is durable stays."""
+        self._abandon.set()
+
+    def wait(self, timeout_seconds: float) -> Outcome:
+        """Until the run has ended and everything it started is gone; raises `WaitTimeout`."""
+        thread = self._thread
+        assert thread is not None
+        poll(Wait(f"run {self._folder.run_id} to end", timeout_seconds), lambda: not thread.is_alive(), 0.05)
+        assert self.outcome is not None
+        return self.outcome
+
+
+def _start_services(folder: RunFolder, config: Config, logs: Path, running: ExitStack) -> tuple[Address, Keeper]:
+    services: list[Service] = []
+    redis_url, store_url, endpoint_url = config.redis.url, config.store.url, config.store.endpoint_url
+    credentials_file = None
+    if "embedded" in {redis_url, store_url}:
+        credentials_file, secret = folder.credentials(config)
+    if redis_url == "embedded":
+        service = start_redis(folder.path / "redis", logs / "redis.log", secret["redis_password"])
+        running.callback(service.stop)
+        services.append(service)
+        redis_url = f"redis://127.0.0.1:{service.port}/0"
+    if store_url == "embedded":
+        service = start_s3(folder.path / "s3", logs / "s3.log", secret["s3_access_key"], secret["s3_secret_key"])
+        running.callback(service.stop)
+        services.append(service)
+        store_url, endpoint_url = f"s3://{BUCKET}", f"http://127.0.0.1:{service.port}"
+    keeper = Keeper(services, config)
+    running.callback(keeper.stop)
+    return Address(
+        folder.run_id, redis_url, store_url, endpoint_url, str(credentials_file) if credentials_file else None
+    ), keeper
+
+
+def _begin_ray(config: Config, logs: Path, running: ExitStack) -> Any:
+    if config.ray.address == "embedded" and "ray" not in sys.modules:
+        os.environ.setdefault(LOOPBACK_VARIABLE, "0")  # Ray looks at it while it is imported
+    from coordinator.ray_head import RayHead  # takes a second, which only who needs it shall pay
+
+    head = RayHead(config, logs)
+    running.callback(head.stop)
+    return head
+
+
+def _start_fleet(launch: RoleLaunch, role: Role, head: Any, running: ExitStack) -> Supervise:
+    from coordinator.fleet_keeper import FleetKeeper
+
+    keeper = FleetKeeper(role, launch, head)
+    running.callback(keeper.kill)
+    return keeper.run
