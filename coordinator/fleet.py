@@ -7,24 +7,21 @@ trainer is done.
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import ray
 import ray.exceptions
 
+from coordinator.member import Member, cause, fruitful, kill_here
+from coordinator.placement import evaluator_options, trainer_options, worker_options
 from coordinator.ray_head import RayHead
 from rollout_worker.actor import EvaluatorActor, WorkerActor
 from rollout_worker.watchdog import OUTGROWN
 from shared.departure import LEFT
-from shared.errors import EnvironmentFailure, Fenced, StagecoachError
+from shared.errors import Fenced, StagecoachError
 from shared.events import emit
 from shared.flow import FlowState
 from shared.heartbeat import Beat, Heartbeat, forget_heartbeat, read_heartbeats
@@ -38,8 +35,6 @@ _PLACED_SECONDS = 20.0
 """A role that has not said anything for this long after its start probably waits for Ray to place it."""
 _FRUITLESS_LIVES = 3
 """So many lives may end before their first fragment (or score); more of the same will not help."""
-_ENVIRONMENT = "environment: "
-"""How the error of an environment begins, in a reason."""
 _FAILED = "failed: "
 """How the last heartbeat of a process begins that its own watchdog has ended."""
 _FOR_EVER = {"max_restarts": -1, "max_task_retries": -1}
@@ -47,34 +42,6 @@ _FOR_EVER = {"max_restarts": -1, "max_task_retries": -1}
 
 class RayLost(StagecoachError):
     """Embedded Ray has died, and all actors with it."""
-
-
-@dataclass
-class Member:
-    """One role of the fleet: its actor and the call that is its life."""
-
-    name: str
-    actor: Any
-    life: Any
-    """None once it has ended for good, or until its place is filled again."""
-    failures: Rate
-    departures: Rate
-    """Of processes that left on purpose."""
-    due: float | None = None
-    """When its place is filled again."""
-    started: float = field(default_factory=time.monotonic)
-    pid: int | None = None
-    """Its process, by its last heartbeat; another one means that the former died."""
-    stamp: str = ""
-    """Of its last heartbeat."""
-    last_words: str = ""
-    """Why its last process has ended, where that could say so."""
-    fruit: bool = False
-    """Whether its present life has brought forth anything."""
-    fruitless: int = 0
-    """Lives in a row that failed before they had done anything."""
-    silent_looks: int = 0
-    """Looks at Redis since that stamp changed."""
 
 
 class Fleet:
@@ -87,10 +54,8 @@ class Fleet:
         self._launch = launch
         self._workers: dict[int, Member] = {}
         self._given_up: dict[int, str] = {}
-        self._trainer = self._start("trainer", TrainerActor, self._trainer_options(), launch)
-        self._evaluator = self._start(
-            "evaluator", EvaluatorActor, {"num_cpus": self._config.evaluation.num_cpus}, launch
-        )
+        self._trainer = self._start("trainer", TrainerActor, trainer_options(role.config), launch)
+        self._evaluator = self._start("evaluator", EvaluatorActor, evaluator_options(role.config), launch)
         self._heartbeat = Heartbeat(role.redis, role.run_id, "coordinator", "coordinator")
         self.outcome: str | None = None
         """Why the trainer has ended."""
@@ -162,25 +127,11 @@ class Fleet:
         bounds = self._config.rollout.restarts_allowed, self._config.rollout.restart_window_seconds
         return Member(name, made, made.run.remote(), Rate(*bounds), Rate(*bounds))
 
-    def _trainer_options(self) -> dict[str, Any]:
-        trainer = self._config.trainer
-        gpus = trainer.num_gpus
-        found: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        if not gpus and trainer.device != "cpu" and found.get("GPU", 0) >= 1:
-            gpus = 1.0
-        return {"num_cpus": trainer.num_cpus, "num_gpus": gpus}
-
     def _start_worker(self, index: int) -> None:
-        rollout = self._config.rollout
-        strategy = "SPREAD" if rollout.placement == "spread" else "DEFAULT"
-        options = {
-            "num_cpus": rollout.num_cpus,
-            "num_gpus": rollout.num_gpus,
-            "resources": self._config.ray.resources,
-            "scheduling_strategy": strategy,
-        }
         self._role.flow.undrain(f"worker-{index}")
-        self._workers[index] = self._start(f"worker-{index}", WorkerActor, options, self._launch, index)
+        self._workers[index] = self._start(
+            f"worker-{index}", WorkerActor, worker_options(self._config), self._launch, index
+        )
 
     def _scale(self, desired: int) -> None:
         """Starts the workers that are missing, lowest number first; drains those that are too many, highest first."""
@@ -200,7 +151,7 @@ class Fleet:
         except ray.exceptions.RayError as caught:
             if not isinstance(caught, ray.exceptions.RayTaskError) and self._head.lost(notice=True):
                 raise RayLost("Ray has died") from caught
-            reason, error = "failed", _cause(caught)
+            reason, error = "failed", cause(caught)
         if reason in (LEFT, OUTGROWN):
             self._fill_again(member, reason)
         elif member is self._trainer:
@@ -233,7 +184,7 @@ class Fleet:
         emit(self._role.redis, self._role.run_id, "worker", f"{member.name} failed: {error.splitlines()[0]}")
         beats = {beat.id: beat for beat in read_heartbeats(self._role.redis, self._role.run_id)}
         if (last := beats.get(member.name)) is not None:
-            member.fruit = _fruitful(last)
+            member.fruit = fruitful(last)
         if self._failed_too_often(member, sterile=not member.fruit):
             self._give_up(member, error)
         else:
@@ -287,7 +238,7 @@ class Fleet:
         if (beat.pid, beat.stamp) != (member.pid, member.stamp):
             member.silent_looks = 0
         member.pid, member.stamp, member.last_words = beat.pid, beat.stamp, ""
-        member.fruit = member.fruit or _fruitful(beat)
+        member.fruit = member.fruit or fruitful(beat)
         member.silent_looks += 1  # looks, not seconds: whatever keeps us from looking keeps the others from beating
         if member.silent_looks * _LOOK_SECONDS > self._config.rollout.silent_seconds:
             self._replace_silent(member, beat)
@@ -297,7 +248,7 @@ class Fleet:
         member.silent_looks = 0
         text = f"{member.name} has been silent for {seconds:.0f} s; its process is replaced"
         emit(self._role.redis, self._role.run_id, "worker", text)
-        if not _kill_here(beat):
+        if not kill_here(beat):
             ray.kill(member.actor, no_restart=False)
         self._role.flow.release(member.name)  # another worker may act its claim at once
 
@@ -310,31 +261,8 @@ class Fleet:
         self._heartbeat.progress = {"unplaced": [member.name for member in waiting]}
         deadline = self._config.rollout.wait_deadline_seconds
         if self._trainer in waiting and now - self._trainer.started > deadline:
-            needs = ", ".join(f"{name}={value:g}" for name, value in self._trainer_options().items())
+            needs = ", ".join(f"{name}={value:g}" for name, value in trainer_options(self._config).items())
             self.outcome = (
                 f"failed: Ray had no place for the trainer ({needs}) within {deadline:g} s; it has "
                 f"{ray.cluster_resources()}"  # type: ignore[no-untyped-call]
             )
-
-
-def _fruitful(beat: Beat) -> bool:
-    return bool(beat.progress.get("fragments") or beat.progress.get("evaluations"))
-
-
-def _kill_here(beat: Beat) -> bool:
-    """Ends a process of Ray's on this machine: one that is stopped does not hear what Ray tells it."""
-    command = Path(f"/proc/{beat.pid}/cmdline")
-    if beat.host != socket.gethostname() or not command.exists() or b"ray::" not in command.read_bytes():
-        return False
-    os.kill(beat.pid, signal.SIGKILL)
-    return True
-
-
-def _cause(error: Exception) -> str:
-    """What a role raised, without Ray's frame around it."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, Fenced):
-        return f"{Fenced.__name__}: {cause}"
-    if isinstance(cause, EnvironmentFailure):
-        return f"{_ENVIRONMENT}{cause}"
-    return str(cause) if isinstance(cause, StagecoachError) else str(error)

@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.fleet import _cause
 from coordinator.ray_head import RayHead
 from coordinator.run import Run
 from coordinator.status import Status
 from shared.config import Config
-from shared.errors import EnvironmentFailure, StoreError
 from shared.heartbeat import Wait
 from tests.conftest import minimal_config
 from tests.environments_for_tests import MODULE
@@ -182,14 +180,3 @@ def test_environments_that_always_hang_end_the_run_which_says_so(
     outcome = start(config(**hanging(tmp_path / "tally", times=1000)), running).wait(150)
     assert outcome.reason.startswith("failed: worker-0 hangs in step of its environments, at ")
     assert "no rollout worker is left" in outcome.reason
-
-
-def test_what_a_role_raised_is_told_without_rays_frame() -> None:
-    def failed(cause: Exception) -> Exception:
-        error = RuntimeError("Ray's long text")
-        error.cause = cause  # type: ignore[attr-defined]
-        return error
-
-    assert _cause(failed(StoreError("no room"))) == "no room"
-    assert _cause(failed(EnvironmentFailure("stuck"))) == "environment: stuck"
-    assert _cause(failed(ValueError("odd"))) == "Ray's long text"
