@@ -92,7 +92,7 @@ class Coordinator:
             # Services: embedded ones are children of this process, in the run's folder
             ray_head = None if inline else _begin_ray(config, logs, running)
             address, keeper = _start_services(folder, config, logs, running)
-            role = open_role(config, address)
+            role = open_role(config, address, "coordinator")
             running.callback(role.redis.close)
             keeper.start(role, made.abandon)
 

@@ -136,7 +136,7 @@ def _embedded_s3() -> str:
 
 
 def _redis(config: Config) -> str:
-    client = connect_redis(Address("doctor", config.redis.url, ""), impatient(config))
+    client = connect_redis(Address("doctor", config.redis.url, ""), impatient(config), "coordinator")
     policy, appendonly = _setting(client, "maxmemory-policy"), _setting(client, "appendonly")
     if policy not in ("noeviction", _HIDDEN):
         raise StagecoachError(f"maxmemory-policy is {policy}; set it to noeviction, or Redis may throw the log away")

@@ -6,7 +6,7 @@ import threading
 
 from rollout_worker.evaluator import Evaluator
 from rollout_worker.worker import Worker
-from shared.role import Role
+from shared.role import Role, open_role
 from trainer_node.trainer import Trainer
 
 
@@ -14,9 +14,10 @@ class InlineRoles:
     """Trainer, workers and evaluator take turns."""
 
     def __init__(self, role: Role, run_folder: str) -> None:
-        self._role = role
-        self._trainer = Trainer(role, run_folder)
-        self._evaluator = Evaluator(role)
+        self._role = role  # the coordinator's; the others connect with the credentials that theirs have
+        self._playing = open_role(role.config, role.address, "worker")
+        self._trainer = Trainer(open_role(role.config, role.address, "trainer"), run_folder)
+        self._evaluator = Evaluator(open_role(role.config, role.address, "evaluator"))
         self._workers: dict[int, Worker] = {}
         self._turn = 0
 
@@ -52,7 +53,7 @@ class InlineRoles:
         for index in range(desired):
             if index not in self._workers:
                 self._role.flow.undrain(f"worker-{index}")
-                self._workers[index] = Worker(self._role, index)
+                self._workers[index] = Worker(self._playing, index)
                 self._workers[index].start()
         for index in [index for index in self._workers if index >= desired]:
             self._role.flow.drain(self._workers[index].id)

@@ -79,7 +79,7 @@ def check_services(config: Config) -> None:
     Raises `RedisUnavailable` or `StoreUnavailable`, after one try: a person waits.
     """
     if config.redis.url != "embedded":
-        connect_redis(Address("", config.redis.url, ""), impatient(config)).close()
+        connect_redis(Address("", config.redis.url, ""), impatient(config), "coordinator").close()
     if config.store.url != "embedded":
         open_store(Address("", "", config.store.url, config.store.endpoint_url), config).check()
 

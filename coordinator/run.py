@@ -32,7 +32,7 @@ from coordinator.status import Status, ended_status, live_status
 from shared.archive import Archive, experience
 from shared.checkpoint import Checkpoint, CheckpointStore
 from shared.config import Config
-from shared.connection import Address, connect_redis
+from shared.connection import Address, RoleName, connect_redis
 from shared.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -59,7 +59,7 @@ class Run:
         self.folder = folder
         self.config = config
         self._coordinator = coordinator
-        self._client: redis.Redis | None = None
+        self._clients: dict[RoleName, redis.Redis] = {}
         self._connected_to: Address | None = None
 
     @classmethod
@@ -290,24 +290,25 @@ class Run:
     def _checkpoints(self, address: Address) -> CheckpointStore:
         return CheckpointStore(open_store(address, self.config), self.run_id)
 
-    def _connect(self) -> redis.Redis | None:
+    def _connect(self, role: RoleName = "viewer") -> redis.Redis | None:
         """Redis of the live run, connected to once; None where the run is not live or its Redis is gone."""
         address = self.folder.live_address()
-        if address != self._connected_to and self._client is not None:
-            self._client.close()
-            self._client = None
+        if address != self._connected_to:
+            while self._clients:
+                self._clients.popitem()[1].close()
         self._connected_to = address
         if address is None:
             return None
         try:
-            self._client = self._client or connect_redis(address, impatient(self.config))
+            if role not in self._clients:
+                self._clients[role] = connect_redis(address, impatient(self.config), role)
         except RedisUnavailable:
             if self.folder.live:
                 raise
-        return self._client
+        return self._clients.get(role)
 
     def _flow(self) -> Flow:
-        client = self._connect()
+        client = self._connect("coordinator")
         if client is None:
             raise UserError(f"run {self.run_id!r} is not live; `stagecoach resume {self.run_id}` continues it")
         return Flow(client, self.run_id)

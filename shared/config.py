@@ -282,7 +282,7 @@ class RedisConfig(Section):
 
     url: str = "embedded"
     """`embedded` starts a server for this run; else `redis://host:port/db` or `rediss://…`. User and password come from
-    STAGECOACH_REDIS_USERNAME and STAGECOACH_REDIS_PASSWORD, never from here."""
+    STAGECOACH_REDIS_USERNAME and STAGECOACH_REDIS_PASSWORD, or each role's own (docs/SECURITY.md), never from here."""
     timeout_seconds: float = Field(10.0, ge=2)
     """Time for one answer; more than the second that waiting workers block for."""
     retry_seconds: float = Field(30.0, ge=0)

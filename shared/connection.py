@@ -1,7 +1,8 @@
 """How a role reaches its run: address, credentials, and a Redis client that reconnects.
 
-Credentials come from the environment (STAGECOACH_REDIS_USERNAME, STAGECOACH_REDIS_PASSWORD, the standard AWS chain)
-or, for embedded services, from a file that only its owner may read. They never stand in a config, log or error text.
+Credentials come from the environment, from files that it names (mounted secrets), or, for embedded services, from a
+file that only its owner may read. Each role may have its own for Redis: STAGECOACH_WORKER_REDIS_PASSWORD, say, comes
+before STAGECOACH_REDIS_PASSWORD. They never stand in a config, log or error text.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
 import redis
@@ -22,7 +23,7 @@ from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
 from shared.config import Config
-from shared.errors import RedisUnavailable
+from shared.errors import ConfigError, RedisUnavailable
 
 _LONGEST_PAUSE_SECONDS = 1.0
 _GROWING_PAUSES = 16
@@ -35,6 +36,9 @@ _PASSING_ERRORS = (
     redis.exceptions.MasterDownError, redis.exceptions.TryAgainError, redis.exceptions.ClusterDownError,
 )  # fmt: skip
 _T = TypeVar("_T")
+
+RoleName = Literal["worker", "evaluator", "trainer", "coordinator", "viewer"]
+"""Who connects to Redis; `deploy/users.acl` has a user for each. A viewer only looks (`status`, `watch`)."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +69,63 @@ class Credentials:
         return "Credentials(…)"
 
 
-def credentials(address: Address) -> Credentials:
-    """From the credentials file of embedded services, else from the environment."""
-    stored: dict[str, str] = {}
-    if address.credentials_file:
-        stored = json.loads(Path(address.credentials_file).read_text())
+def credentials(address: Address, role: RoleName | None = None) -> Credentials:
+    """From the credentials file of embedded services, else from the environment; raises `ConfigError`.
+
+    `role` is who connects to Redis; without one, only what is meant for all roles counts.
+    """
+    stored = _stored(address)
     own_redis = "redis_password" not in stored  # else user and password come from the file together
-    return Credentials(
-        os.environ.get("STAGECOACH_REDIS_USERNAME") if own_redis else stored.get("redis_username"),
-        os.environ.get("STAGECOACH_REDIS_PASSWORD") if own_redis else stored["redis_password"],
-        stored.get("s3_access_key"),
-        stored.get("s3_secret_key"),
-    )
+    username, password = _redis_user(role) if own_redis else (stored.get("redis_username"), stored["redis_password"])
+    return Credentials(username, password, stored.get("s3_access_key"), stored.get("s3_secret_key"))
+
+
+def s3_keys(address: Address) -> tuple[str | None, str | None]:
+    """Access key and secret key of an embedded S3 server; for any other boto3 finds them itself."""
+    stored = _stored(address)
+    return stored.get("s3_access_key"), stored.get("s3_secret_key")
+
+
+def _stored(address: Address) -> dict[str, str]:
+    return dict(json.loads(Path(address.credentials_file).read_text())) if address.credentials_file else {}
+
+
+def _redis_user(role: RoleName | None) -> tuple[str | None, str | None]:
+    """User and password: the role's own, else those for all roles. A viewer may also be whoever may do more."""
+    for name in {None: (), "viewer": ("viewer", "coordinator")}.get(role, (role,)):
+        own = f"STAGECOACH_{str(name).upper()}_REDIS"
+        password = _secret(f"{own}_PASSWORD")
+        if password is not None:
+            return os.environ.get(f"{own}_USERNAME") or name, password
+    return os.environ.get("STAGECOACH_REDIS_USERNAME") or None, _secret("STAGECOACH_REDIS_PASSWORD")
+
+
+def _secret(variable: str) -> str | None:
+    """The variable's value, else the first line of the file that VARIABLE_FILE names."""
+    path = os.environ.get(f"{variable}_FILE")
+    if os.environ.get(variable) or not path:
+        return os.environ.get(variable) or None
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"{variable}_FILE={path} cannot be read: {reason}; correct it, or its permissions") from None
+    if not lines or not lines[0]:
+        raise ConfigError(f"{variable}_FILE={path} is empty; expected the password in its first line")
+    return lines[0]
+
+
+class _Secrets(redis.CredentialProvider):
+    """Looks the credentials up at each connection, so that a rotated secret is found without a restart."""
+
+    def __init__(self, address: Address, role: RoleName | None) -> None:
+        self._address, self._role = address, role
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """Password, or user and password."""
+        secret = credentials(self._address, self._role)
+        password = secret.redis_password or ""
+        return (secret.redis_username, password) if secret.redis_username else (password,)
 
 
 class RetryForSeconds(Retry):
@@ -152,38 +201,40 @@ def _passes(error: Exception) -> bool:
     return isinstance(error, (*_PASSING_ERRORS, TimeoutError))
 
 
-def connect_redis(address: Address, config: Config) -> redis.Redis:
+def connect_redis(address: Address, config: Config, role: RoleName | None = None) -> redis.Redis:
     """A checked connection that retries with backoff and jitter, for `redis.retry_seconds`.
 
     Raises `RedisUnavailable` with the reason: not reachable, wrong password, still loading, too old.
     """
-    secret = credentials(address)
+    secret = credentials(address, role)
     try:
         pool = _LivingPool.from_url(
             address.redis_url,
-            username=secret.redis_username,
-            password=secret.redis_password,
+            credential_provider=_Secrets(address, role) if secret.redis_username or secret.redis_password else None,
             socket_timeout=config.redis.timeout_seconds,
             socket_connect_timeout=config.redis.timeout_seconds,
             socket_keepalive=True,
+            driver_info=None,  # else each connection says which library it is, which Redis 7.0 has no word to permit
             retry=RetryForSeconds(f"Redis at {_public(address.redis_url)}", config.redis.retry_seconds),
         )
         client = redis.Redis.from_pool(pool)
     except ValueError as error:
         raise RedisUnavailable(f"redis.url {address.redis_url.rpartition('@')[2]!r} is no address: {error}") from None
-    check_redis(client, address.redis_url)
+    check_redis(client, address.redis_url, role)
     return client
 
 
-def check_redis(client: redis.Redis, url: str) -> None:
+def check_redis(client: redis.Redis, url: str, role: RoleName | None = None) -> None:
     """Raises `RedisUnavailable` unless the server answers and is recent enough."""
     where = f"Redis at {_public(url)}"
     try:
         client.ping()
         info: Any = client.info("server")
     except redis.AuthenticationError as error:
+        own = f"STAGECOACH_{role.upper()}_REDIS_PASSWORD, or " if role else ""
         raise RedisUnavailable(
-            f"{where} refuses the credentials ({error}); set STAGECOACH_REDIS_PASSWORD (and STAGECOACH_REDIS_USERNAME)"
+            f"{where} refuses the credentials ({error}); set {own}STAGECOACH_REDIS_PASSWORD (and "
+            f"STAGECOACH_REDIS_USERNAME)"
         ) from None
     except redis.BusyLoadingError:
         raise RedisUnavailable(f"{where} is still loading its data; try again when it has finished") from None

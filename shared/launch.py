@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from shared.config_sources import load_config, parse_config
-from shared.connection import Address
+from shared.connection import Address, RoleName
 from shared.errors import RunNotFound
 from shared.redis_keys import check_run_id
 from shared.role import Role, open_role
@@ -33,10 +33,10 @@ class RoleLaunch:
     """The run's folder, where this machine has it: log files and signals go there."""
 
     def open(self, name: str) -> Role:
-        """Sets up this process's imports and log file, then connects."""
+        """Sets up this process's imports and log file, then connects as `worker-3`, `trainer` …"""
         extend_imports(self.import_path)
         log_to_file(self.run_folder, name)
-        return open_role(parse_config(self.config), self.address)
+        return open_role(parse_config(self.config), self.address, cast(RoleName, name.partition("-")[0]))
 
 
 def extend_imports(folders: Iterable[str]) -> None:
@@ -65,8 +65,9 @@ def role_arguments(program: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m {program}",
         description=description,
-        epilog="Credentials: STAGECOACH_REDIS_PASSWORD, STAGECOACH_REDIS_USERNAME, AWS_ACCESS_KEY_ID, "
-        "AWS_SECRET_ACCESS_KEY; embedded services need none (the run folder has them).",
+        epilog="Credentials: STAGECOACH_REDIS_PASSWORD, STAGECOACH_REDIS_USERNAME (or the role's own, such as "
+        "STAGECOACH_WORKER_REDIS_PASSWORD; …_PASSWORD_FILE names a file), AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY; "
+        "embedded services need none (the run folder has them).",
     )
     parser.add_argument("run", help="run id; with --redis the id alone, else its folder is looked up in --runs-dir")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder of this machine's runs")

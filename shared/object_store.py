@@ -24,7 +24,7 @@ import botocore.exceptions
 import botocore.session
 
 from shared.config import Config, StoreConfig
-from shared.connection import Address, credentials
+from shared.connection import Address, s3_keys
 from shared.errors import (
     CredentialsRefused,
     ObjectMissing,
@@ -358,8 +358,8 @@ def s3_client(address: Address, config: StoreConfig) -> Any:
 
     The embedded server has credentials of its own: profiles and proxies of the environment are not for it.
     """
-    secret = credentials(address)
-    timeout, embedded = config.timeout_seconds, secret.s3_access_key is not None
+    access_key, secret_key = s3_keys(address)
+    timeout, embedded = config.timeout_seconds, access_key is not None
     variables: Any = {"profile": (None, None, None, None)} if embedded else None
     try:
         session = boto3.session.Session(botocore_session=botocore.session.Session(session_vars=variables))
@@ -367,8 +367,8 @@ def s3_client(address: Address, config: StoreConfig) -> Any:
             "s3",
             endpoint_url=address.endpoint_url,
             region_name=config.region,
-            aws_access_key_id=secret.s3_access_key,
-            aws_secret_access_key=secret.s3_secret_key,
+            aws_access_key_id=access_key,
+            aws_secret_access_key=secret_key,
             config=botocore.config.Config(
                 connect_timeout=timeout,
                 read_timeout=timeout,

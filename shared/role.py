@@ -13,7 +13,7 @@ import redis
 
 from shared.checkpoint import ENVIRONMENT, CheckpointStore
 from shared.config import Config
-from shared.connection import Address, connect_redis
+from shared.connection import Address, RoleName, connect_redis
 from shared.errors import CheckpointDamaged, ConfigError, ObjectMissing, RunNotFound
 from shared.flow import Flow
 from shared.object_store import open_store
@@ -67,8 +67,11 @@ def read_description(checkpoints: CheckpointStore) -> EnvironmentDescription:
         ) from None
 
 
-def open_role(config: Config, address: Address) -> Role:
-    """Connects to Redis and names the store; raises `RedisUnavailable`."""
-    client = connect_redis(address, config)
+def open_role(config: Config, address: Address, name: RoleName | None = None) -> Role:
+    """Connects to Redis, with the credentials of the role of this name, and names the store.
+
+    Raises `RedisUnavailable` or `ConfigError`.
+    """
+    client = connect_redis(address, config, name)
     checkpoints = CheckpointStore(open_store(address, config), address.run_id)
     return Role(config, address, client, checkpoints, Flow(client, address.run_id))

@@ -1,0 +1,106 @@
+"""A real Redis or Valkey with deploy/redis.conf and deploy/users.acl, and a password of its own for each role."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from coordinator.services import free_port, new_secret, redis_binary
+from shared.connection import RoleName
+
+DEPLOY = Path(__file__).parent.parent.parent / "deploy"
+ROLES: tuple[RoleName, ...] = get_args(RoleName)
+ADMIN = "admin-of-the-test"
+
+
+@dataclass(frozen=True)
+class AclServer:
+    """A running server and what its users say to come in."""
+
+    port: int
+    passwords: Mapping[RoleName, str]
+    admin_password: str
+
+    @property
+    def url(self) -> str:
+        """Without credentials."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def client(self, user: str) -> redis.Redis:
+        """A connection of this user."""
+        password = self.admin_password if user == ADMIN else dict(self.passwords)[user]  # type: ignore[index]
+        return redis.Redis(
+            port=self.port, username=user, password=password, socket_timeout=5, retry=Retry(NoBackoff(), 0),
+            driver_info=None,
+        )  # fmt: skip
+
+    def variables(self, *roles: RoleName) -> dict[str, str]:
+        """What the environment of these roles holds."""
+        return {f"STAGECOACH_{role.upper()}_REDIS_PASSWORD": self.passwords[role] for role in roles}
+
+    def refusals(self) -> list[str]:
+        """`user: what` of everything that the server has refused so far."""
+        with self.client(ADMIN) as client:
+            log: Any = client.acl_log()
+        return [f"{_text(entry['username'])}: {_text(entry['reason'])} {_text(entry['object'])}" for entry in log]
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def filled_acl(passwords: Mapping[RoleName, str], *arguments: str) -> str:
+    """What deploy/make_acl.py prints."""
+    variables = {f"STAGECOACH_{role.upper()}_REDIS_PASSWORD": password for role, password in passwords.items()}
+    made = subprocess.run(
+        [sys.executable, str(DEPLOY / "make_acl.py"), *arguments], env={"PATH": os.environ["PATH"], **variables},
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    return made.stdout
+
+
+@contextmanager
+def acl_server(folder: Path, *arguments: str, settings: Mapping[str, str] | None = None) -> Iterator[AclServer]:
+    """Starts it with the shipped files; only port, folders and `settings` are other ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    server = AclServer(free_port(), {role: new_secret() for role in ROLES}, new_secret())
+    admin = f"user {ADMIN} on >{server.admin_password} ~* &* +@all\n"
+    (folder / "users.acl").write_text(filled_acl(server.passwords, *arguments) + admin)
+    here = {
+        "port": str(server.port), "dir": str(folder), "aclfile": str(folder / "users.acl"), "maxmemory": "200mb",
+        "logfile": str(folder / "redis.log"),
+    } | dict(settings or {})  # fmt: skip
+    shipped = (DEPLOY / "redis.conf").read_text().splitlines()
+    lines = [line for line in shipped if line.partition(" ")[0] not in here]
+    lines += [f"{name} {value}" for name, value in here.items()]
+    (folder / "redis.conf").write_text("\n".join(lines) + "\n")
+    process = subprocess.Popen([redis_binary(), str(folder / "redis.conf")], stdout=subprocess.DEVNULL)
+    try:
+        _wait_ready(server, process, folder / "redis.log")
+        yield server
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _wait_ready(server: AclServer, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with server.client(ADMIN) as client:
+                client.ping()
+                return
+        except (redis.ConnectionError, redis.TimeoutError):
+            time.sleep(0.02)
+    raise AssertionError(log.read_text()[-2000:] if log.exists() else "the server said nothing")
