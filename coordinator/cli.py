@@ -25,11 +25,12 @@ from rich.table import Table
 
 from coordinator import cli_checkpoints
 from coordinator.cli_options import RUNS as _RUNS
-from coordinator.cli_options import Json, RunArgument, RunsDir
+from coordinator.cli_options import EndpointUrl, Json, PlaceArgument, RedisUrl, RunArgument, RunsDir
 from coordinator.cli_options import console as _console
 from coordinator.cli_options import example as _example
 from coordinator.cli_options import print_json as _print_json
 from coordinator.console import LiveView, figure, print_status, print_summary
+from coordinator.job import submission
 from coordinator.run import Run, new_run_id
 from coordinator.run_folder import list_folders
 from shared.config import Config
@@ -48,6 +49,7 @@ Sets = Annotated[
 _HISTORY = 10
 """Past events that `watch` begins with."""
 _LIVE = "stagecoach: the run is live"
+Detach = Annotated[bool, typer.Option("--detach", help="Return once it trains; it goes on without this terminal.")]
 
 
 @app.command(epilog=_example("stagecoach train examples/cartpole.yaml --set rollout.workers=4"))
@@ -59,21 +61,35 @@ def train(
         str | None,
         typer.Option(metavar="CHECKPOINT", help="Begin with the policies of RUN, RUN/NAME or a checkpoint's folder."),
     ] = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Return once it trains; it goes on in the background.")
+    or_resume: Annotated[
+        bool,
+        typer.Option("--or-resume", help="Continue the run where it is there already; for job systems that retry."),
     ] = False,
+    address: Annotated[
+        str | None,
+        typer.Option(metavar="URL|CLUSTER.yaml", help="Run on this Ray cluster: its dashboard, or its cluster file."),
+    ] = None,
+    working_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With --address: the folder that travels; the config's by default."),
+    ] = None,
+    detach: Detach = False,
     inline: Annotated[bool, typer.Option("--inline", help="All roles in one process, for a debugger.")] = False,
     background: Annotated[bool, typer.Option("--background", hidden=True)] = False,
 ) -> None:
     """Train: start all that the run needs, show it live, and end it all with a summary."""
     sets = [*(set_ or ()), *([f"initialize_from={json.dumps(initialize_from)}"] if initialize_from else ())]
-    resolved = load_config(config, sets)
-    if detach:
-        name = new_run_id(resolved) if run_id is None else run_id
-        _detach(["train", str(config), *(f"--set={item}" for item in sets), "--run-id", name], name)
+    resolved = load_config(config, [*sets, *(["ray.address=auto"] if address else ())])
+    name = new_run_id(resolved) if run_id is None else run_id
+    again = ["--or-resume"] if or_resume else []
+    if address is not None:
+        sent = submission(address, config, sets, name, working_dir, or_resume)
+        _tend(partial(Run.submit, sent, resolved, name), detach=detach, where=f"submitting to {address}")
+    elif detach:
+        _detach(["train", str(config), *(f"--set={item}" for item in sets), "--run-id", name, *again], name)
     else:
-        beside = (str(config.resolve().parent),)
-        _tend(partial(Run.start, resolved, run_id, inline=inline, import_path=beside), background)
+        start = partial(Run.start, resolved, name, inline=inline, or_resume=or_resume)
+        _tend(partial(start, import_path=(str(config.resolve().parent),)), background)
 
 
 @app.command(epilog=_example("stagecoach resume my-run --set stop_at.env_steps=200000"))
@@ -85,9 +101,7 @@ def resume(
     ] = "latest",
     set_: Sets = None,
     runs_dir: RunsDir = _RUNS,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Return once it trains; it goes on in the background.")
-    ] = False,
+    detach: Detach = False,
     inline: Annotated[bool, typer.Option("--inline", help="All roles in one process, for a debugger.")] = False,
     background: Annotated[bool, typer.Option("--background", hidden=True)] = False,
 ) -> None:
@@ -142,13 +156,41 @@ def status(run: RunArgument, runs_dir: RunsDir = _RUNS, as_json: Json = False) -
         print_status(found, _console)
 
 
-@app.command(epilog=_example("stagecoach watch my-run"))
-def watch(run: RunArgument, runs_dir: RunsDir = _RUNS) -> None:
+@app.command(epilog=_example("stagecoach watch s3://bucket/prefix/my-run"))
+def watch(
+    run: PlaceArgument,
+    runs_dir: RunsDir = _RUNS,
+    endpoint_url: EndpointUrl = None,
+    redis_url: RedisUrl = None,
+) -> None:
     """Watch a live run, checkpoints as they land; Ctrl-C ends the watching, not the run."""
+    _watch(Run.attach(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url))
 
-    handle = Run.attach(run, runs_dir)
+
+@app.command(epilog=_example("stagecoach attach s3://bucket/prefix/my-run"))
+def attach(
+    run: PlaceArgument,
+    runs_dir: RunsDir = _RUNS,
+    endpoint_url: EndpointUrl = None,
+    redis_url: RedisUrl = None,
+    detach: Detach = False,
+) -> None:
+    """Take up a run again: watch it; where its coordinator has died, start another, which continues it exactly."""
+    handle = Run.attach(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url)
+    state = handle.status(books=False).state
+    if handle.live and not detach:
+        _watch(handle)
+    elif state == "interrupted" and handle.folder.elsewhere is None and detach:
+        _detach(["resume", handle.run_id, "--runs-dir", str(runs_dir)], handle.run_id)
+    elif state == "interrupted":
+        _tend(handle.take_up, detach=detach)
+    else:
+        print_status(handle.status(), _console)
+
+
+def _watch(handle: Run) -> None:
     try:
-        LiveView(handle, _console, handle.recent(_HISTORY)).show(lambda: not handle.folder.live)
+        LiveView(handle, _console, handle.recent(_HISTORY)).show(lambda: not handle.live)
     except KeyboardInterrupt:
         _console.print("watching ended; the run goes on")
         return
@@ -275,8 +317,11 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _tend(begin: Any, background: bool) -> None:
-    """Starts (or resumes) a run, shows it until it ends, and turns signals into a clean end."""
+def _tend(begin: Any, background: bool = False, detach: bool = False, where: str = "") -> None:
+    """Starts (or resumes) a run, shows it until it ends, and turns signals into a clean end.
+
+    With `detach` it only sees the run begin, which then goes on without this process.
+    """
 
     received: list[int] = []
     roles_start = threading.Event()
@@ -293,8 +338,11 @@ def _tend(begin: Any, background: bool) -> None:
 
     listen()
     if not background:
-        _console.print("checking, then starting Redis, the store, Ray and the roles …", style="dim")
+        _console.print(f"{where or 'checking'}, then starting Redis, the store, Ray and the roles …", style="dim")
     run: Run = begin(begun=roles_start.set)
+    if detach:
+        _tell_detached(run.run_id, "on the cluster")
+        return
     listen()  # again: joining Ray has put a handler of its own for SIGTERM
 
     def ended() -> bool:
@@ -340,8 +388,14 @@ def _detach(arguments: list[str], run_id: str) -> None:
     if not any(line.strip() == _LIVE for line in process.stdout):  # modules may print while they are imported
         print(process.stderr.read().strip(), file=sys.stderr)
         raise typer.Exit(process.wait() or 1)
-    _console.print(f"run {run_id} is live in the background (process {process.pid})", highlight=False)
-    _console.print(f"  stagecoach watch {run_id}    stagecoach stop {run_id}", highlight=False)
+    _tell_detached(run_id, f"in the background (process {process.pid})")
+
+
+def _tell_detached(run_id: str, where: str) -> None:
+    _console.print(f"run {run_id} is live {where}", highlight=False)
+    _console.print(
+        f"  stagecoach watch {run_id}    stagecoach scale {run_id} N    stagecoach stop {run_id}", highlight=False
+    )
 
 
 def _announce(run: Run) -> None:

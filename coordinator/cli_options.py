@@ -10,6 +10,15 @@ import typer
 from rich.console import Console
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's id; `stagecoach runs` lists them.")]
+PlaceArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="The run's id; or, of one that lives elsewhere, s3://bucket/prefix/RUN.")
+]
+EndpointUrl = Annotated[
+    str | None, typer.Option(metavar="URL", help="The S3 endpoint as this machine reaches it, if not as the run does.")
+]
+RedisUrl = Annotated[
+    str | None, typer.Option("--redis", metavar="URL", help="The same for Redis, for example through a tunnel.")
+]
 RunsDir = Annotated[
     Path, typer.Option("--runs-dir", envvar="STAGECOACH__RUNS_DIR", help="Folder of this machine's runs.")
 ]

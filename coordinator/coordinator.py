@@ -99,15 +99,15 @@ class Coordinator:
             # What Redis and the store hold of the run before any role starts; the last thing that may be refused
             role.checkpoints.store.check()
             begun()
+            launch = RoleLaunch(config.model_dump(mode="json"), address, folder.import_path(), str(folder.path))
             if ray_head is not None:
                 ray_head.connect()
+                _check_cluster(launch, config)
             made.first_event = recent_events(role.redis, role.run_id, 0)
             prepare(role)
 
             # Roles: Ray actors, or all in this process
-            import_path = folder.import_path()
-            folder.write_services(address, import_path)
-            launch = RoleLaunch(config.model_dump(mode="json"), address, import_path, str(folder.path))
+            folder.write_services(address, launch.import_path)
             supervise: Supervise
             if ray_head is None:
                 supervise = InlineRoles(role, str(folder.path)).run
@@ -195,6 +195,14 @@ def _begin_ray(config: Config, logs: Path, running: ExitStack) -> Any:
     head = RayHead(config, logs)
     running.callback(head.stop)
     return head
+
+
+def _check_cluster(launch: RoleLaunch, config: Config) -> None:
+    """Embedded Ray is one machine, on which everything has been tried already."""
+    if config.ray.address != "embedded":
+        from coordinator.preflight import check_machines
+
+        check_machines(launch)
 
 
 def _start_fleet(launch: RoleLaunch, role: Role, head: Any, running: ExitStack) -> Supervise:

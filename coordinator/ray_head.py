@@ -82,6 +82,11 @@ class RayHead:
         ray_worker.print_to_stdstream = _to_log  # type: ignore[assignment]
         try:
             ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
+        except ray.exceptions.AuthenticationError:
+            raise UserError(
+                f"Ray at {self._address} refuses the token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN (or "
+                f"~/.ray/auth_token) as the cluster has it"
+            ) from None
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise UserError(
                 f"Ray at {self._address} cannot be joined: {' '.join(str(error).split())}; correct ray.address, or use "

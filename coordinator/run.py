@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import redis
 
@@ -24,19 +24,22 @@ from coordinator.checkpoints import (
     withdraw,
 )
 from coordinator.coordinator import Coordinator, Outcome
+from coordinator.elsewhere import Submission, link
 from coordinator.find import find_checkpoint
 from coordinator.preparation import check, check_services, impatient, prepare_new, prepare_resume
 from coordinator.run_folder import RunFolder
 from coordinator.services import BUCKET
-from coordinator.status import Status, ended_status, live_status
+from coordinator.status import Status, ended_status, live_status, tended
 from shared.archive import Archive, experience
-from shared.checkpoint import Checkpoint, CheckpointStore
+from shared.checkpoint import CONFIG, Checkpoint, CheckpointStore
 from shared.config import Config
+from shared.config_sources import parse_config, parse_yaml
 from shared.connection import Address, RoleName, connect_redis
 from shared.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
     ConfigError,
+    ObjectMissing,
     RedisUnavailable,
     UserError,
 )
@@ -50,17 +53,24 @@ from shared.policies.deployed import DeployedPolicy, load_policy
 from shared.role import read_description
 from trainer_node.replay import BEGINNING, Replayed, replay
 
+if TYPE_CHECKING:
+    from coordinator.job import JobCoordinator
+
 
 class Run:
     """A handle on one run: started here, or attached to (live or ended)."""
 
-    def __init__(self, folder: RunFolder, config: Config, coordinator: Coordinator | None = None) -> None:
+    def __init__(
+        self, folder: RunFolder, config: Config, coordinator: Coordinator | JobCoordinator | None = None
+    ) -> None:
         self.run_id = folder.run_id
         self.folder = folder
         self.config = config
         self._coordinator = coordinator
         self._clients: dict[RoleName, redis.Redis] = {}
         self._connected_to: Address | None = None
+        self._unreachable: str | None = None
+        """Why the Redis of a run that lives elsewhere cannot be reached from here."""
 
     @classmethod
     def start(
@@ -69,13 +79,15 @@ class Run:
         run_id: str | None = None,
         *,
         inline: bool = False,
+        or_resume: bool = False,
         import_path: tuple[str, ...] = (),
         begun: Callable[[], None] = lambda: None,
     ) -> Run:
         """Checks everything, then starts services and roles; returns while the run goes on in the background.
 
-        `inline` puts all roles into this process; `import_path` names folders of the user's own modules, beside the
-        current one. Raises a `UserError` before anything is started or written. Call it
+        `inline` puts all roles into this process; with `or_resume` a run of this id that is there already (here, or in
+        the store) is continued, and one that has reached its end answered as it is; `import_path` names folders of the
+        user's own modules, beside the current one. Raises a `UserError` before anything is started or written. Call it
         from a thread that lives as long as the run: the services end with the thread that started them. `begun` is
         called when the roles are about to start: from there on only `stop` ends the run in order, no exception does.
         """
@@ -83,8 +95,16 @@ class Run:
         extend_imports(import_path)
         description = check(config)
         check_services(config)
+        name = new_run_id(config) if run_id is None else run_id
+        before = _begun(config, name) if or_resume else None
+        if before is not None:
+            folder = RunFolder.of(config, name) or RunFolder.create(config, name, import_path)
+            if before.stop_at == config.stop_at and cls(folder, before)._at_its_end():
+                folder.unlock()
+                return cls(folder, before)
+            return cls._continue(folder, config, before, "latest", inline, begun)
         source = _source(config)
-        folder = RunFolder.create(config, new_run_id(config) if run_id is None else run_id, import_path)
+        folder = RunFolder.create(config, name, import_path)
         try:
             prepare = partial(prepare_new, description=description, source=source)
             coordinator = Coordinator.launch(folder, config, prepare, inline, begun)
@@ -110,28 +130,89 @@ class Run:
         what was learnt since is left behind.
         """
         folder = RunFolder.find(run_id, runs_dir)
+        if folder.elsewhere is not None:
+            raise UserError(f"run {run_id!r} lives on other machines; `stagecoach attach {run_id}` takes it up there")
         config = folder.config(overrides)
-        if config.hash() != folder.config().hash():
-            raise ConfigError(
-                "resume may change what does not decide the learning (stop_at, rollout.workers, checkpoint, …); "
-                "one of --set does; start a new run for that"
-            )
         extend_imports(folder.import_path())
         check(config)
         check_services(config)
-        folder.lock()
+        return cls._continue(folder, config, folder.config(), origin, inline, begun)
+
+    @classmethod
+    def _continue(
+        cls, folder: RunFolder, config: Config, before: Config, origin: str, inline: bool, begun: Callable[[], None]
+    ) -> Run:
+        """Of a run whose config was `before`; a folder that was made for it here goes where it cannot go on."""
+        made_here = folder.held
         try:
-            prepare = partial(prepare_resume, origin=origin, before=folder.config().stop_at)
+            if config.hash() != before.hash():
+                raise ConfigError(
+                    "resume may change what does not decide the learning (stop_at, rollout.workers, checkpoint, …); "
+                    "something given here does; start a new run for that"
+                )
+            if not made_here:
+                folder.lock()
+            prepare = partial(prepare_resume, origin=origin, before=before.stop_at)
             coordinator = Coordinator.launch(folder, config, prepare, inline, begun)
         except BaseException:
-            folder.unlock()
+            folder.remove() if made_here else folder.unlock()
             raise
         folder.write_config(config)
         return cls(folder, config, coordinator)
 
+    def _at_its_end(self) -> bool:
+        return ended_status(self.checkpoint_store()).reason in ("solved", "exhausted")
+
     @classmethod
-    def attach(cls, run_id: str, runs_dir: Path = Path("runs")) -> Run:
-        """A handle on a run of this machine, live or ended."""
+    def submit(cls, sent: Submission, config: Config, run_id: str, *, begun: Callable[[], None] = lambda: None) -> Run:
+        """Starts a run on a cluster, as a Ray job (coordinator/job.py); returns once it trains there.
+
+        Its folder here is a link: `stagecoach watch`, `scale`, `stop` … work with its id. `begun` as for `start`.
+        """
+        folder = RunFolder.create(config, run_id)
+        try:
+            run = cls._submitted(folder, config, sent)
+        except BaseException:
+            folder.remove()
+            raise
+        folder.unlock()
+        begun()
+        return run
+
+    def take_up(self, *, begun: Callable[[], None] = lambda: None) -> Run:
+        """Continues an interrupted run where it lives: here, or on its cluster by another job; answers a new handle."""
+        if (elsewhere := self.folder.elsewhere) is None:
+            return Run.resume(self.run_id, self.folder.path.parent, begun=begun)
+        if elsewhere.submission is None:
+            raise UserError(
+                f"run {self.run_id!r} is interrupted, and was not submitted from here; continue it from where its "
+                f"config is: stagecoach train CONFIG --address … --run-id {self.run_id} --or-resume"
+            )
+        run = self._submitted(self.folder, self.config, elsewhere.submission)
+        begun()
+        return run
+
+    @classmethod
+    def _submitted(cls, folder: RunFolder, config: Config, sent: Submission) -> Run:
+        from coordinator.job import submit_and_follow
+
+        return cls(folder, config, submit_and_follow(folder, config, sent))
+
+    @classmethod
+    def attach(
+        cls,
+        run: str,
+        runs_dir: Path = Path("runs"),
+        *,
+        endpoint_url: str | None = None,
+        redis_url: str | None = None,
+    ) -> Run:
+        """A handle on a run, live or ended: by its id, or by its folder in a store (`s3://bucket/prefix/RUN`).
+
+        One that lives on other machines is known in `runs_dir` by its id from then on; `endpoint_url` and `redis_url`
+        say how this machine reaches its store and Redis, where that is not as its own machines do.
+        """
+        run_id = link(run, runs_dir, endpoint_url, redis_url) if "://" in run else run
         folder = RunFolder.find(run_id, runs_dir)
         return cls(folder, folder.config())
 
@@ -145,7 +226,15 @@ class Run:
         found = ended_status(self._checkpoints(self._address()))
         if self.folder.live and found.state == "interrupted":
             return dataclasses.replace(found, state="starting or ending", reason="its coordinator is at work")
+        if self._unreachable is not None and found.state == "interrupted":
+            reason = f"whether it is live cannot be seen from here: {self._unreachable}"
+            return dataclasses.replace(found, state="unknown", reason=reason)
         return found
+
+    @property
+    def live(self) -> bool:
+        """Whether a coordinator is at work on it, here or on another machine."""
+        return self.folder.live or self._connect() is not None
 
     def scale(self, workers: int) -> None:
         """Brings the fleet of a live run to `workers`; nothing restarts, nothing is lost."""
@@ -169,14 +258,14 @@ class Run:
         if self._coordinator is not None:
             return self._coordinator.wait(timeout_seconds)
         started = time.monotonic()
-        poll(Wait(f"run {self.run_id} to end", timeout_seconds), lambda: not self.folder.live, 0.3)
+        poll(Wait(f"run {self.run_id} to end", timeout_seconds), lambda: not self.live, 0.3)
         status = self.status()
         return Outcome(status.reason, status, time.monotonic() - started)
 
     @property
     def ended(self) -> bool:
-        """Whether a run that was started here is over."""
-        return self._coordinator is not None and self._coordinator.outcome is not None
+        """Whether what was started here is over; always so for a handle that has started nothing."""
+        return self._coordinator is None or self._coordinator.outcome is not None
 
     @property
     def first_event(self) -> str:
@@ -189,7 +278,7 @@ class Run:
 
     def verify(self, checkpoint: str | None = None) -> list[Verdict]:
         """Reads and checks every byte of all checkpoints, or of one (a name, or a mark such as `best`)."""
-        return verify(self.checkpoint_store(), checkpoint, live=self.folder.live)
+        return verify(self.checkpoint_store(), checkpoint, live=self.live)
 
     def promote(self, checkpoint: str | None) -> str | None:
         """Marks a checkpoint for deployment, if it is whole and its weights are finite; answers its name.
@@ -198,7 +287,7 @@ class Run:
         had it.
         """
         store = self.checkpoint_store()
-        return withdraw(store) if checkpoint is None else promote(store, checkpoint, live=self.folder.live).checkpoint
+        return withdraw(store) if checkpoint is None else promote(store, checkpoint, live=self.live).checkpoint
 
     def export(self, directory: Path, checkpoint: str | None = None) -> Path:
         """Copies a checkpoint (else the promoted, best or newest one) to `directory/<run id>/`; answers its folder."""
@@ -221,7 +310,7 @@ class Run:
         low = [f"{name}={value}" for name, value in changes.items() if value < 1]
         if low:
             raise UserError(f"{', '.join(low)}: expected at least 1")
-        if self.folder.live:
+        if self.live:
             raise UserError(
                 f"run {self.run_id!r} is live, and its trainer prunes by itself after each checkpoint "
                 f"(checkpoint.keep_last, keep_best, keep_every); prune it when it has ended"
@@ -293,25 +382,47 @@ class Run:
     def _connect(self, role: RoleName = "viewer") -> redis.Redis | None:
         """Redis of the live run, connected to once; None where the run is not live or its Redis is gone."""
         address = self.folder.live_address()
+        away = address is None and not self.folder.live and self.config.redis.url != "embedded"
+        if away:
+            address = self.folder.offline_address(self.config)
         if address != self._connected_to:
             while self._clients:
                 self._clients.popitem()[1].close()
-        self._connected_to = address
+        self._connected_to, self._unreachable = address, None
         if address is None:
             return None
         try:
             if role not in self._clients:
                 self._clients[role] = connect_redis(address, impatient(self.config), role)
-        except RedisUnavailable:
+            client = self._clients[role]
+            return client if not away or tended(client, self.run_id) else None
+        except (RedisUnavailable, redis.ConnectionError, redis.TimeoutError) as error:
             if self.folder.live:
                 raise
-        return self._clients.get(role)
+            self._unreachable = str(error) if self.folder.elsewhere is not None else None
+            return None
 
     def _flow(self) -> Flow:
         client = self._connect("coordinator")
+        if client is None and self._unreachable is not None:
+            raise RedisUnavailable(self._unreachable)
         if client is None:
             raise UserError(f"run {self.run_id!r} is not live; `stagecoach resume {self.run_id}` continues it")
         return Flow(client, self.run_id)
+
+
+def _begun(config: Config, run_id: str) -> Config | None:
+    """The config of a run that is there already: in its folder here, or else in the store; None where it is not."""
+    folder = RunFolder.of(config, run_id)
+    if folder is not None:
+        return folder.config()
+    if "embedded" in (config.redis.url, config.store.url):
+        return None
+    store = open_store(Address(run_id, "", config.store.url, config.store.endpoint_url), config)
+    try:
+        return parse_config(parse_yaml(store.get(CONFIG).decode(), f"{CONFIG} of run {run_id}"))
+    except ObjectMissing:
+        return None
 
 
 def _source(config: Config) -> Checkpoint | None:

@@ -7,6 +7,7 @@ runs/<run_id>/
   services.json       addresses, while the run is live here
   credentials.json    of embedded services; only its owner may read it
   lock                held (flock) by the coordinator that runs it: the kernel lets go when that dies
+  elsewhere.json      instead of the above, for a run that lives on other machines (coordinator/elsewhere.py)
   redis/  s3/         data of embedded services
   logs/               one file per role and service
   signals/            train.csv, tensorboard/
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coordinator.elsewhere import Elsewhere, read_elsewhere
 from coordinator.services import BUCKET, new_secret
 from shared.config import Config
 from shared.config_sources import dump_config, load_config
@@ -47,7 +49,7 @@ class RunFolder:
     @classmethod
     def create(cls, config: Config, run_id: str, import_path: tuple[str, ...] = ()) -> RunFolder:
         """A new folder with the resolved config, locked; raises `RunExists` (nothing is overwritten)."""
-        path = config.runs_dir.resolve() / check_run_id(run_id)
+        path = config.runs_dir.expanduser().resolve() / check_run_id(run_id)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir()
@@ -74,11 +76,20 @@ class RunFolder:
     @classmethod
     def find(cls, run_id: str, runs_dir: Path) -> RunFolder:
         """The folder of an existing run; raises `RunNotFound` with the runs that there are."""
-        path = runs_dir.resolve() / check_run_id(run_id)
+        path = runs_dir.expanduser().resolve() / check_run_id(run_id)
         if not (path / RESOLVED_CONFIG).is_file():
             known = ", ".join(folder.run_id for folder in list_folders(runs_dir)) or "none"
-            raise RunNotFound(f"no run {run_id!r} in {runs_dir}; runs there: {known}")
+            raise RunNotFound(
+                f"no run {run_id!r} in {runs_dir}; runs there: {known}; of one that lives elsewhere give its store's "
+                f"folder: s3://bucket/prefix/{run_id}"
+            )
         return cls(run_id, path)
+
+    @classmethod
+    def of(cls, config: Config, run_id: str) -> RunFolder | None:
+        """The folder of a run that was made on this machine; None where there is none."""
+        path = config.runs_dir.expanduser().resolve() / check_run_id(run_id)
+        return cls(run_id, path) if (path / RESOLVED_CONFIG).is_file() and read_elsewhere(path) is None else None
 
     def config(self, overrides: tuple[str, ...] = ()) -> Config:
         """The run's own resolved config, changed only by `overrides`; the environment does not change it."""
@@ -97,6 +108,11 @@ class RunFolder:
         except FileNotFoundError:
             return ()
 
+    @property
+    def elsewhere(self) -> Elsewhere | None:
+        """Where the run lives, if not on this machine."""
+        return read_elsewhere(self.path)
+
     def lock(self) -> None:
         """Holds the run for this process; raises `UserError` while another coordinator does."""
         handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -114,9 +130,14 @@ class RunFolder:
             self._lock = None
 
     @property
+    def held(self) -> bool:
+        """Whether this process holds the run."""
+        return self._lock is not None
+
+    @property
     def live(self) -> bool:
         """Whether a coordinator holds the run right now (this process counts)."""
-        if self._lock is not None:
+        if self.held:
             return True
         try:
             handle = os.open(self.path / LOCK, os.O_RDONLY)
@@ -159,10 +180,13 @@ class RunFolder:
         return read_launch(self.path, self.run_id).address
 
     def offline_address(self, config: Config) -> Address:
-        """How to read the store of a run whose embedded services are down: its bucket is a plain folder."""
+        """How to reach what no coordinator of this machine keeps up; an embedded store's bucket is a plain folder."""
         if config.store.url == "embedded":
             return Address(self.run_id, "", f"file://{self.path / 's3' / BUCKET}")
-        return Address(self.run_id, config.redis.url, config.store.url, config.store.endpoint_url)
+        redis_url, endpoint_url, elsewhere = config.redis.url, config.store.endpoint_url, self.elsewhere
+        if elsewhere is not None:
+            redis_url, endpoint_url = elsewhere.redis_url or redis_url, elsewhere.endpoint_url or endpoint_url
+        return Address(self.run_id, redis_url, config.store.url, endpoint_url)
 
     def remove(self) -> None:
         """Takes back a folder whose run never started."""
@@ -183,6 +207,7 @@ def _locked(handle: int) -> bool:
 
 def list_folders(runs_dir: Path) -> list[RunFolder]:
     """All runs of this machine, oldest first."""
+    runs_dir = runs_dir.expanduser()
     if not runs_dir.is_dir():
         return []
     paths = [path for path in runs_dir.resolve().iterdir() if (path / RESOLVED_CONFIG).is_file()]

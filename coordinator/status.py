@@ -76,6 +76,11 @@ def live_status(client: redis.Redis, run_id: str, books: bool = True) -> Status:
     )  # fmt: skip
 
 
+def tended(client: redis.Redis, run_id: str) -> bool:
+    """Whether a coordinator (or, without one, a trainer) beats for this run, on whatever machine."""
+    return any(beat.alive for beat in read_heartbeats(client, run_id) if beat.role in ("coordinator", "trainer"))
+
+
 def ended_status(checkpoints: CheckpointStore) -> Status:
     """From the store's sync files, which need no server."""
     finished = checkpoints.marker(FINISHED)

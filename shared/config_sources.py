@@ -71,15 +71,21 @@ def dump_config(config: Config) -> str:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.load(path.read_text(), Loader=_StrictLoader)  # noqa: S506 - derives from SafeLoader
+        return parse_yaml(path.read_text(), str(path))
     except FileNotFoundError:
         raise ConfigError(f"no config file {path}; `stagecoach init` writes one to start from") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
+
+
+def parse_yaml(text: str, where: str) -> dict[str, Any]:
+    """A config's YAML as plain data; raises `ConfigError`, naming `where` it came from."""
+    try:
+        data = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - derives from SafeLoader
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a mapping of sections (environment: …), found {type(data).__name__}")
+        raise ConfigError(f"{where} must hold a mapping of sections (environment: …), found {type(data).__name__}")
     return data
 
 

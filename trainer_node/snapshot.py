@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
+import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -32,6 +33,8 @@ from shared.steps import Phase, PhaseCounters
 from trainer_node.intake import Committed
 from trainer_node.learner import Learner
 
+CODE_VERSION = "STAGECOACH_CODE_VERSION"
+"""The environment variable that tells code without an installation which version it is."""
 _STATE, _OPTIMISER, _REWARDS = (
     "trainer/state.json",
     "trainer/{}.optimiser.safetensors",
@@ -131,7 +134,12 @@ def computed_with(learner: Learner) -> dict[str, str]:
 
 @functools.cache
 def code_version() -> str:
-    """The installed version; in a git checkout with its commit, and `dirty` where changed: `0.1.0+3b58d32`."""
+    """The installed version; in a git checkout with its commit, and `dirty` where changed: `0.1.0+3b58d32`.
+
+    Code that travelled to a cluster is told what it is (`CODE_VERSION`).
+    """
+    if told := os.environ.get(CODE_VERSION):
+        return told
     version, source = importlib.metadata.version("stagecoach"), Path(__file__).parent.parent
     if not (source / ".git").exists():
         return version

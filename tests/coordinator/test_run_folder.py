@@ -101,7 +101,7 @@ def test_what_is_not_there_is_not_found_with_what_is(config: Config, runs: Path)
     RunFolder.create(config, "b").unlock()
     (runs / "no-run").mkdir()
     (runs / "file").write_text("")
-    with pytest.raises(RunNotFound, match=r"no run 'a' in .*; runs there: b$"):
+    with pytest.raises(RunNotFound, match=r"no run 'a' in .*; runs there: b;"):
         RunFolder.find("a", runs)
     with pytest.raises(UserError, match=r"run id '\.\./b'"):
         RunFolder.find("../b", runs)
