@@ -105,6 +105,7 @@ class JobServer:
             "RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_SECONDS),  # a last checkpoint takes longer than Ray's three seconds
         }
         source = Path(__file__).parent.parent
+        logging.disable(logging.INFO)  # Ray tells of each package that it uploads
         try:
             return str(
                 self._client.submit_job(
@@ -121,6 +122,8 @@ class JobServer:
             )
         except Exception as error:  # Ray raises whatever its parts raise
             raise UserError(f"{self.url} does not take the job: {_line(error)}") from None
+        finally:
+            logging.disable(logging.NOTSET)
 
     def state(self, job: str) -> tuple[str, int | None]:
         """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED; and the driver's exit code. Raises what Ray raises."""
@@ -277,7 +280,6 @@ def _client(url: str) -> Any:
         from ray.job_submission import JobSubmissionClient
     except ImportError as error:
         raise UserError(f"submitting to a cluster needs more of Ray: pip install 'ray[default]' ({error})") from None
-    logging.getLogger("ray").setLevel(logging.ERROR)  # it would tell of each package that it uploads
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise UserError(

@@ -45,7 +45,7 @@ class CommandLine:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.temporary = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # Ray's sockets need a short path
-        self._environ = {**os.environ, "TMPDIR": str(self.temporary), "COLUMNS": "200"}
+        self.environ = {**os.environ, "TMPDIR": str(self.temporary), "COLUMNS": "200"}
         self._started: list[subprocess.Popen[str]] = []
 
     def run(self, *arguments: str | Path, seconds: float = DEADLINE_SECONDS) -> Ended:
@@ -62,7 +62,7 @@ class CommandLine:
         with self._file(number, "out").open("w") as out, self._file(number, "err").open("w") as err:
             process = subprocess.Popen(
                 [sys.executable, "-m", name, *map(str, arguments)], cwd=self.folder, stdin=subprocess.DEVNULL,
-                stdout=out, stderr=err, text=True, start_new_session=True, env={**self._environ, **(environ or {})},
+                stdout=out, stderr=err, text=True, start_new_session=True, env={**self.environ, **(environ or {})},
             )  # fmt: skip
         self._started.append(process)
         return process

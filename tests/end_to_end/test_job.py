@@ -1,0 +1,163 @@
+"""From a laptop to a cluster: `train --address`, what follows a run from there, and what is refused in one line."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.command_line import CommandLine, check_ledger
+from tests.end_to_end.ray_cluster import RayCluster
+
+pytestmark = pytest.mark.timeout(240)
+ENVIRONMENT = "import gymnasium\n\ndef make():\n    return gymnasium.make('CartPole-v1')\n"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    cluster = RayCluster.start()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture
+def laptop(terminal: CommandLine, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> CommandLine:
+    """A terminal that knows the cluster's secrets, with an environment of its own in its folder."""
+    terminal.environ.update(cluster.environ)
+    for name, value in cluster.environ.items():
+        monkeypatch.setenv(name, value)
+    (terminal.folder / "my_game.py").write_text(ENVIRONMENT)
+    return terminal
+
+
+def write_config(laptop: CommandLine, cluster: RayCluster, **sections: object) -> Path:
+    environment = {"id": "my_game:make", "num_envs": 4}
+    return laptop.write_config(**({"environment": environment} | cluster.config | sections))
+
+
+def test_a_run_is_submitted_followed_scaled_stopped_and_seen_from_another_place(
+    laptop: CommandLine, cluster: RayCluster, tmp_path: Path
+) -> None:
+    config = write_config(laptop, cluster, stop_at={"updates": 100_000})
+    begun = laptop.run("train", config, "--address", cluster.dashboard, "--run-id", "far", "--detach")
+    assert begun.code == 0, begun
+    assert "run far is live on the cluster" in begun.out
+    assert begun.err == ""
+    laptop.until("far", "training", lambda status: status.live and status.version > 3)
+    assert laptop.run("scale", "far", "3").code == 0
+    laptop.until("far", "three workers", lambda status: len([b for b in status.roles if b.role == "worker"]) == 3)
+    place = ("s3://stagecoach/far", "--endpoint-url", cluster.config["store"]["endpoint_url"], "--runs-dir", "others")
+    watching = laptop.start("watch", *place)
+    laptop.wait_until("a checkpoint that lands", lambda: "checkpoint  " in laptop.output(watching))
+    stopped = laptop.run("stop", "far")
+    assert (stopped.code, stopped.out.strip()) == (0, "far: stopped")
+    assert laptop.ended(watching).code == 0
+    finished = json.loads((cluster.home / "s3" / "stagecoach" / "far" / ".finished").read_text())
+    check_ledger(finished)
+    secrets = {name: value for name, value in cluster.environ.items() if name not in ("RAY_AUTH_MODE",)}
+    written = (laptop.folder / "runs" / "far" / "elsewhere.json").read_text()
+    assert [name for name, value in secrets.items() if len(value) > 4 and value in written] == []
+
+
+def test_a_coordinator_that_dies_is_replaced_by_attach_and_nothing_is_lost(
+    laptop: CommandLine, cluster: RayCluster
+) -> None:
+    config = write_config(laptop, cluster, stop_at={"updates": 60})
+    assert laptop.run("train", config, "--address", cluster.dashboard, "--run-id", "dies", "--detach").code == 0
+    status = laptop.until("dies", "training", lambda status: status.live and status.version > 3)
+    coordinator = next(beat for beat in status.roles if beat.role == "coordinator")
+    os.kill(coordinator.pid, signal.SIGKILL)
+    laptop.until("dies", "that it is interrupted", lambda status: status.state == "interrupted")
+    attached = laptop.run("attach", "dies")
+    assert attached.code == 0, attached
+    assert "exhausted" in attached.out
+    check_ledger(json.loads((cluster.home / "s3" / "stagecoach" / "dies" / ".finished").read_text()))
+    again = laptop.run("attach", "dies")
+    assert (again.code, "finished: exhausted" in again.out) == (0, True)
+
+
+def test_ctrl_c_at_a_run_that_is_followed_ends_it_with_a_last_checkpoint(
+    laptop: CommandLine, cluster: RayCluster
+) -> None:
+    config = write_config(laptop, cluster, stop_at={"updates": 100_000})
+    following = laptop.start("train", config, "--address", cluster.dashboard, "--run-id", "followed")
+    laptop.wait_until("an update", lambda: "env steps" in laptop.output(following))
+    following.send_signal(signal.SIGINT)
+    done = laptop.ended(following)
+    assert done.code == 0, done
+    assert "followed: stopped" in done.out
+    finished = json.loads((cluster.home / "s3" / "stagecoach" / "followed" / ".finished").read_text())
+    assert finished["final"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"store": {"url": "s3://nowhere"}}, "on the cluster: .*there is no bucket 'nowhere'"),
+        ({"redis": {"url": "redis://127.0.0.1:9/0"}}, r"on the cluster: Redis at 127\.0\.0\.1:9 does not answer"),
+        ({"environment": {"id": "not_there:make"}}, "on the cluster: .*not_there"),
+        ({"rollout": {"workers": 2, "num_cpus": 400}}, "on the cluster: .*400"),
+    ],
+)
+def test_what_the_cluster_refuses_is_one_line_and_leaves_nothing(
+    laptop: CommandLine, cluster: RayCluster, sections: dict[str, dict[str, str]], said: str
+) -> None:
+    merged = {name: cluster.config.get(name, {}) | content for name, content in sections.items()}
+    config = write_config(laptop, cluster, **merged)
+    refused = laptop.run("train", config, "--address", cluster.dashboard, "--run-id", "refused", "--detach")
+    assert refused.code == 2, refused
+    assert refused.err.count("\n") == 1
+    assert re.search(f"^Error: {said}", refused.err), refused.err
+    assert not (laptop.folder / "runs" / "refused").exists()
+    assert not (cluster.home / "s3" / "stagecoach" / "refused").exists()
+
+
+def test_a_cluster_that_is_not_there_or_is_another_is_named(laptop: CommandLine, cluster: RayCluster) -> None:
+    config = write_config(laptop, cluster)
+
+    def refusal(address: str, *more: str) -> str:
+        done = laptop.run("train", config, "--address", address, *more)
+        assert done.code == 2, done
+        assert done.err.count("\n") == 1, done.err
+        return done.err
+
+    assert "nobody answers at http://127.0.0.1:9" in refusal("http://127.0.0.1:9")
+    assert "expected Ray's dashboard" in refusal("127.0.0.1:6379")
+    assert "expected Ray's dashboard" in refusal("cluster.yaml"), "no such file"
+    assert "is not Ray's dashboard" in refusal(cluster.config["store"]["endpoint_url"])
+    elsewhere = laptop.folder / "empty"
+    elsewhere.mkdir()
+    assert "would not travel" in refusal(cluster.dashboard, "--working-dir", str(elsewhere))
+    laptop.environ["RAY_AUTH_TOKEN"] = "0" * 64
+    assert "refuses the token" in refusal(cluster.dashboard)
+
+
+class _OtherVersion(http.server.BaseHTTPRequestHandler):
+    """What another Ray's dashboard says; two Rays of different versions cannot be installed beside each other."""
+
+    def do_GET(self) -> None:
+        body = json.dumps({"version": "4", "ray_version": "2.49.0", "ray_commit": "x"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_another_ray_is_refused_with_both_versions(laptop: CommandLine, cluster: RayCluster) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _OtherVersion) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        config = write_config(laptop, cluster)
+        done = laptop.run("train", config, "--address", f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert done.code == 2
+    assert "and 2.49.0 at http://127.0.0.1" in done.err
