@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from shared.schedules import Schedule, ScheduleField
 from shared.steps import Duration, DurationField
+from shared.tls import check_verified
 
 MIN_LOG_BYTES = 1 << 20
 
@@ -38,6 +39,16 @@ def _refuse_credentials(field: str, url: str, variable: str) -> None:
     asked = {key.lower() for key, _ in parse_qsl(parts.query)}
     if parts.username or parts.password or asked & {"username", "password"}:
         raise ValueError(f"{field} holds credentials; they would be stored with the run. Use {variable} instead")
+
+
+def _check_tls_files(section: str, encrypted: bool, **files: Path | None) -> None:
+    given = {name: path for name, path in files.items() if path is not None}
+    for name, path in given.items():
+        if not path.is_absolute():
+            raise ValueError(f"{section}.{name}={path} must be an absolute path, since each machine reads its own copy")
+    if given and not encrypted:
+        url = {"redis": "redis.url begin with rediss://", "store": "store.endpoint_url begin with https://"}[section]
+        raise ValueError(f"{section}.{next(iter(given))} is set, but nothing would be encrypted; let {url}")
 
 
 class WrapperConfig(Section):
@@ -283,6 +294,13 @@ class RedisConfig(Section):
     url: str = "embedded"
     """`embedded` starts a server for this run; else `redis://host:port/db` or `rediss://…`. User and password come from
     STAGECOACH_REDIS_USERNAME and STAGECOACH_REDIS_PASSWORD, or each role's own (docs/SECURITY.md), never from here."""
+    ca_file: Path | None = None
+    """For `rediss://`: the certificate (PEM) of an authority of your own, beside those that the machine knows. An
+    absolute path, the same on each machine. Certificates are always verified."""
+    cert_file: Path | None = None
+    """For a server that asks its clients for a certificate: ours (PEM)."""
+    key_file: Path | None = None
+    """The key of `cert_file` (PEM, without a passphrase)."""
     timeout_seconds: float = Field(10.0, ge=2)
     """Time for one answer; more than the second that waiting workers block for."""
     retry_seconds: float = Field(30.0, ge=0)
@@ -291,6 +309,11 @@ class RedisConfig(Section):
     @model_validator(mode="after")
     def _no_secrets(self) -> Self:
         _refuse_credentials("redis.url", self.url, "STAGECOACH_REDIS_PASSWORD")
+        check_verified("redis.url", self.url, "redis.ca_file")
+        encrypted = urlsplit(self.url).scheme == "rediss"
+        _check_tls_files("redis", encrypted, ca_file=self.ca_file, cert_file=self.cert_file, key_file=self.key_file)
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError(f"redis.cert_file={self.cert_file} and redis.key_file={self.key_file} go together")
         if self.url != "embedded" and urlsplit(self.url).scheme not in {"redis", "rediss"}:
             raise ValueError(f"redis.url must be 'embedded' or start with redis:// or rediss://, found {self.url!r}")
         return self
@@ -306,6 +329,9 @@ class StoreConfig(Section):
     """The S3 endpoint, for MinIO and other servers; none is AWS."""
     region: str = "us-east-1"
     """The S3 region."""
+    ca_file: Path | None = None
+    """For `https://`: the certificate (PEM) of an authority of your own. An absolute path, the same on each machine;
+    without it AWS_CA_BUNDLE counts, else the authorities that boto3 brings. Certificates are always verified."""
     timeout_seconds: float = Field(20.0, gt=0)
     """Time for one answer."""
     retries: int = Field(4, ge=0)
@@ -315,6 +341,7 @@ class StoreConfig(Section):
     def _no_secrets(self) -> Self:
         _refuse_credentials("store.url", self.url, "AWS_ACCESS_KEY_ID")
         _refuse_credentials("store.endpoint_url", self.endpoint_url or "", "AWS_ACCESS_KEY_ID")
+        _check_tls_files("store", urlsplit(self.endpoint_url or "https:").scheme == "https", ca_file=self.ca_file)
         if self.url != "embedded" and urlsplit(self.url).scheme not in {"s3", "file"}:
             raise ValueError(f"store.url must be 'embedded' or start with s3:// or file://, found {self.url!r}")
         parts = urlsplit(self.url)

@@ -22,7 +22,8 @@ import redis
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
-from shared.config import Config
+from shared import tls
+from shared.config import Config, RedisConfig
 from shared.errors import ConfigError, RedisUnavailable
 
 _LONGEST_PAUSE_SECONDS = 1.0
@@ -206,10 +207,11 @@ def connect_redis(address: Address, config: Config, role: RoleName | None = None
 
     Raises `RedisUnavailable` with the reason: not reachable, wrong password, still loading, too old.
     """
-    secret = credentials(address, role)
+    secret, secured = credentials(address, role), _tls_options(address.redis_url, config.redis)
     try:
         pool = _LivingPool.from_url(
             address.redis_url,
+            **secured,
             credential_provider=_Secrets(address, role) if secret.redis_username or secret.redis_password else None,
             socket_timeout=config.redis.timeout_seconds,
             socket_connect_timeout=config.redis.timeout_seconds,
@@ -240,15 +242,44 @@ def check_redis(client: redis.Redis, url: str, role: RoleName | None = None) -> 
         raise RedisUnavailable(f"{where} is still loading its data; try again when it has finished") from None
     except redis.ResponseError as error:
         raise RedisUnavailable(f"{where} refuses to serve: {error}") from None
-    except redis.InvalidResponse as error:
-        raise RedisUnavailable(f"{where} does not answer as Redis does ({error}); correct redis.url") from None
-    except (redis.ConnectionError, redis.TimeoutError, ValueError, OSError) as error:
-        raise RedisUnavailable(
-            f"{where} does not answer ({error}); start it, or correct redis.url, or use redis.url=embedded"
-        ) from None
+    except (redis.InvalidResponse, redis.ConnectionError, redis.TimeoutError, ValueError, OSError) as error:
+        raise RedisUnavailable(f"{where} {_why_not(error, url)}") from None
     version = str(info.get("redis_version", "0"))
     if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
         raise RedisUnavailable(f"{where} is version {version}; expected Redis 6.2 or newer, or Valkey")
+
+
+def _tls_options(url: str, config: RedisConfig) -> dict[str, Any]:
+    """What `rediss://` needs; raises `RedisUnavailable` where it would not be verified."""
+    try:
+        tls.check_verified("redis.url", url, "redis.ca_file")
+        if urlsplit(url).scheme != "rediss":
+            return {}
+        tls.check_files("redis", config.ca_file, config.cert_file, config.key_file)
+    except ValueError as error:
+        raise RedisUnavailable(str(error)) from None
+    files = {"ssl_ca_certs": config.ca_file, "ssl_certfile": config.cert_file, "ssl_keyfile": config.key_file}
+    options: dict[str, Any] = {name: str(path) for name, path in files.items() if path is not None}
+    return options | {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
+
+
+def _why_not(error: Exception, url: str) -> str:
+    """Why Redis cannot be talked to; a look at what speaks there tells a wrong scheme from a server that is away."""
+    parts = urlsplit(url)
+    secure, (host, port) = parts.scheme == "rediss", (parts.hostname or "localhost", parts.port or 6379)
+    wrong = tls.cause(str(error), "redis") if secure else None
+    if wrong:
+        return f"cannot be trusted: {wrong}"
+    if not secure and tls.speaks_tls(host, port):
+        return "speaks TLS; begin redis.url with rediss://"
+    if secure and tls.speaks_plain_redis(host, port):
+        return (
+            "does not speak TLS; turn it on there (deploy/redis.conf), or begin redis.url with redis:// where nobody "
+            "else is on the network"
+        )
+    if isinstance(error, redis.InvalidResponse):
+        return f"does not answer as Redis does ({error}); correct redis.url"
+    return f"does not answer ({error}); start it, or correct redis.url, or use redis.url=embedded"
 
 
 def _public(url: str) -> str:

@@ -85,7 +85,12 @@ def launch_from_arguments(arguments: argparse.Namespace) -> RoleLaunch:
     if arguments.redis:
         if not arguments.config or not arguments.store:
             raise RunNotFound("--redis also needs --store and --config (the run's own config.yaml)")
-        config = load_config(arguments.config, environ={})
+        given = {
+            "redis.url": arguments.redis,
+            "store.url": arguments.store,
+            "store.endpoint_url": arguments.endpoint_url,
+        }
+        config = load_config(arguments.config, [f"{key}={json.dumps(url)}" for key, url in given.items()], environ={})
         address = Address(run_id, arguments.redis, arguments.store, arguments.endpoint_url)
         import_path = (os.getcwd(), str(arguments.config.resolve().parent))
         return RoleLaunch(config.model_dump(mode="json"), address, import_path, None)

@@ -23,6 +23,7 @@ import botocore.config
 import botocore.exceptions
 import botocore.session
 
+from shared import tls
 from shared.config import Config, StoreConfig
 from shared.connection import Address, s3_keys
 from shared.errors import (
@@ -91,6 +92,9 @@ class S3Store:
         try:  # a listing, since the answer to HEAD cannot say what is wrong
             self._call("list_objects_v2", None, Prefix=self._prefix + ".check", Delimiter="/", MaxKeys=1)
         except StoreError as error:
+            endpoint = urlsplit(self._client.meta.endpoint_url if self._client is not None else "")
+            if endpoint.scheme == "http" and tls.speaks_tls(endpoint.hostname or "", endpoint.port or 80):
+                raise StoreUnavailable(f"{self._where} speaks TLS; begin store.endpoint_url with https://") from None
             advice = "" if "store.url" in str(error) else "; correct store.url, or see to the server"
             raise StoreUnavailable(f"{error}{advice}") from None
 
@@ -362,11 +366,13 @@ def s3_client(address: Address, config: StoreConfig) -> Any:
     timeout, embedded = config.timeout_seconds, access_key is not None
     variables: Any = {"profile": (None, None, None, None)} if embedded else None
     try:
+        tls.check_files("store", config.ca_file)
         session = boto3.session.Session(botocore_session=botocore.session.Session(session_vars=variables))
         return session.client(
             "s3",
             endpoint_url=address.endpoint_url,
             region_name=config.region,
+            verify=str(config.ca_file) if config.ca_file else None,
             aws_access_key_id=access_key,
             aws_secret_access_key=secret_key,
             config=botocore.config.Config(

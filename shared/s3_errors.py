@@ -16,6 +16,7 @@ import botocore.parsers
 import urllib3.exceptions
 
 from shared.errors import CredentialsRefused, ObjectMissing, PreconditionFailed, StoreError, StoreUnavailable
+from shared.tls import cause
 
 FAILURES = (
     botocore.exceptions.ClientError, botocore.exceptions.BotoCoreError, botocore.exceptions.HTTPClientError,
@@ -61,6 +62,9 @@ def named(error: Exception, request: Request) -> StoreError | StoreUnavailable:
     if isinstance(error, _NO_CREDENTIALS):
         return CredentialsRefused(f"{where}: the credentials cannot be had ({said}); see to where they come from")
     if isinstance(error, botocore.exceptions.SSLError):
+        wrong = cause(said, "store")
+        if wrong is not None:
+            return StoreUnavailable(f"{where} cannot be trusted: {wrong}")
         return StoreUnavailable(
             f"{where}: TLS fails ({said}); see to the server's certificate, name its authority in AWS_CA_BUNDLE, or "
             f"correct store.endpoint_url"

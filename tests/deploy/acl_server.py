@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from redis.retry import Retry
 
 from coordinator.services import free_port, new_secret, redis_binary
 from shared.connection import RoleName
+from tests.authority import Authority
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 ROLES: tuple[RoleName, ...] = get_args(RoleName)
@@ -31,18 +33,20 @@ class AclServer:
     port: int
     passwords: Mapping[RoleName, str]
     admin_password: str
+    ca_file: Path | None = None
+    """Where it speaks TLS: whose certificate it has."""
 
     @property
     def url(self) -> str:
         """Without credentials."""
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"{'rediss' if self.ca_file else 'redis'}://127.0.0.1:{self.port}/0"
 
     def client(self, user: str) -> redis.Redis:
         """A connection of this user."""
         password = self.admin_password if user == ADMIN else dict(self.passwords)[user]  # type: ignore[index]
         return redis.Redis(
-            port=self.port, username=user, password=password, socket_timeout=5, retry=Retry(NoBackoff(), 0),
-            driver_info=None,
+            host="127.0.0.1", port=self.port, username=user, password=password, socket_timeout=5, retry=Retry(NoBackoff(), 0),
+            driver_info=None, ssl=self.ca_file is not None, ssl_ca_certs=str(self.ca_file) if self.ca_file else None,
         )  # fmt: skip
 
     def variables(self, *roles: RoleName) -> dict[str, str]:
@@ -71,18 +75,22 @@ def filled_acl(passwords: Mapping[RoleName, str], *arguments: str) -> str:
 
 
 @contextmanager
-def acl_server(folder: Path, *arguments: str, settings: Mapping[str, str] | None = None) -> Iterator[AclServer]:
-    """Starts it with the shipped files; only port, folders and `settings` are other ones."""
+def acl_server(folder: Path, *arguments: str, authority: Authority | None = None) -> Iterator[AclServer]:
+    """Starts it with the shipped files, over TLS with an `authority`; only port and folders are other ones."""
     folder.mkdir(parents=True, exist_ok=True)
-    server = AclServer(free_port(), {role: new_secret() for role in ROLES}, new_secret())
+    passwords = {role: new_secret() for role in ROLES}
+    server = AclServer(free_port(), passwords, new_secret(), authority.ca_file if authority else None)
     admin = f"user {ADMIN} on >{server.admin_password} ~* &* +@all\n"
     (folder / "users.acl").write_text(filled_acl(server.passwords, *arguments) + admin)
-    here = {
-        "port": str(server.port), "dir": str(folder), "aclfile": str(folder / "users.acl"), "maxmemory": "200mb",
-        "logfile": str(folder / "redis.log"),
-    } | dict(settings or {})  # fmt: skip
-    shipped = (DEPLOY / "redis.conf").read_text().splitlines()
-    lines = [line for line in shipped if line.partition(" ")[0] not in here]
+    here = {"port": str(server.port), "dir": str(folder), "aclfile": str(folder / "users.acl"), "maxmemory": "200mb"}
+    text = (DEPLOY / "redis.conf").read_text()
+    if authority is not None:
+        text = re.sub(r"^#(port 0|tls-)", r"\1", text, flags=re.MULTILINE)
+        made = authority.certificate("127.0.0.1")
+        here |= {"port": "0", "tls-port": str(server.port), "tls-cert-file": str(made.cert_file)}
+        here |= {"tls-key-file": str(made.key_file), "tls-ca-cert-file": str(authority.ca_file)}
+    here["logfile"] = str(folder / "redis.log")
+    lines = [line for line in text.splitlines() if line.partition(" ")[0] not in here]
     lines += [f"{name} {value}" for name, value in here.items()]
     (folder / "redis.conf").write_text("\n".join(lines) + "\n")
     process = subprocess.Popen([redis_binary(), str(folder / "redis.conf")], stdout=subprocess.DEVNULL)

