@@ -29,6 +29,10 @@ _REFUSED = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "Auth
 _CLOCKS = {"RequestTimeTooSkewed", "RequestInTheFuture"}
 _CLOCKS_DIFFER_SECONDS = 300.0
 """Less than what S3 forgives (15 minutes), more than an answer takes."""
+_ELSEWHERE = {
+    "PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "IncorrectEndpoint",
+}  # fmt: skip
+_EXPECTING = re.compile(r"expecting '([a-z0-9-]+)'")
 _CONDITION = {"PreconditionFailed", "ConditionalRequestConflict"}
 _LONGEST_MESSAGE = 200
 _QUERY = re.compile(r"\?[^\s\"']*")
@@ -106,6 +110,8 @@ def _refusal(response: dict[str, Any], request: Request) -> StoreError | StoreUn
         return StoreUnavailable(
             f"{request.where}: there is no bucket {request.bucket!r}; create it or correct store.url"
         )
+    if code in _ELSEWHERE or (status == 301 and "x-amz-bucket-region" in response["ResponseMetadata"]["HTTPHeaders"]):
+        return _in_another_region(code, response, request)
     if code in _CONDITION or status == 412:
         return PreconditionFailed(f"{request.key} exists already in {request.where}")
     if code in _EXPIRED | _REFUSED | _CLOCKS or status in {401, 403}:
@@ -117,6 +123,16 @@ def _refusal(response: dict[str, Any], request: Request) -> StoreError | StoreUn
     message = str(response.get("Error", {}).get("Message", ""))[:_LONGEST_MESSAGE]
     kind = NotUnderstood if code in _UNKNOWN else StoreError
     return kind(f"{_asked(request)} failed: {code} (HTTP {status}){f': {message}' if message else ''}")
+
+
+def _in_another_region(code: str, response: dict[str, Any], request: Request) -> StoreUnavailable:
+    """The bucket's region, wherever the answer says it: header, element, or in its text only."""
+    error, headers = response.get("Error", {}), response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    said = _EXPECTING.search(str(error.get("Message", "")))
+    region = headers.get("x-amz-bucket-region") or error.get("Region") or (said and said.group(1))
+    where = f"in the region {region}: --set store.region={region}" if region else "in another region: set store.region"
+    at = "" if region else ", or correct store.endpoint_url"
+    return StoreUnavailable(f"{request.where}: the bucket {request.bucket!r} is {where}{at} ({code})")
 
 
 def _refused_credentials(code: str, response: dict[str, Any], request: Request) -> CredentialsRefused:

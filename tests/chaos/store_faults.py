@@ -50,6 +50,19 @@ REQUEST_TIMEOUT = refusal(400, "RequestTimeout")
 EXPIRED = refusal(400, "ExpiredToken")
 UNKNOWN_KEY = refusal(403, "InvalidAccessKeyId")
 NO_BUCKET = refusal(404, "NoSuchBucket")
+REDIRECT = Answer(
+    301,
+    b"<Error><Code>PermanentRedirect</Code><Message>The bucket you are attempting to access must be addressed using "
+    b"the specified endpoint.</Message><Endpoint>b.s3.eu-central-1.amazonaws.com</Endpoint></Error>",
+    (("Content-Type", "application/xml"), ("x-amz-bucket-region", "eu-central-1")),
+)
+WRONG_REGION = Answer(
+    400,
+    b"<Error><Code>AuthorizationHeaderMalformed</Code><Message>The authorization header is malformed; the region "
+    b"'us-east-1' is wrong; expecting 'eu-central-1'</Message><Region>eu-central-1</Region></Error>",
+)
+WRONG_REGION_IN_WORDS = refusal(400, "AuthorizationHeaderMalformed", "the region is wrong; expecting 'eu-central-1'")
+SOME_REGION = refusal(400, "IllegalLocationConstraintException", "The location constraint is incompatible")
 WEB_PAGE = Answer(200, b"<!DOCTYPE html><html><body><p>Log in to this network<br></body></html>", PAGE)
 LOST_PAGE = Answer(404, b"default backend - 404", PAGE)
 ELSEWHERE = Answer(301, b"", (("Location", "/elsewhere/"),))

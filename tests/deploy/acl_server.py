@@ -45,8 +45,9 @@ class AclServer:
         """A connection of this user."""
         password = self.admin_password if user == ADMIN else dict(self.passwords)[user]  # type: ignore[index]
         return redis.Redis(
-            host="127.0.0.1", port=self.port, username=user, password=password, socket_timeout=5, retry=Retry(NoBackoff(), 0),
-            driver_info=None, ssl=self.ca_file is not None, ssl_ca_certs=str(self.ca_file) if self.ca_file else None,
+            host="127.0.0.1", port=self.port, username=user, password=password, socket_timeout=5, driver_info=None,
+            retry=Retry(NoBackoff(), 0), ssl=self.ca_file is not None,
+            ssl_ca_certs=str(self.ca_file) if self.ca_file else None,
         )  # fmt: skip
 
     def variables(self, *roles: RoleName) -> dict[str, str]:

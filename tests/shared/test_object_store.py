@@ -265,11 +265,25 @@ def test_a_folder_without_permission_is_named_with_what_to_do(tmp_path: Path) ->
     [
         (faults.EXPIRED, r"credentials have expired \(ExpiredToken\); renew them .* read again at each try"),
         (faults.UNKNOWN_KEY, r"refuses the credentials \(InvalidAccessKeyId\); check AWS_ACCESS_KEY_ID"),
+        (faults.REDIRECT, r"'stagecoach' is in the region eu-central-1: --set store\.region=eu-central-1"),
+        (faults.WRONG_REGION, r"in the region eu-central-1: --set store\.region=eu-central-1"),
+        (faults.WRONG_REGION_IN_WORDS, r"in the region eu-central-1: --set store\.region=eu-central-1"),
+        (faults.SOME_REGION, r"in another region: set store\.region, or correct store\.endpoint_url"),
         (faults.NO_BUCKET, r"there is no bucket 'stagecoach'; create it or correct store\.url"),
         (7200.0, r"clock and this machine's differ \(by [67]\d{3} s; ours is behind\); set"),
         (-7200.0, r"differ \(by 7\d{3} s; ours is ahead\)"),
     ],
-    ids=["expired", "unknown key", "no bucket", "server ahead", "server behind"],
+    ids=[
+        "expired",
+        "unknown key",
+        "redirect",
+        "region",
+        "region in words",
+        "some region",
+        "no bucket",
+        "server ahead",
+        "server behind",
+    ],
 )
 def test_what_a_person_has_to_mend_is_said_by_every_operation_and_over_once_it_is_mended(
     s3_servers: Servers, open_s3: OpenS3, faulty: StoreFaults, fault: Fault | float, message: str
