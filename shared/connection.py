@@ -253,7 +253,7 @@ def _tls_options(url: str, config: RedisConfig) -> dict[str, Any]:
     """What `rediss://` needs; raises `RedisUnavailable` where it would not be verified."""
     try:
         tls.check_verified("redis.url", url, "redis.ca_file")
-        if urlsplit(url).scheme != "rediss":
+        if not url.startswith("rediss://"):
             return {}
         tls.check_files("redis", config.ca_file, config.cert_file, config.key_file)
     except ValueError as error:

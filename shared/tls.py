@@ -10,7 +10,7 @@ import re
 import socket
 import ssl
 from pathlib import Path
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 _LOOK_SECONDS = 2.0
 _CAUSES = (
@@ -43,7 +43,9 @@ _URLS = {"redis": ("url", "redis"), "store": ("endpoint_url", "http")}
 
 def check_verified(field: str, url: str, ca_field: str) -> None:
     """Raises `ValueError` where a URL has a say in how TLS is verified."""
-    asked = [key for key, _ in parse_qsl(urlsplit(url).query, keep_blank_values=True) if key.lower().startswith("ssl")]
+    asked = [
+        key for key, _ in parse_qsl(url.partition("?")[2], keep_blank_values=True) if key.lower().startswith("ssl")
+    ]
     if asked:
         raise ValueError(
             f"{field} sets {', '.join(asked)}: certificates are always verified, and not by the URL; take it out, and "
