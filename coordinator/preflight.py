@@ -43,30 +43,30 @@ def check_machines(launch: RoleLaunch) -> None:
     """Raises `UserError` with what the first machine lacks that lacks anything."""
     nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     mine = versions()
-    answers = {node["NodeManagerAddress"]: _ask(node["NodeID"], launch) for node in nodes}
+    answers = [_ask(node["NodeID"], launch) for node in nodes]
     wait = Wait(f"an answer from each of the cluster's {len(nodes)} machines", _SECONDS)
-    poll(
-        wait, lambda: len(ray.wait(list(answers.values()), num_returns=len(answers), timeout=0)[1]) == 0, _LOOK_SECONDS
-    )
-    for address, answer in answers.items():
+    poll(wait, lambda: not ray.wait(answers, num_returns=len(answers), timeout=0)[1], _LOOK_SECONDS)
+    for node, answer in zip(nodes, answers, strict=True):
+        address = node["NodeManagerAddress"]
         try:
             machine: Machine = ray.get(answer)
         except ray.exceptions.RayError as error:
             raise UserError(
                 f"the machine {address} cannot run Stagecoach: {' '.join(str(error).split())[-400:]}"
             ) from None
-        others = [
-            f"{name} {machine.versions[name]} (here {mine[name]})"
-            for name in mine
-            if machine.versions[name] != mine[name]
-        ]
-        if others:
+        other = difference(machine.versions, mine)
+        if other is not None:
             raise UserError(
-                f"the machine {address} has other versions than the coordinator's: {', '.join(others)}; "
-                f"install the same on both"
+                f"the machine {address} has other versions than the coordinator's: {other}; install the same on both"
             )
         if machine.problem is not None:
             raise UserError(f"seen from the machine {address}: {machine.problem}")
+
+
+def difference(theirs: dict[str, str], mine: dict[str, str]) -> str | None:
+    """What of `versions` is not equal, in words."""
+    others = [f"{name} {theirs.get(name)} (here {mine[name]})" for name in mine if theirs.get(name) != mine[name]]
+    return ", ".join(others) or None
 
 
 def _ask(node: str, launch: RoleLaunch) -> Any:
