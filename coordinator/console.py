@@ -187,12 +187,12 @@ def print_status(status: Status, console: Console) -> None:
     """Everything `status` knows, for people."""
     console.print(Panel(_figures(status), title=Text(status.run_id, style="bold"), expand=False))
     console.print(f"waits for: {status.bottleneck}")
-    roles = Table("role", "state", "waits for", "for", "pid", "host", title="roles", title_justify="left")
+    roles = Table("role", "state", "waits for", "for", "pid", "host", "address", title="roles", title_justify="left")
     for beat in status.roles:
         state = beat.ended or ("alive" if beat.alive else f"silent for {beat.age_seconds:.0f} s")
         name = beat.id if beat.id.startswith(beat.role) else f"{beat.role} {beat.id}"
         seconds = f"{beat.waiting_seconds:.1f} of {beat.deadline_seconds:,.0f} s" if beat.waiting_for else ""
-        roles.add_row(name, state, beat.waiting_for or "", seconds, str(beat.pid), beat.host)
+        roles.add_row(name, state, beat.waiting_for or "", seconds, str(beat.pid), beat.host, beat.address)
     if status.roles:
         console.print(roles)
     books = Table("worker", "env steps", title="ledger", title_justify="left")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -280,6 +281,18 @@ def _why_not(error: Exception, url: str) -> str:
     if isinstance(error, redis.InvalidResponse):
         return f"does not answer as Redis does ({error}); correct redis.url"
     return f"does not answer ({error}); start it, or correct redis.url, or use redis.url=embedded"
+
+
+def own_address(client: redis.Redis) -> str:
+    """This machine's address on the way to Redis; empty where there is no way. Nothing is sent."""
+    where = client.connection_pool.connection_kwargs
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(where["host"], where["port"], type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
 
 
 def _public(url: str) -> str:

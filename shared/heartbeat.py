@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 import redis
 
 from shared import scripts
+from shared.connection import own_address
 from shared.errors import StoreError, StoreUnavailable, WaitTimeout
 from shared.redis_keys import RunKeys
 
@@ -54,6 +55,8 @@ class Beat:
     """The role's own figures: fragments, incarnation, seconds per stage …"""
     trouble: str | None = None
     """What the last try of the present wait met, where it tries and fails."""
+    address: str = ""
+    """Its machine's address on the way to Redis."""
 
     @property
     def alive(self) -> bool:
@@ -96,6 +99,7 @@ class Heartbeat:
         self._keys = RunKeys(run_id)
         self._script = scripts.Step(client, scripts.HEARTBEAT)
         self._name = f"{role}:{id_}"
+        self._address = own_address(client)
         self._wait: Wait | None = None
         self._stop = threading.Event()
         self._ended: str | None = None
@@ -149,6 +153,7 @@ class Heartbeat:
         data = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
+            "address": self._address,
             "ended": self._ended,
             "waiting_for": wait.name if wait else None,
             "waiting_seconds": round(wait.seconds, 3) if wait else 0.0,
