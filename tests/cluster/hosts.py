@@ -2,8 +2,8 @@
 
 A host has its own network, processes, mounts, name and shared memory, and an own /tmp and home, which survive its death
 as a disk does. The machine's other files (Python, this checkout) are seen by all. Hosts have no names in the file
-system and end with the thread that made them, even when that is killed: all that can stay behind is the bridge, which the
-next `Network` removes.
+system and end with the thread that made them, even when that is killed: all that can stay behind is the bridge, which
+the next `Network` removes.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ class Host:
         for folder in private:
             self.path(folder).mkdir(parents=True, exist_ok=True)
         self.path("/tmp").chmod(0o1777)
-        self.path(HOME / ".bashrc").write_text(
-            f"export PATH={sys.prefix}/bin:$PATH\nexport PYTHONPATH={SOURCE}\n"
-        )
+        profile = self.path(HOME / ".bashrc")
+        if not profile.exists():
+            profile.write_text(f"export PATH={sys.prefix}/bin:$PATH\n")
         environ = {
             "NAME": self.name, "COMMON": str(network.folder), "DISK": str(self.disk), "PRIVATE": " ".join(private),
             "SEEN": " ".join(path for path in network.seen if any(Path(path).is_relative_to(each) for each in private)),
@@ -199,7 +199,8 @@ class Network:
         self.bridge = f"sc{os.getpid()}br"
         self.subnet = _free_subnet()
         self.gateway = self.subnet[1]
-        self.seen = sorted({os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, SOURCE, folder, *seen)})
+        always = (Path(sys.prefix), Path(sys.base_prefix), SOURCE, folder)
+        self.seen = sorted({str(path.resolve()) for path in (*always, *seen)})
         self.key = self.folder / "id_ed25519"
         self.hosts = {name: Host(self, name, number) for number, name in enumerate(names, start=1)}
         self._write_files()
@@ -227,7 +228,8 @@ class Network:
         for key in (self.key, host_key):
             command("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
         (self.folder / "sshd_config").write_text(
-            f"HostKey {host_key}\nAuthorizedKeysFile {self.key}.pub\nPidFile none\nStrictModes no\nUsePAM no\nUseDNS no\n"
+            f"HostKey {host_key}\nAuthorizedKeysFile {self.key}.pub\nPidFile none\n"
+            "StrictModes no\nUsePAM no\nUseDNS no\n"
             "PermitRootLogin prohibit-password\nPasswordAuthentication no\nPrintMotd no\nPrintLastLog no\n"
             "MaxStartups 100\nMaxSessions 100\nLogLevel ERROR\nSubsystem sftp internal-sftp\n"
         )

@@ -1,28 +1,27 @@
-"""A Ray cluster on the hosts, launched from the laptop with `ray up` as its user does."""
+"""A Ray cluster on the hosts, launched from the laptop with `ray up` and deploy/local.yaml as its user does."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
+import sys
 import time
-import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from coordinator.services import new_secret
-from tests.cluster.hosts import HOME, Host, Network
+from tests.cluster.hosts import HOME, SOURCE, Host, Network
 from tests.cluster.services import Services
 
-NAME = "stagecoach"
 DEADLINE_SECONDS = 180.0
 """No promise: only what tells a cluster that hangs from one on a busy machine."""
+_FILE = "my-machines.yaml"
 _QUICK = {
-    # a dead host is noticed within some five seconds instead of thirty, and the autoscaler looks once a second
+    # a dead host is noticed within some seconds instead of thirty, and the autoscaler looks once a second
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
@@ -30,98 +29,100 @@ _QUICK = {
     "AUTOSCALER_UPDATE_INTERVAL_S": "1",
     "AUTOSCALER_HEARTBEAT_TIMEOUT_S": "10",
 }
+_NODES = """
+import json, pathlib, urllib.request
+token = pathlib.Path("~/.ray/auth_token").expanduser().read_text().strip()
+address, headers = "http://127.0.0.1:8265/nodes?view=summary", {"Authorization": "Bearer " + token}
+request = urllib.request.Request(address, headers=headers)
+nodes = json.load(urllib.request.urlopen(request, timeout=10))["data"]["summary"]
+print(json.dumps([node["ip"] for node in nodes if node.get("raylet", {}).get("state") == "ALIVE" and "ip" in node]))
+"""
 
 
 class RayCluster:
     """Head and workers from the cluster file; the laptop has the file, the key and the secrets."""
 
-    def __init__(self, network: Network, services: Services, workers: list[str], **sections: Any) -> None:
-        self.network = network
+    def __init__(self, network: Network, services: Services, workers: Sequence[Host], **values: Any) -> None:
         self.services = services
-        self.laptop, self.head = network.hosts["laptop"], network.hosts["head"]
-        self.workers = [network.hosts[name] for name in workers]
-        self.token = new_secret() + new_secret()
-        self._write_files(sections)
-
-    @property
-    def secrets(self) -> dict[str, str]:
-        """What every process of a run needs in its environment."""
-        return self.services.secrets | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
+        self.laptop, self.head, self.workers = network.hosts["laptop"], network.hosts["head"], list(workers)
+        self._prepare_laptop(network)
+        for host in (self.head, *self.workers):
+            _prepare(host)
+        self.write_file(**values)
 
     def up(self) -> None:
         """`ray up`; it returns when the head is up."""
-        self.ray("up", "-y", "--disable-usage-stats")
+        self.launcher("up", "-y")
 
     def down(self) -> None:
         """`ray down`."""
-        self.ray("down", "-y")
+        self.launcher("down", "-y")
 
-    def ray(self, *arguments: str, seconds: float = DEADLINE_SECONDS) -> str:
-        """A command of Ray's launcher on the laptop."""
-        done = self.laptop.run(
-            "ray", *arguments, "cluster.yaml", environ={"RAY_UP_enable_autoscaler_v2": "0"}, seconds=seconds
-        )
-        return done.stdout
+    def launcher(self, order: str, *arguments: str) -> str:
+        """A command of Ray's launcher, given in the checkout's folder."""
+        script = f'cd {SOURCE} && exec ray {order} ~/{_FILE} "$@"'
+        return self.laptop.run("bash", "-c", script, "bash", *arguments, seconds=DEADLINE_SECONDS).stdout
 
     def nodes(self) -> set[str]:
         """Addresses of the nodes that Ray takes for alive; none while its head does not answer."""
-        request = urllib.request.Request(
-            f"http://{self.head.address}:8265/nodes?view=summary", headers={"Authorization": f"Bearer {self.token}"}
-        )
-        with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(request, timeout=5) as answer:
-            summary = json.load(answer)["data"]["summary"]
-            return {node["ip"] for node in summary if node["raylet"]["state"] == "ALIVE"}
-        return set()
+        asked = self.head.run("python", "-c", _NODES, check=False)
+        return set(json.loads(asked.stdout)) if asked.returncode == 0 else set()
 
     def wait_for_nodes(self, *hosts: Host) -> None:
         """Until the head and exactly these hosts are alive."""
         expected = {host.address for host in (self.head, *hosts)}
-        until(f"the nodes {sorted(expected)}", lambda: self.nodes() == expected, lambda: f"{self.nodes()}; {self.log()}")
+        until(
+            f"the nodes {sorted(expected)}", lambda: self.nodes() == expected, lambda: f"{self.nodes()}; {self.log()}"
+        )
 
     def log(self) -> str:
         """The end of the autoscaler's log."""
         logs = sorted(self.head.path("/tmp/ray").glob("session_2*/logs/monitor.log"))
         return logs[-1].read_text()[-3000:] if logs else "the autoscaler has no log"
 
-    def _write_files(self, sections: dict[str, Any]) -> None:
+    def write_file(self, **values: Any) -> None:
+        """The cluster file: deploy/local.yaml with our addresses and, for a test's sake, shorter intervals."""
+        content = yaml.safe_load((SOURCE / "deploy" / "local.yaml").read_text())
+        content["provider"] |= {"head_ip": self.head.address, "worker_ips": [host.address for host in self.workers]}
+        content["auth"]["ssh_user"] = "root"
+        content |= values
+        # the hosts have no network to install from: they run what has travelled, in the environment of this session
+        travelled = "grep -q PYTHONPATH ~/.bashrc || echo 'export PYTHONPATH=~/stagecoach' >> ~/.bashrc"
+        content["setup_commands"] = [travelled if "pip install" in line else line for line in content["setup_commands"]]
+        quick = " ".join(f"{name}={value}" for name, value in _QUICK.items())
+        for key in ("head_start_ray_commands", "worker_start_ray_commands"):
+            # each host would report all processors of this machine
+            lines = [line.replace("ray start ", "ray start --num-cpus=2 ") for line in content[key]]
+            content[key] = [line.replace("export RAY_AUTH_MODE", f"export {quick} RAY_AUTH_MODE") for line in lines]
+        if self.services.host is not self.head:  # its comment tells users so
+            lines = content["head_start_ray_commands"]
+            content["head_start_ray_commands"] = [line for line in lines if "services.sh" not in line]
+        self.laptop.path(HOME / _FILE).write_text(yaml.safe_dump(content, width=10_000, sort_keys=False))
+
+    def _prepare_laptop(self, network: Network) -> None:
         home = self.laptop.path(HOME)
-        shutil.copy(self.network.key, home / "key")
-        self.write_secrets(home / "stagecoach.env")
-        content = _cluster_file() | {
-            "provider": {
-                "type": "local",
-                "head_ip": self.head.address,
-                "worker_ips": [worker.address for worker in self.workers],
-            },
-            "auth": {"ssh_user": "root", "ssh_private_key": "~/key"},
-        }
-        (home / "cluster.yaml").write_text(yaml.safe_dump(content | sections, width=10_000, sort_keys=False))
-
-    def write_secrets(self, path: Path) -> None:
-        """The file that the cluster file mounts on every host."""
-        path.write_text("".join(f"export {name}={value}\n" for name, value in self.secrets.items()))
-        os.chmod(path, 0o600)
+        _private(home / ".ray" / "auth_token", new_secret() + new_secret())
+        _private(home / "stagecoach.env", "".join(f"{name}={value}\n" for name, value in self.services.environ.items()))
+        (home / ".ssh").mkdir(mode=0o700, exist_ok=True)
+        shutil.copy(network.key, home / ".ssh" / "id_ed25519")
+        with (home / ".bashrc").open("a") as profile:
+            profile.write(
+                f"export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 PYTHONPATH={SOURCE}\n"
+                "set -a; . ~/stagecoach.env; set +a\n"
+            )
 
 
-def _cluster_file() -> dict[str, Any]:
-    quick = " ".join(f"{name}={value}" for name, value in _QUICK.items())
-    start = ". ~/stagecoach.env; {} ray start --num-cpus={} --object-store-memory=80000000 --disable-usage-stats"
-    return {
-        "cluster_name": NAME,
-        "min_workers": 2,
-        "max_workers": 2,
-        "idle_timeout_minutes": 5,
-        "file_mounts": {"~/stagecoach.env": "~/stagecoach.env"},
-        "head_start_ray_commands": [
-            "ray stop --force",
-            start.format(quick, 0)
-            + " --head --port=6379 --dashboard-host=0.0.0.0 --autoscaling-config=~/ray_bootstrap_config.yaml",
-        ],
-        "worker_start_ray_commands": [
-            "ray stop --force",
-            start.format("", 4) + " --address=$RAY_HEAD_IP:6379",
-        ],
-    }
+def _prepare(host: Host) -> None:
+    """A machine whose user has made the virtual environment already."""
+    environment = host.path(HOME / "stagecoach-venv")
+    if not environment.is_symlink():
+        environment.symlink_to(sys.prefix)
+
+
+def _private(path: Path, content: str) -> None:
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    path.write_text(content)
+    os.chmod(path, 0o600)
 
 
 def until(what: str, done: Callable[[], bool], seen: Callable[[], object], seconds: float = DEADLINE_SECONDS) -> None:
