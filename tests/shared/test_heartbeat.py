@@ -56,6 +56,7 @@ def test_a_role_is_seen_from_its_first_beat(redis_client: redis.Redis, unique_ru
     beating.stop("drained")
     assert (beat.role, beat.id, beat.pid, beat.progress) == ("worker", "worker-3", os.getpid(), {"fragments": 7})
     assert beat.alive and beat.ended is None and beat.waiting_for is None and beat.host
+    assert beat.address == "127.0.0.1", "as this Redis is reached"
     assert json.loads(json.dumps(beat.as_dict()))["alive"] is True
 
 
