@@ -301,7 +301,7 @@ def doctor(
     set_: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Check Redis, store, Ray, versions and permissions, and say what to do about each failure."""
+    """Check Redis, store, Ray, versions and permissions, say what to do about what fails, and warn of what is open."""
     from coordinator.doctor import examine
 
     extend_imports([os.getcwd(), *([str(path.resolve().parent)] if path else [])])
@@ -309,7 +309,10 @@ def doctor(
     for finding in examine(load_config(path, set_ or ()) if path else None):
         findings.append(finding)
         if not as_json:
-            _console.print("ok  " if finding.ok else "FAIL", style="green" if finding.ok else "red", end="")
+            shown, style = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}[
+                finding.outcome
+            ]
+            _console.print(shown, style=style, end="")
             _console.print(f" {finding.name}: {finding.text}", highlight=False, soft_wrap=True)
     if as_json:
         _print_json([finding.as_dict() for finding in findings])

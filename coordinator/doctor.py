@@ -19,6 +19,7 @@ from typing import Any
 import redis
 from packaging.requirements import Requirement
 
+from coordinator.exposure import in_the_clear, open_bucket, open_ray, open_redis
 from coordinator.preparation import check, impatient
 from coordinator.services import BUCKET, new_secret, start_ray, start_redis, start_s3
 from shared.config import Config
@@ -36,14 +37,21 @@ class Finding:
     name: str
     ok: bool
     text: str
+    warning: bool = False
+    """It works, and somebody should look at it all the same."""
+
+    @property
+    def outcome(self) -> str:
+        """`ok`, `warn` or `fail`."""
+        return "fail" if not self.ok else "warn" if self.warning else "ok"
 
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
-        return {"name": self.name, "ok": self.ok, "text": self.text}
+        return {"name": self.name, "ok": self.ok, "outcome": self.outcome, "text": self.text}
 
 
 def examine(config: Config | None) -> Iterator[Finding]:
-    """All checks, one after another; with a config also its Redis, store, Ray and environment."""
+    """All checks, one after another; with a config also its Redis, store, Ray and environment, and who may use them."""
     yield _try("Python and packages", _versions)
     yield _try("folder of runs", lambda: _writable(config.runs_dir if config else Path("runs")))
     yield _try("temporary folder", lambda: _writable(Path(tempfile.gettempdir())))
@@ -52,14 +60,34 @@ def examine(config: Config | None) -> Iterator[Finding]:
     if config is None or config.redis.url == "embedded":
         yield _try("embedded Redis", _embedded_redis)
     else:
-        yield _try("Redis", lambda: _redis(config))
+        yield from _with_access("Redis", lambda: _redis(config), lambda: open_redis(impatient(config)))
     if config is None or config.store.url == "embedded":
         yield _try("embedded S3 server", _embedded_s3)
     else:
-        yield _try("store", lambda: _store(config))
-    yield _try("Ray", lambda: _ray(config))
+        yield from _with_access("store", lambda: _store(config), lambda: open_bucket(config))
+    if config is None or config.ray.address == "embedded":
+        yield _try("Ray", _embedded_ray)
+    else:
+        ray: list[str] = []  # where it is, once it is joined
+        yield from _with_access("Ray", lambda: _ray(config, ray), lambda: open_ray(*ray))
     if config is not None:
+        yield _warned("encryption", in_the_clear(config), "nothing that leaves this machine goes in plain text")
         yield _try("environment and policies", lambda: _environment(config))
+
+
+def _with_access(name: str, check: Callable[[], str], look: Callable[[], list[str]]) -> Iterator[Finding]:
+    """A check, and where it goes well a look at who else could come in."""
+    found = _try(name, check)
+    yield found
+    if found.ok:
+        try:
+            yield _warned(f"access to {name}", look(), "a stranger who tried to come in was refused")
+        except Exception as error:
+            yield Finding(f"access to {name}", True, f"cannot be looked at ({type(error).__name__}: {error})", True)
+
+
+def _warned(name: str, open_: list[str], fine: str) -> Finding:
+    return Finding(name, True, "; ".join(open_) or fine, bool(open_))
 
 
 def _try(name: str, check: Callable[[], str]) -> Finding:
@@ -178,25 +206,28 @@ def _write_and_read(address: Address, config: Config) -> str:
     return f"{address.store_url} can be written, read and deleted from; it {conditional} conditional writes"
 
 
-def _ray(config: Config | None) -> str:
+def _embedded_ray() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.monotonic()
+        head = start_ray(Path(folder) / "ray.log", 1, new_secret(), loopback=True)
+        seconds = time.monotonic() - started
+        head.stop(Path(folder) / "logs")
+    return f"a Ray of one's own starts in {seconds:.1f} s, on loopback and with a token, and ends"
 
-    if config is None or config.ray.address == "embedded":
-        with tempfile.TemporaryDirectory() as folder:
-            started = time.monotonic()
-            head = start_ray(Path(folder) / "ray.log", 1, new_secret(), loopback=True)
-            seconds = time.monotonic() - started
-            head.stop(Path(folder) / "logs")
-        return f"a Ray of one's own starts in {seconds:.1f} s, on loopback and with a token, and ends"
+
+def _ray(config: Config, where: list[str]) -> str:
+    """Joins the cluster; adds the address of its GCS and that of its dashboard to `where`."""
     import ray
 
     try:
-        ray.init(address=config.ray.address, log_to_driver=False, logging_level=logging.ERROR)
+        joined: Any = ray.init(address=config.ray.address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise StagecoachError(
             f"{config.ray.address} cannot be joined: {' '.join(str(error).split())}; correct ray.address, or set "
             f"RAY_AUTH_TOKEN where the cluster asks for a token"
         ) from None
     try:
+        where += [ray.get_runtime_context().gcs_address, joined.dashboard_url or ""]
         resources: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
         return f"{config.ray.address} answers with {resources.get('CPU', 0):g} CPUs"
     finally:

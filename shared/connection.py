@@ -208,7 +208,7 @@ def connect_redis(address: Address, config: Config, role: RoleName | None = None
 
     Raises `RedisUnavailable` with the reason: not reachable, wrong password, still loading, too old.
     """
-    secret, secured = credentials(address, role), _tls_options(address.redis_url, config.redis)
+    secret, secured = credentials(address, role), tls_options(address.redis_url, config.redis)
     try:
         pool = _LivingPool.from_url(
             address.redis_url,
@@ -250,7 +250,7 @@ def check_redis(client: redis.Redis, url: str, role: RoleName | None = None) -> 
         raise RedisUnavailable(f"{where} is version {version}; expected Redis 6.2 or newer, or Valkey")
 
 
-def _tls_options(url: str, config: RedisConfig) -> dict[str, Any]:
+def tls_options(url: str, config: RedisConfig) -> dict[str, Any]:
     """What `rediss://` needs; raises `RedisUnavailable` where it would not be verified."""
     try:
         tls.check_verified("redis.url", url, "redis.ca_file")

@@ -103,4 +103,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_finding_is_plain_data() -> None:
-    assert Finding("Redis", False, "why").as_dict() == {"name": "Redis", "ok": False, "text": "why"}
+    failed = {"name": "Redis", "ok": False, "outcome": "fail", "text": "why"}
+    assert Finding("Redis", False, "why").as_dict() == failed
+    assert Finding("Redis", False, "why", warning=True).outcome == "fail"
+    assert [Finding("Redis", True, "why", warning=warned).outcome for warned in (False, True)] == ["ok", "warn"]
