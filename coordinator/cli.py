@@ -224,11 +224,28 @@ def _run_row(run_id: str, state: str, reason: str, env_steps: int = 0, best: flo
     return {"run_id": run_id, "state": state, "env_steps": env_steps, "best": best, "reason": reason}
 
 
-@app.command(epilog=_example("stagecoach scale my-run 4"))
-def scale(run: RunArgument, workers: Annotated[int, typer.Argument(metavar="N")], runs_dir: RunsDir = _RUNS) -> None:
-    """Bring a live run to N rollout workers; nothing restarts, nothing is lost."""
-    Run.attach(run, runs_dir).scale(workers)
-    _console.print(f"{run}: scaling to {workers} workers")
+@app.command(epilog=_example("stagecoach scale my-run 4` or `stagecoach scale my-run auto --min 2 --max 16"))
+def scale(
+    run: RunArgument,
+    workers: Annotated[
+        str | None,
+        typer.Argument(metavar="[N|auto]", help="So many; or `auto`: as many as are needed, between the bounds."),
+    ] = None,
+    least: Annotated[int | None, typer.Option("--min", help="The fewest for `auto`; else what it was.")] = None,
+    most: Annotated[int | None, typer.Option("--max", help="The most for `auto`; else what it was.")] = None,
+    runs_dir: RunsDir = _RUNS,
+) -> None:
+    """Scale a live run's rollout workers; nothing restarts, nothing is lost.
+
+    `N` is a fixed number. `auto` (or bounds without a number) leaves it to the coordinator: more while the trainer
+    waits for experience, fewer while workers wait for credit; `stagecoach watch` shows each decision and why.
+    """
+    if workers is None and least is None and most is None:
+        raise typer.BadParameter("say how many (4), or auto, or bounds (--min 2 --max 16)")
+    if workers is not None and workers != "auto" and not workers.lstrip("-").isdecimal():
+        raise typer.BadParameter(f"expected a number of workers, or auto, found {workers!r}")
+    number = None if workers is None or workers == "auto" else int(workers)
+    _console.print(f"{run}: scaling {Run.attach(run, runs_dir).scale(number, min_workers=least, max_workers=most)}")
 
 
 @app.command(epilog=_example("stagecoach stop my-run"))

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.coordinator import Outcome
+from coordinator.room import Room
 from coordinator.run import Run
 from coordinator.status import Status
 from shared.config import Config
@@ -111,7 +112,9 @@ def _figures(status: Status) -> Table:
     evaluation = status.evaluation
     table = Table.grid(padding=(0, 3))
     state = f"{status.state}: {status.reason}" if status.reason else status.state
-    workers = f"{alive} of {status.desired_workers}" if status.live else "–"
+    auto = status.scaling.get("mode") == "auto"
+    bounds = f" (auto, {status.scaling['min']} to {status.scaling['max'] or 'what fits'})" if auto else ""
+    workers = f"{alive} of {status.desired_workers}{bounds}" if status.live else "–"
     table.add_row("state", state, "workers", workers)
     table.add_row("speed", f"{signals.get('time/fps') or 0:,.0f} env steps/s", "policy version", str(status.version))
     table.add_row(
@@ -195,6 +198,8 @@ def print_status(status: Status, console: Console) -> None:
         roles.add_row(name, state, beat.waiting_for or "", seconds, str(beat.pid), beat.host, beat.address)
     if status.roles:
         console.print(roles)
+    if status.scaling.get("room"):
+        console.print(f"room for {Room(**status.scaling['room'])}", highlight=False, soft_wrap=True)
     books = Table("worker", "env steps", title="ledger", title_justify="left")
     for worker, line in status.ledger.items():
         books.add_row(worker, ledger_line(line))

@@ -100,9 +100,7 @@ class Coordinator:
             role.checkpoints.store.check()
             begun()
             launch = RoleLaunch(config.model_dump(mode="json"), address, folder.import_path(), str(folder.path))
-            if ray_head is not None:
-                ray_head.connect()
-                _check_cluster(launch, config)
+            additions = None if ray_head is None else _join(ray_head, launch, config)
             made.first_event = recent_events(role.redis, role.run_id, 0)
             prepare(role)
 
@@ -112,7 +110,7 @@ class Coordinator:
             if ray_head is None:
                 supervise = InlineRoles(role, str(folder.path)).run
             else:
-                supervise = _start_fleet(launch, role, ray_head, running)
+                supervise = _start_fleet(launch, role, ray_head, additions, running)
             running.callback(folder.forget_services)  # first of all, at the end: who looks then reads the store
         except BaseException:
             running.close()
@@ -197,17 +195,26 @@ def _begin_ray(config: Config, logs: Path, running: ExitStack) -> Any:
     return head
 
 
-def _check_cluster(launch: RoleLaunch, config: Config) -> None:
-    """Embedded Ray is one machine, on which everything has been tried already."""
+def _join(head: Any, launch: RoleLaunch, config: Config) -> Any:
+    """Joins Ray, and refuses what its machines cannot do, and more workers than it has room for.
+
+    Embedded Ray is one machine, on which everything has been tried already. Answers what an autoscaler may add.
+    """
+    from coordinator.capacity import additions, check_room
+
+    head.connect()
     if config.ray.address != "embedded":
         from coordinator.preflight import check_machines
 
         check_machines(launch)
+    found = additions(config)
+    check_room(config, found)
+    return found
 
 
-def _start_fleet(launch: RoleLaunch, role: Role, head: Any, running: ExitStack) -> Supervise:
+def _start_fleet(launch: RoleLaunch, role: Role, head: Any, additions: Any, running: ExitStack) -> Supervise:
     from coordinator.fleet_keeper import FleetKeeper
 
-    keeper = FleetKeeper(role, launch, head)
+    keeper = FleetKeeper(role, launch, head, additions)
     running.callback(keeper.kill)
     return keeper.run

@@ -7,6 +7,7 @@ trainer is done.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -15,9 +16,12 @@ from typing import Any
 import ray
 import ray.exceptions
 
+from coordinator.capacity import Additions, room
 from coordinator.member import Member, cause, fruitful, kill_here
-from coordinator.placement import evaluator_options, trainer_options, worker_options
+from coordinator.placement import Places, evaluator_options, nodes_of, trainer_options, worker_options
 from coordinator.ray_head import RayHead
+from coordinator.room import NO_BOUND
+from coordinator.scaling import Scaling
 from rollout_worker.actor import EvaluatorActor, WorkerActor
 from rollout_worker.watchdog import OUTGROWN
 from shared.departure import LEFT
@@ -33,6 +37,8 @@ from trainer_node.actor import TrainerActor
 _LOOK_SECONDS = 0.2
 _PLACED_SECONDS = 20.0
 """A role that has not said anything for this long after its start probably waits for Ray to place it."""
+_CLUSTER_SECONDS = 2.0
+"""How often machines are counted."""
 _FRUITLESS_LIVES = 3
 """So many lives may end before their first fragment (or score); more of the same will not help."""
 _FAILED = "failed: "
@@ -47,13 +53,21 @@ class RayLost(StagecoachError):
 class Fleet:
     """All actors of one run. `tend` is one turn of the coordinator's loop."""
 
-    def __init__(self, role: Role, launch: RoleLaunch, head: RayHead) -> None:
+    def __init__(self, role: Role, launch: RoleLaunch, head: RayHead, additions: Additions) -> None:
         self._role = role
         self._head = head
+        self._additions = additions
         self._config = role.config
         self._launch = launch
         self._workers: dict[int, Member] = {}
         self._given_up: dict[int, str] = {}
+        self._drained: set[str] = set()
+        """Workers that are asked to leave, since they are too many."""
+        self._unplaced: list[str] = []
+        self._scaling = Scaling(role, os.cpu_count() if role.config.ray.address == "embedded" else None)
+        self._trainer_node: str | None = None
+        self._room = NO_BOUND
+        self._next_count = 0.0
         self._trainer = self._start("trainer", TrainerActor, trainer_options(role.config), launch)
         self._evaluator = self._start("evaluator", EvaluatorActor, evaluator_options(role.config), launch)
         self._heartbeat = Heartbeat(role.redis, role.run_id, "coordinator", "coordinator")
@@ -92,24 +106,34 @@ class Fleet:
             beats = {beat.id: beat for beat in read_heartbeats(self._role.redis, self._role.run_id)}
             for member in self._members():
                 self._watch(member, beats.get(member.name))
+            self._count_machines()
             self._watch_placement(beats)
-            self._follow(self._role.flow.read(), beats.get(self._trainer.name))
+            self._follow(self._role.flow.read(), beats)
 
-    def _follow(self, flow: FlowState, trainer: Beat | None) -> None:
+    def _follow(self, flow: FlowState, beats: Mapping[str, Beat]) -> None:
         """What the run's state asks for: scaling, or the end that another trainer has brought about."""
         if self._trainer.life is None and flow.state == "finished":
             self.outcome = flow.reason
             return
-        silent = self._config.rollout.silent_seconds
+        trainer, silent = beats.get(self._trainer.name), self._config.rollout.silent_seconds
         away = self._trainer.life is None and self._trainer.due is None
         if away and (trainer is None or trainer.ended or trainer.age_seconds > silent):
             self._trainer.life = self._trainer.actor.run.remote()  # whoever took over is gone: our own goes on
         if flow.state == "running":
-            self._scale(flow.desired_workers)
+            names = [member.name for member in self._workers.values()]
+            unplaced = [name for name in self._unplaced if name in names]
+            self._scale(self._scaling.desired(flow, beats, names, unplaced, self._room), beats)
 
     def close(self, seconds: float = 20.0) -> None:
-        """Waits for workers and evaluator to end on their own, then ends their processes."""
-        lives = [member.life for member in self._members() if member.life is not None and member is not self._trainer]
+        """Waits for workers and evaluator to end on their own, then ends their processes.
+
+        Who has never said anything has no process yet, and perhaps never will.
+        """
+        lives = [
+            member.life
+            for member in self._members()
+            if member.life is not None and member.stamp and member is not self._trainer
+        ]
         if lives:
             ray.wait(lives, num_returns=len(lives), timeout=seconds)
         self.kill()
@@ -127,21 +151,48 @@ class Fleet:
         bounds = self._config.rollout.restarts_allowed, self._config.rollout.restart_window_seconds
         return Member(name, made, made.run.remote(), Rate(*bounds), Rate(*bounds))
 
-    def _start_worker(self, index: int) -> None:
-        self._role.flow.undrain(f"worker-{index}")
-        self._workers[index] = self._start(
-            f"worker-{index}", WorkerActor, worker_options(self._config), self._launch, index
-        )
-
-    def _scale(self, desired: int) -> None:
-        """Starts the workers that are missing, lowest number first; drains those that are too many, highest first."""
-        for index in range(desired):
-            if index not in self._workers and index not in self._given_up:
-                self._start_worker(index)
+    def _scale(self, desired: int, beats: Mapping[str, Beat]) -> None:
+        """Starts the workers that are missing, lowest number first; lets those go that are too many."""
+        missing = [index for index in range(desired) if index not in self._workers and index not in self._given_up]
+        if missing and (self._trainer_node is not None or not self._config.rollout.avoid_trainer_node):
+            places = Places(self._config, self._trainer_node)
+            for index in missing:
+                self._role.flow.undrain(f"worker-{index}")
+                options = worker_options(self._config) | places.next()
+                self._workers[index] = self._start(f"worker-{index}", WorkerActor, options, self._launch, index)
         self._given_up = {index: error for index, error in self._given_up.items() if index < desired}
-        for index, member in self._workers.items():
+        for index, member in list(self._workers.items()):
             if index >= desired:
-                self._role.flow.drain(member.name)
+                self._let_go(member, beats.get(member.name))
+            elif member.name in self._drained:  # called back before it has left
+                self._role.flow.undrain(member.name)
+                self._drained.discard(member.name)
+
+    def _let_go(self, member: Member, beat: Beat | None) -> None:
+        """A worker finishes its fragment and leaves; one that has no living process has none to finish."""
+        if beat is None or not beat.alive or member.life is None:
+            self._remove(member)
+        elif member.name not in self._drained:
+            self._role.flow.drain(member.name)
+            self._drained.add(member.name)
+
+    def _count_machines(self) -> None:
+        """What room there is, and where the trainer stands; workers that it has come to make way, if they shall."""
+        if time.monotonic() < self._next_count:
+            return
+        self._next_count = time.monotonic() + _CLUSTER_SECONDS
+        self._trainer_node = nodes_of({"trainer": self._trainer.actor})["trainer"] or self._trainer_node
+        found = room(self._config, self._additions, self._trainer_node)
+        self._room = found.most
+        self._heartbeat.progress = self._heartbeat.progress | {"room": found.as_dict()}
+        if self._config.rollout.avoid_trainer_node:
+            self._keep_apart()
+
+    def _keep_apart(self) -> None:
+        actors = {member.name: member.actor for member in self._workers.values() if member.stamp}
+        for name, node in nodes_of(actors).items():
+            if node is not None and node == self._trainer_node:
+                self._role.flow.drain(name)  # and its place is filled elsewhere
 
     def _ended(self, member: Member) -> None:
         try:
@@ -218,6 +269,7 @@ class Fleet:
     def _remove(self, member: Member) -> int:
         index = next(number for number, worker in self._workers.items() if worker is member)
         del self._workers[index]
+        self._drained.discard(member.name)
         ray.kill(member.actor, no_restart=True)
         self._role.flow.release(member.name)
         forget_heartbeat(self._role.redis, self._role.run_id, "worker", member.name)
@@ -258,7 +310,8 @@ class Fleet:
         waiting = [
             member for member in self._members() if member.name not in beats and now - member.started > _PLACED_SECONDS
         ]
-        self._heartbeat.progress = {"unplaced": [member.name for member in waiting]}
+        self._unplaced = [member.name for member in waiting]
+        self._heartbeat.progress = self._heartbeat.progress | {"unplaced": self._unplaced}
         deadline = self._config.rollout.wait_deadline_seconds
         if self._trainer in waiting and now - self._trainer.started > deadline:
             needs = ", ".join(f"{name}={value:g}" for name, value in trainer_options(self._config).items())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 
+from coordinator.capacity import Additions
 from coordinator.fleet import Fleet, RayLost
 from coordinator.ray_head import RayHead
 from shared.errors import StagecoachError
@@ -23,19 +24,20 @@ _LOGGER = logging.getLogger("stagecoach.coordinator")
 class FleetKeeper:
     """Runs one fleet after another; `run` is the coordinator's life where roles are Ray actors."""
 
-    def __init__(self, role: Role, launch: RoleLaunch, head: RayHead) -> None:
+    def __init__(self, role: Role, launch: RoleLaunch, head: RayHead, additions: Additions) -> None:
         self._role = role
         self._launch = launch
         self._head = head
+        self._additions = additions
         rollout = role.config.rollout
         self._rate = Rate(rollout.restarts_allowed, rollout.restart_window_seconds)
-        self._fleet: Fleet | None = Fleet(role, launch, head)
+        self._fleet: Fleet | None = Fleet(role, launch, head, additions)
 
     def run(self, abandon: threading.Event) -> str:
         """Until the run has ended; answers why. Raises what Ray raises where it dies again and again."""
         while True:
             try:
-                self._fleet = self._fleet or Fleet(self._role, self._launch, self._head)
+                self._fleet = self._fleet or Fleet(self._role, self._launch, self._head, self._additions)
                 return self._fleet.run(abandon)
             except Exception as error:
                 if abandon.is_set():

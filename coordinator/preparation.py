@@ -137,7 +137,8 @@ def prepare_resume(role: Role, origin: str = "latest", before: StopConfig | None
     if not create_flow(role):
         role.check_config()
         role.flow.set_bounds(role.config.rollout.lease_seconds, role.config.rollout.max_log_bytes)
-        role.flow.set_desired_workers(role.config.rollout.workers)
+        rollout = role.config.rollout
+        role.flow.set_scaling(rollout.scaling, rollout.min_workers, rollout.max_workers, rollout.workers)
         role.flow.release()
         role.redis.delete(RunKeys(role.run_id).heartbeats, RunKeys(role.run_id).draining)
         _forget_trails(role)
@@ -235,6 +236,9 @@ def create_flow(role: Role) -> bool:
         lease_seconds=rollout.lease_seconds,
         max_log_bytes=rollout.max_log_bytes,
         workers=rollout.workers,
+        scaling=rollout.scaling,
+        min_workers=rollout.min_workers,
+        max_workers=rollout.max_workers,
         config_hash=role.config.hash(),
     )
 

@@ -27,6 +27,7 @@ from coordinator.coordinator import Coordinator, Outcome
 from coordinator.elsewhere import Submission, link
 from coordinator.find import find_checkpoint
 from coordinator.preparation import check, check_services, impatient, prepare_new, prepare_resume
+from coordinator.room import refuse_order, room_of
 from coordinator.run_folder import RunFolder
 from coordinator.services import BUCKET
 from coordinator.status import Status, ended_status, live_status, tended
@@ -46,7 +47,7 @@ from shared.errors import (
 from shared.events import Event, read_events, recent_events
 from shared.flow import Flow
 from shared.fragment import Fragment
-from shared.heartbeat import Wait, poll
+from shared.heartbeat import Wait, poll, read_heartbeats
 from shared.launch import extend_imports
 from shared.object_store import open_store
 from shared.policies.deployed import DeployedPolicy, load_policy
@@ -236,13 +237,30 @@ class Run:
         """Whether a coordinator is at work on it, here or on another machine."""
         return self.folder.live or self._connect() is not None
 
-    def scale(self, workers: int) -> None:
-        """Brings the fleet of a live run to `workers`; nothing restarts, nothing is lost."""
-        if workers < 1:
-            raise UserError(
-                f"scale to {workers}: expected at least 1 worker; `stagecoach stop {self.run_id}` ends the run"
-            )
-        self._flow().set_desired_workers(workers)
+    def scale(
+        self, workers: int | None = None, *, min_workers: int | None = None, max_workers: int | None = None
+    ) -> str:
+        """Brings the fleet of a live run to `workers`; nothing restarts, nothing is lost. Answers what was ordered.
+
+        Without a number the coordinator finds it from now on, between the bounds; a bound that is not given stays what
+        it was. Raises `UserError` for what cannot be, or for more than there is room for.
+        """
+        refuse_order(self.run_id, workers, min_workers, max_workers)
+        flow, client = self._flow(), self._connect()
+        state = flow.read()
+        least = state.min_workers if min_workers is None else min_workers
+        most = state.max_workers if max_workers is None else max_workers
+        if workers is None and most is not None and least > most:
+            raise UserError(f"--min {least} is more than --max {most}; a bound that is not given stays what it was")
+        found = room_of(read_heartbeats(client, self.run_id)) if client is not None else None
+        if found is not None:
+            found.refuse(workers or least, f"stagecoach scale {self.run_id} ", "add machines")
+        if workers is not None:
+            flow.set_scaling("fixed", least, most, workers)
+            return f"to {workers} workers"
+        flow.set_scaling("auto", least, most)
+        bound = "as many as there is room for" if most is None else str(most)
+        return f"automatically between {least} and {bound} (now {state.desired_workers})"
 
     def stop(self) -> None:
         """Asks a live run to end: final checkpoint, `.finished: stopped`. Returns at once; see `wait`."""

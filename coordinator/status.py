@@ -11,9 +11,10 @@ from typing import Any, cast
 
 import redis
 
+from coordinator.room import room_of
 from shared.checkpoint import FINISHED, STATUS, CheckpointStore
 from shared.events import read_evaluations
-from shared.flow import Flow
+from shared.flow import Flow, FlowState
 from shared.heartbeat import Beat, read_heartbeats
 from shared.ledger import read_books
 from shared.redis_keys import RunKeys
@@ -35,6 +36,8 @@ class Status:
     desired_workers: int | None
     bottleneck: str
     """Who waits for whom."""
+    scaling: dict[str, Any] = field(default_factory=dict)
+    """mode (fixed, auto), min, max, and room: how many workers the cluster holds."""
     roles: list[Beat] = field(default_factory=list)
     ledger: dict[str, Any] = field(default_factory=dict)
     log: dict[str, int] = field(default_factory=dict)
@@ -67,6 +70,7 @@ def live_status(client: redis.Redis, run_id: str, books: bool = True) -> Status:
         run_id=run_id, state=flow.state, reason=flow.reason, live=True, version=flow.version,
         env_steps=int(trainer.get("env_steps", 0)), updates=int(trainer.get("updates", 0)),
         episodes=int(trainer.get("episodes", 0)), desired_workers=flow.desired_workers,
+        scaling=_scaling(flow, beats),
         bottleneck=bottleneck(beats, store), roles=beats,
         ledger={worker: line.as_dict() for worker, line in read_books(client, run_id).items()} if books else {},
         log={"entries": client.xlen(keys.log), "bytes": flow.log_bytes, "max_bytes": flow.max_log_bytes},
@@ -79,6 +83,16 @@ def live_status(client: redis.Redis, run_id: str, books: bool = True) -> Status:
 def tended(client: redis.Redis, run_id: str) -> bool:
     """Whether a coordinator (or, without one, a trainer) beats for this run, on whatever machine."""
     return any(beat.alive for beat in read_heartbeats(client, run_id) if beat.role in ("coordinator", "trainer"))
+
+
+def _scaling(flow: FlowState, beats: list[Beat]) -> dict[str, Any]:
+    found = room_of(beats)
+    return {
+        "mode": flow.scaling,
+        "min": flow.min_workers,
+        "max": flow.max_workers,
+        "room": found.as_dict() if found is not None else None,
+    }
 
 
 def ended_status(checkpoints: CheckpointStore) -> Status:

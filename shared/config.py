@@ -150,6 +150,15 @@ class RolloutConfig(Section):
 
     workers: int = Field(2, ge=1, le=10_000)
     """Rollout workers at the start; `stagecoach scale` changes it while the run goes on."""
+    scaling: Literal["fixed", "auto"] = "fixed"
+    """`auto`: more workers while the trainer waits for experience, fewer while they wait for credit. Not `--inline`."""
+    min_workers: int = Field(1, ge=1, le=10_000)
+    """The fewest that `auto` goes down to."""
+    max_workers: int | None = Field(None, ge=1, le=10_000)
+    """The most that `auto` goes up to; by default as many as the cluster has room for (one for each core with embedded
+    Ray). In any case no more than can hold a claim: (`max_policy_lag` + 1) × `fragments_per_update`."""
+    scaling_window_seconds: float = Field(10.0, ge=2)
+    """`auto` decides from what was waited for in this time; heartbeats, a second apart, tell."""
     fragment_steps: int = Field(64, ge=1)
     """Steps of each environment in a fragment (T)."""
     fragments_per_update: int = Field(4, ge=1)
@@ -167,7 +176,9 @@ class RolloutConfig(Section):
     num_cpus: float = Field(0.5, ge=0)
     """Ray CPUs reserved for each worker; a fraction lets workers share a core."""
     placement: Literal["spread", "pack"] = "spread"
-    """Whether Ray spreads workers over machines or fills one after another."""
+    """`spread`: over machines; `pack`: on the fullest one that has room, so that an autoscaler can take others away."""
+    avoid_trainer_node: bool = False
+    """Keep workers off the trainer's machine; where it moves, they make way. Without another one they wait."""
     torch_threads: int = Field(1, ge=1)
     """PyTorch threads in each worker; 1, so that workers don't fight for cores."""
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
@@ -188,6 +199,16 @@ class RolloutConfig(Section):
     """A worker whose process and children hold more than this (resident, in bytes) is replaced after its fragment; at
     half as much again it is ended at once. For environments that leak; a worker itself takes 300 MB. Linux only."""
 
+    @model_validator(mode="after")
+    def _bounds_of_scaling(self) -> Self:
+        least, most = self.min_workers, self.max_workers
+        bounds = f"rollout.min_workers={least} and rollout.max_workers={most}"
+        if most is not None and least > most:
+            raise ValueError(f"nothing is between {bounds}; lower the first")
+        if self.scaling == "auto" and not least <= self.workers <= (most or self.workers):
+            raise ValueError(f"rollout.workers={self.workers}, where auto begins, is not between {bounds}")
+        return self
+
 
 class TrainerConfig(Section):
     """The trainer process."""
@@ -200,7 +221,9 @@ class TrainerConfig(Section):
     num_cpus: float = Field(1.0, ge=0)
     """Ray CPUs reserved for the trainer."""
     num_gpus: float = Field(0.0, ge=0)
-    """Ray GPUs reserved for the trainer."""
+    """Ray GPUs reserved for the trainer; with 0 and `device` not `cpu`, one where the cluster has any."""
+    resources: dict[str, float] = {}
+    """Custom Ray resources that the trainer asks for."""
     grace_seconds: float = Field(25.0, gt=0)
     """How long a trainer that gets SIGTERM has for its last checkpoint; then it leaves without, and what is not durable
     is read from the log again. Less than the 30 s that Kubernetes and spot machines give before they end a process."""
@@ -260,6 +283,8 @@ class EvaluationConfig(Section):
     """Environment arguments that replace those of training."""
     num_cpus: float = Field(0.5, ge=0)
     """Ray CPUs reserved for the evaluator."""
+    resources: dict[str, float] = {}
+    """Custom Ray resources that the evaluator asks for."""
     deadline_seconds: float = Field(1800.0, gt=0)
     """An evaluation that takes longer than this (an episode that never ends) is given up and reported."""
     final_wait_seconds: float = Field(120.0, ge=0)

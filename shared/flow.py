@@ -55,6 +55,11 @@ class FlowState:
     log_bytes: int
     max_log_bytes: int
     desired_workers: int
+    scaling: str
+    """`fixed`, or `auto`: the coordinator moves `desired_workers` between the next two."""
+    min_workers: int
+    max_workers: int | None
+    """None: as many as there is room for."""
     config_hash: str
     memory_full: bool
     """Whether Redis refused the last new claim for want of memory."""
@@ -78,7 +83,7 @@ class Flow:
         self._keys = RunKeys(run_id)
         self._script = {
             name: scripts.Step(client, getattr(scripts, name))
-            for name in ("CREATE", "REGISTER", "RELEASE", "CLAIM", "TAKE_OVER", "CHECK_EPOCH", "SET_STATE")
+            for name in ("CREATE", "REGISTER", "RELEASE", "CLAIM", "TAKE_OVER", "CHECK_EPOCH", "SET_STATE", "SCALE")
         }
 
     def _run(self, name: str, keys: list[str], args: list[Any]) -> Any:
@@ -99,6 +104,9 @@ class Flow:
         lease_seconds: float,
         max_log_bytes: int,
         workers: int,
+        scaling: str,
+        min_workers: int,
+        max_workers: int | None,
         config_hash: str,
     ) -> bool:
         """The flow of a new run, in state `running`; False where it is there already (nothing is changed)."""
@@ -107,6 +115,7 @@ class Flow:
             "fragments_per_update": fragments_per_update, "max_policy_lag": max_policy_lag,
             "lease_ms": int(lease_seconds * 1000), "max_log_bytes": max_log_bytes, "pushed_bytes": 0,
             "trimmed_bytes": 0, "trimmed_id": "0-0", "settled_id": "0-0", "desired_workers": workers,
+            "scaling": scaling, "min_workers": min_workers, "max_workers": max_workers or "",
             "config_hash": config_hash,
         }  # fmt: skip
         return bool(self._run("CREATE", [self._keys.flow], [x for pair in fields.items() for x in pair]))
@@ -121,7 +130,8 @@ class Flow:
             flow["state"], flow["reason"], int(flow["epoch"]), int(flow["version"]), int(flow["consumed"]),
             int(flow["claimed"]), int(flow["fragments_per_update"]), int(flow["max_policy_lag"]), flow["settled_id"],
             flow["trimmed_id"], int(flow["pushed_bytes"]) - int(flow["trimmed_bytes"]), int(flow["max_log_bytes"]),
-            int(flow["desired_workers"]), flow["config_hash"], "memory_full" in flow,
+            int(flow["desired_workers"]), flow.get("scaling", "fixed"), int(flow.get("min_workers", 1)),
+            int(flow.get("max_workers") or 0) or None, flow["config_hash"], "memory_full" in flow,
         )  # fmt: skip
 
     def register(self, worker: str, at_least: int = 0) -> tuple[int, int]:
@@ -200,6 +210,12 @@ class Flow:
         fields: list[str | int] = ["lease_ms", int(lease_seconds * 1000), "max_log_bytes", max_log_bytes]
         scripts.write_small(self._redis, self._keys.flow, self._keys.flow, "HSET", *fields)
 
-    def set_desired_workers(self, workers: int) -> None:
-        """What the coordinator shall bring the fleet to."""
-        scripts.write_small(self._redis, self._keys.flow, self._keys.flow, "HSET", "desired_workers", workers)
+    def set_desired_workers(self, workers: int, scaling: str = "") -> bool:
+        """What the coordinator shall bring the fleet to; False where `scaling` is given and no longer stands."""
+        return bool(self._run("SCALE", [self._keys.flow], [scaling, "desired_workers", workers]))
+
+    def set_scaling(self, scaling: str, min_workers: int, max_workers: int | None, workers: int | None = None) -> None:
+        """A person's order: a fixed number (`workers`), or automatic between the bounds, from the present number on."""
+        fields: list[str | int] = ["scaling", scaling, "min_workers", min_workers, "max_workers", max_workers or ""]
+        fields += [] if workers is None else ["desired_workers", workers]
+        self._run("SCALE", [self._keys.flow], ["", *fields])

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import redis
@@ -57,6 +57,8 @@ class Beat:
     """What the last try of the present wait met, where it tries and fails."""
     address: str = ""
     """Its machine's address on the way to Redis."""
+    waited: dict[str, float] = field(default_factory=dict)
+    """Seconds waited since its process began, the present wait included, by the wait's name."""
 
     @property
     def alive(self) -> bool:
@@ -101,6 +103,8 @@ class Heartbeat:
         self._name = f"{role}:{id_}"
         self._address = own_address(client)
         self._wait: Wait | None = None
+        self._lock = threading.Lock()
+        """So that no beat sees a wait neither as going on nor as over."""
         self._stop = threading.Event()
         self._ended: str | None = None
         self._thread = threading.Thread(target=self._run, name=f"heartbeat-{self._name}", daemon=True)
@@ -133,8 +137,9 @@ class Heartbeat:
         try:
             yield wait
         finally:
-            self._wait = outer
-            self.waited_seconds[name] = self.waited_seconds.get(name, 0.0) + wait.seconds
+            with self._lock:
+                self._wait = outer
+                self.waited_seconds[name] = self.waited_seconds.get(name, 0.0) + wait.seconds
 
     @property
     def waits(self) -> bool:
@@ -149,7 +154,10 @@ class Heartbeat:
                 continue  # the next beat tries again; the role's own calls report what is wrong
 
     def _beat(self) -> None:
-        wait = self._wait
+        with self._lock:
+            wait, waited = self._wait, dict(self.waited_seconds)
+            if wait is not None:
+                waited[wait.name] = waited.get(wait.name, 0.0) + wait.seconds
         data = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -160,6 +168,7 @@ class Heartbeat:
             "deadline_seconds": wait.deadline_seconds if wait else 0.0,
             "trouble": wait.trouble if wait else None,
             "progress": dict(self.progress),
+            "waited": {name: round(seconds, 3) for name, seconds in waited.items()},
         }
         self._script(keys=[self._keys.heartbeats], args=[self._name, json.dumps(data)])
 

@@ -293,6 +293,20 @@ return 1
 """
 )
 
+SCALE = (
+    _COMMON
+    + """
+-- KEYS flow. ARGV: the scaling that must stand ('' for any), then field, value, ... A decision of the coordinator does
+-- not undo an order that a person has given meanwhile. 1 if it was written.
+local flow = redis.call('HMGET', KEYS[1], 'state', 'scaling')
+if not flow[1] then return redis.error_reply('NORUN no such run') end
+if ARGV[1] ~= '' and (flow[2] or 'fixed') ~= ARGV[1] then return 0 end
+begin()
+redis.call('HSET', KEYS[1], unpack(ARGV, 2))
+return 1
+"""
+)
+
 PUBLISH = (
     _COMMON
     + """

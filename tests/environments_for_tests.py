@@ -423,3 +423,15 @@ class Leaks(Counting):
         self._leaked.append(np.ones(self._kept, np.uint8))
         time.sleep(self._seconds)
         return super().step(action)
+
+
+class Slow(Counting):
+    """Takes its time for each step, as a simulator does; without using the processor."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(length=16)
+        self._seconds = seconds
+
+    def step(self, action: int) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        time.sleep(self._seconds)
+        return super().step(action)

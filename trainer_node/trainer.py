@@ -76,6 +76,8 @@ class Trainer:
         self._parent: str | None = None
         self._parent_position, self._parent_version = "0-0", 0
         self._end: str | None = None
+        self._reads_again = True
+        """Whether it learns what a former trainer has learnt; nobody waits for that, and workers wait for credit."""
         self._started = False
         self.leaving = False
         """Its machine is taken away: it leaves after the present update."""
@@ -127,6 +129,7 @@ class Trainer:
         """One turn: `updated`, `waited` (fewer than K fragments so far) or `ended`."""
         state = self._look()
         caught_up = self.version >= state.version  # else it still reads again what a former trainer has learnt
+        self._reads_again = not caught_up
         ending = state.state != "running"
         if caught_up and (ending or self._schedule.exhausted(self._learner.counters)):
             return self._ends(state.reason if ending else "exhausted")
@@ -436,7 +439,8 @@ class Trainer:
     def _tell(self) -> None:
         train = self._learner.counters.train
         self._heartbeat.progress = {
-            "epoch": self._epoch, "version": self.version, "phase": self._phase.value, "env_steps": train.env_steps,
+            "epoch": self._epoch, "version": self.version, "phase": self._phase.value,
+            "reads_again": self._reads_again, "env_steps": train.env_steps,
             "updates": train.updates, "episodes": train.episodes,
             "learn_seconds": round(self._figures.learning_seconds, 3),
         }  # fmt: skip

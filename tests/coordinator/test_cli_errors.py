@@ -140,6 +140,10 @@ def test_a_run_that_is_not_there(stagecoach: Stagecoach, tmp_path: Path, command
 def test_a_scale_to_nothing(stagecoach: Stagecoach) -> None:
     assert stagecoach("train", "config.yaml", "--run-id", "a", "--inline").code == 0
     check_refused(stagecoach("scale", "a", "0"), "at least 1", "stagecoach stop a")
+    check_refused(stagecoach("scale", "a", "auto", "--min", "0"), "--min 0: expected at least 1")
+    check_refused(stagecoach("scale", "a", "3", "--max", "4"), "a number or bounds, not both")
+    check_refused(stagecoach("scale", "a", "auto"), "not live", "stagecoach resume a")
+    assert "say how many" in stagecoach("scale", "a").err
 
 
 def test_init_writes_a_config_that_trains_and_overwrites_none(stagecoach: Stagecoach, tmp_path: Path) -> None:

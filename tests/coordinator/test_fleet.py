@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from coordinator.ray_head import RayHead
 from coordinator.run import Run
 from coordinator.status import Status
 from shared.config import Config
+from shared.errors import UserError
 from shared.heartbeat import Wait
 from tests.conftest import minimal_config
 from tests.environments_for_tests import MODULE
@@ -180,3 +182,103 @@ def test_environments_that_always_hang_end_the_run_which_says_so(
     outcome = start(config(**hanging(tmp_path / "tally", times=1000)), running).wait(150)
     assert outcome.reason.startswith("failed: worker-0 hangs in step of its environments, at ")
     assert "no rollout worker is left" in outcome.reason
+
+
+def at_work(status: Status) -> set[str]:
+    return {beat.id for beat in status.roles if beat.role == "worker" and beat.alive and beat.progress["fragments"]}
+
+
+def names(count: int) -> set[str]:
+    return {f"worker-{index}" for index in range(count)}
+
+
+def check_stopped(run: Run) -> None:
+    run.stop()
+    outcome = run.wait(120)
+    assert outcome.reason == "stopped"
+    assert outcome.status.ledger["total"]["balances"]
+    assert not any("failed" in event.text for event in run.events())
+
+
+def slow(seconds: float) -> dict[str, Any]:
+    return {
+        "environment": {"id": f"{MODULE}:Slow", "kwargs": {"seconds": seconds}, "num_envs": 1},
+        "algorithm": {"minibatch_size": 16, "epochs": 1},
+        "evaluation": {"episodes": 1, "kwargs": {"seconds": 0.0}},
+        "stop_at": {"updates": 10**6},
+    }
+
+
+def test_auto_grows_while_the_trainer_waits_for_experience_and_says_why(config: MakeConfig, running: ExitStack) -> None:
+    rollout = {"scaling": "auto", "max_workers": 2, "scaling_window_seconds": 2, "max_policy_lag": 2}
+    run = start(config(**slow(0.03), rollout=rollout), running)
+    two = until(run, lambda status: at_work(status) == names(2))
+    assert two.desired_workers == 2
+    until(run, lambda status: any("but 2 is" in event.text for event in run.events() if event.kind == "scaling"))
+    told = [event.text for event in run.events() if event.kind == "scaling"]
+    assert told[0].startswith("scaled 1 → 2: the trainer waited ")
+    assert "for experience" in told[0]
+    assert run.scale(1) == "to 1 workers"
+    after = until(run, lambda status: at_work(status) == names(1))
+    assert after.scaling["mode"] == "fixed"
+    check_stopped(run)
+
+
+def test_auto_shrinks_while_workers_wait_for_credit(config: MakeConfig, running: ExitStack) -> None:
+    rollout = {"workers": 3, "scaling": "auto", "scaling_window_seconds": 2, "max_policy_lag": 2}
+    busy = {"algorithm": {"minibatch_size": 4, "epochs": 20}, "stop_at": {"updates": 10**6}}
+    run = start(config(**busy, rollout=rollout), running)
+    until(run, lambda status: status.desired_workers == 1 and at_work(status) == names(1))
+    told = [event.text for event in run.events() if event.kind == "scaling"]
+    assert told[0].startswith("scaled 3 → 2: workers waited ")
+    assert "for credit" in told[0]
+    check_stopped(run)
+
+
+def test_workers_that_are_called_back_before_they_have_left_go_on(config: MakeConfig, running: ExitStack) -> None:
+    run = start(config(**slow(0.02), rollout={"fragments_per_update": 4}), running)
+    for count in (4, 1, 4, 2, 4):
+        run.scale(count)
+        time.sleep(0.3)  # the fleet takes some notice, the workers are in the midst of a fragment, or of their start
+    until(run, lambda status: at_work(status) == names(4))
+    run.scale(1)
+    run.scale(4)
+    before = run.status()
+    after = until(run, lambda status: at_work(status) == names(4) and status.version > before.version + 10)
+    assert after.desired_workers == 4
+    run.scale(1)
+    alone = until(run, lambda status: {beat.id for beat in status.roles if beat.role == "worker"} == names(1))
+    until(run, lambda status: status.version > alone.version)
+    check_stopped(run)
+
+
+def pending() -> int:
+    actors: dict[str, Any] = ray._private.state.actors()
+    return sum(actor["State"] in ("PENDING_CREATION", "DEPENDENCIES_UNREADY") for actor in actors.values())
+
+
+def test_more_than_fit_are_refused_and_one_without_a_place_goes_at_once(config: MakeConfig, running: ExitStack) -> None:
+    big = {"num_cpus": 30, "max_policy_lag": 1}
+    with pytest.raises(UserError) as refused:
+        start(config(rollout=big | {"workers": 3}), running)
+    assert "3 workers with 30 CPUs each asked for; the cluster (1 machine, 64 CPUs; the trainer takes 1 CPU" in str(
+        refused.value
+    )
+    assert "has room for 2: --set rollout.workers=2, or raise ray.num_cpus" in str(refused.value)
+    small = config(rollout=big, stop_at={"updates": 10**6})
+    assert not (small.runs_dir / "a").exists(), "nothing was written"
+
+    run = start(small, running)
+    status = until(run, lambda status: bool(status.scaling["room"]) and status.version > 2)
+    assert status.scaling["room"]["now"] == 2
+    with pytest.raises(UserError, match=r"has room for 2: stagecoach scale a 2, or "):
+        run.scale(3)
+    assert run.status().desired_workers == 1
+    run._flow().set_desired_workers(3)  # as if a machine had gone since
+    until(run, lambda status: at_work(status) == names(2) and pending() == 1)
+    run.scale(2)
+    until(run, lambda status: pending() == 0)
+    assert at_work(run.status()) == names(2)
+    run._flow().set_desired_workers(3)
+    until(run, lambda status: pending() == 1)
+    check_stopped(run)  # whoever never had a process is not waited for

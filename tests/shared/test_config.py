@@ -29,6 +29,9 @@ def refused(**sections: Any) -> str:
     return text
 
 
+FEW: dict[str, Any] = {"fragment_steps": 8, "fragments_per_update": 2}
+
+
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
@@ -37,6 +40,18 @@ def refused(**sections: Any) -> str:
             ["minibatch_size=65", "64 transitions", "fragments_per_update=2", "fragment_steps=8", "num_envs=4"],
         ),
         ({"agents": {"red": "blu"}, "policies": {"blue": {}}}, ["agents.red='blu'", "['blue']"]),
+        (
+            {"rollout": FEW | {"min_workers": 5, "max_workers": 3}},
+            ["rollout.min_workers=5", "rollout.max_workers=3", "lower the first"],
+        ),
+        (
+            {"rollout": FEW | {"scaling": "auto", "workers": 2, "min_workers": 3}},
+            ["rollout.workers=2", "rollout.min_workers=3"],
+        ),
+        (
+            {"rollout": FEW | {"scaling": "auto", "workers": 9, "max_workers": 8}},
+            ["rollout.workers=9", "rollout.max_workers=8"],
+        ),
         ({"heatup": "3 updates"}, ["heatup='3 updates'", "env_steps or episodes"]),
         ({"checkpoint": {"every": "0 updates"}}, ["checkpoint.every=", "at least 1"]),
         ({"stop_at": {}}, ["stop_at", "never end"]),
@@ -181,6 +196,7 @@ def test_what_decides_the_learning_changes_the_hash(sections: dict[str, Any]) ->
         {"ray": {"num_cpus": 3}},
         {"signals": {"csv": False}},
         {"stop_at": {"updates": 99}},
+        {"rollout": FEW | {"scaling": "auto", "max_workers": 9, "workers": 3, "placement": "pack"}},
     ],
     ids=str,
 )

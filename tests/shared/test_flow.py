@@ -36,6 +36,27 @@ def test_a_run_is_created_once_and_then_left_alone(role: Role) -> None:
     assert role.flow.read().desired_workers == 5
 
 
+def test_orders_stand_in_the_flow_and_a_decision_does_not_undo_one(role: Role) -> None:
+    def orders() -> tuple[str, int, int | None, int]:
+        state = role.flow.read()
+        return state.scaling, state.min_workers, state.max_workers, state.desired_workers
+
+    assert orders() == ("fixed", 1, None, 2)
+    role.flow.set_scaling("auto", 2, 6)
+    assert orders() == ("auto", 2, 6, 2)
+    assert role.flow.set_desired_workers(4, "auto")
+    role.flow.set_scaling("fixed", 2, None, 3)
+    assert not role.flow.set_desired_workers(5, "auto"), "a person has ordered otherwise since"
+    assert orders() == ("fixed", 2, None, 3)
+
+
+def test_a_flow_of_before_there_was_scaling_reads_as_fixed(role: Role) -> None:
+    role.redis.hdel(RunKeys(role.run_id).flow, "scaling", "min_workers", "max_workers")
+    state = role.flow.read()
+    assert (state.scaling, state.min_workers, state.max_workers, state.desired_workers) == ("fixed", 1, None, 2)
+    assert not role.flow.set_desired_workers(4, "auto")
+
+
 @pytest.mark.parametrize(
     "ask",
     [
@@ -44,8 +65,10 @@ def test_a_run_is_created_once_and_then_left_alone(role: Role) -> None:
         lambda flow, log: flow.claim("worker-0", 0, 0),
         lambda flow, log: flow.take_over(),
         lambda flow, log: flow.set_state("stopping", "stopped"),
+        lambda flow, log: flow.set_desired_workers(3),
+        lambda flow, log: flow.set_scaling("auto", 1, None),
     ],
-    ids=["read", "register", "claim", "take over", "set state"],
+    ids=["read", "register", "claim", "take over", "set state", "scale", "scale auto"],
 )
 def test_an_unknown_run_is_named_and_nothing_is_written(
     redis_client: redis.Redis, unique_run_id: str, ask: Callable[[Flow, ExperienceLog], Any]

@@ -87,6 +87,34 @@ def test_waits_of_one_name_add_up_even_when_they_fail(redis_client: redis.Redis,
     assert beating.waited_seconds["experience"] > once > 0
 
 
+def test_beats_tell_what_was_waited_for_in_all_with_the_wait_that_goes_on(
+    redis_client: redis.Redis, unique_run_id: str
+) -> None:
+    heartbeat = Heartbeat(redis_client, unique_run_id, "worker", "worker-0")
+    heartbeat.start()
+    with heartbeat.waiting("credit", 60):
+        time.sleep(0.05)
+    over = until(redis_client, unique_run_id, lambda beat: "credit" in beat.waited and not beat.waiting_for)
+    assert over.waited["credit"] >= 0.05
+    with heartbeat.waiting("the store", 60), heartbeat.waiting("credit", 60):
+        going_on = until(redis_client, unique_run_id, lambda beat: beat.waited["credit"] > over.waited["credit"] + 0.05)
+        assert going_on.waiting_for == "credit"
+    heartbeat.stop("done")
+    last = only(redis_client, unique_run_id).waited
+    assert set(last) == {"credit", "the store"}
+    assert last["credit"] >= going_on.waited["credit"]
+
+
+def test_a_beat_of_before_waits_were_added_up_is_read(redis_client: redis.Redis, unique_run_id: str) -> None:
+    heartbeat = Heartbeat(redis_client, unique_run_id, "worker", "worker-0")
+    heartbeat.stop("done")
+    key = RunKeys(unique_run_id).heartbeats
+    stamp, _, text = redis_client.hget(key, "worker:worker-0").decode().partition(" ")  # type: ignore[union-attr]
+    old = {name: value for name, value in json.loads(text).items() if name != "waited"}
+    redis_client.hset(key, "worker:worker-0", f"{stamp} {json.dumps(old)}")
+    assert only(redis_client, unique_run_id).waited == {}
+
+
 def test_a_wait_beyond_its_deadline_says_what_it_waited_for() -> None:
     wait = Wait("credit", 5)
     wait.check()
