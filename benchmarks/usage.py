@@ -1,0 +1,80 @@
+"""What the parts of a run cost: processor time of each role from /proc, and Redis by its own count."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import redis
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def processor_seconds(pid: int) -> float | None:
+    """User and system time of a process so far; None where it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text.rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+@dataclass
+class ProcessorTime:
+    """Adds up the processor time of roles, whose processes may come and go."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _seen: dict[int, float] = field(default_factory=dict)
+
+    def look(self, roles: dict[str, Iterable[int]]) -> None:
+        """Role → its processes now. What a process used before it was seen first does not count."""
+        for role, pids in roles.items():
+            for pid in pids:
+                used = processor_seconds(pid)
+                if used is not None:
+                    self.seconds[role] = self.seconds.get(role, 0.0) + used - self._seen.get(pid, used)
+                    self._seen[pid] = used
+
+
+@dataclass(frozen=True)
+class RedisLook:
+    """What a Redis has counted so far, and holds now."""
+
+    commands: dict[str, int]
+    """Command → calls."""
+    microseconds: dict[str, float]
+    """Command → what they took within the server."""
+    bytes_in: int
+    bytes_out: int
+    memory_bytes: int
+    connections: int
+
+    @classmethod
+    def at(cls, client: redis.Redis) -> RedisLook:
+        """Now."""
+        calls: Any = client.info("commandstats")
+        stats: Any = client.info("stats")
+        commands = {name.removeprefix("cmdstat_"): value for name, value in calls.items()}
+        return cls(
+            {name: int(value["calls"]) for name, value in commands.items()},
+            {name: float(value["usec"]) for name, value in commands.items()},
+            int(stats["total_net_input_bytes"]),
+            int(stats["total_net_output_bytes"]),
+            int(dict(client.info("memory"))["used_memory"]),  # type: ignore[arg-type]
+            int(dict(client.info("clients"))["connected_clients"]),  # type: ignore[arg-type]
+        )
+
+    def since(self, before: RedisLook) -> RedisLook:
+        """What was counted between two looks."""
+        return RedisLook(
+            {name: calls - before.commands.get(name, 0) for name, calls in self.commands.items()},
+            {name: used - before.microseconds.get(name, 0.0) for name, used in self.microseconds.items()},
+            self.bytes_in - before.bytes_in,
+            self.bytes_out - before.bytes_out,
+            self.memory_bytes,
+            self.connections,
+        )
