@@ -170,7 +170,8 @@ class SimulatedWorker(Worker):
     def live(self) -> None:
         """A thread's whole life."""
         try:
-            self.run()
+            reason = self.run()
+            self._tally.add(left=int(reason == "drained"))
         except Died:
             self._tally.add(died=1)
         except Exception:
@@ -275,7 +276,6 @@ class Crowd:
             else:
                 self._lost.add(index)
             return
-        self._tally.add(left=1)
         self._role.flow.release(worker.id)
         forget_heartbeat(self._role.redis, self._role.run_id, "worker", worker.id)
 

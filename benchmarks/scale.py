@@ -1,9 +1,9 @@
 """A scale rehearsal on one machine: `python -m benchmarks.scale --workers 200 --seconds 60`.
 
-Real Redis, real S3 server, the real trainer (or, with `--trainer consuming`, one that takes no gradient steps), and many
-simulated workers (benchmarks/crowd.py) in a few processes; they join, are drained and die, and with `--crash` a whole
-process of them is killed in the middle. At the end the books must balance and agree with what the workers counted
-themselves; else the exit code is 1. Everything is on loopback.
+Real Redis, real S3 server, the real trainer (or, with `--trainer consuming`, one that takes no gradient steps), and
+many simulated workers (benchmarks/crowd.py) in a few processes; they join, are drained and die, and with `--crash` a
+whole process of them is killed in the middle. At the end the books must balance and agree with what the workers
+counted themselves; else the exit code is 1. Everything is on loopback.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shared.heartbeat import Wait, poll, read_heartbeats
 from shared.launch import LOGS, RoleLaunch
 from shared.ledger import LedgerLine, read_books
 from shared.redis_keys import RunKeys
-from shared.role import Role, open_role
+from shared.role import open_role
 from shared.steps import Phase
 from trainer_node.trainer import Trainer
 
@@ -184,10 +184,16 @@ class Rehearsal:
         for worker in sorted({*self.books, *self._all.produced} - {"total"}):
             line, own = self.books.get(worker), self._all.produced[worker]
             produced = line.produced.fragments if line else 0
-            uncertain = int(worker.rpartition("-")[2]) % self._given.processes in self._uncertain
-            if produced < own or (produced > own and not uncertain):
+            if produced < own or (produced > own and self._certain(worker)):
                 found.append(f"{worker} has pushed {own} fragments, the books say {produced}")
         return found
+
+    def certain_worker(self) -> str:
+        """Some worker whose process lived to tell all that it did."""
+        return next(worker for worker in sorted(self._all.produced) if self._certain(worker))
+
+    def _certain(self, worker: str) -> bool:
+        return int(worker.rpartition("-")[2]) % self._given.processes not in self._uncertain
 
     def close(self) -> None:
         """Ends whatever is still there."""
@@ -225,7 +231,7 @@ class Rehearsal:
         gone = [each.plan.name for each in self._crowds if not each.process.is_alive()]
         if gone or not self._trainer.is_alive():
             raise RuntimeError(f"{gone or 'the trainer'} ended at once; see {self._folder / LOGS}")
-        return self._all.counts["joined"] >= self._given.workers
+        return bool(self._all.counts["joined"] >= self._given.workers)
 
     def _tend(self) -> None:
         """What the fleet does in each turn: all heartbeats, and the flow."""
@@ -263,7 +269,7 @@ class Rehearsal:
                 continue  # it has ended; what it did is known by now
 
     def _look_at_processes(self) -> None:
-        pids = {
+        pids: dict[str, list[int | None]] = {
             "redis-server": [self._redis.process.pid], "S3 server": [self._s3.process.pid],
             "trainer": [self._trainer.pid], "workers": [each.process.pid for each in self._crowds],
             "coordinator (its looks)": [os.getpid()],

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import redis
 
@@ -56,16 +55,17 @@ class RedisLook:
     @classmethod
     def at(cls, client: redis.Redis) -> RedisLook:
         """Now."""
-        calls: Any = client.info("commandstats")
-        stats: Any = client.info("stats")
+        calls, stats, memory, clients = (
+            dict(client.info(part)) for part in ("commandstats", "stats", "memory", "clients")
+        )
         commands = {name.removeprefix("cmdstat_"): value for name, value in calls.items()}
         return cls(
             {name: int(value["calls"]) for name, value in commands.items()},
             {name: float(value["usec"]) for name, value in commands.items()},
             int(stats["total_net_input_bytes"]),
             int(stats["total_net_output_bytes"]),
-            int(dict(client.info("memory"))["used_memory"]),  # type: ignore[arg-type]
-            int(dict(client.info("clients"))["connected_clients"]),  # type: ignore[arg-type]
+            int(memory["used_memory"]),
+            int(clients["connected_clients"]),
         )
 
     def since(self, before: RedisLook) -> RedisLook:

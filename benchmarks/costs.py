@@ -1,0 +1,211 @@
+"""What each step of the protocol costs where so many workers are known: `python -m benchmarks.costs --workers 200 10000`.
+
+One process plays all of them in turn against a real Redis: each has registered, beaten, and has a fragment in flight. So
+what grows with the number of workers shows, without ten thousand processes. Redis is charged by its own processor time
+(INFO cpu: parsing, sending and the append-only file are in it), this process by its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from benchmarks.crowd import record
+from coordinator.preparation import check, create_flow
+from coordinator.services import new_secret, start_redis
+from coordinator.status import live_status
+from rollout_worker import trail
+from shared import fragment
+from shared.checkpoint import ENVIRONMENT
+from shared.config_sources import parse_config
+from shared.connection import Address
+from shared.experience_log import ExperienceLog
+from shared.heartbeat import Heartbeat, read_heartbeats
+from shared.ledger import read_books
+from shared.policies.actor_critic import build_policies
+from shared.policies.codec import VersionHeader, encode_board, state_arrays
+from shared.policy_board import PolicyBoard
+from shared.redis_keys import RunKeys
+from shared.role import Role, open_role
+from shared.steps import Phase, PhaseCounters
+from trainer_node.intake import Intake, RedisSettlement
+
+_SOME = 200
+"""How often a step is done that need not be done for each worker."""
+_FEW = 5
+"""Of those that take long."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One step, per call, in microseconds."""
+
+    step: str
+    redis: float
+    caller: float
+
+
+class Costs:
+    """The steps of a run with so many workers, in an order in which each finds what it needs."""
+
+    def __init__(self, role: Role, workers: int) -> None:
+        self._role, self._workers = role, workers
+        self._names = [f"worker-{index}" for index in range(workers)]
+        self._log, self._board = ExperienceLog(role.redis, role.run_id), PolicyBoard(role.redis, role.run_id)
+        description = role.description()
+        self._take = record(role)[0]
+        policies = build_policies(description.policies, role.config.policies, seed=0)
+        states = {policy_id: state_arrays(policy) for policy_id, policy in policies.items()}
+        self._header = VersionHeader(0, Phase.TRAIN, PhaseCounters())
+        self._blob = encode_board(states, self._header)
+        self._epoch = role.flow.take_over()
+        settlement = RedisSettlement(role, self._epoch)
+        self._intake = Intake(role.run_id, role.config, description, self._log, settlement)
+        self.costs: list[Cost] = []
+        self.sizes: dict[str, int] = {"policy version": len(self._blob)}
+
+    def measure(self) -> None:
+        """All steps, in order."""
+        role, run, flow = self._role, self._role.run_id, self._role.flow
+        self._publish(0, 0)
+        self._each("register, nobody holds a claim", self._workers, lambda index: flow.register(self._names[index]))
+        empty = self._memory()
+        self._each("claim, granted", self._workers, lambda index: flow.claim(self._names[index], 0, 0))
+        self._each("register, each holds a claim", _SOME, lambda index: flow.register(f"other-{index}"))
+        self._each("release, each holds a claim", _SOME, lambda index: flow.release(f"other-{index}"))
+        refused = flow.claim("other-0", 0, 0)
+        assert refused.word == "wait_credit"
+        self._each("claim, refused", _SOME, lambda index: flow.claim(f"other-{index}", 0, 0))
+        self._each("wait that ends at once", _SOME, lambda index: self._woken())
+        encoded = [self._encode(name) for name in self._names[: min(_SOME, self._workers)]]
+        self.sizes["fragment"] = len(encoded[0])
+        self._each("encode a fragment", _SOME, lambda index: self._encode(self._names[0]))
+        self._each("push", self._workers, self._push)
+        self.sizes["fragment in Redis"] = (self._memory() - empty) // self._workers
+        self._each("fetch the policy", _SOME, lambda index: self._board.fetch(role.checkpoints))
+        beats = [Heartbeat(role.redis, run, "worker", name) for name in self._names]
+        for beat in beats:
+            beat.progress = {"incarnation": 0, "fragments": 1000, "transitions": 512000, "version": 100,
+                             "act_seconds": 123.456, "env_seconds": 100.123}  # fmt: skip
+        self._each("heartbeat", self._workers, lambda index: beats[index]._beat())
+        self._each("read all heartbeats", _FEW, lambda index: read_heartbeats(role.redis, run))
+        self._each("books, all in flight", _FEW, lambda index: read_books(role.redis, run))
+        self._each("status, all in flight", _FEW, lambda index: live_status(role.redis, run))
+        self._each("intake of a fragment", self._workers, lambda index: self._intake.take(0, Phase.TRAIN, 0.0))
+        self._each("ledger as JSON", _FEW, lambda index: self._intake.ledger.as_json())
+        self.sizes["ledger"] = len(self._intake.ledger.as_json())
+        self._each("publish", 1, lambda index: self._publish(1, self._workers))
+        self._each("publish again", _FEW, lambda index: self._publish(index + 2, 0))
+        self._each("books, none in flight", _FEW, lambda index: read_books(role.redis, run))
+        self._each("trim", 1, lambda index: self._log.trim(self._epoch, self._intake.committed.position))
+        self.sizes["heartbeats"] = sum(len(value) for value in self._hash(RunKeys(run).heartbeats).values())
+        self.sizes["Redis without fragments, per worker"] = self._memory() // self._workers
+
+    def _each(self, step: str, times: int, call: Callable[[int], Any]) -> None:
+        before, ours = _redis_seconds(self._role.redis), time.process_time()
+        for index in range(times):
+            call(index)
+        ours = time.process_time() - ours
+        used = _redis_seconds(self._role.redis) - before
+        self.costs.append(Cost(step, 1e6 * used / times, 1e6 * ours / times))
+
+    def _push(self, index: int) -> None:
+        name = self._names[index]
+        step = trail.encode(self._take.step)
+        blob = self._encode(name)
+        assert self._log.push(name, 0, 0, self._epoch, self._transitions, blob, step, 8) == "pushed"
+
+    def _encode(self, worker: str) -> bytes:
+        rollout, environment = self._role.config.rollout, self._role.config.environment
+        header = fragment.FragmentHeader(
+            run_id=self._role.run_id, worker_id=worker, incarnation=0, seq=0, phase=Phase.TRAIN,
+            policy_versions=dict.fromkeys(self._take.sample.columns, 0), steps=rollout.fragment_steps,
+            num_envs=environment.num_envs, episodes=self._take.sample.episodes,
+        )  # fmt: skip
+        return fragment.encode(fragment.Fragment(header, self._take.sample.columns))
+
+    @property
+    def _transitions(self) -> int:
+        return self._role.config.rollout.fragment_steps * self._role.config.environment.num_envs
+
+    def _woken(self) -> None:
+        from shared.flow import Claim
+
+        self._role.flow.wait_for_wakeup(Claim("wait_credit", 0, 0, "0-0"), 1.0)
+
+    def _publish(self, version: int, consumed: int) -> None:
+        self._intake.commit()
+        self._board.publish(
+            epoch=self._epoch, version=version, consumed=consumed, settled_id=self._intake.position,
+            ledger=self._intake.ledger, header=self._header, blob=self._blob,
+        )  # fmt: skip
+
+    def _memory(self) -> int:
+        return int(dict(self._role.redis.info("memory"))["used_memory"])
+
+    def _hash(self, key: str) -> dict[bytes, bytes]:
+        return dict(self._role.redis.hgetall(key))
+
+
+def _redis_seconds(client: redis.Redis) -> float:
+    used = dict(client.info("cpu"))
+    return float(used["used_cpu_user"]) + float(used["used_cpu_sys"])
+
+
+def measure(workers: int, steps: int, envs: int) -> Costs:
+    """On a Redis of its own."""
+    config = parse_config({
+        "environment": {"id": "CartPole-v1", "num_envs": envs},
+        "rollout": {"workers": workers, "fragment_steps": steps, "fragments_per_update": workers,
+                    "max_log_bytes": 1 << 40, "lease_seconds": 3600},
+        "stop_at": {"updates": 10**9},
+    })  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="costs-") as name:
+        folder, password = Path(name), new_secret()
+        service = start_redis(folder / "redis", folder / "redis.log", password)
+        try:
+            (folder / "store").mkdir()
+            (folder / "keys.json").write_text(json.dumps({"redis_password": password}))
+            url = f"redis://127.0.0.1:{service.port}/0"
+            address = Address("costs", url, f"file://{folder / 'store'}", None, str(folder / "keys.json"))
+            role = open_role(config, address)
+            create_flow(role)
+            role.checkpoints.store.put(ENVIRONMENT, json.dumps(check(config).as_dict()).encode())
+            made = Costs(role, workers)
+            made.measure()
+            role.redis.close()
+            return made
+        finally:
+            service.stop()
+
+
+def main() -> int:
+    """Prints a table: step; processor time of Redis and of the caller for each call, per number of workers."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.costs")
+    parser.add_argument("--workers", type=int, nargs="+", default=[200, 1000, 10_000])
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--envs", type=int, default=8)
+    given = parser.parse_args()
+    found = [measure(workers, given.steps, given.envs) for workers in given.workers]
+    print("| µs of Redis / of the caller | " + " | ".join(f"{workers} workers" for workers in given.workers) + " |")
+    print("|---|" + "---|" * len(found))
+    for lines in zip(*(costs.costs for costs in found), strict=True):
+        print(f"| {lines[0].step} | " + " | ".join(f"{line.redis:,.0f} / {line.caller:,.0f}" for line in lines) + " |")
+    print("\n| bytes | " + " | ".join(f"{workers} workers" for workers in given.workers) + " |")
+    print("|---|" + "---|" * len(found))
+    for name in found[0].sizes:
+        print(f"| {name} | " + " | ".join(f"{costs.sizes[name]:,}" for costs in found) + " |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
