@@ -1,8 +1,8 @@
-"""What each step of the protocol costs where so many workers are known: `python -m benchmarks.costs --workers 200 10000`.
+"""What each step of the protocol costs where many workers are known: `python -m benchmarks.costs --workers 200 10000`.
 
-One process plays all of them in turn against a real Redis: each has registered, beaten, and has a fragment in flight. So
-what grows with the number of workers shows, without ten thousand processes. Redis is charged by its own processor time
-(INFO cpu: parsing, sending and the append-only file are in it), this process by its own.
+One process plays all of them in turn against a real Redis: each has registered, beaten, and has a fragment in flight.
+So what grows with the number of workers shows, without ten thousand processes. Redis is charged by its own processor
+time (INFO cpu: parsing, sending and the append-only file are in it), this process by its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import redis
 
@@ -29,6 +29,7 @@ from shared.checkpoint import ENVIRONMENT
 from shared.config_sources import parse_config
 from shared.connection import Address
 from shared.experience_log import ExperienceLog
+from shared.flow import Claim
 from shared.heartbeat import Heartbeat, read_heartbeats
 from shared.ledger import read_books
 from shared.policies.actor_critic import build_policies
@@ -107,7 +108,8 @@ class Costs:
         self._each("publish again", _FEW, lambda index: self._publish(index + 2, 0))
         self._each("books, none in flight", _FEW, lambda index: read_books(role.redis, run))
         self._each("trim", 1, lambda index: self._log.trim(self._epoch, self._intake.committed.position))
-        self.sizes["heartbeats"] = sum(len(value) for value in self._hash(RunKeys(run).heartbeats).values())
+        beating = cast(list[bytes], role.redis.hvals(RunKeys(run).heartbeats))
+        self.sizes["heartbeats"] = sum(len(value) for value in beating)
         self.sizes["Redis without fragments, per worker"] = self._memory() // self._workers
 
     def _each(self, step: str, times: int, call: Callable[[int], Any]) -> None:
@@ -138,8 +140,6 @@ class Costs:
         return self._role.config.rollout.fragment_steps * self._role.config.environment.num_envs
 
     def _woken(self) -> None:
-        from shared.flow import Claim
-
         self._role.flow.wait_for_wakeup(Claim("wait_credit", 0, 0, "0-0"), 1.0)
 
     def _publish(self, version: int, consumed: int) -> None:
@@ -151,9 +151,6 @@ class Costs:
 
     def _memory(self) -> int:
         return int(dict(self._role.redis.info("memory"))["used_memory"])
-
-    def _hash(self, key: str) -> dict[bytes, bytes]:
-        return dict(self._role.redis.hgetall(key))
 
 
 def _redis_seconds(client: redis.Redis) -> float:
@@ -167,6 +164,7 @@ def measure(workers: int, steps: int, envs: int) -> Costs:
         "environment": {"id": "CartPole-v1", "num_envs": envs},
         "rollout": {"workers": workers, "fragment_steps": steps, "fragments_per_update": workers,
                     "max_log_bytes": 1 << 40, "lease_seconds": 3600},
+        "algorithm": {"minibatch_size": 1},
         "stop_at": {"updates": 10**9},
     })  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="costs-") as name:
