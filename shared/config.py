@@ -219,11 +219,18 @@ class TrainerConfig(Section):
     """PyTorch threads of the trainer. A fixed number, because bit-equal replay needs the same one each time; a resume
     cannot change it."""
     num_cpus: float = Field(1.0, ge=0)
-    """Ray CPUs reserved for the trainer."""
+    """Ray CPUs reserved for the trainer, and for each further rank."""
     num_gpus: float = Field(0.0, ge=0)
-    """Ray GPUs reserved for the trainer; with 0 and `device` not `cpu`, one where the cluster has any."""
+    """Ray GPUs reserved for the trainer, and for each further rank; with 0 and `device` not `cpu`, one where the cluster
+    has as many."""
     resources: dict[str, float] = {}
-    """Custom Ray resources that the trainer asks for."""
+    """Custom Ray resources that the trainer asks for, and each further rank."""
+    ranks: int = Field(1, ge=1, le=1024)
+    """Processes that learn together, each from its part of every minibatch (torch DDP: nccl where each has a GPU of its
+    own, else gloo). Pays off where a gradient step takes tens of milliseconds. Sums depend on the number, so a resume
+    cannot change it."""
+    rank_timeout_seconds: float = Field(60.0, ge=1)
+    """A rank that keeps the others waiting for longer than this within an update is taken for hung."""
     grace_seconds: float = Field(25.0, gt=0)
     """How long a trainer that gets SIGTERM has for its last checkpoint; then it leaves without, and what is not durable
     is read from the log again. Less than the 30 s that Kubernetes and spot machines give before they end a process."""
@@ -410,11 +417,11 @@ _DECIDES_LEARNING: Any = {
     "rollout": {"fragment_steps", "fragments_per_update", "max_policy_lag"},
     "heatup": True,
     "initialize_from": True,
-    "trainer": {"torch_threads"},
+    "trainer": {"torch_threads", "ranks"},
     "signals": {"window_episodes"},
 }
 """The fields behind `Config.hash`: all roles of a run must agree on them, and a resume may not change them. Sums depend
-on the threads, and each checkpoint holds a window of episodes."""
+on threads and ranks, and each checkpoint holds a window of episodes."""
 
 
 class Config(Section):

@@ -111,6 +111,12 @@ class RunKeys:
         return self.prefix + "signals"
 
     @property
+    def ranks(self) -> str:
+        """Stream (short); where the trainer opens a group for its other ranks, and an entry before each message to it.
+        Writer: trainer (of the newest epoch); reader: ranks."""
+        return self.prefix + "ranks"
+
+    @property
     def store_status(self) -> str:
         """String, JSON; what the trainer's uploads wait for or failed with. Writer: trainer; reader: status."""
         return self.prefix + "store_status"

@@ -436,6 +436,18 @@ return 1
 """
 )
 
+CALL = (
+    _COMMON
+    + """
+-- KEYS flow, ranks. ARGV: epoch, an invitation (JSON), or '' where the group has begun. Calls the other ranks of the
+-- newest trainer. Answers 0 if fenced.
+if fenced(ARGV[1]) then return 0 end
+begin()
+redis.call('XADD', KEYS[2], 'MAXLEN', '~', '64', '*', 'epoch', ARGV[1], 'invitation', ARGV[2])
+return 1
+"""
+)
+
 IN_FLIGHT = (
     _COMMON
     + """

@@ -1,14 +1,15 @@
-"""`python -m trainer_node RUN`: the trainer without Ray (for a debugger, SSH, SLURM)."""
+"""`python -m trainer_node RUN`: the trainer without Ray, or with `--rank 1` a rank beside it (for SSH, SLURM)."""
 
 from __future__ import annotations
 
 import signal
 import sys
 
-from shared.departure import leaves_on_signal
-from shared.errors import StagecoachError, UserError
+from shared.errors import ConfigError, StagecoachError, UserError
 from shared.launch import launch_from_arguments, role_arguments
-from trainer_node.trainer import Trainer
+from trainer_node.lives import learn_along, train
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def main() -> int:
@@ -17,13 +18,14 @@ def main() -> int:
     SIGTERM and Ctrl-C make it leave with a checkpoint, a second one at once; the run stays open for another trainer.
     """
     parser = role_arguments("trainer_node", "Takes over a run as its trainer; one that is at work is fenced off.")
+    parser.add_argument("--rank", type=int, default=0, help="be one of the ranks 1 … trainer.ranks − 1 beside it")
     try:
-        launch = launch_from_arguments(parser.parse_args())
-        role = launch.open("trainer")
-        trainer = Trainer(role, launch.run_folder)
-        grace = role.config.trainer.grace_seconds
-        with leaves_on_signal(trainer.ask_to_leave, grace, (signal.SIGTERM, signal.SIGINT)):
-            print(trainer.run())
+        arguments = parser.parse_args()
+        launch, rank = launch_from_arguments(arguments), arguments.rank
+        ranks = launch.config["trainer"]["ranks"]
+        if not 0 <= rank < ranks:
+            raise ConfigError(f"--rank {rank}: this run has trainer.ranks={ranks}, which are 0 to {ranks - 1}")
+        print(learn_along(launch, rank, _SIGNALS) if rank else train(launch, _SIGNALS))
     except StagecoachError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1

@@ -1,4 +1,4 @@
-"""The Ray face of the trainer: a thin class that owns the plain one."""
+"""The Ray faces of the trainer and of the ranks beside it: thin classes, nothing else is Ray's."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from typing import Any
 
 import ray
 
-from shared.departure import leaves_on_signal
 from shared.launch import RoleLaunch
-from trainer_node.trainer import Trainer
+from trainer_node.lives import learn_along, train
 
 
 class TrainerFace:
@@ -20,10 +19,21 @@ class TrainerFace:
     @ray.method
     def run(self) -> str:
         """Trains until the run is to end; answers the reason, or `left` where its machine is taken away."""
-        role = self._launch.open("trainer")
-        trainer = Trainer(role, self._launch.run_folder)
-        with leaves_on_signal(trainer.ask_to_leave, role.config.trainer.grace_seconds):
-            return trainer.run()
+        return train(self._launch)
+
+
+class RankFace:
+    """A rank beside the trainer, in an actor's process."""
+
+    def __init__(self, launch: RoleLaunch, rank: int) -> None:
+        self._launch = launch
+        self._rank = rank
+
+    @ray.method
+    def run(self) -> str:
+        """Learns along until the run has finished, or its machine is taken away; answers which."""
+        return learn_along(self._launch, self._rank)
 
 
 TrainerActor: Any = ray.remote(TrainerFace)
+RankActor: Any = ray.remote(RankFace)

@@ -18,9 +18,11 @@ from shared.errors import ArchiveIncomplete, UserError
 from shared.fragment import Fragment
 from shared.ledger import Ledger
 from shared.spaces import EnvironmentDescription
+from shared.steps import Phase
 from trainer_node import snapshot
 from trainer_node.intake import Intake
 from trainer_node.learner import make_learner
+from trainer_node.local_ranks import local_ranks
 from trainer_node.schedule import RunSchedule
 from trainer_node.snapshot import Line, Progress, Snapshot
 
@@ -95,29 +97,39 @@ def replay(
         intake.restore(restored.books)
     _check_line(start, version, aim.manifest, line, config)
     schedule, begun, fragments = RunSchedule(config), version, 0
-    while version < aim.manifest.version:
-        phase = schedule.phase(learner.counters)
-        taken: list[Fragment] = []
-        while len(taken) < config.rollout.fragments_per_update:
-            item = intake.take(version, phase, 0.0)
-            if item is None:
-                raise ArchiveIncomplete(
-                    f"the archive of run {checkpoints.run_id} ends in the middle of version {version + 1}; {goal} is "
-                    f"version {aim.manifest.version}. The log follows a checkpoint into the archive: wait, or resume "
-                    f"the run where it was cut off"
-                )
-            taken.append(item)
-        learner.emulate_acting(taken, phase)
-        learner.learn(taken, phase)
-        version += 1
-        intake.commit()
-        fragments += len(taken)
-        progress(version, aim.manifest.version)
-    phase = schedule.phase(learner.counters)
-    where = Progress(version, phase, 0, None, "0-0", begun, line)
-    came_out = snapshot.take(learner, description, config, checkpoints.run_id, where, intake.committed)
+
+    def came_to() -> Snapshot:
+        where = Progress(version, schedule.phase(learner.counters), 0, None, "0-0", begun, line)
+        return snapshot.take(learner, description, config, checkpoints.run_id, where, intake.committed)
+
+    with local_ranks(config, learner, came_to(), description) as ranks:
+        while version < aim.manifest.version:
+            phase = schedule.phase(learner.counters)
+            taken = _next(intake, config, version, phase, aim.manifest)
+            with ranks.turn(taken, phase):
+                learner.emulate_acting(taken, phase)
+                learner.learn(taken, phase)
+            version += 1
+            intake.commit()
+            fragments += len(taken)
+            progress(version, aim.manifest.version)
     steps = fragments * config.rollout.fragment_steps * config.environment.num_envs
-    return _compared(start, aim, came_out, version - begun, fragments, steps)
+    return _compared(start, aim, came_to(), version - begun, fragments, steps)
+
+
+def _next(intake: Intake, config: Config, version: int, phase: Phase, goal: Manifest) -> list[Fragment]:
+    """The fragments of the next update."""
+    taken: list[Fragment] = []
+    while len(taken) < config.rollout.fragments_per_update:
+        item = intake.take(version, phase, 0.0)
+        if item is None:
+            raise ArchiveIncomplete(
+                f"the archive of run {goal.run_id} ends in the middle of version {version + 1}; {goal.name} is version "
+                f"{goal.version}. The log follows a checkpoint into the archive: wait, or resume the run where it was "
+                f"cut off"
+            )
+        taken.append(item)
+    return taken
 
 
 def _check_line(start: str, version: int, goal: Manifest, line: Line, config: Config) -> None:

@@ -107,7 +107,7 @@ def take(
     objects[_STATE] = json.dumps(state, sort_keys=True, separators=(",", ":")).encode()
     provenance = {
         "code_version": code_version(),
-        "computed_with": computed_with(learner),
+        "computed_with": computed_with(learner, config.trainer.ranks),
         "config_hash": config.hash(),
         "seed": config.seed,
         "phase": progress.phase.value,
@@ -126,10 +126,13 @@ def take(
     return Snapshot(manifest, objects)
 
 
-def computed_with(learner: Learner) -> dict[str, str]:
+def computed_with(learner: Learner, ranks: int) -> dict[str, str]:
     """What the bits of sums depend on, beside the log."""
     devices = {parameter.device.type for policy in learner.policies.values() for parameter in policy.parameters()}
-    return {"torch": torch.__version__, "device": ", ".join(sorted(devices)), "threads": str(torch.get_num_threads())}
+    return {
+        "torch": torch.__version__, "device": ", ".join(sorted(devices)), "threads": str(torch.get_num_threads()),
+        "ranks": str(ranks),
+    }  # fmt: skip
 
 
 @functools.cache

@@ -38,10 +38,13 @@ from shared.steps import Phase
 from trainer_node import snapshot
 from trainer_node.ending import wait_for_evaluation, write_finished
 from trainer_node.figures import Figures
+from trainer_node.group import GroupBroken
 from trainer_node.intake import Intake, RedisSettlement
 from trainer_node.learner import make_learner
 from trainer_node.publisher import Publisher
+from trainer_node.ranks import Alone, Lead
 from trainer_node.rebase import rebased
+from trainer_node.rendezvous import Rendezvous, meet
 from trainer_node.schedule import RunSchedule
 from trainer_node.signals import Signals
 from trainer_node.snapshot import Line, Progress, Snapshot
@@ -78,6 +81,7 @@ class Trainer:
         self._end: str | None = None
         self._reads_again = True
         """Whether it learns what a former trainer has learnt; nobody waits for that, and workers wait for credit."""
+        self._ranks: Alone | Lead = Alone()
         self._started = False
         self.leaving = False
         """Its machine is taken away: it leaves after the present update."""
@@ -93,7 +97,12 @@ class Trainer:
         except KeyboardInterrupt:  # asked twice, or its grace is over: the log has what is not durable
             return self._gone("at once")
         except Fenced as error:
+            self._ranks.leave()
             self._heartbeat.stop(f"fenced: {error}", last_beat=False)  # the newer one beats under this name
+            raise
+        except GroupBroken as error:  # what the ranks were about to learn is in the log
+            self._publisher.close()
+            self._gone(f"with its broken group of ranks ({error})")
             raise
         except Exception as error:
             self.fail(error)
@@ -119,8 +128,9 @@ class Trainer:
             self._begin()
         else:
             self._recover(checkpoint)
-        self._signals.start(self._learner.counters.train.env_steps)
         self._schedule.checkpointed(self._learner.counters)
+        self._ranks = self._meet_ranks()
+        self._signals.start(self._learner.counters.train.env_steps)
         self._tell()
         self._started = True
         _LOGGER.info("trainer of run %s: epoch %d, version %d", self._role.run_id, self._epoch, self.version)
@@ -141,8 +151,9 @@ class Trainer:
             return "waited"
         fragments, self._fragments = self._fragments, []
         phase = self._phase
-        self._learner.emulate_acting(fragments, phase)
-        metrics = self._learn(fragments, phase)
+        with self._ranks.turn(fragments, phase):
+            self._learner.emulate_acting(fragments, phase)
+            metrics = self._learn(fragments, phase)
         self.version += 1
         published = self._publish(len(fragments))
         self._report(fragments, metrics)
@@ -156,6 +167,7 @@ class Trainer:
     def save_last(self, reason: str) -> str:
         """Stops the acting and makes the last checkpoint durable; answers its name."""
         self._role.flow.set_state("stopping", reason, expected="running", epoch=self._epoch)
+        self._ranks.close()
         last = self._snapshot()
         self._publisher.submit(last)
         with self._heartbeat.waiting("the last checkpoint to be durable", _DURABLE_SECONDS):
@@ -186,6 +198,7 @@ class Trainer:
         """Makes what was learnt durable, within its grace, and goes; the run goes on with whoever takes over."""
         grace = self._config.trainer.grace_seconds
         self._publisher.submit(self._snapshot())
+        self._ranks.close()
         try:
             with self._heartbeat.waiting("the last checkpoint to be durable", grace):
                 self._publisher.wait_idle(grace)
@@ -198,6 +211,7 @@ class Trainer:
         """Says good-bye; what the publisher may still be writing is harmless, or refused by the next epoch."""
         with contextlib.suppress(redis.RedisError):
             emit(self._role.redis, self._role.run_id, "trainer", f"the trainer leaves {how}; the next one goes on")
+        self._ranks.leave()
         if self._started:
             self._signals.close()
         self._heartbeat.stop("left: another trainer may take over")
@@ -209,6 +223,7 @@ class Trainer:
         A trainer that never took over, or that was fenced since, has no right to end the run.
         """
         _LOGGER.exception("the trainer failed")
+        self._ranks.leave()
         reason = f"failed: {error}"
         try:
             if self._epoch > 0 and self._role.flow.holds(self._epoch):
@@ -225,6 +240,26 @@ class Trainer:
         write_finished(self._role, reason, final, self.version, learner.counters if learner else None)
 
     # Beginning
+
+    def _meet_ranks(self) -> Alone | Lead:
+        """This trainer as rank 0 of a group of its epoch, where there are others and something is left to learn."""
+        if self._config.trainer.ranks == 1:
+            return Alone()
+
+        def needless() -> bool:
+            state = self._look()
+            return state.state != "running" and self.version >= state.version
+
+        with self._heartbeat.waiting("the other ranks", self._config.rollout.wait_deadline_seconds) as wait:
+            group = meet(self._role, self._epoch, wait, needless)
+        if group is None:
+            return Alone()
+        text = f"{group.size} ranks learn together over {group.backend}, in the group of epoch {self._epoch}"
+        emit(self._role.redis, self._role.run_id, "trainer", text)
+        rendezvous = Rendezvous(self._role)
+        lead = Lead(group, self._learner, lambda: rendezvous.call(self._epoch))
+        lead.begin(self._snapshot(), self._description)
+        return lead
 
     def _newest_checkpoint(self) -> Checkpoint | None:
         try:

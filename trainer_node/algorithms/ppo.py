@@ -7,7 +7,7 @@ fragments and the counters.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from shared.spaces import Array, Columns
 from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.gae import advantages
+from trainer_node.algorithms.share import Share, Whole
 
 _KL_SLACK = 1.5
 _VALUE_CHUNK = 8192
@@ -38,7 +39,7 @@ class Batch:
     def __len__(self) -> int:
         return len(self.log_prob)
 
-    def take(self, rows: Tensor) -> Batch:
+    def take(self, rows: Tensor | slice) -> Batch:
         """The minibatch of these rows."""
         return Batch(
             {name: tensor[rows] for name, tensor in self.observations.items()},
@@ -55,6 +56,8 @@ class PPO:
         self._config = config
         self._device = device
         self._seed = seed
+        self.share: Share = Whole()
+        """What of each minibatch is learnt from here; the rest by the other ranks."""
         self._optimiser = Adam(self.policy.parameters(), config.adam_epsilon)
 
     def update(self, fragments: Sequence[Columns], counters: Counters) -> dict[str, float]:
@@ -134,36 +137,52 @@ class PPO:
         generator = torch.Generator().manual_seed(self._shuffle_seed(update))
         minibatches = -(-len(batch) // config.minibatch_size)
         history: list[dict[str, Tensor]] = []
+        norms: list[Tensor] = []
         for _ in range(config.epochs):
             order = torch.randperm(len(batch), generator=generator).to(self._device)
             for rows in order.tensor_split(minibatches):
-                loss, metrics = self.loss(batch.take(rows), clip)
-                if config.target_kl is not None and float(metrics["train/approx_kl"]) > _KL_SLACK * config.target_kl:
-                    return _to_floats(history or [metrics])
+                loss, terms = self.share.forward(self.loss, batch.take(rows), clip)
+                if config.target_kl is not None:
+                    divergence = float(self.share.total(terms["train/approx_kl"]))
+                    if divergence > _KL_SLACK * config.target_kl:
+                        return self._metrics(history or [terms], norms)
                 self._optimiser.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
-                norm = nn.utils.clip_grad_norm_(self.policy.parameters(), config.max_grad_norm)
+                norms.append(nn.utils.clip_grad_norm_(self.policy.parameters(), config.max_grad_norm).detach())
                 self._optimiser.step(learning_rate)
-                history.append(metrics | {"train/grad_norm": norm.detach()})
-        return _to_floats(history)
+                history.append(terms)
+        return self._metrics(history, norms)
+
+    def _metrics(self, history: Sequence[Mapping[str, Tensor]], norms: Sequence[Tensor]) -> list[dict[str, float]]:
+        """The terms of each gradient step over its whole minibatch, and the norm of its gradients."""
+        table = self.share.total(torch.stack([torch.stack(list(terms.values())) for terms in history]))
+        rows: list[dict[str, float]] = [dict(zip(history[0], values, strict=True)) for values in table.tolist()]
+        for row, norm in zip(rows, norms):
+            row["train/grad_norm"] = float(norm)
+        return rows
 
     def loss(self, batch: Batch, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
-        """The scalar loss of a minibatch (eq. 9 of the paper, signs turned) and its terms."""
-        config = self._config
+        """The scalar loss of a minibatch (eq. 9 of the paper, signs turned) and its terms; of them, what is our share.
+
+        Advantages are normalised over the whole minibatch, whoever learns from which part of it.
+        """
+        config, mean, rows = self._config, self.share.mean, len(batch)
         advantage = batch.advantage
-        if config.normalise_advantages and len(advantage) > 1:
+        if config.normalise_advantages and rows > 1:
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        batch = replace(batch, advantage=advantage).take(self.share.rows(rows))
+        advantage = batch.advantage
         params, value = self.policy.action_parameters_and_value(batch.observations)
         log_ratio = self.policy.distribution.log_prob(params, batch.actions) - batch.log_prob
         ratio = log_ratio.exp()
-        policy_loss = -torch.min(advantage * ratio, advantage * ratio.clamp(1 - clip, 1 + clip)).mean()
+        policy_loss = -mean(torch.min(advantage * ratio, advantage * ratio.clamp(1 - clip, 1 + clip)), rows)
         if config.clip_range_value is not None:
             bound = config.clip_range_value
             clipped = batch.value + (value - batch.value).clamp(-bound, bound)
-            value_loss = torch.max((value - batch.target).square(), (clipped - batch.target).square()).mean()
+            value_loss = mean(torch.max((value - batch.target).square(), (clipped - batch.target).square()), rows)
         else:
-            value_loss = (value - batch.target).square().mean()
-        entropy = self.policy.distribution.entropy(params).mean()
+            value_loss = mean((value - batch.target).square(), rows)
+        entropy = mean(self.policy.distribution.entropy(params), rows)
         loss = policy_loss + config.value_coefficient * value_loss - config.entropy_coefficient * entropy
         with torch.no_grad():
             metrics = {
@@ -171,8 +190,8 @@ class PPO:
                 "train/policy_loss": policy_loss.detach(),
                 "train/value_loss": value_loss.detach(),
                 "train/entropy": entropy.detach(),
-                "train/approx_kl": ((ratio - 1) - log_ratio).mean(),
-                "train/clip_fraction": ((ratio - 1).abs() > clip).to(torch.float32).mean(),
+                "train/approx_kl": mean((ratio - 1) - log_ratio, rows),
+                "train/clip_fraction": mean(((ratio - 1).abs() > clip).to(torch.float32), rows),
             }
         return loss, metrics
 
@@ -209,7 +228,3 @@ def _side_by_side(fragments: Sequence[Columns]) -> Columns:
             along_slots = name in fragments[0] and name.startswith(("bootstrap_", "final_"))
             columns[name] = np.concatenate(parts, axis=0 if along_slots else 1)
     return columns
-
-
-def _to_floats(history: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
-    return [{name: float(tensor) for name, tensor in item.items()} for item in history]

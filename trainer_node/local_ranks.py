@@ -1,0 +1,102 @@
+"""The other ranks as processes of this machine, over loopback: for a replay, which has no trainer's group to join.
+
+`python -m trainer_node.local_ranks` is such a process; it reads what it needs from its standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+import torch
+
+from shared.config import Config
+from shared.config_sources import parse_config
+from shared.errors import StagecoachError, UserError
+from shared.policies.actor_critic import torch_device
+from shared.spaces import EnvironmentDescription
+from trainer_node.group import GroupBroken, Invitation, Opening, join
+from trainer_node.learner import Learner
+from trainer_node.ranks import Alone, Lead, follow
+from trainer_node.snapshot import Snapshot
+
+_LOOPBACK = "127.0.0.1"
+_START_SECONDS = 120.0
+_PATIENCE_SECONDS = 600.0
+"""How long a process waits for the next message: whoever replays may read a slow store."""
+
+
+@contextlib.contextmanager
+def local_ranks(
+    config: Config, learner: Learner, taken: Snapshot, description: EnvironmentDescription
+) -> Iterator[Alone | Lead]:
+    """`learner`, of which `taken` is the snapshot, as rank 0 of as many ranks as the config says."""
+    if config.trainer.ranks == 1:
+        yield Alone()
+        return
+    if torch.distributed.is_initialized():
+        raise UserError(
+            f"trainer.ranks={config.trainer.ranks}: this process has a torch.distributed group of its own; "
+            f"replay in another process, for example with `stagecoach replay`"
+        )
+    opening = Opening(_LOOPBACK, config.trainer.ranks, _PATIENCE_SECONDS)
+    started: list[subprocess.Popen[str]] = []
+    try:
+        started.extend(_started(opening.invitation, rank, config) for rank in range(1, config.trainer.ranks))
+        _await(opening, started)
+        lead = Lead(opening.close(torch_device(config.trainer.device)), learner)
+        try:
+            lead.begin(taken, description)
+            yield lead
+            lead.close()
+        finally:
+            lead.leave()
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def _started(invitation: Invitation, rank: int, config: Config) -> subprocess.Popen[str]:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", __name__]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environ, text=True)
+    assert process.stdin is not None
+    with process.stdin as told:
+        json.dump({"invitation": asdict(invitation), "rank": rank, "config": config.model_dump(mode="json")}, told)
+    return process
+
+
+def _await(opening: Opening, started: Sequence[subprocess.Popen[str]]) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while missing := opening.missing():
+        if time.monotonic() > deadline or any(process.poll() is not None for process in started):
+            raise StagecoachError(f"the processes of ranks {missing} did not start; what they said is above")
+        time.sleep(0.05)
+
+
+def main() -> int:
+    """One rank, until rank 0 says it is over or is gone."""
+    told = json.load(sys.stdin)
+    config = parse_config(told["config"])
+    torch.set_num_threads(config.trainer.torch_threads)
+    invitation, device = Invitation(**told["invitation"]), torch_device(config.trainer.device)
+    try:
+        group = join(invitation, told["rank"], device, _PATIENCE_SECONDS, lambda: None)
+        follow(group, config)
+    except GroupBroken:
+        return 1  # rank 0 tells why
+    except StagecoachError as error:
+        print(f"rank {told['rank']}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
