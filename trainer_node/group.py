@@ -188,8 +188,10 @@ class Group:
 
     def leave(self) -> None:
         """Whoever still is in the group hears of it at the next exchange."""
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()
+        if self._store is not None:
+            self._store = self._gradients = None
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
 
 
 def _in_order(done: Any, parts: Sequence[Tensor]) -> Tensor:
@@ -207,7 +209,7 @@ class RankShare:
         self._group = group
         with group_errors():
             self._parallel = DistributedDataParallel(_Weights(policy), process_group=group._gradients)
-            self._parallel.register_comm_hook(group, _sum_gradients)
+            self._parallel.register_comm_hook(group, lambda group, bucket: group.gather(bucket.buffer()))
 
     def rows(self, count: int) -> slice:
         """Slices differ by at most one row; where there are fewer rows than ranks, some are empty."""
@@ -239,7 +241,3 @@ class _Weights(nn.Module):
 
     def forward(self, loss: Callable[..., Terms], *arguments: Any) -> Terms:
         return loss(*arguments)
-
-
-def _sum_gradients(group: Group, bucket: Any) -> Any:
-    return group.gather(bucket.buffer())
