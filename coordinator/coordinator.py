@@ -19,7 +19,7 @@ from typing import Any
 
 import redis
 
-from coordinator.inline import InlineRoles
+from coordinator.inline import InlineRoles, refuse_ranks
 from coordinator.keeper import Keeper
 from coordinator.preparation import record_failure
 from coordinator.run_folder import RunFolder
@@ -90,6 +90,8 @@ class Coordinator:
         log_to_file(str(folder.path), "coordinator")
         try:
             # Services: embedded ones are children of this process, in the run's folder
+            if inline:
+                refuse_ranks(config)
             ray_head = None if inline else _begin_ray(config, logs, running)
             address, keeper = _start_services(folder, config, logs, running)
             role = open_role(config, address, "coordinator")

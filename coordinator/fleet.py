@@ -32,7 +32,8 @@ from shared.heartbeat import Beat, Heartbeat, forget_heartbeat, read_heartbeats
 from shared.launch import RoleLaunch
 from shared.rate import Rate
 from shared.role import Role
-from trainer_node.actor import TrainerActor
+from trainer_node.actor import RankActor, TrainerActor
+from trainer_node.rendezvous import rank_id
 
 _LOOK_SECONDS = 0.2
 _PLACED_SECONDS = 20.0
@@ -69,6 +70,10 @@ class Fleet:
         self._room = NO_BOUND
         self._next_count = 0.0
         self._trainer = self._start("trainer", TrainerActor, trainer_options(role.config), launch)
+        self._ranks = [
+            self._start(rank_id(rank), RankActor, trainer_options(role.config), launch, rank)
+            for rank in range(1, role.config.trainer.ranks)
+        ]
         self._evaluator = self._start("evaluator", EvaluatorActor, evaluator_options(role.config), launch)
         self._heartbeat = Heartbeat(role.redis, role.run_id, "coordinator", "coordinator")
         self.outcome: str | None = None
@@ -144,7 +149,7 @@ class Fleet:
             ray.kill(member.actor, no_restart=True)
 
     def _members(self) -> list[Member]:
-        return [self._trainer, self._evaluator, *self._workers.values()]
+        return [self._trainer, *self._ranks, self._evaluator, *self._workers.values()]
 
     def _start(self, name: str, actor: Any, options: dict[str, Any], *arguments: Any) -> Member:
         made = actor.options(**_FOR_EVER, **options).remote(*arguments)
@@ -214,7 +219,7 @@ class Fleet:
                 self.outcome = reason if error is None else f"failed: {error}"
         elif error is not None:
             self._restart(member, error)
-        elif member is self._evaluator:
+        elif member is self._evaluator or member in self._ranks:
             member.life = None
         else:
             self._remove(member)
@@ -248,9 +253,10 @@ class Fleet:
 
     def _give_up(self, member: Member, error: str) -> None:
         emit(self._role.redis, self._role.run_id, "worker", f"{member.name} is given up: it failed too often")
-        if member is self._trainer:
-            ray.kill(member.actor, no_restart=True)  # or it would go on while its failure is recorded
-            self.outcome = f"failed: the trainer: {error}"
+        if member is self._trainer or member in self._ranks:
+            ray.kill(self._trainer.actor, no_restart=True)  # or it would go on while the failure is recorded
+            name = "the trainer" if member is self._trainer else member.name
+            self.outcome = f"failed: {name}: {error}"
             return
         if member is self._evaluator:
             ray.kill(member.actor, no_restart=True)

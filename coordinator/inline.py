@@ -6,8 +6,19 @@ import threading
 
 from rollout_worker.evaluator import Evaluator
 from rollout_worker.worker import Worker
+from shared.config import Config
+from shared.errors import ConfigError
 from shared.role import Role, open_role
 from trainer_node.trainer import Trainer
+
+
+def refuse_ranks(config: Config) -> None:
+    """Raises `ConfigError` where one process is not enough."""
+    if config.trainer.ranks > 1:
+        raise ConfigError(
+            f"--inline puts all roles into one process, but trainer.ranks={config.trainer.ranks} needs as many; leave "
+            f"--inline out, or set trainer.ranks=1"
+        )
 
 
 class InlineRoles:

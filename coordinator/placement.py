@@ -14,11 +14,11 @@ _NODE = "ray.io/node-id"
 
 
 def trainer_options(config: Config) -> dict[str, Any]:
-    """The trainer takes a GPU where there is one, unless the config says otherwise."""
+    """Of the trainer and of each rank beside it: a GPU where there is one, unless the config says otherwise."""
     trainer = config.trainer
     gpus = trainer.num_gpus
     found: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    if not gpus and trainer.device != "cpu" and found.get("GPU", 0) >= 1:
+    if not gpus and trainer.device != "cpu" and found.get("GPU", 0) >= trainer.ranks:
         gpus = 1.0
     return {"num_cpus": trainer.num_cpus, "num_gpus": gpus, "resources": trainer.resources}
 

@@ -130,6 +130,9 @@ def bottleneck(beats: list[Beat], store: dict[str, Any]) -> str:
     unplaced = next((beat.progress.get("unplaced") for beat in beats if beat.role == "coordinator"), None)
     if unplaced:
         return f"Ray, which has no place yet for {', '.join(unplaced)}"
+    if trainer is not None and trainer.alive and trainer.waiting_for == "the other ranks":
+        who = trainer.trouble or "the other ranks, which are starting"
+        return f"{who} (the trainer, for {trainer.waiting_seconds:.1f} s)"
     if trainer is not None and trainer.alive and trainer.trouble:
         return f"the store: {trainer.trouble} (the trainer, for {trainer.waiting_seconds:.1f} s)"
     if trainer is None or "version" not in trainer.progress:

@@ -184,8 +184,8 @@ def read_heartbeats(client: redis.Redis, run_id: str) -> list[Beat]:
         beats.append(
             Beat(role=role, id=id_, stamp=stamp, age_seconds=seconds + micros / 1e6 - float(stamp), **json.loads(text))
         )
-    order = {"coordinator": 0, "trainer": 1, "evaluator": 2, "worker": 3}
-    return sorted(beats, key=lambda beat: (order.get(beat.role, 4), len(beat.id), beat.id))
+    order = {"coordinator": 0, "trainer": 1, "rank": 2, "evaluator": 3, "worker": 4}
+    return sorted(beats, key=lambda beat: (order.get(beat.role, 5), len(beat.id), beat.id))
 
 
 def forget_heartbeat(client: redis.Redis, run_id: str, role: str, id_: str) -> None:

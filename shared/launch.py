@@ -36,7 +36,9 @@ class RoleLaunch:
         """Sets up this process's imports and log file, then connects as `worker-3`, `trainer` …"""
         extend_imports(self.import_path)
         log_to_file(self.run_folder, name)
-        return open_role(parse_config(self.config), self.address, cast(RoleName, name.partition("-")[0]))
+        kind = name.partition("-")[0]
+        user = "trainer" if kind == "rank" else kind  # one learner, whatever the number of its processes
+        return open_role(parse_config(self.config), self.address, cast(RoleName, user))
 
 
 def extend_imports(folders: Iterable[str]) -> None:

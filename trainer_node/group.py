@@ -10,6 +10,7 @@ bits whatever bucket it stands in (torch's DDP forms its buckets anew after the 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import secrets
 import socket
@@ -70,6 +71,7 @@ class Opening:
     """A group that rank 0 opens on its address and a free port; nobody is in it yet."""
 
     def __init__(self, host: str, size: int, timeout_seconds: float) -> None:
+        _get_ready()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, 0), family=family) as listener:
             self.invitation = Invitation(host, listener.getsockname()[1], size)
@@ -104,6 +106,7 @@ def join(
 
     Raises `GroupBroken` where there is nobody any more, or the group has begun without us.
     """
+    _get_ready()
     where = (invitation.host, invitation.port)
     own_host = _own_address(*where)
     with group_errors():
@@ -119,6 +122,11 @@ def join(
         if go["members"][rank] != me["nonce"]:
             raise GroupBroken(f"this group has begun, with another rank {rank}")
         return _connected(store, go, rank, invitation.size, own_host, timeout_seconds, device)
+
+
+def _get_ready() -> None:
+    """DDP imports PyTorch's compiler when one is made: seconds that nobody shall wait for within an exchange."""
+    importlib.import_module("torch._dynamo")
 
 
 def _own_address(host: str, port: int) -> str:

@@ -17,6 +17,7 @@ from rollout_worker.exploration import Sampling
 from rollout_worker.making import describe_environment
 from rollout_worker.sampler import Sampler
 from rollout_worker.trail import Life
+from shared.checkpoint import Checkpoint
 from shared.config import Config
 from shared.errors import WeightsNotFinite
 from shared.fragment import Fragment, FragmentHeader
@@ -66,7 +67,7 @@ class Side:
         return snapshot.take(self.learner, self.description, self.config, "r", progress, books)
 
     def weights(self) -> dict[str, bytes]:
-        found = {}
+        found: dict[str, bytes] = {}
         for policy_id, policy in self.learner.policies.items():
             found |= {f"{policy_id}/{name}": array.tobytes() for name, array in state_arrays(policy).items()}
         return found
@@ -173,7 +174,7 @@ def test_three_ranks_come_to_the_same_bits_in_every_life_wherever_it_begins() ->
     stored = cut.taken()
     for first, last in ((0, 3), (3, 7)):
         cut = Side(config)
-        snapshot.restore(cut.learner, snapshot.Checkpoint(stored.manifest, stored.objects))
+        snapshot.restore(cut.learner, Checkpoint(stored.manifest, stored.objects))
         life(cut, first, last)
         stored = cut.taken()
     assert cut.weights() == whole.weights()
