@@ -161,6 +161,12 @@ def test_a_run_that_exists_is_not_started_again(config: MakeConfig) -> None:
         Run.start(config(seed=2), "a", inline=True)
 
 
+def test_one_process_cannot_be_several_ranks(config: MakeConfig, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"trainer.ranks=2 needs as many; leave --inline out"):
+        Run.start(config(trainer={"ranks": 2}), "a", inline=True)
+    assert not (tmp_path / "runs" / "a").exists()
+
+
 def test_the_same_seed_gives_the_same_weights_and_another_gives_others(config: MakeConfig) -> None:
     runs = {}
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):

@@ -28,7 +28,8 @@ from shared.config_sources import dump_config
 from shared.connection import Address, RoleName, connect_redis
 from shared.errors import RedisUnavailable
 from shared.experience_log import ExperienceLog
-from shared.heartbeat import Wait, forget_heartbeat, poll
+from shared.heartbeat import Heartbeat, Wait, forget_heartbeat, poll
+from shared.launch import RoleLaunch
 from shared.ledger import Ledger, read_books, set_forward
 from shared.policies.codec import VersionHeader
 from shared.policy_board import PolicyBoard
@@ -39,6 +40,8 @@ from tests.authority import Authority
 from tests.conftest import minimal_config
 from tests.deploy.acl_server import ADMIN, DEPLOY, ROLES, AclServer, acl_server, filled_acl
 from tests.end_to_end.command_line import check_ledger
+from trainer_node.group import Invitation
+from trainer_node.rendezvous import Rendezvous
 from trainer_node.trainer import Trainer
 
 RUN = "run"
@@ -131,6 +134,22 @@ def test_a_run_and_its_resume_from_the_command_lines_side(config: Config) -> Non
     finished = back.checkpoint_store().marker(FINISHED)
     assert finished is not None
     assert all(line["balances"] for line in finished["ledger"].values())
+
+
+@pytest.mark.usefixtures("nobody_is_refused")
+def test_a_rank_is_called_and_beats_as_the_trainer(config: Config, unique_run_id: str) -> None:
+    roles = Roles(config, unique_run_id)
+    create_flow(roles.coordinator)
+    launch = RoleLaunch(config.model_dump(mode="json"), roles.address, (), None)
+    trainer, rank = Rendezvous(roles.open("trainer")), launch.open("rank-1")
+    trainer.call(roles.open("trainer").flow.take_over(), Invitation("127.0.0.1", 1, 2))
+    waiting = Rendezvous(rank)
+    found = waiting.next(0)
+    assert found is not None and found.invitation is not None
+    assert waiting.next(0) is None
+    heartbeat = Heartbeat(rank.redis, unique_run_id, "rank", "rank-1")
+    heartbeat.start()
+    heartbeat.stop("end of test")
 
 
 @pytest.mark.usefixtures("nobody_is_refused")
