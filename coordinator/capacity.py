@@ -20,6 +20,7 @@ import yaml
 from coordinator.placement import evaluator_options, needs, trainer_options, worker_options
 from coordinator.room import NO_BOUND, Room
 from shared.config import Config
+from trainer_node.rendezvous import rank_id
 
 Resources = Mapping[str, float]
 _SMALL = 1e-6
@@ -56,6 +57,7 @@ def room(config: Config, additions: Additions, trainer_node: str | None = None) 
         if node["Alive"]
     }
     roles = {"the trainer": needs(trainer_options(config)), "the evaluator": needs(evaluator_options(config))}
+    roles |= {rank_id(rank): roles["the trainer"] for rank in range(1, config.trainer.ranks)}
     worker, apart = needs(worker_options(config)), config.rollout.avoid_trainer_node
     now = fit(list(machines.values()), list(roles.values()), worker, apart, _place(machines, trainer_node))
     text = (

@@ -12,26 +12,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from shared.schedules import Schedule, ScheduleField
+from shared.algorithm_config import PPOConfig
+from shared.section import Section
 from shared.steps import Duration, DurationField
 from shared.tls import check_verified
 
 MIN_LOG_BYTES = 1 << 20
-
-
-class Section(BaseModel):
-    """Base of all config sections: immutable, and a key that does not exist is an error."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-        allow_inf_nan=False,
-        ser_json_inf_nan="constants",
-    )
 
 
 def _refuse_credentials(field: str, url: str, variable: str) -> None:
@@ -112,39 +100,6 @@ class PolicyConfig(Section):
     """Bound of a normalised observation, in standard deviations."""
 
 
-class PPOConfig(Section):
-    """Proximal policy optimisation (Schulman et al. 2017), clipped objective."""
-
-    name: Literal["ppo"] = "ppo"
-    """The algorithm."""
-    learning_rate: ScheduleField = Schedule(start=3e-4)
-    """Adam's step size: a number, or `{kind: linear, start: 1e-3, end: 0, over: 100000 env_steps}`."""
-    gamma: float = Field(0.99, ge=0, le=1)
-    """Discount per env step."""
-    gae_lambda: float = Field(0.95, ge=0, le=1)
-    """λ of generalised advantage estimation (Schulman et al. 2016)."""
-    epochs: int = Field(10, ge=1)
-    """Passes over each update's batch."""
-    minibatch_size: int = Field(64, ge=1)
-    """Transitions in one gradient step."""
-    clip_range: ScheduleField = Schedule(start=0.2)
-    """ε of the clipped objective; a number or a schedule."""
-    clip_range_value: float | None = Field(None, gt=0)
-    """Clip the change of the value prediction to ± this; off by default (it seldom helps)."""
-    entropy_coefficient: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus."""
-    value_coefficient: float = Field(0.5, ge=0)
-    """Weight of the value loss."""
-    max_grad_norm: float = Field(0.5, gt=0)
-    """Gradients are scaled down to this norm."""
-    normalise_advantages: bool = True
-    """Zero mean, unit variance per minibatch."""
-    target_kl: float | None = Field(None, gt=0)
-    """Stop the epochs of an update once the approximate KL divergence exceeds 1.5 × this."""
-    adam_epsilon: float = Field(1e-5, gt=0)
-    """Adam's ε; 1e-5 as in the reference implementations."""
-
-
 class RolloutConfig(Section):
     """Rollout workers and the flow of fragments (DESIGN: one rule, counted in fragments)."""
 
@@ -221,8 +176,8 @@ class TrainerConfig(Section):
     num_cpus: float = Field(1.0, ge=0)
     """Ray CPUs reserved for the trainer, and for each further rank."""
     num_gpus: float = Field(0.0, ge=0)
-    """Ray GPUs reserved for the trainer, and for each further rank; with 0 and `device` not `cpu`, one where the cluster
-    has as many."""
+    """Ray GPUs reserved for the trainer, and for each further rank; with 0 and `device` not `cpu`, one where the
+    cluster has as many."""
     resources: dict[str, float] = {}
     """Custom Ray resources that the trainer asks for, and each further rank."""
     ranks: int = Field(1, ge=1, le=1024)

@@ -10,7 +10,8 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from shared.config import Config, PPOConfig
+from shared.algorithm_config import PPOConfig
+from shared.config import Config
 from shared.config_sources import parse_config
 from shared.errors import ConfigError
 from shared.schedules import Schedule

@@ -15,7 +15,8 @@ from rollout_worker.exploration import Sampling
 from rollout_worker.making import describe_environment, describe_space
 from rollout_worker.sampler import Sampler
 from rollout_worker.trail import Life
-from shared.config import PolicyConfig, PPOConfig
+from shared.algorithm_config import PPOConfig
+from shared.config import PolicyConfig
 from shared.fragment import expected_columns
 from shared.policies.actor_critic import ActorCritic, build_policies
 from shared.policies.codec import state_arrays

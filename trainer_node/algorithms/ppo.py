@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shared.config import PPOConfig
+from shared.algorithm_config import PPOConfig
 from shared.policies.actor_critic import ActorCritic
 from shared.spaces import Array, Columns
 from shared.steps import Counters

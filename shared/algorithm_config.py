@@ -1,0 +1,43 @@
+"""The configuration of the learning algorithms, a section for each."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from shared.schedules import Schedule, ScheduleField
+from shared.section import Section
+
+
+class PPOConfig(Section):
+    """Proximal policy optimisation (Schulman et al. 2017), clipped objective."""
+
+    name: Literal["ppo"] = "ppo"
+    """The algorithm."""
+    learning_rate: ScheduleField = Schedule(start=3e-4)
+    """Adam's step size: a number, or `{kind: linear, start: 1e-3, end: 0, over: 100000 env_steps}`."""
+    gamma: float = Field(0.99, ge=0, le=1)
+    """Discount per env step."""
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    """λ of generalised advantage estimation (Schulman et al. 2016)."""
+    epochs: int = Field(10, ge=1)
+    """Passes over each update's batch."""
+    minibatch_size: int = Field(64, ge=1)
+    """Transitions in one gradient step."""
+    clip_range: ScheduleField = Schedule(start=0.2)
+    """ε of the clipped objective; a number or a schedule."""
+    clip_range_value: float | None = Field(None, gt=0)
+    """Clip the change of the value prediction to ± this; off by default (it seldom helps)."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
+    value_coefficient: float = Field(0.5, ge=0)
+    """Weight of the value loss."""
+    max_grad_norm: float = Field(0.5, gt=0)
+    """Gradients are scaled down to this norm."""
+    normalise_advantages: bool = True
+    """Zero mean, unit variance per minibatch."""
+    target_kl: float | None = Field(None, gt=0)
+    """Stop the epochs of an update once the approximate KL divergence exceeds 1.5 × this."""
+    adam_epsilon: float = Field(1e-5, gt=0)
+    """Adam's ε; 1e-5 as in the reference implementations."""
