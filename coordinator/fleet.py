@@ -310,13 +310,22 @@ class Fleet:
             ray.kill(member.actor, no_restart=False)
         self._role.flow.release(member.name)  # another worker may act its claim at once
 
+    def _without_machine(self, beats: Mapping[str, Beat]) -> list[str]:
+        """Who has fallen silent since its machine is gone, and has no place on another one yet."""
+        silent = {
+            member.name: member.actor
+            for member in self._members()
+            if member.name in beats and beats[member.name].ended is None and not beats[member.name].alive
+        }
+        return [name for name, node in nodes_of(silent).items() if node is None]
+
     def _watch_placement(self, beats: Mapping[str, Beat]) -> None:
         """Who waits for a place is named in the coordinator's heartbeat; a trainer without one ends the run."""
         now = time.monotonic()
         waiting = [
             member for member in self._members() if member.name not in beats and now - member.started > _PLACED_SECONDS
         ]
-        self._unplaced = [member.name for member in waiting]
+        self._unplaced = [member.name for member in waiting] + self._without_machine(beats)
         self._heartbeat.progress = self._heartbeat.progress | {"unplaced": self._unplaced}
         deadline = self._config.rollout.wait_deadline_seconds
         if self._trainer in waiting and now - self._trainer.started > deadline:
