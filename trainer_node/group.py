@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import re
 import secrets
 import socket
 import time
@@ -38,6 +39,9 @@ _GO = "go"
 _MARKS = ("gloo", "nccl", "NCCL", "c10d")
 """What an error says that comes from the group; gloo raises no class of its own."""
 
+_SOURCE = re.compile(r"^.*\[/\S*/gloo/\S*\] ")
+"""What gloo puts before its words, and DDP before gloo's."""
+
 
 class GroupBroken(StagecoachError):
     """A rank of the group is gone, cut off or hung; the ranks that are left meet again in a new group."""
@@ -63,7 +67,7 @@ def group_errors() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or any(mark in str(error) for mark in _MARKS):
-            raise GroupBroken(str(error).strip().splitlines()[0]) from error
+            raise GroupBroken(_SOURCE.sub("gloo: ", str(error).strip().splitlines()[0])) from error
         raise
 
 

@@ -71,6 +71,13 @@ CASES: dict[str, tuple[list[Beat], dict[str, Any], str]] = {
         [beat("trainer", **WAITS), beat("worker", "worker-0", waiting_for="the store", trouble="x"),
          beat("worker", "worker-1")], {}, "rollout workers (worker-1), for 2.0 s",
     ),
+    "missing rank": (
+        [beat("trainer", progress={}, waiting_for="the other ranks", waiting_seconds=4.0, trouble="rank-1 (left)")], {},
+        "rank-1 (left) (the trainer, for 4.0 s)",
+    ),
+    "ranks that start": (
+        [beat("trainer", progress={}, waiting_for="the other ranks")], {}, "the other ranks, which are starting (the tra"
+    ),
     "store away": (
         [beat("trainer", waiting_for="the last checkpoint to be durable"), beat("worker", "worker-0")],
         {"waiting_for": "the store", "error": "connection refused"}, "the store: connection refused",
