@@ -76,7 +76,7 @@ CASES: dict[str, tuple[list[Beat], dict[str, Any], str]] = {
         "rank-1 (left) (the trainer, for 4.0 s)",
     ),
     "ranks that start": (
-        [beat("trainer", progress={}, waiting_for="the other ranks")], {}, "the other ranks, which are starting (the tra"
+        [beat("trainer", progress={}, waiting_for="the other ranks")], {}, "the other ranks, which are starting (the"
     ),
     "store away": (
         [beat("trainer", waiting_for="the last checkpoint to be durable"), beat("worker", "worker-0")],
