@@ -41,7 +41,10 @@ from trainer_node.snapshot import CODE_VERSION, code_version
 OR_RESUME = "--or-resume"
 PACKAGES = ("coordinator", "rollout_worker", "trainer_node", "shared")
 """All of Stagecoach's code."""
-_EXCLUDES = ["__pycache__", "*.pyc", ".git", ".venv", "runs"]
+_EXCLUDES = [".*", "*.env", "__pycache__", "*.pyc", "runs"]
+"""Stays here: what is hidden (keys, tokens, .git, .venv), files of secrets, caches, the runs of this machine."""
+_MOST_BYTES = 90 << 20
+"""Ray's job server takes 100 MiB, compressed."""
 _RUNS_DIR = "~/stagecoach-runs"
 """On the cluster: the folder that a job works in is gone some time after it."""
 _CONNECT_SECONDS = 5.0
@@ -68,11 +71,26 @@ def submission(
         name = config.resolve().relative_to(folder)
     except ValueError:
         raise UserError(f"{config} is not in --working-dir {folder}, so it would not travel with the run") from None
+    _refuse_large(folder)
     cluster = str(Path(cluster).resolve()) if Path(cluster).is_file() else cluster
     given = [f"runs_dir={_RUNS_DIR}", *_from_environment(), *sets, "ray.address=auto"]
     command = ["train", str(name), *(f"--set={item}" for item in given), "--run-id", run_id]
     command += [OR_RESUME] if or_resume else []
     return Submission(cluster, str(folder), tuple(command))
+
+
+def _refuse_large(folder: Path) -> None:
+    """A config that lies in somebody's home would take all of it along."""
+    size = 0
+    for path, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in _EXCLUDES]
+        names = [Path(path, name) for name in files if not name.startswith(".")]
+        size += sum(name.stat().st_size for name in names if name.is_file())
+        if size > _MOST_BYTES:
+            raise UserError(
+                f"the folder {folder} would travel to the cluster, and holds more than {_MOST_BYTES >> 20} MiB; put the "
+                f"config (and the modules it needs) into a folder of its own, or name one with --working-dir"
+            )
 
 
 def _from_environment() -> Iterator[str]:

@@ -135,6 +135,9 @@ def test_a_cluster_that_is_not_there_or_is_another_is_named(laptop: CommandLine,
     elsewhere = laptop.folder / "empty"
     elsewhere.mkdir()
     assert "would not travel" in refusal(cluster.dashboard, "--working-dir", str(elsewhere))
+    (laptop.folder / "data.bin").write_bytes(bytes(100 << 20))
+    assert "put the config (and the modules it needs) into a folder of its own" in refusal(cluster.dashboard)
+    (laptop.folder / "data.bin").unlink()
     laptop.environ["RAY_AUTH_TOKEN"] = "0" * 64
     assert "refuses the token" in refusal(cluster.dashboard)
 
