@@ -88,8 +88,8 @@ def _refuse_large(folder: Path) -> None:
         size += sum(name.stat().st_size for name in names if name.is_file())
         if size > _MOST_BYTES:
             raise UserError(
-                f"the folder {folder} would travel to the cluster, and holds more than {_MOST_BYTES >> 20} MiB; put the "
-                f"config (and the modules it needs) into a folder of its own, or name one with --working-dir"
+                f"the folder {folder} would travel to the cluster, and holds more than {_MOST_BYTES >> 20} MiB; put "
+                f"the config (and the modules it needs) into a folder of its own, or name one with --working-dir"
             )
 
 
