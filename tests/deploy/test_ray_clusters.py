@@ -247,7 +247,9 @@ def files_of_deploy() -> list[Path]:
 
 def secrets_in(text: str) -> list[str]:
     """Lines that give a password, key or token a value instead of the place where it comes from."""
-    given = re.compile(r"(?i)(password|secret_access_key|access_key_id|auth_token|auth-key|secret)\b\"?'?(?:=|:\s)\s*\"?'?([^\s\"'#]+)")
+    given = re.compile(
+        r"(?i)(password|secret_access_key|access_key_id|auth_token|auth-key|secret)\b\"?'?(?:=|:\s)\s*\"?'?([^\s\"'#]+)"
+    )
     return [
         line
         for line in text.splitlines()

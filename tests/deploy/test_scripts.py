@@ -1,0 +1,278 @@
+"""The shell scripts of deploy/: shellcheck finds nothing, and each does its work for real, over real servers."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import redis
+import yaml
+
+from coordinator.services import free_port, new_secret
+from shared.checkpoint import FINISHED, CheckpointStore
+from shared.config_sources import load_config
+from shared.connection import Address
+from shared.flow import Flow
+from shared.object_store import open_store
+from shared.redis_keys import RunKeys
+from tests.end_to_end.command_line import DEADLINE_SECONDS, check_ledger
+
+ROOT = Path(__file__).parent.parent.parent
+DEPLOY = ROOT / "deploy"
+SCRIPTS = ["services.sh", "role.sh", "ssh.sh", "slurm.sbatch"]
+SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+BREAKS = {
+    "services.sh": ('mkdir -p "$folder"', "mkdir -p $folder"),
+    "role.sh": ('kill -TERM "$child"', 'kill -TERM "$chidl"'),
+    "ssh.sh": ('for host in $(hosts); do bring', 'for host in $(hosts) do bring'),
+    "slurm.sbatch": ("fi\n\nif [[ ! -e $folder/prepared ]]", "\nif [[ ! -e $folder/prepared ]]"),
+}  # fmt: skip
+RUN = "by-script"
+
+
+def shellcheck(path: Path) -> str:
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("shellcheck")), "--shell=bash", str(path)], capture_output=True, text=True
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_shellcheck_finds_nothing(name: str) -> None:
+    assert shellcheck(DEPLOY / name) == ""
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_shellcheck_finds_a_break(name: str, tmp_path: Path) -> None:
+    text, (good, bad) = (DEPLOY / name).read_text(), BREAKS[name]
+    assert good in text
+    (tmp_path / name).write_text(text.replace(good, bad))
+    assert "SC" in shellcheck(tmp_path / name)
+
+
+def test_every_script_is_looked_at() -> None:
+    found = [path.name for path in sorted(DEPLOY.rglob("*")) if path.is_file() and path.read_text().startswith("#!/usr/bin/env bash")]  # fmt: skip
+    assert sorted(found) == sorted(SCRIPTS)
+
+
+@dataclass(frozen=True)
+class Head:
+    """A machine's services by services.sh, and a shell with the environment that they and the roles need."""
+
+    folder: Path
+    environ: dict[str, str]
+
+    def bash(self, script: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", str(DEPLOY / script), *arguments], cwd=self.folder, env={**os.environ, **self.environ, **environ},
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE_SECONDS,
+        )  # fmt: skip
+
+    def checkpoints(self) -> CheckpointStore:
+        keys = {"s3_access_key": self.environ["AWS_ACCESS_KEY_ID"], "s3_secret_key": self.environ["AWS_SECRET_ACCESS_KEY"]}
+        secrets = self.folder / "keys.json"
+        secrets.write_text(json.dumps(keys))
+        url, endpoint = self.environ["STAGECOACH__STORE__URL"], self.environ["STAGECOACH__STORE__ENDPOINT_URL"]
+        config = load_config(self.folder / "config.yaml", environ={})
+        return CheckpointStore(open_store(Address(RUN, "", url, endpoint, str(secrets)), config), RUN)
+
+    def client(self, user: str) -> redis.Redis:
+        password = self.environ[f"STAGECOACH_{user.upper()}_REDIS_PASSWORD"]
+        return redis.Redis.from_url(self.environ["STAGECOACH__REDIS__URL"], username=user, password=password)
+
+    def write_environment(self) -> Path:
+        """As cluster.env.example shows it."""
+        path = self.folder / "stagecoach.env"
+        path.write_text("".join(f"{name}={value}\n" for name, value in self.environ.items()))
+        return path
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Iterator[Head]:
+    users = ("WORKER", "EVALUATOR", "TRAINER", "COORDINATOR", "VIEWER")
+    environ = {f"STAGECOACH_{user}_REDIS_PASSWORD": new_secret() for user in users} | {
+        "AWS_ACCESS_KEY_ID": new_secret(), "AWS_SECRET_ACCESS_KEY": new_secret(),
+        "STAGECOACH__REDIS__URL": f"redis://127.0.0.1:{free_port()}/0",
+        "STAGECOACH__STORE__URL": "s3://stagecoach/experiments",
+        "STAGECOACH__STORE__ENDPOINT_URL": f"http://127.0.0.1:{free_port()}",
+        "STAGECOACH_SERVICES": str(tmp_path / "services"), "STAGECOACH_PYTHON": sys.executable, "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    config = {
+        "environment": {"id": "CartPole-v1", "num_envs": 4},
+        "rollout": {"fragment_steps": 32, "fragments_per_update": 2, "max_policy_lag": 1},
+        "algorithm": {"minibatch_size": 128, "epochs": 2},
+        "checkpoint": {"every": "20 updates"},
+        "evaluation": {"episodes": 2},
+        "stop_at": {"updates": 10**6},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    head = Head(tmp_path, environ)
+    yield head
+    head.bash("services.sh", "stop")
+
+
+def test_the_services_of_a_head_start_once_and_end(head: Head) -> None:
+    began = head.bash("services.sh", "start", "redis", "s3")
+    assert began.returncode == 0, began
+    pids = [(head.folder / "services" / f"{name}.pid").read_text() for name in ("redis", "s3")]
+    assert head.bash("services.sh", "start", "redis", "s3").returncode == 0
+    assert [(head.folder / "services" / f"{name}.pid").read_text() for name in ("redis", "s3")] == pids
+
+    with head.client("worker") as client:
+        assert client.ping()
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            client.config_get("appendonly")
+    assert list((head.folder / "services" / "redis").glob("appendonlydir/*.aof"))
+    s3 = boto3.client(
+        "s3", endpoint_url=head.environ["STAGECOACH__STORE__ENDPOINT_URL"], region_name="us-east-1",
+        aws_access_key_id=head.environ["AWS_ACCESS_KEY_ID"], aws_secret_access_key=head.environ["AWS_SECRET_ACCESS_KEY"],
+    )  # fmt: skip
+    assert [bucket["Name"] for bucket in s3.list_buckets()["Buckets"]] == ["stagecoach"]
+
+    assert (head.folder / "services").stat().st_mode & 0o077 == 0
+    secrets = [value for name, value in head.environ.items() if "PASSWORD" in name or "KEY" in name]
+    for pid in pids:
+        command = Path(f"/proc/{pid.strip()}/cmdline").read_text()
+        assert [secret for secret in secrets if secret in command] == []
+    logs = "".join(path.read_text() for path in (head.folder / "services").glob("*.log")) + began.stdout + began.stderr
+    assert [secret for secret in secrets if secret in logs] == []
+
+    assert head.bash("services.sh", "stop").stdout.split("\n")[:2] == ["redis has ended", "s3 has ended"]
+    with pytest.raises(redis.ConnectionError), head.client("worker") as client:
+        client.ping()
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "said"),
+    [
+        ({"STAGECOACH__REDIS__URL": "rediss://127.0.0.1:6380/0"}, ("start", "redis"), "is not redis://HOST:PORT/0"),
+        ({"STAGECOACH__STORE__URL": "file:///tmp"}, ("start", "s3"), "is not s3://BUCKET/PREFIX"),
+        ({"AWS_SECRET_ACCESS_KEY": ""}, ("start", "s3"), "no S3 server without keys"),
+        ({}, ("start",), "redis, s3, or both"),
+        ({}, ("restart",), "usage"),
+    ],
+)
+def test_what_a_head_lacks_is_named(head: Head, changes: dict[str, str], arguments: tuple[str, ...], said: str) -> None:
+    done = head.bash("services.sh", *arguments, **changes)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done
+    assert said in done.stderr
+
+
+def test_a_port_that_is_taken_is_told_with_the_servers_own_words(head: Head) -> None:
+    assert head.bash("services.sh", "start", "redis").returncode == 0
+    other = head.bash("services.sh", "start", "redis", STAGECOACH_SERVICES=str(head.folder / "others"))
+    assert other.returncode == 1
+    assert "Address already in use" in other.stderr
+
+
+@pytest.fixture
+def sshd(tmp_path: Path) -> Iterator[str]:
+    """An SSH server of our own on loopback; answers the command that reaches it."""
+    if SSHD is None:
+        pytest.skip("no sshd (Debian: openssh-server)")
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
+    home, port = tmp_path / "home", free_port()
+    home.mkdir()
+    lines = [
+        f"Port {port}", "ListenAddress 127.0.0.1", f"HostKey {tmp_path}/host", f"AuthorizedKeysFile {tmp_path}/user.pub",
+        "PidFile none", "UsePAM no", "StrictModes no", "PasswordAuthentication no", "MaxStartups 100",
+        f"ForceCommand export HOME={home} && cd && exec bash -c \"$SSH_ORIGINAL_COMMAND\"",
+    ]  # fmt: skip
+    (tmp_path / "sshd_config").write_text("\n".join(lines) + "\n")
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+    process = subprocess.Popen([SSHD, "-D", "-e", "-f", str(tmp_path / "sshd_config")], stderr=subprocess.DEVNULL)
+    reach = (
+        f"ssh -i {tmp_path}/user -p {port} -l {getpass.getuser()} -o StrictHostKeyChecking=no "
+        f"-o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+    )
+    try:
+        until("sshd", lambda: subprocess.run([*reach.split(), "127.0.0.1", "true"], capture_output=True).returncode == 0)
+        yield reach
+    finally:
+        process.kill()
+        process.wait()
+
+
+def until(what: str, done: Callable[[], Any], logs: Path | None = None) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not done():
+        assert time.monotonic() < deadline, f"never saw: {what}; {tails(logs) if logs else ''}"
+        time.sleep(0.2)
+
+
+@pytest.mark.timeout(400)
+def test_a_run_by_ssh_alone_trains_leaves_goes_on_and_ends(head: Head, sshd: str) -> None:
+    assert head.bash("services.sh", "start", "redis", "s3").returncode == 0
+    environ = {
+        "SSH": sshd, "TRAINER_HOST": "127.0.0.1", "WORKER_HOSTS": "localhost", "WORKERS_PER_HOST": "2",
+        "STAGECOACH_ENV": str(head.write_environment()), "REMOTE_PYTHON": sys.executable,
+    }  # fmt: skip
+    path, folder = str(head.folder / "config.yaml"), head.folder / "home" / "stagecoach-runs" / RUN
+    keys, store = RunKeys(RUN), head.checkpoints()
+    try:
+        began = head.bash("ssh.sh", "start", path, RUN, **environ)
+        assert began.returncode == 0, began
+        assert began.stdout.count(" runs on ") == 4
+        assert (folder / "stagecoach.env").stat().st_mode & 0o077 == 0
+        with head.client("coordinator") as client:
+            learnt = Flow(client, RUN).read
+            until("training", lambda: learnt().version > 3, folder)
+            until("fragments of both", lambda: len(client.hkeys(keys.incarnations)) == 2, folder)
+            twice = head.bash("ssh.sh", "start", path, RUN, **environ)
+            assert (twice.returncode, "has a run" in twice.stderr) == (2, True), twice
+
+            assert head.bash("ssh.sh", "leave", RUN, **environ).stdout.count(" leaves") == 4
+            until("no role is left", lambda: not roles_left(), folder)
+            version = learnt().version
+            assert store.newest_good()[0].manifest.name.startswith(f"{version}_")
+            assert store.marker(FINISHED) is None
+
+            assert head.bash("ssh.sh", "again", path, RUN, **environ).returncode == 0
+            until("training goes on", lambda: learnt().version > version, folder)
+            Flow(client, RUN).set_state("stopping", "stopped", expected="running")
+            until("the end of the run", lambda: store.marker(FINISHED), folder)
+            until("no role is left", lambda: not roles_left(), folder)
+        mark = store.marker(FINISHED)
+        assert mark is not None
+        assert mark["reason"] == "stopped"
+        check_ledger(mark)
+        assert "== trainer\nstopped" in head.bash("ssh.sh", "logs", RUN, **environ).stdout
+    finally:
+        end_roles()
+
+
+def roles_left() -> list[int]:
+    """Roles of this module's runs, and the shells that start them again."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                if RUN.encode() in words and ({b"rollout_worker", b"trainer_node", b"../role.sh"} & set(words)):
+                    found.append(int(entry.name))
+    return found
+
+
+def end_roles() -> None:
+    for pid in roles_left():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def tails(folder: Path) -> str:
+    return " | ".join(f"{path.name}: {path.read_text()[-300:]}" for path in folder.glob("*.log"))
