@@ -219,7 +219,7 @@ def until(what: str, done: Callable[[], Any], logs: Path | None = None) -> None:
 def test_a_run_by_ssh_alone_trains_leaves_goes_on_and_ends(head: Head, sshd: str) -> None:
     assert head.bash("services.sh", "start", "redis", "s3").returncode == 0
     environ = {
-        "SSH": sshd, "TRAINER_HOST": "127.0.0.1", "WORKER_HOSTS": "localhost", "WORKERS_PER_HOST": "2",
+        "SSH": sshd, "TRAINER_HOST": "127.0.0.1", "WORKER_HOSTS": "127.0.0.1", "WORKERS_PER_HOST": "2",
         "STAGECOACH_ENV": str(head.write_environment()), "REMOTE_PYTHON": sys.executable,
     }  # fmt: skip
     path, folder = str(head.folder / "config.yaml"), head.folder / "home" / "stagecoach-runs" / RUN
