@@ -92,6 +92,17 @@ def train(
         _tend(partial(start, import_path=(str(config.resolve().parent),)), background)
 
 
+@app.command(epilog=_example("stagecoach prepare config.yaml --run-id my-run"))
+def prepare(
+    config: Annotated[Path, typer.Argument(help="The config file; with a Redis and a store that are there already.")],
+    run_id: Annotated[str, typer.Option("--run-id", help="Name of the run.")],
+    set_: Sets = None,
+) -> None:
+    """Record a new run in Redis and the store and start nothing: its roles come by SSH or SLURM (docs/DEPLOY.md)."""
+    Run.prepare(load_config(config, set_ or ()), run_id, import_path=(str(config.resolve().parent),))
+    _console.print(f"run {run_id} is prepared; its roles may start")
+
+
 @app.command(epilog=_example("stagecoach resume my-run --set stop_at.env_steps=200000"))
 def resume(
     run: RunArgument,

@@ -51,7 +51,8 @@ from shared.heartbeat import Wait, poll, read_heartbeats
 from shared.launch import extend_imports
 from shared.object_store import open_store
 from shared.policies.deployed import DeployedPolicy, load_policy
-from shared.role import read_description
+from shared.redis_keys import check_run_id
+from shared.role import open_role, read_description
 from trainer_node.replay import BEGINNING, Replayed, replay
 
 if TYPE_CHECKING:
@@ -113,6 +114,25 @@ class Run:
             folder.remove()
             raise
         return cls(folder, config, coordinator)
+
+    @classmethod
+    def prepare(cls, config: Config, run_id: str, *, import_path: tuple[str, ...] = ()) -> None:
+        """Records a new run in Redis and the store and starts nothing: its roles come by other means (SSH, SLURM).
+
+        Raises a `UserError`; the store and Redis are then as they were.
+        """
+        extend_imports((os.getcwd(), *import_path))
+        if "embedded" in (config.redis.url, config.store.url):
+            raise UserError("a run whose roles start elsewhere needs servers that stay: set redis.url and store.url")
+        description = check(config)
+        check_services(config)
+        source = _source(config)
+        address = Address(check_run_id(run_id), config.redis.url, config.store.url, config.store.endpoint_url)
+        role = open_role(config, address, "coordinator")
+        try:
+            prepare_new(role, description, source)
+        finally:
+            role.redis.close()
 
     @classmethod
     def resume(

@@ -81,7 +81,7 @@ def unknown_to_the_cloud(cluster: ClusterFile) -> list[str]:
         machine = kind.get("node_config", {})
         if cluster["provider"]["type"] == "aws":
             shape = botocore.session.get_session().get_service_model("ec2").operation_model("RunInstances").input_shape
-            report = botocore.validate.ParamValidator().validate({"MinCount": 1, "MaxCount": 1, **machine}, shape)
+            report = botocore.validate.ParamValidator().validate({"MinCount": 1, "MaxCount": 1, **machine}, shape)  # type: ignore[arg-type]
             found += [f"{name}: {report.generate_report()}"] if report.has_errors() else []
             found += [f"{name}: no {key}" for key in ("InstanceType", "ImageId") if key not in machine]
         else:
@@ -118,13 +118,17 @@ def open_to_others(cluster: ClusterFile) -> list[str]:
     found = [
         f"{rule.get('FromPort')}-{rule.get('ToPort')} is open to the world"
         for rule in rules
-        if _ANYWHERE & {*(r.get("CidrIp") for r in rule.get("IpRanges", ())), *(r.get("CidrIpv6") for r in rule.get("Ipv6Ranges", ()))}
-        and (rule.get("FromPort"), rule.get("ToPort")) != (22, 22)
-    ]  # fmt: skip
+        if _ANYWHERE & set(_from(rule)) and (rule.get("FromPort"), rule.get("ToPort")) != (22, 22)
+    ]
     heads = [command for command in starts(cluster) if "--head" in command]
     found += [] if len(heads) == 1 else [f"{len(heads)} heads are started"]
     found += [f"dashboard: {command}" for command in heads if "--dashboard-host=127.0.0.1" not in command]
     return found + [f"Redis or S3 on all addresses: {command}" for command in commands(cluster) if "0.0.0.0" in command]
+
+
+def _from(rule: dict[str, Any]) -> Iterator[str]:
+    yield from (given["CidrIp"] for given in rule.get("IpRanges", ()))
+    yield from (given["CidrIpv6"] for given in rule.get("Ipv6Ranges", ()))
 
 
 def services_amiss(cluster: ClusterFile) -> list[str]:
@@ -146,7 +150,8 @@ def services_amiss(cluster: ClusterFile) -> list[str]:
 def not_installed(cluster: ClusterFile) -> list[str]:
     """What pip installs from must travel, be there, and be installed in the versions that are tested together."""
     mounts = cluster.get("file_mounts", {})
-    found = [f"{local} is not in the checkout" for local in mounts.values() if not (local[0] == "~" or (ROOT / local).exists())]  # fmt: skip
+    here = [local for local in mounts.values() if not local.startswith("~")]
+    found = [f"{local} is not in the checkout" for local in here if not (ROOT / local).exists()]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     files = ["pyproject.toml", "constraints.txt", project["project"]["readme"], *project["project"]["license-files"]]
@@ -157,7 +162,8 @@ def not_installed(cluster: ClusterFile) -> list[str]:
     found += [] if "chmod 600 ~/stagecoach.env ~/.ray/auth_token" in setup else ["others may read the secrets"]
     installs = [command for command in setup if "pip install" in command]
     pinned = "-c ~/stagecoach/constraints.txt 'ray[default]' ~/stagecoach"
-    return found + ([] if any(command.endswith(pinned) for command in installs) else ["not installed from constraints.txt"])  # fmt: skip
+    found += [] if any(command.endswith(pinned) for command in installs) else ["not installed from constraints.txt"]
+    return found
 
 
 def worker_would_be_missing(cluster: ClusterFile) -> list[str]:

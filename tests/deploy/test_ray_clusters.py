@@ -76,11 +76,11 @@ BREAKS: list[tuple[Rule, str, str, Any]] = [
     (rules.wrong_numbers, "local", "min_workers", 3),
     (rules.wrong_numbers, "local", "max_workers", 3),
     (rules.unknown_to_the_cloud, "aws", "available_node_types.workers.node_config.InstanceTyp", "m5.large"),
-    (rules.unknown_to_the_cloud, "aws", "available_node_types.workers.node_config.InstanceMarketOptions", {"MarketTyp": "spot"}),
+    (rules.unknown_to_the_cloud, "aws", "available_node_types.workers.node_config.InstanceMarketOptions", {"Typ": 1}),
     (rules.unknown_to_the_cloud, "aws", "available_node_types.head.node_config.ImageId", None),
     (rules.unknown_to_the_cloud, "gcp", "available_node_types.head.node_config.machinType", "e2-standard-4"),
     (rules.unknown_to_the_cloud, "gcp", "available_node_types.workers.node_config.machineType", None),
-    (rules.spot_where_it_must_not_be, "aws", "available_node_types.head.node_config.InstanceMarketOptions", {"MarketType": "spot"}),
+    (rules.spot_where_it_must_not_be, "aws", "available_node_types.head.node_config.InstanceMarketOptions", {}),
     (rules.spot_where_it_must_not_be, "aws", "available_node_types.workers.node_config.InstanceMarketOptions", None),
     (rules.spot_where_it_must_not_be, "gcp", "available_node_types.workers.node_config.scheduling", None),
     *[(rules.without_the_token, name, "head_start_ray_commands.2", without("RAY_AUTH_MODE=token")) for name in FILES],
@@ -88,7 +88,7 @@ BREAKS: list[tuple[Rule, str, str, Any]] = [
     (rules.without_the_token, "local", "file_mounts.~/.ray/auth_token", None),
     (rules.without_the_token, "local", "setup_commands.3", without("RAY_AUTH_MODE=token")),
     (rules.open_to_others, "aws", "provider.security_group", {"IpPermissions": WORLD}),
-    *[(rules.open_to_others, name, "head_start_ray_commands.2", without("--dashboard-host=127.0.0.1")) for name in FILES],
+    *[(rules.open_to_others, it, "head_start_ray_commands.2", without("--dashboard-host=127.0.0.1")) for it in FILES],
     (rules.open_to_others, "local", "head_start_ray_commands.1", lambda it: it.replace("bash", "BIND=0.0.0.0 bash")),
     *[(rules.services_amiss, name, "head_start_ray_commands.1", None) for name in FILES],
     *[(rules.services_amiss, name, "worker_start_ray_commands.1", without(". ~/stagecoach.env;")) for name in FILES],
@@ -232,7 +232,7 @@ def test_on_aws_only_ssh_is_open_to_the_world(aws: Any, prepared: ClusterFile) -
 )
 @pytest.mark.usefixtures("aws")
 def test_ray_and_the_stand_in_refuse_a_broken_file(path: str, value: Any) -> None:
-    with pytest.raises(BaseException, match=r".") as raised:  # noqa: PT011 - Ray ends the process where a zone is wrong
+    with pytest.raises(BaseException, match=r".") as raised:  # Ray ends the process where a zone is wrong
         launch(prepare(changed("aws", path, value)), "workers")
     assert not isinstance(raised.value, KeyboardInterrupt | AssertionError), raised.value
 
@@ -262,7 +262,8 @@ def secrets_in(text: str) -> list[str]:
 @pytest.mark.parametrize(
     "line",
     [
-        "AWS_SECRET_ACCESS_KEY=abcdefgh", "export STAGECOACH_WORKER_REDIS_PASSWORD=hunter2hunter2", "  password: s3cret-s3cret",
+        "AWS_SECRET_ACCESS_KEY=abcdefgh", "export STAGECOACH_WORKER_REDIS_PASSWORD=hunter2hunter2",
+        "  password: s3cret-s3cret",
         "user worker on >password: abc", "RAY_AUTH_TOKEN: 0123456789abcdef", 'MINIO_ROOT_PASSWORD: "minioadmin"',
     ],
 )  # fmt: skip

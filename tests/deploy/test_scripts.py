@@ -64,7 +64,8 @@ def test_shellcheck_finds_a_break(name: str, tmp_path: Path) -> None:
 
 
 def test_every_script_is_looked_at() -> None:
-    found = [path.name for path in sorted(DEPLOY.rglob("*")) if path.is_file() and path.read_text().startswith("#!/usr/bin/env bash")]  # fmt: skip
+    files = [path for path in DEPLOY.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    found = [path.name for path in files if path.read_text().startswith("#!/usr/bin/env bash")]
     assert sorted(found) == sorted(SCRIPTS)
 
 
@@ -82,11 +83,14 @@ class Head:
         )  # fmt: skip
 
     def checkpoints(self) -> CheckpointStore:
-        keys = {"s3_access_key": self.environ["AWS_ACCESS_KEY_ID"], "s3_secret_key": self.environ["AWS_SECRET_ACCESS_KEY"]}
+        keys = {
+            "s3_access_key": self.environ["AWS_ACCESS_KEY_ID"],
+            "s3_secret_key": self.environ["AWS_SECRET_ACCESS_KEY"],
+        }
         secrets = self.folder / "keys.json"
         secrets.write_text(json.dumps(keys))
         url, endpoint = self.environ["STAGECOACH__STORE__URL"], self.environ["STAGECOACH__STORE__ENDPOINT_URL"]
-        config = load_config(self.folder / "config.yaml", environ={})
+        config = load_config(self.folder / "code" / "config.yaml", environ={})
         return CheckpointStore(open_store(Address(RUN, "", url, endpoint, str(secrets)), config), RUN)
 
     def client(self, user: str) -> redis.Redis:
@@ -118,7 +122,8 @@ def head(tmp_path: Path) -> Iterator[Head]:
         "evaluation": {"episodes": 2},
         "stop_at": {"updates": 10**6},
     }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "config.yaml").write_text(yaml.safe_dump(config))
     head = Head(tmp_path, environ)
     yield head
     head.bash("services.sh", "stop")
@@ -138,7 +143,7 @@ def test_the_services_of_a_head_start_once_and_end(head: Head) -> None:
     assert list((head.folder / "services" / "redis").glob("appendonlydir/*.aof"))
     s3 = boto3.client(
         "s3", endpoint_url=head.environ["STAGECOACH__STORE__ENDPOINT_URL"], region_name="us-east-1",
-        aws_access_key_id=head.environ["AWS_ACCESS_KEY_ID"], aws_secret_access_key=head.environ["AWS_SECRET_ACCESS_KEY"],
+        aws_access_key_id=head.environ["AWS_ACCESS_KEY_ID"], aws_secret_access_key=head.environ["AWS_SECRET_ACCESS_KEY"],  # noqa: E501
     )  # fmt: skip
     assert [bucket["Name"] for bucket in s3.list_buckets()["Buckets"]] == ["stagecoach"]
 
@@ -188,7 +193,7 @@ def sshd(tmp_path: Path) -> Iterator[str]:
     home, port = tmp_path / "home", free_port()
     home.mkdir()
     lines = [
-        f"Port {port}", "ListenAddress 127.0.0.1", f"HostKey {tmp_path}/host", f"AuthorizedKeysFile {tmp_path}/user.pub",
+        f"Port {port}", "ListenAddress 127.0.0.1", f"HostKey {tmp_path}/host", f"AuthorizedKeysFile {tmp_path}/user.pub",  # noqa: E501
         "PidFile none", "UsePAM no", "StrictModes no", "PasswordAuthentication no", "MaxStartups 100",
         f"ForceCommand export HOME={home} && cd && exec bash -c \"$SSH_ORIGINAL_COMMAND\"",
     ]  # fmt: skip
@@ -201,7 +206,9 @@ def sshd(tmp_path: Path) -> Iterator[str]:
         f"-o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
     )
     try:
-        until("sshd", lambda: subprocess.run([*reach.split(), "127.0.0.1", "true"], capture_output=True).returncode == 0)
+        until(
+            "sshd", lambda: subprocess.run([*reach.split(), "127.0.0.1", "true"], capture_output=True).returncode == 0
+        )
         yield reach
     finally:
         process.kill()
@@ -222,7 +229,7 @@ def test_a_run_by_ssh_alone_trains_leaves_goes_on_and_ends(head: Head, sshd: str
         "SSH": sshd, "TRAINER_HOST": "127.0.0.1", "WORKER_HOSTS": "127.0.0.1", "WORKERS_PER_HOST": "2",
         "STAGECOACH_ENV": str(head.write_environment()), "REMOTE_PYTHON": sys.executable,
     }  # fmt: skip
-    path, folder = str(head.folder / "config.yaml"), head.folder / "home" / "stagecoach-runs" / RUN
+    path, folder = str(head.folder / "code" / "config.yaml"), head.folder / "home" / "stagecoach-runs" / RUN
     keys, store = RunKeys(RUN), head.checkpoints()
     try:
         began = head.bash("ssh.sh", "start", path, RUN, **environ)
@@ -251,7 +258,9 @@ def test_a_run_by_ssh_alone_trains_leaves_goes_on_and_ends(head: Head, sshd: str
         assert mark is not None
         assert mark["reason"] == "stopped"
         check_ledger(mark)
-        assert "== trainer\nstopped" in head.bash("ssh.sh", "logs", RUN, **environ).stdout
+        said = head.bash("ssh.sh", "logs", RUN, **environ).stdout.split("== ")
+        assert {part.split("\n")[0] for part in said[1:]} == {"trainer", "evaluator", "worker-0", "worker-1"}
+        assert any(part.startswith("trainer") and part.endswith("\nstopped\n") for part in said), said
     finally:
         end_roles()
 
