@@ -94,7 +94,8 @@ COMPOSE_RULES = (
 _GROUP = {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
 _RAY_KEYS = {
     "RayCluster": {
-        "rayVersion", "authOptions", "enableInTreeAutoscaling", "autoscalerOptions", "headGroupSpec", "workerGroupSpecs",
+        "rayVersion", "authOptions", "enableInTreeAutoscaling", "autoscalerOptions", "headGroupSpec",
+        "workerGroupSpecs",
     },
     "RayJob": {"clusterSelector", "entrypoint", "backoffLimit", "runtimeEnvYAML"},
 }  # fmt: skip
