@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from shared.config import Config
 from shared.connection import Address, connect_redis
 from shared.errors import StagecoachError
 from shared.object_store import open_store
+from shared.redis_keys import redis_place
 
 _HIDDEN = "hidden"
 
@@ -61,6 +63,10 @@ def examine(config: Config | None) -> Iterator[Finding]:
         yield _try("embedded Redis", _embedded_redis)
     else:
         yield from _with_access("Redis", lambda: _redis(config), lambda: open_redis(impatient(config)))
+        for url in config.redis.shards:
+            there = config.model_copy(update={"redis": config.redis.model_copy(update={"url": url})})
+            name, open_there = f"Redis shard {redis_place(url)}", partial(open_redis, impatient(there))
+            yield from _with_access(name, partial(_redis, there), open_there)
     if config is None or config.store.url == "embedded":
         yield _try("embedded S3 server", _embedded_s3)
     else:

@@ -19,7 +19,7 @@ from coordinator.job import PACKAGES
 from coordinator.preparation import impatient
 from rollout_worker.making import make
 from shared.config_sources import parse_config
-from shared.connection import connect_redis
+from shared.connection import check_shards, connect_redis
 from shared.errors import StagecoachError, UserError
 from shared.heartbeat import Wait, poll
 from shared.launch import RoleLaunch, extend_imports
@@ -81,6 +81,7 @@ def look(launch: RoleLaunch) -> Machine:
     problem = None
     try:
         connect_redis(launch.address, config, "worker").close()
+        check_shards(launch.address, config, "worker")
         open_store(launch.address, config).check()
         make(config.environment).close()
     except StagecoachError as error:

@@ -14,10 +14,11 @@ import torch
 
 from rollout_worker.evaluation import evaluation_environment
 from rollout_worker.making import describe_environment, make, make_native
+from shared.bodies import bytes_by_shard
 from shared.checkpoint import CONFIG, ENVIRONMENT, FINISHED, STATUS, Checkpoint, checkpoint_name
 from shared.config import Config, StopConfig
 from shared.config_sources import dump_config
-from shared.connection import Address, connect_redis
+from shared.connection import Address, check_shards, connect_redis
 from shared.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -82,7 +83,9 @@ def check_services(config: Config) -> None:
     Raises `RedisUnavailable` or `StoreUnavailable`, after one try: a person waits.
     """
     if config.redis.url != "embedded":
-        connect_redis(Address("", config.redis.url, ""), impatient(config), "coordinator").close()
+        address = Address("", config.redis.url, "")
+        connect_redis(address, impatient(config), "coordinator").close()
+        check_shards(address, impatient(config), "coordinator")
     if config.store.url != "embedded":
         open_store(Address("", "", config.store.url, config.store.endpoint_url), config).check()
 
@@ -134,10 +137,11 @@ def prepare_resume(role: Role, origin: str = "latest", before: StopConfig | None
     _refuse_unbegun(role)
     checkpoint = _older(role, origin)
     _refuse_reached(role, checkpoint, before)
+    _refuse_shards_left_out(role)
     if not create_flow(role):
-        role.check_config()
-        role.flow.set_bounds(role.config.rollout.lease_seconds, role.config.rollout.max_log_bytes)
         rollout = role.config.rollout
+        role.check_config(shards_may_change=True)
+        role.flow.set_bounds(rollout.lease_seconds, rollout.max_log_bytes, role.bodies.names)
         role.flow.set_scaling(rollout.scaling, rollout.min_workers, rollout.max_workers, rollout.workers)
         role.flow.release()
         role.redis.delete(RunKeys(role.run_id).heartbeats, RunKeys(role.run_id).draining)
@@ -149,6 +153,18 @@ def prepare_resume(role: Role, origin: str = "latest", before: StopConfig | None
         emit(role.redis, role.run_id, "trainer", text)
     role.checkpoints.store.delete(FINISHED)
     role.flow.set_state("running", "")
+
+
+def _refuse_shards_left_out(role: Role) -> None:
+    """What the log names on a shard can be read from that one only."""
+    sizes = bytes_by_shard(role.redis, role.run_id)
+    missing = sorted(set(sizes) - set(role.bodies.names))
+    if missing:
+        raise UserError(
+            f"redis.shards={list(role.config.redis.shards)} leaves out {', '.join(missing)}, where the log of run "
+            f"{role.run_id} has {sum(sizes[shard] for shard in missing)} bytes that are not learnt from yet; name it "
+            f"again. (If its data are gone, an empty server at that address will do: they are dropped, and counted.)"
+        )
 
 
 def _forget_trails(role: Role) -> None:
@@ -240,6 +256,7 @@ def create_flow(role: Role) -> bool:
         min_workers=rollout.min_workers,
         max_workers=rollout.max_workers,
         config_hash=role.config.hash(),
+        shards=role.bodies.names,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 import redis
 
 from coordinator.room import room_of
+from shared.bodies import bytes_by_shard
 from shared.checkpoint import FINISHED, STATUS, CheckpointStore
 from shared.events import read_evaluations
 from shared.flow import Flow, FlowState
@@ -41,6 +42,8 @@ class Status:
     roles: list[Beat] = field(default_factory=list)
     ledger: dict[str, Any] = field(default_factory=dict)
     log: dict[str, int] = field(default_factory=dict)
+    shards: dict[str, int] = field(default_factory=dict)
+    """Shard → bytes of the bodies there that the log names."""
     flow: dict[str, int] = field(default_factory=dict)
     signals: dict[str, float | None] = field(default_factory=dict)
     store: dict[str, Any] = field(default_factory=dict)
@@ -74,6 +77,7 @@ def live_status(client: redis.Redis, run_id: str, books: bool = True) -> Status:
         bottleneck=bottleneck(beats, store), roles=beats,
         ledger={worker: line.as_dict() for worker, line in read_books(client, run_id).items()} if books else {},
         log={"entries": client.xlen(keys.log), "bytes": flow.log_bytes, "max_bytes": flow.max_log_bytes},
+        shards=dict.fromkeys(flow.shards, 0) | (bytes_by_shard(client, run_id) if books and flow.shards else {}),
         flow={"in_flight": flow.in_flight, "window": flow.window, "max_policy_lag": flow.max_policy_lag},
         signals=signals, store=store, latest=store.get("durable"), best=best["checkpoint"] if best else None,
         evaluation=newest,
@@ -134,13 +138,13 @@ def bottleneck(beats: list[Beat], store: dict[str, Any]) -> str:
         who = trainer.trouble or "the other ranks, which are starting"
         return f"{who} (the trainer, for {trainer.waiting_seconds:.1f} s)"
     if trainer is not None and trainer.alive and trainer.trouble:
-        return f"the store: {trainer.trouble} (the trainer, for {trainer.waiting_seconds:.1f} s)"
+        return f"{_party(trainer)}: {trainer.trouble} (the trainer, for {trainer.waiting_seconds:.1f} s)"
     if trainer is None or "version" not in trainer.progress:
         return "the trainer, which is starting"
     if not trainer.alive:
         return f"the trainer (silent for {trainer.age_seconds:.0f} s)"
     if store.get("waiting_for") and "durable" in (trainer.waiting_for or ""):
-        return f"the store: {store.get('error', 'it does not answer')}"
+        return f"{store['waiting_for']}: {store.get('error', 'it does not answer')}"
     workers = [beat for beat in beats if beat.role == "worker" and beat.ended is None]
     if trainer.waiting_for == "experience":
         return _slowest(workers, trainer.waiting_seconds, store)
@@ -149,6 +153,11 @@ def bottleneck(beats: list[Beat], store: dict[str, Any]) -> str:
     if workers and all(beat.waiting_for for beat in workers):
         return "the trainer, which is learning"
     return "nobody at this moment: everyone is at work"
+
+
+def _party(beat: Beat) -> str:
+    """Whose trouble it is that a role waits for."""
+    return "a Redis shard" if beat.waiting_for == "a Redis shard" else "the store"
 
 
 def _slowest(workers: list[Beat], seconds: float, store: dict[str, Any]) -> str:
@@ -165,6 +174,6 @@ def _slowest(workers: list[Beat], seconds: float, store: dict[str, Any]) -> str:
         return "rollout workers (none is alive)"
     troubled = next((beat for beat in workers if beat.trouble), None)
     if troubled is not None and all(beat.waiting_for for beat in workers):
-        return f"the store: {troubled.trouble} ({troubled.id}, for {troubled.waiting_seconds:.1f} s)"
+        return f"{_party(troubled)}: {troubled.trouble} ({troubled.id}, for {troubled.waiting_seconds:.1f} s)"
     acting = [beat.id for beat in workers if not beat.waiting_for]
     return f"rollout workers ({', '.join(acting[:4]) or 'about to act'}), for {seconds:.1f} s"

@@ -7,6 +7,8 @@ that is cut off in the middle was never produced.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -19,9 +21,8 @@ from rollout_worker.watchdog import OUTGROWN, Watchdog, WatchedEnvironment
 from shared import fragment
 from shared.checkpoint import READY
 from shared.departure import LEFT
-from shared.errors import CheckpointError, EnvironmentFailure, WorkerSuperseded
+from shared.errors import CheckpointError, EnvironmentFailure, ShardFull, ShardUnavailable, WorkerSuperseded
 from shared.events import emit
-from shared.experience_log import ExperienceLog
 from shared.flow import Claim
 from shared.heartbeat import Heartbeat, insist, poll
 from shared.policies.actor_critic import build_policies, torch_device
@@ -49,11 +50,13 @@ class Worker:
         self._config = role.config
         self._index = index
         self.id = f"worker-{index}"
-        self._log = ExperienceLog(role.redis, role.run_id)
+        self._log = role.log()
         self._board = PolicyBoard(role.redis, role.run_id)
         self._heartbeat = Heartbeat(role.redis, role.run_id, "worker", self.id)
         environment = role.config.environment
         self._failures = Rate(environment.failures_allowed, environment.failure_window_seconds)
+        self._held: tuple[Claim, Sample] | None = None
+        """What was acted, and waits for memory on a shard where nobody may block for it (the one-process mode)."""
         self._acting = False
         """Whether this incarnation has begun to act."""
         self._superseded = False
@@ -106,6 +109,8 @@ class Worker:
             return self._turn(wait_seconds)
 
     def _turn(self, wait_seconds: float) -> str:
+        if self._held is not None:
+            return self._push(*self._held, wait_seconds)
         claim = self._claim(wait_seconds)
         if claim.waiting:
             return "waited"
@@ -119,7 +124,7 @@ class Worker:
         except EnvironmentFailure as error:
             self._restart_environment(error)
             return "failed"
-        return self._push(claim, sample)
+        return self._push(claim, sample, wait_seconds)
 
     def stop(self, reason: str) -> None:
         """Gives back what it holds and says good-bye, as far as it came and as far as it can."""
@@ -195,7 +200,7 @@ class Worker:
     def _exploration(self) -> Exploration:
         return RandomActing() if self._header.phase is Phase.HEATUP else Sampling()
 
-    def _push(self, claim: Claim, sample: Sample) -> str:
+    def _push(self, claim: Claim, sample: Sample, wait_seconds: float) -> str:
         header = fragment.FragmentHeader(
             run_id=self._role.run_id, worker_id=self.id, incarnation=self.incarnation, seq=self._seq,
             phase=self._header.phase, policy_versions=dict.fromkeys(self._policies, self._header.version),
@@ -204,7 +209,16 @@ class Worker:
         )  # fmt: skip
         blob = fragment.encode(fragment.Fragment(header, sample.columns), self._config.rollout.compression)
         left, length = self._trail(sample)
-        word = self._log.push(self.id, self.incarnation, self._seq, claim.epoch, header.transitions, blob, left, length)
+        place = self.id, self.incarnation, self._seq, claim.epoch
+        push = partial(self._log.push, *place, header.transitions, blob, left, length)
+        try:
+            word = push()
+        except ShardUnavailable as error:
+            if isinstance(error, ShardFull) and wait_seconds <= 0:
+                self._held = claim, sample
+                return "waited"
+            word = self._push_to_a_shard_again(push)
+        self._held = None
         if word == "finished":
             return "end:finished"
         if word == "superseded":
@@ -223,6 +237,15 @@ class Worker:
             "incarnation": self.incarnation,
         }
         return "pushed"
+
+    def _push_to_a_shard_again(self, push: Callable[[], str]) -> str:
+        """Until the shard is back, or has memory again; the run may end meanwhile."""
+
+        def again() -> str:
+            return "finished" if self._role.flow.read().state == "finished" else push()
+
+        with self._heartbeat.waiting("a Redis shard", self._config.rollout.wait_deadline_seconds) as wait:
+            return insist(wait, again, (ShardUnavailable,), longest_pause_seconds=1.0)
 
     def _build(self) -> None:
         """Policies for the run's spaces, which the store knows."""

@@ -43,11 +43,18 @@ class Segment:
 
 
 def encode_segment(run_id: str, segment: Segment, entries: Iterable[LogEntry]) -> bytes:
-    """One blob: the fragments' bytes end to end, and in the header who pushed each; the inverse is `decode_segment`."""
+    """One blob: the fragments' bytes end to end, and in the header who pushed each; the inverse is `decode_segment`.
+
+    A fragment that was dropped because its body was lost has no size.
+    """
     listed = list(entries)
-    rows = [[e.id, e.worker, e.incarnation, e.seq, e.transitions, e.claimed, len(e.fragment)] for e in listed]
+    sizes = [None if entry.fragment is None else len(entry.fragment) for entry in listed]
+    rows = [
+        [e.id, e.worker, e.incarnation, e.seq, e.transitions, e.claimed, size]
+        for e, size in zip(listed, sizes, strict=True)
+    ]
     header = {"format": FORMAT, "run_id": run_id, "after": segment.after, "through": segment.through, "entries": rows}
-    fragments = np.frombuffer(b"".join(entry.fragment for entry in listed), np.uint8)
+    fragments = np.frombuffer(b"".join(entry.fragment or b"" for entry in listed), np.uint8)
     return tensor_blob.encode({"fragments": fragments}, header)
 
 
@@ -61,8 +68,9 @@ def decode_segment(blob: bytes, run_id: str, segment: Segment) -> list[LogEntry]
             raise ValueError(f"it holds {header['after']} to {header['through']}")
         data, place, entries = arrays["fragments"].tobytes(), 0, []
         for id_, worker, incarnation, seq, transitions, claimed, size in header["entries"]:
-            entries.append(LogEntry(id_, worker, incarnation, seq, transitions, data[place : place + size], claimed))
-            place += size
+            body = None if size is None else data[place : place + size]
+            entries.append(LogEntry(id_, worker, incarnation, seq, transitions, body, claimed, lost_body=body is None))
+            place += size or 0
     except (tensor_blob.BlobError, KeyError, TypeError, ValueError) as error:
         raise ArchiveIncomplete(f"the archive's {segment.key} of run {run_id} cannot be read: {error}") from None
     return entries
@@ -169,6 +177,8 @@ def experience(
 
 def _fragments(entries: Iterable[LogEntry]) -> Iterator[Fragment]:
     for entry in entries:
+        if entry.fragment is None:
+            continue  # dropped, and in the ledger as such
         try:
             yield fragment.decode(entry.fragment)
         except FragmentError as error:

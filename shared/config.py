@@ -15,6 +15,7 @@ from urllib.parse import parse_qsl, urlsplit
 from pydantic import BeforeValidator, Field, model_validator
 
 from shared.algorithm_config import PPOConfig
+from shared.redis_keys import redis_place
 from shared.section import Section
 from shared.steps import Duration, DurationField
 from shared.tls import check_verified
@@ -288,6 +289,10 @@ class RedisConfig(Section):
     """For a server that asks its clients for a certificate: ours (PEM)."""
     key_file: Path | None = None
     """The key of `cert_file` (PEM, without a passphrase)."""
+    shards: tuple[str, ...] = ()
+    """Addresses of further servers that hold the fragments' bodies, where one has not the memory or the network for
+    them; the one at `url` then holds the log's order and each body's place. Users and passwords are the same. Empty:
+    the log holds the bodies. A resume may leave out a shard only when the log names no body there."""
     timeout_seconds: float = Field(10.0, ge=2)
     """Time for one answer; more than the second that waiting workers block for."""
     retry_seconds: float = Field(30.0, ge=0)
@@ -297,12 +302,30 @@ class RedisConfig(Section):
     def _no_secrets(self) -> Self:
         _refuse_credentials("redis.url", self.url, "STAGECOACH_REDIS_PASSWORD")
         check_verified("redis.url", self.url, "redis.ca_file")
-        encrypted = urlsplit(self.url).scheme == "rediss"
+        encrypted = "rediss" in {urlsplit(url).scheme for url in (self.url, *self.shards)}
         _check_tls_files("redis", encrypted, ca_file=self.ca_file, cert_file=self.cert_file, key_file=self.key_file)
         if (self.cert_file is None) != (self.key_file is None):
             raise ValueError(f"redis.cert_file={self.cert_file} and redis.key_file={self.key_file} go together")
         if self.url != "embedded" and urlsplit(self.url).scheme not in {"redis", "rediss"}:
             raise ValueError(f"redis.url must be 'embedded' or start with redis:// or rediss://, found {self.url!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _shards_of_their_own(self) -> Self:
+        for url in self.shards:
+            _refuse_credentials("redis.shards", url, "STAGECOACH_REDIS_PASSWORD")
+            check_verified("redis.shards", url, "redis.ca_file")
+            if urlsplit(url).scheme not in {"redis", "rediss"}:
+                raise ValueError(f"redis.shards must hold addresses with redis:// or rediss://, found {url!r}")
+        names = [redis_place(url) for url in self.shards]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"redis.shards names {', '.join(twice)} more than once")
+        if self.shards and self.url == "embedded":
+            raise ValueError(
+                f"redis.url=embedded with redis.shards={list(self.shards)}: an embedded Redis has a password of its "
+                f"own; give the address of a server in redis.url as well, or leave redis.shards empty"
+            )
         return self
 
 

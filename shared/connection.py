@@ -26,6 +26,7 @@ from redis.retry import Retry
 from shared import tls
 from shared.config import Config, RedisConfig
 from shared.errors import ConfigError, RedisUnavailable
+from shared.redis_keys import redis_place
 
 _LONGEST_PAUSE_SECONDS = 1.0
 _GROWING_PAUSES = 16
@@ -161,7 +162,7 @@ class RetryForSeconds(Retry):
                 try:
                     return do()
                 except Exception as error:
-                    if not _passes(error) or (is_retryable is not None and not is_retryable(error)):
+                    if not passes(error) or (is_retryable is not None and not is_retryable(error)):
                         raise
                     failures += 1
                     cast(Callable[..., Any], fail)(*([error, failures] if with_failure_count else [error]))
@@ -194,7 +195,7 @@ class _LivingPool(redis.ConnectionPool):
         return retry.call_with_retry(lambda: take(*arguments, **options), lambda error: None)
 
 
-def _passes(error: Exception) -> bool:
+def passes(error: Exception) -> bool:
     """Whether it may be over in a moment."""
     if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
         return False
@@ -208,27 +209,50 @@ def connect_redis(address: Address, config: Config, role: RoleName | None = None
 
     Raises `RedisUnavailable` with the reason: not reachable, wrong password, still loading, too old.
     """
-    secret, secured = credentials(address, role), tls_options(address.redis_url, config.redis)
+
+    client = _client(address.redis_url, address, config, role, config.redis.retry_seconds, "redis.url")
+    check_redis(client, address.redis_url, role)
+    return client
+
+
+def shard_clients(address: Address, config: Config, role: RoleName | None = None) -> dict[str, redis.Redis]:
+    """A connection to each of `redis.shards`, by its place; nothing is asked of them yet.
+
+    They try once: whoever uses them waits for a shard by name (`shared/bodies.py`).
+    """
+    return {redis_place(url): _client(url, address, config, role, 0.0, "redis.shards") for url in config.redis.shards}
+
+
+def check_shards(address: Address, config: Config, role: RoleName | None = None) -> None:
+    """Raises `RedisUnavailable` unless each of `redis.shards` answers and is recent enough."""
+    for url in config.redis.shards:
+        with _client(url, address, config, role, config.redis.retry_seconds, "redis.shards") as client:
+            check_redis(client, url, role, "redis.shards")
+
+
+def _client(
+    url: str, address: Address, config: Config, role: RoleName | None, retry_seconds: float, field: str
+) -> redis.Redis:
+    """`field` is where the URL stands."""
+    secret, secured = credentials(address, role), tls_options(url, config.redis, field)
     try:
         pool = _LivingPool.from_url(
-            address.redis_url,
+            url,
             **secured,
             credential_provider=_Secrets(address, role) if secret.redis_username or secret.redis_password else None,
             socket_timeout=config.redis.timeout_seconds,
             socket_connect_timeout=config.redis.timeout_seconds,
             socket_keepalive=True,
             driver_info=None,  # else each connection says which library it is, which Redis 7.0 has no word to permit
-            retry=RetryForSeconds(f"Redis at {_public(address.redis_url)}", config.redis.retry_seconds),
+            retry=RetryForSeconds(f"Redis at {_public(url)}", retry_seconds),
         )
-        client = redis.Redis.from_pool(pool)
+        return redis.Redis.from_pool(pool)
     except ValueError as error:
-        raise RedisUnavailable(f"redis.url {address.redis_url.rpartition('@')[2]!r} is no address: {error}") from None
-    check_redis(client, address.redis_url, role)
-    return client
+        raise RedisUnavailable(f"{field} {url.rpartition('@')[2]!r} is no address: {error}") from None
 
 
-def check_redis(client: redis.Redis, url: str, role: RoleName | None = None) -> None:
-    """Raises `RedisUnavailable` unless the server answers and is recent enough."""
+def check_redis(client: redis.Redis, url: str, role: RoleName | None = None, field: str = "redis.url") -> None:
+    """Raises `RedisUnavailable` unless the server answers and is recent enough; `field` is where its address stands."""
     where = f"Redis at {_public(url)}"
     try:
         client.ping()
@@ -244,16 +268,16 @@ def check_redis(client: redis.Redis, url: str, role: RoleName | None = None) -> 
     except redis.ResponseError as error:
         raise RedisUnavailable(f"{where} refuses to serve: {error}") from None
     except (redis.InvalidResponse, redis.ConnectionError, redis.TimeoutError, ValueError, OSError) as error:
-        raise RedisUnavailable(f"{where} {_why_not(error, url)}") from None
+        raise RedisUnavailable(f"{where} {_why_not(error, url, field)}") from None
     version = str(info.get("redis_version", "0"))
     if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
         raise RedisUnavailable(f"{where} is version {version}; expected Redis 6.2 or newer, or Valkey")
 
 
-def tls_options(url: str, config: RedisConfig) -> dict[str, Any]:
+def tls_options(url: str, config: RedisConfig, field: str = "redis.url") -> dict[str, Any]:
     """What `rediss://` needs; raises `RedisUnavailable` where it would not be verified."""
     try:
-        tls.check_verified("redis.url", url, "redis.ca_file")
+        tls.check_verified(field, url, "redis.ca_file")
         if not url.startswith("rediss://"):
             return {}
         tls.check_files("redis", config.ca_file, config.cert_file, config.key_file)
@@ -264,23 +288,24 @@ def tls_options(url: str, config: RedisConfig) -> dict[str, Any]:
     return options | {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
 
 
-def _why_not(error: Exception, url: str) -> str:
+def _why_not(error: Exception, url: str, field: str) -> str:
     """Why Redis cannot be talked to; a look at what speaks there tells a wrong scheme from a server that is away."""
     parts = urlsplit(url)
     secure, (host, port) = parts.scheme == "rediss", (parts.hostname or "localhost", parts.port or 6379)
     wrong = tls.cause(str(error), "redis") if secure else None
     if wrong:
-        return f"cannot be trusted: {wrong}"
+        return f"cannot be trusted: {wrong.replace('redis.url', field)}"
     if not secure and tls.speaks_tls(host, port):
-        return "speaks TLS; begin redis.url with rediss://"
+        return f"speaks TLS; begin {field} with rediss://"
     if secure and tls.speaks_plain_redis(host, port):
         return (
-            "does not speak TLS; turn it on there (deploy/redis.conf), or begin redis.url with redis:// where nobody "
-            "else is on the network"
+            f"does not speak TLS; turn it on there (deploy/redis.conf), or begin {field} with redis:// where nobody "
+            f"else is on the network"
         )
     if isinstance(error, redis.InvalidResponse):
-        return f"does not answer as Redis does ({error}); correct redis.url"
-    return f"does not answer ({error}); start it, or correct redis.url, or use redis.url=embedded"
+        return f"does not answer as Redis does ({error}); correct {field}"
+    embedded = ", or use redis.url=embedded" if field == "redis.url" else ""
+    return f"does not answer ({error}); start it, or correct {field}{embedded}"
 
 
 def own_address(client: redis.Redis) -> str:

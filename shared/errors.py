@@ -42,6 +42,18 @@ class RedisUnavailable(UserError):
     """Redis does not answer, refuses the credentials, or cannot serve (loading, full)."""
 
 
+class ShardUnavailable(StagecoachError):
+    """A Redis shard cannot be used at this moment; it may be back at the next try."""
+
+
+class ShardFull(ShardUnavailable):
+    """The memory of a Redis shard is full; a durable checkpoint frees some."""
+
+
+class BodyLost(StagecoachError):
+    """A fragment that was learnt from already cannot be read again: no shard has its body any more."""
+
+
 class StoreUnavailable(UserError):
     """The store does not answer, refuses the credentials, or has no such bucket."""
 

@@ -1,18 +1,20 @@
 """The experience log: one Redis stream, in one order, each fragment applied once.
 
-Workers push, the trainer reads in order and trims what a durable checkpoint covers.
+Workers push, the trainer reads in order and trims what a durable checkpoint covers. An entry holds its fragment's body,
+or, where the run has shards, says where it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import redis
 
 from shared import scripts
-from shared.errors import Fenced
+from shared.bodies import Bodies, BodyPlace
+from shared.errors import Fenced, ShardFull
 from shared.redis_keys import RunKeys
 
 START = "0-0"
@@ -30,11 +32,16 @@ class LogEntry:
     incarnation: int
     seq: int
     transitions: int
-    fragment: bytes
+    fragment: bytes | None
+    """None where no shard has its body (any more)."""
     claimed: bool
     """Whether the push script wrote it (so that a claim stands behind it); false for what a stranger added."""
     lost: int = 0
     """Fragments before it that were missing when it was pushed: Redis had lost them, and the credit behind them."""
+    place: BodyPlace | None = None
+    """Where its body is to be, if not in the log itself."""
+    lost_body: bool = False
+    """Whether it was dropped for its lost body, which is then decided for good: `fragment` is None."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +67,9 @@ class LogReader(Protocol):
 class ExperienceLog:
     """Push, read, trim."""
 
-    def __init__(self, client: redis.Redis, run_id: str) -> None:
+    def __init__(self, client: redis.Redis, run_id: str, bodies: Bodies | None = None) -> None:
         self._redis = client
+        self._bodies = bodies or Bodies({}, run_id)
         self._keys = RunKeys(run_id)
         self._push = scripts.Step(client, scripts.PUSH)
         self._trim = scripts.Step(client, scripts.TRIM)
@@ -77,9 +85,10 @@ class ExperienceLog:
         trail: bytes = b"",
         trail_length: int = 0,
     ) -> str:
-        """Appends one fragment and honours its claim, in one step; safe to repeat.
+        """Appends one fragment and honours its claim, in one step; safe to repeat. Its body is on a shard before.
 
         In the same step `trail` becomes the last entry of the worker's trail, which keeps its last `trail_length` ones.
+        Raises `ShardUnavailable` or `ShardFull`; then nothing has happened, and the trainer knows of a full one.
 
         Answers `pushed`, `duplicate` (it was there already), `stale` (its lease ran out and the place is taken; it is
         counted as dropped), `superseded` (a newer incarnation acts in its place), `epoch` (Redis was set back in time:
@@ -89,8 +98,24 @@ class ExperienceLog:
             self._keys.flow, self._keys.claims, self._keys.log, self._keys.pushed, self._keys.produced,
             self._keys.incarnations, self._keys.trail(worker),
         ]  # fmt: skip
-        arguments: list[Any] = [worker, incarnation, seq, epoch, transitions, fragment, trail, trail_length]
-        return cast(bytes, self._push(keys, arguments)).decode()
+        field, value, place = "fragment", fragment, None
+        if self._bodies:
+            place = self._put(worker, incarnation, seq, fragment)
+            field, value = "body", place.encode()
+        arguments: list[Any] = [
+            worker, incarnation, seq, epoch, transitions, value, trail, trail_length, field, len(fragment)
+        ]  # fmt: skip
+        word = cast(bytes, self._push(keys, arguments)).decode()
+        if place is not None and word not in ("pushed", "duplicate"):
+            self._bodies.remove(worker, place)
+        return word
+
+    def _put(self, worker: str, incarnation: int, seq: int, body: bytes) -> BodyPlace:
+        try:
+            return self._bodies.put(worker, incarnation, seq, body)
+        except ShardFull:  # the trainer writes a checkpoint, as for a claim that Redis has no memory for
+            scripts.write_small(self._redis, self._keys.flow, self._keys.flow, "HSET", "memory_full", 1)
+            raise
 
     def left(self, worker: str) -> Left:
         """What the incarnations of `worker` before this one have left."""
@@ -108,29 +133,59 @@ class ExperienceLog:
         self._redis.hdel(self._keys.pushed, f"{worker}:tries")
 
     def read(self, after: str, count: int, block_seconds: float) -> list[LogEntry]:
-        """Up to `count` entries after position `after`, waiting at most `block_seconds` for the first."""
+        """Up to `count` entries after position `after`, waiting at most `block_seconds` for the first.
+
+        Raises `ShardUnavailable` where their bodies cannot be asked for.
+        """
         block = max(1, int(block_seconds * 1000)) if block_seconds > 0 else None
         answer = cast(Any, self._redis.xread({self._keys.log: after}, count=count, block=block))
         if not answer:
             return []
         entries = answer[0][1] if isinstance(answer, list) else next(iter(answer.values()))[0]
-        return [_entry(id_, fields) for id_, fields in entries]
+        return self._with_bodies([_entry(id_, fields) for id_, fields in entries])
+
+    def _with_bodies(self, page: list[LogEntry]) -> list[LogEntry]:
+        """The same entries, with what the shards have of them; not of those that were given up, whatever comes back."""
+        elsewhere = [entry for entry in page if entry.place is not None]
+        if not elsewhere:
+            return page
+        lost = cast(Any, self._redis.smismember(self._keys.lost_bodies, [entry.id for entry in elsewhere]))
+        wanted = [(e.worker, e.place) for e, gone in zip(elsewhere, lost, strict=True) if e.place and not gone]
+        found = iter(self._bodies.fetch(wanted))
+        whole = {
+            entry.id: replace(entry, lost_body=bool(gone), fragment=None if gone else next(found))
+            for entry, gone in zip(elsewhere, lost, strict=True)
+        }
+        return [whole.get(entry.id, entry) for entry in page]
+
+    def give_up(self, positions: Sequence[str]) -> None:
+        """The bodies of the entries there count as lost; for a Redis that has forgotten it."""
+        if positions:
+            scripts.write_small(self._redis, self._keys.flow, self._keys.lost_bodies, "SADD", *positions)
 
     def between(self, after: str, through: str) -> Iterator[LogEntry]:
-        """The entries after one position, through another; a page at a time, since fragments are large."""
+        """The entries after one position, through another; a page at a time, since fragments are large.
+
+        Raises `ShardUnavailable` as `read` does.
+        """
         while True:
             page = cast(Any, self._redis.xrange(self._keys.log, f"({after}", through, count=_PAGE))
-            for id_, fields in page:
-                yield _entry(id_, fields)
+            yield from self._with_bodies([_entry(id_, fields) for id_, fields in page])
             if len(page) < _PAGE:
                 return
             after = page[-1][0].decode()
 
     def trim(self, epoch: int, through: str) -> int:
-        """Removes all entries up to and including `through`; raises `Fenced` for an older trainer."""
-        removed = cast(int, self._trim([self._keys.flow, self._keys.log, self._keys.wakeups], [epoch, through]))
+        """Removes all entries up to and including `through`, and from the shards what the log names no more.
+
+        Raises `Fenced` for an older trainer.
+        """
+        keys = [self._keys.flow, self._keys.log, self._keys.wakeups, self._keys.lost_bodies]
+        removed = cast(int, self._trim(keys, [epoch, through]))
         if removed < 0:
             raise Fenced(f"epoch {epoch} may not trim the log; a newer trainer has taken over")
+        if self._bodies:
+            self._bodies.sweep(self._redis)
         return int(removed)
 
     def holds(self, position: str) -> bool:
@@ -154,14 +209,15 @@ def whole_number(text: bytes) -> int:
 
 def _entry(id_: bytes, fields: dict[bytes, bytes]) -> LogEntry:
     """Entries that somebody else wrote by hand still get through as (undecodable) fragments, to be counted."""
-
+    place = BodyPlace.decode(fields[b"body"]) if b"body" in fields else None
     return LogEntry(
         id_.decode(),
         fields.get(b"worker", b"?").decode(errors="replace"),
         whole_number(fields.get(b"incarnation", b"")),
         whole_number(fields.get(b"seq", b"")),
         whole_number(fields.get(b"transitions", b"")),
-        fields.get(b"fragment", b""),
+        None if place else fields.get(b"fragment", b""),
         b"end" in fields,
         whole_number(fields.get(b"lost", b"")),
+        place,
     )

@@ -8,6 +8,7 @@ deadlock; the bound on the policy lag itself is kept where fragments are consume
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -62,7 +63,9 @@ class FlowState:
     """None: as many as there is room for."""
     config_hash: str
     memory_full: bool
-    """Whether Redis refused the last new claim for want of memory."""
+    """Whether Redis refused the last new claim, or a shard a body, for want of memory."""
+    shards: tuple[str, ...]
+    """Where the run's fragments have their bodies, as `host:port/db`; empty where the log holds them."""
 
     @property
     def in_flight(self) -> int:
@@ -108,6 +111,7 @@ class Flow:
         min_workers: int,
         max_workers: int | None,
         config_hash: str,
+        shards: Sequence[str] = (),
     ) -> bool:
         """The flow of a new run, in state `running`; False where it is there already (nothing is changed)."""
         fields: dict[str, Any] = {
@@ -116,7 +120,7 @@ class Flow:
             "lease_ms": int(lease_seconds * 1000), "max_log_bytes": max_log_bytes, "pushed_bytes": 0,
             "trimmed_bytes": 0, "trimmed_id": "0-0", "settled_id": "0-0", "desired_workers": workers,
             "scaling": scaling, "min_workers": min_workers, "max_workers": max_workers or "",
-            "config_hash": config_hash,
+            "config_hash": config_hash, "shards": " ".join(shards),
         }  # fmt: skip
         return bool(self._run("CREATE", [self._keys.flow], [x for pair in fields.items() for x in pair]))
 
@@ -132,6 +136,7 @@ class Flow:
             flow["trimmed_id"], int(flow["pushed_bytes"]) - int(flow["trimmed_bytes"]), int(flow["max_log_bytes"]),
             int(flow["desired_workers"]), flow.get("scaling", "fixed"), int(flow.get("min_workers", 1)),
             int(flow.get("max_workers") or 0) or None, flow["config_hash"], "memory_full" in flow,
+            tuple(flow.get("shards", "").split()),
         )  # fmt: skip
 
     def register(self, worker: str, at_least: int = 0) -> tuple[int, int]:
@@ -205,9 +210,11 @@ class Flow:
             raise Fenced(f"epoch {epoch} may not set the run {state}; a newer trainer has taken over")
         return bool(changed)
 
-    def set_bounds(self, lease_seconds: float, max_log_bytes: int) -> None:
-        """The bounds that a resume may change; K and L stay what they were."""
-        fields: list[str | int] = ["lease_ms", int(lease_seconds * 1000), "max_log_bytes", max_log_bytes]
+    def set_bounds(self, lease_seconds: float, max_log_bytes: int, shards: Sequence[str] = ()) -> None:
+        """The bounds and the shards, which a resume may change; K and L stay what they were."""
+        fields: list[str | int] = [
+            "lease_ms", int(lease_seconds * 1000), "max_log_bytes", max_log_bytes, "shards", " ".join(shards)
+        ]  # fmt: skip
         scripts.write_small(self._redis, self._keys.flow, self._keys.flow, "HSET", *fields)
 
     def set_desired_workers(self, workers: int, scaling: str = "") -> bool:

@@ -41,6 +41,7 @@ REASONS = (
     "stale",
     "duplicate",
     "lost",
+    "lost_body",
 )
 """Why a fragment may be dropped, in the ledger's words."""
 

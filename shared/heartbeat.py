@@ -208,14 +208,22 @@ def growing_pauses(first_seconds: float = 0.2, longest_seconds: float = 5.0) -> 
         pause = min(2 * pause, longest_seconds)
 
 
-def insist(wait: Wait, call: Callable[[], T]) -> T:
-    """What `call` answers; called again while the store is away or fails. Raises `WaitTimeout` with its last words."""
-    for pause in growing_pauses():
+def insist(
+    wait: Wait,
+    call: Callable[[], T],
+    passing: tuple[type[Exception], ...] = (StoreError, StoreUnavailable),
+    longest_pause_seconds: float = 5.0,
+) -> T:
+    """What `call` answers; called again while it raises what may pass: by default that the store is away or fails.
+
+    Raises `WaitTimeout` with its last words.
+    """
+    for pause in growing_pauses(longest_seconds=longest_pause_seconds):
         try:
             answer = call()
             wait.trouble = None
             return answer
-        except (StoreError, StoreUnavailable) as error:
+        except passing as error:
             if str(error) != wait.trouble:
                 _LOGGER.warning("waiting for %s: %s", wait.name, error)
             wait.trouble = str(error)

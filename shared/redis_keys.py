@@ -1,4 +1,4 @@
-"""Every Redis key of a run, in one place.
+"""Every Redis key of a run, in one place. All are on the server at `redis.url`, but for `bodies`, on `redis.shards`.
 
 All keys of a run start with `stagecoach:{RUN}:`; the braces keep them on one slot of a Redis Cluster. They live from
 the start of the run until `stagecoach` or a person deletes them; nothing expires on its own.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from shared.errors import UserError
 
@@ -21,6 +22,12 @@ def check_run_id(run_id: str) -> str:
             f"run id {run_id!r}: expected 1 to 64 letters, digits, '.', '_' or '-', a letter or digit first"
         )
     return run_id
+
+
+def redis_place(url: str) -> str:
+    """`host:port/db` of a Redis address: what tells one server's contents from another's."""
+    parts = urlsplit(url)
+    return f"{parts.hostname}:{parts.port or 6379}/{parts.path.strip('/') or 0}"
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,17 @@ class RunKeys:
     def log(self) -> str:
         """Stream; the experience log, an entry per fragment. Writer: workers (push); reader: trainer."""
         return self.prefix + "log"
+
+    def bodies(self, worker: str) -> str:
+        """Hash, on the shards; incarnation:seq:digest → a fragment's body, until the log names it no more.
+        Writer: worker; reader: trainer."""
+        return f"{self.prefix}bodies:{worker}"
+
+    @property
+    def lost_bodies(self) -> str:
+        """Set; log ids of the fragments that were dropped because their body was lost, until they are trimmed: they
+        stay dropped, whatever a shard comes back with. Writer: trainer (drop); reader: trainer."""
+        return self.prefix + "lost_bodies"
 
     @property
     def claims(self) -> str:

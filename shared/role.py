@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import redis
 
+from shared.bodies import Bodies
 from shared.checkpoint import ENVIRONMENT, CheckpointStore
 from shared.config import Config
-from shared.connection import Address, RoleName, connect_redis
+from shared.connection import Address, RoleName, connect_redis, shard_clients
 from shared.errors import CheckpointDamaged, ConfigError, ObjectMissing, RunNotFound
+from shared.experience_log import ExperienceLog
 from shared.flow import Flow
 from shared.object_store import open_store
 from shared.spaces import EnvironmentDescription
@@ -29,6 +31,12 @@ class Role:
     redis: redis.Redis
     checkpoints: CheckpointStore
     flow: Flow
+    bodies: Bodies
+    """The fragments' bodies on `redis.shards`; who asks for none connects to none."""
+
+    def log(self) -> ExperienceLog:
+        """The run's experience log."""
+        return ExperienceLog(self.redis, self.run_id, self.bodies)
 
     @property
     def run_id(self) -> str:
@@ -39,13 +47,19 @@ class Role:
         """See `read_description`."""
         return read_description(self.checkpoints)
 
-    def check_config(self) -> None:
+    def check_config(self, shards_may_change: bool = False) -> None:
         """Raises `ConfigError` where this role's config is not the one that the run was started with."""
-        expected = self.flow.read().config_hash
-        if expected != self.config.hash():
+        flow = self.flow.read()
+        if flow.config_hash != self.config.hash():
             raise ConfigError(
                 f"this role's config has the hash {self.config.hash()[:12]}, run {self.run_id} was started with "
-                f"{expected[:12]}; start the role with the run's own config.yaml"
+                f"{flow.config_hash[:12]}; start the role with the run's own config.yaml"
+            )
+        mine, theirs = (", ".join(names) or "none" for names in (self.bodies.names, flow.shards))
+        if mine != theirs and not shards_may_change:
+            raise ConfigError(
+                f"this role's redis.shards are {mine}, those of run {self.run_id} are {theirs}; start the role with "
+                f"the run's own config.yaml"
             )
 
 
@@ -74,4 +88,5 @@ def open_role(config: Config, address: Address, name: RoleName | None = None) ->
     """
     client = connect_redis(address, config, name)
     checkpoints = CheckpointStore(open_store(address, config), address.run_id)
-    return Role(config, address, client, checkpoints, Flow(client, address.run_id))
+    bodies = Bodies(shard_clients(address, config, name), address.run_id)
+    return Role(config, address, client, checkpoints, Flow(client, address.run_id), bodies)

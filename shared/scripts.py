@@ -38,7 +38,7 @@ class Step:
             return self._redis.eval(self._script, len(keys), *keys, *args)
 
 
-_COMMON = """
+COMMON = """
 local function begin() redis.call('HDEL', KEYS[1], '') end  -- see above
 local function number(field) return tonumber(redis.call('HGET', KEYS[1], field) or '0') end
 local function now_ms()
@@ -79,7 +79,7 @@ end
 """
 
 CREATE = (
-    _COMMON
+    COMMON
     + """
 -- KEYS flow. ARGV: field, value, ... Creates the flow of a new run; 0 if it is there already.
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
@@ -89,7 +89,7 @@ return 1
 )
 
 REGISTER = (
-    _COMMON
+    COMMON
     + """
 -- KEYS flow, incarnations, claims, wakeups, pushed. ARGV: worker, the lowest incarnation that it may get, and how many
 -- are kept. A new incarnation of a worker; what the one before had claimed is given back. Answers {incarnation, epoch}.
@@ -114,7 +114,7 @@ return {incarnation, redis.call('HGET', KEYS[1], 'epoch')}
 )
 
 RELEASE = (
-    _COMMON
+    COMMON
     + """
 -- KEYS flow, claims, wakeups. ARGV: worker, or '*' for all. Gives back its claims; answers how many.
 begin()
@@ -134,7 +134,7 @@ return released
 )
 
 CLAIM = (
-    _COMMON
+    COMMON
     + """
 -- KEYS flow, claims, incarnations, draining, wakeups, pushed. ARGV: worker, incarnation, seq.
 -- Answers {word, version, epoch, wakeup id}; word: granted, wait_credit, wait_log, wait_memory, drain, superseded,
@@ -190,10 +190,11 @@ return answer(word)
 )
 
 PUSH = (
-    _COMMON
+    COMMON
     + """
 -- KEYS flow, claims, log, pushed, produced, incarnations, trail. ARGV: worker, incarnation, seq, epoch, transitions,
--- blob, entry of the trail, entries of it to keep. Answers 'pushed', 'duplicate' (a resend), 'stale' (its claim was
+-- blob, entry of the trail, entries of it to keep, the blob's field in the log ('fragment', or 'body' where the blob is
+-- the place of one on a shard), bytes of the fragment. Answers 'pushed', 'duplicate' (a resend), 'stale' (its claim was
 -- given away and there is no room), 'superseded' (a newer incarnation acts the same in its place), 'epoch' (this Redis
 -- is older than the claim: it was restored from the past), or 'finished'.
 local flow = redis.call('HMGET', KEYS[1], 'state', 'epoch', 'claimed', 'consumed', 'fragments_per_update',
@@ -245,9 +246,9 @@ if lost > 0 then
     end
   end
 end
-local written = redis.call('HINCRBY', KEYS[1], 'pushed_bytes', #ARGV[6])
+local written = redis.call('HINCRBY', KEYS[1], 'pushed_bytes', ARGV[10])
 redis.call('XADD', KEYS[3], '*', 'worker', ARGV[1], 'incarnation', ARGV[2], 'seq', ARGV[3],
-  'lost', lost, 'transitions', ARGV[5], 'end', written, 'fragment', ARGV[6])
+  'lost', lost, 'transitions', ARGV[5], 'end', written, ARGV[9], ARGV[6])
 redis.call('HSET', KEYS[4], from, ARGV[3])
 produced('', 1 + lost)
 leave_trail()
@@ -256,7 +257,7 @@ return 'pushed'
 )
 
 TAKE_OVER = (
-    _COMMON
+    COMMON
     + """
 -- KEYS flow. ARGV: an epoch that is known to have been. A new trainer: fences all older ones. Answers the new epoch.
 if redis.call('EXISTS', KEYS[1]) == 0 then return redis.error_reply('NORUN no such run') end
@@ -268,7 +269,7 @@ return epoch
 )
 
 CHECK_EPOCH = (
-    _COMMON
+    COMMON
     + """
 -- KEYS flow. ARGV: epoch. 1 if this trainer may still write; a Redis that has forgotten its epoch learns it again.
 if fenced(ARGV[1]) then return 0 end
@@ -279,7 +280,7 @@ return 1
 )
 
 SET_STATE = (
-    _COMMON
+    COMMON
     + """
 -- KEYS flow, wakeups. ARGV: state, reason, expected state or '', a trainer's epoch or ''. 1 if it changed.
 local state = redis.call('HGET', KEYS[1], 'state')
@@ -294,7 +295,7 @@ return 1
 )
 
 SCALE = (
-    _COMMON
+    COMMON
     + """
 -- KEYS flow. ARGV: the scaling that must stand ('' for any), then field, value, ... A decision of the coordinator does
 -- not undo an order that a person has given meanwhile. 1 if it was written.
@@ -308,7 +309,7 @@ return 1
 )
 
 PUBLISH = (
-    _COMMON
+    COMMON
     + """
 -- KEYS flow, board, ledger, wakeups. ARGV: epoch, version, fragments consumed for it, settled id, ledger JSON,
 -- header JSON, blob, checkpoint name ('' unless the weights are in the store), the Redis process that the trainer's
@@ -334,15 +335,20 @@ return {word, flow[1], flow[2], tonumber(flow[3]) - tonumber(flow[4])}
 )
 
 DROP = (
-    _COMMON
+    COMMON
     + """
--- KEYS flow, ledger, wakeups. ARGV: epoch, settled id, claims to give back, ledger JSON, Redis process as for PUBLISH.
--- The trainer dropped the entry at that id; its credit is given again. Once per id.
+-- KEYS flow, ledger, wakeups, lost_bodies. ARGV: epoch, settled id, claims to give back, ledger JSON, Redis process as
+-- for PUBLISH, '1' where it is for its lost body. The trainer dropped the entry at that id; its credit is given again.
+-- Once per id. 'missed': it was settled otherwise, while its body was there.
 if fenced(ARGV[1]) then return 'fenced' end
 if behind(ARGV[1], ARGV[5]) then return 'behind' end
 begin()
 local settled = redis.call('HGET', KEYS[1], 'settled_id')
-if not after(ARGV[2], settled) then return 'known' end
+local lost = ARGV[6] == '1'
+if not after(ARGV[2], settled) then
+  return lost and redis.call('SISMEMBER', KEYS[4], ARGV[2]) == 0 and 'missed' or 'known'
+end
+if lost then redis.call('SADD', KEYS[4], ARGV[2]) end
 redis.call('HSET', KEYS[1], 'settled_id', ARGV[2])
 redis.call('HINCRBY', KEYS[1], 'claimed', 0 - ARGV[3])  -- not minus zero, which some servers refuse
 redis.call('SET', KEYS[2], ARGV[4])
@@ -352,9 +358,9 @@ return 'dropped'
 )
 
 TRIM = (
-    _COMMON
+    COMMON
     + """
--- KEYS flow, log, wakeups. ARGV: epoch, id of the last entry that a durable checkpoint covers.
+-- KEYS flow, log, wakeups, lost_bodies. ARGV: epoch, id of the last entry that a durable checkpoint covers.
 -- What the ledger does not account for yet stays all the same: a version that is durable before it is on the board.
 -- Answers the number of entries removed (none while Redis is set back behind this trainer), or -1 when fenced.
 if fenced(ARGV[1]) then return -1 end
@@ -374,6 +380,9 @@ while last[1] and not freed do -- what a stranger added has no 'end': the entry 
 end
 if freed then redis.call('HSET', KEYS[1], 'trimmed_bytes', freed) end
 redis.call('HSET', KEYS[1], 'trimmed_id', through)
+for _, id in ipairs(redis.call('SMEMBERS', KEYS[4])) do
+  if not after(id, through) then redis.call('SREM', KEYS[4], id) end
+end
 local removed = redis.call('XTRIM', KEYS[2], 'MINID', '=', string.format('%.0f-%.0f', ms, seq + 1))
 wake(KEYS[3])
 return removed
@@ -381,7 +390,7 @@ return removed
 )
 
 SET_FORWARD = (
-    _COMMON
+    COMMON
     + """
 -- KEYS flow, log, claims, produced, incarnations, pushed, ledger. ARGV: epoch, position, ledger JSON up to there.
 -- For a Redis that may know less than its trainer: epoch, books, credit and what was pushed become what the ledger, the
@@ -437,7 +446,7 @@ return 1
 )
 
 CALL = (
-    _COMMON
+    COMMON
     + """
 -- KEYS flow, ranks. ARGV: epoch, an invitation (JSON), or '' where the group has begun. Calls the other ranks of the
 -- newest trainer. Answers 0 if fenced.
@@ -449,7 +458,7 @@ return 1
 )
 
 IN_FLIGHT = (
-    _COMMON
+    COMMON
     + """
 -- KEYS flow, log, produced, ledger. One consistent look at the books: {settled id, ledger JSON, produced pairs,
 -- worker, incarnation, seq, lost, transitions, worker, ... of the entries after the settled id; no seq for strangers'}.
@@ -467,7 +476,7 @@ return {settled, redis.call('GET', KEYS[4]) or '', redis.call('HGETALL', KEYS[3]
 )
 
 WRITE = (
-    _COMMON
+    COMMON
     + """
 -- KEYS flow, key. ARGV: a command that changes this key, its arguments. For small bounded writes, also when memory is
 -- full: what is shown to people, scores, orders to the fleet.

@@ -191,7 +191,8 @@ def test_the_architecture_names_every_wait() -> None:
 
 def test_the_architecture_names_every_redis_key_and_no_other() -> None:
     of_the_run = [value for name, value in vars(RunKeys).items() if isinstance(value, property) and name != "prefix"]
-    keys = {str(value.fget(RunKeys("r"))) for value in of_the_run if value.fget} | {RunKeys("r").trail("w")[:-2]}
+    keys = {str(value.fget(RunKeys("r"))) for value in of_the_run if value.fget}
+    keys |= {key[:-2] for key in (RunKeys("r").trail("w"), RunKeys("r").bodies("w"))}
     (listed,) = re.findall(r"The keys are (.*?)\. None", text_of("ARCHITECTURE.md"), re.DOTALL)
     assert set(re.findall(r"`(\w+)`", listed)) == {key.removeprefix(RunKeys("r").prefix) for key in keys}
 

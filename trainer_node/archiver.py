@@ -43,8 +43,13 @@ class Archiver:
         batch: list[LogEntry] = []
         size = 0
         for entry in self._log.between(after, through):
+            if entry.fragment is None and not entry.lost_body:  # learnt, and lost since: the archive has a hole there
+                if batch:
+                    self._write(after, batch[-1].id, batch)
+                after, batch, size = entry.id, [], 0
+                continue
             batch.append(entry)
-            size += len(entry.fragment)
+            size += len(entry.fragment or b"")
             if size >= self._config.segment_bytes:
                 self._write(after, entry.id, batch)
                 after, batch, size = entry.id, [], 0

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from shared import fragment, scripts
 from shared.config import Config
-from shared.errors import Fenced, FragmentError, RedisSetBack, StagecoachError
+from shared.errors import BodyLost, Fenced, FragmentError, RedisSetBack, StagecoachError
 from shared.events import emit
 from shared.experience_log import START, LogEntry, LogReader
 from shared.fragment import Fragment
@@ -38,8 +38,11 @@ class Committed:
 class Settlement(Protocol):
     """Where it is recorded that a fragment was dropped: in Redis by a trainer, nowhere by a replay."""
 
-    def settle(self, position: str, claims: int, ledger: Ledger) -> bool:
-        """All up to `position` is in `ledger`, and `claims` are given back; whether this is the first time."""
+    def settle(self, position: str, claims: int, ledger: Ledger, lost_body: bool = False) -> bool:
+        """All up to `position` is in `ledger`, and `claims` are given back; whether this is the first time.
+
+        `lost_body`: the entry there counts as dropped for its lost body from now on, whatever a shard comes back with.
+        """
         ...
 
     def tell(self, text: str) -> None:
@@ -56,18 +59,27 @@ class RedisSettlement:
         self._epoch = epoch
         self.process = ""
         """The Redis process that the trainer's books were matched with last; '' for any."""
+        self.given_up: list[str] = []
+        """Positions of lost bodies, which a Redis that comes back with less may have forgotten."""
 
-    def settle(self, position: str, claims: int, ledger: Ledger) -> bool:
+    def settle(self, position: str, claims: int, ledger: Ledger, lost_body: bool = False) -> bool:
         """Once for each position, however often it is read.
 
-        Raises `Fenced` for an older trainer, and `RedisSetBack` where Redis may have lost what the ledger says.
+        Raises `Fenced` for an older trainer, `RedisSetBack` where Redis may have lost what the ledger says, and
+        `BodyLost` where the entry was settled while its body was there.
         """
-        keys = [self._keys.flow, self._keys.ledger, self._keys.wakeups]
-        word = self._drop(keys, [self._epoch, position, claims, ledger.as_json(), self.process])
+        keys = [self._keys.flow, self._keys.ledger, self._keys.wakeups, self._keys.lost_bodies]
+        word = self._drop(
+            keys, [self._epoch, position, claims, ledger.as_json(), self.process, "1" if lost_body else ""]
+        )
         if word == b"fenced":
             raise Fenced(f"epoch {self._epoch} may not settle fragments; a newer trainer has taken over")
         if word == b"behind":
             raise RedisSetBack(f"{position} is not settled: Redis came back, perhaps without what came last")
+        if word == b"missed":
+            raise BodyLost(f"the body of log entry {position}, which was learnt from already, is on no shard any more")
+        if lost_body:
+            self.given_up.append(position)
         return bool(word == b"dropped")
 
     def tell(self, text: str) -> None:
@@ -129,6 +141,8 @@ class Intake:
             self._count_lost(entry, entry.seq - last - 1)
             account.saw(entry.incarnation, entry.seq)
         try:
+            if entry.fragment is None:
+                raise FragmentError("lost_body", f"{entry.place.shard if entry.place else 'its shard'} has it no more")
             parsed = fragment.decode(entry.fragment)
             fragment.check(parsed, self._run_id, self._description)
             self._check_source(entry, parsed)
@@ -173,12 +187,12 @@ class Intake:
     def _dropped(self, entry: LogEntry, reason: str, detail: str) -> None:
         _LOGGER.warning("fragment %s of %s dropped as %s: %s", entry.id, entry.worker, reason, detail)
         self.ledger.drop(entry.worker, reason, entry.transitions)
-        if self._give_back(entry, 1 if entry.claimed else 0):
+        if self._give_back(entry, 1 if entry.claimed else 0, lost_body=reason == "lost_body"):
             self._tell(entry, reason, detail)
 
     def _tell(self, entry: LogEntry, reason: str, detail: str) -> None:
         """An event for the first of its kind; the end of the run where nothing but bad fragments comes."""
-        self._in_a_row += reason not in ("stale", "duplicate")
+        self._in_a_row += reason not in ("stale", "duplicate", "lost_body")
         if (entry.worker, reason) not in self._told:
             self._told.add((entry.worker, reason))
             self._settlement.tell(f"a fragment of {entry.worker} is {reason}: {detail}")
@@ -187,9 +201,9 @@ class Intake:
                 f"{self._in_a_row} fragments in a row were dropped, the last as {reason}: {detail}; look at the env"
             )
 
-    def _give_back(self, entry: LogEntry, claims: int, before: bool = False) -> bool:
+    def _give_back(self, entry: LogEntry, claims: int, before: bool = False, lost_body: bool = False) -> bool:
         """Settles up to this entry (or just before it); whether this was the first time."""
-        return self._settlement.settle(_before(entry.id) if before else entry.id, claims, self.ledger)
+        return self._settlement.settle(_before(entry.id) if before else entry.id, claims, self.ledger, lost_body)
 
 
 def _before(id_: str) -> str:

@@ -21,12 +21,12 @@ from shared.errors import (
     CheckpointDamaged,
     Fenced,
     ManifestUnreadable,
+    ShardUnavailable,
     StoreError,
     StoreUnavailable,
     WaitTimeout,
 )
 from shared.events import emit, prune_evaluations, read_evaluations
-from shared.experience_log import ExperienceLog
 from shared.heartbeat import growing_pauses, read_heartbeats
 from shared.ledger import read_books
 from shared.redis_keys import RunKeys
@@ -51,7 +51,7 @@ class Publisher:
         self._epoch = epoch
         self._store = FencedStore(role.checkpoints.store, role.flow, epoch)
         self._checkpoints = CheckpointStore(self._store, role.run_id)
-        self._log = ExperienceLog(role.redis, role.run_id)
+        self._log = role.log()
         archive = Archive(self._store, role.run_id)
         self._archiver = Archiver(archive, self._log, role.config.archive)
         self._lock = threading.Condition()
@@ -151,19 +151,20 @@ class Publisher:
         """One try (of several by boto3); whether it worked. Where not, `status` and an event say why."""
         try:
             write()
-        except (StoreError, StoreUnavailable) as error:
+        except (StoreError, StoreUnavailable, ShardUnavailable) as error:
             attempts = self._trouble.get("attempts", 0) + 1
             since = self._trouble.get("since", round(time.time(), 3))
-            self._trouble = {"waiting_for": "the store", "since": since, "attempts": attempts, "error": str(error)}
-            _LOGGER.warning("the store fails (try %d): %s", attempts, error)
+            who = "a Redis shard" if isinstance(error, ShardUnavailable) else "the store"
+            self._trouble = {"waiting_for": who, "since": since, "attempts": attempts, "error": str(error)}
+            _LOGGER.warning("%s fails (try %d): %s", who, attempts, error)
             self._say(self._trouble)
             if attempts == 1:
-                emit(self._role.redis, self._role.run_id, "store", f"the store fails, training goes on: {error}")
+                emit(self._role.redis, self._role.run_id, "store", f"{who} fails, training goes on: {error}")
             return False
         if self._trouble:
             seconds, attempts = time.time() - self._trouble["since"], self._trouble["attempts"]
+            text = f"{self._trouble['waiting_for']} is back: it failed {attempts} times in {max(0.0, seconds):.0f} s"
             self._trouble, self._pauses = {}, growing_pauses()
-            text = f"the store is back: it failed {attempts} times in {max(0.0, seconds):.0f} s"
             emit(self._role.redis, self._role.run_id, "store", text)
         self._say({})
         return True

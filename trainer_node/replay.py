@@ -55,7 +55,7 @@ class Replayed:
 class _NoSettlement:
     """A replay settles nothing."""
 
-    def settle(self, position: str, claims: int, ledger: Ledger) -> bool:
+    def settle(self, position: str, claims: int, ledger: Ledger, lost_body: bool = False) -> bool:
         return False
 
     def tell(self, text: str) -> None:

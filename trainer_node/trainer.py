@@ -17,6 +17,7 @@ import torch
 from shared.checkpoint import Checkpoint
 from shared.departure import LEFT
 from shared.errors import (
+    BodyLost,
     CheckpointDamaged,
     CheckpointNotFound,
     Fenced,
@@ -26,7 +27,7 @@ from shared.errors import (
     WeightsNotFinite,
 )
 from shared.events import emit
-from shared.experience_log import ExperienceLog, id_order
+from shared.experience_log import id_order
 from shared.flow import FlowState
 from shared.fragment import Fragment
 from shared.heartbeat import Heartbeat, insist
@@ -41,6 +42,7 @@ from trainer_node.figures import Figures
 from trainer_node.group import GroupBroken
 from trainer_node.intake import Intake, RedisSettlement
 from trainer_node.learner import make_learner
+from trainer_node.patient_log import PatientLog
 from trainer_node.publisher import Publisher
 from trainer_node.ranks import Alone, Lead
 from trainer_node.rebase import rebased
@@ -63,7 +65,7 @@ class Trainer:
         self._role = role
         self._config = role.config
         self._board = PolicyBoard(role.redis, role.run_id)
-        self._log = ExperienceLog(role.redis, role.run_id)
+        self._log = role.log()
         self._heartbeat = Heartbeat(role.redis, role.run_id, "trainer", "trainer")
         self._schedule = RunSchedule(role.config)
         folder = Path(run_folder) / "signals" if run_folder and Path(run_folder).is_dir() else None
@@ -119,7 +121,8 @@ class Trainer:
         self._learner = make_learner(self._config, self._description)
         self._settlement = RedisSettlement(self._role, self._epoch)
         self._know_redis()
-        self._intake = Intake(self._role.run_id, self._config, self._description, self._log, self._settlement)
+        log = PatientLog(self._role, self._heartbeat, lambda: self.leaving)
+        self._intake = Intake(self._role.run_id, self._config, self._description, log, self._settlement)
         self._publisher = Publisher(self._role, self._epoch)
         self._publisher.start()
         with self._heartbeat.waiting("the store", _DURABLE_SECONDS) as wait:
@@ -148,6 +151,9 @@ class Trainer:
                 return self._ends(state.reason) if ending else "waited"
         except RedisSetBack:
             self._redis_came_back()
+            return "waited"
+        except BodyLost as error:
+            self._go_on_without(error)
             return "waited"
         fragments, self._fragments = self._fragments, []
         phase = self._phase
@@ -299,15 +305,27 @@ class Trainer:
             text = f"restored {name}; Redis knew nothing newer"
         else:
             text = f"restored {name}; reading the log again up to version {state.version}"
+        self._take_up(checkpoint, text)
+
+    def _take_up(self, checkpoint: Checkpoint, text: str) -> None:
+        """Goes on from there; a Redis that knows less is set forward to it."""
         restored = snapshot.restore(self._learner, checkpoint)
         self.version, self._line = restored.version, restored.line
         self._remember_parent(checkpoint.manifest.name, restored.books.position)
         self._intake.restore(restored.books)
-        if state.version < self.version:
+        if self._role.flow.read().version < self.version:
             self._set_redis_forward()
         emit(self._role.redis, self._role.run_id, "trainer", text)
         _LOGGER.info("%s", text)
         self._publisher.submit(self._snapshot())  # where the store knows it: completes what a crash left undone
+
+    def _go_on_without(self, error: BodyLost) -> None:
+        """What a former trainer learnt from cannot be read again: as far as this one came goes on as a new version."""
+        self._fragments.clear()
+        reached = self._snapshot()
+        checkpoint = self._rebase(Checkpoint(reached.manifest, reached.objects))
+        text = f"{error}: {reached.manifest.name} goes on as version {checkpoint.manifest.version}"
+        self._take_up(checkpoint, text)
 
     def _rebase(self, checkpoint: Checkpoint) -> Checkpoint:
         """An older checkpoint as the newest version, durable before anybody acts with it; none goes back."""
@@ -361,6 +379,7 @@ class Trainer:
         """Version, credit and books of a Redis that knows less than this trainer become what the trainer knows."""
         books = self._intake.committed
         set_forward(self._role.redis, self._role.run_id, self._epoch, books.position, Ledger.from_json(books.ledger))
+        self._log.give_up(self._settlement.given_up)
         return self._publish(0)
 
     # One turn

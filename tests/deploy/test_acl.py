@@ -15,13 +15,22 @@ from typing import Any
 import pytest
 import redis
 
-from coordinator.preparation import check, create_flow, impatient, prepare_new, prepare_resume, record_failure
+from coordinator.preparation import (
+    check,
+    check_services,
+    create_flow,
+    impatient,
+    prepare_new,
+    prepare_resume,
+    record_failure,
+)
 from coordinator.run import Run
 from coordinator.services import free_port, redis_binary
 from coordinator.status import live_status
 from rollout_worker.evaluator import Evaluator
 from rollout_worker.worker import Worker
 from shared import events
+from shared.bodies import named_bodies
 from shared.checkpoint import FINISHED
 from shared.config import Config
 from shared.config_sources import dump_config
@@ -189,6 +198,34 @@ def test_what_the_log_holds_of_strangers_is_dropped_and_a_redis_set_back_is_set_
     worker.ask_to_leave()
     worker.stop("left")
     trainer.finish("exhausted")
+
+
+@pytest.mark.usefixtures("nobody_is_refused")
+def test_a_run_with_its_bodies_on_shards_loses_one(config: Config, unique_run_id: str) -> None:
+    """Other databases of the same server, with the same users."""
+    redis = config.redis.model_copy(update={"shards": tuple(f"{config.redis.url}/{db}" for db in (1, 2))})
+    roles = Roles(config.model_copy(update={"redis": redis}), unique_run_id)
+    check_services(roles.config)
+    prepare_new(roles.coordinator, check(roles.config))
+    trainer, worker = roles.trainer(), roles.worker(0)
+    assert worker.step(0) == "pushed"
+    lost = trainer._role.bodies
+    ((name, place),) = named_bodies(roles.viewer.redis, unique_run_id)
+    lost.remove(name, place)
+    assert sum(live_status(roles.viewer.redis, unique_run_id).shards.values()) == place.size
+    for _ in range(1000):
+        worker.step(0)
+        if trainer.step(0) == "ended":
+            break
+    trainer.finish("exhausted")
+    worker.stop("the end")
+    assert "lost_body" in roles.events()
+    assert roles.coordinator.checkpoints.marker(FINISHED) is not None
+    prepare_resume(open_role(config_longer(roles.config), roles.address, "coordinator"))
+
+
+def config_longer(config: Config) -> Config:
+    return config.model_copy(update={"stop_at": config.stop_at.model_copy(update={"updates": 99})})
 
 
 @pytest.mark.usefixtures("nobody_is_refused")

@@ -16,7 +16,7 @@ from shared import fragment
 from shared.config import Config
 from shared.errors import ConfigError, EnvironmentFailure, WorkerSuperseded
 from shared.events import read_events
-from shared.experience_log import START, ExperienceLog
+from shared.experience_log import START
 from shared.fragment import Fragment
 from shared.heartbeat import Beat, read_heartbeats
 from shared.ledger import read_books
@@ -57,7 +57,7 @@ def started(role: Role, index: int = 0) -> Iterator[Worker]:
 
 
 def fragments_of(role: Role) -> list[Fragment]:
-    return [fragment.decode(entry.fragment) for entry in ExperienceLog(role.redis, role.run_id).read(START, 100, 0)]
+    return [fragment.decode(entry.fragment or b"") for entry in role.log().read(START, 100, 0)]
 
 
 def beat_of(role: Role, worker: str) -> Beat:

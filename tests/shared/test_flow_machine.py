@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import redis
@@ -29,6 +29,7 @@ from hypothesis.stateful import (
 from coordinator.services import new_secret
 from rollout_worker.making import describe_environment
 from shared import fragment, scripts
+from shared.bodies import Bodies, Needed
 from shared.checkpoint import ENVIRONMENT, CheckpointStore
 from shared.connection import Address
 from shared.errors import Fenced, WorkerSuperseded
@@ -116,6 +117,8 @@ class Protocol(RuleBasedStateMachine):
     max_lag: int
     updates_of: int
     description: bytes
+    shards: ClassVar[dict[str, redis.Redis]] = {}
+    """Where the bodies are; none for the log itself."""
 
     @initialize(fleet=st.sampled_from([1, 2, 7]))
     def start(self, fleet: int) -> None:
@@ -125,7 +128,9 @@ class Protocol(RuleBasedStateMachine):
         store = open_store(address, config)
         store.put(ENVIRONMENT, self.description)
         checkpoints = CheckpointStore(store, address.run_id)
-        self.role = Role(config, address, self.server, checkpoints, Flow(self.server, address.run_id))
+        self.bodies = Bodies(self.shards, address.run_id)
+        flow = Flow(self.server, address.run_id)
+        self.role = Role(config, address, self.server, checkpoints, flow, self.bodies)
         assert create_flow(self.role)
         self.keys = RunKeys(address.run_id)
         self.names = ["worker-" + "1" * (index + 1) for index in range(fleet)]  # each the beginning of the next
@@ -345,6 +350,9 @@ class Protocol(RuleBasedStateMachine):
         log = self.trainer.log
         assert log.trim(self.trainer.epoch, through.position) == through.read - self.model.trimmed
         self.model.trimmed = through.read
+        assert held(self.shards, self.keys, self.names) == Needed.read(self.server, self.role.run_id).named, (
+            "all is swept"
+        )
 
     @rule(data=st.data())
     def crash_and_read_again(self, data: st.DataObject) -> None:
@@ -401,6 +409,14 @@ class Protocol(RuleBasedStateMachine):
         in_log = sum(entry.size for entry in model.entries[model.trimmed :])
         assert self.role.flow.read().log_bytes == in_log
 
+    @invariant()
+    def the_shards_hold_every_body_that_the_log_names(self) -> None:
+        """Pushes that were refused have taken theirs back."""
+        if self.shards:
+            named = Needed.read(self.server, self.role.run_id).named
+            assert named <= held(self.shards, self.keys, self.names)
+            assert len(named) == len(self.model.entries) - self.model.trimmed
+
     def teardown(self) -> None:
         """From wherever it has come to: once leases have run out, one worker alone brings the run on."""
         if not hasattr(self, "trainer"):
@@ -424,6 +440,16 @@ class Protocol(RuleBasedStateMachine):
         self.server.delete(*keys)
 
 
+def held(shards: dict[str, redis.Redis], keys: RunKeys, workers: list[str]) -> frozenset[tuple[str, str, str]]:
+    """Shard, worker and field of every body that is there."""
+    found = set()
+    for shard, client in shards.items():
+        for worker in workers:
+            fields: Any = client.hkeys(keys.bodies(worker))
+            found |= {(shard, worker, field.decode()) for field in fields}
+    return frozenset(found)
+
+
 @pytest.fixture(scope="module")
 def client(redis_server: RedisServer) -> Iterator[redis.Redis]:
     with redis_server.client() as found:
@@ -439,8 +465,28 @@ def test_the_protocol_keeps_its_bounds_and_its_books_in_every_order(
         server, folder, max_lag, updates_of = client, tmp_path, max_policy_lag, fragments_per_update
         description = json.dumps(describe_environment(small_config()).as_dict()).encode()
 
+    play(Configured)
+
+
+def test_so_it_does_with_the_bodies_on_shards(client: redis.Redis, redis_server: RedisServer, tmp_path: Path) -> None:
+    """Other databases of the same server: to everybody they are other servers."""
+    others = {
+        f"shard/{db}": redis.Redis.from_url(redis_server.url, password=redis_server.password, db=db) for db in (1, 2)
+    }
+
+    class Sharded(Protocol):
+        server, folder, max_lag, updates_of = client, tmp_path, 1, 2
+        description = json.dumps(describe_environment(small_config()).as_dict()).encode()
+        shards = others
+
+    play(Sharded)
+    for other in others.values():
+        other.close()
+
+
+def play(machine: type[Protocol]) -> None:
     run_state_machine_as_test(
-        Configured,
+        machine,
         settings=settings(
             max_examples=15, stateful_step_count=50, deadline=None, derandomize=True, database=None,
             phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck),

@@ -9,7 +9,6 @@ import pytest
 
 from shared import fragment, tensor_blob
 from shared.errors import Fenced
-from shared.experience_log import ExperienceLog
 from shared.flow import Claim
 from shared.fragment import Fragment, FragmentHeader
 from shared.ledger import Count, Ledger, LedgerLine, read_books
@@ -25,7 +24,7 @@ STEPS, ENVS = 2, 2
 SIZE = STEPS * ENVS
 """Transitions in a fragment of these tests."""
 BAD = ["undecodable", "corrupt", "wire_version", "schema", "foreign_run", "not_finite", "stale"]
-"""What `damaged` can make; `duplicate` and `lost` are the log's faults, not a fragment's."""
+"""What `damaged` can make; `duplicate`, `lost` and `lost_body` are the log's faults, not a fragment's."""
 
 
 def small_config(fragments_per_update: int = 2, max_policy_lag: int = 0, **rollout: Any) -> Any:
@@ -45,7 +44,7 @@ class SmallWorker:
 
     def __init__(self, role: Role, name: str = "worker-0") -> None:
         self.role, self.name, self.seq = role, name, 0
-        self.log = ExperienceLog(role.redis, role.run_id)
+        self.log = role.log()
         self.incarnation, self.epoch = role.flow.register(name)
 
     def claim(self) -> Claim:
@@ -94,7 +93,7 @@ class SmallTrainer:
         self.role = role
         self.epoch = role.flow.take_over()
         self.board = PolicyBoard(role.redis, role.run_id)
-        self.log = ExperienceLog(role.redis, role.run_id)
+        self.log = role.log()
         settlement = RedisSettlement(role, self.epoch)
         self.intake = Intake(role.run_id, role.config, role.description(), self.log, settlement)
         self.version = 0
@@ -427,4 +426,4 @@ def test_a_header_that_lies_in_its_metadata_only_is_corrupt(make_role: MakeRole)
 
 
 def test_every_reason_of_the_ledger_has_a_test_here() -> None:
-    assert {*BAD, "duplicate", "lost"} == set(fragment.REASONS)
+    assert {*BAD, "duplicate", "lost", "lost_body"} == set(fragment.REASONS)

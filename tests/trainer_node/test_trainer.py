@@ -193,9 +193,9 @@ def test_heat_up_acts_at_random_counts_apart_learns_the_normaliser_and_no_weight
     log, entries = ExperienceLog(game.role.redis, game.role.run_id), []
     game.play_to(2)
     entries = log.read("0-0", 100, 0.0)
-    headers = [fragment.decode(entry.fragment).header for entry in entries]
+    headers = [fragment.decode(entry.fragment or b"").header for entry in entries]
     assert [header.phase for header in headers] == [Phase.HEATUP] * 4
-    columns = [fragment.decode(entry.fragment).columns["default"] for entry in entries]
+    columns = [fragment.decode(entry.fragment or b"").columns["default"] for entry in entries]
     assert all(not item["log_prob"].any() for item in columns), "no policy's distribution stands behind the actions"
     assert {int(action) for item in columns for action in item["action"].flat} == {0, 1}
     counters = game.trainer._learner.counters

@@ -1,0 +1,252 @@
+"""Bodies on shards: each worker's spread evenly, found again in one round trip each, swept when nobody needs them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.bodies import Bodies, BodyPlace, bytes_by_shard
+from shared.errors import ConfigError, RedisUnavailable, ShardFull, ShardUnavailable
+from shared.redis_keys import RunKeys
+from shared.role import Role
+from tests.chaos.own_redis import OwnRedis
+from tests.conftest import MakeRole, RedisServer
+from tests.trainer_node.test_intake import SmallTrainer, SmallWorker, begin, small_config
+
+DATABASES = (1, 2, 3)
+words = st.text(st.characters(codec="ascii", categories=["L", "N", "P"]), min_size=1)
+
+
+@pytest.fixture
+def shards(redis_server: RedisServer) -> Iterator[dict[str, redis.Redis]]:
+    """Other databases of the tests' Redis."""
+    found = {
+        f"shard/{db}": redis.Redis.from_url(redis_server.url, password=redis_server.password, db=db) for db in DATABASES
+    }
+    yield found
+    for client in found.values():
+        client.close()
+
+
+def sharded_role(make_role: MakeRole, redis_server: RedisServer, databases: tuple[int, ...] = (1, 2)) -> Role:
+    """A run with its bodies in other databases of the tests' Redis."""
+    config = small_config()
+    urls = tuple(f"{redis_server.url}/{db}" for db in databases)
+    return make_role(config.model_copy(update={"redis": config.redis.model_copy(update={"shards": urls})}))
+
+
+def fields(role: Role, worker: str = "worker-0") -> set[str]:
+    """What all shards have of a worker."""
+    found = set()
+    for client in role.bodies._shards.values():
+        names: Any = client.hkeys(RunKeys(role.run_id).bodies(worker))
+        found |= {name.decode() for name in names}
+    return found
+
+
+def only_entry(role: Role) -> dict[bytes, bytes]:
+    """The log's, as Redis holds it."""
+    page: Any = role.redis.xrange(RunKeys(role.run_id).log)
+    ((_, entry),) = page
+    return dict(entry)
+
+
+@given(words, words, st.integers(0, 2**40))
+def test_a_place_comes_back_as_it_was(shard: str, field: str, size: int) -> None:
+    place = BodyPlace(shard, field, size)
+    assert BodyPlace.decode(place.encode()) == place
+
+
+@pytest.mark.parametrize("text", [b"", b"a b", b"a b c", b"a b 1 2", b"a b -1", b"\xff\xfe", "a b ٣".encode() + b" 1"])
+def test_what_is_no_place_is_none(text: bytes) -> None:
+    assert BodyPlace.decode(text) is None
+
+
+def test_a_worker_fills_one_shard_after_the_other_and_finds_all_again(
+    shards: dict[str, redis.Redis], unique_run_id: str
+) -> None:
+    bodies = Bodies(shards, unique_run_id)
+    wanted = [
+        (worker, bodies.put(worker, 0, seq, f"{worker} {seq}".encode()))
+        for worker in ("worker-0", "worker-1")
+        for seq in range(30)
+    ]
+    assert bodies.names == tuple(shards)
+    assert Counter(place.shard for worker, place in wanted if worker == "worker-0") == dict.fromkeys(shards, 10)
+    assert all(wanted[index][1].shard != wanted[index + 1][1].shard for index in range(29))
+    assert bodies.put("worker-0", 0, 7, b"worker-0 7") == wanted[7][1], "safe to repeat"
+    assert bodies.fetch(wanted) == [
+        f"{worker} {seq}".encode() for worker in ("worker-0", "worker-1") for seq in range(30)
+    ]
+
+
+def test_other_contents_have_another_place(shards: dict[str, redis.Redis], unique_run_id: str) -> None:
+    """After a Redis that was set back two processes may have the same worker's number, incarnation and all."""
+    bodies = Bodies(shards, unique_run_id)
+    one, other = bodies.put("worker-0", 3, 4, b"one"), bodies.put("worker-0", 3, 4, b"other")
+    assert bodies.fetch([("worker-0", one), ("worker-0", other)]) == [b"one", b"other"]
+    bodies.remove("worker-0", other)
+    elsewhere = BodyPlace("a shard that left", one.field, 3)
+    assert bodies.fetch([("worker-0", other), ("worker-0", one), ("worker-0", elsewhere)]) == [None, b"one", None]
+
+
+def test_without_shards_the_log_holds_the_bodies(make_role: MakeRole) -> None:
+    role = make_role(small_config())
+    begin(role)
+    SmallWorker(role).work()
+    assert not role.bodies and role.flow.read().shards == ()
+    entry = only_entry(role)
+    assert b"fragment" in entry and b"body" not in entry
+    assert bytes_by_shard(role.redis, role.run_id) == {}
+
+
+def test_with_shards_the_log_names_the_places_and_counts_the_bytes(
+    make_role: MakeRole, redis_server: RedisServer
+) -> None:
+    role = sharded_role(make_role, redis_server)
+    trainer, worker = begin(role), SmallWorker(role)
+    worker.work(blob=b"x" * 1000)
+    entry = only_entry(role)
+    assert b"fragment" not in entry and len(entry[b"body"]) < 100
+    assert role.flow.read().log_bytes == 1000
+    sizes = bytes_by_shard(role.redis, role.run_id)
+    assert sum(sizes.values()) == 1000 and set(sizes) < set(role.bodies.names)
+    (found,) = trainer.log.read("0-0", 10, 0.0)
+    assert found.fragment == b"x" * 1000 and found.claimed and not found.lost_body
+    assert list(trainer.log.between("0-0", found.id)) == [found]
+
+
+@pytest.mark.parametrize("word", ["stale", "superseded", "finished", "epoch"])
+def test_a_push_that_is_refused_takes_its_body_back(make_role: MakeRole, redis_server: RedisServer, word: str) -> None:
+    role = sharded_role(make_role, redis_server)
+    begin(role)
+    worker = SmallWorker(role)
+    if word == "stale":
+        for index in (1, 2):
+            SmallWorker(role, f"worker-{index}").work()
+    elif word == "superseded":
+        SmallWorker(role)
+    elif word == "finished":
+        role.flow.set_state("finished", "enough")
+    else:
+        worker.epoch = 9
+    assert worker.push() == word
+    assert fields(role) == set()
+    if word == "stale":
+        assert worker.push(b"another") == "stale"
+        assert worker.push(b"another") == "stale"
+        assert role.redis.hget(RunKeys(role.run_id).produced, "worker-0:fragments:stale") == b"2"
+
+
+def test_a_push_that_is_sent_again_keeps_its_body(make_role: MakeRole, redis_server: RedisServer) -> None:
+    role = sharded_role(make_role, redis_server)
+    trainer, worker = begin(role), SmallWorker(role)
+    worker.work(blob=b"once")
+    worker.seq = 0
+    assert worker.push(b"once") == "duplicate"
+    assert [entry.fragment for entry in trainer.log.read("0-0", 10, 0.0)] == [b"once"]
+
+
+def consume(trainer: SmallTrainer, worker: SmallWorker, updates: int) -> str:
+    """So many versions; answers the position behind them."""
+    for _ in range(updates):
+        for _ in range(2):
+            worker.work(trainer.version)
+            assert trainer.take() is not None
+        trainer.publish()
+    return trainer.intake.committed.position
+
+
+def test_a_trim_sweeps_what_it_covers_and_orphans_but_nothing_whose_push_may_come(
+    make_role: MakeRole, redis_server: RedisServer
+) -> None:
+    role = sharded_role(make_role, redis_server)
+    trainer, worker = begin(role), SmallWorker(role)
+    role.bodies.put("worker-0", 0, 0, b"of a former process of this number, that never pushed it")
+    through = consume(trainer, worker, 2)
+    worker.work(trainer.version, b"in the log")
+    role.bodies.put("worker-0", 0, 5, b"its push is on its way")
+    role.bodies.put("worker-1", 0, 0, b"of a worker that has not registered, as far as Redis knows")
+    client = next(iter(role.bodies._shards.values()))
+    client.hset(RunKeys(role.run_id).bodies("worker-0"), "by hand", "x")
+    assert len(fields(role)) == 1 + 4 + 1 + 1 + 1
+    assert trainer.log.trim(trainer.epoch, through) == 4
+    assert {field[:4] for field in fields(role)} == {"0:4:", "0:5:"}
+    assert len(fields(role, "worker-1")) == 1
+    successor = SmallWorker(role)
+    trainer.log.trim(trainer.epoch, through)
+    assert {field[:4] for field in fields(role)} == {"0:4:"}, "the push of a former life is refused"
+    role.bodies.put("worker-0", successor.incarnation, 0, b"its push is on its way")
+    SmallWorker(role, "worker-1")
+    trainer.log.trim(trainer.epoch, through)
+    assert {field[:4] for field in fields(role)} == {"0:4:", "1:0:"}
+    assert len(fields(role, "worker-1")) == 1
+    assert trainer.take() is None, "what is in the log was no fragment"
+    trainer.log.trim(trainer.epoch, trainer.intake.position)
+    assert {field[:4] for field in fields(role)} == {"1:0:"}
+
+
+def test_many_bodies_are_swept_in_pieces(make_role: MakeRole, redis_server: RedisServer) -> None:
+    role = sharded_role(make_role, redis_server)
+    begin(role)
+    SmallWorker(role)
+    for seq in range(1500):
+        role.bodies.put("worker-0", 0, seq, b"x")
+    SmallWorker(role)
+    assert role.bodies.sweep(role.redis) == 1500
+    assert fields(role) == set()
+
+
+def test_a_shard_that_is_away_or_full_or_locked_is_named(tmp_path: Any, unique_run_id: str) -> None:
+    server = OwnRedis(tmp_path / "shard")
+    bodies = Bodies({"a/0": server.client()}, unique_run_id)
+    try:
+        place = bodies.put("worker-0", 0, 0, b"x")
+        server.command("CONFIG", "SET", "maxmemory", 1)
+        with pytest.raises(ShardFull, match="shard a/0 has no memory left"):
+            bodies.put("worker-0", 0, 1, b"x")
+        assert bodies.fetch([("worker-0", place)]) == [b"x"]
+        server.command("CONFIG", "SET", "maxmemory", 0)
+        locked = Bodies({"a/0": redis.Redis(port=server.port, password="another")}, unique_run_id)
+        with pytest.raises(RedisUnavailable, match="shard a/0 refuses the credentials"):
+            locked.put("worker-0", 0, 1, b"x")
+        server.kill()
+        with pytest.raises(ShardUnavailable, match="shard a/0 cannot be used: "):
+            bodies.fetch([("worker-0", place)])
+        with pytest.raises(ShardUnavailable, match="shard a/0 cannot be used: "):
+            bodies.put("worker-0", 0, 1, b"x")
+        bodies.remove("worker-0", place)
+    finally:
+        server.kill()
+
+
+def test_a_sweep_goes_past_a_shard_that_is_away(
+    make_role: MakeRole, redis_server: RedisServer, shards: dict[str, redis.Redis], tmp_path: Any
+) -> None:
+    role = make_role(small_config())
+    server = OwnRedis(tmp_path / "shard")
+    bodies = Bodies({"away/0": server.client(), **shards}, role.run_id)
+    SmallWorker(role)
+    for seq in range(8):
+        bodies.put("worker-0", 0, seq, b"x")
+    SmallWorker(role)
+    server.kill()
+    assert bodies.sweep(role.redis) == 6
+    server.start()
+    assert bodies.sweep(role.redis) == 2
+    server.kill()
+
+
+def test_a_role_with_other_shards_than_its_run_is_refused(make_role: MakeRole, redis_server: RedisServer) -> None:
+    sharded_role(make_role, redis_server, (1, 2)).check_config()
+    other = sharded_role(make_role, redis_server, (2,))
+    with pytest.raises(ConfigError, match=r"redis\.shards are \S+/2, those of run \S+ are \S+/1, \S+/2;"):
+        other.check_config()
+    with pytest.raises(ConfigError, match=r"redis\.shards are none, those"):
+        make_role(small_config()).check_config()
