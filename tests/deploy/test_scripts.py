@@ -265,6 +265,48 @@ def test_a_run_by_ssh_alone_trains_leaves_goes_on_and_ends(head: Head, sshd: str
         end_roles()
 
 
+SRUN = """#!/usr/bin/env bash
+# As SLURM's: one process for each task, each with its number; a signal goes to all.
+shift
+for number in $(seq 0 $((SLURM_NTASKS - 1))); do SLURM_PROCID=$number "$@" & done
+trap 'kill -TERM $(jobs -p)' TERM
+for task in $(jobs -p); do wait "$task" || code=$?; done
+exit "${code:-0}"
+"""
+"""Stands in for SLURM alone; Redis, store and roles are real."""
+
+
+@pytest.mark.timeout(300)
+def test_a_slurm_job_trains_with_a_redis_and_a_folder_of_its_own(head: Head) -> None:
+    path = head.folder / "code" / "config.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"stop_at": {"updates": 8}}))
+    own = ("STAGECOACH__REDIS__URL", "STAGECOACH__STORE__URL", "STAGECOACH__STORE__ENDPOINT_URL")
+    (head.folder / "stagecoach.env").write_text("".join(f"{k}={v}\n" for k, v in head.environ.items() if k not in own))
+    (head.folder / "bin").mkdir()
+    (head.folder / "bin" / "srun").write_text(SRUN)
+    (head.folder / "bin" / "srun").chmod(0o755)
+    environ = {**os.environ} | {
+        "CONFIG": str(path), "RUN": RUN, "STAGECOACH_ENV": str(head.folder / "stagecoach.env"),
+        "STAGECOACH_DEPLOY": str(DEPLOY), "STAGECOACH_PYTHON": sys.executable, "PYTHONPATH": str(ROOT),
+        "SLURM_JOB_ID": str(free_port()), "SLURM_NTASKS": "4", "SLURM_SUBMIT_DIR": str(head.folder),
+        "PATH": f"{head.folder}/bin:{os.environ['PATH']}",
+    }  # fmt: skip
+    try:
+        done = subprocess.run(
+            ["bash", str(DEPLOY / "slurm.sbatch")], cwd=head.folder, env=environ, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=2 * DEADLINE_SECONDS,
+        )  # fmt: skip
+        assert done.returncode == 0, done
+        assert not roles_left()
+    finally:
+        end_roles()
+    folder = head.folder / "stagecoach-runs" / RUN
+    mark = json.loads((folder / "store" / RUN / FINISHED).read_text())
+    assert (mark["reason"], mark["version"]) == ("exhausted", 8)
+    check_ledger(mark)
+    assert not (folder / "services" / "redis.pid").exists()
+
+
 def roles_left() -> list[int]:
     """Roles of this module's runs, and the shells that start them again."""
     found = []
