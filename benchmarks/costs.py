@@ -146,7 +146,7 @@ class Costs:
         self._intake.commit()
         self._board.publish(
             epoch=self._epoch, version=version, consumed=consumed, settled_id=self._intake.position,
-            ledger=self._intake.ledger, header=self._header, blob=self._blob,
+            ledger=self._intake.committed.ledger, header=self._header, blob=self._blob,
         )  # fmt: skip
 
     def _memory(self) -> int:

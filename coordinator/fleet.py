@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -28,7 +28,7 @@ from shared.departure import LEFT
 from shared.errors import Fenced, StagecoachError
 from shared.events import emit
 from shared.flow import FlowState
-from shared.heartbeat import Beat, Heartbeat, forget_heartbeat, read_heartbeats
+from shared.heartbeat import BEAT_SECONDS, Beat, Heartbeat, forget_heartbeat, read_heartbeats
 from shared.launch import RoleLaunch
 from shared.rate import Rate
 from shared.role import Role
@@ -38,6 +38,8 @@ from trainer_node.rendezvous import rank_id
 _LOOK_SECONDS = 0.2
 _PLACED_SECONDS = 20.0
 """A role that has not said anything for this long after its start probably waits for Ray to place it."""
+_READING_SHARE = 0.1
+"""Of the processor, that reading heartbeats may take; ten thousand of them take a tenth of a second."""
 _CLUSTER_SECONDS = 2.0
 """How often machines are counted."""
 _FRUITLESS_LIVES = 3
@@ -69,6 +71,8 @@ class Fleet:
         self._trainer_node: str | None = None
         self._room = NO_BOUND
         self._next_count = 0.0
+        self._beats: Mapping[str, Beat] = {}
+        self._next_read = 0.0
         self._trainer = self._start("trainer", TrainerActor, trainer_options(role.config), launch)
         self._ranks = [
             self._start(rank_id(rank), RankActor, trainer_options(role.config), launch, rank)
@@ -108,12 +112,21 @@ class Fleet:
         else:
             time.sleep(_LOOK_SECONDS)
         if self.outcome is None:
-            beats = {beat.id: beat for beat in read_heartbeats(self._role.redis, self._role.run_id)}
+            beats = self._read_beats()
             for member in self._members():
                 self._watch(member, beats.get(member.name))
             self._count_machines()
             self._watch_placement(beats)
             self._follow(self._role.flow.read(), beats)
+
+    def _read_beats(self) -> Mapping[str, Beat]:
+        """At each turn, or where they are so many that this would cost much, about as often as they come."""
+        if time.monotonic() >= self._next_read:
+            used = time.thread_time()
+            self._beats = {beat.id: beat for beat in read_heartbeats(self._role.redis, self._role.run_id)}
+            used = time.thread_time() - used
+            self._next_read = time.monotonic() + min(used / _READING_SHARE, BEAT_SECONDS)
+        return self._beats
 
     def _follow(self, flow: FlowState, beats: Mapping[str, Beat]) -> None:
         """What the run's state asks for: scaling, or the end that another trainer has brought about."""
@@ -166,20 +179,24 @@ class Fleet:
                 options = worker_options(self._config) | places.next()
                 self._workers[index] = self._start(f"worker-{index}", WorkerActor, options, self._launch, index)
         self._given_up = {index: error for index, error in self._given_up.items() if index < desired}
-        for index, member in list(self._workers.items()):
-            if index >= desired:
-                self._let_go(member, beats.get(member.name))
-            elif member.name in self._drained:  # called back before it has left
+        too_many = [member for index, member in self._workers.items() if index >= desired]
+        for index, member in self._workers.items():
+            if index < desired and member.name in self._drained:  # called back before it has left
                 self._role.flow.undrain(member.name)
                 self._drained.discard(member.name)
+        self._let_go(too_many, beats)
 
-    def _let_go(self, member: Member, beat: Beat | None) -> None:
-        """A worker finishes its fragment and leaves; one that has no living process has none to finish."""
-        if beat is None or not beat.alive or member.life is None:
-            self._remove(member)
-        elif member.name not in self._drained:
-            self._role.flow.drain(member.name)
-            self._drained.add(member.name)
+    def _let_go(self, members: Sequence[Member], beats: Mapping[str, Beat]) -> None:
+        """Workers finish their fragments and leave; those that have no living process have none to finish."""
+        asked = []
+        for member in members:
+            beat = beats.get(member.name)
+            if beat is None or not beat.alive or member.life is None:
+                self._remove(member)
+            elif member.name not in self._drained:
+                asked.append(member.name)
+        self._role.flow.drain(*asked)
+        self._drained.update(asked)
 
     def _count_machines(self) -> None:
         """What room there is, and where the trainer stands; workers that it has come to make way, if they shall."""

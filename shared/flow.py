@@ -18,6 +18,9 @@ from shared import scripts
 from shared.errors import Fenced, RunNotFound, WorkerSuperseded
 from shared.redis_keys import RunKeys
 
+_PAGE = 1000
+"""Arguments of one script; Lua bears only some thousands."""
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -170,9 +173,16 @@ class Flow:
         keys = [self._keys.flow, self._keys.claims, self._keys.wakeups]
         return int(self._run("RELEASE", keys, [worker]))
 
-    def drain(self, worker: str) -> None:
-        """Asks `worker` to end after its fragment; holds until `undrain`, however often the worker restarts."""
-        if scripts.write_small(self._redis, self._keys.flow, self._keys.draining, "SADD", worker):
+    def drain(self, *workers: str) -> None:
+        """Asks them to end after their fragments; holds until `undrain`, however often a worker restarts.
+
+        Many are asked together, since each wake-up is for everybody who waits.
+        """
+        asked = 0
+        for first in range(0, len(workers), _PAGE):
+            page = workers[first : first + _PAGE]
+            asked += int(scripts.write_small(self._redis, self._keys.flow, self._keys.draining, "SADD", *page))
+        if asked:
             scripts.write_small(
                 self._redis, self._keys.flow, self._keys.wakeups, "XADD", "MAXLEN", "~", 64, "*", "w", 1
             )

@@ -15,7 +15,6 @@ import redis
 from shared import scripts
 from shared.checkpoint import Checkpoint, CheckpointStore
 from shared.errors import Fenced, RedisSetBack
-from shared.ledger import Ledger
 from shared.policies.codec import VersionHeader, decode_board, decode_policy, state_arrays
 from shared.redis_keys import RunKeys
 from shared.spaces import Columns
@@ -54,7 +53,7 @@ class PolicyBoard:
         version: int,
         consumed: int,
         settled_id: str,
-        ledger: Ledger,
+        ledger: str,
         header: VersionHeader,
         blob: bytes,
         checkpoint: str = "",
@@ -64,7 +63,7 @@ class PolicyBoard:
 
         Raises `RedisSetBack`, and changes nothing, where Redis may have lost what the ledger says: it is not `process`,
         or knows an older epoch.
-        `blob` is empty and `checkpoint` names the weights under the transport `object_store`.
+        `ledger` is its JSON. `blob` is empty and `checkpoint` names the weights under the transport `object_store`.
         """
         keys = [self._keys.flow, self._keys.board, self._keys.ledger, self._keys.wakeups]
         args: list[Any] = [
@@ -72,7 +71,7 @@ class PolicyBoard:
             version,
             consumed,
             settled_id,
-            ledger.as_json(),
+            ledger,
             json.dumps(header.as_dict()),
             blob,
             checkpoint,

@@ -176,7 +176,7 @@ if not held or tonumber(held) < now then
   end
 end
 begin()
-if #expired > 0 then redis.call('ZREM', KEYS[2], unpack(expired)) end
+for _, lapsed in ipairs(expired) do redis.call('ZREM', KEYS[2], lapsed) end  -- unpack bears only some thousands
 if claimed ~= tonumber(flow[4]) then redis.call('HSET', KEYS[1], 'claimed', claimed) end
 if word == 'wait_memory' then
   redis.call('HSET', KEYS[1], 'memory_full', 1)

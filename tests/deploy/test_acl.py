@@ -350,7 +350,7 @@ def test_a_worker_cannot_run_the_trainers_steps(server: AclServer, config: Confi
     before = roles.coordinator.flow.read()
     with pytest.raises(redis.exceptions.NoPermissionError):
         PolicyBoard(worker.redis, unique_run_id).publish(
-            epoch=9, version=0, consumed=0, settled_id="0-0", ledger=Ledger(), header=header, blob=b"x"
+            epoch=9, version=0, consumed=0, settled_id="0-0", ledger="{}", header=header, blob=b"x"
         )
     with pytest.raises(redis.exceptions.NoPermissionError):
         set_forward(worker.redis, unique_run_id, 9, "0-0", Ledger())

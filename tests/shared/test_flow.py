@@ -138,6 +138,27 @@ def test_a_claim_whose_lease_has_run_out_goes_to_the_next_who_asks(role: Role) -
     assert role.flow.read().claimed == 2
 
 
+def test_very_many_leases_may_run_out_at_once(role: Role) -> None:
+    """As when a whole cluster is cut off; more than Lua can hand to one command."""
+    begin(role)
+    lapsed = {f"worker-{index}:0:0": 1 for index in range(10_000)}
+    role.redis.zadd(RunKeys(role.run_id).claims, lapsed)
+    role.redis.hincrby(RunKeys(role.run_id).flow, "claimed", len(lapsed))
+    assert SmallWorker(role, "another").claim().granted
+    assert role.flow.read().claimed == 1
+
+
+def test_many_are_drained_with_one_wakeup(role: Role) -> None:
+    names = [f"worker-{index}" for index in range(10_000)]
+    keys = RunKeys(role.run_id)
+    role.flow.drain(*names)
+    assert role.redis.scard(keys.draining) == len(names)
+    assert role.redis.xlen(keys.wakeups) == 1
+    role.flow.drain(*names)
+    role.flow.drain()
+    assert role.redis.xlen(keys.wakeups) == 1
+
+
 def test_a_short_lease_runs_out_by_the_servers_clock(make_role: MakeRole) -> None:
     role = make_role(small_config(fragments_per_update=1, lease_seconds=0.05))
     first, second = SmallWorker(role, "worker-0"), SmallWorker(role, "worker-1")

@@ -40,7 +40,7 @@ def publish(role: Role, epoch: int, version: int, **changes: Any) -> str:
     counters.train.env_steps = 100 * version
     header = VersionHeader(version, Phase.TRAIN, counters)
     given: dict[str, Any] = {
-        "epoch": epoch, "version": version, "consumed": 0, "settled_id": "0-0", "ledger": Ledger(), "header": header,
+        "epoch": epoch, "version": version, "consumed": 0, "settled_id": "0-0", "ledger": "{}", "header": header,
         "blob": encode_board(policies(role), header),
     }  # fmt: skip
     return PolicyBoard(role.redis, role.run_id).publish(**given | changes).word
@@ -93,7 +93,8 @@ def test_a_known_version_changes_nothing(role: Role, version: int) -> None:
     before = in_redis(role)
     changed = Ledger()
     changed.consume("worker-0", 4)
-    word = publish(role, epoch, version, consumed=2, settled_id="9-9", ledger=changed, blob=b"others", checkpoint="x")
+    others: dict[str, Any] = {"settled_id": "9-9", "ledger": changed.as_json(), "blob": b"others", "checkpoint": "x"}
+    word = publish(role, epoch, version, consumed=2, **others)
     assert word == "known" and in_redis(role) == before
 
 

@@ -113,7 +113,7 @@ class SmallTrainer:
         taken, self.taken = self.taken, 0
         return self.board.publish(
             epoch=self.epoch, version=self.version, consumed=taken, settled_id=self.intake.position,
-            ledger=self.intake.ledger, header=header, blob=b"weights",
+            ledger=self.intake.committed.ledger, header=header, blob=b"weights",
         )  # fmt: skip
 
 
