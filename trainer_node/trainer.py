@@ -434,7 +434,7 @@ class Trainer:
     def _publish(self, consumed: int) -> Published:
         """The new version on the board, with the credit and the ledger, in one step."""
         self._intake.commit()
-        states = {policy_id: state_arrays(policy) for policy_id, policy in self._learner.policies.items()}
+        books = self._intake.committed
         header = VersionHeader(self.version, self._phase, self._learner.counters)
         blob, name = b"", ""
         if self._config.policy_versions.transport == "object_store":
@@ -445,12 +445,12 @@ class Trainer:
                 self._publisher.wait_idle(_DURABLE_SECONDS)
             self._checkpointed(taken)
         else:
+            states = {policy_id: state_arrays(policy) for policy_id, policy in self._learner.policies.items()}
             blob = encode_board(states, header)
         try:
             return self._board.publish(
-                epoch=self._epoch, version=self.version, consumed=consumed, settled_id=self._intake.position,
-                ledger=self._intake.committed.ledger, header=header, blob=blob, checkpoint=name,
-                process=self._redis_process,
+                epoch=self._epoch, version=self.version, consumed=consumed, settled_id=books.position,
+                ledger=books.ledger, header=header, blob=blob, checkpoint=name, process=self._redis_process,
             )  # fmt: skip
         except RedisSetBack:
             return self._redis_came_back()
