@@ -445,8 +445,7 @@ class Trainer:
                 self._publisher.wait_idle(_DURABLE_SECONDS)
             self._checkpointed(taken)
         else:
-            states = {policy_id: state_arrays(policy) for policy_id, policy in self._learner.policies.items()}
-            blob = encode_board(states, header)
+            blob = encode_board({id_: state_arrays(policy) for id_, policy in self._learner.policies.items()}, header)
         try:
             return self._board.publish(
                 epoch=self._epoch, version=self.version, consumed=consumed, settled_id=books.position,
