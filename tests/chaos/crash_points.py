@@ -46,7 +46,8 @@ _SCRIPTS = {
     if name.isupper() and isinstance(text, str)
 }
 _READS = {
-    "CHECK_EPOCH", "IN_FLIGHT", "PING", "INFO", "TIME", "HGET", "HMGET", "HGETALL", "GET", "MGET",
+    "CHECK_EPOCH", "IN_FLIGHT", "PING", "INFO", "TIME", "HGET", "HMGET", "HGETALL", "GET", "MGET", "HKEYS",
+    "SMISMEMBER",
     "EXISTS", "LRANGE", "XREAD", "XRANGE", "XREVRANGE", "XLEN", "SMEMBERS", "SISMEMBER", "ZRANGE", "ZCARD",
 }  # fmt: skip
 """Whatever is not named here counts as a write."""
@@ -123,6 +124,8 @@ class Life:
     def over(self, role: Role) -> Role:
         """The role as this process has it."""
         self._over_redis(role.redis)
+        for shard in role.bodies._shards.values():
+            self._over_redis(shard)
         checkpoints = CheckpointStore(_Store(role.checkpoints.store, self), role.run_id)
         return dataclasses.replace(role, checkpoints=checkpoints, flow=Flow(role.redis, role.run_id))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from shared.bodies import Needed
 from shared.config import Config
 from tests.chaos.crash_points import Life, Run
 from tests.conftest import RedisServer
@@ -183,6 +184,41 @@ def test_a_worker_that_dies_between_any_two_writes(new_run: NewRun) -> None:
         found = replay(run.role.checkpoints, config, run.role.description(), "start", final)
         assert found.equal, f"a worker that died before its write {point} ({writes[point]}): {found.different}"
     print(f"{len(writes)} writes of a worker: {sorted(set(writes))}")
+
+
+@pytest.mark.parametrize("who", ["worker", "trainer"])
+def test_who_dies_between_any_two_writes_of_a_run_with_shards(
+    new_run: NewRun, redis_server: RedisServer, who: str
+) -> None:
+    """Other databases of the same server; bodies and sweeps are writes as well. Nothing is left behind."""
+    redis = {"url": redis_server.url, "shards": [f"{redis_server.url}/{db}" for db in (1, 2)]}
+    config = crashing(updates=2)
+    sharded = config.model_copy(update={"redis": type(config.redis)(**redis)})
+    run, life = new_run(sharded), Life()
+    assert run.train(life)
+    expected, writes = learnt(run), (life if who == "trainer" else run.worker_life).done
+    assert {"worker": "HSET", "trainer": "HDEL"}[who] in writes
+    first = writes.index("PUSH") + 1 if who == "worker" else 0
+    for point in range(first, len(writes)):
+        run = new_run(sharded)
+        if who == "worker":
+            run.worker_life = Life(point)
+        elif not run.train(Life(point, glance=run.glance)):
+            act_alone(run)
+        assert run.train(Life(glance=run.glance))
+        run.look()
+        assert learnt(run) == expected, f"a {who} that died before its write {point}: {writes[point]}"
+        run.role.flow.register("worker-0")  # no push of a former life can come any more
+        run.role.bodies.sweep(run.role.redis)
+        needed = Needed.read(run.role.redis, run.role.run_id)
+        held = {
+            field
+            for by_worker in (run.role.bodies._held(s, ["worker-0"]) for s in run.role.bodies.names)
+            for fields in by_worker.values()
+            for field in fields
+        }
+        assert {field for _, worker, field in needed.named if worker == "worker-0"} == held
+    print(f"{len(writes) - first} writes of a {who}: {sorted(set(writes))}")
 
 
 def learnt(run: Run) -> dict[str, Any]:
