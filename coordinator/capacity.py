@@ -162,7 +162,7 @@ def additions(config: Config) -> Additions:
     if config.ray.address == "embedded":
         return Additions()
     options = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}, "max_retries": 0}
-    asked: Any = ray.remote(read_autoscaler_config).options(**options).remote()
+    asked: Any = ray.remote(read_autoscaler_config).options(**options).remote(ray.get_runtime_context().gcs_address)
     try:
         return parse_additions(*ray.get(asked, timeout=_ASK_SECONDS))
     except ray.exceptions.GetTimeoutError:  # a head that takes no work: nobody can tell
@@ -170,22 +170,21 @@ def additions(config: Config) -> Additions:
         return Additions(unknown=True)
 
 
-def read_autoscaler_config(processes: Path = Path("/proc")) -> tuple[str | None, bool]:
-    """On the head's machine: the config of its monitor, and whether there is a monitor at all."""
-    found = False
+def read_autoscaler_config(gcs_address: str, processes: Path = Path("/proc")) -> tuple[str | None, bool]:
+    """On the head's machine: the config of this cluster's monitor, and whether it can be told what may be added.
+
+    Other clusters' monitors may be seen from there, too (containers, network namespaces).
+    """
     for command in processes.glob("[0-9]*/cmdline"):
         try:
             arguments = command.read_bytes().decode(errors="replace").split("\0")
+            ours = f"--gcs-address={gcs_address}" in arguments and any(one.endswith(_MONITOR) for one in arguments)
+            paths = [one.removeprefix(_CONFIG_ARGUMENT) for one in arguments if one.startswith(_CONFIG_ARGUMENT)]
+            if ours:
+                return (Path(paths[0]).expanduser().read_text() if paths else None), True
         except OSError:
             continue  # it has ended
-        if not any(argument.endswith(_MONITOR) for argument in arguments):
-            continue
-        found = True
-        for argument in arguments:
-            if argument.startswith(_CONFIG_ARGUMENT):
-                return Path(argument.removeprefix(_CONFIG_ARGUMENT)).expanduser().read_text(), True
-    kubernetes = "KUBERNETES_SERVICE_HOST" in os.environ
-    return None, found or not kubernetes
+    return None, "KUBERNETES_SERVICE_HOST" not in os.environ
 
 
 def parse_additions(text: str | None, monitored: bool) -> Additions:

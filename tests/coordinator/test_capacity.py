@@ -109,14 +109,15 @@ def test_the_config_is_that_of_the_running_monitor(tmp_path: Path, version: str)
     monitor.parent.mkdir(parents=True)
     monitor.write_text("import sys; print('up', flush=True); sys.stdin.read()")
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
-    arguments = [sys.executable, str(monitor), "--logs-dir=x", f"--autoscaling-config={tmp_path / 'cluster.yaml'}"]
+    arguments = [sys.executable, str(monitor), f"--autoscaling-config={tmp_path / 'cluster.yaml'}", "--gcs-address=a:1"]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdin is not None
         process.stdout.readline()
         processes = tmp_path / "processes"
         processes.mkdir()
         (processes / str(process.pid)).symlink_to(f"/proc/{process.pid}")
-        text, monitored = read_autoscaler_config(processes)
+        text, monitored = read_autoscaler_config("a:1", processes)
+        assert read_autoscaler_config("b:1", processes) == (None, True), "another cluster's"
         process.stdin.close()
     assert monitored
     assert text is not None and yaml.safe_load(text) == CLUSTER
