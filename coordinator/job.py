@@ -42,8 +42,8 @@ OR_RESUME = "--or-resume"
 PACKAGES = ("coordinator", "rollout_worker", "trainer_node", "shared")
 """All of Stagecoach's code."""
 _EXCLUDES = [".?*", "*.env", "__pycache__", "*.pyc", "runs"]
-"""Stays here: what is hidden (keys, tokens, .git, .venv; `.*` alone would be the folder itself, as Ray reads it), files of
-secrets, caches, and the runs of this machine."""
+"""Stays here: what is hidden (keys, tokens, .git, .venv; for `.*` alone Ray would leave out all), files of secrets,
+caches, and the runs of this machine."""
 _MOST_BYTES = 90 << 20
 """Ray's job server takes 100 MiB, compressed."""
 _RUNS_DIR = "~/stagecoach-runs"
