@@ -108,6 +108,8 @@ class Costs:
         self._each("publish again", _FEW, lambda index: self._publish(index + 2, 0))
         self._each("books, none in flight", _FEW, lambda index: read_books(role.redis, run))
         self._each("trim", 1, lambda index: self._log.trim(self._epoch, self._intake.committed.position))
+        books = {worker: line.as_dict() for worker, line in read_books(role.redis, run).items()}
+        self.sizes["books in a checkpoint"] = len(json.dumps(books))
         beating = cast(list[bytes], role.redis.hvals(RunKeys(run).heartbeats))
         self.sizes["heartbeats"] = sum(len(value) for value in beating)
         self.sizes["Redis without fragments, per worker"] = self._memory() // self._workers
