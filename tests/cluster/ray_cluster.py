@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.cluster.services import Services
 
 DEADLINE_SECONDS = 180.0
 """No promise: only what tells a cluster that hangs from one on a busy machine."""
-_FILE = "my-machines.yaml"
+CLUSTER_FILE = "my-machines.yaml"
 _QUICK = {
     # a dead host is noticed within some seconds instead of thirty, and the autoscaler looks once a second
     "RAY_health_check_initial_delay_ms": "1000",
@@ -27,7 +28,9 @@ _QUICK = {
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
     "AUTOSCALER_UPDATE_INTERVAL_S": "1",
-    "AUTOSCALER_HEARTBEAT_TIMEOUT_S": "10",
+    "AUTOSCALER_HEARTBEAT_TIMEOUT_S": "20",  # shorter, and a host that has just come back is started a second time
+    # a machine whose head has gone gives up after this, instead of a minute
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
 }
 _NODES = """
 import json, pathlib, urllib.request
@@ -42,13 +45,20 @@ print(json.dumps([node["ip"] for node in nodes if node.get("raylet", {}).get("st
 class RayCluster:
     """Head and workers from the cluster file; the laptop has the file, the key and the secrets."""
 
-    def __init__(self, network: Network, services: Services, workers: Sequence[Host], **values: Any) -> None:
+    def __init__(
+        self,
+        network: Network,
+        services: Services,
+        workers: Sequence[Host],
+        cpus: tuple[int, int] = (2, 2),
+        **values: Any,
+    ) -> None:
         self.services = services
         self.laptop, self.head, self.workers = network.hosts["laptop"], network.hosts["head"], list(workers)
         self._prepare_laptop(network)
         for host in (self.head, *self.workers):
             _prepare(host)
-        self.write_file(**values)
+        self.write_file(cpus, values)
 
     def up(self) -> None:
         """`ray up`; it returns when the head is up."""
@@ -60,8 +70,24 @@ class RayCluster:
 
     def launcher(self, order: str, *arguments: str) -> str:
         """A command of Ray's launcher, given in the checkout's folder."""
-        script = f'cd {SOURCE} && exec ray {order} ~/{_FILE} "$@"'
+        script = f'cd {SOURCE} && exec ray {order} ~/{CLUSTER_FILE} "$@"'
         return self.laptop.run("bash", "-c", script, "bash", *arguments, seconds=DEADLINE_SECONDS).stdout
+
+    def stagecoach(
+        self,
+        *arguments: str,
+        seconds: float = DEADLINE_SECONDS,
+        check: bool = True,
+        environ: Mapping[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """`stagecoach` on the laptop; `environ` takes the place of what its profile sets."""
+        changed = [f"{name}={value}" for name, value in (environ or {}).items()]
+        return self.laptop.run("env", *changed, "stagecoach", *arguments, seconds=seconds, check=check)
+
+    def train(self, run_id: str, config: Path, *arguments: str) -> None:
+        """`stagecoach train` on the laptop; returns while the run goes on on the cluster."""
+        options = ("--address", CLUSTER_FILE, "--run-id", run_id, "--detach")
+        self.stagecoach("train", str(config), *options, *arguments)
 
     def nodes(self) -> set[str]:
         """Addresses of the nodes that Ray takes for alive; none while its head does not answer."""
@@ -80,8 +106,11 @@ class RayCluster:
         logs = sorted(self.head.path("/tmp/ray").glob("session_2*/logs/monitor.log"))
         return logs[-1].read_text()[-3000:] if logs else "the autoscaler has no log"
 
-    def write_file(self, **values: Any) -> None:
-        """The cluster file: deploy/local.yaml with our addresses and, for a test's sake, shorter intervals."""
+    def write_file(self, cpus: tuple[int, int], values: Mapping[str, Any]) -> None:
+        """deploy/local.yaml with our addresses, shorter intervals, and processors for head and workers.
+
+        Each host would otherwise report all of this machine's.
+        """
         content = yaml.safe_load((SOURCE / "deploy" / "local.yaml").read_text())
         content["provider"] |= {"head_ip": self.head.address, "worker_ips": [host.address for host in self.workers]}
         content["auth"]["ssh_user"] = "root"
@@ -90,14 +119,13 @@ class RayCluster:
         travelled = "grep -q PYTHONPATH ~/.bashrc || echo 'export PYTHONPATH=~/stagecoach' >> ~/.bashrc"
         content["setup_commands"] = [travelled if "pip install" in line else line for line in content["setup_commands"]]
         quick = " ".join(f"{name}={value}" for name, value in _QUICK.items())
-        for key in ("head_start_ray_commands", "worker_start_ray_commands"):
-            # each host would report all processors of this machine
-            lines = [line.replace("ray start ", "ray start --num-cpus=2 ") for line in content[key]]
+        for key, count in zip(("head_start_ray_commands", "worker_start_ray_commands"), cpus, strict=True):
+            lines = [line.replace("ray start ", f"ray start --num-cpus={count} ") for line in content[key]]
             content[key] = [line.replace("export RAY_AUTH_MODE", f"export {quick} RAY_AUTH_MODE") for line in lines]
         if self.services.host is not self.head:  # its comment tells users so
             lines = content["head_start_ray_commands"]
             content["head_start_ray_commands"] = [line for line in lines if "services.sh" not in line]
-        self.laptop.path(HOME / _FILE).write_text(yaml.safe_dump(content, width=10_000, sort_keys=False))
+        self.laptop.path(HOME / CLUSTER_FILE).write_text(yaml.safe_dump(content, width=10_000, sort_keys=False))
 
     def _prepare_laptop(self, network: Network) -> None:
         home = self.laptop.path(HOME)

@@ -1,14 +1,19 @@
-"""A run on a cluster that `ray up` has launched from the laptop: trained on three hosts, gone with `ray down`."""
+"""A cluster's life as its user types it on the laptop: `ray up`, train, watch, what is refused, `ray down`."""
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
-from shared.heartbeat import Beat, read_heartbeats
-from tests.cluster.hosts import SOURCE, Network
-from tests.cluster.ray_cluster import RayCluster, until
+from coordinator.services import redis_binary
+from tests.cluster.hosts import HOME, SOURCE, Network
+from tests.cluster.ray_cluster import CLUSTER_FILE, RayCluster, until
+from tests.cluster.seen_run import SeenRun, write_config
 from tests.cluster.services import Services
 from tests.end_to_end.command_line import check_ledger
 
@@ -27,26 +32,22 @@ def cluster(network: Network) -> RayCluster:
 
 
 def test_cartpole_is_solved_on_three_hosts(cluster: RayCluster) -> None:
-    training = cluster.head.start(
-        "bash", "-c",
-        f"set -a; . ~/stagecoach.env; set +a; stagecoach train {SOURCE}/examples/cartpole.yaml --run-id {RUN} "
-        "--set ray.address=auto --set rollout.workers=3",
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    seen: set[tuple[str, str]] = set()
+    cluster.train(RUN, SOURCE / "examples" / "cartpole.yaml", "--set", "rollout.workers=3")
+    run, seen = SeenRun(cluster, RUN), set[tuple[str, str]]()
 
     def ended() -> bool:
-        seen.update((beat.role, beat.address) for beat in heartbeats(cluster, RUN))
-        return training.poll() is not None
+        status = run.status()
+        seen.update((beat.role, beat.address) for beat in status.roles)
+        return status.state == "finished"
 
+    watching = cluster.laptop.start("stagecoach", "watch", RUN, stdout=subprocess.PIPE)
     until("the end of the run", ended, lambda: seen)
-    out, _ = training.communicate()
-    assert training.returncode == 0, out
-    assert "solved" in out
+    watched, _ = watching.communicate(timeout=60)
     hosts = {cluster.head.address, *(host.address for host in cluster.workers)}
-    assert {role for role, _ in seen} == {"coordinator", "trainer", "evaluator", "worker"}
     assert {address for _, address in seen} <= hosts
     assert len({address for role, address in seen if role == "worker"}) > 1
+    assert re.search(r"^checkpoint +\d+_Step-\d+.ckpt", watched, re.MULTILINE), "as they land in the bucket"
+    assert "finished" in watched and "balances" in watched
 
 
 def test_its_checkpoints_and_books_are_in_the_bucket(cluster: RayCluster) -> None:
@@ -55,11 +56,54 @@ def test_its_checkpoints_and_books_are_in_the_bucket(cluster: RayCluster) -> Non
     check_ledger(finished)
     pointer = cluster.services.marker(RUN, ".checkpoint")
     assert pointer["final"] == finished["final"]
-    assert f"checkpoints/{pointer['final']}/manifest.json" in names
-    assert f"checkpoints/{pointer['best']}/manifest.json" in names
+    assert {f"checkpoints/{pointer[which]}/manifest.json" for which in ("final", "best")} <= names
 
 
-def heartbeats(cluster: RayCluster, run_id: str) -> list[Beat]:
-    """The last heartbeat of each role, as it stands in Redis; none while there is no Redis yet."""
-    with cluster.services.redis() as client:
-        return read_heartbeats(client, run_id)
+def test_what_cannot_be_reached_is_refused_before_anything_starts(cluster: RayCluster) -> None:
+    nobody = f"http://{cluster.services.host.address.rpartition('.')[0]}.200:8265"
+    assert "nobody answers at" in refused(cluster, address=nobody)
+    assert "refuses the token" in refused(cluster, environ={"RAY_AUTH_TOKEN": "0" * 64})
+
+
+def test_what_a_machine_of_the_cluster_lacks_is_said_by_name(cluster: RayCluster) -> None:
+    url = "redis://127.0.0.1:6390/0"  # the laptop's own: from there it is reached, from the cluster it is not
+    redis = [redis_binary(), "--port", "6390", "--bind", "127.0.0.1", "--save", "", "--protected-mode", "no"]
+    process = cluster.laptop.start(*redis)
+    no_user = {name: "" for name in cluster.services.environ if name.endswith("_REDIS_PASSWORD")}
+    said = refused(cluster, environ={"STAGECOACH__REDIS__URL": url, **no_user})
+    assert "127.0.0.1:6390 does not answer" in said and "on the cluster" in said
+    process.kill()
+
+    other = cluster.workers[1].path(HOME / "stagecoach" / "torch-0.1.dist-info")
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.1\n")
+    said = refused(cluster)
+    shutil.rmtree(other)
+    assert f"the machine {cluster.workers[1].address} has other versions" in said and "torch 0.1" in said
+
+
+def test_more_workers_than_fit_are_refused_with_how_many_do(cluster: RayCluster) -> None:
+    said = refused(cluster, "--set", "rollout.workers=100")
+    assert "100 workers" in said and "has room for 9" in said, said
+
+
+def test_ray_down_leaves_nothing_running(cluster: RayCluster) -> None:
+    cluster.launcher("exec", "bash ~/stagecoach/deploy/services.sh stop")
+    cluster.down()
+    hosts = [cluster.head, *cluster.workers]
+    until(
+        "no process on any host", lambda: not any(h.processes() for h in hosts), lambda: [h.processes() for h in hosts]
+    )
+
+
+def refused(
+    cluster: RayCluster, *arguments: str, address: str = CLUSTER_FILE, environ: Mapping[str, Any] | None = None
+) -> str:
+    """What a run that must not begin is told: one line, exit code 2, and no trace of it."""
+    options = ("--address", address, "--run-id", "refused", "--detach")
+    config = str(write_config(cluster))
+    done = cluster.stagecoach("train", config, *options, *arguments, environ=environ, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done
+    assert done.stderr.startswith("Error: "), done
+    assert cluster.services.names("refused") == set()
+    return done.stderr

@@ -1,0 +1,45 @@
+"""Machines that come when workers need them and go when nobody does: deploy/local.yaml as it is, with min_workers 0."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.hosts import Network
+from tests.cluster.ray_cluster import RayCluster, until
+from tests.cluster.seen_run import SeenRun, write_config
+from tests.cluster.services import Services
+
+RUN = "need"
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def cluster(network: Network) -> RayCluster:
+    """The head alone, which has room for a trainer, an evaluator and one worker."""
+    hosts = network.hosts
+    workers = [hosts["one"], hosts["two"]]
+    cluster = RayCluster(network, Services(hosts["head"]), workers, idle_timeout_minutes=0.1)
+    cluster.up()
+    cluster.wait_for_nodes()
+    return cluster
+
+
+def test_a_host_comes_with_the_workers_and_goes_when_it_is_idle(cluster: RayCluster) -> None:
+    cluster.train(RUN, write_config(cluster, archive="off"), "--set", "rollout.workers=1")
+    run = SeenRun(cluster, RUN)
+    run.until("the worker", lambda status: "worker-0" in run.beats())
+    assert cluster.nodes() == {cluster.head.address}
+
+    cluster.stagecoach("scale", RUN, "3")
+    three = {"worker-0", "worker-1", "worker-2"}
+    grown = run.until("three workers", lambda status: three <= run.beats().keys())
+    added = {beat.address for beat in grown.roles if beat.role == "worker"} - {cluster.head.address}
+    assert added and added <= {host.address for host in cluster.workers}
+    assert cluster.nodes() == {cluster.head.address, *added}
+    run.until("all three learnt from", lambda status: three <= status.ledger.keys())
+
+    cluster.stagecoach("scale", RUN, "1")
+    until("the head alone", lambda: cluster.nodes() == {cluster.head.address}, cluster.log)
+    status = run.until_it_goes_on()
+    assert run.epoch() == 1 and all(line["balances"] for line in status.ledger.values())
+    cluster.stagecoach("stop", RUN)

@@ -1,0 +1,131 @@
+"""One run that loses the machines of its cluster, one after the other, and goes on; at its end all is accounted for,
+and training again over its log gives the same weights. The tests stand in the order of its life.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from shared.heartbeat import Beat
+from tests.cluster.hosts import Host, Network
+from tests.cluster.ray_cluster import RayCluster
+from tests.cluster.seen_run import SeenRun, write_config
+from tests.cluster.services import Services
+from tests.end_to_end.command_line import check_ledger
+
+RUN = "losses"
+_CUT_SECONDS = 20.0
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def cluster(network: Network) -> RayCluster:
+    """A head without roles, two workers, each of which has room for all; Redis and the store on a fourth host."""
+    hosts = network.hosts
+    services = Services(hosts["services"])
+    services.start()
+    cluster = RayCluster(network, services, [hosts["one"], hosts["two"]], cpus=(0, 5), min_workers=2)
+    cluster.up()
+    cluster.wait_for_nodes(hosts["one"], hosts["two"])
+    return cluster
+
+
+@pytest.fixture(scope="module")
+def run(cluster: RayCluster) -> SeenRun:
+    """It has no end in sight, and two workers."""
+    cluster.train(RUN, write_config(cluster))
+    run = SeenRun(cluster, RUN)
+    run.until_workers(2)
+    return run
+
+
+def test_it_scales_from_2_to_6_to_1(cluster: RayCluster, run: SeenRun) -> None:
+    before = run.until_it_goes_on()
+    cluster.stagecoach("scale", RUN, "6")
+    six = {f"worker-{index}" for index in range(6)}
+    at_work = run.until(
+        "six workers that are learnt from", lambda status: six <= run.beats().keys() and six <= status.ledger.keys()
+    )
+    assert {beat.address for beat in at_work.roles if beat.role == "worker"} == {
+        host.address for host in cluster.workers
+    }
+    cluster.stagecoach("scale", RUN, "1")
+    run.until_workers(1)
+    after = run.until_it_goes_on()
+    assert pid(before.roles, "trainer") == pid(after.roles, "trainer"), "nothing restarts"
+    assert all(line["balances"] for line in after.ledger.values())
+    cluster.stagecoach("scale", RUN, "2")
+    run.until_workers(2)
+
+
+def test_a_host_that_dies_is_replaced_and_used_again(cluster: RayCluster, run: SeenRun) -> None:
+    trainers = run.host_of("trainer")
+    victim = next(host for host in cluster.workers if host is not trainers)
+    lose(cluster, run, victim, trainers)
+    assert run.epoch() == 1, "the trainer was not there, and goes on"
+    while victim.address not in addresses(run, "worker"):  # Ray may find it a moment later
+        for workers in (2, 4):
+            cluster.stagecoach("scale", RUN, str(workers))
+            run.until_workers(workers)
+    cluster.stagecoach("scale", RUN, "2")
+
+
+def test_the_trainers_host_dies(cluster: RayCluster, run: SeenRun) -> None:
+    victim = run.host_of("trainer")
+    other = next(host for host in cluster.workers if host is not victim)
+    lose(cluster, run, victim, other)
+    assert run.epoch() == 2
+
+
+@pytest.mark.parametrize("whose", ["a worker", "the trainer"])
+def test_a_host_is_cut_off_and_comes_back(cluster: RayCluster, run: SeenRun, whose: str) -> None:
+    trainers, epoch = run.host_of("trainer"), run.epoch()
+    victim = trainers if whose == "the trainer" else next(host for host in cluster.workers if host is not trainers)
+    victim.cut()
+    time.sleep(_CUT_SECONDS)
+    assert victim.on and any("TrainerFace" in line or "WorkerFace" in line for line in victim.processes().values())
+    victim.heal()
+    cluster.wait_for_nodes(*cluster.workers)
+    run.until_it_goes_on()
+    assert run.epoch() == epoch + (whose == "the trainer")
+    assert all(line["balances"] for line in run.status().ledger.values())
+
+
+def test_at_its_end_all_is_accounted_for(cluster: RayCluster, run: SeenRun) -> None:
+    cluster.stagecoach("stop", RUN)
+    finished = cluster.services.marker(RUN, ".finished")
+    assert finished["reason"] == "stopped"
+    check_ledger(finished)
+    epochs = [epoch for _, epoch in run.epochs()]
+    assert epochs == sorted(epochs) and set(epochs) == {1, 2, 3}, "no trainer has written after its successor"
+    assert cluster.services.marker(RUN, ".checkpoint")["epoch"] == 3
+
+
+def test_its_replay_gives_the_same_weights(cluster: RayCluster, run: SeenRun) -> None:
+    replayed = json.loads(cluster.stagecoach("replay", RUN, "--from", "start", "--to", "final", "--json").stdout)
+    assert replayed["equal"], replayed
+
+
+def lose(cluster: RayCluster, run: SeenRun, victim: Host, other: Host) -> None:
+    """Power goes, all of its roles go on on the other host, power comes back, and so does the node."""
+    victim.power_off()
+    roles = {"trainer", "evaluator", "worker-0", "worker-1"}
+    run.until("all roles elsewhere", lambda _: roles <= run.beats().keys() and addresses(run) == {other.address})
+    status = run.until_it_goes_on()
+    assert all(line["balances"] for line in status.ledger.values())
+    victim.boot()
+    cluster.wait_for_nodes(*cluster.workers)
+
+
+def addresses(run: SeenRun, role: str | None = None) -> set[str]:
+    """Where the living roles are, or those of one kind; the coordinator is on the head."""
+    beats = run.beats().values()
+    return {beat.address for beat in beats if beat.role == role or (role is None and beat.role != "coordinator")}
+
+
+def pid(beats: list[Beat], role: str) -> int:
+    """Of the process that has a role."""
+    return next(beat.pid for beat in beats if beat.id == role)
