@@ -29,8 +29,6 @@ _QUICK = {
     "RAY_health_check_failure_threshold": "3",
     "AUTOSCALER_UPDATE_INTERVAL_S": "1",
     "AUTOSCALER_HEARTBEAT_TIMEOUT_S": "20",  # shorter, and a host that has just come back is started a second time
-    # a machine whose head has gone gives up after this, instead of a minute
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
 }
 _NODES = """
 import json, pathlib, urllib.request

@@ -73,6 +73,7 @@ def test_what_a_machine_of_the_cluster_lacks_is_said_by_name(cluster: RayCluster
     said = refused(cluster, environ={"STAGECOACH__REDIS__URL": url, **no_user})
     assert "127.0.0.1:6390 does not answer" in said and "on the cluster" in said
     process.kill()
+    process.wait()
 
     other = cluster.workers[1].path(HOME / "stagecoach" / "torch-0.1.dist-info")
     other.mkdir()
@@ -91,9 +92,11 @@ def test_ray_down_leaves_nothing_running(cluster: RayCluster) -> None:
     cluster.launcher("exec", "bash ~/stagecoach/deploy/services.sh stop")
     cluster.down()
     hosts = [cluster.head, *cluster.workers]
-    until(
-        "no process on any host", lambda: not any(h.processes() for h in hosts), lambda: [h.processes() for h in hosts]
-    )
+
+    def left() -> list[str]:
+        return [line for host in hosts for line in host.processes().values()]
+
+    until("an end of all processes", lambda: not left(), left, seconds=250)
 
 
 def refused(
