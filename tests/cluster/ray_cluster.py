@@ -36,7 +36,8 @@ token = pathlib.Path("~/.ray/auth_token").expanduser().read_text().strip()
 address, headers = "http://127.0.0.1:8265/nodes?view=summary", {"Authorization": "Bearer " + token}
 request = urllib.request.Request(address, headers=headers)
 nodes = json.load(urllib.request.urlopen(request, timeout=10))["data"]["summary"]
-print(json.dumps([node["ip"] for node in nodes if node.get("raylet", {}).get("state") == "ALIVE" and "ip" in node]))
+raylets = [node["raylet"] for node in nodes if node.get("raylet", {}).get("state") == "ALIVE"]
+print(json.dumps([raylet["nodeManagerAddress"] for raylet in raylets]))
 """
 
 
