@@ -35,7 +35,7 @@ def test_a_host_comes_with_the_workers_and_goes_when_it_is_idle(cluster: RayClus
     grown = run.until("three workers", lambda status: three <= run.beats().keys())
     added = {beat.address for beat in grown.roles if beat.role == "worker"} - {cluster.head.address}
     assert added and added <= {host.address for host in cluster.workers}
-    assert added < cluster.nodes()
+    until("the host in Ray's view", lambda: added < cluster.nodes(), cluster.log)
     run.until("all three learnt from", lambda status: three <= status.ledger.keys())
 
     cluster.stagecoach("scale", RUN, "1")
