@@ -52,6 +52,8 @@ _CONNECT_SECONDS = 5.0
 _TUNNEL_SECONDS = 60.0
 _LIVE_SECONDS = 600.0
 """The cluster may have to install the job's packages, and Ray to find a place for its driver."""
+_STARTING_SECONDS = 180.0
+"""After so long a job that runs while nobody beats for its run is taken for dead."""
 _STOP_SECONDS = 60
 _LOOK_SECONDS = 0.5
 _GONE_LOOKS = 20
@@ -149,12 +151,18 @@ class JobServer:
         found = self._client.get_job_info(job)
         return str(getattr(found.status, "value", found.status)), found.driver_exit_code
 
-    def ended(self, job: str) -> bool:
-        """Whether it is over; a cluster that was made anew does not know it."""
+    def starts(self, job: str) -> bool:
+        """Whether it may still be about to begin its run.
+
+        A cluster that was made anew does not know it; and one whose head was restarted calls a job RUNNING for ever
+        whose driver has died with the former head.
+        """
         try:
-            return self.state(job)[0] in _ENDED
+            found = self._client.get_job_info(job)
         except RuntimeError:
-            return True
+            return False
+        age = time.time() - (found.start_time or 0) / 1000
+        return self.state(job)[0] not in _ENDED and age < _STARTING_SECONDS
 
     def said(self, job: str) -> str:
         """All that the job has printed."""
@@ -265,14 +273,14 @@ class JobCoordinator:
 
 
 def submit_and_follow(folder: RunFolder, config: Config, sent: Submission) -> JobCoordinator:
-    """Submits the run's job and waits until it trains; where its last job is at work still, follows that one.
+    """Submits the run's job and waits until it trains; where its last job is just about to, follows that one.
 
     Raises `UserError` or `StagecoachError` with what the job said; a job that was begun is ended then.
     """
     known, jobs = folder.elsewhere, JobServer(sent.cluster)
     try:
         job = None if known is None else known.job
-        if known is None or job is None or jobs.ended(job):
+        if known is None or job is None or not jobs.starts(job):
             if known is not None and OR_RESUME not in sent.command:
                 sent = replace(sent, command=(*sent.command, OR_RESUME))
             job = jobs.submit(sent, folder.run_id)
