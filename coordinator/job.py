@@ -165,8 +165,11 @@ class JobServer:
         return self.state(job)[0] not in _ENDED and age < _STARTING_SECONDS
 
     def said(self, job: str) -> str:
-        """All that the job has printed."""
-        return str(self._client.get_job_logs(job))
+        """All that the job has printed, as far as its machine still has it."""
+        try:
+            return str(self._client.get_job_logs(job))
+        except RuntimeError:
+            return ""
 
     def stop(self, job: str) -> None:
         """Asks it to end (SIGTERM), and ends it a minute later."""
