@@ -147,9 +147,15 @@ class JobServer:
             logging.disable(logging.NOTSET)
 
     def state(self, job: str) -> tuple[str, int | None]:
-        """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED; and the driver's exit code. Raises what Ray raises."""
-        found = self._client.get_job_info(job)
+        """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED; and the driver's exit code. Raises `StagecoachError`."""
+        found = self._about(job)
         return str(getattr(found.status, "value", found.status)), found.driver_exit_code
+
+    def _about(self, job: str) -> Any:
+        try:
+            return self._client.get_job_info(job)
+        except (RuntimeError, OSError) as error:  # what requests raises is an OSError
+            raise StagecoachError(f"{self.url} does not tell of job {job}: {_line(error)}") from None
 
     def starts(self, job: str) -> bool:
         """Whether it may still be about to begin its run.
@@ -158,8 +164,8 @@ class JobServer:
         whose driver has died with the former head.
         """
         try:
-            found = self._client.get_job_info(job)
-        except RuntimeError:
+            found = self._about(job)
+        except StagecoachError:
             return False
         age = time.time() - (found.start_time or 0) / 1000
         return self.state(job)[0] not in _ENDED and age < _STARTING_SECONDS
@@ -168,12 +174,15 @@ class JobServer:
         """All that the job has printed, as far as its machine still has it."""
         try:
             return str(self._client.get_job_logs(job))
-        except RuntimeError:
+        except (RuntimeError, OSError):
             return ""
 
     def stop(self, job: str) -> None:
-        """Asks it to end (SIGTERM), and ends it a minute later."""
-        self._client.stop_job(job)
+        """Asks it to end (SIGTERM), and ends it a minute later; raises `StagecoachError`."""
+        try:
+            self._client.stop_job(job)
+        except (RuntimeError, OSError) as error:
+            raise StagecoachError(f"{self.url} does not stop job {job}: {_line(error)}") from None
 
     def _tunnel(self, cluster: Path) -> str:
         """Forwards a port of this machine to the head's, as `ray dashboard` does; raises `UserError`."""
@@ -248,7 +257,7 @@ class JobCoordinator:
             try:
                 state, _ = self._jobs.state(self._job)
                 missed = 0
-            except Exception:
+            except StagecoachError:
                 missed += 1
         self.outcome = self._ended(state)
 
@@ -267,9 +276,7 @@ class JobCoordinator:
         """Its error, else the end of what it has printed."""
         if state not in _ENDED:
             return f"the job server does not answer any more; `stagecoach attach {self._folder.run_id}` looks again"
-        said: list[str] = []
-        with contextlib.suppress(Exception):
-            said = self._jobs.said(self._job).strip().splitlines()
+        said = self._jobs.said(self._job).strip().splitlines()
         errors = [line.removeprefix("Error: ") for line in said if line.startswith("Error: ")]
         tail = " | ".join(line.strip() for line in said[-3:])
         return errors[-1] if errors else f"job {self._job} ended as {state}; it says last: {tail}"
@@ -293,7 +300,8 @@ def submit_and_follow(folder: RunFolder, config: Config, sent: Submission) -> Jo
         try:
             coordinator.until_live()
         except BaseException:
-            coordinator.abandon()
+            with contextlib.suppress(StagecoachError):  # it has ended, or cannot be reached
+                coordinator.abandon()
             raise
     except BaseException:
         jobs.close()
