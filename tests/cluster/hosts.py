@@ -12,6 +12,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import pwd
 import re
 import shutil
 import signal
@@ -26,7 +27,7 @@ from typing import Any
 from shared.child import end_with_parent
 
 SOURCE = Path(__file__).resolve().parent.parent.parent
-HOME = Path.home()
+HOME = Path(pwd.getpwuid(os.getuid()).pw_dir)  # where sshd takes a user to, whatever HOME says here
 _TOOLS = ("ip", "nsenter", "unshare", "mount", "ssh", "ssh-keygen", "rsync")
 _SSHD = Path("/usr/sbin/sshd")
 _BRIDGE = re.compile(r"sc(\d+)br")

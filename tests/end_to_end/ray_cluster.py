@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.services import Service, free_port, new_secret, start_redis, start_s3
+from shared.child import end_with_parent
 
 _SECONDS = 90.0
 
@@ -57,7 +58,10 @@ class RayCluster:
             "--disable-usage-stats",
         ]  # fmt: skip
         with (folder / "ray.log").open("wb") as log:
-            ray = subprocess.Popen(command, env=known, stdout=log, stderr=log, start_new_session=True)
+            ray = subprocess.Popen(
+                command, env=known, stdout=log, stderr=log, start_new_session=True,
+                preexec_fn=end_with_parent(signal.SIGTERM),
+            )  # fmt: skip
         config = {
             "redis": {"url": f"redis://127.0.0.1:{redis.port}/0"},
             "store": {"url": "s3://stagecoach", "endpoint_url": f"http://127.0.0.1:{s3.port}"},
