@@ -7,6 +7,7 @@ has died is submitted again, with `--or-resume`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -108,6 +109,7 @@ class JobServer:
 
     def __init__(self, cluster: str) -> None:
         self._open = ExitStack()
+        atexit.register(self.close)  # who detaches leaves it open; `ray dashboard` does not end its own ssh
         try:
             self.url = self._tunnel(Path(cluster)) if Path(cluster).is_file() else cluster
             self._client: Any = _client(self.url)
