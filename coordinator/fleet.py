@@ -204,6 +204,9 @@ class Fleet:
             return
         self._next_count = time.monotonic() + _CLUSTER_SECONDS
         self._trainer_node = nodes_of({"trainer": self._trainer.actor})["trainer"] or self._trainer_node
+        if self._head.embedded and self._trainer_node is not None:
+            # it stays one machine; and who asks its GCS as it dies hangs, and ends with it a minute later
+            self._next_count = float("inf")
         found = room(self._config, self._additions, self._trainer_node)
         self._room = found.most
         self._heartbeat.progress = self._heartbeat.progress | {"room": found.as_dict()}
@@ -329,6 +332,8 @@ class Fleet:
 
     def _without_machine(self, beats: Mapping[str, Beat]) -> list[str]:
         """Who has fallen silent since its machine is gone, and has no place on another one yet."""
+        if self._head.embedded:
+            return []
         silent = {
             member.name: member.actor
             for member in self._members()

@@ -56,6 +56,11 @@ class RayHead:
         self._head = start_ray(self._logs / "ray.log", cpus, token, loopback)
         self._address = self._head.address
 
+    @property
+    def embedded(self) -> bool:
+        """Whether this process has started it: one machine, and a GCS that may die while it is asked something."""
+        return self._head is not None
+
     def lost(self, notice: bool = False) -> bool:
         """Whether embedded Ray has died; with `notice` it is given the time to see that a part of it has."""
         deadline = time.monotonic() + (_NOTICE_SECONDS if notice else 0.0)

@@ -73,9 +73,17 @@ def actors(kind: str) -> dict[str, str]:
 def place(count: int, **rollout: Any) -> list[str]:
     """The machines of so many workers, started in one go, with the first machine for the trainer."""
     config = minimal_config(rollout={"fragment_steps": 8, "fragments_per_update": 2, "num_cpus": 1} | rollout)
-    places = Places(config, ray.get_runtime_context().get_node_id())
-    made = [Anybody.options(**worker_options(config) | places.next()).remote() for _ in range(count)]  # type: ignore[attr-defined]
-    nodes = ray.get([actor.node.remote() for actor in made])
+    for tries_left in (2, 1, 0):
+        places = Places(config, ray.get_runtime_context().get_node_id())
+        made = [Anybody.options(**worker_options(config) | places.next()).remote() for _ in range(count)]  # type: ignore[attr-defined]
+        try:
+            nodes = ray.get([actor.node.remote() for actor in made])
+            break
+        except ray.exceptions.ActorDiedError:  # Ray 2.60 now and then cancels an actor that it has not started yet
+            if not tries_left:
+                raise
+            for actor in made:
+                ray.kill(actor)
     for actor in made:
         ray.kill(actor)
     wait_for(lambda: ray.available_resources().get("CPU") == 10.0)  # type: ignore[no-untyped-call]
