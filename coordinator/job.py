@@ -151,7 +151,7 @@ class JobServer:
     def state(self, job: str) -> tuple[str, int | None]:
         """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED; and the driver's exit code. Raises `StagecoachError`."""
         found = self._about(job)
-        return str(getattr(found.status, "value", found.status)), found.driver_exit_code
+        return found.status.value, found.driver_exit_code
 
     def _about(self, job: str) -> Any:
         try:
@@ -170,7 +170,7 @@ class JobServer:
         except StagecoachError:
             return False
         age = time.time() - (found.start_time or 0) / 1000
-        return self.state(job)[0] not in _ENDED and age < _STARTING_SECONDS
+        return found.status.value not in _ENDED and age < _STARTING_SECONDS
 
     def said(self, job: str) -> str:
         """All that the job has printed, as far as its machine still has it."""
@@ -246,10 +246,6 @@ class JobCoordinator:
         poll(Wait(f"run {self._folder.run_id} to end", timeout_seconds), lambda: self.outcome is not None, 0.05)
         assert self.outcome is not None
         return self.outcome
-
-    def close(self) -> None:
-        """Follows it no more; the run goes on."""
-        self._jobs.close()
 
     def _follow(self) -> None:
         """Looks until the job has ended. A job server that is away for a while, or a laptop asleep, ends nothing."""
