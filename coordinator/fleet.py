@@ -68,7 +68,8 @@ class Fleet:
         """Workers that are asked to leave, since they are too many."""
         self._unplaced: list[str] = []
         self._scaling = Scaling(role, os.cpu_count() if role.config.ray.address == "embedded" else None)
-        self._trainer_node: str | None = None
+        # Embedded Ray is this one machine; and who asks its GCS as it dies hangs, and ends with it a minute later
+        self._trainer_node: str | None = ray.get_runtime_context().get_node_id() if head.embedded else None
         self._room = NO_BOUND
         self._next_count = 0.0
         self._beats: Mapping[str, Beat] = {}
@@ -202,11 +203,11 @@ class Fleet:
         """What room there is, and where the trainer stands; workers that it has come to make way, if they shall."""
         if time.monotonic() < self._next_count:
             return
-        self._next_count = time.monotonic() + _CLUSTER_SECONDS
-        self._trainer_node = nodes_of({"trainer": self._trainer.actor})["trainer"] or self._trainer_node
-        if self._head.embedded and self._trainer_node is not None:
-            # it stays one machine; and who asks its GCS as it dies hangs, and ends with it a minute later
+        if self._head.embedded:
             self._next_count = float("inf")
+        else:
+            self._next_count = time.monotonic() + _CLUSTER_SECONDS
+            self._trainer_node = nodes_of({"trainer": self._trainer.actor})["trainer"] or self._trainer_node
         found = room(self._config, self._additions, self._trainer_node)
         self._room = found.most
         self._heartbeat.progress = self._heartbeat.progress | {"room": found.as_dict()}

@@ -269,7 +269,7 @@ def test_more_than_fit_are_refused_and_one_without_a_place_goes_at_once(config: 
     assert not (small.runs_dir / "a").exists(), "nothing was written"
 
     run = start(small, running)
-    status = until(run, lambda status: bool(status.scaling["room"]) and status.version > 2)
+    status = until(run, lambda status: bool(status.scaling.get("room")) and status.version > 2)
     assert status.scaling["room"]["now"] == 2
     with pytest.raises(UserError, match=r"has room for 2: stagecoach scale a 2, or "):
         run.scale(3)

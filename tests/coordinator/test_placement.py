@@ -16,6 +16,7 @@ from ray.cluster_utils import Cluster
 from coordinator.capacity import Additions, room
 from coordinator.placement import Places, worker_options
 from coordinator.run import Run
+from coordinator.services import new_secret
 from shared.errors import UserError
 from tests.conftest import minimal_config
 
@@ -26,10 +27,11 @@ MEMORY = 80_000_000
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """A head of 2 CPUs, and two machines of 4 on which a trainer may stand."""
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    # A process that has once asked for the token goes on doing so: without one, the cluster would not reach its driver.
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", os.environ.get("RAY_AUTH_TOKEN") or new_secret())
     raylet: Any = ray._raylet
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
     raylet.Config.initialize("")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": MEMORY})
     try:
@@ -73,17 +75,9 @@ def actors(kind: str) -> dict[str, str]:
 def place(count: int, **rollout: Any) -> list[str]:
     """The machines of so many workers, started in one go, with the first machine for the trainer."""
     config = minimal_config(rollout={"fragment_steps": 8, "fragments_per_update": 2, "num_cpus": 1} | rollout)
-    for tries_left in (2, 1, 0):
-        places = Places(config, ray.get_runtime_context().get_node_id())
-        made = [Anybody.options(**worker_options(config) | places.next()).remote() for _ in range(count)]  # type: ignore[attr-defined]
-        try:
-            nodes = ray.get([actor.node.remote() for actor in made])
-            break
-        except ray.exceptions.ActorDiedError:  # Ray 2.60 now and then cancels an actor that it has not started yet
-            if not tries_left:
-                raise
-            for actor in made:
-                ray.kill(actor)
+    places = Places(config, ray.get_runtime_context().get_node_id())
+    made = [Anybody.options(**worker_options(config) | places.next()).remote() for _ in range(count)]  # type: ignore[attr-defined]
+    nodes = ray.get([actor.node.remote() for actor in made])
     for actor in made:
         ray.kill(actor)
     wait_for(lambda: ray.available_resources().get("CPU") == 10.0)  # type: ignore[no-untyped-call]
