@@ -1,0 +1,149 @@
+"""The ring of fragments: preallocated columns, and for each step the row of the step that follows it.
+
+With F fragments of T steps × S slots, a row is (fragment · T + step) · S + slot. Observations are stored once: those of
+fragment f are steps 0 … T of `[F, T + 1, S, …]`, the last being what was observed after it; a truncated step's true
+last observation is in the pool of `FinalObservations`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shared.fragment import expected_columns
+from shared.spaces import Array, Columns, PolicySpaces
+from trainer_node.memories.final_observations import FinalObservations
+
+NOTHING = -1
+_MOST_ROWS = (1 << 31) - 1
+
+
+class FragmentRing:
+    """The newest fragments, in places 0 … F − 1 that are used in turn."""
+
+    def __init__(self, spaces: PolicySpaces, steps: int, slots: int, fragments: int) -> None:
+        rows = fragments * steps * slots
+        if not 0 < rows <= _MOST_ROWS:
+            raise ValueError(f"a memory of {rows} transitions: there must be 1 to {_MOST_ROWS}")
+        self.spaces, self.steps, self.slots, self.fragments = spaces, steps, slots, fragments
+        self.rows_each = steps * slots
+        expected = expected_columns(spaces, steps, slots)
+        self._names = ("reward", "log_prob", "terminated", "mask", *spaces.action.column_names("action"))
+        self._columns = {name: _zeros(fragments, *expected[name]) for name in self._names}
+        self._observations = {
+            leaf.column("obs"): np.zeros((fragments, steps + 1, slots, *leaf.shape), leaf.column_dtype)
+            for leaf in spaces.observation.leaves
+        }
+        self._finals = FinalObservations(spaces.observation, fragments)
+        self._final = np.full((fragments, steps, slots), NOTHING, np.int32)
+        self._next = np.full((fragments, steps, slots), NOTHING, np.int32)
+        self.following = np.full(fragments, NOTHING, np.int64)
+        """Place → place of the fragment that goes on where it ends, −1 where none is known."""
+        self.preceding = np.full(fragments, NOTHING, np.int64)
+        """The inverse of `following`, while that fragment is there."""
+        self._newest: dict[str, int] = {}
+        self.added = 0
+        """Fragments so far."""
+        self._flat = {name: _flat(array, 3) for name, array in (self._columns | self._observations).items()}
+        self._flat_final, self._flat_next = self._final.reshape(-1), self._next.reshape(-1)
+
+    def add(self, source: str, columns: Columns) -> int:
+        """Puts a fragment's columns in, in place of the oldest once the ring is full; answers its place.
+
+        `source` (worker and life) tells what may go on: it does so where its last fragment was left (equal
+        observations in all slots).
+        """
+        if columns["reward"].shape != (self.steps, self.slots):
+            raise ValueError(f"a fragment of {columns['reward'].shape} for a memory of {(self.steps, self.slots)}")
+        place = self.added % self.fragments
+        self._give_up(place)
+        for name in self._names:
+            self._columns[name][place] = columns[name]
+        for name, array in self._observations.items():
+            array[place, :-1], array[place, -1] = columns[name], columns[f"bootstrap_{name}"]
+        step, slot = columns["final_index"].T
+        self._final[place] = NOTHING
+        self._final[place, step, slot] = self._finals.put(place, columns)
+        self._link(place, self._newest.get(source, NOTHING))
+        self._newest[source] = place
+        self.added += 1
+        return place
+
+    def resume(self, added: int, finals: int) -> int:
+        """Empties the ring such that the fragments it held after `added` ones are put in again; answers how many."""
+        self.added = max(0, added - self.fragments)
+        self._finals.resume(finals)
+        self._newest.clear()
+        self.following[:] = self.preceding[:] = self._next[...] = self._final[...] = NOTHING
+        self._columns["mask"][...] = False
+        return added - self.added
+
+    @property
+    def finals(self) -> int:
+        """For `resume`: last observations that are gone with their fragments."""
+        return self._finals.begin
+
+    def _give_up(self, place: int) -> None:
+        """Forgets how the fragment in `place` hangs together with others."""
+        self._newest = {source: where for source, where in self._newest.items() if where != place}
+        after = self.following[place]
+        if after != NOTHING:
+            self.preceding[after] = NOTHING
+        self.following[place] = self.preceding[place] = NOTHING
+
+    def _link(self, place: int, before: int) -> None:
+        """Which step follows which, within the fragment in `place` and from the one before it."""
+        first, rows = place * self.rows_each, self.rows_each
+        over = self._columns["terminated"][place] | (self._final[place] != NOTHING)
+        goes_on = ~over & self._columns["mask"][place]
+        numbers = np.arange(first + self.slots, first + rows, dtype=np.int32).reshape(-1, self.slots)
+        self._next[place, :-1] = np.where(goes_on[:-1] & self._columns["mask"][place, 1:], numbers, NOTHING)
+        self._next[place, -1] = NOTHING
+        if before == NOTHING or any(
+            not np.array_equal(array[before, -1], array[place, 0]) for array in self._observations.values()
+        ):
+            return
+        self.following[before], self.preceding[place] = place, before
+        over = self._columns["terminated"][before, -1] | (self._final[before, -1] != NOTHING)
+        goes_on = ~over & self._columns["mask"][before, -1] & self._columns["mask"][place, 0]
+        self._next[before, -1] = np.where(goes_on, np.arange(first, first + self.slots), NOTHING)
+
+    def column(self, name: str, rows: Array) -> Array:
+        """`reward`, `log_prob`, `terminated`, `mask` or `action…` of these rows (of any shape)."""
+        return self._flat[name].take(rows, axis=0)
+
+    def held(self, name: str, place: int) -> Array:
+        """A whole column of the fragment in `place`, `[T · S, …]`; not to be written to."""
+        return _flat(self._columns[name][place], 2)
+
+    def truncated(self, rows: Array) -> Array:
+        """Whether these steps were cut off."""
+        found: Array = self._flat_final.take(rows) != NOTHING
+        return found
+
+    def next_rows(self, rows: Array) -> Array:
+        """The step after each within its episode; −1 where the episode ends or no more of it is known."""
+        return self._flat_next.take(rows)
+
+    def observations(self, rows: Array) -> Columns:
+        """`obs…` that these steps were acted on."""
+        where = rows + rows // self.rows_each * self.slots
+        return {name: self._flat[name].take(where, axis=0) for name in self._observations}
+
+    def next_observations(self, rows: Array) -> Columns:
+        """`obs…` that these steps led to; after termination the next episode's first one, or nothing of meaning."""
+        where = rows + (rows // self.rows_each + 1) * self.slots
+        found = {name: self._flat[name].take(where, axis=0) for name in self._observations}
+        number = self._flat_final.take(rows)
+        cut = number != NOTHING
+        if cut.any():
+            for name, array in found.items():
+                array[cut] = self._finals.take(name, number[cut])
+        return found
+
+
+def _zeros(fragments: int, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
+    return np.zeros((fragments, *shape), dtype)
+
+
+def _flat(array: Array, axes: int) -> Array:
+    return array.reshape(-1, *array.shape[axes:])
