@@ -102,6 +102,10 @@ class ArchiveIncomplete(UserError):
     """The archive lacks a part of the log that was asked for, or holds something else in its place."""
 
 
+class DatasetError(UserError):
+    """A dataset cannot be read, is not what its format says, or does not fit the run's spaces."""
+
+
 class WeightsNotFinite(StagecoachError):
     """An update produced NaN or infinite weights; they are neither published nor stored."""
 

@@ -1,0 +1,324 @@
+"""Every format is read as the same episodes, and fragments cut from them are what a run's log takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared import fragment
+from shared.dataset_config import DatasetConfig
+from shared.datasets.reading import read_dataset
+from shared.datasets.recording import Episode, Recording
+from shared.errors import DatasetError, UserError
+from shared.fragment import EpisodeRecord
+from shared.spaces import Columns, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
+from tests.shared.datasets import (
+    BOX,
+    CHOICE,
+    NESTED,
+    TORQUE,
+    described,
+    episodes,
+    fragment_of,
+    values,
+    write_archive,
+    write_csv,
+    write_d4rl,
+    write_minari,
+)
+
+ROWS = 17
+"""Steps of the episodes that are written, by default."""
+MINARI = Path(__file__).parent / "minari_cartpole"
+"""Two episodes of CartPole-v1, written by minari 0.5.4: one falls, one is truncated after 12 steps."""
+
+
+@pytest.fixture
+def needs_h5py() -> None:
+    """The optional dependency that two of the formats are read with."""
+    pytest.importorskip("h5py")
+
+
+def read(path: Path, description: EnvironmentDescription, **fields: Any) -> Recording:
+    return read_dataset(DatasetConfig(path=str(path), **fields), description)
+
+
+def spaces_of(description: EnvironmentDescription) -> PolicySpaces:
+    return description.policies["default"]
+
+
+def assert_same(found: Recording, listed: Sequence[Episode]) -> None:
+    for mine, theirs in zip(found.episodes(), listed, strict=True):
+        for part in ("observations", "actions"):
+            assert getattr(mine, part).keys() == getattr(theirs, part).keys()
+            for name, array in getattr(mine, part).items():
+                np.testing.assert_array_equal(array, getattr(theirs, part)[name])
+                assert array.dtype == getattr(theirs, part)[name].dtype
+        np.testing.assert_array_equal(mine.reward, theirs.reward)
+        np.testing.assert_array_equal(mine.log_prob, theirs.log_prob)
+        assert (mine.terminated, mine.record) == (theirs.terminated, theirs.record)
+
+
+every_space = pytest.mark.parametrize(
+    ("observation", "action"), [(BOX, CHOICE), (BOX, TORQUE), (NESTED, CHOICE)], ids=["choice", "torque", "nested"]
+)
+
+
+@every_space
+def test_csv_is_read_as_it_was_written(tmp_path: Path, observation: SpaceSpec, action: SpaceSpec) -> None:
+    description = described(observation, action)
+    listed = episodes(spaces_of(description))
+    write_csv(tmp_path / "data.csv", spaces_of(description), listed)
+    found = read(tmp_path / "data.csv", description)
+    assert_same(found, listed)
+    assert len(found) == ROWS
+
+
+@every_space
+@pytest.mark.usefixtures("needs_h5py")
+def test_minaris_layout_is_read_as_it_was_written(tmp_path: Path, observation: SpaceSpec, action: SpaceSpec) -> None:
+    description = described(observation, action)
+    listed = episodes(spaces_of(description), log_prob=False)
+    write_minari(tmp_path / "sample-v0", spaces_of(description), listed)
+    assert_same(read(tmp_path / "sample-v0", description), listed)
+    assert_same(read(tmp_path / "sample-v0" / "data" / "main_data.hdf5", description), listed)
+
+
+@every_space
+@pytest.mark.usefixtures("needs_h5py")
+def test_d4rls_layout_is_read_as_it_was_written(tmp_path: Path, observation: SpaceSpec, action: SpaceSpec) -> None:
+    description = described(observation, action)
+    listed = episodes(spaces_of(description))
+    write_d4rl(tmp_path / "data.hdf5", spaces_of(description), listed)
+    assert_same(read(tmp_path / "data.hdf5", description), listed)
+
+
+@pytest.mark.usefixtures("needs_h5py")
+def test_a_folder_that_minari_itself_wrote() -> None:
+    box = SpaceSpec((Leaf("", "box", (4,), "float32", low=(-9.0,), high=(9.0,)),), 0)
+    choice = SpaceSpec((Leaf("", "discrete", (), "int64", (2,), (0,)),), 0)
+    fell, stopped = read(MINARI, described(box, choice)).episodes()
+    assert sorted([fell.terminated, stopped.terminated]) == [False, True]
+    for episode in (fell, stopped):
+        assert episode.record == EpisodeRecord(float(len(episode)), len(episode))
+        before, after = episode.observations["obs"][:-1], episode.observations["obs"][1:]
+        pushed = np.sign(after[:, 1] - before[:, 1])
+        np.testing.assert_array_equal(pushed, 2 * episode.actions["action"] - 1)
+        np.testing.assert_allclose(after[:, 0] - before[:, 0], 0.02 * before[:, 1], atol=1e-6)
+
+
+def test_an_archive_gives_back_the_episodes_that_were_acted(tmp_path: Path) -> None:
+    description = described(NESTED, CHOICE)
+    listed = episodes(spaces_of(description), (5, 1, 7, 4, 6, 1), "tTtTtt")
+    recording = Recording(spaces_of(description), listed, "memory")
+    pieces = [recording.cut([piece, piece + 3], 4)[0] for piece in range(3)]
+    write_archive(tmp_path, [fragment_of(columns, seq) for seq, columns in enumerate(pieces)])
+    found = list(read(tmp_path / "a-run", description).episodes())
+    assert [len(episode) for episode in found] == [5, 1, 6, 1, 4, 6, 1], "slot 0 ends within the third episode"
+    assert [episode.record is not None for episode in found] == [True, True, False, True, True, True, True]
+    for episode in listed:
+        if episode.terminated:
+            for array in episode.observations.values():
+                array[-1] = array[-2]  # the last observation is not in a fragment
+    assert_same(Recording(spaces_of(description), found[:2] + found[4:], ""), listed[:2] + listed[3:])
+    np.testing.assert_array_equal(found[2].observations["obs.cam"], listed[2].observations["obs.cam"][:7])
+
+
+def test_an_archive_with_gaps_repeats_masks_and_a_late_start(tmp_path: Path) -> None:
+    description = described()
+    listed = episodes(spaces_of(description), (12, 3, 9), "ttt")
+    recording = Recording(spaces_of(description), listed, "memory")
+    pieces = [recording.cut([piece], 4)[0] for piece in range(6)]
+    wide = {name: np.insert(array, 1, array[1], axis=0) for name, array in pieces[5].items() if len(array) == 4}
+    resets = pieces[5] | wide
+    resets["mask"] = np.array([[True], [False], [True], [True], [True]])
+    sent = [(0, pieces[0]), (1, pieces[1]), (1, pieces[1]), (3, pieces[3]), (4, pieces[4]), (5, resets)]
+    write_archive(tmp_path, [fragment_of(columns, seq) for seq, columns in sent])
+    found = list(read(tmp_path / "a-run", description).episodes())
+    assert [len(episode) for episode in found] == [8, 3, 9]
+    assert [episode.record for episode in found] == [None, None, listed[2].record], (
+        "the gap hides the third's beginning"
+    )
+    np.testing.assert_array_equal(found[2].observations["obs"][:-1], listed[2].observations["obs"][:-1])
+
+
+def test_without_next_observations_the_unknown_is_not_made_up(tmp_path: Path) -> None:
+    description = described()
+    listed = episodes(spaces_of(description))
+    path = tmp_path / "data.csv"
+    write_csv(path, spaces_of(description), listed)
+    header, *rows = path.read_text().splitlines()
+    keep = [place for place, name in enumerate(header.split(",")) if not name.startswith("next_obs")]
+    path.write_text("\n".join(",".join(row.split(",")[place] for place in keep) for row in (header, *rows)))
+    found = list(read(path, description).episodes())
+    assert [len(episode) for episode in found] == [5, 7, 3], "a truncated last step has nothing to bootstrap from"
+    assert [episode.terminated for episode in found] == [True, True, False]
+    np.testing.assert_array_equal(found[2].observations["obs"], listed[3].observations["obs"][:4])
+    np.testing.assert_array_equal(found[0].observations["obs"][:-1], listed[0].observations["obs"][:-1])
+
+
+def test_fragments_cut_from_it_are_what_the_log_takes() -> None:
+    description = described(NESTED, CHOICE)
+    recording = Recording(spaces_of(description), episodes(spaces_of(description)), "memory")
+    assert recording.pieces(4) == 5
+    columns, records = recording.cut([1, 4, 0], 4)
+    fragment.check(fragment_of(columns, 0), "a-run", description)
+    assert columns["mask"].all(axis=0).tolist() == [True, False, True] and columns["mask"][:, 1].sum() == 1
+    assert records == [recording.records[0], recording.records[1]], "in the order of steps"
+    assert not columns["reward"][1:, 1].any() and not (columns["terminated"] | columns["truncated"])[1:, 1].any()
+    assert columns["truncated"][0, 1], "an episode that is cut off ends like a truncated one"
+
+
+def test_cut_agrees_with_a_walk_through_the_episodes() -> None:
+    description = described()
+    listed = episodes(spaces_of(description), (5, 1, 7, 4, 3), "tTtcT")
+    recording = Recording(spaces_of(description), listed, "memory")
+    walk = [
+        (episode.observations["obs"][step], episode.observations["obs"][step + 1], episode.actions["action"][step],
+         episode.reward[step], step == len(episode) - 1, episode.terminated)
+        for episode in listed for step in range(len(episode))
+    ]  # fmt: skip
+    for steps in (1, 3, 8, 32):
+        for piece in range(recording.pieces(steps)):
+            columns, _ = recording.cut([piece], steps)
+            expected = walk[piece * steps : (piece + 1) * steps]
+            assert columns["mask"].sum() == len(expected)
+            for row, (before, _, action, reward, last, terminated) in enumerate(expected):
+                np.testing.assert_array_equal(columns["obs"][row, 0], before)
+                assert columns["action"][row, 0] == action and columns["reward"][row, 0] == reward
+                assert (columns["terminated"][row, 0], columns["truncated"][row, 0]) == (
+                    last and terminated, last and not terminated
+                )  # fmt: skip
+            after = [item[1] for item in expected if item[4] and not item[5]]
+            np.testing.assert_array_equal(columns["final_obs"], np.array(after, np.float32).reshape(-1, 3))
+            if columns["mask"].all():
+                np.testing.assert_array_equal(columns["bootstrap_obs"][0], expected[-1][1])
+
+
+@pytest.mark.usefixtures("needs_h5py")
+def test_the_hash_is_that_of_the_transitions_in_any_format(tmp_path: Path) -> None:
+    description = described()
+    listed = episodes(spaces_of(description), ends="tTtT", log_prob=False)
+    write_csv(tmp_path / "data.csv", spaces_of(description), listed)
+    write_d4rl(tmp_path / "data.h5", spaces_of(description), listed)
+    write_minari(tmp_path / "minari", spaces_of(description), listed)
+    found = {read(tmp_path / name, description).sha256 for name in ("data.csv", "data.h5", "minari")}
+    assert len(found) == 1
+    changes: list[Callable[[Columns], object]] = [
+        lambda columns: columns["obs"].__setitem__((3, 1), 7.0),
+        lambda columns: columns["action"].__setitem__(2, 3 - columns["action"][2]),
+        lambda columns: columns["reward"].__setitem__(-1, 0.5),
+        lambda columns: columns["log_prob"].__setitem__(0, -0.5),
+    ]
+    for change in changes:
+        other = Recording(spaces_of(description), listed, "")
+        change(other.columns)
+        found.add(other.sha256)
+    found.add(Recording(spaces_of(description), episodes(spaces_of(description), (6, 7, 4), "ttT"), "").sha256)
+    assert len(found) == 6
+    with pytest.raises(DatasetError, match=r"has the SHA-256 .*, the run was made with 0000"):
+        read(tmp_path / "data.csv", description, sha256="0" * 64)
+
+
+PROBLEMS: list[tuple[dict[str, Any], str]] = [
+    ({"obs.1": [0.0, float("nan"), *[0.0] * (ROWS - 2)]}, r"data.csv: obs.… holds NaN or .*, first in row 1"),
+    ({"reward": ["inf"] * ROWS}, "data.csv: reward holds NaN or infinite"),
+    ({"reward": [*["1"] * 3, "one", *["1"] * 13]}, "data.csv: reward is 'one' in row 3, expected a number"),
+    ({"action": [*[1] * 16, 5]}, r"data.csv: action holds 5.0 in row 16, .* expected \(4,\) choices"),
+    ({"action": [1.5] * ROWS}, "data.csv: action holds 1.5 in row 0, expected whole numbers"),
+    ({"terminated": [2] * ROWS}, "data.csv: terminated is float64.*expected 17 times true or false"),
+    ({"step": [0, 1, 3, *[0] * 14]}, "data.csv: step is 3 in row 2, expected 2"),
+    ({"obs.9": [0] * ROWS}, "data.csv has the columns obs.9, which mean nothing here"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("columns", "message"), PROBLEMS, ids=[message[10:30] for _, message in PROBLEMS])
+def test_a_csv_that_does_not_fit_is_named(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
+    description = described()
+    write_csv(tmp_path / "data.csv", spaces_of(description), episodes(spaces_of(description)), **columns)
+    with pytest.raises(DatasetError, match=message) as caught:
+        read(tmp_path / "data.csv", description)
+    assert "\n" not in str(caught.value) and isinstance(caught.value, UserError)
+
+
+def test_missing_columns_and_ragged_rows_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text("obs.0,obs.1,action,reward,terminated\n0,0,1,0,0\n")
+    with pytest.raises(
+        DatasetError, match=r"has no column obs.2, which the run's spaces ask for; found obs.0, obs.1, act"
+    ):
+        read(path, described())
+    path.write_text("obs.0,obs.1,obs.2,action,reward,terminated\n0,0,0,1,0,0\n0,0\n")
+    with pytest.raises(DatasetError, match="row 1 has 2 cells, expected 6"):
+        read(path, described())
+    path.write_text("obs.0,obs.1,obs.2,action,reward,terminated\n")
+    with pytest.raises(DatasetError, match=r"data.csv holds no transition"):
+        read(path, described())
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DatasetError, match="cannot be read as CSV"):
+        read(path, described())
+
+
+@pytest.mark.usefixtures("needs_h5py")
+def test_an_hdf5_file_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    import h5py
+
+    description, path = described(), tmp_path / "data.hdf5"
+    for change, message in (
+        (lambda file: file.__delitem__("terminals"), "terminals is missing, expected an array.*found actions"),
+        (lambda file: file.__delitem__("observations"), r"holds actions, .*expected observations, actions"),
+        (lambda file: _replace(file, "rewards", np.zeros(3)), "observations has 17 rows, expected 3 for its rewards"),
+        (lambda file: _replace(file, "observations", np.zeros((17, 5))), r"observations has the shape \(5,\)"),
+        (lambda file: _replace(file, "actions", np.full(17, 9)), "actions holds 9 in row 0, which is no choice"),
+        (lambda file: _replace(file, "rewards", np.full(17, np.nan)), "rewards holds NaN"),
+        (lambda file: _replace(file, "observations", np.array([b"x"] * 17)), "is of type .*expected numbers"),
+    ):  # fmt: skip
+        path.unlink(missing_ok=True)
+        write_d4rl(path, spaces_of(description), episodes(spaces_of(description)))
+        with h5py.File(path, "a") as file:
+            change(file)
+        with pytest.raises(DatasetError, match=message):
+            read(path, description)
+    path.write_bytes(b"no HDF5")
+    with pytest.raises(DatasetError, match="cannot be read as HDF5"):
+        read(path, description)
+
+
+def _replace(file: Any, name: str, array: Any) -> None:
+    del file[name]
+    file[name] = array
+
+
+def test_what_is_no_dataset_or_another_environments_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    for name, message in (
+        ("notes.txt", "is of no known format"),
+        ("nowhere", "is of no known format .it does not exist."),
+        ("", r"is of no known format .it holds notes.txt.; expected a run's folder with experience/"),
+    ):
+        with pytest.raises(DatasetError, match=message):
+            read(tmp_path / name, described())
+    with pytest.raises(DatasetError, match="does not exist; expected a csv dataset"):
+        read(tmp_path / "none.csv", described(), format="csv")
+    two = EnvironmentDescription({"a": "default", "b": "default"}, described().policies)
+    with pytest.raises(DatasetError, match="is that of one agent, the run's environment has a, b"):
+        read(tmp_path, two)
+    description = described()
+    recording = Recording(spaces_of(description), episodes(spaces_of(description)), "memory")
+    write_archive(tmp_path, [fragment_of(recording.cut([0], 8)[0], 0)])
+    with pytest.raises(DatasetError, match="does not fit the run's environment: default/obs is"):
+        read(tmp_path / "a-run", described(SpaceSpec((TORQUE.leaves[0],), 0)))
+
+
+def test_numbers_are_cast_to_the_spaces_own_types(tmp_path: Path) -> None:
+    description = described(NESTED, TORQUE)
+    listed = episodes(spaces_of(description))
+    write_csv(tmp_path / "data.csv", spaces_of(description), listed, **{"obs.cam.3": [256.0] * ROWS})
+    with pytest.raises(DatasetError, match=r"obs.cam.… holds 256.0 in row 0, expected whole numbers that fit uint8"):
+        read(tmp_path / "data.csv", description)
+    drawn = values(NESTED, "obs", 3, np.random.default_rng(1))
+    assert {array.dtype.str for array in drawn.values()} == {"|u1", "<i8", "<f4"}
