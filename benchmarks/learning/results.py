@@ -1,0 +1,123 @@
+"""The raw data of one run: a JSON file for each task, mode and seed, one field to a line."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.learning.tasks import Mode, Task
+
+ROOT = Path(__file__).parent.parent.parent
+DATA = ROOT / "docs" / "learning" / "data"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run has shown."""
+
+    task: str
+    mode: Mode
+    seed: int
+    digest: str
+    """Of the task's settings when it ran."""
+    reason: str
+    """Why the run ended: exhausted, solved, failed: …"""
+    env_steps: int
+    """In all; heat-up counts, here and in the curves."""
+    seconds: float
+    """Wall clock from the command to its end: start of the services and evaluation are in it."""
+    evaluations: list[tuple[int, float]]
+    """(env steps, the task's measure), one for each checkpoint."""
+    training: list[tuple[int, float]]
+    """(env steps, mean return of the last hundred training episodes)."""
+    config: dict[str, Any]
+    """The task's settings."""
+    config_hash: str
+    machine: dict[str, Any]
+    commit: str
+    versions: dict[str, str]
+    format: int = FORMAT
+
+    def reached_at(self, task: Task) -> float:
+        """Env steps of the first checkpoint that was at the gate, within the task's bound; infinite for none."""
+        within = (at for at, score in self.evaluations if at <= task.within and score >= task.reach)
+        return min(within, default=float("inf"))
+
+    def score(self, task: Task) -> float:
+        """Of the last checkpoint within the task's bound."""
+        return [score for at, score in self.evaluations if at <= task.within][-1]
+
+    def mean_score(self, task: Task) -> float:
+        """Over all checkpoints within the task's bound: how soon it learnt, and how well."""
+        scores = [score for at, score in self.evaluations if at <= task.within]
+        return sum(scores) / len(scores)
+
+
+def place(folder: Path, task: str, mode: Mode, seed: int) -> Path:
+    """The file of one run."""
+    return folder / task / f"{mode}-{seed}.json"
+
+
+def write(result: Result, folder: Path) -> None:
+    """As a whole or not at all."""
+    path = place(folder, result.task, result.mode, result.seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in dataclasses.asdict(result).items()]
+    partial = path.with_suffix(".partial")
+    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    partial.replace(path)
+
+
+def read(path: Path) -> Result | None:
+    """None where there is no such file."""
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    if data["format"] != FORMAT:
+        raise ValueError(f"{path} has format {data['format']}, expected {FORMAT}; remove it, and run it again")
+    for curve in ("evaluations", "training"):
+        data[curve] = [(int(at), float(value)) for at, value in data[curve]]
+    return Result(**data)
+
+
+def current(folder: Path, task: Task, mode: Mode) -> list[Result]:
+    """The runs of a task that were made with the settings it has now, by seed."""
+    found = (read(path) for path in (folder / task.name).glob(f"{mode}-*.json"))
+    return sorted((one for one in found if one and one.digest == task.digest), key=lambda one: one.seed)
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores and system."""
+    return {"cpu": _cpu(), "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}"}
+
+
+def commit() -> str:
+    """Of this checkout, with `-dirty` where it is not as committed; empty where there is no git."""
+    command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the numbers."""
+    named = ("stagecoach", "torch", "numpy", "gymnasium", "ray")
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in named}
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

@@ -1,0 +1,131 @@
+"""One run of one task, as a user runs it: the command line in a process of its own, with Redis, S3 and (unless inline)
+Ray. Comes in: task, seed, mode. Goes out: its `Result`, read from what the run has left.
+"""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.learning.results import ROOT, Result, commit, machine, versions
+from benchmarks.learning.tasks import Mode, Task
+from coordinator.evaluate import evaluate
+from coordinator.run import Run
+from shared.checkpoint import FINISHED
+
+_SIGNAL = "rollout/ep_rew_mean"
+_POINTS = 200
+_PATIENCE = 20
+"""A run that takes as many times what the task says hangs; on a busy machine a few times as long is usual."""
+_LEAVE_SECONDS = 90.0
+
+
+class RunLost(Exception):
+    """A run that has no end of its own: nothing can be said of the algorithm."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to be made."""
+
+    task: Task
+    mode: Mode
+    seed: int
+
+    @property
+    def run_id(self) -> str:
+        """Its name in the folder of runs."""
+        return f"{self.task.name}-{self.mode}-{self.seed}"
+
+
+def run(job: Job, runs_dir: Path, *, until_reached: bool = False) -> Result:
+    """Raises `RunLost` where the run did not end by itself; its folder stays then, else it goes."""
+    folder = runs_dir / job.run_id
+    shutil.rmtree(folder, ignore_errors=True)
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    config = runs_dir / f"{job.run_id}.yaml"
+    config.write_text(yaml.safe_dump(job.task.data(job.seed, runs_dir.resolve(), until_reached=until_reached)))
+    began = time.monotonic()
+    said = _train(job, config)
+    seconds = time.monotonic() - began
+    try:
+        result = _result(job, Run.attach(job.run_id, runs_dir), seconds)
+    except Exception as error:
+        raise RunLost(f"{job.run_id} left no result ({error}); it said: {said[-2000:]}") from error
+    shutil.rmtree(folder)
+    config.unlink()
+    return result
+
+
+def _train(job: Job, config: Path) -> str:
+    """Until the command has ended; answers what it wrote. Whoever interrupts this waits for its end."""
+    inline = ["--inline"] if job.mode == "inline" else []
+    command = [sys.executable, "-m", "coordinator.cli", "train", str(config), "--run-id", job.run_id, *inline]
+    log = config.with_suffix(".log")
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+        try:
+            process.wait(max(20.0, job.task.minutes * _PATIENCE) * 60)
+        except subprocess.TimeoutExpired:
+            raise RunLost(f"{job.run_id} took more than {_PATIENCE} times what its task says") from None
+        finally:
+            _end(process)
+    said = log.read_text()
+    log.unlink()
+    return said
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(_LEAVE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _result(job: Job, run: Run, seconds: float) -> Result:
+    finished = run.checkpoint_store().marker(FINISHED)
+    if finished is None or finished["reason"] == "stopped":
+        raise RunLost("it was ended from outside")
+    counters = finished["counters"]
+    heatup = int(counters["heatup"]["env_steps"])
+    return Result(
+        task=job.task.name, mode=job.mode, seed=job.seed, digest=job.task.digest,
+        reason=str(finished["reason"]).splitlines()[0], env_steps=heatup + int(counters["train"]["env_steps"]),
+        seconds=round(seconds, 1),
+        evaluations=_evaluations(run, job.task.measure, heatup),
+        training=_training(run.folder.path / "signals" / "train.csv", heatup),
+        config=job.task.settings, config_hash=run.config.hash(),
+        machine=machine(), commit=commit(), versions=versions(),
+    )  # fmt: skip
+
+
+def _evaluations(run: Run, measure: str, heatup: int) -> list[tuple[int, float]]:
+    """The evaluator plays the newest checkpoint, where they come faster than it plays; the others are played here."""
+    found: list[tuple[int, float]] = []
+    for entry in run.checkpoints():
+        scores: dict[str, Any] | None = entry["evaluation"]
+        if scores is None:
+            scores = evaluate(f"{run.run_id}/{entry['name']}", run.folder.path.parent).scores
+        steps = int(entry["env_steps"])
+        found.append((steps + heatup if steps else 0, round(float(scores[measure]), 4)))
+    return found
+
+
+def _training(path: Path, heatup: int) -> list[tuple[int, float]]:
+    """Thinned to a few hundred points."""
+    with path.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row.get(_SIGNAL)]
+    kept = rows[:: max(1, len(rows) // _POINTS)]
+    return [(heatup + int(float(row["time/env_steps"])), round(float(row[_SIGNAL]), 4)) for row in kept]

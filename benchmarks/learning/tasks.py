@@ -1,0 +1,114 @@
+"""The tasks: which algorithm is to reach what, where, and within how many env steps.
+
+They stand in `table/*.yaml`, a file for each algorithm. To add one: write an entry (`NAME: {…}`, the fields are those of
+`Task`), try it with `make learning LEARNING="--only NAME --seeds 1 --mode inline"`, then run all its seeds and commit
+what comes into docs/learning/. What is the same for all (seed, workers, 20 greedy episodes for each checkpoint, env
+steps at which the run ends) is put in by `Task.settings`; an entry's `config` says the rest and wins. With `fast: true`
+it is part of `make test` (one seed, inline, ended as soon as it has reached the gate).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from shared.config import Config
+from shared.config_sources import parse_config, parse_yaml
+from shared.section import Section
+
+Mode = Literal["inline", "distributed"]
+MODES: tuple[Mode, ...] = ("inline", "distributed")
+TABLE = Path(__file__).parent / "table"
+
+
+class Task(Section):
+    """One line of the table."""
+
+    name: str
+    """What `--only` asks for; it names the folder of its data."""
+    algorithm: str
+    """As the report shows it."""
+    environment: str
+    """As the report shows it."""
+    reach: float
+    """The gate: the mean over a checkpoint's greedy episodes."""
+    measure: Literal["mean_return", "success_rate"] = "mean_return"
+    """What of an evaluation counts."""
+    within: int = Field(ge=1)
+    """Env steps that the gate has to be reached in; heat-up counts."""
+    negative: bool = False
+    """A negative control: it must not reach the gate."""
+    reference: str
+    """What others reach."""
+    source: str
+    """Who says so."""
+    minutes: float = Field(gt=0)
+    """What a run takes on two cores, about; short ones come first, and a budget is planned with it."""
+    seeds: int = Field(5, ge=1)
+    """How many the report asks for; fewer only where a run takes hours."""
+    modes: tuple[Mode, ...] = MODES
+    """In which modes it runs."""
+    fast: bool = False
+    """Whether it is part of `make test`."""
+    needs: tuple[str, ...] = ()
+    """Modules of extras; without them the task is left out, and that is said."""
+    config: dict[str, Any]
+    """The run's config, without what all tasks have in common."""
+
+    @property
+    def missing(self) -> list[str]:
+        """What it needs and this machine has not."""
+        return [module for module in self.needs if importlib.util.find_spec(module) is None]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The config as plain data, without seed and folder."""
+        return _merged(
+            {
+                "rollout": {"workers": 2},
+                "checkpoint": {"keep_last": 1_000_000},
+                "evaluation": {"episodes": 20, "num_envs": 20},
+                "signals": {"tensorboard": False},
+                "stop_at": {"env_steps": self.within},
+            },
+            self.config,
+        )
+
+    @property
+    def digest(self) -> str:
+        """Of the settings: data that were made with others do not count any more."""
+        return hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:16]
+
+    def data(self, seed: int, runs_dir: Path, *, until_reached: bool = False) -> dict[str, Any]:
+        """The config of one run as plain data; it raises nothing. `until_reached` ends it at the gate."""
+        early = {"stop_at": {"mean_return": self.reach}} if until_reached else {}
+        return {"seed": seed, "runs_dir": str(runs_dir)} | _merged(self.settings, early)
+
+    def parse(self, seed: int = 1, runs_dir: Path = Path("runs")) -> Config:
+        """The config of one run; raises `ConfigError`."""
+        return parse_config(self.data(seed, runs_dir))
+
+
+def load_tasks(folder: Path = TABLE) -> dict[str, Task]:
+    """All tasks by name, shortest first."""
+    found: dict[str, Task] = {}
+    for path in sorted(folder.glob("*.yaml")):
+        for name, entry in parse_yaml(path.read_text(), str(path)).items():
+            if name in found:
+                raise ValueError(f"{path}: there is a task {name!r} already")
+            found[name] = Task.model_validate({"name": name, **entry})
+    return dict(sorted(found.items(), key=lambda item: (item[1].minutes, item[0])))
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`above` wins; sections are put together, other values replaced."""
+    both = below | above
+    for name in below.keys() & above.keys():
+        if isinstance(below[name], dict) and isinstance(above[name], dict):
+            both[name] = _merged(below[name], above[name])
+    return both
