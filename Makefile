@@ -5,12 +5,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test soak check format lint types tests docs clean
+.PHONY: help demo test soak learning check format lint types tests docs clean
 
 help:
 	@echo "make demo    train CartPole on everything real: Redis, S3, Ray, two workers, a trainer, an evaluator"
 	@echo "make test    install what the tests need and run them"
 	@echo "make soak    kill parts of a real run at random, and see that nothing is lost (SOAK=\"--minutes 10 --seed 1 …\")"
+	@echo "make learning  train every task of the table and write docs/learning/ (LEARNING=\"--only cartpole-ppo --seeds 5 …\")"
 	@echo "make check   format, lint, types, tests"
 	@echo "make docs    write docs/CONFIG.md anew"
 	@echo "make clean   remove the virtual environment and caches (not your runs)"
@@ -40,6 +41,14 @@ tests: test
 
 soak: $(VENV)/.installed-dev
 	@$(BIN)/python -m tests.chaos.soak $(SOAK)
+
+$(VENV)/.installed-learning: $(VENV)/.installed-dev
+	@echo "installing the environments of the learning table …"
+	@$(PIP) --editable '.[dev,box2d]'
+	@touch $@
+
+learning: $(VENV)/.installed-learning
+	@$(BIN)/python -m benchmarks.learning $(LEARNING)
 
 check: format lint types test
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-
+from benchmarks.learning.report import write_report
 from benchmarks.learning.results import DATA, ROOT, place, read, write
 from benchmarks.learning.runner import Job, RunLost, run
 from benchmarks.learning.tasks import MODES, Mode, Task, load_tasks
@@ -81,7 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true", help="run nothing, only write the report anew")
     parser.add_argument("--list", action="store_true", help="run nothing, show what would be run")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the raw data; the report is beside it")
-    parser.add_argument("--runs-dir", type=Path, default=ROOT / "runs" / "learning", help="where the runs are meanwhile")
+    parser.add_argument(
+        "--runs-dir", type=Path, default=ROOT / "runs" / "learning", help="where the runs are meanwhile"
+    )
     given = parser.parse_args(arguments)
     tasks = _chosen(given.only)
     for task in tasks:
@@ -93,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"{job.run_id}: about {job.task.minutes:g} min" for job in jobs))
         return 0
     lost = work(jobs, given.budget_minutes, given.data, given.runs_dir)
-    #write_report(list(load_tasks().values()), given.data)
+    write_report(list(load_tasks().values()), given.data)
     return 1 if lost else 0
 
 

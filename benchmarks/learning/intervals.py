@@ -30,11 +30,9 @@ def bootstrap(
     The draws begin with the same number each time, so that a report does not change unless its data do.
     """
     draw = np.random.default_rng(0)
-    values = []
-    for _ in range(resamples):
-        values.append(statistic([one[draw.integers(len(one), size=len(one))] for one in strata]))
+    drawn = ([one[draw.integers(len(one), size=len(one))] for one in strata] for _ in range(resamples))
     tail = (1 - confidence) / 2
-    low, high = np.quantile(np.array(values), [tail, 1 - tail], axis=0)
+    low, high = np.quantile([statistic(some) for some in drawn], [tail, 1 - tail], axis=0)
     return low, high
 
 

@@ -1,0 +1,264 @@
+"""The kit behind `make learning`: the table, the plan, one real run, what is made again and what is not, the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from benchmarks.learning import __main__ as learning
+from benchmarks.learning.curves import on_grid
+from benchmarks.learning.environments import shuffled_rewards
+from benchmarks.learning.report import verdict, write_report
+from benchmarks.learning.results import Result, current, place, read, write
+from benchmarks.learning.runner import Job, RunLost, run
+from benchmarks.learning.tasks import Mode, Task, load_tasks
+from shared.config_sources import parse_config
+
+MakeTask = Callable[..., Task]
+TINY = {
+    "environment": {"id": "CartPole-v1", "num_envs": 2},
+    "algorithm": {"minibatch_size": 16, "epochs": 1},
+    "rollout": {"fragment_steps": 8, "fragments_per_update": 2},
+    "checkpoint": {"every": "4 updates"},
+    "evaluation": {"episodes": 2, "num_envs": 2},
+}
+
+
+def task(**fields: Any) -> Task:
+    """Two updates' worth of CartPole, unless `fields` say otherwise."""
+    return Task.model_validate(
+        {
+            "name": "tiny", "algorithm": "PPO", "environment": "CartPole-v1", "reach": 10, "within": 256,
+            "reference": "100", "source": "nobody", "minutes": 1, "config": TINY,
+        } | fields
+    )  # fmt: skip
+
+
+def result(
+    of: Task, evaluations: list[tuple[int, float]], mode: Mode = "inline", seed: int = 1, **fields: Any
+) -> Result:
+    """By hand."""
+    made = Result(
+        task=of.name, mode=mode, seed=seed, digest=of.digest, reason="exhausted", env_steps=300, seconds=1.0,
+        evaluations=evaluations, training=[], config={}, config_hash="", machine={"cpu": "slow", "cores": 2},
+        commit="abc", versions={"torch": "2"},
+    )  # fmt: skip
+    return dataclasses.replace(made, **fields)
+
+
+def rows(report: str, name: str) -> list[list[str]]:
+    """The cells of each line of a table that begins with `name`."""
+    lines = [line for line in report.splitlines() if line.startswith((f"| [{name}]", f"| {name} "))]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+# The table
+
+
+@pytest.mark.parametrize("entry", load_tasks().values(), ids=lambda entry: entry.name)
+def test_every_task_is_a_config_that_ends_in_time_and_is_evaluated_within_it(entry: Task) -> None:
+    config = entry.parse()
+    assert config.stop_at.env_steps is not None
+    assert config.stop_at.env_steps >= entry.within
+    assert config.rollout.workers == 2
+    assert (entry.reference, entry.source) != ("", "")
+
+
+def test_the_table_has_gates_and_negative_controls() -> None:
+    tasks = load_tasks().values()
+    assert {"cartpole-ppo", "acrobot-ppo", "lunarlander-ppo"} <= {entry.name for entry in tasks}
+    assert sum(entry.negative for entry in tasks) >= 3
+
+
+def test_a_task_wins_over_what_all_have_in_common() -> None:
+    settings = task().settings
+    assert settings["evaluation"] == {"episodes": 2, "num_envs": 2}
+    assert settings["rollout"] == {"workers": 2, "fragment_steps": 8, "fragments_per_update": 2}
+
+
+def test_the_digest_changes_with_the_settings_and_not_with_the_gate() -> None:
+    assert task(reach=11, minutes=2).digest == task().digest
+    assert task(within=512).digest != task().digest
+    assert task(config={**TINY, "seed": 3}).digest != task().digest
+
+
+def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
+    entry = json.dumps({"a": {name: value for name, value in task().model_dump().items() if name != "name"}})
+    (tmp_path / "one.yaml").write_text(entry)
+    assert list(load_tasks(tmp_path)) == ["a"]
+    (tmp_path / "two.yaml").write_text(entry)
+    with pytest.raises(ValueError, match="a task 'a' already"):
+        load_tasks(tmp_path)
+
+
+def test_shuffled_rewards_are_those_of_other_steps() -> None:
+    """The same rewards, but none belongs to its step any more; without the shuffling they are as they were."""
+    kept: dict[bool, list[float]] = {}
+    for shuffled in (False, True):
+        environment = shuffled_rewards("Pendulum-v1", shuffled)
+        environment.reset(seed=1)
+        action = np.zeros(1, np.float32)
+        kept[shuffled] = [float(environment.step(action)[1]) for _ in range(200)]
+        environment.close()
+    plain = gym.make("Pendulum-v1")
+    plain.reset(seed=1)
+    assert kept[False] == [float(plain.step(np.zeros(1, np.float32))[1]) for _ in range(200)]
+    plain.close()
+    assert {*kept[True]} <= {*kept[False]}
+    assert abs(np.corrcoef(kept[True], kept[False])[0, 1]) < 0.3
+
+
+# The runs
+
+
+def test_the_plan_is_short_tasks_first_inline_first_and_leaves_out_what_is_done(tmp_path: Path) -> None:
+    short, long, odd = task(name="short"), task(name="long"), task(name="odd", needs=["no_such_module"])
+    write(result(short, [(0, 1.0)], seed=1), tmp_path)
+    write(result(long, [(0, 1.0)], "distributed", seed=2, digest="of other settings"), tmp_path)
+    jobs = learning.plan([short, long, odd], ["inline", "distributed"], 2, tmp_path, again=False)
+    assert [job.run_id for job in jobs] == [
+        "short-inline-2", "long-inline-1", "long-inline-2",
+        "short-distributed-1", "short-distributed-2", "long-distributed-1", "long-distributed-2",
+    ]  # fmt: skip
+    assert len(learning.plan([short, long, odd], ["inline", "distributed"], 2, tmp_path, again=True)) == 8
+
+
+def test_what_does_not_fit_into_the_budget_is_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert learning.work([Job(task(minutes=3), "inline", 1)], 2.0, tmp_path / "data", tmp_path / "runs") == 0
+    assert "not begun" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    """One run, and where it was."""
+    folder = tmp_path_factory.mktemp("runs")
+    heated = task(config={**TINY, "heatup": "32 env_steps"})
+    return run(Job(heated, "inline", 3), folder), folder
+
+
+def test_a_run_leaves_its_curves_and_nothing_else(ran: tuple[Result, Path]) -> None:
+    found, folder = ran
+    assert (found.task, found.mode, found.seed, found.reason) == ("tiny", "inline", 3, "exhausted")
+    assert [at for at, _ in found.evaluations] == [0, 160, 288]
+    assert found.env_steps == 288
+    assert all(score >= 8 for _, score in found.evaluations)
+    assert found.training[-1][0] == 288
+    assert all(value >= 8 for _, value in found.training)
+    assert found.versions["torch"]
+    assert found.machine["cores"] > 0
+    assert found.seconds > 0
+    assert list(folder.iterdir()) == []
+
+
+def test_the_data_name_no_place_on_this_machine_and_come_back_as_they_were(
+    ran: tuple[Result, Path], tmp_path: Path
+) -> None:
+    found, folder = ran
+    write(found, tmp_path)
+    path = place(tmp_path, "tiny", "inline", 3)
+    assert read(path) == found
+    assert str(folder) not in path.read_text()
+    assert parse_config({**found.config, "seed": found.seed}).hash() == found.config_hash
+
+
+def test_a_run_that_cannot_begin_is_lost_and_says_why(tmp_path: Path) -> None:
+    wrong = task(config={**TINY, "environment": {"id": "NoSuchThing-v0"}})
+    with pytest.raises(RunLost, match="NoSuchThing"):
+        run(Job(wrong, "inline", 1), tmp_path)
+
+
+def test_the_command_line_runs_what_is_missing_and_writes_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(learning, "load_tasks", lambda: {"tiny": task()})
+    given = ["--mode", "inline", "--data", str(tmp_path / "data"), "--runs-dir", str(tmp_path / "runs")]
+    assert learning.main([*given, "--seeds", "1"]) == 0
+    first = place(tmp_path / "data", "tiny", "inline", 1).read_text()
+    assert learning.main([*given, "--seeds", "2"]) == 0
+    assert "[1/1] tiny-inline-2" in capsys.readouterr().out
+    assert place(tmp_path / "data", "tiny", "inline", 1).read_text() == first
+    assert "2 of 5 seeds ran" in (tmp_path / "README.md").read_text()
+    assert (tmp_path / "tiny.png").stat().st_size > 1000
+    with pytest.raises(SystemExit, match="no task nothing; there are tiny"):
+        learning.main([*given, "--only", "nothing"])
+
+
+# The report
+
+
+def test_the_gate_counts_within_its_env_steps_only() -> None:
+    found = result(task(), [(0, 1.0), (100, 9.9), (200, 10.0), (256, 5.0), (257, 11.0)])
+    assert found.reached_at(task()) == 200
+    assert found.reached_at(task(reach=11)) == float("inf")
+    assert found.reached_at(task(reach=11, within=257)) == 257
+    assert found.score(task()) == 5.0
+    assert found.mean_score(task()) == pytest.approx((1 + 9.9 + 10 + 5) / 4)
+
+
+@pytest.mark.parametrize(
+    ("reached", "seeds", "negative", "expected"),
+    [
+        (4, 5, False, "yes"), (3, 5, False, "NO"), (4, 4, False, "4 of 5 seeds ran"),
+        (0, 5, True, "yes"), (1, 5, True, "NO"),
+    ],
+)  # fmt: skip
+def test_four_of_five_seeds_pass_and_none_of_a_negative_control(
+    reached: int, seeds: int, negative: bool, expected: str
+) -> None:
+    of = task(negative=negative)
+    assert verdict(of, [result(of, [(0, 20.0 if seed < reached else 0.0)]) for seed in range(seeds)]) == expected
+
+
+def test_the_report_shows_gates_controls_and_parity(tmp_path: Path) -> None:
+    gate, control, empty = task(name="gate"), task(name="control", negative=True), task(name="empty")
+    for seed, score in enumerate([2.0, 12.0, 13.0, 14.0, 30.0], 1):
+        write(result(gate, [(0, 0.0), (100 * seed, score)], seed=seed), tmp_path / "data")
+        write(result(gate, [(0, 0.0), (100, score + 100)], "distributed", seed), tmp_path / "data")
+        write(result(control, [(0, 5.0)], seed=seed), tmp_path / "data")
+    write(result(gate, [(0, 1e6)], seed=6, digest="of other settings"), tmp_path / "data")
+    write_report([gate, control, empty], tmp_path / "data")
+    report = (tmp_path / "README.md").read_text()
+    inline, distributed, parity = rows(report, "gate")
+    # of inline seeds, only 1 and 2 have a second checkpoint within 256 env steps; the first of them is below the gate
+    assert inline[3:7] == ["10 within 256", "inline", "1 of 5", "NO"]
+    assert inline[8] == "–"
+    assert distributed[4:7] == ["distributed", "5 of 5", "yes"]
+    assert distributed[7].startswith("113 [")
+    assert distributed[8] == "100"
+    assert rows(report, "control")[0][3:7] == ["below 10 within 256", "inline", "0 of 5", "yes"]
+    assert parity[3] == "no"
+    assert float(parity[4].strip("[]").split(",")[0]) > 0
+    assert "not run yet\n\nempty\n" in report
+    assert {path.name for path in tmp_path.glob("*.png")} == {"gate.png", "control.png"}
+
+
+def test_the_same_data_give_the_same_bytes(tmp_path: Path) -> None:
+    write(result(task(), [(0, 5.0), (200, 50.0)]), tmp_path / "data")
+    write(result(task(), [(0, 6.0), (200, 70.0)], seed=2), tmp_path / "data")
+    seen = []
+    for _ in range(2):
+        write_report([task()], tmp_path / "data")
+        seen.append([path.read_bytes() for path in sorted(tmp_path.glob("*.*"))])
+    assert seen[0] == seen[1]
+    assert [one.seed for one in current(tmp_path / "data", task(), "inline")] == [1, 2]
+
+
+def test_a_curve_holds_the_newest_score_so_far() -> None:
+    grid, scores = on_grid([result(task(), [(0, 1.0), (100, 2.0)]), result(task(), [(50, 3.0), (150, 4.0)])], 250)
+    assert (grid[0], grid[-1]) == (50, 250)
+    assert scores[0].tolist() == [1.0 if at < 100 else 2.0 for at in grid]
+    assert scores[1].tolist() == [3.0 if at < 150 else 4.0 for at in grid]
+
+
+def test_data_of_another_format_are_refused(tmp_path: Path) -> None:
+    write(result(task(), [(0, 1.0)], format=0), tmp_path)
+    with pytest.raises(ValueError, match="has format 0"):
+        read(place(tmp_path, "tiny", "inline", 1))

@@ -1,0 +1,39 @@
+"""The fast version of the gates: one seed, all roles in one process, ended as soon as the gate is reached.
+
+The tasks are those of the learning table with `fast: true`; `make learning` runs all of them, over five seeds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.learning.runner import Job, run
+from benchmarks.learning.tasks import Task, load_tasks
+
+TASKS = load_tasks()
+FAST = [task for task in TASKS.values() if task.fast]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("task", FAST, ids=lambda task: task.name)
+def test_it_learns(task: Task, tmp_path: Path) -> None:
+    found = run(Job(task, "inline", 1), tmp_path, until_reached=True)
+    assert found.reached_at(task) <= task.within, found.evaluations
+
+
+def test_ppo_is_among_them() -> None:
+    assert "cartpole-ppo" in {task.name for task in FAST}
+
+
+@pytest.mark.timeout(300)
+def test_without_a_learning_rate_it_stays_as_it_was(tmp_path: Path) -> None:
+    """All checkpoints have the weights of the first, so that the same seeds give the same scores."""
+    task = TASKS["control-no-learning-rate"]
+    short = task.model_copy(update={"config": {**task.config, "stop_at": {"env_steps": 10_000}}})
+    found = run(Job(short, "inline", 1), tmp_path)
+    assert found.reason == "exhausted"
+    assert len(found.evaluations) > 1
+    assert {score for _, score in found.evaluations} == {found.evaluations[0][1]}
+    assert found.evaluations[0][1] < task.reach
