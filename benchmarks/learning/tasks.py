@@ -2,9 +2,9 @@
 
 They stand in `table/*.yaml`, a file for each algorithm. To add one: write an entry (`NAME: {…}`, the fields are those
 of `Task`), try it with `make learning LEARNING="--only NAME --seeds 1 --mode inline"`, then run all its seeds and
-commit what comes into docs/learning/. What is the same for all (seed, workers, 20 greedy episodes for each checkpoint, env
-steps at which the run ends) is put in by `Task.settings`; an entry's `config` says the rest and wins. With `fast: true`
-it is part of `make test` (one seed, inline, ended as soon as it has reached the gate).
+commit what comes into docs/learning/. What is the same for all (seed, workers, 20 greedy episodes for each checkpoint,
+env steps at which the run ends) is put in by `Task.settings`; an entry's `config` says the rest and wins. With
+`fast: true` it is part of `make test` (one seed, inline, ended as soon as it has reached the gate).
 """
 
 from __future__ import annotations
