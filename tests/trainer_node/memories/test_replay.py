@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ shapes = given(
     places=st.integers(1, 5),
     made=st.integers(1, 12),
 )
+Memory = TypeVar("Memory", bound=ReplayMemory)
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 
 
@@ -169,7 +170,7 @@ def contents(memory: ReplayMemory) -> Columns:
     return flat | {"following": ring.following, "preceding": ring.preceding} | memory.state()
 
 
-def restored(memory: ReplayMemory, fresh: ReplayMemory, made: list[Made]) -> ReplayMemory:
+def restored(memory: ReplayMemory, fresh: Memory, made: list[Made]) -> Memory:
     """`fresh`, with what `memory` holds put back as a checkpoint and the log's archive do."""
     fresh.load_state({name: array.copy() for name, array in memory.state().items()})
     fill(fresh, [(item.source, item.columns) for item in made[-memory.fragments :]])
