@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from shared.config import Config, PolicyConfig, WrapperConfig
 from shared.config_sources import dump_config, parse_config
+from shared.dataset_config import DatasetConfig
 from shared.schedules import Schedule
 
 _STARTER: dict[str, Any] = {
@@ -64,6 +65,7 @@ def _section(model: type[BaseModel], path: str, lines: list[str]) -> None:
     if model is Config:
         _section(PolicyConfig, "policies.<id>.", lines)
         _section(WrapperConfig, "environment.wrappers[].", lines)
+        _section(DatasetConfig, "dataset.", lines)
         _section(Schedule, "algorithm.learning_rate.", lines)
 
 

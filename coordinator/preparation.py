@@ -19,6 +19,7 @@ from shared.checkpoint import CONFIG, ENVIRONMENT, FINISHED, STATUS, Checkpoint,
 from shared.config import Config, StopConfig
 from shared.config_sources import dump_config
 from shared.connection import Address, check_shards, connect_redis
+from shared.datasets.reading import read_dataset
 from shared.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -67,6 +68,17 @@ def check(config: Config) -> EnvironmentDescription:
             f"other for ever. Raise it, or lower rollout.fragment_steps or environment.num_envs"
         )
     return description
+
+
+def with_dataset(config: Config, description: EnvironmentDescription) -> Config:
+    """The config with the SHA-256 of what its dataset holds, by which workers know it again.
+
+    Raises `DatasetError` where it cannot be read, does not fit the environment, or is not what the config says.
+    """
+    if config.dataset is None:
+        return config
+    found = read_dataset(config.dataset, description)
+    return config.model_copy(update={"dataset": config.dataset.model_copy(update={"sha256": found.sha256})})
 
 
 def _check_device(config: Config) -> None:

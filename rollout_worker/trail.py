@@ -22,7 +22,7 @@ MOST_BYTES = 1 << 20
 """A trail that would be longer is not kept: it lies in Redis, for each worker."""
 MOST_TRIES = 3
 """So many incarnations may die while they act on from the same place; the next one begins anew."""
-_FRAGMENT, _ENVIRONMENTS = 0, 1
+_FRAGMENT, _ENVIRONMENTS, _EPOCH = 0, 1, 2
 _MASK = (1 << 64) - 1
 
 
@@ -49,6 +49,10 @@ class Life:
     def environments(self, count: int) -> list[int]:
         """The seed of each environment's first episode; `episode_seed` has the others."""
         return self._seeds(_ENVIRONMENTS, 0, count)
+
+    def shuffling(self, epoch: int) -> int:
+        """The seed of the order in which recorded experience is taken in an epoch."""
+        return self._seeds(_EPOCH, epoch, 1)[0]
 
     def _seeds(self, kind: int, number: int, count: int) -> list[int]:
         parts = [self.seed, self.worker, self.incarnation, self.restarts, kind, number]
@@ -101,6 +105,8 @@ class Step:
     @property
     def fragments(self) -> int:
         """How many of the last fragments hold the actions of the running episodes."""
+        if not any(self.lengths):
+            return 1
         steps = len(next(iter(next(iter(self.actions.values())).values())))
         return max(1, -(-max(self.lengths) // steps))
 

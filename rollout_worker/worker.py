@@ -1,7 +1,7 @@
 """The rollout worker: claim a fragment, act it with the newest policy version, push it; again and again.
 
 In: credit and policy versions (Redis), the first policy (newest checkpoint). Out: fragments, heartbeats. A fragment
-that is cut off in the middle was never produced.
+that is cut off in the middle was never produced. In a run with a dataset, fragments are cut from that; nothing acts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from rollout_worker import trail
+from rollout_worker.dataset_sampler import DatasetSampler
 from rollout_worker.environments import make_vector
 from rollout_worker.exploration import Exploration, RandomActing, Sampling
 from rollout_worker.sampler import Sample, Sampler
@@ -20,6 +21,8 @@ from rollout_worker.trail import Life, Trail
 from rollout_worker.watchdog import OUTGROWN, Watchdog, WatchedEnvironment
 from shared import fragment
 from shared.checkpoint import READY
+from shared.datasets.reading import read_dataset
+from shared.datasets.recording import Recording
 from shared.departure import LEFT
 from shared.errors import CheckpointError, EnvironmentFailure, ShardFull, ShardUnavailable, WorkerSuperseded
 from shared.events import emit
@@ -64,6 +67,7 @@ class Worker:
         self._seq = 0
         self._watchdog = Watchdog(self.id, self._config, self._heartbeat, self._last_orders)
         self._leaving: str | None = None
+        self._recording: Recording | None = None
 
     def run(self) -> str:
         """Claims, acts and pushes until the run ends or the worker is drained; answers which."""
@@ -251,6 +255,9 @@ class Worker:
         """Policies for the run's spaces, which the store knows."""
         with self._heartbeat.waiting("the store", self._config.rollout.wait_deadline_seconds) as wait:
             self._description = insist(wait, self._role.description)
+            dataset = self._config.dataset
+            if dataset is not None:
+                self._recording = insist(wait, lambda: read_dataset(dataset, self._description))
         device = torch_device(self._config.rollout.device)
         policies = build_policies(self._description.policies, self._config.policies, seed=0)
         self._policies = {policy_id: policy.to(device) for policy_id, policy in policies.items()}
@@ -291,8 +298,11 @@ class Worker:
             return b"", 0
         return blob, step.fragments
 
-    def _make_sampler(self, life: Life, past: Trail | None = None) -> Sampler:
+    def _make_sampler(self, life: Life, past: Trail | None = None) -> Sampler | DatasetSampler:
         """Begins a life, or takes it up where `past` ends."""
+        if self._recording is not None:
+            (policy_id,) = self._policies
+            return DatasetSampler(self._recording, policy_id, self._config.environment.num_envs, life, past)
         environment = WatchedEnvironment(
             lambda: make_vector(self._config.environment, self._description), self._watchdog
         )
@@ -302,7 +312,7 @@ class Worker:
             environment.close()
             raise
 
-    def _start_environment(self) -> Sampler:
+    def _start_environment(self) -> Sampler | DatasetSampler:
         """Where the predecessor's last fragment ended, if the environments come there again; else new episodes."""
         left = self._log.left(self.id)
         if left.tries >= trail.MOST_TRIES:
@@ -318,7 +328,7 @@ class Worker:
         emit(self._role.redis, self._role.run_id, "environment", f"{self.id} begins new episodes: {why}")
         return self._begin_anew(Life(self._config.seed, self._index, self.incarnation, 0))
 
-    def _take_up(self, past: Trail) -> Sampler | None:
+    def _take_up(self, past: Trail) -> Sampler | DatasetSampler | None:
         """The predecessor's episodes; None where the environments do not come to where it stood."""
         self._log.trying(self.id, 1)
         try:
@@ -332,7 +342,7 @@ class Worker:
         sampler.close()
         return None
 
-    def _begin_anew(self, life: Life) -> Sampler:
+    def _begin_anew(self, life: Life) -> Sampler | DatasetSampler:
         """Also an environment that raises in its first reset is started again, within the configured rate."""
         while True:
             try:

@@ -15,6 +15,7 @@ from urllib.parse import parse_qsl, urlsplit
 from pydantic import BeforeValidator, Field, model_validator
 
 from shared.algorithm_config import PPOConfig
+from shared.dataset_config import DatasetConfig
 from shared.redis_keys import redis_place
 from shared.section import Section
 from shared.steps import Duration, DurationField
@@ -392,6 +393,7 @@ _DECIDES_LEARNING: Any = {
     "policies": True,
     "agents": True,
     "algorithm": True,
+    "dataset": {"sha256"},
     "rollout": {"fragment_steps", "fragments_per_update", "max_policy_lag"},
     "heatup": True,
     "initialize_from": True,
@@ -416,6 +418,8 @@ class Config(Section):
     """Agent → policy id; an agent not named here uses the only policy."""
     algorithm: PPOConfig = PPOConfig()
     rollout: RolloutConfig = RolloutConfig()
+    dataset: DatasetConfig | None = None
+    """Train from recorded experience; the environment is then only evaluated in."""
     policy_versions: PolicyVersionsConfig = PolicyVersionsConfig()
     initialize_from: str | None = None
     """Begin with the weights and observation statistics of another run's policies: a run (what is promoted there, else

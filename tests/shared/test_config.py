@@ -182,6 +182,8 @@ def test_agents_are_mapped_to_their_policies() -> None:
         {"trainer": {"torch_threads": 2}},
         {"trainer": {"ranks": 2}},
         {"signals": {"window_episodes": 7}},
+        {"dataset": {"path": "data.csv"}},
+        {"dataset": {"path": "data.csv", "sha256": "0" * 64}},
     ],
     ids=str,
 )
@@ -205,6 +207,14 @@ def test_what_decides_the_learning_changes_the_hash(sections: dict[str, Any]) ->
 def test_where_and_how_long_a_run_goes_does_not_change_the_hash(sections: dict[str, Any]) -> None:
     assert minimal_config(**sections).hash() == minimal_config().hash()
     assert len(minimal_config().hash()) == 64
+
+
+def test_what_a_dataset_holds_decides_the_learning_and_where_it_lies_does_not() -> None:
+    here, there, other = (
+        minimal_config(dataset={"path": path, "sha256": digit * 64})
+        for path, digit in (("a.csv", "0"), ("b.h5", "0"), ("a.csv", "1"))
+    )
+    assert here.hash() == there.hash() != other.hash()
 
 
 def test_the_order_of_keys_does_not_change_the_hash() -> None:

@@ -1,0 +1,77 @@
+"""A run that learns from recorded experience: the same log, the same books, the same exact resume as any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_worker.worker import Worker
+from shared import fragment
+from shared.config import Config
+from shared.dataset_config import DatasetConfig
+from shared.datasets.reading import read_dataset
+from shared.errors import DatasetError
+from shared.experience_log import START
+from shared.steps import Phase
+from tests.balancing import played, write_played
+from tests.trainer_node.game import Game, NewGame, balanced, small
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Six short episodes of CartPole."""
+    path = tmp_path / "balanced.csv"
+    write_played(path, played(6, greed=0.8, steps=50))
+    return path
+
+
+def offline(path: Path, **sections: Any) -> Config:
+    return small(**{"dataset": {"path": str(path)}, "stop_at": {"updates": 8}} | sections)
+
+
+def test_a_worker_pushes_what_the_trainer_takes(new_game: NewGame, data: Path) -> None:
+    game = new_game(offline(data, heatup="64 env_steps"))
+    recorded = read_dataset(DatasetConfig(path=str(data)), game.role.description())
+    assert [game.worker.step(0), game.worker.step(0)] == ["pushed", "pushed"]
+    sent = [fragment.decode(entry.fragment or b"") for entry in game.role.log().read(START, 100, 0)]
+    assert {item.header.phase for item in sent} == {Phase.HEATUP} and len(sent) == 2
+    known = {row.tobytes() for row in recorded.columns["obs"]}
+    for item in sent:
+        fragment.check(item, game.role.run_id, game.role.description())
+        rows = item.columns["default"]["obs"].reshape(-1, 4)
+        assert {row.tobytes() for row in rows} <= known
+        assert (item.columns["default"]["log_prob"][item.columns["default"]["mask"]] < 0).all(), "from the data"
+    game.finish()
+    balanced(game)
+
+
+def die(game: Game) -> None:
+    game.worker._heartbeat._stop.set()
+
+
+def test_the_whole_run_dies_at_every_version_and_the_weights_are_the_same(new_game: NewGame, data: Path) -> None:
+    expected = new_game(offline(data)).finish()
+    game = new_game(offline(data))
+    for version in range(1, 8):
+        game.play_to(version)
+        game.crash()
+        die(game)
+        game.restart()
+        game.worker = Worker(game._open(), 0)
+        game.worker.start()
+    assert game.finish() == expected
+    assert "begins new episodes" not in game.events("environment")
+    balanced(game)
+    assert new_game(offline(data, seed=2)).finish() != expected
+
+
+def test_a_worker_whose_dataset_is_another_refuses_to_begin(new_game: NewGame, data: Path) -> None:
+    recorded = read_dataset(DatasetConfig(path=str(data)), new_game(offline(data)).role.description())
+    config = offline(data, dataset={"path": str(data), "sha256": recorded.sha256})
+    new_game(config).play_to(1)
+    lines = data.read_text().splitlines()
+    data.write_text("\n".join(lines[:-1]))
+    with pytest.raises(DatasetError, match=r"has the SHA-256 .*bring back what was there, or start a new run"):
+        new_game(config)
