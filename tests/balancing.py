@@ -21,7 +21,7 @@ RULE = np.array([0.1, 0.3, 1.0, 1.0])
 
 def rule_probability(observations: Array, greed: float) -> Array:
     """`[B]`: of pushing to the right; the rule is followed with probability (1 + greed) / 2."""
-    return 0.5 + 0.5 * greed * np.sign(observations @ RULE)
+    return np.asarray(0.5 + 0.5 * greed * np.sign(observations @ RULE))
 
 
 def played(episodes: int, greed: float = 1.0, steps: int = 500, seed: int = 0) -> list[Episode]:

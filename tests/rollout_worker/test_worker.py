@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollout_worker.sampler import Sampler
 from rollout_worker.trail import Life
 from rollout_worker.worker import Worker
 from shared import fragment
@@ -242,6 +243,7 @@ def test_the_same_worker_of_the_same_run_seed_meets_the_same_starts(
         for worker in (first, second):
             worker._description = role.description()
             sampler = worker._make_sampler(Life(config.seed, 2, 4, 0))
+            assert isinstance(sampler, Sampler)
             drawn.append(sampler._now["default"]["obs"].copy())
             sampler.close()
     assert np.array_equal(drawn[0], drawn[1])
