@@ -32,8 +32,8 @@ from shared.experience_log import ExperienceLog
 from shared.flow import Claim
 from shared.heartbeat import Heartbeat, read_heartbeats
 from shared.ledger import read_books
-from shared.policies.actor_critic import build_policies
 from shared.policies.codec import VersionHeader, encode_board, state_arrays
+from shared.policies.registry import build_policies
 from shared.policy_board import PolicyBoard
 from shared.redis_keys import RunKeys
 from shared.role import Role, open_role
@@ -64,7 +64,7 @@ class Costs:
         self._log, self._board = ExperienceLog(role.redis, role.run_id), PolicyBoard(role.redis, role.run_id)
         description = role.description()
         self._take = record(role)[0]
-        policies = build_policies(description.policies, role.config.policies, seed=0)
+        policies = build_policies(description.policies, role.config.policies, role.config.algorithm, seed=0)
         states = {policy_id: state_arrays(policy) for policy_id, policy in policies.items()}
         self._header = VersionHeader(0, Phase.TRAIN, PhaseCounters())
         self._blob = encode_board(states, self._header)

@@ -26,7 +26,8 @@ from shared.connection import connect_redis
 from shared.flow import Claim, Flow
 from shared.heartbeat import forget_heartbeat
 from shared.launch import RoleLaunch
-from shared.policies.actor_critic import ActorCritic, build_policies
+from shared.policies.policy import Policy
+from shared.policies.registry import build_policies
 from shared.role import Role
 
 _LOGGER = logging.getLogger("stagecoach.worker")
@@ -99,7 +100,7 @@ class Take:
 def record(role: Role) -> list[Take]:
     """Acts some fragments with the run's environment and an untrained policy."""
     description = role.description()
-    policies = build_policies(description.policies, role.config.policies, seed=0)
+    policies = build_policies(description.policies, role.config.policies, role.config.algorithm, seed=0)
     sampler = Sampler(make_vector(role.config.environment, description), description, Life(role.config.seed, 0, 0, 0))
     takes = []
     for _ in range(_TAKES):
@@ -119,7 +120,7 @@ class Playback(Sampler):
         self.life = life
         self._number = 0
 
-    def sample(self, policies: Mapping[str, ActorCritic], exploration: Exploration, steps: int) -> Sample:
+    def sample(self, policies: Mapping[str, Policy], exploration: Exploration, steps: int) -> Sample:
         """Takes as long as acting does; raises `Died` at the moment of death, with the claim in hand."""
         if self._dies.wait(self._think):
             raise Died

@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import textwrap
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from shared.algorithm_configs.registry import ALGORITHMS
 from shared.config import Config, PolicyConfig, WrapperConfig
 from shared.config_sources import dump_config, parse_config
 from shared.dataset_config import DatasetConfig
+from shared.exploration_config import ExplorationConfig
 from shared.schedules import Schedule
 
 _STARTER: dict[str, Any] = {
@@ -46,33 +48,40 @@ def commented_config() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _section(model: type[BaseModel], path: str, lines: list[str]) -> None:
-    below: list[tuple[type[BaseModel], str]] = []
+def _section(model: type[BaseModel], path: str, lines: list[str], which: str = "") -> None:
+    """`which` tells sections apart that may stand in one place: by their `name` or `kind`."""
+    below: list[tuple[type[BaseModel], str, str]] = []
     rows = []
     for name, field in model.model_fields.items():
         inner = _model(field)
-        if inner is not None:
-            below.append((inner, f"{path}{name}."))
+        if model is Config and name == "algorithm":
+            below += [(section, "algorithm.", f" with `name: {found}`") for found, section in ALGORITHMS.items()]
+        elif inner is not None:
+            below.append((inner, f"{path}{name}.", ""))
         else:
             default = "required" if field.is_required() else f"`{_plain(field.get_default(call_default_factory=True))}`"
             rows.append(f"| `{path}{name}` | {default} | {_text(field)} |")
-    title = f"## `{path.rstrip('.')}`" if path else "## Top level"
+    title = f"## `{path.rstrip('.')}`{which}" if path else "## Top level"
     lines += ["", title, "", _first_paragraph(model), ""]
     if rows:
         lines += ["| field | default | meaning |", "|---|---|---|", *rows]
-    for inner, inner_path in below:
-        _section(inner, inner_path, lines)
+    for inner, inner_path, told in below:
+        _section(inner, inner_path, lines, told)
     if model is Config:
         _section(PolicyConfig, "policies.<id>.", lines)
         _section(WrapperConfig, "environment.wrappers[].", lines)
         _section(DatasetConfig, "dataset.", lines)
         _section(Schedule, "algorithm.learning_rate.", lines)
+        for place, union in (("exploration", ExplorationConfig),):
+            for section in get_args(union):
+                kind = section.model_fields["kind"].default
+                _section(section, f"algorithm.{place}.", lines, f" with `kind: {kind}`")
 
 
 def _commented(model: type[BaseModel], values: dict[str, Any], depth: int, lines: list[str]) -> None:
     pad = "  " * depth
     for name, field in model.model_fields.items():
-        inner = _model(field)
+        inner = ALGORITHMS[values[name]["name"]] if model is Config and name == "algorithm" else _model(field)
         if inner is not None:
             lines += ["", f"{pad}# {_first_paragraph(inner)}", f"{pad}{name}:"]
             _commented(inner, values[name], depth + 1, lines)

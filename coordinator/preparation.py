@@ -34,7 +34,7 @@ from shared.experience_log import ExperienceLog
 from shared.heartbeat import DEAD_AFTER_SECONDS, Wait, read_heartbeats
 from shared.ledger import read_books
 from shared.object_store import open_store
-from shared.policies.actor_critic import build_policies
+from shared.policies.registry import build_policies
 from shared.redis_keys import RunKeys
 from shared.role import Role
 from shared.spaces import EnvironmentDescription
@@ -53,7 +53,7 @@ def check(config: Config) -> EnvironmentDescription:
     Raises `EnvironmentUnusable`, `UnsupportedSpace` or `ConfigError`.
     """
     description = describe_environment(config)
-    build_policies(description.policies, config.policies, seed=0)
+    build_policies(description.policies, config.policies, config.algorithm, seed=0)
     if config.environment.vectorization == "native":
         make_native(config.environment).close()
     make(evaluation_environment(config)).close()

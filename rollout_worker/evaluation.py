@@ -18,7 +18,7 @@ from rollout_worker.watchdog import Watchdog, WatchedEnvironment
 from shared.config import Config, EnvironmentConfig
 from shared.errors import EnvironmentFailure
 from shared.fragment import EpisodeRecord
-from shared.policies.actor_critic import ActorCritic
+from shared.policies.policy import Policy
 from shared.spaces import EnvironmentDescription
 
 
@@ -63,7 +63,7 @@ def evaluation_environment(config: Config) -> EnvironmentConfig:
 @torch.inference_mode()
 def play(
     environment: VectorEnvironment,
-    policies: Mapping[str, ActorCritic],
+    policies: Mapping[str, Policy],
     episodes: int,
     *,
     greedy: bool,
@@ -103,7 +103,7 @@ def play(
 def evaluate_policies(
     config: Config,
     description: EnvironmentDescription,
-    policies: Mapping[str, ActorCritic],
+    policies: Mapping[str, Policy],
     episodes: int | None = None,
     watchdog: Watchdog | None = None,
 ) -> Scores:

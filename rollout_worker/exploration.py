@@ -1,7 +1,12 @@
-"""How a policy's outputs become actions: sampled, greedy, or random (heat-up)."""
+"""How a policy's outputs become actions: greedy, random (heat-up), or as the algorithm explores.
+
+An exploration is made for each fragment, from the counters that came with the policy version: everything random in it
+follows from the fragment's number, whoever acts it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -9,44 +14,120 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.policies.actor_critic import ActorCritic
+from shared import exploration_config
+from shared.policies.policy import Policy
+from shared.spaces import Leaf
+from shared.steps import Counters
 
 
 class Exploration(Protocol):
     """Chooses actions for a batch of observations."""
 
     def act(
-        self, policy: ActorCritic, observations: Mapping[str, Tensor], generator: torch.Generator
+        self, policy: Policy, observations: Mapping[str, Tensor], generator: torch.Generator
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Action columns `[S, …]`, and the distribution's parameters `[S, P]` where actions come from it."""
+        """Action columns `[S, …]`, and the policy's outputs `[S, P]` where actions come from them."""
         ...
+
+    def log_prob(self, policy: Policy, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
+        """`[B]`: of taking `actions` where the outputs are `params`; 0 where that is not known."""
+        ...
+
+
+def make_exploration(config: exploration_config.ExplorationConfig, counters: Counters) -> Exploration:
+    """As an algorithm explores, at these counters of the trainer."""
+    if isinstance(config, exploration_config.Sampling):
+        return Sampling()
+    if isinstance(config, exploration_config.EpsilonGreedy):
+        return EpsilonGreedy(config.epsilon.value(counters))
+    return GaussianNoise(config.sigma.value(counters), config.bound)
 
 
 class Sampling:
     """Draws from the policy's distribution: how on-policy algorithms act."""
 
     def act(
-        self, policy: ActorCritic, observations: Mapping[str, Tensor], generator: torch.Generator
+        self, policy: Policy, observations: Mapping[str, Tensor], generator: torch.Generator
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         params = policy.action_parameters(observations)
         return policy.distribution.sample(params, generator), params
 
+    def log_prob(self, policy: Policy, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
+        return policy.distribution.log_prob(params, actions)
+
 
 class Greedy:
-    """The most probable action: how evaluation acts."""
+    """The best action: how evaluation acts."""
 
     def act(
-        self, policy: ActorCritic, observations: Mapping[str, Tensor], generator: torch.Generator
+        self, policy: Policy, observations: Mapping[str, Tensor], generator: torch.Generator
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         params = policy.action_parameters(observations)
         return policy.distribution.mode(params), params
+
+    def log_prob(self, policy: Policy, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
+        return params.new_zeros(len(params))
+
+
+class EpsilonGreedy:
+    """A uniform joint choice with probability ε, else the best one."""
+
+    def __init__(self, epsilon: float) -> None:
+        self._epsilon = epsilon
+
+    def act(
+        self, policy: Policy, observations: Mapping[str, Tensor], generator: torch.Generator
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        params = policy.action_parameters(observations)
+        best = policy.distribution.mode(params)
+        rows, device = len(params), params.device
+        anyhow = torch.rand(rows, generator=generator, device=device) < self._epsilon
+        actions = {}
+        for leaf in policy.spaces.action.leaves:
+            name = leaf.column("action")
+            chosen = _uniform_choice(leaf, torch.rand((rows, *leaf.shape), generator=generator, device=device))
+            actions[name] = torch.where(anyhow.reshape(-1, *[1] * len(leaf.shape)), chosen, best[name])
+        return actions, params
+
+    def log_prob(self, policy: Policy, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
+        best = policy.distribution.mode(params)
+        leaves = policy.spaces.action.leaves
+        names = [leaf.column("action") for leaf in leaves]
+        same = torch.stack([(actions[name] == best[name]).flatten(1).all(dim=1) for name in names]).all(dim=0)
+        each = self._epsilon / math.prod(math.prod(leaf.nvec) for leaf in leaves)
+        return torch.where(same, 1.0 - self._epsilon + each, max(each, 1e-38)).log()
+
+
+class GaussianNoise:
+    """Normal noise on the best action, clipped to the action's bounds; the density of what was clipped is not known."""
+
+    def __init__(self, sigma: float, bound: float | None) -> None:
+        self._sigma = sigma
+        self._bound = math.inf if bound is None else bound
+
+    def act(
+        self, policy: Policy, observations: Mapping[str, Tensor], generator: torch.Generator
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        params = policy.action_parameters(observations)
+        best = policy.distribution.mode(params)
+        actions = {}
+        for leaf in policy.spaces.action.leaves:
+            name = leaf.column("action")
+            low, high = (torch.from_numpy(side).to(params.device) for side in leaf.bounds())
+            noise = torch.randn(best[name].shape, generator=generator, device=params.device)
+            noise = noise.clamp(-self._bound, self._bound) * (self._sigma * (high - low) / 2)
+            actions[name] = (best[name] + noise).clamp(low, high)
+        return actions, params
+
+    def log_prob(self, policy: Policy, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
+        return params.new_zeros(len(params))
 
 
 class RandomActing:
     """Uniform actions (standard normal where a box has no bounds): how heat-up acts."""
 
     def act(
-        self, policy: ActorCritic, observations: Mapping[str, Tensor], generator: torch.Generator
+        self, policy: Policy, observations: Mapping[str, Tensor], generator: torch.Generator
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         example = next(iter(observations.values()))
         rows, device = len(example), example.device
@@ -62,6 +143,14 @@ class RandomActing:
                 noise = torch.randn(shape, generator=generator, device=device)
                 actions[leaf.column("action")] = torch.where(bounded, low + uniform * (high - low), noise)
             else:
-                choices = torch.tensor(leaf.nvec, device=device).reshape(leaf.shape)
-                actions[leaf.column("action")] = (uniform * choices).to(torch.int64).clamp_max(choices - 1)
+                actions[leaf.column("action")] = _uniform_choice(leaf, uniform)
         return actions, None
+
+    def log_prob(self, policy: Policy, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
+        return params.new_zeros(len(params))
+
+
+def _uniform_choice(leaf: Leaf, uniform: Tensor) -> Tensor:
+    """Numbers in [0, 1) `[B, …]` → choices."""
+    choices = torch.tensor(leaf.nvec, device=uniform.device).reshape(leaf.shape)
+    return (uniform * choices).to(torch.int64).clamp_max(choices - 1)

@@ -18,7 +18,8 @@ from rollout_worker.exploration import Exploration
 from rollout_worker.trail import Life, Trail
 from rollout_worker.vector import PolicyStep, VectorEnvironment
 from shared.fragment import EpisodeRecord, expected_columns
-from shared.policies.actor_critic import ActorCritic, torch_device
+from shared.policies.policy import Policy
+from shared.policies.registry import torch_device
 from shared.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
 
 
@@ -54,7 +55,7 @@ class Sampler:
         self._now = {policy_id: observations for policy_id, (observations, _) in began.items()}
 
     @torch.inference_mode()
-    def sample(self, policies: Mapping[str, ActorCritic], exploration: Exploration, steps: int) -> Sample:
+    def sample(self, policies: Mapping[str, Policy], exploration: Exploration, steps: int) -> Sample:
         """Acts `steps` steps in every environment; raises `EnvironmentFailure`, and then nothing was produced."""
         started, environment_seconds = time.perf_counter(), 0.0
         self._generator.manual_seed(self.life.acting(self._number))
@@ -79,7 +80,7 @@ class Sampler:
                 self._now[policy_id] = result.policies[policy_id].obs
             episodes += [record for _, record in result.episodes]
         columns = {
-            policy_id: recorder.finish(policies[policy_id], self._now[policy_id])
+            policy_id: recorder.finish(policies[policy_id], exploration, self._now[policy_id])
             for policy_id, recorder in recorders.items()
         }
         self._number += 1
@@ -142,7 +143,7 @@ class _Recorder:
             index = np.stack([np.full_like(result.final_slots, step), result.final_slots], axis=1)
             self._final["final_index"].append(index.astype(np.int32))
 
-    def finish(self, policy: ActorCritic, bootstrap: Columns) -> Columns:
+    def finish(self, policy: Policy, exploration: Exploration, bootstrap: Columns) -> Columns:
         """Log-probabilities for all steps at once, the observation after the last step, and the final ones."""
         steps, slots = self.columns["reward"].shape
         if self._params:
@@ -151,7 +152,7 @@ class _Recorder:
                 for name, array in self.columns.items()
                 if name.startswith("action")
             }
-            log_prob = policy.distribution.log_prob(torch.cat(self._params), actions)
+            log_prob = exploration.log_prob(policy, torch.cat(self._params), actions)
             self.columns["log_prob"] = log_prob.reshape(steps, slots).to(torch.float32).cpu().numpy()
         else:
             self.columns["log_prob"][:] = 0.0

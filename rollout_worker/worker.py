@@ -15,7 +15,7 @@ import torch
 from rollout_worker import trail
 from rollout_worker.dataset_sampler import DatasetSampler
 from rollout_worker.environments import make_vector
-from rollout_worker.exploration import Exploration, RandomActing, Sampling
+from rollout_worker.exploration import Exploration, RandomActing, make_exploration
 from rollout_worker.sampler import Sample, Sampler
 from rollout_worker.trail import Life, Trail
 from rollout_worker.watchdog import OUTGROWN, Watchdog, WatchedEnvironment
@@ -28,8 +28,8 @@ from shared.errors import CheckpointError, EnvironmentFailure, ShardFull, ShardU
 from shared.events import emit
 from shared.flow import Claim
 from shared.heartbeat import Heartbeat, insist, poll
-from shared.policies.actor_critic import build_policies, torch_device
 from shared.policies.codec import load_state_arrays
+from shared.policies.registry import build_policies, torch_device
 from shared.policy_board import PolicyBoard, PolicyVersion, version_of
 from shared.rate import Rate
 from shared.role import Role
@@ -202,7 +202,9 @@ class Worker:
         return self._sampler.sample(self._policies, self._exploration(), self._config.rollout.fragment_steps)
 
     def _exploration(self) -> Exploration:
-        return RandomActing() if self._header.phase is Phase.HEATUP else Sampling()
+        if self._header.phase is Phase.HEATUP:
+            return RandomActing()
+        return make_exploration(self._acting_config, self._header.counters.train)
 
     def _push(self, claim: Claim, sample: Sample, wait_seconds: float) -> str:
         header = fragment.FragmentHeader(
@@ -259,7 +261,9 @@ class Worker:
             if dataset is not None:
                 self._recording = insist(wait, lambda: read_dataset(dataset, self._description))
         device = torch_device(self._config.rollout.device)
-        policies = build_policies(self._description.policies, self._config.policies, seed=0)
+        algorithm = self._config.algorithm.resolved()
+        self._acting_config = algorithm.acting
+        policies = build_policies(self._description.policies, self._config.policies, algorithm, seed=0)
         self._policies = {policy_id: policy.to(device) for policy_id, policy in policies.items()}
 
     def _register_again(self) -> str:

@@ -14,7 +14,8 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from shared.algorithm_config import PPOConfig
+from shared.algorithm_configs.ppo import PPOConfig
+from shared.algorithm_configs.registry import AlgorithmField
 from shared.dataset_config import DatasetConfig
 from shared.redis_keys import redis_place
 from shared.section import Section
@@ -219,10 +220,11 @@ class ArchiveConfig(Section):
     """The experience log's entries, kept in the store after they have left Redis; `archive: all` is short."""
 
     keep: Literal["off", "memory", "all"] = "off"
-    """`off`: nothing; `memory`: the newest `memory_env_steps`, which a replay memory is restored from; `all`: the whole
-    log, so that `stagecoach replay` can train from it again and everything acted is there as a dataset."""
+    """`off`: only what the replay memories of the newest checkpoints are restored from, which for an algorithm without
+    one is nothing; `memory`: the newest `memory_env_steps` as well; `all`: the whole log, so that `stagecoach replay`
+    can train from it again and everything acted is there as a dataset."""
     memory_env_steps: int = Field(1_000_000, ge=1)
-    """How far back `memory` reaches; a million is the field's usual capacity of a replay memory."""
+    """How far back `memory` reaches at least."""
     segment_bytes: int = Field(16 << 20, ge=1 << 10)
     """Fragments are stored in objects of about this size; a segment also ends where a checkpoint does."""
 
@@ -416,7 +418,7 @@ class Config(Section):
     """Policy id → network. A single agent uses `default`."""
     agents: dict[str, str] = {}
     """Agent → policy id; an agent not named here uses the only policy."""
-    algorithm: PPOConfig = PPOConfig()
+    algorithm: AlgorithmField = PPOConfig()
     rollout: RolloutConfig = RolloutConfig()
     dataset: DatasetConfig | None = None
     """Train from recorded experience; the environment is then only evaluated in."""
@@ -438,14 +440,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _what_cannot_work_together(self) -> Self:
-        batch = self.rollout.fragments_per_update * self.rollout.fragment_steps * self.environment.num_envs
-        if self.algorithm.minibatch_size > batch:
-            raise ValueError(
-                f"algorithm.minibatch_size={self.algorithm.minibatch_size} is more than one update's batch of {batch} "
-                f"transitions (rollout.fragments_per_update={self.rollout.fragments_per_update} × "
-                f"rollout.fragment_steps={self.rollout.fragment_steps} × "
-                f"environment.num_envs={self.environment.num_envs}); lower the first or raise one of the others"
-            )
+        self.algorithm.refuse(self)
         if self.environment.wrappers and self.environment.vectorization == "native":
             raise ValueError(
                 f"environment.vectorization='native' cannot apply environment.wrappers="
@@ -474,6 +469,11 @@ class Config(Section):
         if not self.stop_at.bounded and self.stop_at.mean_return is None:
             raise ValueError("stop_at is empty, so the run would never end; set stop_at.env_steps or another bound")
         return self
+
+    @property
+    def transitions_per_update(self) -> int:
+        """Of one policy id with one agent: K × T × N."""
+        return self.rollout.fragments_per_update * self.rollout.fragment_steps * self.environment.num_envs
 
     def hash(self) -> str:
         """SHA-256 of what decides the learning (not where, by how many, or until when it runs): 64 hex digits."""

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from shared.algorithm_configs.registry import ALGORITHMS, tag_of
 from shared.config import Config
 from shared.errors import ConfigError
 
@@ -45,9 +46,14 @@ def parse_config(data: Mapping[str, Any]) -> Config:
     except ValidationError as error:
         lines = []
         for item in error.errors():
-            where = ".".join(str(part) for part in item["loc"])
+            loc = [str(part) for part in item["loc"]]
+            if loc[:1] == ["algorithm"] and len(loc) > 1:
+                del loc[1]  # which of the sections it is; its name says so
+            where = ".".join(loc)
             if item["type"] == "extra_forbidden":
-                lines.append(_misspelt(where))
+                lines.append(_misspelt(where, tag_of(data.get("algorithm") or {})))
+            elif item["type"] == "union_tag_invalid" and where == "algorithm":
+                lines.append(_unknown_algorithm(tag_of(data["algorithm"])))
             elif item["type"] == "missing":
                 lines.append(f"{where} is missing; add it to the config or give --set {where}=…")
             elif item["type"] == "value_error":
@@ -149,10 +155,16 @@ def _refuse_single_underscores(name: str) -> None:
         raise ConfigError(f"environment variable {name} is never read; did you mean {right}?")
 
 
-def _misspelt(where: str) -> str:
+def _unknown_algorithm(name: str) -> str:
+    guesses = difflib.get_close_matches(name, ALGORITHMS, n=1)
+    hint = f"did you mean {guesses[0]}?" if guesses else f"known are {', '.join(sorted(ALGORITHMS))}"
+    return f"algorithm.name={name} is no algorithm; {hint} Or a class of your own: package.module:Class"
+
+
+def _misspelt(where: str, algorithm: str) -> str:
     known = field_paths(Config)
     parent, _, name = where.rpartition(".")
-    beside = _fields_at(parent.split(".") if parent else [])
+    beside = _fields_at(parent.split(".") if parent else [], algorithm)
     guesses = difflib.get_close_matches(name, beside, n=1, cutoff=0.6)
     if guesses:
         hint = f"did you mean {parent + '.' if parent else ''}{guesses[0]}?"
@@ -162,10 +174,13 @@ def _misspelt(where: str) -> str:
     return f"unknown key {where}; {hint}"
 
 
-def _fields_at(parts: list[str]) -> list[str]:
+def _fields_at(parts: list[str], algorithm: str) -> list[str]:
     """The field names of the section there, also of one within a mapping (`policies.default`) or a list."""
     model: type[BaseModel] | None = Config
     rest = list(parts)
+    if rest[:1] == ["algorithm"]:
+        model = ALGORITHMS[algorithm]
+        rest.pop(0)
     while rest and model is not None:
         field = model.model_fields.get(rest.pop(0))
         model = _model_in(field.annotation) if field else None
@@ -180,11 +195,17 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return next((found for found in map(_model_in, get_args(annotation)) if found), None)
 
 
+def _of_any_algorithm() -> list[str]:
+    return [path for section in ALGORITHMS.values() for path in field_paths(section)]
+
+
 def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
     """All dotted field paths of the config, sections included."""
     paths = []
     for name, field in model.model_fields.items():
         paths.append(prefix + name)
+        if name == "algorithm":
+            paths.extend(sorted({f"{prefix}{name}.{below}" for below in _of_any_algorithm()}))
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             paths.extend(field_paths(field.annotation, f"{prefix}{name}."))
     return paths

@@ -202,6 +202,12 @@ def id_order(position: str) -> tuple[int, int]:
     return int(milliseconds), int(seq)
 
 
+def before(position: str) -> str:
+    """A stream id just before this one."""
+    milliseconds, _, seq = position.partition("-")
+    return f"{milliseconds}-{int(seq) - 1}" if int(seq) else f"{int(milliseconds) - 1}-{2**53}"
+
+
 def whole_number(text: bytes) -> int:
     """The number in a field of an entry; 0 where a stranger wrote something else."""
     return int(text) if text.isdigit() and len(text) <= _MOST_DIGITS else 0

@@ -97,6 +97,8 @@ class Fragment:
 
     header: FragmentHeader
     columns: dict[str, Columns]
+    position: str = ""
+    """Of its entry, where it was read from the log; no part of its bytes."""
 
 
 def encode(fragment: Fragment, compression: column_codec.Compression = "none") -> bytes:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import redis
 
+from shared.archive import Archive
 from shared.bodies import Bodies
 from shared.checkpoint import ENVIRONMENT, CheckpointStore
 from shared.config import Config
@@ -37,6 +38,10 @@ class Role:
     def log(self) -> ExperienceLog:
         """The run's experience log."""
         return ExperienceLog(self.redis, self.run_id, self.bodies)
+
+    def archive(self) -> Archive:
+        """The run's archived log."""
+        return Archive(self.checkpoints.store, self.run_id)
 
     @property
     def run_id(self) -> str:

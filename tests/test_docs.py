@@ -26,7 +26,7 @@ from trainer_node.algorithms import ppo
 
 ROOT = Path(__file__).parent.parent
 PRODUCT = ("coordinator", "rollout_worker", "trainer_node", "shared")
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 SIGNAL = r"(?:rollout|environment|train|time|policy|wait)/"
 
@@ -169,11 +169,11 @@ def test_no_line_is_about_a_dependency_that_is_gone() -> None:
 
 @pytest.mark.parametrize("name", sorted(metric_names(str(ppo.__file__)) | metric_names(str(figures.__file__))))
 def test_every_metric_is_explained(name: str) -> None:
-    assert f"| `{name}` |" in text_of("docs/ALGORITHM_PPO.md")
+    assert f"| `{name}` |" in text_of("docs/algorithms/ppo.md")
 
 
 def test_no_metric_is_explained_that_nobody_writes() -> None:
-    explained = set(re.findall(rf"^\| `({SIGNAL}[\w<>]+)` \|", text_of("docs/ALGORITHM_PPO.md"), re.MULTILINE))
+    explained = set(re.findall(rf"^\| `({SIGNAL}[\w<>]+)` \|", text_of("docs/algorithms/ppo.md"), re.MULTILINE))
     assert explained == metric_names(str(ppo.__file__)) | metric_names(str(figures.__file__))
 
 

@@ -21,17 +21,18 @@ class Archiver:
         self._config = config
         self._segments: list[Segment] | None = None
 
-    def store(self, through: str, trimmed: str) -> None:
+    def store(self, through: str, trimmed: str, memory_from: str | None = None) -> None:
         """Everything through this position that is not there yet; raises as the store does.
 
         `trimmed` is the position up to which Redis has the log no more: where the archive was off, it begins there.
+        `memory_from` is the oldest position that a replay memory of a checkpoint may be restored from.
         """
-        if self._config.keep == "off":
+        if self._config.keep == "off" and memory_from is None:
             return
         try:
             self._append(through, trimmed)
-            if self._config.keep == "memory":
-                self._forget()
+            if self._config.keep != "all":
+                self._forget(memory_from)
         except (StoreError, StoreUnavailable):
             self._segments = None  # what came of it is looked for next time
             raise
@@ -67,13 +68,17 @@ class Archiver:
         assert self._segments is not None
         self._segments.append(self._archive.write(after, through, entries))
 
-    def _forget(self) -> None:
-        """Segments wholly behind the newest `memory_env_steps`; the oldest goes first, or a hole could stay."""
+    def _forget(self, memory_from: str | None) -> None:
+        """Segments that are not needed any more; the oldest goes first, or a hole could stay."""
         assert self._segments is not None
+        wanted = self._config.memory_env_steps if self._config.keep == "memory" else 0
         kept, steps = len(self._segments), 0
-        while kept and steps < self._config.memory_env_steps:
+        while kept and (steps < wanted or self._needed(self._segments[kept - 1], memory_from)):
             kept -= 1
             steps += self._segments[kept].env_steps
         for segment in self._segments[:kept]:
             self._archive.delete(segment)
         self._segments = self._segments[kept:]
+
+    def _needed(self, segment: Segment, memory_from: str | None) -> bool:
+        return memory_from is not None and id_order(segment.through) >= id_order(memory_from)

@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from shared.errors import StagecoachError
-from shared.policies.actor_critic import ActorCritic
+from shared.policies.policy import Policy
 from trainer_node.algorithms.share import Terms
 
 _REACH_SECONDS = 10.0
@@ -217,7 +217,7 @@ def _in_order(done: Any, parts: Sequence[Tensor]) -> Tensor:
 class RankShare:
     """A rank's share in the minibatches of one policy: an even slice, and DDP for the gradients."""
 
-    def __init__(self, group: Group, policy: ActorCritic) -> None:
+    def __init__(self, group: Group, policy: Policy) -> None:
         self._group = group
         with group_errors():
             self._parallel = DistributedDataParallel(_Weights(policy), process_group=group._gradients)
@@ -247,7 +247,7 @@ class RankShare:
 class _Weights(nn.Module):
     """What DDP wants to see of a policy: the weights that get gradients, and a forward that leads to a loss."""
 
-    def __init__(self, policy: ActorCritic) -> None:
+    def __init__(self, policy: Policy) -> None:
         super().__init__()
         self.weights = nn.ParameterList(parameter for parameter in policy.parameters() if parameter.numel())
 

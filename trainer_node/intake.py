@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from shared import fragment, scripts
@@ -15,6 +15,7 @@ from shared.config import Config
 from shared.errors import BodyLost, Fenced, FragmentError, RedisSetBack, StagecoachError
 from shared.events import emit
 from shared.experience_log import START, LogEntry, LogReader
+from shared.experience_log import before as preceding
 from shared.fragment import Fragment
 from shared.ledger import Ledger
 from shared.redis_keys import RunKeys
@@ -153,7 +154,7 @@ class Intake:
         self._in_a_row = 0
         self.ledger.consume(entry.worker, entry.transitions)
         self.lags[version - parsed.header.version] += 1
-        return parsed
+        return replace(parsed, position=entry.id)
 
     def _check_source(self, entry: LogEntry, parsed: Fragment) -> None:
         header = parsed.header
@@ -203,10 +204,4 @@ class Intake:
 
     def _give_back(self, entry: LogEntry, claims: int, before: bool = False, lost_body: bool = False) -> bool:
         """Settles up to this entry (or just before it); whether this was the first time."""
-        return self._settlement.settle(_before(entry.id) if before else entry.id, claims, self.ledger, lost_body)
-
-
-def _before(id_: str) -> str:
-    """A stream id just before `id_`."""
-    milliseconds, _, seq = id_.partition("-")
-    return f"{milliseconds}-{int(seq) - 1}" if int(seq) else f"{int(milliseconds) - 1}-{2**53}"
+        return self._settlement.settle(preceding(entry.id) if before else entry.id, claims, self.ledger, lost_body)

@@ -7,17 +7,21 @@ or clock here: equal fragments in equal order make equal learners.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from shared.config import Config
 from shared.errors import WeightsNotFinite
 from shared.fragment import EpisodeRecord, Fragment
-from shared.policies.actor_critic import ActorCritic, build_policies, torch_device
 from shared.policies.codec import finite, state_arrays
+from shared.policies.policy import Policy
+from shared.policies.registry import build_policies, torch_device
 from shared.spaces import EnvironmentDescription
 from shared.steps import Phase, PhaseCounters
-from trainer_node.algorithms.ppo import PPO
+from trainer_node.algorithms.algorithm import Algorithm, Remembering, Setting
+from trainer_node.algorithms.experience import Experience
+from trainer_node.algorithms.registry import make_algorithm
 from trainer_node.reward_scaling import RewardScaling
 
 
@@ -25,12 +29,14 @@ from trainer_node.reward_scaling import RewardScaling
 class Learner:
     """The parts that learn, per policy id, and what they have counted."""
 
-    policies: dict[str, ActorCritic]
-    algorithms: dict[str, PPO]
+    policies: dict[str, Policy]
+    algorithms: dict[str, Algorithm]
     rewards: dict[str, RewardScaling]
     counters: PhaseCounters
     episodes: deque[EpisodeRecord]
     """The last ones, for the mean return."""
+    remembered: deque[str]
+    """Log positions of the fragments that replay memories hold, oldest first."""
 
     def mean_return(self) -> float | None:
         """Over the last training episodes; None before the first has ended."""
@@ -45,22 +51,32 @@ class Learner:
             counters.episodes += len(item.header.episodes)
             if phase is Phase.TRAIN:
                 self.episodes.extend(item.header.episodes)
-            source = f"{item.header.worker_id}:{item.header.life}"
+            self.remembered.append(item.position)
             for policy_id, scaling in self.rewards.items():
-                item.columns[policy_id] = scaling.scale(source, item.columns[policy_id])
+                if self.remembered.maxlen:  # a memory holds rewards as they were
+                    scaling.take_in(_source(item), item.columns[policy_id])
+                else:
+                    item.columns[policy_id] = scaling.scale(_source(item), item.columns[policy_id])
+
+    def recall(self, fragments: Iterable[Fragment]) -> None:
+        """Fills the replay memories again with what they held: the fragments at `remembered`, in that order."""
+        for number, item in enumerate(fragments):
+            for policy_id, algorithm in self.algorithms.items():
+                if number >= len(self.remembered) - memory_fragments(algorithm):
+                    cast(Remembering, algorithm).remember([Experience(_source(item), item.columns[policy_id])])
 
     def learn(self, fragments: Sequence[Fragment], phase: Phase) -> dict[str, float]:
-        """One update of every policy (in heat-up, only of the normalisers); answers the metrics.
+        """One update of every policy (in heat-up, only of normalisers and memories); answers the metrics.
 
         With several policies, each one's metrics end in `/<policy id>`. Raises `WeightsNotFinite`.
         """
         metrics: dict[str, float] = {}
         for policy_id, algorithm in self.algorithms.items():
-            columns = [item.columns[policy_id] for item in fragments]
+            experience = [Experience(_source(item), item.columns[policy_id]) for item in fragments]
             if phase is Phase.HEATUP:
-                algorithm.observe_fragments(columns)
+                algorithm.observe(experience)
                 continue
-            found = algorithm.update(columns, self.counters.train)
+            found = algorithm.update(experience, self.counters.train)
             suffix = "" if len(self.algorithms) == 1 else f"/{policy_id}"
             metrics |= {name + suffix: value for name, value in found.items()}
         if phase is Phase.TRAIN:
@@ -76,18 +92,30 @@ class Learner:
 
 def make_learner(config: Config, description: EnvironmentDescription) -> Learner:
     """An untrained learner, decided by the config and its seed alone."""
-    device = torch_device(config.trainer.device)
-    policies = build_policies(description.policies, config.policies, config.seed)
-    algorithms = {
-        policy_id: PPO(policy, config.algorithm, device, config.seed + index)
-        for index, (policy_id, policy) in enumerate(sorted(policies.items()))
-    }
+    device, algorithm = torch_device(config.trainer.device), config.algorithm.resolved()
+    policies = build_policies(description.policies, config.policies, algorithm, config.seed)
     rewards = {
-        policy_id: RewardScaling(config.algorithm.gamma)
+        policy_id: RewardScaling(algorithm.gamma)
         for policy_id in sorted(policies)
         if config.policies[policy_id].normalise_rewards
     }
-    return Learner(policies, algorithms, rewards, PhaseCounters(), deque(maxlen=config.signals.window_episodes))
+    algorithms = {}
+    for index, (policy_id, policy) in enumerate(sorted(policies.items())):
+        slots = config.environment.num_envs * description.slots(policy_id)
+        setting = Setting(device, config.seed + index, config.rollout.fragment_steps, slots, rewards.get(policy_id))
+        algorithms[policy_id] = make_algorithm(policy, algorithm, setting)
+    episodes: deque[EpisodeRecord] = deque(maxlen=config.signals.window_episodes)
+    remembered: deque[str] = deque(maxlen=max(memory_fragments(made) for made in algorithms.values()))
+    return Learner(policies, algorithms, rewards, PhaseCounters(), episodes, remembered)
+
+
+def memory_fragments(algorithm: Algorithm) -> int:
+    """How many fragments its replay memory holds; 0 where it has none."""
+    return getattr(algorithm, "memory_fragments", 0)
+
+
+def _source(item: Fragment) -> str:
+    return f"{item.header.worker_id}:{item.header.life}"
 
 
 def _env_steps(item: Fragment) -> int:

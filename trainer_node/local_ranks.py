@@ -19,7 +19,7 @@ import torch
 from shared.config import Config
 from shared.config_sources import parse_config
 from shared.errors import StagecoachError, UserError
-from shared.policies.actor_critic import torch_device
+from shared.policies.registry import torch_device
 from shared.spaces import EnvironmentDescription
 from trainer_node.group import GroupBroken, Invitation, Opening, join
 from trainer_node.learner import Learner

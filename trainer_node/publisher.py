@@ -34,7 +34,7 @@ from shared.role import Role
 from shared.scripts import write_small
 from trainer_node.archiver import Archiver
 from trainer_node.fenced_store import FencedStore
-from trainer_node.retention import best_checkpoints, prune, status_entries, take_stock
+from trainer_node.retention import best_checkpoints, memory_from, prune, status_entries, take_stock
 from trainer_node.snapshot import Snapshot
 
 _LOGGER = logging.getLogger("stagecoach.publisher")
@@ -192,7 +192,8 @@ class Publisher:
         if self._marker(READY) is None:
             content = {"run_id": self._role.run_id, "checkpoint": manifest.name, "created": manifest.created}
             self._checkpoints.write_marker(READY, content)
-        self._archiver.store(manifest.log_position, self._role.flow.read().trimmed_id)
+        oldest = memory_from(status_entries(self._checkpoints), self._role.config.checkpoint.keep_last)
+        self._archiver.store(manifest.log_position, self._role.flow.read().trimmed_id, oldest)
         self._log.trim(self._epoch, manifest.log_position)
         self._durable = manifest.name
         text = f"{manifest.name} ({manifest.total_bytes / 1024:.0f} KiB in {time.monotonic() - started:.2f} s)"

@@ -12,7 +12,7 @@ import torch
 from shared.departure import LEFT
 from shared.errors import WeightsNotFinite
 from shared.heartbeat import Heartbeat
-from shared.policies.actor_critic import torch_device
+from shared.policies.registry import torch_device
 from shared.role import Role
 from trainer_node.group import Group, GroupBroken, join
 from trainer_node.learner import Learner

@@ -11,8 +11,8 @@ from typing import Any
 from shared.checkpoint import Checkpoint, checkpoint_version
 from shared.errors import CheckpointDamaged, CheckpointError, ConfigError
 from shared.ledger import Ledger
-from shared.policies.actor_critic import ActorCritic
 from shared.policies.codec import decode_policy, load_state_arrays, state_arrays
+from shared.policies.policy import Policy
 from shared.redis_keys import RunKeys
 from shared.role import Role
 from trainer_node import snapshot
@@ -56,7 +56,7 @@ def initialised(role: Role, source: Checkpoint) -> Snapshot:
     return Snapshot(taken.manifest.model_copy(update={"provenance": provenance}), taken.objects)
 
 
-def _take_over(policy_id: str, policy: ActorCritic, source: Checkpoint) -> None:
+def _take_over(policy_id: str, policy: Policy, source: Checkpoint) -> None:
     name = f"{source.manifest.name} of run {source.manifest.run_id}"
     data = source.objects.get(f"{policy_id}/policy.safetensors")
     if data is None:

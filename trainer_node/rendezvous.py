@@ -18,7 +18,7 @@ from shared import scripts
 from shared.errors import Fenced
 from shared.experience_log import START, id_order
 from shared.heartbeat import Wait, read_heartbeats
-from shared.policies.actor_critic import torch_device
+from shared.policies.registry import torch_device
 from shared.redis_keys import RunKeys
 from shared.role import Role
 from trainer_node.group import Group, Invitation, Opening

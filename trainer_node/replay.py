@@ -23,6 +23,7 @@ from trainer_node import snapshot
 from trainer_node.intake import Intake
 from trainer_node.learner import make_learner
 from trainer_node.local_ranks import local_ranks
+from trainer_node.recollection import restore_whole
 from trainer_node.schedule import RunSchedule
 from trainer_node.snapshot import Line, Progress, Snapshot
 
@@ -92,7 +93,7 @@ def replay(
     intake = Intake(checkpoints.run_id, config, description, archive, _NoSettlement())
     version = 0
     if start != BEGINNING:
-        restored = snapshot.restore(learner, checkpoints.load(start))
+        restored = restore_whole(learner, checkpoints.load(start), archive)
         version = restored.version
         intake.restore(restored.books)
     _check_line(start, version, aim.manifest, line, config)

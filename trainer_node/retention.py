@@ -14,6 +14,7 @@ from typing import Any
 from shared.checkpoint import STATUS, CheckpointStore, Pointer, checkpoint_version
 from shared.config import CheckpointConfig
 from shared.errors import CheckpointDamaged, CheckpointNotFound
+from shared.experience_log import id_order
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,16 @@ class Stock:
     def readable(self) -> list[str]:
         """Those whose manifest is whole, oldest first."""
         return [name for name in self.names if name in self.entries]
+
+
+def memory_from(entries: Mapping[str, Mapping[str, Any]], keep_last: int) -> str | None:
+    """The oldest log position in the replay memories of the newest checkpoints; None where they have none.
+
+    Older ones that are kept for their scores are played, not trained on; with `archive=all` that works as well.
+    """
+    newest = sorted(entries, key=lambda name: checkpoint_version(name) or 0)[-keep_last:]
+    positions = [entries[name].get("memory_from") for name in newest]
+    return min((position for position in positions if position), key=id_order, default=None)
 
 
 def best_checkpoints(scores: Mapping[str, float], names: Collection[str]) -> list[str]:
@@ -131,5 +142,6 @@ def _entry(checkpoints: CheckpointStore, name: str) -> dict[str, Any]:
         "created": manifest.created,
         "bytes": manifest.total_bytes,
         "mean_return": manifest.provenance["mean_return"],
+        "memory_from": manifest.provenance.get("memory_from"),
         "manifest_sha256": hashlib.sha256(data).hexdigest(),
     }

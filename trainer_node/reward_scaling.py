@@ -22,7 +22,18 @@ class RewardScaling:
         self._running: dict[str, Array] = {}
 
     def scale(self, source: str, columns: Columns) -> Columns:
-        """The columns with scaled rewards; `source` (worker and life) tells whose returns go on."""
+        """Takes the rewards in; the columns with scaled ones."""
+        self.take_in(source, columns)
+        return columns | {"reward": self.scaled(columns["reward"])}
+
+    def scaled(self, reward: Array) -> Array:
+        """Rewards divided by the deviation so far, float32."""
+        count, _, squares = self._moments
+        deviation = np.sqrt(squares / count + _EPSILON) if count else 1.0
+        return np.clip(reward.astype(np.float64) / deviation, -_CLIP, _CLIP).astype(np.float32)
+
+    def take_in(self, source: str, columns: Columns) -> None:
+        """Moves the statistics; `source` (worker and life) tells whose returns go on."""
         reward, mask = columns["reward"].astype(np.float64), columns["mask"]
         over = columns["terminated"] | columns["truncated"]
         running = self._running.get(source, np.zeros(reward.shape[1]))
@@ -35,9 +46,6 @@ class RewardScaling:
         self._running = {key: value for key, value in self._running.items() if key.partition(":")[0] != worker}
         self._running[source] = running
         self._merge(discounted[mask])
-        count, _, squares = self._moments
-        deviation = np.sqrt(squares / count + _EPSILON) if count else 1.0
-        return columns | {"reward": np.clip(reward / deviation, -_CLIP, _CLIP).astype(np.float32)}
 
     def _merge(self, values: Array) -> None:
         if not values.size:

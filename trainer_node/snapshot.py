@@ -17,17 +17,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from shared import tensor_blob
 from shared.checkpoint import Checkpoint, Manifest, checkpoint_name, describe_objects
 from shared.config import Config
 from shared.errors import CheckpointDamaged
-from shared.experience_log import START
+from shared.experience_log import START, id_order
 from shared.fragment import EpisodeRecord
 from shared.ledger import Ledger
-from shared.policies.actor_critic import ActorCritic
 from shared.policies.codec import decode_policy, encode_policy, load_state_arrays, state_arrays
+from shared.policies.policy import Policy
 from shared.spaces import Columns, EnvironmentDescription
 from shared.steps import Phase, PhaseCounters
 from trainer_node.intake import Committed
@@ -35,10 +36,11 @@ from trainer_node.learner import Learner
 
 CODE_VERSION = "STAGECOACH_CODE_VERSION"
 """The environment variable that tells code without an installation which version it is."""
-_STATE, _OPTIMISER, _REWARDS = (
+_STATE, _ALGORITHM, _REWARDS, _MEMORY = (
     "trainer/state.json",
-    "trainer/{}.optimiser.safetensors",
+    "trainer/{}.algorithm.safetensors",
     "trainer/{}.rewards.safetensors",
+    "trainer/memory.safetensors",
 )
 
 
@@ -87,13 +89,13 @@ def take(
     """The snapshot of the learner at `progress`; copies everything, so that training may go on."""
     objects: dict[str, bytes] = {}
     for policy_id, policy in learner.policies.items():
-        spaces, network = description.policies[policy_id], config.policies[policy_id]
-        objects[f"{policy_id}/policy.safetensors"] = encode_policy(
-            state_arrays(policy), spaces, network, progress.version
-        )
-        objects[_OPTIMISER.format(policy_id)] = tensor_blob.encode(learner.algorithms[policy_id].state(), {})
+        objects[f"{policy_id}/policy.safetensors"] = encode_policy(policy, progress.version)
+        objects[_ALGORITHM.format(policy_id)] = tensor_blob.encode(learner.algorithms[policy_id].state(), {})
         if policy_id in learner.rewards:
             objects[_REWARDS.format(policy_id)] = tensor_blob.encode(learner.rewards[policy_id].state(), {})
+    if learner.remembered.maxlen:
+        positions = np.array([id_order(position) for position in learner.remembered], np.int64).reshape(-1, 2)
+        objects[_MEMORY] = tensor_blob.encode({"positions": positions}, {})
     state = {
         "version": progress.version,
         "counters": learner.counters.as_dict(),
@@ -117,6 +119,7 @@ def take(
         "lag_histogram": state["lags"],
         "ledger": state["ledger"],
         "mean_return": learner.mean_return(),
+        "memory_from": learner.remembered[0] if learner.remembered else None,
     }
     manifest = Manifest(
         run_id=run_id, name=checkpoint_name(progress.version, learner.counters.train.env_steps),
@@ -179,7 +182,8 @@ def _said(state: dict[str, Any]) -> Restored:
 def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
     """Puts the checkpoint's state into the learner; raises `CheckpointDamaged` where it does not fit.
 
-    Everything is decoded before anything is changed.
+    Everything is decoded before anything is changed. What replay memories held is not in a checkpoint: who goes on
+    learning fills them as well (`trainer_node/recollection.py: restore_whole`).
     """
     objects = checkpoint.objects
     with _named(checkpoint):
@@ -189,19 +193,26 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
             name: _decode_fitting(objects[f"{name}/policy.safetensors"], learner.policies[name])
             for name in learner.policies
         }
-        optimisers = {name: tensor_blob.decode(objects[_OPTIMISER.format(name)])[0] for name in learner.policies}
+        algorithms = {name: tensor_blob.decode(objects[_ALGORITHM.format(name)])[0] for name in learner.policies}
         rewards = {name: tensor_blob.decode(objects[_REWARDS.format(name)])[0] for name in learner.rewards}
         counters = PhaseCounters.from_dict(state["counters"])
         episodes = [EpisodeRecord(**record) for record in state["episodes"]]
+        remembered = _positions(objects[_MEMORY]) if learner.remembered.maxlen else []
     for name, policy in learner.policies.items():
         load_state_arrays(policy, weights[name])
-        learner.algorithms[name].load_state(optimisers[name])
+        learner.algorithms[name].load_state(algorithms[name])
         if name in rewards:
             learner.rewards[name].load_state(rewards[name])
     learner.counters = counters
     learner.episodes.clear()
     learner.episodes.extend(episodes)
+    learner.remembered.clear()
+    learner.remembered.extend(remembered)
     return restored
+
+
+def _positions(blob: bytes) -> list[str]:
+    return [f"{milliseconds}-{seq}" for milliseconds, seq in tensor_blob.decode(blob)[0]["positions"].tolist()]
 
 
 @contextmanager
@@ -215,8 +226,10 @@ def _named(checkpoint: Checkpoint) -> Iterator[None]:
         ) from None
 
 
-def _decode_fitting(blob: bytes, policy: ActorCritic) -> Columns:
+def _decode_fitting(blob: bytes, policy: Policy) -> Columns:
     found, _ = decode_policy(blob)
-    if (found.spaces, found.config) != (policy.spaces, policy.config):
+    if (found.kind, found.spaces, found.config, found.network) != (
+        policy.kind, policy.spaces, policy.config, policy.network
+    ):  # fmt: skip
         raise CheckpointDamaged("its policy has other spaces or another network than this run's config")
     return state_arrays(found)

@@ -46,6 +46,7 @@ from trainer_node.patient_log import PatientLog
 from trainer_node.publisher import Publisher
 from trainer_node.ranks import Alone, Lead
 from trainer_node.rebase import rebased
+from trainer_node.recollection import restore_whole
 from trainer_node.rendezvous import Rendezvous, meet
 from trainer_node.schedule import RunSchedule
 from trainer_node.signals import Signals
@@ -275,7 +276,6 @@ class Trainer:
         for problem in problems:
             text = f"{problem}; going back to {checkpoint.manifest.name}"
             emit(self._role.redis, self._role.run_id, "trainer", text)
-            _LOGGER.error("%s", text)
         return checkpoint
 
     def _begin(self) -> None:
@@ -309,14 +309,14 @@ class Trainer:
 
     def _take_up(self, checkpoint: Checkpoint, text: str) -> None:
         """Goes on from there; a Redis that knows less is set forward to it."""
-        restored = snapshot.restore(self._learner, checkpoint)
+        with self._heartbeat.waiting("the store", _DURABLE_SECONDS) as wait:
+            restored = insist(wait, lambda: restore_whole(self._learner, checkpoint, self._role.archive(), self._log))
         self.version, self._line = restored.version, restored.line
         self._remember_parent(checkpoint.manifest.name, restored.books.position)
         self._intake.restore(restored.books)
         if self._role.flow.read().version < self.version:
             self._set_redis_forward()
         emit(self._role.redis, self._role.run_id, "trainer", text)
-        _LOGGER.info("%s", text)
         self._publisher.submit(self._snapshot())  # where the store knows it: completes what a crash left undone
 
     def _go_on_without(self, error: BodyLost) -> None:
@@ -329,10 +329,7 @@ class Trainer:
 
     def _rebase(self, checkpoint: Checkpoint) -> Checkpoint:
         """An older checkpoint as the newest version, durable before anybody acts with it; none goes back."""
-        taken = rebased(self._role, checkpoint, self._epoch)
-        self._publisher.submit(taken)
-        with self._heartbeat.waiting("the policy version to be durable", _DURABLE_SECONDS):
-            self._publisher.wait_idle(_DURABLE_SECONDS)
+        taken = self._made_durable(rebased(self._role, checkpoint, self._epoch))
         return Checkpoint(taken.manifest, taken.objects)
 
     def _last_epoch(self) -> int:
@@ -438,11 +435,8 @@ class Trainer:
         header = VersionHeader(self.version, self._phase, self._learner.counters)
         blob, name = b"", ""
         if self._config.policy_versions.transport == "object_store":
-            taken = self._snapshot()
+            taken = self._made_durable(self._snapshot())
             name = taken.manifest.name
-            self._publisher.submit(taken)
-            with self._heartbeat.waiting("the policy version to be durable", _DURABLE_SECONDS):
-                self._publisher.wait_idle(_DURABLE_SECONDS)
             self._checkpointed(taken)
         else:
             blob = encode_board({id_: state_arrays(policy) for id_, policy in self._learner.policies.items()}, header)
@@ -453,6 +447,12 @@ class Trainer:
             )  # fmt: skip
         except RedisSetBack:
             return self._redis_came_back()
+
+    def _made_durable(self, taken: Snapshot) -> Snapshot:
+        self._publisher.submit(taken)
+        with self._heartbeat.waiting("the policy version to be durable", _DURABLE_SECONDS):
+            self._publisher.wait_idle(_DURABLE_SECONDS)
+        return taken
 
     def _checkpoint_if_due(self, published: Published) -> None:
         if self._publisher.failure is not None:

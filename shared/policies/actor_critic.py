@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from shared.config import PolicyConfig
 from shared.policies.distributions import ActionDistribution
-from shared.policies.encoders import Encoder, ObservationNormaliser, linear
+from shared.policies.encoders import Encoder, linear
+from shared.policies.policy import Policy
 from shared.spaces import PolicySpaces
 
-_RANDOM_STATE = threading.Lock()
 
+class ActorCritic(Policy):
+    """Encoder(s), action head and value head."""
 
-class ActorCritic(nn.Module):
-    """Encoder(s), action head, value head, and the observation normaliser.
-
-    Observations and actions are dicts of columns (shared/spaces.py) with a batch axis first.
-    """
+    kind = "actor_critic"
 
     def __init__(self, spaces: PolicySpaces, config: PolicyConfig) -> None:
-        super().__init__()
-        self.spaces = spaces
-        self.config = config
-        self.distribution = ActionDistribution(spaces.action)
-        self.normaliser = (
-            ObservationNormaliser(spaces.observation, config.clip_observations)
-            if config.normalise_observations
-            else None
-        )
+        super().__init__(spaces, config)
+        self.distribution: ActionDistribution = ActionDistribution(spaces.action)
         self.actor = Encoder(spaces.observation, config)
         self.critic = self.actor if config.share_encoder else Encoder(spaces.observation, config)
         self.head = linear(self.actor.features, self._head_width(), 0.01)
@@ -72,32 +61,3 @@ class ActorCritic(nn.Module):
                 parts.append(self.log_std[std_at : std_at + gaussian].expand(len(outputs), -1))
                 std_at += gaussian
         return torch.cat(parts, dim=1)
-
-
-def torch_device(name: str) -> torch.device:
-    """`auto` takes a GPU if there is one. Ray shows a process only its own GPUs, and counts them from 0."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, number = name.partition(":")
-    if number and int(number) >= torch.cuda.device_count():
-        name = kind
-    return torch.device(name)
-
-
-@contextmanager
-def borrowed_random_state() -> Iterator[None]:
-    """PyTorch draws initial weights from one global state: for one thread at a time, and given back as it was."""
-    with _RANDOM_STATE, torch.random.fork_rng(devices=[]):
-        yield
-
-
-def build_policies(
-    spaces: Mapping[str, PolicySpaces], configs: Mapping[str, PolicyConfig], seed: int
-) -> dict[str, ActorCritic]:
-    """One policy per policy id, initialised from `seed` alone (the global random state is left as it was)."""
-    with borrowed_random_state():
-        policies = {}
-        for index, policy_id in enumerate(sorted(spaces)):
-            torch.manual_seed(seed + index)
-            policies[policy_id] = ActorCritic(spaces[policy_id], configs[policy_id])
-    return policies

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from shared import tensor_blob
 from shared.config import PolicyConfig
-from shared.errors import CheckpointDamaged
-from shared.policies.actor_critic import ActorCritic, borrowed_random_state
+from shared.errors import CheckpointDamaged, ConfigError
+from shared.policies.policy import Policy
+from shared.policies.registry import borrowed_random_state, policy_class
 from shared.spaces import Columns, PolicySpaces
 from shared.steps import Phase, PhaseCounters
 
-POLICY_FORMAT = 1
+POLICY_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,12 @@ class VersionHeader:
         return cls(int(data["version"]), Phase(data["phase"]), PhaseCounters.from_dict(data["counters"]))
 
 
-def state_arrays(policy: ActorCritic) -> Columns:
+def state_arrays(policy: Policy) -> Columns:
     """Weights and normaliser as NumPy copies on the CPU."""
     return {name: _to_numpy(tensor) for name, tensor in policy.state_dict().items()}
 
 
-def load_state_arrays(policy: ActorCritic, arrays: Mapping[str, Any]) -> None:
+def load_state_arrays(policy: Policy, arrays: Mapping[str, Any]) -> None:
     """The inverse of `state_arrays`; raises `CheckpointDamaged` where names or shapes differ."""
     try:
         policy.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}, strict=True)
@@ -68,35 +69,36 @@ def decode_board(blob: bytes) -> tuple[dict[str, Columns], VersionHeader]:
     return states, VersionHeader.from_dict(header)
 
 
-def encode_policy(state: Columns, spaces: PolicySpaces, config: PolicyConfig, version: int) -> bytes:
+def encode_policy(policy: Policy, version: int) -> bytes:
     """One policy with all that is needed to act with it: the file that people deploy."""
     header = {
         "format": POLICY_FORMAT,
-        "class": "actor_critic",
+        "kind": policy.kind,
         "version": version,
-        "spaces": spaces.as_dict(),
-        "config": config.model_dump(mode="json"),
+        "spaces": policy.spaces.as_dict(),
+        "config": policy.config.model_dump(mode="json"),
+        "network": policy.network,
     }
-    return tensor_blob.encode(state, header)
+    return tensor_blob.encode(state_arrays(policy), header)
 
 
-def decode_policy(blob: bytes) -> tuple[ActorCritic, int]:
+def decode_policy(blob: bytes) -> tuple[Policy, int]:
     """The policy and its version; raises `CheckpointDamaged` for damaged bytes and for a newer format."""
     try:
         state, header = tensor_blob.decode(blob)
     except tensor_blob.BlobError as error:
         raise CheckpointDamaged(f"policy.safetensors is {error}") from None
-    if header.get("format") != POLICY_FORMAT or header.get("class") != "actor_critic":
+    if header.get("format") != POLICY_FORMAT:
         raise CheckpointDamaged(
-            f"policy.safetensors has format {header.get('format')!r} of class {header.get('class')!r}; this version of "
-            f"Stagecoach reads format {POLICY_FORMAT} of actor_critic"
+            f"policy.safetensors has format {header.get('format')!r}; this version of Stagecoach reads {POLICY_FORMAT}"
         )
     try:
+        spaces, config = PolicySpaces.from_dict(header["spaces"]), PolicyConfig.model_validate(header["config"])
         with borrowed_random_state():
-            policy = ActorCritic(
-                PolicySpaces.from_dict(header["spaces"]), PolicyConfig.model_validate(header["config"])
-            )
+            policy = policy_class(header["kind"])(spaces, config, **header["network"])
         version = int(header["version"])
+    except ConfigError as error:
+        raise CheckpointDamaged(f"policy.safetensors cannot be read: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         text = " ".join(str(error).split())
         raise CheckpointDamaged(

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from shared.checkpoint import CHECKPOINTS, MANIFEST, POINTER, PROMOTED, Pointer, Promotion
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
-from shared.policies.actor_critic import ActorCritic
 from shared.policies.codec import decode_policy
+from shared.policies.policy import Policy
 from shared.spaces import Columns
 
 _FILE = "policy.safetensors"
@@ -25,7 +25,7 @@ _FILE = "policy.safetensors"
 class DeployedPolicy:
     """A trained policy that acts on single observations or batches, in the environment's own terms."""
 
-    def __init__(self, policy: ActorCritic, version: int, seed: int = 0) -> None:
+    def __init__(self, policy: Policy, version: int, seed: int = 0) -> None:
         self._policy = policy.eval()
         self._generator = torch.Generator().manual_seed(seed)
         self.version = version

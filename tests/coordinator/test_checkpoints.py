@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 
 from coordinator.checkpoints import (
     Removed,
@@ -26,7 +26,7 @@ from shared.checkpoint import CHECKPOINTS, MANIFEST, POINTER, PROMOTED, STATUS, 
 from shared.config import CheckpointConfig
 from shared.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, StoreError, UserError
 from shared.object_store import FileStore, ObjectStore
-from shared.policies.codec import decode_policy, encode_policy, state_arrays
+from shared.policies.codec import decode_policy, encode_policy
 from shared.policies.deployed import load_policy
 from tests.conftest import minimal_config
 from trainer_node.retention import going, prune, take_stock
@@ -114,9 +114,9 @@ def rewrite(checkpoints: CheckpointStore, policy: bytes, name: str = NAME) -> No
 def not_finite(checkpoints: CheckpointStore) -> bytes:
     """The policy with one weight that is NaN."""
     policy, version = decode_policy(checkpoints.store.get(at(POLICY)))
-    state = {name: np.array(array) for name, array in state_arrays(policy).items()}
-    next(array for name, array in state.items() if name.endswith("weight")).flat[0] = np.nan
-    return encode_policy(state, policy.spaces, policy.config, version)
+    with torch.no_grad():
+        next(tensor for name, tensor in policy.named_parameters() if name.endswith("weight")).view(-1)[0] = torch.nan
+    return encode_policy(policy, version)
 
 
 def half_upload(checkpoints: CheckpointStore, name: str = HALF) -> str:

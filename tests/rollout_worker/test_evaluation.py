@@ -14,7 +14,8 @@ from rollout_worker.making import describe_environment
 from shared.config import Config
 from shared.errors import EnvironmentFailure
 from shared.fragment import EpisodeRecord
-from shared.policies.actor_critic import ActorCritic, build_policies
+from shared.policies.policy import Policy
+from shared.policies.registry import build_policies
 from tests.conftest import minimal_config
 from tests.environments_for_tests import MODULE
 
@@ -23,11 +24,11 @@ def config_of(environment: dict[str, Any], **evaluation: Any) -> Config:
     return minimal_config(environment={"num_envs": 8} | environment, evaluation=evaluation)
 
 
-def policies_of(config: Config) -> dict[str, ActorCritic]:
-    return build_policies(describe_environment(config).policies, config.policies, seed=0)
+def policies_of(config: Config) -> dict[str, Policy]:
+    return build_policies(describe_environment(config).policies, config.policies, config.algorithm, seed=0)
 
 
-def scores_of(config: Config, episodes: int | None = None, policies: dict[str, ActorCritic] | None = None) -> Scores:
+def scores_of(config: Config, episodes: int | None = None, policies: dict[str, Policy] | None = None) -> Scores:
     return evaluate_policies(config, describe_environment(config), policies or policies_of(config), episodes)
 
 
@@ -73,8 +74,8 @@ def test_greedy_plays_the_mode_and_sampling_does_not() -> None:
     greedy, sampled = config_of(environment, episodes=50), config_of(environment, episodes=50, greedy=False)
     policies = policies_of(greedy)
     with torch.no_grad():
-        policies["default"].head.weight.zero_()
-        policies["default"].head.bias.fill_(0.5)
+        policies["default"].get_parameter("head.weight").zero_()
+        policies["default"].get_parameter("head.bias").fill_(0.5)
     best, spread = scores_of(greedy, policies=policies).as_dict(), scores_of(sampled, policies=policies).as_dict()
     assert best["mean_return"] == best["min_return"] == 0.0
     assert spread["std_return"] > 0.1 and spread["mean_return"] < -0.3

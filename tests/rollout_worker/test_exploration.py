@@ -9,17 +9,19 @@ from gymnasium import spaces
 
 from rollout_worker.exploration import Greedy, RandomActing, Sampling
 from rollout_worker.making import describe_space
+from shared.algorithm_configs.ppo import PPOConfig
 from shared.config import PolicyConfig
-from shared.policies.actor_critic import ActorCritic, build_policies
+from shared.policies.policy import Policy
+from shared.policies.registry import build_policies
 from shared.spaces import PolicySpaces
 from tests.environments_for_tests import ACTIONS
 
 SIGHT = spaces.Box(-1.0, 1.0, (3,), np.float32)
 
 
-def policy_for(action: spaces.Space[object]) -> ActorCritic:
+def policy_for(action: spaces.Space[object]) -> Policy:
     described = PolicySpaces(describe_space(SIGHT), describe_space(action))
-    return build_policies({"p": described}, {"p": PolicyConfig()}, seed=0)["p"]
+    return build_policies({"p": described}, {"p": PolicyConfig()}, PPOConfig(), seed=0)["p"]
 
 
 def observations(rows: int) -> dict[str, torch.Tensor]:
@@ -33,7 +35,7 @@ def generator(seed: int = 0) -> torch.Generator:
 @torch.no_grad()
 def test_sampling_draws_from_the_policys_distribution_and_tells_its_parameters() -> None:
     policy = policy_for(spaces.Discrete(3))
-    policy.head.bias.copy_(torch.tensor([0.0, 2.0, 1.0]))
+    policy.get_parameter("head.bias").copy_(torch.tensor([0.0, 2.0, 1.0]))
     actions, params = Sampling().act(policy, observations(20_000), generator())
     assert params is not None and torch.equal(params, policy.action_parameters(observations(20_000)))
     found = torch.bincount(actions["action"], minlength=3) / 20_000

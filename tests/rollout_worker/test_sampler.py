@@ -16,7 +16,8 @@ from rollout_worker.trail import Life
 from shared import fragment
 from shared.config import Config
 from shared.fragment import Fragment, FragmentHeader
-from shared.policies.actor_critic import ActorCritic, build_policies
+from shared.policies.policy import Policy
+from shared.policies.registry import build_policies
 from shared.spaces import EnvironmentDescription
 from shared.steps import Phase
 from tests.conftest import minimal_config
@@ -37,7 +38,9 @@ class Stage:
             environment={"num_envs": 2} | environment, algorithm={"minibatch_size": 1}, **sections
         )
         self.description: EnvironmentDescription = describe_environment(self.config)
-        self.policies: dict[str, ActorCritic] = build_policies(self.description.policies, self.config.policies, 0)
+        self.policies: dict[str, Policy] = build_policies(
+            self.description.policies, self.config.policies, self.config.algorithm, 0
+        )
         self.sampler = Sampler(
             make_vector(self.config.environment, self.description), self.description, Life(seed, 0, 0, 0)
         )

@@ -13,7 +13,7 @@ from rollout_worker.exploration import Sampling
 from rollout_worker.making import describe_environment
 from rollout_worker.sampler import Sample, Sampler
 from rollout_worker.trail import Life, episode_seed
-from shared.policies.actor_critic import build_policies
+from shared.policies.registry import build_policies
 from tests.conftest import minimal_config
 from tests.environments_for_tests import MODULE
 from tests.rollout_worker.test_environments import AGENTS, TWO_POLICIES
@@ -37,7 +37,7 @@ class Line:
         sections = {"policies": {"default": {"cnn": "small"}}} | sections
         config = minimal_config(environment={"num_envs": 3} | environment, algorithm={"minibatch_size": 1}, **sections)
         description = describe_environment(config)
-        self.policies = build_policies(description.policies, config.policies, 0)
+        self.policies = build_policies(description.policies, config.policies, config.algorithm, 0)
         self.left = list(left or [])
         self.past = trail.read(self.left)
         vector = make_vector(config.environment, description)

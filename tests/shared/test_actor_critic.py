@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,9 +13,11 @@ from torch.distributions import Normal
 
 from rollout_worker.making import describe_space
 from rollout_worker.vector import pick
+from shared.algorithm_configs.ppo import PPOConfig
 from shared.config import PolicyConfig
-from shared.policies.actor_critic import ActorCritic, build_policies
+from shared.policies.actor_critic import ActorCritic
 from shared.policies.codec import state_arrays
+from shared.policies.registry import build_policies
 from shared.spaces import PolicySpaces
 from tests.environments_for_tests import ACTIONS, OBSERVATIONS
 from tests.shared.test_encoders import batch_of
@@ -24,7 +26,9 @@ from tests.shared.test_encoders import batch_of
 def policy_for(observation: str, action: str, **config: Any) -> ActorCritic:
     spaces_ = PolicySpaces(describe_space(OBSERVATIONS[observation]), describe_space(ACTIONS[action]))
     configured = PolicyConfig.model_validate({"cnn": "small", **config})
-    return build_policies({"default": spaces_}, {"default": configured}, seed=1)["default"]
+    return cast(
+        ActorCritic, build_policies({"default": spaces_}, {"default": configured}, PPOConfig(), seed=1)["default"]
+    )
 
 
 @pytest.mark.parametrize("observation", OBSERVATIONS)
@@ -54,7 +58,8 @@ def test_its_parameters_fit_its_distribution_in_every_action_space(action: str) 
 def test_the_deviation_of_each_gaussian_is_behind_its_own_mean() -> None:
     space = spaces.Tuple((spaces.Box(-1.0, 1.0, (2,)), spaces.Discrete(3), spaces.Box(-1.0, 1.0, (1,))))
     spec = PolicySpaces(describe_space(OBSERVATIONS["box"]), describe_space(space))
-    policy = build_policies({"p": spec}, {"p": PolicyConfig(log_std_init=-1.5)}, seed=0)["p"]
+    policy = build_policies({"p": spec}, {"p": PolicyConfig(log_std_init=-1.5)}, PPOConfig(), seed=0)["p"]
+    assert isinstance(policy, ActorCritic)
     with torch.no_grad():
         policy.log_std.copy_(torch.tensor([-1.0, -2.0, -3.0]))
     rows = batch_of(OBSERVATIONS["box"], 4)
@@ -84,7 +89,7 @@ def test_it_follows_from_the_seed_alone_and_leaves_the_global_state() -> None:
     for seed, noise in ((4, 0), (4, 1), (5, 0)):
         torch.manual_seed(noise)
         before = torch.get_rng_state()
-        made.append(state_arrays(build_policies({"p": spec}, {"p": PolicyConfig()}, seed)["p"]))
+        made.append(state_arrays(build_policies({"p": spec}, {"p": PolicyConfig()}, PPOConfig(), seed)["p"]))
         assert torch.equal(before, torch.get_rng_state())
     assert all((made[0][name] == made[1][name]).all() for name in made[0])
     assert any((made[0][name] != made[2][name]).any() for name in made[0])
@@ -92,8 +97,9 @@ def test_it_follows_from_the_seed_alone_and_leaves_the_global_state() -> None:
 
 def test_policies_of_one_run_start_apart() -> None:
     spec = PolicySpaces(describe_space(OBSERVATIONS["box"]), describe_space(ACTIONS["discrete"]))
-    policies = build_policies({"a": spec, "b": spec}, {"a": PolicyConfig(), "b": PolicyConfig()}, seed=0)
-    assert not torch.equal(policies["a"].head.weight, policies["b"].head.weight)
+    policies = build_policies({"a": spec, "b": spec}, {"a": PolicyConfig(), "b": PolicyConfig()}, PPOConfig(), seed=0)
+    a, b = (cast(ActorCritic, policy).head.weight for policy in policies.values())
+    assert not torch.equal(a, b)
 
 
 def test_a_shared_encoder_is_one_encoder() -> None:

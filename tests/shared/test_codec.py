@@ -51,7 +51,7 @@ def policy_of(config: PolicyConfig, environment: str = "CartPole-v1") -> ActorCr
 
 def file_of(network: PolicyConfig, seen: PolicySpaces, **header: Any) -> bytes:
     """A policy file with some header fields changed."""
-    arrays, found = tensor_blob.decode(encode_policy(state_arrays(ActorCritic(seen, network)), seen, network, 3))
+    arrays, found = tensor_blob.decode(encode_policy(ActorCritic(seen, network), 3))
     return tensor_blob.encode(arrays, found | header)
 
 
@@ -64,13 +64,13 @@ def same(a: Columns, b: Columns) -> bool:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_policy_file_comes_back_as_a_policy_that_acts_the_same(name: str, environment: str) -> None:
     policy = policy_of(CONFIGS[name], environment)
-    blob = encode_policy(state_arrays(policy), SPACES[environment], CONFIGS[name], 12)
+    blob = encode_policy(policy, 12)
     found, version = decode_policy(blob)
     assert version == 12 and found.spaces == SPACES[environment] and found.config == CONFIGS[name]
     assert same(state_arrays(found), state_arrays(policy))
     observations = {"obs": torch.randn(5, SPACES[environment].observation.leaves[0].size)}
     assert torch.equal(found.action_parameters(observations), policy.action_parameters(observations))
-    assert encode_policy(state_arrays(found), SPACES[environment], CONFIGS[name], 12) == blob
+    assert encode_policy(found, 12) == blob
 
 
 def test_the_board_carries_all_policies_and_the_counters_as_one_unit() -> None:
@@ -117,9 +117,16 @@ def test_a_flipped_bit_in_the_weights_is_noticed() -> None:
         decode_policy(bytes(blob))
 
 
-@pytest.mark.parametrize(("field", "value"), [("format", 2), ("format", None), ("class", "transformer")])
-def test_a_newer_format_or_class_is_refused_with_what_was_expected(field: str, value: object) -> None:
-    with pytest.raises(CheckpointDamaged, match=r"this version of Stagecoach reads format 1 of actor_critic"):
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("format", 3, "this version of Stagecoach reads 2"),
+        ("format", None, "this version of Stagecoach reads 2"),
+        ("kind", "transformer", "no class for policies of kind 'transformer'"),
+    ],
+)
+def test_a_newer_format_or_unknown_kind_is_refused_with_what_was_expected(field: str, value: object, said: str) -> None:
+    with pytest.raises(CheckpointDamaged, match=said):
         decode_policy(file_of(CONFIGS["plain"], SPACES["CartPole-v1"], **{field: value}))
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from shared.algorithm_config import PPOConfig
+from shared.algorithm_configs.ppo import PPOConfig
 from shared.config import Config
 from shared.config_sources import parse_config
 from shared.errors import ConfigError
@@ -77,7 +77,7 @@ def test_what_cannot_work_together_is_refused_with_both_values(sections: dict[st
 
 
 def test_the_largest_minibatch_that_fits_is_accepted() -> None:
-    assert minimal_config(algorithm={"minibatch_size": 64}).algorithm.minibatch_size == 64
+    assert cast(PPOConfig, minimal_config(algorithm={"minibatch_size": 64}).algorithm).minibatch_size == 64
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ import torch
 from rollout_worker.making import describe_environment
 from shared.checkpoint import CHECKPOINTS, MANIFEST, POINTER, PROMOTED
 from shared.errors import CheckpointDamaged, CheckpointNotFound
-from shared.policies.actor_critic import build_policies
-from shared.policies.codec import encode_policy, state_arrays
+from shared.policies.codec import encode_policy
 from shared.policies.deployed import load_policy
+from shared.policies.registry import build_policies
 from tests.conftest import minimal_config
 from tests.environments_for_tests import ACTIONS, MODULE, OBSERVATIONS
 
@@ -30,8 +30,8 @@ def policy_bytes(observation: str = "box", action: str = "discrete", seed: int =
         environment=environment, policies={"default": {"cnn": "small"}}, algorithm={"minibatch_size": 1}
     )
     spaces = describe_environment(config).policies
-    policy = build_policies(spaces, config.policies, seed)["default"]
-    return encode_policy(state_arrays(policy), spaces["default"], config.policies["default"], version)
+    policy = build_policies(spaces, config.policies, config.algorithm, seed)["default"]
+    return encode_policy(policy, version)
 
 
 def observe(name: str, seed: int = 0) -> Any:

@@ -11,8 +11,8 @@ import torch
 
 from shared.errors import Fenced
 from shared.ledger import Ledger
-from shared.policies.actor_critic import build_policies
 from shared.policies.codec import VersionHeader, encode_board, state_arrays
+from shared.policies.registry import build_policies
 from shared.policy_board import PolicyBoard
 from shared.redis_keys import RunKeys
 from shared.role import Role
@@ -30,7 +30,7 @@ def role(make_role: MakeRole) -> Role:
 
 def policies(role: Role) -> dict[str, Columns]:
     """Weights of this run's policy."""
-    built = build_policies(role.description().policies, role.config.policies, seed=3)
+    built = build_policies(role.description().policies, role.config.policies, role.config.algorithm, seed=3)
     return {policy_id: state_arrays(policy) for policy_id, policy in built.items()}
 
 

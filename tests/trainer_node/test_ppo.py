@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,16 +15,20 @@ from rollout_worker.exploration import Sampling
 from rollout_worker.making import describe_environment, describe_space
 from rollout_worker.sampler import Sampler
 from rollout_worker.trail import Life
-from shared.algorithm_config import PPOConfig
+from shared.algorithm_configs.ppo import PPOConfig
 from shared.config import PolicyConfig
 from shared.fragment import expected_columns
-from shared.policies.actor_critic import ActorCritic, build_policies
+from shared.policies.actor_critic import ActorCritic
 from shared.policies.codec import state_arrays
+from shared.policies.registry import build_policies
 from shared.spaces import Array, Columns, PolicySpaces
 from shared.steps import Counters
 from tests.conftest import minimal_config
 from tests.environments_for_tests import MODULE
+from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.experience import Experience
 from trainer_node.algorithms.ppo import PPO, Batch
+from trainer_node.algorithms.registry import make_algorithm
 
 CPU = torch.device("cpu")
 DISCRETE = PolicySpaces(describe_space(spaces.Box(-5.0, 5.0, (3,))), describe_space(spaces.Discrete(4)))
@@ -44,8 +48,9 @@ def make_ppo(
     described: PolicySpaces = DISCRETE, seed: int = 3, policy: dict[str, Any] | None = None, **config: Any
 ) -> PPO:
     networks = {"p": PolicyConfig.model_validate({"hidden_sizes": (16,), **(policy or {})})}
-    built = build_policies({"p": described}, networks, seed)["p"]
-    return PPO(built, PPOConfig.model_validate({"minibatch_size": 16, "epochs": 3, **config}), CPU, seed)
+    built = build_policies({"p": described}, networks, PPOConfig(), seed)["p"]
+    assert isinstance(built, ActorCritic)
+    return PPO(built, PPOConfig.model_validate({"minibatch_size": 16, "epochs": 3, **config}), Setting(CPU, seed, 8, 4))
 
 
 def random_columns(policy: ActorCritic, seed: int, steps: int = 8, slots: int = 4, absent: bool = False) -> Columns:
@@ -79,6 +84,11 @@ def random_columns(policy: ActorCritic, seed: int, steps: int = 8, slots: int = 
     columns["log_prob"] = log_prob.reshape(steps, slots).numpy()
     assert set(columns) == set(expected_columns(policy.spaces, steps, slots))
     return columns
+
+
+def of(*columns: Columns) -> list[Experience]:
+    """As the learner hands it over."""
+    return [Experience("worker-0:0.0", item) for item in columns]
 
 
 def weights(ppo: PPO) -> dict[str, bytes]:
@@ -178,7 +188,9 @@ def test_the_same_update_twice_is_bit_equal() -> None:
         torch.manual_seed(noise)
         ppo = make_ppo(policy={"normalise_observations": True})
         for update in range(3):
-            ppo.update([random_columns(ppo.policy, seed) for seed in (update, update + 10)], Counters(updates=update))
+            ppo.update(
+                of(*(random_columns(ppo.policy, seed) for seed in (update, update + 10))), Counters(updates=update)
+            )
         results.append(weights(ppo))
     assert results[0] == results[1]
 
@@ -186,7 +198,7 @@ def test_the_same_update_twice_is_bit_equal() -> None:
 def test_the_run_seed_and_the_number_of_the_update_shuffle_the_rows() -> None:
     def after(update: int) -> dict[str, bytes]:
         ppo = make_ppo()
-        ppo.update([random_columns(ppo.policy, 1)], Counters(updates=update))
+        ppo.update(of(random_columns(ppo.policy, 1)), Counters(updates=update))
         return weights(ppo)
 
     assert after(0) == after(0) != after(1)
@@ -208,7 +220,7 @@ def test_several_fragments_are_one_fragment_with_more_slots() -> None:
     for name in ("obs", "action", "reward", "log_prob", "terminated", "truncated", "mask"):
         whole[name] = np.concatenate([part[name] for part in parts], axis=1)
     assert len(whole["final_index"]) > 3
-    metrics = parts_of.update(parts, Counters()), whole_of.update([whole], Counters())
+    metrics = parts_of.update(of(*parts), Counters()), whole_of.update(of(whole), Counters())
     assert metrics[0] == metrics[1] and weights(parts_of) == weights(whole_of)
 
 
@@ -223,7 +235,7 @@ def test_masked_rows_do_not_influence_the_update() -> None:
         for name in ("obs", "reward", "log_prob"):
             columns[name][absent] = random.normal(size=columns[name][absent].shape) * 1e6
         columns["action"][absent] = garbage
-        metrics = ppo.update([columns], Counters())
+        metrics = ppo.update(of(columns), Counters())
         results.append((weights(ppo), metrics))
     assert results[0] == results[1]
 
@@ -233,7 +245,7 @@ def test_a_batch_without_an_actor_changes_nothing() -> None:
     columns = random_columns(ppo.policy, 6)
     columns["mask"][:] = False
     before = weights(ppo)
-    assert ppo.update([columns], Counters())["train/gradient_steps"] == 0
+    assert ppo.update(of(columns), Counters())["train/gradient_steps"] == 0
     assert weights(ppo) == before
 
 
@@ -241,7 +253,7 @@ def test_learning_rate_zero_leaves_the_weights_as_they_were() -> None:
     ppo = make_ppo(learning_rate=0.0, policy={"normalise_observations": True})
     before = {name: parameter.detach().clone() for name, parameter in ppo.policy.named_parameters()}
     for update in range(3):
-        ppo.update([random_columns(ppo.policy, update)], Counters(updates=update))
+        ppo.update(of(random_columns(ppo.policy, update)), Counters(updates=update))
     assert all(torch.equal(before[name], parameter) for name, parameter in ppo.policy.named_parameters())
     assert ppo.policy.normaliser is not None
     assert ppo.policy.normaliser.moments["0"].get_buffer("count").item() == 3 * 32
@@ -262,7 +274,7 @@ def test_every_row_is_used_once_in_each_epoch_also_with_a_remainder(
         return loss(batch, clip)
 
     monkeypatch.setattr(ppo, "loss", noting)
-    assert ppo.update([columns], Counters())["train/gradient_steps"] == 2 * len(sizes)
+    assert ppo.update(of(columns), Counters())["train/gradient_steps"] == 2 * len(sizes)
     assert [len(rows) for rows in seen] == sizes * 2
     epochs = [[row for rows in part for row in rows] for part in (seen[: len(sizes)], seen[len(sizes) :])]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(columns["log_prob"].flatten().tolist())
@@ -272,7 +284,7 @@ def test_every_row_is_used_once_in_each_epoch_also_with_a_remainder(
 def test_a_policy_that_moved_too_far_stops_the_epochs() -> None:
     def steps(**config: Any) -> float:
         ppo = make_ppo(learning_rate=0.05, epochs=10, **config)
-        return ppo.update([random_columns(ppo.policy, 8)], Counters())["train/gradient_steps"]
+        return ppo.update(of(random_columns(ppo.policy, 8)), Counters())["train/gradient_steps"]
 
     free, bounded, tight = steps(), steps(target_kl=0.05), steps(target_kl=1e-9)
     assert free == 20 and 1 <= tight < bounded < free
@@ -287,11 +299,11 @@ def test_learning_rate_and_clip_range_follow_their_schedules() -> None:
     clips: list[float] = []
     loss = ppo.loss
     ppo.loss = lambda batch, clip: (clips.append(clip), loss(batch, clip))[1]  # type: ignore[method-assign, func-returns-value]
-    metrics = ppo.update([random_columns(ppo.policy, 1)], Counters(updates=5, env_steps=50))
+    metrics = ppo.update(of(random_columns(ppo.policy, 1)), Counters(updates=5, env_steps=50))
     assert metrics["train/learning_rate"] == pytest.approx(5e-3)
     assert metrics["train/clip_range"] == pytest.approx(0.25) and set(clips) == {metrics["train/clip_range"]}
     before = weights(ppo)
-    metrics = ppo.update([random_columns(ppo.policy, 2)], Counters(updates=10, env_steps=1000))
+    metrics = ppo.update(of(random_columns(ppo.policy, 2)), Counters(updates=10, env_steps=1000))
     assert metrics["train/learning_rate"] == 0.0 and metrics["train/clip_range"] == pytest.approx(0.1)
     assert weights(ppo) == before
 
@@ -299,7 +311,7 @@ def test_learning_rate_and_clip_range_follow_their_schedules() -> None:
 def test_gradients_are_scaled_down_to_the_bound_and_only_down() -> None:
     def applied(bound: float) -> tuple[float, float]:
         ppo = make_ppo(max_grad_norm=bound, epochs=1, minibatch_size=32)
-        metrics = ppo.update([random_columns(ppo.policy, 9)], Counters())
+        metrics = ppo.update(of(random_columns(ppo.policy, 9)), Counters())
         gradients = [parameter.grad.flatten() for parameter in ppo.policy.parameters() if parameter.grad is not None]
         return metrics["train/grad_norm"], float(torch.cat(gradients).norm())
 
@@ -311,9 +323,9 @@ def test_gradients_are_scaled_down_to_the_bound_and_only_down() -> None:
 
 def test_the_batch_is_learnt_with_the_statistics_that_it_was_acted_with(monkeypatch: pytest.MonkeyPatch) -> None:
     ppo = make_ppo(policy={"normalise_observations": True}, epochs=1, minibatch_size=32)
-    ppo.observe(random_columns(ppo.policy, 20) | {"obs": np.full((8, 4, 3), 2.0, np.float32)})
+    ppo.observe(of(random_columns(ppo.policy, 20) | {"obs": np.full((8, 4, 3), 2.0, np.float32)}))
     columns = random_columns(ppo.policy, 21)
-    metrics = ppo.update([columns], Counters())
+    metrics = ppo.update(of(columns), Counters())
     assert metrics["train/approx_kl"] == pytest.approx(0.0, abs=1e-6) and metrics["train/clip_fraction"] == 0.0
 
 
@@ -324,20 +336,20 @@ def test_the_explained_variance_is_that_of_the_returns() -> None:
         value = ppo.policy.value({"obs": torch.from_numpy(columns["obs"]).flatten(0, 1)}).numpy()
     returns: Array = columns["reward"].flatten()
     expected = 1 - np.var(returns - value, ddof=1) / np.var(returns, ddof=1)
-    assert ppo.update([columns], Counters())["train/explained_variance"] == pytest.approx(expected, rel=1e-4)
+    assert ppo.update(of(columns), Counters())["train/explained_variance"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_optimiser_goes_on_from_its_state_with_the_same_bits() -> None:
     whole = make_ppo()
     batches = [random_columns(whole.policy, seed) for seed in range(4)]
     for update, columns in enumerate(batches[:2]):
-        whole.update([columns], Counters(updates=update))
+        whole.update(of(columns), Counters(updates=update))
     resumed = make_ppo(seed=3)
     resumed.policy.load_state_dict(whole.policy.state_dict())
     resumed.load_state(whole.state())
     for ppo in (whole, resumed):
         for update, columns in enumerate(batches[2:], start=2):
-            ppo.update([columns], Counters(updates=update))
+            ppo.update(of(columns), Counters(updates=update))
     assert weights(whole) == weights(resumed)
     assert {k: v.tobytes() for k, v in whole.state().items()} == {k: v.tobytes() for k, v in resumed.state().items()}
 
@@ -350,15 +362,15 @@ def train(
         environment=environment, algorithm={"minibatch_size": 1} | algorithm, policies={"default": network}
     )
     description = describe_environment(config)
-    policies = build_policies(description.policies, config.policies, seed=1)
+    policies = build_policies(description.policies, config.policies, config.algorithm, seed=1)
     sampler = Sampler(make_vector(config.environment, description), description, Life(1, 0, 0, 0))
-    ppo = PPO(policies["default"], config.algorithm, CPU, seed=1)
+    ppo = make_algorithm(policies["default"], config.algorithm, Setting(CPU, 1, 8, 4))
     returns = []
     for update in range(updates):
         sample = sampler.sample(policies, Sampling(), steps)
-        ppo.update([sample.columns["default"]], Counters(updates=update))
+        ppo.update(of(sample.columns["default"]), Counters(updates=update))
         returns.append(float(np.mean([record.episode_return for record in sample.episodes])))
-    return policies["default"], returns
+    return cast(ActorCritic, policies["default"]), returns
 
 
 @pytest.mark.parametrize(("ends", "doorstep", "inside"), [("truncated", 9.0, 10.0), ("terminated", 0.9, 1.0)])

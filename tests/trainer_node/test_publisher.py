@@ -205,7 +205,7 @@ def test_the_status_file_lists_what_is_kept_with_steps_returns_scores_and_sizes(
     manifest = role.checkpoints.store.get(f"{CHECKPOINTS}{names[0]}/{MANIFEST}")
     assert entries[names[0]] == {
         "name": names[0], "version": 3, "env_steps": 192, "episodes": 0, "updates": 3,
-        "created": 1003.0, "mean_return": 3.0, "evaluation": None,
+        "created": 1003.0, "mean_return": 3.0, "evaluation": None, "memory_from": None,
         "bytes": snapshot_of(role, 3).manifest.total_bytes, "manifest_sha256": hashlib.sha256(manifest).hexdigest(),
     }  # fmt: skip
     assert entries[checkpoint_name(2, 128)]["evaluation"] == {"version": 2, "mean_return": 50.0}

@@ -189,7 +189,7 @@ def test_a_rank_with_other_weights_is_noticed_and_weights_that_break_are_told_as
         with group.turn(fragments, Phase.TRAIN):
             learn(side.learner, fragments)
         with torch.no_grad():
-            side.learner.policies["default"].head.weight.mul_(1.001)
+            side.learner.policies["default"].get_parameter("head.weight").mul_(1.001)
         with (
             pytest.raises(RanksDiffer, match=r"after update 2 rank 1 of 2 has other weights than rank 0"),
             group.turn(fragments, Phase.TRAIN),

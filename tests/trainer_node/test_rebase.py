@@ -47,8 +47,8 @@ def test_the_older_weights_counters_and_optimiser_go_on_as_the_newest_version(ne
     assert (manifest.parent, manifest.version) == (older.manifest.name, 6)
     game.durable()
     assert (
-        game.role.checkpoints.load(newest).objects["trainer/default.optimiser.safetensors"]
-        == (older.objects["trainer/default.optimiser.safetensors"])
+        game.role.checkpoints.load(newest).objects["trainer/default.algorithm.safetensors"]
+        == (older.objects["trainer/default.algorithm.safetensors"])
     )
     game.finish()
     content = game.finished()

@@ -20,20 +20,18 @@ from shared.config import Config
 from shared.errors import CheckpointDamaged
 from shared.fragment import EpisodeRecord
 from shared.ledger import Ledger
-from shared.policies.actor_critic import build_policies
 from shared.policies.codec import encode_policy, state_arrays
 from shared.spaces import Columns
-from shared.steps import Phase, PhaseCounters
+from shared.steps import Phase
 from tests.conftest import minimal_config
-from trainer_node.algorithms.ppo import PPO
+from trainer_node.algorithms.experience import Experience
 from trainer_node.intake import Committed
-from trainer_node.learner import Learner
-from trainer_node.reward_scaling import RewardScaling
+from trainer_node.learner import Learner, make_learner
 from trainer_node.snapshot import Line, Progress, Snapshot, restore, take
 
 STEPS, SLOTS = 8, 4
 POLICY, STATE = "default/policy.safetensors", "trainer/state.json"
-OPTIMISER, REWARDS = "trainer/default.optimiser.safetensors", "trainer/default.rewards.safetensors"
+OPTIMISER, REWARDS = "trainer/default.algorithm.safetensors", "trainer/default.rewards.safetensors"
 
 
 def config_with(**policy: Any) -> Config:
@@ -44,12 +42,9 @@ def config_with(**policy: Any) -> Config:
 
 def new_learner(config: Config) -> Learner:
     """An untrained learner."""
-    policies = build_policies(describe_environment(config).policies, config.policies, config.seed)
-    algorithms = {
-        name: PPO(policy, config.algorithm, torch.device("cpu"), config.seed) for name, policy in policies.items()
-    }
-    rewards = {name: RewardScaling(0.99) for name in policies if config.policies[name].normalise_rewards}
-    return Learner(policies, algorithms, rewards, PhaseCounters(), deque(maxlen=3))
+    learner = make_learner(config, describe_environment(config))
+    learner.episodes = deque(maxlen=3)
+    return learner
 
 
 def experience(seed: int) -> Columns:
@@ -78,7 +73,8 @@ def train(learner: Learner, updates: range) -> None:
         columns = experience(update)
         for name, algorithm in learner.algorithms.items():
             scaling = learner.rewards.get(name)
-            algorithm.update([scaling.scale("worker-0:0", columns) if scaling else columns], learner.counters.train)
+            scaled = scaling.scale("worker-0:0", columns) if scaling else columns
+            algorithm.update([Experience("worker-0:0", scaled)], learner.counters.train)
         learner.counters.train.updates += 1
         learner.counters.train.env_steps += STEPS * SLOTS
         learner.counters.train.episodes += 1
@@ -224,9 +220,7 @@ def test_the_manifest_says_where_the_checkpoint_comes_from() -> None:
 def other_network() -> bytes:
     """A whole policy file, of another size."""
     config = config_with(hidden_sizes=[16])
-    policy = new_learner(config).policies["default"]
-    spaces = describe_environment(config).policies["default"]
-    return encode_policy(state_arrays(policy), spaces, config.policies["default"], 3)
+    return encode_policy(new_learner(config).policies["default"], 3)
 
 
 DAMAGED: dict[str, dict[str, bytes | None]] = {
@@ -264,9 +258,7 @@ def test_a_snapshot_of_several_policies_has_a_folder_for_each() -> None:
         description, policies={"a": description.policies["default"], "b": description.policies["default"]}
     )
     both = config.model_copy(update={"policies": {"a": config.policies["default"], "b": config.policies["default"]}})
-    policies = build_policies(two.policies, both.policies, 1)
-    algorithms = {name: PPO(policy, config.algorithm, torch.device("cpu"), 1) for name, policy in policies.items()}
-    learner = Learner(policies, algorithms, {}, PhaseCounters(), deque(maxlen=3))
+    learner = make_learner(both, two)
     taken = take(learner, two, both, "the-run", Progress(0, Phase.TRAIN, 1, None, "0-0", 0, Line()), books())
     assert {"a/policy.safetensors", "b/policy.safetensors"} < set(taken.objects)
     assert taken.objects["a/policy.safetensors"] != taken.objects["b/policy.safetensors"]

@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shared.algorithm_config import PPOConfig
+from shared.algorithm_configs.ppo import PPOConfig
 from shared.policies.actor_critic import ActorCritic
 from shared.spaces import Array, Columns
 from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
+from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.experience import Experience, side_by_side, update_seed
 from trainer_node.algorithms.gae import advantages
 from trainer_node.algorithms.share import Share, Whole
 
@@ -51,24 +53,24 @@ class Batch:
 class PPO:
     """Learns one policy."""
 
-    def __init__(self, policy: ActorCritic, config: PPOConfig, device: torch.device, seed: int) -> None:
-        self.policy = policy.to(device)
+    def __init__(self, policy: ActorCritic, config: PPOConfig, setting: Setting) -> None:
+        self.policy = policy.to(setting.device)
         self._config = config
-        self._device = device
-        self._seed = seed
+        self._device = setting.device
+        self._seed = setting.seed
         self.share: Share = Whole()
         """What of each minibatch is learnt from here; the rest by the other ranks."""
         self._optimiser = Adam(self.policy.parameters(), config.adam_epsilon)
 
-    def update(self, fragments: Sequence[Columns], counters: Counters) -> dict[str, float]:
-        """One update from the columns of K fragments of equal T (shared/fragment.py); answers the metrics.
+    def update(self, experience: Sequence[Experience], counters: Counters) -> dict[str, float]:
+        """One update from K fragments of equal T; answers the metrics.
 
         The normaliser takes these observations in afterwards, so that the batch is learnt with the statistics that it
         was acted with.
         """
         config = self._config
         learning_rate, clip = config.learning_rate.value(counters), config.clip_range.value(counters)
-        columns = _side_by_side(fragments)
+        columns = side_by_side(experience)
         batch = self._batch(columns)
         history = self._epochs(batch, learning_rate, clip, counters.updates) if len(batch) else []
         metrics = {name: float(np.mean([item[name] for item in history])) for name in (history[0] if history else {})}
@@ -81,20 +83,19 @@ class PPO:
             spread = batch.target.var()
             unexplained = (batch.target - batch.value).var() / spread if len(batch) > 1 and spread > 0 else torch.nan
             metrics["train/explained_variance"] = 1.0 - float(unexplained)
-        self.observe(columns)
+        self._normalise(columns)
         return metrics
 
-    def observe(self, columns: Mapping[str, Array]) -> None:
-        """Takes the fragments' observations into the normaliser (all there is to do in heat-up)."""
+    def observe(self, experience: Sequence[Experience]) -> None:
+        """Takes the observations into the normaliser: all there is to do in heat-up."""
+        self._normalise(side_by_side(experience))
+
+    def _normalise(self, columns: Mapping[str, Array]) -> None:
         if self.policy.normaliser is not None:
             mask = torch.from_numpy(columns["mask"])
             self.policy.normaliser.update(
                 {name: self._tensor(columns[name])[mask] for name in self.policy.spaces.observation.column_names("obs")}
             )
-
-    def observe_fragments(self, fragments: Sequence[Columns]) -> None:
-        """`observe` for the columns of several fragments."""
-        self.observe(_side_by_side(fragments))
 
     @torch.no_grad()
     def _batch(self, columns: Mapping[str, Array]) -> Batch:
@@ -134,7 +135,7 @@ class PPO:
     def _epochs(self, batch: Batch, learning_rate: float, clip: float, update: int) -> list[dict[str, float]]:
         """All gradient steps of one update; stops early when the policy has moved too far (target_kl)."""
         config = self._config
-        generator = torch.Generator().manual_seed(self._shuffle_seed(update))
+        generator = torch.Generator().manual_seed(update_seed(self._seed, update))
         minibatches = -(-len(batch) // config.minibatch_size)
         history: list[dict[str, Tensor]] = []
         norms: list[Tensor] = []
@@ -195,10 +196,6 @@ class PPO:
             }
         return loss, metrics
 
-    def _shuffle_seed(self, update: int) -> int:
-        """From the run's seed and the update's number, so that no random state has to be carried."""
-        return int(np.random.SeedSequence([self._seed, update]).generate_state(1, np.uint64)[0] >> 1)
-
     def _tensor(self, array: Array) -> Tensor:
         return torch.from_numpy(np.array(array)).to(self._device)
 
@@ -209,22 +206,3 @@ class PPO:
     def load_state(self, arrays: Mapping[str, Array]) -> None:
         """The inverse of `state`."""
         self._optimiser.load_state(arrays)
-
-
-def _side_by_side(fragments: Sequence[Columns]) -> Columns:
-    """K fragments of equal T as one: slots beside each other, `final_index` moved along."""
-    if len(fragments) == 1:
-        return fragments[0]
-    columns: Columns = {}
-    for name in fragments[0]:
-        parts = [fragment[name] for fragment in fragments]
-        if name == "final_index":
-            offset, moved = 0, []
-            for fragment, part in zip(fragments, parts, strict=True):
-                moved.append(part + np.array([0, offset], np.int32))
-                offset += fragment["reward"].shape[1]
-            columns[name] = np.concatenate(moved)
-        else:
-            along_slots = name in fragments[0] and name.startswith(("bootstrap_", "final_"))
-            columns[name] = np.concatenate(parts, axis=0 if along_slots else 1)
-    return columns

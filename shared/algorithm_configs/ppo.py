@@ -1,4 +1,4 @@
-"""The configuration of the learning algorithms, a section for each."""
+"""The configuration of PPO."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ from typing import Literal
 
 from pydantic import Field
 
+from shared.algorithm_configs.section import AlgorithmConfig, BatchOfUpdate
 from shared.schedules import Schedule, ScheduleField
-from shared.section import Section
 
 
-class PPOConfig(Section):
+class PPOConfig(BatchOfUpdate, AlgorithmConfig):
     """Proximal policy optimisation (Schulman et al. 2017), clipped objective."""
 
     name: Literal["ppo"] = "ppo"
     """The algorithm."""
-    learning_rate: ScheduleField = Schedule(start=3e-4)
-    """Adam's step size: a number, or `{kind: linear, start: 1e-3, end: 0, over: 100000 env_steps}`."""
-    gamma: float = Field(0.99, ge=0, le=1)
-    """Discount per env step."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
     """λ of generalised advantage estimation (Schulman et al. 2016)."""
     epochs: int = Field(10, ge=1)

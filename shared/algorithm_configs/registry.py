@@ -1,0 +1,33 @@
+"""All algorithms by name, as the type of the config's `algorithm`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Discriminator, Tag
+
+from shared.algorithm_configs.ppo import PPOConfig
+from shared.algorithm_configs.section import AlgorithmConfig, OwnAlgorithm
+
+ALGORITHMS: dict[str, type[AlgorithmConfig]] = {"ppo": PPOConfig}
+"""Name → section of the algorithms that come with Stagecoach."""
+OWN = "own"
+"""The tag of an algorithm of the user's."""
+
+
+def tag_of(value: Any) -> str:
+    """Which section `algorithm` is, by its name: `ppo` where it has none."""
+    name = value.get("name", "ppo") if isinstance(value, dict) else getattr(value, "name", value)
+    return OWN if isinstance(name, str) and ":" in name else str(name)
+
+
+def _from_name(value: object) -> object:
+    return {"name": value} if isinstance(value, str) else value
+
+
+AlgorithmField = Annotated[
+    Annotated[PPOConfig, Tag("ppo")] | Annotated[OwnAlgorithm, Tag(OWN)],
+    Discriminator(tag_of),
+    BeforeValidator(_from_name),
+]
+"""An algorithm's section, or only its name, as a config field."""

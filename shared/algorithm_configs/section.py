@@ -1,0 +1,104 @@
+"""What every algorithm's section has, and what roles other than the trainer know of an algorithm by it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import ConfigDict, Field, ValidationError
+
+from shared.errors import ConfigError
+from shared.exploration_config import ExplorationConfig, Sampling
+from shared.schedules import Schedule, ScheduleField
+from shared.section import Section
+
+if TYPE_CHECKING:
+    from shared.config import Config
+
+
+class AlgorithmConfig(Section):
+    """The fields that every algorithm has. A subclass adds its own and says what acts for it."""
+
+    policy: ClassVar[str] = "actor_critic"
+    """The kind of policy (shared/policies/registry.py) that it learns."""
+    name: str
+    """The algorithm."""
+    learning_rate: ScheduleField = Schedule(start=3e-4)
+    """Adam's step size: a number, or `{kind: linear, start: 1e-3, end: 0, over: 100000 env_steps}`."""
+    gamma: float = Field(0.99, ge=0, le=1)
+    """Discount per env step."""
+
+    @property
+    def acting(self) -> ExplorationConfig:
+        """How workers choose actions in training."""
+        return Sampling()
+
+    @property
+    def memory_env_steps(self) -> int:
+        """How many env steps its replay memory holds; 0 where it has none."""
+        return 0
+
+    def network(self) -> dict[str, Any]:
+        """What it asks of the policy's network beside `PolicyConfig`: keyword arguments of the policy class (JSON)."""
+        return {}
+
+    def refuse(self, run: Config) -> None:
+        """Raises `ValueError` for a run that this algorithm cannot learn in."""
+
+    def resolved(self) -> AlgorithmConfig:
+        """The section with its own type; for a user's algorithm this imports it."""
+        return self
+
+
+class OwnAlgorithm(AlgorithmConfig):
+    """An algorithm of the user's: `name: package.module:Class`. Its class says which fields there are (`Class.Config`).
+
+    Nothing is imported while a config is only read.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    def resolved(self) -> AlgorithmConfig:
+        """The section as the class's `Config`; raises `ConfigError` where that cannot be."""
+        section = getattr(import_algorithm(self.name), "Config", None)
+        if not (isinstance(section, type) and issubclass(section, AlgorithmConfig)):
+            raise ConfigError(
+                f"algorithm.name={self.name}: the class has no `Config`; let it have one that derives from "
+                f"shared.algorithm_configs.section.AlgorithmConfig"
+            )
+        given = self.model_dump(include=self.model_fields_set | set(self.model_extra or {}))
+        try:
+            found: AlgorithmConfig = section.model_validate(given)
+        except ValidationError as error:
+            lines = [f"algorithm.{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+            raise ConfigError("; ".join(lines)) from None
+        return found
+
+
+def import_algorithm(name: str) -> Any:
+    """The class behind `package.module:Class`; raises `ConfigError`."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"algorithm.name={name} cannot be imported: {error}; expected package.module:Class, importable from the "
+            f"config's folder or the working directory"
+        ) from None
+
+
+class BatchOfUpdate:
+    """For algorithms that learn each update's batch in minibatches: one must fit into it."""
+
+    minibatch_size: int
+
+    def refuse(self, run: Config) -> None:
+        """Raises `ValueError` where a minibatch is more than the batch."""
+        if self.minibatch_size > run.transitions_per_update:
+            rollout = run.rollout
+            raise ValueError(
+                f"algorithm.minibatch_size={self.minibatch_size} is more than one update's batch of "
+                f"{run.transitions_per_update} transitions (rollout.fragments_per_update="
+                f"{rollout.fragments_per_update} × rollout.fragment_steps={rollout.fragment_steps} × "
+                f"environment.num_envs={run.environment.num_envs}); lower the first or raise one of the others"
+            )

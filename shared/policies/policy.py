@@ -1,0 +1,59 @@
+"""What every policy is: a torch module that a worker acts with and the trainer learns, the same class on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shared.config import PolicyConfig
+from shared.policies.encoders import ObservationNormaliser
+from shared.spaces import PolicySpaces
+
+
+class Distribution(Protocol):
+    """How actions follow from a policy's outputs: pure functions of `params` [B, P]; actions are dicts of columns."""
+
+    def sample(self, params: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        """A random joint action."""
+        ...
+
+    def mode(self, params: Tensor) -> dict[str, Tensor]:
+        """The best joint action: how evaluation acts."""
+        ...
+
+    def log_prob(self, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
+        """`[B]`, natural logarithm (density for boxes), of what `sample` draws."""
+        ...
+
+
+class Policy(nn.Module):
+    """Base of all policies. A subclass sets `kind` and `distribution`, and computes `action_parameters`.
+
+    Its constructor takes spaces, config and, as keyword arguments of plain data, what the algorithm asks of the network
+    (`AlgorithmConfig.network`). All that acting needs is among its parameters and buffers, and nothing else should be:
+    they are what travels to the workers with each version. Observations and actions are dicts of columns
+    (shared/spaces.py) with a batch axis first.
+    """
+
+    kind: ClassVar[str]
+    """The word for its class in the files (shared/policies/registry.py)."""
+    distribution: Distribution
+
+    def __init__(self, spaces: PolicySpaces, config: PolicyConfig, **network: Any) -> None:
+        super().__init__()
+        self.spaces = spaces
+        self.config = config
+        self.network = network
+        """What it was made with beside the config; stands in its file."""
+        self.normaliser = (
+            ObservationNormaliser(spaces.observation, config.clip_observations)
+            if config.normalise_observations
+            else None
+        )
+
+    def action_parameters(self, observations: Mapping[str, Tensor]) -> Tensor:
+        """`[B, P]` for `self.distribution`."""
+        raise NotImplementedError

@@ -1,0 +1,24 @@
+"""Which class an algorithm's section means."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from shared.algorithm_configs.section import AlgorithmConfig, import_algorithm
+from shared.policies.policy import Policy
+from trainer_node.algorithms.algorithm import Algorithm, Setting
+
+_BUILT_IN = {"ppo": "PPO"}
+"""Name of the algorithm, which is also its module's → its class."""
+
+
+def make_algorithm(policy: Policy, config: AlgorithmConfig, setting: Setting) -> Algorithm:
+    """What learns `policy`; raises `ConfigError` for a user's algorithm that cannot be imported."""
+    made: Any
+    if ":" in config.name:
+        made = import_algorithm(config.name)
+    else:
+        made = getattr(importlib.import_module(f"trainer_node.algorithms.{config.name}"), _BUILT_IN[config.name])
+    algorithm: Algorithm = made(policy, config.resolved(), setting)
+    return algorithm
