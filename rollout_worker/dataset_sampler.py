@@ -17,7 +17,7 @@ from rollout_worker.exploration import Exploration
 from rollout_worker.sampler import Sample
 from rollout_worker.trail import Life, Trail
 from shared.datasets.recording import Recording
-from shared.policies.actor_critic import ActorCritic
+from shared.policies.policy import Policy
 from shared.spaces import Array
 
 
@@ -34,7 +34,7 @@ class DatasetSampler:
         self._order: tuple[tuple[int, int], Array] = (-1, -1), np.zeros(0, np.int64)
         """Of which epoch and number of pieces, and the pieces."""
 
-    def sample(self, policies: Mapping[str, ActorCritic], exploration: Exploration, steps: int) -> Sample:
+    def sample(self, policies: Mapping[str, Policy], exploration: Exploration, steps: int) -> Sample:
         """The next fragment; how anything would be acted does not matter."""
         started = time.perf_counter()
         count = self._recording.pieces(steps)
