@@ -20,6 +20,7 @@ from benchmarks.learning.results import Result, current, place, read, write
 from benchmarks.learning.runner import Job, RunLost, run
 from benchmarks.learning.tasks import Mode, Task, load_tasks
 from shared.config_sources import parse_config
+from tests.end_to_end.command_line import CommandLine
 
 MakeTask = Callable[..., Task]
 TINY = {
@@ -189,6 +190,25 @@ def test_the_command_line_runs_what_is_missing_and_writes_the_report(
     assert (tmp_path / "tiny.png").stat().st_size > 1000
     with pytest.raises(SystemExit, match="no task nothing; there are tiny"):
         learning.main([*given, "--only", "nothing"])
+
+
+def test_interrupted_it_ends_what_it_started_and_keeps_nothing_of_it(tmp_path: Path) -> None:
+    terminal = CommandLine(tmp_path)
+    try:
+        runs, data = terminal.temporary / "runs", tmp_path / "data"
+        process = terminal.module(
+            "benchmarks.learning", "--only", "cartpole-ppo", "--mode", "inline", "--data", data, "--runs-dir", runs
+        )
+        figures = runs / "cartpole-ppo-inline-1" / "signals" / "train.csv"
+        terminal.wait_until("the first run learns", figures.exists)
+        assert len(terminal.left()) > 1
+        process.terminate()
+        ended = terminal.ended(process)
+        assert (ended.code, "interrupted" in ended.err) == (130, True)
+        terminal.wait_until("nothing is left", lambda: not terminal.left())
+        assert not data.exists()
+    finally:
+        terminal.close()
 
 
 # The report
