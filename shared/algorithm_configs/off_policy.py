@@ -1,0 +1,58 @@
+"""What the configurations of all off-policy algorithms have: a replay memory, and how much is learnt from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from shared.algorithm_configs.section import AlgorithmConfig
+from shared.memory_config import MemoryField, UniformMemory
+
+if TYPE_CHECKING:
+    from shared.config import Config
+
+
+class OffPolicyConfig(AlgorithmConfig):
+    """The fields that every algorithm with a replay memory has."""
+
+    memory: MemoryField = UniformMemory()
+    """What is learnt from: the newest transitions, drawn by `kind` uniform, prioritised, hindsight or balanced."""
+    minibatch_size: int = Field(64, ge=1)
+    """Transitions in one gradient step."""
+    gradient_steps_per_env_step: float = Field(1.0, gt=0, le=1000)
+    """Gradient steps for each env step trained on (the replay ratio). They are made in one go after each update's
+    fragments, as many as are due by then."""
+    n_step: int = Field(1, ge=1, le=1000)
+    """Steps of reward before the target bootstraps; more spread rewards faster, and are less off-policy correct."""
+    max_grad_norm: float | None = Field(10.0, gt=0)
+    """Gradients are scaled down to this norm; null for none."""
+    adam_epsilon: float = Field(1e-8, gt=0)
+    """Adam's ε."""
+
+    @property
+    def memory_env_steps(self) -> int:
+        """Transitions of one agent."""
+        return self.memory.capacity
+
+    def refuse(self, run: Config) -> None:
+        """Raises `ValueError` where the memory cannot hold what an update brings or a minibatch asks for."""
+        capacity, update = self.memory.capacity, run.transitions_per_update
+        if capacity < self.minibatch_size:
+            raise ValueError(
+                f"algorithm.minibatch_size={self.minibatch_size} is more than the memory holds "
+                f"(algorithm.memory.capacity={capacity}); lower the first or raise the second"
+            )
+        if capacity < update:
+            rollout = run.rollout
+            raise ValueError(
+                f"algorithm.memory.capacity={capacity} is less than the {update} transitions that each update brings "
+                f"(rollout.fragments_per_update={rollout.fragments_per_update} × rollout.fragment_steps="
+                f"{rollout.fragment_steps} × environment.num_envs={run.environment.num_envs}), so that some would "
+                f"never be learnt from; raise the first or lower one of the others"
+            )
+        if run.trainer.ranks > 1:
+            raise ValueError(
+                f"trainer.ranks={run.trainer.ranks}: {self.name} learns in one process, since each rank would need "
+                f"the whole memory; set trainer.ranks=1"
+            )

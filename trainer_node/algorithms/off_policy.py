@@ -1,0 +1,186 @@
+"""What off-policy algorithms have in common: memory, minibatches, and how many gradient steps are due.
+
+A subclass gives `learn` (one gradient step), and `networks` and `load_networks` (its state). Each update puts its
+fragments into the memory, and then does the gradient steps that its env steps ask for, each with a minibatch drawn by a
+generator that is seeded with the number of the update: no random state is carried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shared.algorithm_configs.off_policy import OffPolicyConfig
+from shared.policies.policy import Policy
+from shared.spaces import Array, Columns
+from shared.steps import Counters
+from trainer_node.algorithms.adam import Adam
+from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.experience import Experience, side_by_side, update_seed
+from trainer_node.algorithms.share import Share, Whole
+from trainer_node.memories.batch import Batch
+from trainer_node.memories.make import make_memory
+
+_MEMORY = "memory/"
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """trainer_node/memories/batch.py: Batch on the algorithm's device, rewards normalised where they are to be."""
+
+    observations: dict[str, Tensor]
+    actions: dict[str, Tensor]
+    next_observations: dict[str, Tensor]
+    reward: Tensor
+    discount: Tensor
+    weight: Tensor
+
+    def __len__(self) -> int:
+        return len(self.reward)
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a gradient step was: its metrics (scalars), and `[B]` how wrong each transition's prediction was."""
+
+    metrics: dict[str, Tensor]
+    td_error: Tensor
+
+
+class OffPolicy:
+    """Base of the algorithms with a replay memory."""
+
+    def __init__(self, policy: Policy, config: OffPolicyConfig, setting: Setting) -> None:
+        self.policy = policy.to(setting.device)
+        self.share: Share = Whole()
+        """All of each minibatch: `OffPolicyConfig.refuse` lets no further ranks be."""
+        self._section = config
+        self._setting = setting
+        self.memory = make_memory(config.memory, policy.spaces, setting.fragment_steps, setting.slots)
+        self.memory_fragments = self.memory.fragments
+        self.done = 0
+        """Gradient steps so far."""
+
+    def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
+        """One gradient step (`done` does not count it yet); `generator` (CPU) gives all its random numbers."""
+        raise NotImplementedError
+
+    def networks(self) -> Columns:
+        """What else is learnt beside the policy, as named arrays: optimisers, critics, targets."""
+        raise NotImplementedError
+
+    def load_networks(self, arrays: Columns) -> None:
+        """The inverse of `networks`; raises `KeyError`, `IndexError` or `ValueError` where it is another network's."""
+        raise NotImplementedError
+
+    def update(self, experience: Sequence[Experience], counters: Counters) -> dict[str, float]:
+        """Takes the fragments in, then does all gradient steps that are due; answers the metrics' means."""
+        self.observe(experience)
+        history = [lesson.metrics for lesson in self._lessons(counters)]
+        metrics: dict[str, float] = {}
+        if history:
+            table = torch.stack([torch.stack(list(terms.values())) for terms in history]).to(torch.float64)
+            metrics = dict(zip(history[0], table.mean(dim=0).tolist(), strict=True))
+        return metrics | {
+            "train/learning_rate": self._section.learning_rate.value(counters),
+            "train/gradient_steps": len(history),
+            "train/memory_transitions": len(self.memory),
+        }
+
+    def _lessons(self, counters: Counters) -> Iterable[Lesson]:
+        if not len(self.memory):  # nobody has acted yet: what is due is made up for
+            return
+        config, seed = self._section, update_seed(self._setting.seed, counters.updates)
+        drawing, generator = np.random.Generator(np.random.PCG64(seed)), torch.Generator().manual_seed(seed)
+        importance = config.memory.importance(counters)
+        for _ in range(int(counters.env_steps * config.gradient_steps_per_env_step) - self.done):
+            drawn = self.memory.sample(
+                config.minibatch_size, drawing, gamma=config.gamma, n_step=config.n_step, beta=importance
+            )
+            lesson = self.learn(self._on_device(drawn), counters, generator)
+            self.done += 1
+            self.memory.update_priorities(drawn.row, lesson.td_error.detach().cpu().numpy())
+            yield lesson
+
+    def _on_device(self, drawn: Batch) -> Minibatch:
+        scaling = self._setting.rewards
+        reward = drawn.reward if scaling is None else scaling.scaled(drawn.reward)
+        return Minibatch(
+            self._tensors(drawn.observations), self._tensors(drawn.actions), self._tensors(drawn.next_observations),
+            self._tensor(reward), self._tensor(drawn.discount), self._tensor(drawn.weight),
+        )  # fmt: skip
+
+    def _tensors(self, columns: Mapping[str, Array]) -> dict[str, Tensor]:
+        return {name: self._tensor(array) for name, array in columns.items()}
+
+    def _tensor(self, array: Array) -> Tensor:
+        return torch.from_numpy(array).to(self._setting.device)
+
+    def observe(self, experience: Sequence[Experience]) -> None:
+        """Normaliser and memory take it in: all there is to do in heat-up."""
+        normaliser = self.policy.normaliser
+        if normaliser is not None:
+            columns = side_by_side(experience)
+            mask = torch.from_numpy(columns["mask"])
+            names = self.policy.spaces.observation.column_names("obs")
+            normaliser.update({name: self._tensor(np.array(columns[name])[mask]) for name in names})
+        self.remember(experience)
+
+    def remember(self, experience: Sequence[Experience]) -> None:
+        """The memory takes it in, and nothing else happens."""
+        for item in experience:
+            self.memory.add(item.source, item.columns)
+
+    def state(self) -> Columns:
+        """The subclass's networks, the gradient steps so far, and what the memory knows beside its contents."""
+        memory = {_MEMORY + name: array for name, array in self.memory.state().items()}
+        return {"done": np.array(self.done)} | memory | self.networks()
+
+    def load_state(self, arrays: Columns) -> None:
+        """The inverse of `state`; the memory is empty until `remember` has put back what it held."""
+        self.load_networks({k: v for k, v in arrays.items() if k != "done" and not k.startswith(_MEMORY)})
+        self.memory.load_state(part(arrays, _MEMORY))
+        self.done = int(arrays["done"])
+
+
+def part(arrays: Mapping[str, Array], prefix: str) -> Columns:
+    """The arrays whose names begin so, named without it."""
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def descend(
+    loss: Tensor, parameters: Sequence[Tensor], optimiser: Adam, learning_rate: float, max_norm: float | None
+) -> Tensor:
+    """One step of the optimiser that has these parameters; answers the norm of their gradients as they were."""
+    optimiser.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    bound = float("inf") if max_norm is None else max_norm
+    norm = nn.utils.clip_grad_norm_(parameters, bound).detach()
+    optimiser.step(learning_rate)
+    return norm
+
+
+@torch.no_grad()
+def follow(target: nn.Module, online: nn.Module, tau: float) -> None:
+    """target ← (1 − τ) target + τ online, parameters only."""
+    for slow, fast in zip(target.parameters(), online.parameters(), strict=True):
+        slow.lerp_(fast, tau)
+
+
+def network_state(network: nn.Module, prefix: str) -> Columns:
+    """A network's parameters as named arrays."""
+    return {prefix + name: tensor.detach().cpu().numpy().copy() for name, tensor in network.named_parameters()}
+
+
+@torch.no_grad()
+def load_network_state(network: nn.Module, prefix: str, arrays: Mapping[str, Array]) -> None:
+    """The inverse of `network_state`; raises `KeyError` or `ValueError` where it is another network's."""
+    for name, tensor in network.named_parameters():
+        array = arrays[prefix + name]
+        if array.shape != tuple(tensor.shape):
+            raise ValueError(f"{prefix}{name} has the shape {array.shape}, expected {tuple(tensor.shape)}")
+        tensor.copy_(torch.from_numpy(np.array(array)))
