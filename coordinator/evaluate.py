@@ -35,6 +35,7 @@ def evaluate(target: str, runs_dir: Path, episodes: int | None = None, video: Pa
     found = find_checkpoint(target, runs_dir)
     config, name = found.config, found.name
     extend_imports((os.getcwd(), *found.import_path))
+    config.algorithm.resolved()
     checkpoint = found.store.load(name, only="policy.safetensors")
     policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
     description = describe_environment(config)

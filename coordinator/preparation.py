@@ -52,8 +52,13 @@ def check(config: Config) -> EnvironmentDescription:
 
     Raises `EnvironmentUnusable`, `UnsupportedSpace` or `ConfigError`.
     """
+    algorithm = config.algorithm.resolved()
+    try:
+        algorithm.refuse(config)
+    except ValueError as error:  # of a user's own: those that come with Stagecoach said so as the config was read
+        raise ConfigError(str(error)) from None
     description = describe_environment(config)
-    build_policies(description.policies, config.policies, config.algorithm, seed=0)
+    build_policies(description.policies, config.policies, algorithm, seed=0)
     if config.environment.vectorization == "native":
         make_native(config.environment).close()
     make(evaluation_environment(config)).close()

@@ -38,7 +38,9 @@ class RoleLaunch:
         log_to_file(self.run_folder, name)
         kind = name.partition("-")[0]
         user = "trainer" if kind == "rank" else kind  # one learner, whatever the number of its processes
-        return open_role(parse_config(self.config), self.address, cast(RoleName, user))
+        config = parse_config(self.config)
+        config.algorithm.resolved()  # a user's own brings its kind of policy with it
+        return open_role(config, self.address, cast(RoleName, user))
 
 
 def extend_imports(folders: Iterable[str]) -> None:

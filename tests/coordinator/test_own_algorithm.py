@@ -1,0 +1,92 @@
+"""An algorithm and a policy from outside the repository: trained, resumed exactly, evaluated, refused when wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from coordinator.preparation import check
+from shared.config_sources import load_config
+from shared.errors import UserError
+from tests.coordinator.own_algorithm_elsewhere import TEXT
+from tests.coordinator.terminal import check_refused
+from tests.end_to_end.command_line import CommandLine
+
+pytestmark = pytest.mark.timeout(240)
+MODULE = "my_pkg.my_algo"
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Any:
+    package = tmp_path / "my_pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "my_algo.py").write_text(TEXT)
+    made = CommandLine(tmp_path)
+    yield made
+    made.close()
+
+
+def config_with(terminal: CommandLine, algorithm: Any, updates: int = 6, **more: Any) -> Path:
+    data = {
+        "environment": {"id": "CartPole-v1", "num_envs": 2},
+        "rollout": {"workers": 1, "fragment_steps": 8, "fragments_per_update": 2} | more,
+        "algorithm": algorithm, "checkpoint": {"every": "2 updates"}, "evaluation": {"episodes": 2},
+        "stop_at": {"updates": updates},
+    }  # fmt: skip
+    path = terminal.folder / "own.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def final_policy(terminal: CommandLine, run_id: str) -> bytes:
+    final: str = terminal.marker(run_id, ".finished")["final"]
+    return (Path(terminal.store(run_id)) / "checkpoints" / final / "default" / "policy.safetensors").read_bytes()
+
+
+def test_it_trains_resumes_exactly_and_is_evaluated(terminal: CommandLine) -> None:
+    whole = config_with(terminal, {"name": f"{MODULE}:Bandit", "step": 0.05})
+    assert terminal.run("train", whole, "--run-id", "whole", "--inline").code == 0
+    half = config_with(terminal, {"name": f"{MODULE}:Bandit", "step": 0.05}, updates=3)
+    assert terminal.run("train", half, "--run-id", "half", "--inline").code == 0
+    done = terminal.run("resume", "half", "--inline", "--set", "stop_at.updates=6")
+    assert done.code == 0, done
+    assert final_policy(terminal, "half") == final_policy(terminal, "whole")
+    assert (terminal.folder / "runs/whole/signals/train.csv").read_text().count("train/seen") == 1
+
+    scored = terminal.run("evaluate", "whole", "--json")
+    assert scored.code == 0 and json.loads(scored.out)["episodes"] == 2, scored
+    assert terminal.run("status", "whole").code == 0
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "more", "said"),
+    [
+        (f"{MODULE}:Nothing", {}, [f"algorithm.name={MODULE}:Nothing cannot be imported", "package.module:Class"]),
+        ("nowhere.at_all:Algo", {}, ["nowhere", "importable from the config's folder"]),
+        (f"{MODULE}:WithoutConfig", {}, ["has no `Config`", "AlgorithmConfig"]),
+        ({"name": f"{MODULE}:Bandit", "stpe": 1}, {}, ["algorithm.stpe"]),
+        ({"name": f"{MODULE}:Bandit", "step": "far"}, {}, ["algorithm.step"]),
+        (f"{MODULE}:Bandit", {"max_policy_lag": 1}, ["the bandit wants rollout.max_policy_lag=0"]),
+        ("pop", {}, ["algorithm.name=pop is no algorithm", "did you mean ppo?"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_line(
+    terminal: CommandLine, algorithm: Any, more: dict[str, Any], said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(terminal.folder)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    with pytest.raises(UserError) as refused:
+        check(load_config(config_with(terminal, algorithm, **more), environ={}))
+    assert "\n" not in str(refused.value)
+    assert all(word in str(refused.value) for word in said), str(refused.value)
+
+
+def test_a_refusal_writes_nothing(terminal: CommandLine) -> None:
+    check_refused(terminal.run("train", config_with(terminal, f"{MODULE}:WithoutConfig"), "--inline"), "`Config`")
+    assert not (terminal.folder / "runs").exists()
