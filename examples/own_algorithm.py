@@ -1,7 +1,7 @@
 """An algorithm of one's own, given to Stagecoach as `algorithm: own_algorithm:Reinforce`.
 
 REINFORCE with a learnt baseline (Williams 1992; Sutton and Barto 2018, section 13.4): each action is made more likely
-by how much more came after it than the baseline expected. What comes after the fragment's end is what the baseline says.
+by how much more came after it than the baseline expected. What comes after the fragment's end, the baseline says.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def test_there_are_the_examples_that_the_readme_promises() -> None:
 def test_the_yaml_in_the_readme_is_a_config() -> None:
     """Each block on its own, with what it leaves out."""
     blocks = re.findall(r"```yaml\n(.*?)```", text_of("README.md"), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         parse_config({"environment": {"id": "CartPole-v1"}, "stop_at": {"updates": 1}} | yaml.safe_load(block))
 
