@@ -22,15 +22,15 @@ from trainer_node.memories.row_index import RowIndex
 class ReplayMemory:
     """Draws uniformly; subclasses draw otherwise, or change what is drawn."""
 
+    classes = 1
+    """Into how many classes its transitions fall."""
+
     def __init__(self, spaces: PolicySpaces, steps: int, slots: int, capacity: int) -> None:
         """For fragments of `steps` × `slots`; the newest `capacity` transitions stay, rounded up to whole fragments."""
         fragments = max(1, -(-capacity // (steps * slots)))
         self.ring = FragmentRing(spaces, steps, slots, fragments)
-        self._index = self._make_index()
+        self._index = RowIndex(fragments, self.ring.rows_each, self.classes)
         self._to_come = 0
-
-    def _make_index(self) -> RowIndex:
-        return RowIndex(self.ring.fragments, self.ring.rows_each)
 
     @property
     def fragments(self) -> int:
@@ -39,23 +39,27 @@ class ReplayMemory:
 
     def __len__(self) -> int:
         """Transitions that may be drawn."""
-        return int(self._index.counts.sum())
+        return int(self._index.bounds[-1])
 
     def add(self, source: str, columns: Columns) -> None:
         """Takes in a fragment (shared/fragment.py) of `source`, worker and life; the oldest may have to go."""
         place = self.ring.add(source, columns)
-        self._index.put(place, self._classes(place))
+        self._index.put(place, np.where(self.ring.held("mask", place), self._classes_of(place), -1))
+        self._placed(place)
         if self._to_come:
             self._to_come -= 1
         else:
             self._added(place)
 
-    def _classes(self, place: int) -> Array:
-        """Of the rows of a fragment; −1 for those that are never drawn."""
-        return self.ring.held("mask", place).astype(np.int64) - 1
+    def _classes_of(self, place: int) -> Array:
+        """Of the rows of a fragment, `[T · S]`: 0 … `classes` − 1."""
+        return np.zeros(self.ring.rows_each, np.int64)
+
+    def _placed(self, place: int) -> None:
+        """What a subclass notes of a fragment, be it new or put back."""
 
     def _added(self, place: int) -> None:
-        """What a subclass does about a new fragment; not called for one that is put back."""
+        """What a subclass does about a new fragment only."""
 
     def sample(
         self, count: int, generator: np.random.Generator, *, gamma: float, n_step: int = 1, beta: float = 1.0
@@ -68,24 +72,15 @@ class ReplayMemory:
         rows, weight = self._draw(count, generator, beta)
         path, valid = self._paths(rows, n_step)
         reward, terminated = self.ring.column("reward", path), self.ring.column("terminated", path[-1])
-        return self._batch(rows, path, valid, reward, terminated, weight, gamma)
+        return self._batch(rows, path[-1], discounted(reward, valid, terminated, gamma), weight)
 
-    def _batch(
-        self, rows: Array, path: Array, valid: Array, reward: Array, terminated: Array, weight: Array, gamma: float
-    ) -> Batch:
-        """`path` `[n, B]`: the rows of n steps, the last valid one repeated; `terminated` `[B]`: that one."""
-        if len(path) == 1:
-            total, discount = reward[0], np.float32(gamma) * ~terminated
-        else:
-            factor = (gamma ** np.arange(len(path) + 1)).astype(np.float32)
-            total = (reward * valid * factor[:-1, None]).sum(axis=0)
-            discount = factor[valid.sum(axis=0)] * ~terminated
+    def _batch(self, rows: Array, last: Array, outcome: tuple[Array, Array], weight: Array) -> Batch:
+        """`rows` and `last` `[B]`: of the first and the last step of each; `outcome`: reward and discount."""
         ring = self.ring
         return Batch(
             ring.observations(rows),
             {name: ring.column(name, rows) for name in ring.spaces.action.column_names("action")},
-            ring.next_observations(path[-1]),
-            total, discount, ring.column("log_prob", rows), weight, rows,
+            ring.next_observations(last), *outcome, ring.column("log_prob", rows), weight, rows,
         )  # fmt: skip
 
     def sample_sequences(self, count: int, length: int, generator: np.random.Generator) -> Sequences:
@@ -111,13 +106,12 @@ class ReplayMemory:
     def load_state(self, arrays: Columns) -> None:
         """The inverse of `state`, before the fragments that were held are added again; it draws nothing until then."""
         self._to_come = self.ring.resume(int(arrays["added"]), int(arrays["finals"]))
-        self._index = self._make_index()
+        self._index = RowIndex(self.fragments, self.ring.rows_each, self.classes)
 
     def _draw(self, count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
         """Rows `[count]` and their weights."""
         self._refuse_if_empty()
-        numbers = generator.integers(self._index.counts[0], size=count)
-        return self._index.rows(0, numbers), np.ones(count, np.float32)
+        return self._index.rows(generator.integers(len(self), size=count)), np.ones(count, np.float32)
 
     def _refuse_if_empty(self) -> None:
         if self._to_come:
@@ -134,6 +128,14 @@ class ReplayMemory:
             valid[step] = after != NOTHING
             path[step] = np.where(valid[step], after, path[step - 1])
         return path, valid
+
+
+def discounted(reward: Array, valid: Array, terminated: Array, gamma: float) -> tuple[Array, Array]:
+    """Sum of the rewards of the valid steps, and discount of what follows, `[B]`; reward and valid are `[n, B]`."""
+    if len(reward) == 1:
+        return reward[0], np.float32(gamma) * ~terminated
+    factor = (gamma ** np.arange(len(reward) + 1)).astype(np.float32)
+    return (reward * valid * factor[:-1, None]).sum(axis=0), factor[valid.sum(axis=0)] * ~terminated
 
 
 def fill(memory: ReplayMemory, experience: Iterable[tuple[str, Columns]]) -> int:

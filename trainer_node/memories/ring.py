@@ -129,10 +129,10 @@ class FragmentRing:
         where = rows + rows // self.rows_each * self.slots
         return {name: self._flat[name].take(where, axis=0) for name in self._observations}
 
-    def next_observations(self, rows: Array) -> Columns:
-        """`obs…` that these steps led to; after termination the next episode's first one, or nothing of meaning."""
+    def next_observations(self, rows: Array, *names: str) -> Columns:
+        """`obs…` (or only these columns) that these steps led to; after termination they mean nothing."""
         where = rows + (rows // self.rows_each + 1) * self.slots
-        found = {name: self._flat[name].take(where, axis=0) for name in self._observations}
+        found = {name: self._flat[name].take(where, axis=0) for name in names or self._observations}
         number = self._flat_final.take(rows)
         cut = number != NOTHING
         if cut.any():

@@ -1,4 +1,7 @@
-"""The rows that may be drawn, by class: how many there are, and the n-th of them. Absent agents' rows are in none."""
+"""The rows that may be drawn, numbered class by class and within a class in the order of their places.
+
+Absent agents' rows have no number. Numbers change as fragments come and go; rows do not.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,26 @@ from shared.spaces import Array
 class RowIndex:
     """Of `fragments` places with `rows` rows each; four bytes a row."""
 
-    def __init__(self, fragments: int, rows: int, classes: int = 1) -> None:
-        self._rows = rows
+    def __init__(self, fragments: int, rows: int, classes: int) -> None:
+        self._fragments, self._rows, self._classes = fragments, rows, classes
         self._order = np.zeros((fragments, rows), np.int32)
         self._starts = np.zeros((fragments, classes + 1), np.int32)
-        self._before = np.zeros((classes, fragments + 1), np.int64)
-        self.counts = np.zeros(classes, np.int64)
-        """Rows of each class."""
+        self._before = np.zeros(classes * fragments + 1, np.int64)
+        self.bounds = np.zeros(classes + 1, np.int64)
+        """Class c has the numbers from `bounds[c]` to below `bounds[c + 1]`."""
 
     def put(self, place: int, classes: Array) -> None:
         """The rows of the fragment in `place` are of these classes `[rows]`; −1 for none."""
         order = np.argsort(classes, kind="stable").astype(np.int32)
         self._order[place] = order
-        self._starts[place] = np.searchsorted(classes[order], np.arange(len(self.counts) + 1))
-        np.cumsum(np.diff(self._starts, axis=1).T, axis=1, out=self._before[:, 1:])
-        self.counts = self._before[:, -1].copy()
+        self._starts[place] = np.searchsorted(classes[order], np.arange(self._classes + 1))
+        np.cumsum(np.diff(self._starts, axis=1).T, out=self._before[1:])
+        self.bounds = self._before[:: self._fragments].copy()
 
-    def rows(self, which: int, numbers: Array) -> Array:
-        """The rows of a class with these numbers (0 … its count − 1), in the order of the places."""
-        place = np.searchsorted(self._before[which], numbers, side="right") - 1
-        local = self._starts[place, which] + (numbers - self._before[which, place])
+    def rows(self, numbers: Array) -> Array:
+        """The rows with these numbers."""
+        cell = np.searchsorted(self._before, numbers, side="right") - 1
+        which, place = np.divmod(cell, self._fragments)
+        local = self._starts[place, which] + (numbers - self._before[cell])
         found: Array = place * self._rows + self._order[place, local]
         return found
