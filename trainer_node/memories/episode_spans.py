@@ -48,8 +48,7 @@ class EpisodeSpans:
         while True:
             place = ring.preceding[begin // ring.rows_each]
             before = (place + 1) * ring.rows_each - ring.slots + begin % ring.slots
-            more = (place != NOTHING) & (self._step(begin) == 0)
-            more &= ring.next_rows(np.where(more, before, 0)) == begin
+            more = (place != NOTHING) & (ring.next_rows(np.where(place != NOTHING, before, 0)) == begin)
             if not more.any():
                 return begin, behind
             part = np.where(more, ring.steps - first[np.where(more, before, 0)], 0)

@@ -74,7 +74,6 @@ class FragmentRing:
         self._finals.resume(finals)
         self._newest.clear()
         self.following[:] = self.preceding[:] = self._next[...] = self._final[...] = NOTHING
-        self._columns["mask"][...] = False
         return added - self.added
 
     @property

@@ -110,6 +110,16 @@ def test_another_life_of_a_worker_does_not_go_on_with_the_last() -> None:
     }
 
 
+def test_what_came_from_others_is_not_gone_on_with_however_equal_it_looks() -> None:
+    made = long_episode().fragments(1)[0].columns
+    alike = made | {"obs": np.zeros_like(made["obs"]), "bootstrap_obs": np.zeros_like(made["bootstrap_obs"])}
+    memory = ReplayMemory(PLAIN, 4, 2, 16)
+    fill(memory, [(source, alike) for source in ("a", "b", "b", "a")])  # the first of a is no more when it goes on
+    assert memory.ring.following.tolist() == [-1, -1] and memory.ring.preceding.tolist() == [-1, -1]
+    fill(memory, [("a", alike)])
+    assert memory.ring.following.tolist() == [-1, 0] and memory.ring.preceding.tolist() == [1, -1]
+
+
 def test_every_transition_is_as_probable() -> None:
     memory, truth = filled(Stream(5, PLAIN, 6, 3), 4, 9)
     draws = 400 * len(truth)
@@ -225,10 +235,13 @@ def test_capacity_is_rounded_up_to_whole_fragments(capacity: int, fragments: int
 
 def test_last_observations_are_kept_as_long_as_their_fragments() -> None:
     stream = Stream(4, PLAIN, 20, 4)
-    stream.ends = 0.9
-    memory, truth = filled(stream, 6, 40)  # more at once than the pool begins with
-    batch = memory.sample(500, np.random.default_rng(0), gamma=0.5)
-    check(batch, truth, 1, 0.5)
+    memory = ReplayMemory(PLAIN, 20, 4, 6 * 80)
+    for stream.ends in (0.1, 0.3, 0.9):  # more and more, so that the pool grows while it goes round
+        fill(memory, [(item.source, item.columns) for item in stream.fragments(9)])
+        for _ in range(3):
+            fill(memory, [(item.source, item.columns) for item in stream.fragments(1)])
+            batch = memory.sample(300, np.random.default_rng(0), gamma=0.5)
+            check(batch, known(stream.made[-6:], stream.made), 1, 0.5)
     assert memory.ring.finals == sum(len(item.columns["final_index"]) for item in stream.made[:-6])
 
 

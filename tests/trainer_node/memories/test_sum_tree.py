@@ -61,6 +61,13 @@ def test_a_zero_is_never_found_whatever_is_rounded(seed: int) -> None:
     assert (numbers[tree.find(shares)] > 0).all()
 
 
+def test_a_sum_that_was_rounded_up_leads_to_no_zero() -> None:
+    large = 2.0**52 + 2  # the total is rounded up by half, what is left of it on the right as well
+    tree = SumTree(4)
+    tree.put_from(0, np.array([1.5, 0.0, large, 0.0]))
+    assert tree.find(np.array([np.nextafter(1.0, 0.0), 1.0])).tolist() == [2, 2]
+
+
 def test_a_tree_depends_on_its_numbers_only() -> None:
     random = np.random.default_rng(3)
     numbers = random.random(300)
