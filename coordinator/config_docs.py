@@ -17,6 +17,7 @@ from shared.config import Config, PolicyConfig, WrapperConfig
 from shared.config_sources import dump_config, parse_config
 from shared.dataset_config import DatasetConfig
 from shared.exploration_config import ExplorationConfig
+from shared.memory_config import MemoryConfig
 from shared.schedules import Schedule
 
 _STARTER: dict[str, Any] = {
@@ -72,7 +73,7 @@ def _section(model: type[BaseModel], path: str, lines: list[str], which: str = "
         _section(WrapperConfig, "environment.wrappers[].", lines)
         _section(DatasetConfig, "dataset.", lines)
         _section(Schedule, "algorithm.learning_rate.", lines)
-        for place, union in (("exploration", ExplorationConfig),):
+        for place, union in (("exploration", ExplorationConfig), ("memory", MemoryConfig)):
             for section in get_args(union):
                 kind = section.model_fields["kind"].default
                 _section(section, f"algorithm.{place}.", lines, f" with `kind: {kind}`")

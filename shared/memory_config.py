@@ -16,7 +16,7 @@ class MemorySection(Section):
 
     capacity: int = Field(100_000, ge=1)
     """Transitions that stay, the newest ones, rounded up to whole fragments (with several agents of one policy, an env
-    step is as many). 100 000 is enough for classic control; a million is usual for images, and then takes gigabytes."""
+    step is as many). 100 000 is enough for classic control; a million is usual for images, and then takes tens of gigabytes."""
 
     def importance(self, counters: Counters) -> float:
         """β of the importance weights (`sample(beta=…)`); without priorities it counts for nothing."""
@@ -41,7 +41,7 @@ class PrioritisedMemory(MemorySection):
     """How much of the bias is corrected by weights: from 0.4 to 1 over the run in the paper, for example
     `{kind: linear, start: 0.4, end: 1, over: 100000 env_steps}`."""
     epsilon: float = Field(1e-6, gt=0)
-    """Added to each |TD error|, so that what is predicted well is drawn again some day."""
+    """Added to the size of each TD error, so that what is predicted well is drawn again some day."""
 
     def importance(self, counters: Counters) -> float:
         """β at these counters."""
