@@ -16,7 +16,8 @@ class MemorySection(Section):
 
     capacity: int = Field(100_000, ge=1)
     """Transitions that stay, the newest ones, rounded up to whole fragments (with several agents of one policy, an env
-    step is as many). 100 000 is enough for classic control; a million is usual for images, and then takes tens of gigabytes."""
+    step is as many). 100 000 is enough for classic control; a million is usual for images, and takes tens of gigabytes
+    of memory."""
 
     def importance(self, counters: Counters) -> float:
         """β of the importance weights (`sample(beta=…)`); without priorities it counts for nothing."""

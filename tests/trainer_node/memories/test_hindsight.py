@@ -50,7 +50,7 @@ def episode_of(step: Step, steps: dict[int, Step]) -> tuple[list[Step], int]:
     first = step
     while first.number in before:
         first = before[first.number]
-    episode, place = [first], 0
+    episode = [first]
     while episode[-1].after:
         episode.append(episode[-1].after)
     return episode, next(place for place, item in enumerate(episode) if item is step)
