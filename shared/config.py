@@ -10,36 +10,17 @@ import hashlib
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from shared.algorithm_configs.ppo import PPOConfig
 from shared.algorithm_configs.registry import AlgorithmField
 from shared.dataset_config import DatasetConfig
-from shared.redis_keys import redis_place
 from shared.section import Section
+from shared.services_config import RayConfig, RedisConfig, StoreConfig
 from shared.steps import Duration, DurationField
-from shared.tls import check_verified
 
 MIN_LOG_BYTES = 1 << 20
-
-
-def _refuse_credentials(field: str, url: str, variable: str) -> None:
-    parts = urlsplit(url)
-    asked = {key.lower() for key, _ in parse_qsl(parts.query)}
-    if parts.username or parts.password or asked & {"username", "password"}:
-        raise ValueError(f"{field} holds credentials; they would be stored with the run. Use {variable} instead")
-
-
-def _check_tls_files(section: str, encrypted: bool, **files: Path | None) -> None:
-    given = {name: path for name, path in files.items() if path is not None}
-    for name, path in given.items():
-        if not path.is_absolute():
-            raise ValueError(f"{section}.{name}={path} must be an absolute path, since each machine reads its own copy")
-    if given and not encrypted:
-        url = {"redis": "redis.url begin with rediss://", "store": "store.endpoint_url begin with https://"}[section]
-        raise ValueError(f"{section}.{next(iter(given))} is set, but nothing would be encrypted; let {url}")
 
 
 class WrapperConfig(Section):
@@ -277,105 +258,6 @@ class StopConfig(Section):
     def bounded(self) -> bool:
         """Whether the trainer itself comes to an end, whatever the scores are."""
         return any(bound is not None for bound in (self.env_steps, self.updates, self.episodes, self.hours))
-
-
-class RedisConfig(Section):
-    """The experience log, the policy board and the control keys."""
-
-    url: str = "embedded"
-    """`embedded` starts a server for this run; else `redis://host:port/db` or `rediss://…`. User and password come from
-    STAGECOACH_REDIS_USERNAME and STAGECOACH_REDIS_PASSWORD, or each role's own (docs/SECURITY.md), never from here."""
-    ca_file: Path | None = None
-    """For `rediss://`: the certificate (PEM) of an authority of your own, beside those that the machine knows. An
-    absolute path, the same on each machine. Certificates are always verified."""
-    cert_file: Path | None = None
-    """For a server that asks its clients for a certificate: ours (PEM)."""
-    key_file: Path | None = None
-    """The key of `cert_file` (PEM, without a passphrase)."""
-    shards: tuple[str, ...] = ()
-    """Addresses of further servers that hold the fragments' bodies, where one has not the memory or the network for
-    them; the one at `url` then holds the log's order and each body's place. Users and passwords are the same. Empty:
-    the log holds the bodies. A resume may leave out a shard only when the log names no body there."""
-    timeout_seconds: float = Field(10.0, ge=2)
-    """Time for one answer; more than the second that waiting workers block for."""
-    retry_seconds: float = Field(30.0, ge=0)
-    """How long a role keeps trying to reach a Redis that went away, or that loads, or waits for a new master."""
-
-    @model_validator(mode="after")
-    def _no_secrets(self) -> Self:
-        _refuse_credentials("redis.url", self.url, "STAGECOACH_REDIS_PASSWORD")
-        check_verified("redis.url", self.url, "redis.ca_file")
-        encrypted = "rediss" in {urlsplit(url).scheme for url in (self.url, *self.shards)}
-        _check_tls_files("redis", encrypted, ca_file=self.ca_file, cert_file=self.cert_file, key_file=self.key_file)
-        if (self.cert_file is None) != (self.key_file is None):
-            raise ValueError(f"redis.cert_file={self.cert_file} and redis.key_file={self.key_file} go together")
-        if self.url != "embedded" and urlsplit(self.url).scheme not in {"redis", "rediss"}:
-            raise ValueError(f"redis.url must be 'embedded' or start with redis:// or rediss://, found {self.url!r}")
-        return self
-
-    @model_validator(mode="after")
-    def _shards_of_their_own(self) -> Self:
-        for url in self.shards:
-            _refuse_credentials("redis.shards", url, "STAGECOACH_REDIS_PASSWORD")
-            check_verified("redis.shards", url, "redis.ca_file")
-            if urlsplit(url).scheme not in {"redis", "rediss"}:
-                raise ValueError(f"redis.shards must hold addresses with redis:// or rediss://, found {url!r}")
-        names = [redis_place(url) for url in self.shards]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"redis.shards names {', '.join(twice)} more than once")
-        if self.shards and self.url == "embedded":
-            raise ValueError(
-                f"redis.url=embedded with redis.shards={list(self.shards)}: an embedded Redis has a password of its "
-                f"own; give the address of a server in redis.url as well, or leave redis.shards empty"
-            )
-        return self
-
-
-class StoreConfig(Section):
-    """Where checkpoints go."""
-
-    url: str = "embedded"
-    """`embedded` starts an S3 server for this run; else `s3://bucket/prefix` or `file:///folder`. Credentials come from
-    the standard AWS chain (AWS_ACCESS_KEY_ID, profiles, roles), never from here."""
-    endpoint_url: str | None = None
-    """The S3 endpoint, for MinIO and other servers; none is AWS."""
-    region: str = "us-east-1"
-    """The S3 region."""
-    ca_file: Path | None = None
-    """For `https://`: the certificate (PEM) of an authority of your own. An absolute path, the same on each machine;
-    without it AWS_CA_BUNDLE counts, else the authorities that boto3 brings. Certificates are always verified."""
-    timeout_seconds: float = Field(20.0, gt=0)
-    """Time for one answer."""
-    retries: int = Field(4, ge=0)
-    """Tries again after a failure worth retrying, with growing pauses."""
-
-    @model_validator(mode="after")
-    def _no_secrets(self) -> Self:
-        _refuse_credentials("store.url", self.url, "AWS_ACCESS_KEY_ID")
-        _refuse_credentials("store.endpoint_url", self.endpoint_url or "", "AWS_ACCESS_KEY_ID")
-        _check_tls_files("store", urlsplit(self.endpoint_url or "https:").scheme == "https", ca_file=self.ca_file)
-        if self.url != "embedded" and urlsplit(self.url).scheme not in {"s3", "file"}:
-            raise ValueError(f"store.url must be 'embedded' or start with s3:// or file://, found {self.url!r}")
-        parts = urlsplit(self.url)
-        if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
-            raise ValueError(
-                f"store.url must name an absolute folder, as file:///data/checkpoints does, found {self.url!r}"
-            )
-        if parts.scheme == "s3" and not parts.netloc:
-            raise ValueError(f"store.url must name a bucket, as s3://bucket/prefix does, found {self.url!r}")
-        return self
-
-
-class RayConfig(Section):
-    """The engine that places and restarts the actors."""
-
-    address: str = "embedded"
-    """`embedded` starts Ray on this machine, on loopback; else the address of a cluster, for example `auto`."""
-    num_cpus: int | None = Field(None, ge=1)
-    """CPUs that embedded Ray hands out; by default at least 64, since on one machine the operating system shares."""
-    resources: dict[str, float] = {}
-    """Custom Ray resources that each rollout worker asks for."""
 
 
 class SignalsConfig(Section):

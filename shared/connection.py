@@ -24,9 +24,10 @@ from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
 from shared import tls
-from shared.config import Config, RedisConfig
+from shared.config import Config
 from shared.errors import ConfigError, RedisUnavailable
 from shared.redis_keys import redis_place
+from shared.services_config import RedisConfig
 
 _LONGEST_PAUSE_SECONDS = 1.0
 _GROWING_PAUSES = 16

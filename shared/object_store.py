@@ -24,7 +24,7 @@ import botocore.exceptions
 import botocore.session
 
 from shared import tls
-from shared.config import Config, StoreConfig
+from shared.config import Config
 from shared.connection import Address, s3_keys
 from shared.errors import (
     CredentialsRefused,
@@ -35,6 +35,7 @@ from shared.errors import (
     UserError,
 )
 from shared.s3_errors import FAILURES, NotUnderstood, Request, named, not_s3
+from shared.services_config import StoreConfig
 
 _TEMPORARY = ".partial-"
 _READ_TRIES = 5
