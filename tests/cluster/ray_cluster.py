@@ -50,6 +50,7 @@ class RayCluster:
         services: Services,
         workers: Sequence[Host],
         cpus: tuple[int, int] = (2, 2),
+        environ: Mapping[str, str] | None = None,
         **values: Any,
     ) -> None:
         self.services = services
@@ -57,7 +58,7 @@ class RayCluster:
         self._prepare_laptop(network)
         for host in (self.head, *self.workers):
             _prepare(host)
-        self.write_file(cpus, values)
+        self.write_file(cpus, _QUICK | dict(environ or {}), values)
 
     def up(self) -> None:
         """`ray up`; it returns when the head is up."""
@@ -105,8 +106,8 @@ class RayCluster:
         logs = sorted(self.head.path("/tmp/ray").glob("session_2*/logs/monitor.log"))
         return logs[-1].read_text()[-3000:] if logs else "the autoscaler has no log"
 
-    def write_file(self, cpus: tuple[int, int], values: Mapping[str, Any]) -> None:
-        """deploy/local.yaml with our addresses, shorter intervals, and processors for head and workers.
+    def write_file(self, cpus: tuple[int, int], environ: Mapping[str, str], values: Mapping[str, Any]) -> None:
+        """deploy/local.yaml with our addresses, `environ` of every Ray, and processors for head and workers.
 
         Each host would otherwise report all of this machine's.
         """
@@ -117,7 +118,7 @@ class RayCluster:
         # the hosts have no network to install from: they run what has travelled, in the environment of this session
         travelled = "grep -q PYTHONPATH ~/.bashrc || echo 'export PYTHONPATH=~/stagecoach' >> ~/.bashrc"
         content["setup_commands"] = [travelled if "pip install" in line else line for line in content["setup_commands"]]
-        quick = " ".join(f"{name}={value}" for name, value in _QUICK.items())
+        quick = " ".join(f"{name}={value}" for name, value in environ.items())
         for key, count in zip(("head_start_ray_commands", "worker_start_ray_commands"), cpus, strict=True):
             lines = [line.replace("ray start ", f"ray start --num-cpus={count} ") for line in content[key]]
             content[key] = [line.replace("export RAY_AUTH_MODE", f"export {quick} RAY_AUTH_MODE") for line in lines]

@@ -23,9 +23,9 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def cluster(network: Network) -> RayCluster:
-    """Head and two workers; Redis and the S3 server are the head's."""
-    hosts = network.hosts
-    cluster = RayCluster(network, Services(hosts["head"]), [hosts["one"], hosts["two"]], min_workers=2)
+    """Head and two workers, which end soon after the head's Ray; Redis and the S3 server are the head's."""
+    hosts, soon = network.hosts, {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}  # instead of a minute
+    cluster = RayCluster(network, Services(hosts["head"]), [hosts["one"], hosts["two"]], environ=soon, min_workers=2)
     cluster.up()
     cluster.wait_for_nodes(hosts["one"], hosts["two"])
     return cluster

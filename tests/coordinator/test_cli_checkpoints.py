@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from coordinator.cli_checkpoints import app
 from coordinator.services import BUCKET
 from shared.checkpoint import MARKS
-from tests.coordinator.terminal import Stagecoach, check_refused
-from tests.end_to_end.command_line import Ended
+from tests.coordinator.terminal import CONFIG, Stagecoach, check_refused
+from tests.end_to_end.command_line import CommandLine, Ended
 
 NAMES = ["0_Step-0.ckpt", "1_Step-32.ckpt", "2_Step-64.ckpt", "3_Step-96.ckpt"]
 SETS = [
@@ -21,11 +23,24 @@ SETS = [
 POLICY = "default/policy.safetensors"
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an ended run `a` with four checkpoints."""
+    terminal = CommandLine(tmp_path_factory.mktemp("trained"))
+    try:
+        (terminal.folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+        done = terminal.run("train", "config.yaml", "--run-id", "a", "--inline", *SETS)
+        assert done.code == 0, done
+    finally:
+        terminal.close()
+    return terminal.folder / "runs"
+
+
 @pytest.fixture
-def run(stagecoach: Stagecoach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An ended run `a` with four checkpoints; answers its objects' folder."""
+def run(stagecoach: Stagecoach, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That run in the test's own folder; answers its objects' folder."""
     monkeypatch.setenv("COLUMNS", "200")
-    assert stagecoach("train", "config.yaml", "--run-id", "a", "--inline", *SETS).code == 0
+    shutil.copytree(trained, tmp_path / "runs")
     return tmp_path / "runs" / "a" / "s3" / BUCKET / "a"
 
 
