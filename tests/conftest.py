@@ -6,12 +6,14 @@ import dataclasses
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+from _pytest.config import create_terminal_writer
 
 from coordinator.preparation import create_flow as create_flow  # the product's own, for tests that make a run by hand
 from coordinator.services import BUCKET, new_secret, start_redis, start_s3
@@ -27,33 +29,28 @@ logging.getLogger("stagecoach").propagate = True
 for _name in ("COLUMNS", "LINES"):  # readline gives a terminal's to all children; tests say how wide theirs is
     os.environ.pop(_name, None)
 
-_FOLDERS = ("cluster", "deploy", "benchmarks", "trainer_node", "rollout_worker", "chaos", "coordinator", "end_to_end")
-"""The order in which several processes of pytest-xdist take up tests: the whole clusters first, which take longest and
-wait most, beside tests that start no Ray; then those that do; and last the many short ones, so that all end at once."""
-
-
-def _together(nodeid: str) -> str:
-    """Tests with the same answer run in one process, one after the other: those of a file, which share what they start,
-    and all whole clusters, of which one at a time is enough for a machine."""
-    file = nodeid.partition("::")[0]
-    return "tests/cluster" if file.startswith("tests/cluster/") else file
-
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `-n`, whatever `--dist` says."""
-    from xdist.scheduler import LoadScopeScheduling
+    from tests.processes import WholeFiles
 
     config.option.loadscopereorder = False
-    scheduler: Any = LoadScopeScheduling(config, log)
-    scheduler._split_scope = _together
-    return scheduler
+    return WholeFiles(config, log)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A process of pytest-xdist has no terminal, so that pytest-timeout could not say where a test hangs."""
+    if hasattr(config, "workerinput"):
+        config.get_terminal_writer = lambda: create_terminal_writer(config, sys.__stderr__)  # type: ignore[method-assign]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The same order in each process of pytest-xdist; a file's tests keep theirs."""
+    """There also: the same order in each; a file's tests keep theirs."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: (*_FOLDERS, item.path.parent.name).index(item.path.parent.name))
+        from tests.processes import FOLDERS
+
+        items.sort(key=lambda item: (*FOLDERS, item.path.parent.name).index(item.path.parent.name))
 
 
 @dataclasses.dataclass(frozen=True)
