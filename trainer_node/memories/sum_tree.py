@@ -1,7 +1,7 @@
 """A sum tree: non-negative numbers, of which one is found by where a share of their total falls in their running sum.
 
-A binary tree in one array, node i above nodes 2i and 2i + 1, the numbers in its lower half; all rows of a batch go down
-level by level together. A node is the sum of the two below it and never changed by a difference, so equal numbers make
+A binary tree in one array, node i above nodes 2i and 2i + 1, the numbers in its lower half. A batch begins at a level of
+some hundred nodes, which is searched whole, and goes down level by level together. A node is the sum of the two below it and never changed by a difference, so equal numbers make
 equal trees, in whatever order they came.
 """
 
@@ -15,9 +15,11 @@ from shared.spaces import Array
 class SumTree:
     """`size` numbers, all 0 at first; float64."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, searched_whole: int = 512) -> None:
+        """`searched_whole`: nodes of the level that a batch begins at, a power of 2."""
         self._depth = max(1, (size - 1).bit_length())
         self._first = 1 << self._depth
+        self._begin = min(searched_whole, self._first)
         self._nodes = np.zeros(2 * self._first, np.float64)
         self.numbers: Array = self._nodes[self._first : self._first + size]
         """`[size]`; to be changed by `put` and `put_from` only."""
@@ -49,12 +51,16 @@ class SumTree:
 
         Sums are rounded, so what falls beyond the last number that is not 0 is that one: a 0 is never found.
         """
-        nodes, rest = self._nodes, shares * self._nodes[1]
-        places = np.ones(len(shares), np.int64)
-        for _ in range(self._depth):
-            places = places << 1
+        nodes, before = self._nodes, np.zeros(self._begin + 1)
+        np.cumsum(nodes[self._begin : 2 * self._begin], out=before[1:])
+        rest = np.minimum(shares * before[-1], np.nextafter(before[-1], 0.0))
+        places = before.searchsorted(rest, side="right") - 1
+        rest -= before[places]
+        places += self._begin
+        for _ in range((self._first // self._begin).bit_length() - 1):
+            places <<= 1
             left = nodes[places]
             to_the_right = (rest >= left) & (nodes[places + 1] > 0)
-            rest = rest - left * to_the_right
+            rest -= left * to_the_right
             places += to_the_right
         return places - self._first

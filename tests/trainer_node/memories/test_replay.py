@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -10,7 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.archive import Archive, read_experience
+from shared.experience_log import LogEntry
+from shared.fragment import Fragment, FragmentHeader, encode
+from shared.object_store import FileStore
 from shared.spaces import Columns
+from shared.steps import Phase
 from tests.trainer_node.memories.streams import GOALS, PLAIN, Made, Step, Stream, known, n_steps, numbers
 from trainer_node.memories.batch import Batch
 from trainer_node.memories.replay import ReplayMemory, fill
@@ -243,6 +249,22 @@ def test_last_observations_are_kept_as_long_as_their_fragments() -> None:
             batch = memory.sample(300, np.random.default_rng(0), gamma=0.5)
             check(batch, known(stream.made[-6:], stream.made), 1, 0.5)
     assert memory.ring.finals == sum(len(item.columns["final_index"]) for item in stream.made[:-6])
+
+
+def test_it_is_filled_from_a_runs_archive(tmp_path: Path) -> None:
+    stream, entries = Stream(6, PLAIN, 4, 2), []
+    for number, item in enumerate(stream.fragments(5), 1):
+        worker, _, life = item.source.partition(":")
+        header = FragmentHeader("a-run", worker, 0, number, Phase.TRAIN, {"default": 0}, 4, 2, life=life)
+        blob = encode(Fragment(header, {"default": item.columns}))
+        entries.append(LogEntry(f"{number}-0", worker, 0, number, 8, blob, True))
+    Archive(FileStore(tmp_path, "a-run"), "a-run").write("0-0", "5-0", entries)
+    memory = ReplayMemory(PLAIN, 4, 2, 100)
+    recorded = read_experience(tmp_path / "a-run")
+    held = fill(memory, ((f"{i.header.worker_id}:{i.header.life}", i.columns["default"]) for i in recorded))
+    truth = known(stream.made, stream.made)
+    assert held == len(truth) == len(memory)
+    check(memory.sample(100, np.random.default_rng(0), n_step=3, gamma=0.9), truth, 3, 0.9)
 
 
 def test_what_it_holds_does_not_change_with_what_it_was_given() -> None:

@@ -23,10 +23,12 @@ def expected(numbers: Array, shares: Array) -> list[int]:
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 10_000), size=st.integers(1, 70), changes=st.integers(1, 5))
-def test_rows_are_found_by_running_sums(seed: int, size: int, changes: int) -> None:
+@given(
+    seed=st.integers(0, 10_000), size=st.integers(1, 70), changes=st.integers(1, 5), whole=st.sampled_from([1, 8, 512])
+)
+def test_rows_are_found_by_running_sums(seed: int, size: int, changes: int, whole: int) -> None:
     random = np.random.default_rng(seed)
-    tree, numbers = SumTree(size), np.zeros(size)
+    tree, numbers = SumTree(size, whole), np.zeros(size)
     for _ in range(changes):
         rows = random.integers(size, size=random.integers(1, 9))
         values = random.integers(0, 4, size=len(rows)) / 4.0  # exact in float64, also when summed
@@ -51,11 +53,12 @@ def test_each_row_has_its_share_of_the_total() -> None:
     assert drawn.tolist() == [0, 1000, 3000, 0, 4000, 2000, 0]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_zero_is_never_found_whatever_is_rounded(seed: int) -> None:
+@pytest.mark.parametrize("whole", [1, 16, 1024])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_zero_is_never_found_whatever_is_rounded(seed: int, whole: int) -> None:
     random = np.random.default_rng(seed)
     numbers = (10.0 ** random.uniform(-30, 30, size=1000)) * (random.random(1000) < 0.3)
-    tree = SumTree(1000)
+    tree = SumTree(1000, whole)
     tree.put_from(0, numbers)
     shares = np.append(random.random(5000), [0.0, np.nextafter(1.0, 0.0)])
     assert (numbers[tree.find(shares)] > 0).all()
@@ -63,7 +66,7 @@ def test_a_zero_is_never_found_whatever_is_rounded(seed: int) -> None:
 
 def test_a_sum_that_was_rounded_up_leads_to_no_zero() -> None:
     large = 2.0**52 + 2  # the total is rounded up by half, what is left of it on the right as well
-    tree = SumTree(4)
+    tree = SumTree(4, 1)
     tree.put_from(0, np.array([1.5, 0.0, large, 0.0]))
     assert tree.find(np.array([np.nextafter(1.0, 0.0), 1.0])).tolist() == [2, 2]
 
