@@ -1,8 +1,8 @@
 """A sum tree: non-negative numbers, of which one is found by where a share of their total falls in their running sum.
 
-A binary tree in one array, node i above nodes 2i and 2i + 1, the numbers in its lower half. A batch begins at a level of
-some hundred nodes, which is searched whole, and goes down level by level together. A node is the sum of the two below it and never changed by a difference, so equal numbers make
-equal trees, in whatever order they came.
+A binary tree in one array: node i above nodes 2i and 2i + 1, the numbers in the lower half. A batch begins at a level of
+some hundred nodes, which is searched whole, and goes down level by level together. A node is the sum of the two below
+it and never changed by a difference, so equal numbers make equal trees, in whatever order they came.
 """
 
 from __future__ import annotations
@@ -63,4 +63,5 @@ class SumTree:
             to_the_right = (rest >= left) & (nodes[places + 1] > 0)
             rest -= left * to_the_right
             places += to_the_right
-        return places - self._first
+        found: Array = places - self._first
+        return found
