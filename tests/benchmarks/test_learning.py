@@ -11,10 +11,11 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium.utils.env_checker import check_env
 
 from benchmarks.learning import __main__ as learning
 from benchmarks.learning.curves import on_grid
-from benchmarks.learning.environments import shuffled_rewards
+from benchmarks.learning.environments import BitFlip, HiddenVelocities, shuffled_rewards
 from benchmarks.learning.report import verdict, write_report
 from benchmarks.learning.results import Result, current, place, read, write
 from benchmarks.learning.runner import Job, RunLost, run
@@ -114,6 +115,36 @@ def test_shuffled_rewards_are_those_of_other_steps() -> None:
     plain.close()
     assert {*kept[True]} <= {*kept[False]}
     assert abs(np.corrcoef(kept[True], kept[False])[0, 1]) < 0.3
+
+
+def test_hidden_velocities_leave_the_positions() -> None:
+    plain, hidden = gym.make("CartPole-v1"), HiddenVelocities(gym.make("CartPole-v1"))
+    assert hidden.observation_space.contains(hidden.reset(seed=1)[0])
+    assert hidden.reset(seed=1)[0].tolist() == plain.reset(seed=1)[0][[0, 2]].tolist()
+    for action in (0, 1, 1):
+        assert hidden.step(action)[0].tolist() == plain.step(action)[0][[0, 2]].tolist()
+
+
+def test_bits_are_flipped_one_by_one_until_they_are_the_goal() -> None:
+    environment = BitFlip(6)
+    for seed in range(20):
+        seen, _ = environment.reset(seed=seed)
+        wrong = np.flatnonzero(seen["achieved_goal"] != seen["desired_goal"])
+        assert len(wrong) > 0
+        steps = [environment.step(bit) for bit in wrong]
+        assert [step[1:4] for step in steps[:-1]] == [(-1.0, False, False)] * (len(wrong) - 1)
+        seen, *rest = steps[-1]
+        assert rest == [0.0, True, False, {"is_success": True}]
+        assert (seen["achieved_goal"] == seen["desired_goal"]).all()
+
+
+def test_after_as_many_steps_as_bits_the_goal_is_missed() -> None:
+    environment = BitFlip(6)
+    check_env(environment, skip_render_check=True)
+    environment.reset(seed=0)
+    steps = [environment.step(np.int64(0)) for _ in range(6)]
+    assert [step[3] for step in steps] == [False] * 5 + [True]
+    assert steps[-1][4] == {"is_success": False}
 
 
 # The runs
