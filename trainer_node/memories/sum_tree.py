@@ -1,8 +1,8 @@
 """A sum tree: non-negative numbers, of which one is found by where a share of their total falls in their running sum.
 
 A binary tree in one array: node i above nodes 2i and 2i + 1, the numbers in the lower half. A batch begins at a level
-of some hundred nodes, which is searched whole, and goes down level by level together. A node is the sum of the two below
-it and never changed by a difference, so equal numbers make equal trees, in whatever order they came.
+of some hundred nodes, which is searched whole, and goes down level by level together. A node is the sum of the two
+below it and never changed by a difference, so equal numbers make equal trees, in whatever order they came.
 """
 
 from __future__ import annotations
