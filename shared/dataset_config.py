@@ -11,6 +11,17 @@ from shared.section import Section
 DatasetFormat = Literal["archive", "minari", "hdf5", "csv"]
 
 
+class DataEvaluationConfig(Section):
+    """Off-policy evaluation: what the policy is worth, estimated from the recorded experience (`ope/…`)."""
+
+    every_updates: int = Field(100, ge=0)
+    """Updates between two evaluations; 0: none. Each takes the trainer some seconds; none changes what is learnt."""
+    episodes: int = Field(100, ge=1)
+    """So many of the dataset's episodes, evenly spaced, are evaluated on."""
+    gradient_steps: int = Field(2000, ge=1)
+    """With which the model behind `ope/dm`, `ope/dr` and `ope/sequential_dr` is fitted, anew each time."""
+
+
 class DatasetConfig(Section):
     """Recorded experience that the rollout workers give to the trainer instead of stepping environments."""
 
@@ -21,6 +32,9 @@ class DatasetConfig(Section):
     """What is there; `auto` looks."""
     endpoint_url: str | None = None
     """The S3 endpoint of an archive at `s3://…`; none is AWS."""
+    min_return: float | None = None
+    """Learn only from whole episodes that returned at least this: what a clone shall do, for example."""
+    evaluation: DataEvaluationConfig = DataEvaluationConfig()
     sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$")
     """Of the transitions themselves, whatever their format. Filled in when the run is made; a worker that reads
     something else refuses to begin. Given by hand, it pins a dataset."""

@@ -21,8 +21,8 @@ from shared.config_sources import load_config, parse_config
 from shared.fragment import REASONS
 from shared.redis_keys import RunKeys
 from shared.scripts import PUSH
-from trainer_node import figures
-from trainer_node.algorithms import ppo
+from trainer_node import figures, off_policy_evaluation
+from trainer_node.algorithms import bc, ppo
 
 ROOT = Path(__file__).parent.parent
 PRODUCT = ("coordinator", "rollout_worker", "trainer_node", "shared")
@@ -175,6 +175,20 @@ def test_every_metric_is_explained(name: str) -> None:
 def test_no_metric_is_explained_that_nobody_writes() -> None:
     explained = set(re.findall(rf"^\| `({SIGNAL}[\w<>]+)` \|", text_of("docs/algorithms/ppo.md"), re.MULTILINE))
     assert explained == metric_names(str(ppo.__file__)) | metric_names(str(figures.__file__))
+
+
+@pytest.mark.parametrize("name", sorted(metric_names(str(bc.__file__))))
+def test_every_metric_of_cloning_is_explained(name: str) -> None:
+    assert f"| `{name}` |" in text_of("docs/algorithms/bc.md")
+
+
+def test_every_estimate_from_data_is_explained() -> None:
+    explained = set(re.findall(r"^\| `(ope/\w+)` \|", text_of("docs/OFFLINE.md"), re.MULTILINE))
+    assert explained == {
+        node.value
+        for node in ast.walk(ast.parse(Path(str(off_policy_evaluation.__file__)).read_text()))
+        if isinstance(node, ast.Constant) and str(node.value).startswith("ope/")
+    }
 
 
 def test_the_metrics_are_found_in_the_source() -> None:

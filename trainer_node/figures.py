@@ -1,5 +1,5 @@
 """The figures of one update, under the field's names: `rollout/…`, `train/…`, `time/…`, `wait/…`, `policy/…`,
-and the environment's own metrics as `environment/…`."""
+the environment's own metrics as `environment/…`, and estimates from recorded experience as `ope/…`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from shared.config import Config
 from shared.fragment import Fragment
+from trainer_node.data_evaluation import DataEvaluation
 from trainer_node.learner import Learner
 
 _SMOOTHING = 0.9
@@ -17,7 +19,8 @@ _SMOOTHING = 0.9
 class Figures:
     """Collects what a row of signals needs; only its clocks live longer than a row."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config) -> None:
+        self._from_data = DataEvaluation(config)
         self.learning_seconds = 0.0
         self._last = time.monotonic()
         self._fps = 0.0
@@ -58,4 +61,6 @@ class Figures:
                 values = [record.metrics[name] for record in records if name in record.metrics]
                 row[f"environment/{name}"] = float(np.mean(values))
         row |= {f"wait/{name.replace(' ', '_')}_seconds": seconds for name, seconds in waited.items()}
+        for policy in learner.policies.values():  # a dataset is that of one
+            row |= self._from_data.figures(policy, train.updates)
         return row | dict(metrics)

@@ -71,7 +71,7 @@ class Trainer:
         self._schedule = RunSchedule(role.config)
         folder = Path(run_folder) / "signals" if run_folder and Path(run_folder).is_dir() else None
         self._signals = Signals(role.redis, role.run_id, role.config.signals, folder)
-        self._figures = Figures()
+        self._figures = Figures(self._config)
         self._fragments: list[Fragment] = []
         self.version = -1
         self._epoch = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ from shared.schedules import Schedule, ScheduleField
 class PPOConfig(BatchOfUpdate, AlgorithmConfig):
     """Proximal policy optimisation (Schulman et al. 2017), clipped objective."""
 
+    learns_from_others: ClassVar[bool] = False
     name: Literal["ppo"] = "ppo"
     """The algorithm."""
     gae_lambda: float = Field(0.95, ge=0, le=1)

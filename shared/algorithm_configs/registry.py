@@ -6,10 +6,11 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Discriminator, Tag
 
+from shared.algorithm_configs.bc import BCConfig
 from shared.algorithm_configs.ppo import PPOConfig
 from shared.algorithm_configs.section import AlgorithmConfig, OwnAlgorithm
 
-ALGORITHMS: dict[str, type[AlgorithmConfig]] = {"ppo": PPOConfig}
+ALGORITHMS: dict[str, type[AlgorithmConfig]] = {"bc": BCConfig, "ppo": PPOConfig}
 """Name → section of the algorithms that come with Stagecoach."""
 OWN = "own"
 """The tag of an algorithm of the user's."""
@@ -26,7 +27,7 @@ def _from_name(value: object) -> object:
 
 
 AlgorithmField = Annotated[
-    Annotated[PPOConfig, Tag("ppo")] | Annotated[OwnAlgorithm, Tag(OWN)],
+    Annotated[BCConfig, Tag("bc")] | Annotated[PPOConfig, Tag("ppo")] | Annotated[OwnAlgorithm, Tag(OWN)],
     Discriminator(tag_of),
     BeforeValidator(_from_name),
 ]

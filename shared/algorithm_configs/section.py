@@ -21,6 +21,8 @@ class AlgorithmConfig(Section):
 
     policy: ClassVar[str] = "actor_critic"
     """The kind of policy (shared/policies/registry.py) that it learns."""
+    learns_from_others: ClassVar[bool] = True
+    """Whether it may learn from what its own policy did not act; needed for `dataset`."""
     name: str
     """The algorithm."""
     learning_rate: ScheduleField = Schedule(start=3e-4)

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from shared.archive import EXPERIENCE
 from shared.dataset_config import DatasetConfig, DatasetFormat
 from shared.datasets import from_archive, from_csv, from_hdf5
-from shared.datasets.recording import Recording
+from shared.datasets.recording import Episode, Recording
 from shared.errors import DatasetError
 from shared.spaces import EnvironmentDescription
 
@@ -32,13 +32,26 @@ def read_dataset(config: DatasetConfig, description: EnvironmentDescription) -> 
         episodes = from_csv.read(path, spaces)
     else:
         episodes = from_hdf5.read(path / _MINARI if kind == "minari" and path.is_dir() else path, spaces)
-    recording = Recording(spaces, episodes, config.path)
+    recording = Recording(spaces, _good_enough(config, episodes), config.path)
     if config.sha256 not in (None, recording.sha256):
         raise DatasetError(
             f"dataset.path={config.path} has the SHA-256 {recording.sha256[:12]}, the run was made with "
             f"{str(config.sha256)[:12]} (dataset.sha256); bring back what was there, or start a new run"
         )
     return recording
+
+
+def _good_enough(config: DatasetConfig, episodes: list[Episode]) -> list[Episode]:
+    if config.min_return is None:
+        return episodes
+    records = [episode.record for episode in episodes if episode.record is not None]
+    best = max((record.episode_return for record in records), default=None)
+    if best is None or best < config.min_return:
+        raise DatasetError(
+            f"dataset.min_return={config.min_return}: the best whole episode of {config.path} returned "
+            f"{'nothing: there is none' if best is None else f'{best:g}'}"
+        )
+    return [item for item in episodes if item.record is not None and item.record.episode_return >= config.min_return]
 
 
 def _format(config: DatasetConfig) -> DatasetFormat:

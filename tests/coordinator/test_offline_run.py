@@ -17,7 +17,10 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def offline(folder: Path, name: str = "balanced.csv") -> Config:
-    return minimal_config(runs_dir=str(folder / "runs"), dataset={"path": str(folder / name)}, rollout=ROLLOUT)
+    dataset, cloning = {"path": str(folder / name)}, {"name": "bc", "minibatch_size": 32}
+    return minimal_config(
+        runs_dir=str(folder / "runs"), dataset=dataset, rollout=ROLLOUT, algorithm=cloning, evaluation={"episodes": 1}
+    )
 
 
 ROLLOUT = {"workers": 1, "fragment_steps": 8, "fragments_per_update": 2}

@@ -30,6 +30,7 @@ def refused(**sections: Any) -> str:
     return text
 
 
+CLONING: dict[str, Any] = {"algorithm": {"name": "bc", "minibatch_size": 32}, "dataset": {"path": "data.csv"}}
 FEW: dict[str, Any] = {"fragment_steps": 8, "fragments_per_update": 2}
 
 
@@ -182,8 +183,8 @@ def test_agents_are_mapped_to_their_policies() -> None:
         {"trainer": {"torch_threads": 2}},
         {"trainer": {"ranks": 2}},
         {"signals": {"window_episodes": 7}},
-        {"dataset": {"path": "data.csv"}},
-        {"dataset": {"path": "data.csv", "sha256": "0" * 64}},
+        CLONING,
+        CLONING | {"dataset": {"path": "data.csv", "sha256": "0" * 64}},
     ],
     ids=str,
 )
@@ -211,7 +212,7 @@ def test_where_and_how_long_a_run_goes_does_not_change_the_hash(sections: dict[s
 
 def test_what_a_dataset_holds_decides_the_learning_and_where_it_lies_does_not() -> None:
     here, there, other = (
-        minimal_config(dataset={"path": path, "sha256": digit * 64})
+        minimal_config(**CLONING | {"dataset": {"path": path, "sha256": digit * 64}})
         for path, digit in (("a.csv", "0"), ("b.h5", "0"), ("a.csv", "1"))
     )
     assert here.hash() == there.hash() != other.hash()

@@ -314,6 +314,20 @@ def test_what_is_no_dataset_or_another_environments_is_refused(tmp_path: Path) -
         read(tmp_path / "a-run", described(SpaceSpec((TORQUE.leaves[0],), 0)))
 
 
+def test_only_episodes_that_are_good_enough(tmp_path: Path) -> None:
+    description = described()
+    listed = episodes(spaces_of(description), (5, 6, 7, 4), "tTtc")
+    write_csv(tmp_path / "data.csv", spaces_of(description), listed)
+    returns = sorted(episode.record.episode_return for episode in listed if episode.record is not None)
+    found = read(tmp_path / "data.csv", description, min_return=returns[1])
+    kept = [item for item in listed if item.record is not None and item.record.episode_return >= returns[1]]
+    assert len(kept) == 2
+    assert_same(found, kept)
+    assert found.sha256 != read(tmp_path / "data.csv", description).sha256
+    with pytest.raises(DatasetError, match=f"the best whole episode of .* returned {returns[-1]:g}"):
+        read(tmp_path / "data.csv", description, min_return=returns[-1] + 1)
+
+
 def test_numbers_are_cast_to_the_spaces_own_types(tmp_path: Path) -> None:
     description = described(NESTED, TORQUE)
     listed = episodes(spaces_of(description))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +15,7 @@ from shared.dataset_config import DatasetConfig
 from shared.datasets.reading import read_dataset
 from shared.errors import DatasetError
 from shared.experience_log import START
+from shared.redis_keys import RunKeys
 from shared.steps import Phase
 from tests.balancing import played, write_played
 from tests.trainer_node.game import Game, NewGame, balanced, small
@@ -28,7 +30,8 @@ def data(tmp_path: Path) -> Path:
 
 
 def offline(path: Path, **sections: Any) -> Config:
-    return small(**{"dataset": {"path": str(path)}, "stop_at": {"updates": 8}} | sections)
+    cloning = {"name": "bc", "minibatch_size": 16}
+    return small(**{"dataset": {"path": str(path)}, "algorithm": cloning, "stop_at": {"updates": 8}} | sections)
 
 
 def test_a_worker_pushes_what_the_trainer_takes(new_game: NewGame, data: Path) -> None:
@@ -65,6 +68,19 @@ def test_the_whole_run_dies_at_every_version_and_the_weights_are_the_same(new_ga
     assert "begins new episodes" not in game.events("environment")
     balanced(game)
     assert new_game(offline(data, seed=2)).finish() != expected
+
+
+def test_what_the_policy_is_worth_is_estimated_and_changes_nothing(new_game: NewGame, data: Path) -> None:
+    estimated = {"path": str(data), "evaluation": {"every_updates": 4, "gradient_steps": 5}}
+    game = new_game(offline(data, dataset=estimated))
+    rows = []
+    for version in range(1, 9):
+        game.play_to(version)
+        rows.append(json.loads(cast(bytes, game.role.redis.get(RunKeys(game.role.run_id).signals))))
+    told = [{name for name in row if name.startswith("ope/")} for row in rows]
+    assert [len(names) for names in told] == [0, 0, 0, 6, 0, 0, 0, 6]
+    silent = new_game(offline(data, dataset={"path": str(data), "evaluation": {"every_updates": 0}}))
+    assert game.finish() == silent.finish()
 
 
 def test_a_worker_whose_dataset_is_another_refuses_to_begin(new_game: NewGame, data: Path) -> None:

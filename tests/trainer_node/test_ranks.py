@@ -122,6 +122,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         3, {"algorithm": {"minibatch_size": 64, "clip_range_value": 0.1, "entropy_coefficient": 0.01}},
     ),
     "minibatches of one row": (3, {"algorithm": {"minibatch_size": 1}}),
+    "cloning, which leaves the critic alone": (
+        3, {"algorithm": {"name": "bc", "minibatch_size": 4}, "dataset": {"path": "never-read.csv"}},
+    ),
     "two policies, one with gaussian actions and one encoder": (
         2, {
             "environment": {"id": f"{MODULE}:Chase", "api": "pettingzoo", "num_envs": 4, "kwargs": {"cat_steps": 2}},

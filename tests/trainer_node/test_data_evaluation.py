@@ -1,0 +1,105 @@
+"""Off-policy evaluation of a policy on recorded CartPole, against episodes that the policy itself plays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from rollout_worker.making import describe_environment
+from shared.config import PolicyConfig
+from shared.datasets.recording import Episode
+from shared.policies.actor_critic import ActorCritic
+from tests.balancing import RULE, played, write_played
+from tests.conftest import minimal_config
+from trainer_node.data_evaluation import DataEvaluation, evaluate
+
+GAMMA = 0.9
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As in a trainer: on a busy machine, threads of small sums wait for each other most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def policy_of(sharpness: float) -> ActorCritic:
+    """Pushes to the right with probability sigmoid(sharpness × the rule's sum)."""
+    spaces = describe_environment(minimal_config()).policies["default"]
+    policy = ActorCritic(spaces, PolicyConfig(hidden_sizes=()))
+    with torch.no_grad():
+        policy.head.weight.zero_()
+        policy.head.weight[1] = torch.from_numpy(RULE * sharpness).to(torch.float32)
+    return policy
+
+
+def true_value(policy: ActorCritic, episodes: int = 60) -> float:
+    """Mean discounted return of episodes that it plays."""
+    environment, generator, found = gym.make("CartPole-v1"), np.random.default_rng(9), []
+    weights = policy.head.weight[1].detach().numpy()
+    for number in range(episodes):
+        observation, _ = environment.reset(seed=number)
+        total, discount, ended = 0.0, 1.0, False
+        while not ended and discount > 1e-4:
+            right = 1 / (1 + np.exp(-(weights @ observation)))
+            observation, reward, terminated, truncated, _ = environment.step(int(generator.random() < right))
+            total, discount, ended = total + discount * float(reward), discount * GAMMA, terminated or truncated
+        found.append(total)
+    environment.close()
+    return float(np.mean(found))
+
+
+@pytest.fixture(scope="module")
+def recorded() -> list[Episode]:
+    """Played almost at random: most of them fall soon, and some are stopped."""
+    return played(150, greed=0.2, steps=60)
+
+
+@pytest.mark.parametrize(("sharpness", "worth"), [(-8.0, 6.5), (4.0, 9.9)])
+def test_a_better_and_a_worse_policy_are_told_apart(recorded: list[Episode], sharpness: float, worth: float) -> None:
+    policy = policy_of(sharpness)
+    truth = true_value(policy)
+    assert truth == pytest.approx(worth, abs=0.5)
+    found = evaluate(policy, recorded, GAMMA, 1000, seed=1)
+    assert found["ope/dm"] == pytest.approx(truth, abs=0.7)
+    assert found["ope/sequential_dr"] == pytest.approx(truth, abs=0.7)
+    assert 1 <= found["ope/effective_episodes"] < 20, "so far from what acted that weights alone tell little"
+    assert all(np.isfinite(value) for value in found.values()) and len(found) == 6
+
+
+def settings(path: Path, **evaluation: Any) -> DataEvaluation:
+    return DataEvaluation(
+        minimal_config(algorithm={"name": "bc"}, dataset={"path": str(path), "evaluation": evaluation})
+    )
+
+
+def test_it_is_due_every_so_many_updates_and_says_the_same_again(tmp_path: Path) -> None:
+    write_played(tmp_path / "data.csv", played(9, greed=0.5, steps=30))
+    policy = policy_of(1.0)
+    source = settings(tmp_path / "data.csv", every_updates=4, gradient_steps=20, episodes=5)
+    assert [updates for updates in range(9) if source.figures(policy, updates)] == [4, 8]
+    assert source.figures(policy, 4) == source.figures(policy, 8)
+    assert source._episodes is not None and len(source._episodes) == 5
+    assert not settings(tmp_path / "data.csv", every_updates=0).figures(policy, 4)
+
+
+def test_without_the_datas_probabilities_only_the_model_is_asked(recorded: list[Episode]) -> None:
+    unknown = [
+        Episode(item.observations, item.actions, item.reward, np.zeros_like(item.log_prob), item.terminated, None)
+        for item in recorded[:5]
+    ]
+    assert set(evaluate(policy_of(1.0), unknown, GAMMA, 10, seed=1)) == {"ope/dm"}
+
+
+def test_a_dataset_that_is_gone_ends_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = settings(tmp_path / "gone.csv", every_updates=1)
+    assert source.figures(policy_of(1.0), 1) == {} and source.figures(policy_of(1.0), 2) == {}
+    assert "no off-policy evaluation" in caplog.text and caplog.text.count("gone.csv") == 1
