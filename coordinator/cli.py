@@ -15,7 +15,7 @@ import threading
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import redis
 import typer
@@ -37,6 +37,9 @@ from shared.config import Config
 from shared.config_sources import dump_config, load_config
 from shared.errors import RunExists, StagecoachError, UserError
 from shared.launch import LOGS, extend_imports
+
+if TYPE_CHECKING:
+    from coordinator.evaluate import Evaluation
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown",
@@ -267,23 +270,45 @@ def stop(run: RunArgument, runs_dir: RunsDir = _RUNS) -> None:
     _console.print(f"{run}: {handle.wait().reason}")
 
 
+_Target = Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT", help="RUN (its best), RUN/NAME, or a folder.")]
+_Stochastic = Annotated[bool, typer.Option("--stochastic", help="Draw actions as in training.")]
+
+
 @app.command(epilog=_example("stagecoach evaluate my-run --episodes 20 --video videos"))
 def evaluate(
-    target: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT", help="RUN (its best), RUN/NAME, or a folder.")],
+    target: _Target,
     episodes: Annotated[
         int | None, typer.Option(min=1, help="How many; by default what the run's config says.")
     ] = None,
     video: Annotated[Path | None, typer.Option(metavar="DIR", help="Record each episode there as MP4.")] = None,
+    stochastic: _Stochastic = False,
     runs_dir: RunsDir = _RUNS,
     as_json: Json = False,
 ) -> None:
-    """Play a checkpoint greedily and print its score."""
-    from coordinator.evaluate import evaluate as play
+    """Play a checkpoint, greedily unless told otherwise, and print its score."""
+    from coordinator.evaluate import evaluate as score
 
-    found = play(target, runs_dir, episodes, video)
+    found = score(target, runs_dir, episodes, video, stochastic=stochastic)
     if as_json:
         _print_json({"checkpoint": found.checkpoint, **found.scores, "videos": [str(path) for path in found.videos]})
         return
+    _print_scores(found)
+
+
+@app.command(epilog=_example("stagecoach play my-run --episodes 3"))
+def play(
+    target: _Target,
+    episodes: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
+    stochastic: _Stochastic = False,
+    runs_dir: RunsDir = _RUNS,
+) -> None:
+    """Watch a checkpoint play: the environment shows itself (render_mode=human)."""
+    from coordinator.evaluate import evaluate as score
+
+    _print_scores(score(target, runs_dir, episodes, show=True, stochastic=stochastic))
+
+
+def _print_scores(found: Evaluation) -> None:
     scores = {name: figure(value) for name, value in found.scores.items() if isinstance(value, float)}
     _console.print(
         f"{found.checkpoint}: {scores['mean_return']} ± {scores['std_return']} over {found.scores['episodes']} "

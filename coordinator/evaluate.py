@@ -25,9 +25,18 @@ class Evaluation:
     videos: tuple[Path, ...] = ()
 
 
-def evaluate(target: str, runs_dir: Path, episodes: int | None = None, video: Path | None = None) -> Evaluation:
+def evaluate(
+    target: str,
+    runs_dir: Path,
+    episodes: int | None = None,
+    video: Path | None = None,
+    *,
+    show: bool = False,
+    stochastic: bool = False,
+) -> Evaluation:
     """Plays `target`: a run (its promoted checkpoint, else its best, else its newest), `RUN/NAME`, or a folder.
 
+    `show` renders for people, as fast as the environment does that; `stochastic` draws actions as in training.
 
     With `video`, each episode is recorded there as MP4. Raises `CheckpointNotFound`, `CheckpointDamaged`,
     `EnvironmentUnusable`.
@@ -39,8 +48,12 @@ def evaluate(target: str, runs_dir: Path, episodes: int | None = None, video: Pa
     checkpoint = found.store.load(name, only="policy.safetensors")
     policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
     description = describe_environment(config)
+    if stochastic:
+        config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"greedy": False})})
     if video is not None:
         config = _with_video(config, video, name)
+    elif show:
+        config = _rendered(config, "human")
     scores = evaluate_policies(config, description, policies, episodes).as_dict()
     videos = _videos(video, name, int(scores["episodes"])) if video is not None else ()
     return Evaluation(name, scores, videos)
@@ -68,6 +81,11 @@ def _with_video(config: Config, folder: Path, name: str) -> Config:
         },
     )
     environment = config.environment.model_copy(update={"wrappers": (recorder, *config.environment.wrappers)})
-    kwargs = {**config.evaluation.kwargs, "render_mode": "rgb_array"}
+    return _rendered(config.model_copy(update={"environment": environment}), "rgb_array")
+
+
+def _rendered(config: Config, mode: str) -> Config:
+    """One environment at a time, which draws what happens."""
+    kwargs = {**config.evaluation.kwargs, "render_mode": mode}
     evaluation = config.evaluation.model_copy(update={"num_envs": 1, "kwargs": kwargs})
-    return config.model_copy(update={"environment": environment, "evaluation": evaluation})
+    return config.model_copy(update={"evaluation": evaluation})

@@ -48,12 +48,13 @@ class Scores:
         }
 
 
-def evaluation_environment(config: Config) -> EnvironmentConfig:
-    """The training environment with the evaluation's copies and arguments; never native, whose episodes blend."""
+def evaluation_environment(config: Config, episodes: int | None = None) -> EnvironmentConfig:
+    """The training environment with the evaluation's arguments, and its copies, of which there are no more than
+    episodes; never native, whose episodes blend."""
     evaluation = config.evaluation
     return config.environment.model_copy(
         update={
-            "num_envs": min(evaluation.num_envs, evaluation.episodes),
+            "num_envs": min(evaluation.num_envs, episodes or evaluation.episodes),
             "kwargs": {**config.environment.kwargs, **evaluation.kwargs},
             "vectorization": "sync",
         }
@@ -111,7 +112,7 @@ def evaluate_policies(
     evaluation = config.evaluation
 
     def make() -> VectorEnvironment:
-        return make_vector(evaluation_environment(config), description)
+        return make_vector(evaluation_environment(config, episodes), description)
 
     environment = make() if watchdog is None else WatchedEnvironment(make, watchdog)
     try:

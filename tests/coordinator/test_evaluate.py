@@ -101,6 +101,27 @@ def test_each_episode_becomes_a_video(run: Run, tmp_path: Path) -> None:
     assert all(b"ftyp" in path.read_bytes()[:16] for path in found.videos)
 
 
+def test_it_can_be_watched_and_draws_the_same_episodes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    pygame = pytest.importorskip("pygame")
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    monkeypatch.setenv("SDL_AUDIODRIVER", "dummy")
+    shown = 0
+
+    def flip() -> None:
+        nonlocal shown
+        shown += 1
+
+    monkeypatch.setattr(pygame.display, "flip", flip)
+    found = evaluate("a", runs(run), 1, show=True)
+    assert shown >= found.scores["mean_length"] > 0
+    assert found.scores["mean_return"] == evaluate("a", runs(run), 1).scores["mean_return"]
+
+
+def test_it_may_draw_its_actions_as_in_training(run: Run) -> None:
+    drawn = evaluate("a", runs(run), 5, stochastic=True)
+    assert drawn.scores["mean_return"] != evaluate("a", runs(run), 5).scores["mean_return"]
+
+
 def test_a_folder_without_a_checkpoint_is_named_as_such(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFound, match=r"holds no checkpoint .manifest\.json is missing"):
         evaluate(str(tmp_path), tmp_path)
