@@ -6,18 +6,22 @@ from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
-FOLDERS = ("cluster", "deploy", "benchmarks", "trainer_node", "rollout_worker", "chaos", "coordinator", "end_to_end")
-"""In which order they are taken up: the whole clusters first, which take longest and wait most, beside tests that start
-no Ray; then those that do; and last the many short ones, so that all processes end at once."""
+FOLDERS = ("cluster", "end_to_end", "deploy", "chaos", "coordinator", "learning", "trainer_node", "rollout_worker")
+"""In which order they are taken up: first what takes longest and waits most, beside tests that start no Ray; then those
+that may; and last the many short ones, so that all processes end at once."""
+WHOLE = ("tests/cluster", "tests/end_to_end")
+"""Folders of which one test at a time is enough for a machine: each has a Ray, or three."""
+APART = "tests/learning"
+"""The tests of this one compute for long and share nothing."""
 
 
 class WholeFiles(LoadScopeScheduling):  # type: ignore[misc,unused-ignore]  # where it is not installed, it is of any type
-    """The tests of a file run in one process, one after the other, and so do all whole clusters: a machine has room for
-    one at a time."""
+    """The tests of a file, or of a whole folder, run in one process, one after the other."""
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = nodeid.partition("::")[0]
-        return "tests/cluster" if file.startswith("tests/cluster/") else file
+        folder = file.rpartition("/")[0]
+        return folder if folder in WHOLE else nodeid if folder == APART else file
 
     def remove_node(self, node: Any) -> str | None:
         """What a process that is gone had still to do is done by others, but for the test at which it has died (or was
