@@ -6,11 +6,20 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Discriminator, Tag
 
+from shared.algorithm_configs.a2c import A2CConfig
+from shared.algorithm_configs.appo import APPOConfig
 from shared.algorithm_configs.bc import BCConfig
+from shared.algorithm_configs.impala import IMPALAConfig
 from shared.algorithm_configs.ppo import PPOConfig
 from shared.algorithm_configs.section import AlgorithmConfig, OwnAlgorithm
 
-ALGORITHMS: dict[str, type[AlgorithmConfig]] = {"bc": BCConfig, "ppo": PPOConfig}
+ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
+    "a2c": A2CConfig,
+    "appo": APPOConfig,
+    "bc": BCConfig,
+    "impala": IMPALAConfig,
+    "ppo": PPOConfig,
+}
 """Name → section of the algorithms that come with Stagecoach."""
 OWN = "own"
 """The tag of an algorithm of the user's."""
@@ -27,7 +36,12 @@ def _from_name(value: object) -> object:
 
 
 AlgorithmField = Annotated[
-    Annotated[BCConfig, Tag("bc")] | Annotated[PPOConfig, Tag("ppo")] | Annotated[OwnAlgorithm, Tag(OWN)],
+    Annotated[A2CConfig, Tag("a2c")]
+    | Annotated[APPOConfig, Tag("appo")]
+    | Annotated[BCConfig, Tag("bc")]
+    | Annotated[IMPALAConfig, Tag("impala")]
+    | Annotated[PPOConfig, Tag("ppo")]
+    | Annotated[OwnAlgorithm, Tag(OWN)],
     Discriminator(tag_of),
     BeforeValidator(_from_name),
 ]

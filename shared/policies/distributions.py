@@ -45,6 +45,10 @@ class LeafDistribution(Protocol):
         """`[B]`, nats."""
         ...
 
+    def divergence(self, params: Tensor, other: Tensor) -> Tensor:
+        """`[B]`, nats: the Kullback-Leibler divergence of the one of `params` from that of `other`."""
+        ...
+
 
 class Categorical:
     """Independent choices: one (Discrete), or one per element (MultiDiscrete, MultiBinary)."""
@@ -85,6 +89,14 @@ class Categorical:
             total = total - (log_p.exp() * log_p).sum(dim=-1)
         return total
 
+    def divergence(self, params: Tensor, other: Tensor) -> Tensor:
+        """Sum over the choices of Σ p (log p − log q)."""
+        total = params.new_zeros(params.shape[0])
+        for part, of_other in zip(_split(params, self._sizes), _split(other, self._sizes), strict=True):
+            log_p, log_q = torch.log_softmax(part, dim=-1), torch.log_softmax(of_other, dim=-1)
+            total = total + (log_p.exp() * (log_p - log_q)).sum(dim=-1)
+        return total
+
 
 class DiagonalGaussian:
     """A box of independent normals. Samples are not bounded; the environment adapter clips them to the box."""
@@ -123,6 +135,12 @@ class DiagonalGaussian:
         _, log_std = self._split(params)
         return (0.5 + _HALF_LOG_2PI + log_std).sum(dim=-1)
 
+    def divergence(self, params: Tensor, other: Tensor) -> Tensor:
+        """Sum over the elements of log σ_q − log σ_p + (σ_p² + (μ_p − μ_q)²) / 2 σ_q² − ½."""
+        (mean, log_std), (other_mean, other_log_std) = self._split(params), self._split(other)
+        spread = (2 * (log_std - other_log_std)).exp() + ((mean - other_mean) * (-other_log_std).exp()).square()
+        return (other_log_std - log_std + 0.5 * spread - 0.5).sum(dim=-1)
+
 
 class ActionDistribution:
     """The joint distribution over all leaves of an action space; actions are dicts of columns."""
@@ -156,6 +174,11 @@ class ActionDistribution:
         """`[B]`."""
         parts = zip(self._leaves, _split(params, self._sizes), strict=True)
         return sum((leaf.entropy(part) for leaf, part in parts), params.new_zeros(len(params)))
+
+    def divergence(self, params: Tensor, other: Tensor) -> Tensor:
+        """`[B]`, nats: the Kullback-Leibler divergence of the one of `params` from that of `other`."""
+        parts = zip(self._leaves, _split(params, self._sizes), _split(other, self._sizes), strict=True)
+        return sum((leaf.divergence(part, of_other) for leaf, part, of_other in parts), params.new_zeros(len(params)))
 
 
 def _split(params: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:

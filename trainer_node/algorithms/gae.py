@@ -26,13 +26,25 @@ def advantages(
     observation. The value that follows a step is 0 after termination, `final_value` after truncation, and otherwise
     the next step's: δ_t = r_t + γ V_{t+1} − V_t, and A_t = δ_t + γ λ A_{t+1} inside an episode.
     """
-    following = torch.cat([value[1:], bootstrap_value.unsqueeze(0)])
-    following[final_index[:, 0], final_index[:, 1]] = final_value
-    following = following.masked_fill(terminated, 0.0)
+    following = following_values(value, bootstrap_value, terminated, final_index, final_value)
     delta = (reward + gamma * following - value) * mask
     goes_on = (gamma * gae_lambda) * (~(terminated | truncated) & mask).to(value.dtype)
+    return discounted_sums(delta, goes_on)
+
+
+def following_values(
+    value: Tensor, bootstrap_value: Tensor, terminated: Tensor, final_index: Tensor, final_value: Tensor
+) -> Tensor:
+    """`[T, S]`: what comes after each step is worth, as `advantages` says."""
+    following = torch.cat([value[1:], bootstrap_value.unsqueeze(0)])
+    following[final_index[:, 0], final_index[:, 1]] = final_value
+    return following.masked_fill(terminated, 0.0)
+
+
+def discounted_sums(delta: Tensor, goes_on: Tensor) -> Tensor:
+    """x_t = δ_t + g_t x_{t+1} along the first axis, with nothing after the last step."""
     result = torch.empty_like(delta)
-    running = torch.zeros_like(bootstrap_value)
+    running = torch.zeros_like(delta[0])
     for step in range(len(delta) - 1, -1, -1):
         running = torch.addcmul(delta[step], goes_on[step], running)
         result[step] = running

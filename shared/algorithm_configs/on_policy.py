@@ -1,0 +1,50 @@
+"""Fields that algorithms learning an actor-critic from the batch of each update have in common."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from shared.algorithm_configs.section import AlgorithmConfig, BatchOfUpdate
+from shared.schedules import Schedule, ScheduleField
+from shared.section import Section
+
+
+class OnPolicyConfig(AlgorithmConfig):
+    """What all of them have."""
+
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
+    value_coefficient: float = Field(0.5, ge=0)
+    """Weight of the value loss."""
+    max_grad_norm: float = Field(0.5, gt=0)
+    """Gradients are scaled down to this norm."""
+    adam_epsilon: float = Field(1e-5, gt=0)
+    """Adam's ε; 1e-5 as in the reference implementations."""
+
+
+class ClippedConfig(BatchOfUpdate, OnPolicyConfig):
+    """What those with the clipped objective have: several passes over each batch."""
+
+    epochs: int = Field(10, ge=1)
+    """Passes over each update's batch."""
+    minibatch_size: int = Field(64, ge=1)
+    """Transitions in one gradient step."""
+    clip_range: ScheduleField = Schedule(start=0.2)
+    """ε of the clipped objective; a number or a schedule."""
+    clip_range_value: float | None = Field(None, gt=0)
+    """Clip the change of the value prediction to ± this; off by default (it seldom helps)."""
+    normalise_advantages: bool = True
+    """Zero mean, unit variance per minibatch."""
+    target_kl: float | None = Field(None, gt=0)
+    """Stop the epochs of an update once the approximate KL divergence exceeds 1.5 × this."""
+
+
+class VTraceConfig(Section):
+    """What those with V-trace's targets have."""
+
+    vtrace_lambda: float = Field(1.0, ge=0, le=1)
+    """λ of V-trace (Espeholt et al. 2018, remark 2); 1 as in the paper."""
+    rho_bar: float = Field(1.0, gt=0)
+    """ρ̄: the weight of a transition is never more; decides which policy the values are of."""
+    c_bar: float = Field(1.0, gt=0)
+    """c̄: what later transitions weigh on earlier ones is never more; decides how fast the values are learnt."""

@@ -1,0 +1,222 @@
+"""What algorithms share that learn an actor-critic from the batch of each update: batch, gradient step, figures.
+
+There are two objectives (policy_gradient.py, clipped.py) and two ways to work out advantages (gae.py, vtrace.py); A2C,
+IMPALA, PPO and APPO are the four pairs. Tensors and config only; everything follows from state, fragments and counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shared.algorithm_configs.on_policy import OnPolicyConfig, VTraceConfig
+from shared.policies.actor_critic import ActorCritic
+from shared.spaces import Array, Columns
+from shared.steps import Counters
+from trainer_node.algorithms.adam import Adam
+from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.experience import Experience, side_by_side
+from trainer_node.algorithms.gae import advantages
+from trainer_node.algorithms.share import Share, Whole
+from trainer_node.algorithms.vtrace import VTrace, vtrace
+
+_CHUNK = 8192
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One update's transitions, flat: observations and actions by column, the rest `[B]`."""
+
+    observations: dict[str, Tensor]
+    actions: dict[str, Tensor]
+    log_prob: Tensor
+    value: Tensor
+    advantage: Tensor
+    target: Tensor
+    figures: dict[str, float] = field(default_factory=dict)
+    """Metrics of the whole batch, beside those of the gradient steps."""
+
+    def __len__(self) -> int:
+        return len(self.log_prob)
+
+    def take(self, rows: Tensor | slice) -> Self:
+        """The minibatch of these rows."""
+        taken = {item.name: _rows_of(getattr(self, item.name), rows) for item in fields(self) if item.name != "figures"}
+        return replace(self, figures={}, **taken)
+
+
+def _rows_of(value: Any, rows: Tensor | slice) -> Any:
+    return {name: tensor[rows] for name, tensor in value.items()} if isinstance(value, dict) else value[rows]
+
+
+class OnPolicy:
+    """Learns one policy: a batch from the fragments, gradient steps on it, then the normaliser.
+
+    A subclass makes the batch, and learns from it in one or more gradient steps.
+    """
+
+    def __init__(self, policy: ActorCritic, config: OnPolicyConfig, setting: Setting) -> None:
+        self.policy = policy.to(setting.device)
+        self._shared = config
+        self._device = setting.device
+        self._seed = setting.seed
+        self.share: Share = Whole()
+        """What of each minibatch is learnt from here; the rest by the other ranks."""
+        self._optimiser = Adam(self.policy.parameters(), config.adam_epsilon)
+
+    def _begin(self, counters: Counters) -> None:
+        """What comes before each update."""
+
+    def _batch(self, tensors: Mapping[str, Tensor]) -> Batch:
+        """The batch from the fragments' columns, side by side; no gradients are recorded."""
+        raise NotImplementedError
+
+    def _learn(self, batch: Batch, counters: Counters) -> list[dict[str, float]]:
+        """All gradient steps of one update on a batch that is not empty; answers the terms of each."""
+        raise NotImplementedError
+
+    def _schedules(self, counters: Counters) -> dict[str, float]:
+        """What goes by a schedule, as metrics."""
+        return {"train/learning_rate": self._shared.learning_rate.value(counters)}
+
+    def update(self, experience: Sequence[Experience], counters: Counters) -> dict[str, float]:
+        """One update from K fragments of equal T; answers the metrics.
+
+        The normaliser takes these observations in afterwards, so that the batch is learnt with the statistics that it
+        was acted with.
+        """
+        self._begin(counters)
+        columns = side_by_side(experience)
+        with torch.no_grad():
+            batch = self._batch({name: self._tensor(array) for name, array in columns.items()})
+        history = self._learn(batch, counters) if len(batch) else []
+        metrics = {name: float(np.mean([item[name] for item in history])) for name in (history[0] if history else {})}
+        metrics |= self._schedules(counters) | {"train/gradient_steps": len(history)}
+        if len(batch):
+            spread = batch.target.var()
+            unexplained = (batch.target - batch.value).var() / spread if len(batch) > 1 and spread > 0 else torch.nan
+            metrics |= {"train/explained_variance": 1.0 - float(unexplained), **batch.figures}
+        self._normalise(columns)
+        return metrics
+
+    def observe(self, experience: Sequence[Experience]) -> None:
+        """Takes the observations into the normaliser: all there is to do in heat-up."""
+        self._normalise(side_by_side(experience))
+
+    def _normalise(self, columns: Mapping[str, Array]) -> None:
+        if self.policy.normaliser is not None:
+            mask = torch.from_numpy(columns["mask"])
+            names = self.policy.spaces.observation.column_names("obs")
+            self.policy.normaliser.update({name: self._tensor(columns[name])[mask] for name in names})
+
+    def _flat(self, tensors: Mapping[str, Tensor], value: Tensor, advantage: Tensor, target: Tensor) -> Batch:
+        """The rows that count of columns `[T, S, …]`."""
+        spaces, keep = self.policy.spaces, tensors["mask"].flatten()
+        return Batch(
+            {name: tensors[name].flatten(0, 1)[keep] for name in spaces.observation.column_names("obs")},
+            {name: tensors[name].flatten(0, 1)[keep] for name in spaces.action.column_names("action")},
+            tensors["log_prob"].flatten()[keep], value.flatten()[keep], advantage.flatten()[keep],
+            target.flatten()[keep],
+        )  # fmt: skip
+
+    def _by_gae(self, tensors: Mapping[str, Tensor], gae_lambda: float) -> Batch:
+        """With advantages and targets by generalised advantage estimation."""
+        names = self.policy.spaces.observation.column_names("obs")
+        flat = {name: tensors[name].flatten(0, 1) for name in names}
+        value = _in_chunks(self.policy.value, flat, self._device).reshape(tensors["reward"].shape)
+        ends = self._ends(tensors, self.policy)
+        advantage = advantages(value=value, **ends, gamma=self._shared.gamma, gae_lambda=gae_lambda)
+        return self._flat(tensors, value, advantage, advantage + value)
+
+    def _by_vtrace(
+        self, tensors: Mapping[str, Tensor], policy: ActorCritic, config: VTraceConfig
+    ) -> tuple[Tensor, Tensor, VTrace]:
+        """Outputs `[T × S, P]` and values `[T, S]` of `policy`, and what V-trace makes of them."""
+        spaces, shape = policy.spaces, tensors["reward"].shape
+        flat = {name: tensors[name].flatten(0, 1) for name in spaces.observation.column_names("obs")}
+
+        def joined(observations: Mapping[str, Tensor]) -> Tensor:
+            params, value = policy.action_parameters_and_value(observations)
+            return torch.cat([params, value.unsqueeze(-1)], dim=1)
+
+        outputs = _in_chunks(joined, flat, self._device)
+        params, value = outputs[:, :-1], outputs[:, -1].reshape(shape)
+        actions = {name: tensors[name].flatten(0, 1) for name in spaces.action.column_names("action")}
+        log_prob = policy.distribution.log_prob(params, actions).reshape(shape)
+        trace = vtrace(
+            log_ratio=log_prob - tensors["log_prob"], value=value, **self._ends(tensors, policy),
+            gamma=self._shared.gamma, vtrace_lambda=config.vtrace_lambda, rho_bar=config.rho_bar, c_bar=config.c_bar,
+        )  # fmt: skip
+        return params, value, trace
+
+    def _ends(self, tensors: Mapping[str, Tensor], policy: ActorCritic) -> dict[str, Tensor]:
+        """Rewards, and all that says where episodes and fragments end and what comes after is worth."""
+        names = policy.spaces.observation.column_names("obs")
+        bootstrap, final = (
+            _in_chunks(policy.value, {name: tensors[prefix + name] for name in names}, self._device)
+            for prefix in ("bootstrap_", "final_")
+        )
+        kept = {name: tensors[name] for name in ("reward", "terminated", "truncated", "mask")}
+        index = tensors["final_index"].to(torch.int64)
+        return kept | {"bootstrap_value": bootstrap, "final_index": index, "final_value": final}
+
+    def _normalised(self, advantage: Tensor) -> Tensor:
+        """Zero mean, unit variance; as it is where there is one alone."""
+        return (advantage - advantage.mean()) / (advantage.std() + 1e-8) if len(advantage) > 1 else advantage
+
+    def _total_loss(
+        self, policy_loss: Tensor, value_loss: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The scalar loss and its terms."""
+        config = self._shared
+        loss = policy_loss + config.value_coefficient * value_loss - config.entropy_coefficient * entropy
+        return loss, {
+            "train/loss": loss.detach(),
+            "train/policy_loss": policy_loss.detach(),
+            "train/value_loss": value_loss.detach(),
+            "train/entropy": entropy.detach(),
+        }
+
+    def _descend(self, loss: Tensor, learning_rate: float) -> Tensor:
+        """One gradient step; answers the norm of the gradient before it was scaled down."""
+        self._optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self._shared.max_grad_norm).detach()
+        self._optimiser.step(learning_rate)
+        return norm
+
+    def _rows(self, history: Sequence[Mapping[str, Tensor]], norms: Sequence[Tensor]) -> list[dict[str, float]]:
+        """The terms of each gradient step over its whole minibatch, and the norm of its gradients."""
+        table = self.share.total(torch.stack([torch.stack(list(terms.values())) for terms in history]))
+        rows: list[dict[str, float]] = [dict(zip(history[0], values, strict=True)) for values in table.tolist()]
+        for row, norm in zip(rows, norms):
+            row["train/grad_norm"] = float(norm)
+        return rows
+
+    def _tensor(self, array: Array) -> Tensor:
+        return torch.from_numpy(np.array(array)).to(self._device)
+
+    def state(self) -> Columns:
+        """The optimiser's state as named arrays."""
+        return self._optimiser.state()
+
+    def load_state(self, arrays: Mapping[str, Array]) -> None:
+        """The inverse of `state`."""
+        self._optimiser.load_state(arrays)
+
+
+def _in_chunks(
+    computed: Callable[[Mapping[str, Tensor]], Tensor], observations: Mapping[str, Tensor], device: torch.device
+) -> Tensor:
+    """Of so many rows at a time, so that a large batch of images fits."""
+    rows = len(next(iter(observations.values())))
+    parts = [
+        computed({name: tensor[start : start + _CHUNK] for name, tensor in observations.items()})
+        for start in range(0, rows, _CHUNK)
+    ]
+    return torch.cat(parts) if parts else torch.zeros(0, device=device)

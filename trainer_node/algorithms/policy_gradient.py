@@ -1,0 +1,39 @@
+"""The plain objective: the gradient of advantage × log-probability, in one step for each update (A2C, IMPALA)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from shared.algorithm_configs.a2c import A2CConfig
+from shared.algorithm_configs.impala import IMPALAConfig
+from shared.policies.actor_critic import ActorCritic
+from shared.steps import Counters
+from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.on_policy import Batch, OnPolicy
+
+
+class PolicyGradient(OnPolicy):
+    """Learns one policy, all of a batch at once."""
+
+    def __init__(self, policy: ActorCritic, config: A2CConfig | IMPALAConfig, setting: Setting) -> None:
+        super().__init__(policy, config, setting)
+        self._normalises = config.normalise_advantages
+
+    def _learn(self, batch: Batch, counters: Counters) -> list[dict[str, float]]:
+        loss, terms = self.share.forward(self.loss, batch)
+        return self._rows([terms], [self._descend(loss, self._shared.learning_rate.value(counters))])
+
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The scalar loss of a batch, −A log π, value and entropy, and its terms; of them, what is our share."""
+        mean, rows = self.share.mean, len(batch)
+        advantage = self._normalised(batch.advantage) if self._normalises else batch.advantage
+        batch = replace(batch, advantage=advantage).take(self.share.rows(rows))
+        params, value = self.policy.action_parameters_and_value(batch.observations)
+        log_prob = self.policy.distribution.log_prob(params, batch.actions)
+        return self._total_loss(
+            -mean(batch.advantage * log_prob, rows),
+            mean((value - batch.target).square(), rows),
+            mean(self.policy.distribution.entropy(params), rows),
+        )
