@@ -90,9 +90,7 @@ def slow_loss(algorithm: PolicyGradient, batch: Batch, value: float, entropy: fl
 @both
 @pytest.mark.parametrize("normalise", [False, True])
 def test_the_loss_is_the_papers(name: str, described: PolicySpaces, normalise: bool) -> None:
-    algorithm = make(
-        name, described, value_coefficient=0.7, entropy_coefficient=0.05, normalise_advantages=normalise
-    )
+    algorithm = make(name, described, value_coefficient=0.7, entropy_coefficient=0.05, normalise_advantages=normalise)
     batch = random_batch(algorithm)
     loss, terms = algorithm.loss(batch)
     expected = slow_loss(algorithm, batch, 0.7, 0.05, normalise)
@@ -148,7 +146,7 @@ def as_case(policy: ActorCritic, columns: Columns, config: IMPALAConfig) -> Case
 def test_impala_learns_v_traces_targets_of_what_an_older_policy_acted(
     described: PolicySpaces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"vtrace_lambda": 0.9, "rho_bar": 1.2, "c_bar": 0.8}
+    settings: dict[str, Any] = {"vtrace_lambda": 0.9, "rho_bar": 1.2, "c_bar": 0.8}
     impala = make("impala", described, **settings)
     columns = random_columns(older(impala.policy), 3, absent=True)
     target, advantage, weight = as_case(impala.policy, columns, IMPALAConfig(**settings)).expected()

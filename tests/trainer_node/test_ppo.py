@@ -27,7 +27,8 @@ from tests.conftest import minimal_config
 from tests.environments_for_tests import MODULE
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.experience import Experience
-from trainer_node.algorithms.ppo import PPO, Batch
+from trainer_node.algorithms.on_policy import Batch
+from trainer_node.algorithms.ppo import PPO
 from trainer_node.algorithms.registry import make_algorithm
 
 CPU = torch.device("cpu")

@@ -1,7 +1,7 @@
 """Asynchronous PPO: the clipped objective with V-trace's advantages, for experience of older policies.
 
-Values, targets and importance weights are those of a target network, which follows the policy in steps (Luo et al. 2020,
-"IMPACT"). Order of the file: target network, batch, loss, state; the update is clipped.py's and on_policy.py's.
+Values, targets and importance weights are those of a target network, which follows the policy in steps (IMPACT, Luo et
+al. 2020). Order of the file: target network, batch, loss, state; the update is clipped.py's and on_policy.py's.
 """
 
 from __future__ import annotations

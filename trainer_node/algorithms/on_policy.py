@@ -169,9 +169,7 @@ class OnPolicy:
         """Zero mean, unit variance; as it is where there is one alone."""
         return (advantage - advantage.mean()) / (advantage.std() + 1e-8) if len(advantage) > 1 else advantage
 
-    def _total_loss(
-        self, policy_loss: Tensor, value_loss: Tensor, entropy: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _total_loss(self, policy_loss: Tensor, value_loss: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The scalar loss and its terms."""
         config = self._shared
         loss = policy_loss + config.value_coefficient * value_loss - config.entropy_coefficient * entropy
