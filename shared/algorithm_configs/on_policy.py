@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from shared.algorithm_configs.section import AlgorithmConfig, BatchOfUpdate
@@ -12,6 +14,7 @@ from shared.section import Section
 class OnPolicyConfig(AlgorithmConfig):
     """What all of them have."""
 
+    learns_from_others: ClassVar[bool] = False
     entropy_coefficient: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
     value_coefficient: float = Field(0.5, ge=0)

@@ -17,6 +17,7 @@ from rollout_worker.trail import Life
 from shared.algorithm_configs.on_policy import OnPolicyConfig
 from shared.algorithm_configs.registry import ALGORITHMS
 from shared.config import Config
+from shared.errors import ConfigError
 from shared.fragment import Fragment
 from shared.policies.actor_critic import ActorCritic
 from shared.policies.registry import build_policies
@@ -48,6 +49,12 @@ def run(name: str, **sections: Any) -> Config:
 
 def test_none_is_left_out() -> None:
     assert set(SMALL) == {name for name, section in ALGORITHMS.items() if issubclass(section, OnPolicyConfig)}
+
+
+@every
+def test_what_another_policy_acted_is_no_data_for_it(name: str) -> None:
+    with pytest.raises(ConfigError, match="learns only from what its own policy acts"):
+        run(name, dataset={"path": "recorded.csv"})
 
 
 @every
