@@ -10,6 +10,7 @@ from shared.algorithm_configs.a2c import A2CConfig
 from shared.algorithm_configs.appo import APPOConfig
 from shared.algorithm_configs.bc import BCConfig
 from shared.algorithm_configs.impala import IMPALAConfig
+from shared.algorithm_configs.iql import IQLConfig
 from shared.algorithm_configs.ppo import PPOConfig
 from shared.algorithm_configs.section import AlgorithmConfig, OwnAlgorithm
 
@@ -18,6 +19,7 @@ ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
     "appo": APPOConfig,
     "bc": BCConfig,
     "impala": IMPALAConfig,
+    "iql": IQLConfig,
     "ppo": PPOConfig,
 }
 """Name → section of the algorithms that come with Stagecoach."""
@@ -40,6 +42,7 @@ AlgorithmField = Annotated[
     | Annotated[APPOConfig, Tag("appo")]
     | Annotated[BCConfig, Tag("bc")]
     | Annotated[IMPALAConfig, Tag("impala")]
+    | Annotated[IQLConfig, Tag("iql")]
     | Annotated[PPOConfig, Tag("ppo")]
     | Annotated[OwnAlgorithm, Tag(OWN)],
     Discriminator(tag_of),

@@ -9,7 +9,7 @@ from shared.algorithm_configs.section import AlgorithmConfig, import_algorithm
 from shared.policies.policy import Policy
 from trainer_node.algorithms.algorithm import Algorithm, Setting
 
-_BUILT_IN = {"a2c": "A2C", "appo": "APPO", "bc": "BC", "impala": "IMPALA", "ppo": "PPO"}
+_BUILT_IN = {"a2c": "A2C", "appo": "APPO", "bc": "BC", "impala": "IMPALA", "iql": "IQL", "ppo": "PPO"}
 """Name of the algorithm, which is also its module's → its class."""
 
 

@@ -1,0 +1,138 @@
+"""IQL: its losses against slow loops, its exact resume, and that it does better than who acted its data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from rollout_worker.evaluation import evaluate_policies
+from rollout_worker.making import describe_space
+from rollout_worker.worker import Worker
+from shared.algorithm_configs.iql import IQLConfig
+from shared.config import PolicyConfig
+from shared.policies.actor_critic import ActorCritic
+from shared.spaces import PolicySpaces
+from tests.balancing import played, write_played
+from tests.conftest import minimal_config
+from tests.trainer_node.game import NewGame, balanced, small
+from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.iql import IQL
+from trainer_node.algorithms.off_policy import Minibatch
+
+SEEN = describe_space(spaces.Box(-5.0, 5.0, (3,)))
+CHOICE = PolicySpaces(SEEN, describe_space(spaces.Discrete(4)))
+BOX = PolicySpaces(SEEN, describe_space(spaces.Box(-1.0, 1.0, (2,))))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As in a trainer."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_iql(described: PolicySpaces, **config: Any) -> IQL:
+    torch.manual_seed(0)
+    policy = ActorCritic(described, PolicyConfig(hidden_sizes=(16,)))
+    section = IQLConfig(name="iql", **{"minibatch_size": 8, "largest_weight": 1.5} | config)
+    return IQL(policy, section, Setting(torch.device("cpu"), 3, 8, 4))
+
+
+def minibatch(described: PolicySpaces, rows: int = 12) -> Minibatch:
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    chosen = torch.randint(4, (rows,), generator=generator) if described is CHOICE else normal(rows, 2)
+    return Minibatch(
+        {"obs": normal(rows, 3)}, {"action": chosen}, {"obs": normal(rows, 3)}, normal(rows),
+        torch.where(torch.rand(rows, generator=generator) < 0.3, 0.0, 0.9), torch.ones(rows),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("described", [CHOICE, BOX], ids=["choice", "box"])
+@torch.no_grad()
+def test_the_losses_are_those_of_the_paper(described: PolicySpaces) -> None:
+    algorithm, batch = make_iql(described), minibatch(described)
+    for tensor in algorithm.targets.parameters():
+        tensor.add_(0.05)
+    policy, config = algorithm.policy, algorithm._config
+    value_loss = policy_loss = critic_loss = 0.0
+    for row in range(12):
+        seen = {"obs": batch.observations["obs"][row : row + 1]}
+        done = {"action": batch.actions["action"][row : row + 1]}
+        q = min(float(target(seen, done, None)) for target in algorithm.targets)
+        advantage = q - float(policy.value(seen))
+        value_loss += abs(config.expectile - (advantage < 0)) * advantage**2
+        weight = min(np.exp(config.inverse_temperature * advantage), 1.5)
+        policy_loss -= weight * float(policy.distribution.log_prob(policy.action_parameters(seen), done))
+        after = float(policy.value({"obs": batch.next_observations["obs"][row : row + 1]}))
+        target_of = float(batch.reward[row]) + float(batch.discount[row]) * after
+        critic_loss += sum((float(critic(seen, done, None)) - target_of) ** 2 for critic in algorithm.critics)
+    loss, metrics = algorithm.policy_loss(batch)
+    assert float(metrics["train/value_loss"]) == pytest.approx(value_loss / 12, rel=1e-4)
+    assert float(metrics["train/policy_loss"]) == pytest.approx(policy_loss / 12, rel=1e-4)
+    assert float(loss) == pytest.approx((value_loss + policy_loss) / 12, rel=1e-4)
+    assert float(algorithm.critic_loss(batch)[0]) == pytest.approx(critic_loss / 12, rel=1e-4)
+
+
+def test_without_a_temperature_it_is_cloning() -> None:
+    algorithm, batch = make_iql(CHOICE, inverse_temperature=0.0), minibatch(CHOICE)
+    _, metrics = algorithm.policy_loss(batch)
+    params = algorithm.policy.action_parameters(batch.observations).detach()
+    expected = torch.nn.functional.cross_entropy(params, batch.actions["action"])
+    assert float(metrics["train/policy_loss"]) == pytest.approx(float(expected), rel=1e-5)
+
+
+def learning(path: Path, **sections: Any) -> dict[str, Any]:
+    memory = {"kind": "uniform", "capacity": 20_000}
+    algorithm = {"name": "iql", "minibatch_size": 16, "memory": memory, "gradient_steps_per_env_step": 0.05}
+    dataset = {"path": str(path), "evaluation": {"every_updates": 0}}
+    return {"algorithm": algorithm, "dataset": dataset} | sections
+
+
+def test_the_whole_run_dies_at_every_version_and_the_weights_are_the_same(new_game: NewGame, tmp_path: Path) -> None:
+    write_played(tmp_path / "data.csv", played(6, greed=0.5, steps=50))
+    config = small(**learning(tmp_path / "data.csv", stop_at={"updates": 8}, archive="memory"))
+    expected = new_game(config).finish()
+    game = new_game(config)
+    for version in range(1, 8):
+        game.play_to(version)
+        game.crash()
+        game.worker._heartbeat._stop.set()
+        game.restart()
+        game.worker = Worker(game._open(), 0)
+        game.worker.start()
+    assert game.finish() == expected
+    balanced(game)
+
+
+def test_it_does_better_than_who_acted_its_data(new_game: NewGame, tmp_path: Path) -> None:
+    listed = played(100, greed=0.3, steps=300)
+    mean = float(np.mean([len(episode) for episode in listed]))
+    assert mean < 80
+    write_played(tmp_path / "data.csv", listed)
+    config = minimal_config(
+        **learning(tmp_path / "data.csv"),
+        rollout={"fragment_steps": 32, "fragments_per_update": 2},
+        environment={"id": "CartPole-v1", "num_envs": 8},
+        policies={"default": {"normalise_observations": True, "hidden_sizes": [32]}},
+        stop_at={"updates": 36},
+    )
+    section = cast(IQLConfig, config.algorithm)
+    rate = section.learning_rate.model_copy(update={"start": 3e-3})
+    faster = {"minibatch_size": 64, "gamma": 0.95, "learning_rate": rate}
+    config = config.model_copy(update={"algorithm": section.model_copy(update=faster)})
+    game = new_game(config)
+    game.finish()
+    scores = evaluate_policies(config, game.role.description(), game.trainer._learner.policies, episodes=8).as_dict()
+    assert scores["mean_return"] > 2 * mean
