@@ -110,7 +110,7 @@ def _plain(value: Any) -> str:
         return (
             str(data["start"])
             if data.get("kind") == "constant"
-            else yaml.safe_dump(data, default_flow_style=True).strip()
+            else yaml.safe_dump(data, default_flow_style=True, width=1000).strip()
         )
     if isinstance(value, dict) and value and isinstance(next(iter(value.values())), BaseModel):
         return ", ".join(value)

@@ -49,7 +49,7 @@ class Sampling:
     def act(
         self, policy: Policy, observations: Mapping[str, Tensor], generator: torch.Generator
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        params = policy.action_parameters(observations)
+        params = policy.exploring_parameters(observations, generator)
         return policy.distribution.sample(params, generator), params
 
     def log_prob(self, policy: Policy, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
@@ -78,7 +78,7 @@ class EpsilonGreedy:
     def act(
         self, policy: Policy, observations: Mapping[str, Tensor], generator: torch.Generator
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        params = policy.action_parameters(observations)
+        params = policy.exploring_parameters(observations, generator)
         best = policy.distribution.mode(params)
         rows, device = len(params), params.device
         anyhow = torch.rand(rows, generator=generator, device=device) < self._epsilon
@@ -93,7 +93,9 @@ class EpsilonGreedy:
         best = policy.distribution.mode(params)
         leaves = policy.spaces.action.leaves
         names = [leaf.column("action") for leaf in leaves]
-        same = torch.stack([(actions[name] == best[name]).flatten(1).all(dim=1) for name in names]).all(dim=0)
+        same = torch.stack([(actions[name] == best[name]).reshape(len(params), -1).all(dim=1) for name in names]).all(
+            dim=0
+        )
         each = self._epsilon / math.prod(math.prod(leaf.nvec) for leaf in leaves)
         return torch.where(same, 1.0 - self._epsilon + each, max(each, 1e-38)).log()
 

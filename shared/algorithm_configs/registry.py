@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Tag
 from shared.algorithm_configs.a2c import A2CConfig
 from shared.algorithm_configs.appo import APPOConfig
 from shared.algorithm_configs.bc import BCConfig
+from shared.algorithm_configs.dqn import DQNConfig, RainbowConfig
 from shared.algorithm_configs.impala import IMPALAConfig
 from shared.algorithm_configs.iql import IQLConfig
 from shared.algorithm_configs.ppo import PPOConfig
@@ -18,9 +19,11 @@ ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
     "a2c": A2CConfig,
     "appo": APPOConfig,
     "bc": BCConfig,
+    "dqn": DQNConfig,
     "impala": IMPALAConfig,
     "iql": IQLConfig,
     "ppo": PPOConfig,
+    "rainbow": RainbowConfig,
 }
 """Name → section of the algorithms that come with Stagecoach."""
 OWN = "own"
@@ -41,9 +44,11 @@ AlgorithmField = Annotated[
     Annotated[A2CConfig, Tag("a2c")]
     | Annotated[APPOConfig, Tag("appo")]
     | Annotated[BCConfig, Tag("bc")]
+    | Annotated[DQNConfig, Tag("dqn")]
     | Annotated[IMPALAConfig, Tag("impala")]
     | Annotated[IQLConfig, Tag("iql")]
     | Annotated[PPOConfig, Tag("ppo")]
+    | Annotated[RainbowConfig, Tag("rainbow")]
     | Annotated[OwnAlgorithm, Tag(OWN)],
     Discriminator(tag_of),
     BeforeValidator(_from_name),

@@ -13,7 +13,8 @@ from shared.errors import UnsupportedSpace
 from shared.policies.normaliser import RunningMoments
 from shared.spaces import Leaf, SpaceSpec
 
-_ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
+ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
+"""By their words in the config."""
 
 
 def linear(inputs: int, outputs: int, gain: float) -> nn.Linear:
@@ -62,7 +63,7 @@ class Encoder(nn.Module):
                 width += sum(leaf.nvec) if leaf.nvec else leaf.size
         layers: list[nn.Module] = []
         for size in config.hidden_sizes:
-            layers += [linear(width, size, math.sqrt(2)), _ACTIVATIONS[config.activation]()]
+            layers += [linear(width, size, math.sqrt(2)), ACTIVATIONS[config.activation]()]
             width = size
         self.mlp = nn.Sequential(*layers)
         self.features = width

@@ -57,3 +57,7 @@ class Policy(nn.Module):
     def action_parameters(self, observations: Mapping[str, Tensor]) -> Tensor:
         """`[B, P]` for `self.distribution`."""
         raise NotImplementedError
+
+    def exploring_parameters(self, observations: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
+        """`action_parameters` as one acts in training: with noise on the weights, where a policy has that."""
+        return self.action_parameters(observations)

@@ -19,7 +19,10 @@ from shared.errors import ConfigError
 from shared.policies.policy import Policy
 from shared.spaces import PolicySpaces
 
-_BUILT_IN = {"actor_critic": "shared.policies.actor_critic:ActorCritic"}
+_BUILT_IN = {
+    "actor_critic": "shared.policies.actor_critic:ActorCritic",
+    "q_network": "shared.policies.q_network:QNetwork",
+}
 _registered: dict[str, type[Policy]] = {}
 _RANDOM_STATE = threading.Lock()
 

@@ -9,7 +9,16 @@ from shared.algorithm_configs.section import AlgorithmConfig, import_algorithm
 from shared.policies.policy import Policy
 from trainer_node.algorithms.algorithm import Algorithm, Setting
 
-_BUILT_IN = {"a2c": "A2C", "appo": "APPO", "bc": "BC", "impala": "IMPALA", "iql": "IQL", "ppo": "PPO"}
+_BUILT_IN = {
+    "a2c": "A2C",
+    "appo": "APPO",
+    "bc": "BC",
+    "dqn": "DQN",
+    "impala": "IMPALA",
+    "iql": "IQL",
+    "ppo": "PPO",
+    "rainbow": "Rainbow",
+}
 """Name of the algorithm, which is also its module's → its class."""
 
 

@@ -52,7 +52,7 @@ class PrioritisedMemory(ReplayMemory):
 
     def state(self) -> Columns:
         """With the priorities of what it holds, to the power of α."""
-        held = min(self.ring.added, self.ring.fragments) * self.ring.rows_each
+        held = min(self._ever_added, self.ring.fragments) * self.ring.rows_each
         return super().state() | {
             "powers": self._tree.numbers[:held].astype(np.float32),
             "largest": np.array(self._largest),

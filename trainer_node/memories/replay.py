@@ -100,8 +100,12 @@ class ReplayMemory:
         """Tells how wrong the predictions of these rows of a batch were; nothing to a memory without priorities."""
 
     def state(self) -> Columns:
-        """All that the fragments themselves don't tell."""
-        return {"added": np.array(self.ring.added), "finals": np.array(self.ring.finals)}
+        """All that the fragments themselves don't tell; the same while they have yet to be put back."""
+        return {"added": np.array(self._ever_added), "finals": np.array(self.ring.finals)}
+
+    @property
+    def _ever_added(self) -> int:
+        return self.ring.added + self._to_come
 
     def load_state(self, arrays: Columns) -> None:
         """The inverse of `state`, before the fragments that were held are added again; it draws nothing until then."""

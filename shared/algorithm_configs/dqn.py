@@ -1,0 +1,108 @@
+"""The configurations of DQN and of what it becomes with all its extensions, Rainbow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from shared.algorithm_configs.off_policy import OffPolicyConfig
+from shared.exploration_config import EpsilonGreedy, ExplorationConfig, ExplorationField, Sampling
+from shared.memory_config import MemoryField, PrioritisedMemory
+from shared.schedules import Schedule, ScheduleField
+
+if TYPE_CHECKING:
+    from shared.config import Config
+
+
+class QLearningConfig(OffPolicyConfig):
+    """The fields of all that learns the values of discrete actions."""
+
+    policy = "q_network"
+    exploration: ExplorationField = EpsilonGreedy()
+    """How workers choose actions in training: `epsilon_greedy`, or `sampling`, which takes the best action of a noisy
+    network and so needs `noisy`."""
+    target_update_steps: int = Field(500, ge=1)
+    """Gradient steps from one update of the target network to the next."""
+    tau: float = Field(1.0, gt=0, le=1)
+    """How far the target network goes towards the online one each time: 1 copies it."""
+    double: bool = True
+    """The online network says which action the target bootstraps from (van Hasselt et al. 2016)."""
+    dueling: bool = False
+    """Two streams: the value of the state, and the advantage of each action (Wang et al. 2016)."""
+    noisy: bool = False
+    """Noise on the weights of the last layers, learnt with them (Fortunato et al. 2018)."""
+    head: Literal["expected", "c51", "qr"] = "expected"
+    """What is learnt of the return: its mean, its distribution over fixed atoms (Bellemare et al. 2017), or its
+    quantiles (Dabney et al. 2018)."""
+    atoms: int = Field(51, ge=2)
+    """Head `c51`: how many returns probabilities are learnt of."""
+    v_min: float = -10.0
+    """Head `c51`: the smallest return; what is smaller counts as this. Think of discount, n_step and reward scale."""
+    v_max: float = 10.0
+    """Head `c51`: the largest return."""
+    quantiles: int = Field(200, ge=1)
+    """Head `qr`: how many."""
+    loss: Literal["huber", "squared"] = "huber"
+    """Head `expected`: of the TD error; `huber` bounds its gradient to 1, as DQN's does."""
+
+    @property
+    def acting(self) -> ExplorationConfig:
+        """As configured."""
+        return self.exploration
+
+    def network(self) -> dict[str, Any]:
+        """Keyword arguments of `QNetwork`."""
+        names = {"head", "dueling", "noisy", "atoms", "v_min", "v_max", "quantiles"}
+        return {name: getattr(self, name) for name in sorted(names)}
+
+    @model_validator(mode="after")
+    def _what_cannot_be(self) -> Self:
+        if self.v_min >= self.v_max:
+            raise ValueError(f"v_min={self.v_min} is not below v_max={self.v_max}")
+        return self
+
+    def refuse(self, run: Config) -> None:
+        """Raises `ValueError` for a way to explore that does not fit."""
+        super().refuse(run)
+        kind = self.exploration.kind
+        if kind == "sampling" and not self.noisy:
+            raise ValueError(
+                "algorithm.exploration.kind=sampling with algorithm.noisy=false would never explore; set noisy=true, "
+                "or explore with epsilon_greedy"
+            )
+        if kind not in {"sampling", "epsilon_greedy"}:
+            raise ValueError(
+                f"algorithm.exploration.kind={kind} is for continuous actions, and {self.name} has discrete ones; use "
+                f"epsilon_greedy, or sampling with noisy=true"
+            )
+
+
+class DQNConfig(QLearningConfig):
+    """Deep Q-learning (Mnih et al. 2015), with any of its extensions."""
+
+    name: Literal["dqn"] = "dqn"
+    """The algorithm."""
+
+
+class RainbowConfig(QLearningConfig):
+    """DQN with all its extensions (Hessel et al. 2018): the same fields, other defaults."""
+
+    name: Literal["rainbow"] = "rainbow"
+    """The algorithm."""
+    learning_rate: ScheduleField = Schedule(start=6.25e-5)
+    """Adam's step size; small networks on vectors bear ten times as much."""
+    memory: MemoryField = PrioritisedMemory(alpha=0.5)
+    """Prioritised, with the paper's α = 0.5."""
+    exploration: ExplorationField = Sampling()
+    """The noise of the network's weights is all there is."""
+    n_step: int = Field(3, ge=1, le=1000)
+    """Steps of reward before the target bootstraps."""
+    dueling: bool = True
+    """Two streams: the value of the state, and the advantage of each action."""
+    noisy: bool = True
+    """Noise on the weights of the last layers, learnt with them."""
+    head: Literal["expected", "c51", "qr"] = "c51"
+    """The return's distribution over fixed atoms."""
+    adam_epsilon: float = Field(1.5e-4, gt=0)
+    """Adam's ε, as in the paper."""

@@ -1,0 +1,151 @@
+"""The Q network: its heads and streams against their definitions, noise from generators only, and its file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from rollout_worker.making import describe_space
+from shared.algorithm_configs.dqn import DQNConfig
+from shared.config import PolicyConfig
+from shared.errors import UnsupportedSpace
+from shared.policies.codec import decode_policy, encode_policy, state_arrays
+from shared.policies.noisy import NoisyLinear
+from shared.policies.q_network import QNetwork
+from shared.policies.registry import build_policies
+from shared.spaces import PolicySpaces
+
+SIGHT = spaces.Box(-1.0, 1.0, (3,), np.float32)
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"dueling": True},
+    {"noisy": True},
+    {"head": "c51", "atoms": 5, "v_min": -2.0, "v_max": 2.0},
+    {"head": "qr", "quantiles": 4, "dueling": True},
+    {"head": "c51", "atoms": 3, "v_min": 0.0, "v_max": 4.0, "dueling": True, "noisy": True},
+]
+every_kind = pytest.mark.parametrize("fields", KINDS, ids=str)
+
+
+def network(action: spaces.Space[Any] | None = None, hidden: tuple[int, ...] = (8, 6), **fields: Any) -> QNetwork:
+    described = PolicySpaces(describe_space(SIGHT), describe_space(action or spaces.Discrete(4, start=2)))
+    config = PolicyConfig(hidden_sizes=hidden)
+    made = build_policies({"p": described}, {"p": config}, DQNConfig.model_validate(fields), seed=1)["p"]
+    assert isinstance(made, QNetwork)
+    return made
+
+
+def observations(rows: int = 7) -> dict[str, torch.Tensor]:
+    return {"obs": torch.randn(rows, 3, generator=torch.Generator().manual_seed(1))}
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@every_kind
+@pytest.mark.parametrize("hidden", [(), (6,), (8, 6)])
+@torch.no_grad()
+def test_values_are_the_means_of_what_the_head_says(fields: dict[str, Any], hidden: tuple[int, ...]) -> None:
+    policy = network(hidden=hidden, **fields)
+    outputs, values = policy.outputs(observations()).numpy(), policy.action_parameters(observations()).numpy()
+    assert values.shape == (7, 4) and outputs.shape[:2] == (7, 4)
+    for row in range(7):
+        for action in range(4):
+            out = outputs[row, action].astype(np.float64)
+            if fields.get("head") == "c51":
+                share = np.exp(out) / np.exp(out).sum()
+                mean = sum(p * z for p, z in zip(share, np.linspace(fields["v_min"], fields["v_max"], len(out))))
+            else:
+                mean = out.sum() / len(out)
+            assert values[row, action] == pytest.approx(mean, abs=1e-5)
+
+
+@torch.no_grad()
+def test_the_streams_of_a_dueling_network_are_value_and_advantage() -> None:
+    policy = network(dueling=True, head="qr", quantiles=3)
+    assert policy.value is not None
+    before = policy.outputs(observations())
+    policy.value.layers[-1].get_parameter("bias").add_(1.5)
+    torch.testing.assert_close(policy.outputs(observations()), before + 1.5)
+    policy.advantage.layers[-1].get_parameter("bias").add_(7.0)
+    torch.testing.assert_close(policy.outputs(observations()), before + 1.5)
+    features = policy.encoder(observations(), None)
+    torch.testing.assert_close(policy.outputs(observations()).mean(dim=1), policy.value(features, None))
+
+
+@torch.no_grad()
+def test_all_choices_are_taken_by_the_largest_value() -> None:
+    policy = network()
+    params = torch.tensor([[1.0, 3.0, 2.0, 3.0], [-1.0, -5.0, -2.0, -0.5]])
+    for actions in (policy.distribution.mode(params), policy.distribution.sample(params, generator())):
+        assert actions["action"].tolist() == [1, 3]
+    log_prob = policy.distribution.log_prob(params, {"action": torch.tensor([1, 0])})
+    assert log_prob[0] == 0 and torch.isfinite(log_prob).all() and log_prob[1] < -80
+
+
+@pytest.mark.parametrize(
+    "action", [spaces.Box(-1.0, 1.0, (2,)), spaces.MultiDiscrete([2, 3]), spaces.Tuple((spaces.Discrete(2),) * 2)]
+)
+def test_other_actions_are_refused_in_one_line(action: spaces.Space[Any]) -> None:
+    with pytest.raises(UnsupportedSpace, match="needs one Discrete action, found") as caught:
+        network(action)
+    assert "\n" not in str(caught.value)
+
+
+@torch.no_grad()
+def test_a_noisy_layer_is_what_the_paper_says() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        layer = NoisyLinear(4, 3, 0.5)
+    assert torch.equal(layer.weight_sigma, torch.full((3, 4), 0.25)) and layer.weight.abs().max() <= 0.5
+    drawn = torch.randn(7, generator=generator(5)).numpy().astype(np.float64)
+    shaped = [np.sign(e) * np.sqrt(abs(e)) for e in drawn]
+    values = np.array([0.3, -1.0, 2.0, 0.7])
+    expected = []
+    for out in range(3):
+        noise_out = shaped[4 + out]
+        total = float(layer.bias[out]) + float(layer.bias_sigma[out]) * noise_out
+        for into in range(4):
+            weight = float(layer.weight[out, into]) + float(layer.weight_sigma[out, into]) * noise_out * shaped[into]
+            total += weight * values[into]
+        expected.append(total)
+    found = layer(torch.tensor(values, dtype=torch.float32)[None], layer.draw(generator(5)))
+    torch.testing.assert_close(found[0], torch.tensor(expected, dtype=torch.float32))
+
+
+@torch.no_grad()
+def test_noise_follows_from_the_generator_alone_and_evaluation_has_none() -> None:
+    policy = network(noisy=True, dueling=True, head="c51", atoms=5)
+    state = torch.random.get_rng_state()
+    first = policy.exploring_parameters(observations(), generator(1))
+    assert torch.equal(first, policy.exploring_parameters(observations(), generator(1)))
+    assert not torch.equal(first, policy.exploring_parameters(observations(), generator(2)))
+    assert torch.equal(state, torch.random.get_rng_state())
+    means = policy.action_parameters(observations())
+    assert torch.equal(means, policy.action_parameters(observations())) and not torch.equal(means, first)
+    for name, tensor in policy.named_parameters():
+        if name.endswith("_sigma"):
+            tensor.zero_()
+    torch.testing.assert_close(policy.exploring_parameters(observations(), generator(3)), means)
+
+
+@torch.no_grad()
+def test_without_noisy_layers_exploring_parameters_draw_nothing() -> None:
+    policy, drawing = network(), generator(4)
+    assert torch.equal(policy.exploring_parameters(observations(), drawing), policy.action_parameters(observations()))
+    assert torch.equal(drawing.get_state(), generator(4).get_state())
+
+
+@every_kind
+@torch.no_grad()
+def test_its_file_makes_the_same_network_again(fields: dict[str, Any]) -> None:
+    policy = network(**fields)
+    again, version = decode_policy(encode_policy(policy, 7))
+    assert version == 7 and isinstance(again, QNetwork) and again.network == policy.network
+    assert torch.equal(again.action_parameters(observations()), policy.action_parameters(observations()))
+    assert not [name for name in state_arrays(policy) if "support" in name or "noise" in name]

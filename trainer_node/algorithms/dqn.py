@@ -1,0 +1,117 @@
+"""Deep Q-learning (Mnih et al. 2015) with the extensions that make Rainbow (Hessel et al. 2018), each to be chosen.
+
+Order of the file: target, loss, gradient step, state. Memory and minibatches are trainer_node/algorithms/off_policy.py.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from shared.algorithm_configs.dqn import QLearningConfig
+from shared.policies.noisy import LayerNoise
+from shared.policies.q_network import QNetwork
+from shared.spaces import Columns
+from shared.steps import Counters
+from trainer_node.algorithms import distributional
+from trainer_node.algorithms.adam import Adam
+from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.off_policy import (
+    Lesson,
+    Minibatch,
+    OffPolicy,
+    descend,
+    follow,
+    load_network_state,
+    network_state,
+    part,
+)
+
+_TARGET, _OPTIMISER = "target/", "optimiser/"
+Noise = list[LayerNoise] | None
+
+
+class DQN(OffPolicy):
+    """Learns one policy."""
+
+    policy: QNetwork
+
+    def __init__(self, policy: QNetwork, config: QLearningConfig, setting: Setting) -> None:
+        super().__init__(policy, config, setting)
+        self._config = config
+        self.target = copy.deepcopy(self.policy).requires_grad_(False)
+        """The network that bootstraps. Observations are normalised for both as they are now."""
+        self.target.normaliser = self.policy.normaliser
+        self._parameters = list(self.policy.parameters())
+        self._optimiser = Adam(self._parameters, config.adam_epsilon)
+
+    @torch.no_grad()
+    def bootstrap(self, batch: Minibatch, choosing: Noise, bootstrapping: Noise) -> Tensor:
+        """`[B, width]`: the target network's output for the action that is best after each transition."""
+        outputs = self.target.outputs(batch.next_observations, bootstrapping)
+        if self._config.double:
+            values = self.policy.means(self.policy.outputs(batch.next_observations, choosing))
+        else:
+            values = self.policy.means(outputs)
+        return _of_actions(outputs, values.argmax(dim=1))
+
+    def loss(self, batch: Minibatch, noise: tuple[Noise, Noise, Noise] = (None, None, None)) -> tuple[Tensor, Lesson]:
+        """The scalar loss of a minibatch; noise of the online network, of it as it chooses, of the target network."""
+        learning, choosing, bootstrapping = noise
+        (action,) = batch.actions.values()
+        predicted = _of_actions(self.policy.outputs(batch.observations, learning), action)
+        after = self.bootstrap(batch, choosing, bootstrapping)
+        each, td_error = self._each(predicted, after, batch)
+        loss = (batch.weight * each).mean()
+        metrics = {
+            "train/loss": loss.detach(),
+            "train/td_error": td_error.abs().mean(),
+            "train/q_value": self.policy.means(predicted.detach()).mean(),
+        }
+        return loss, Lesson(metrics, td_error)
+
+    def _each(self, predicted: Tensor, after: Tensor, batch: Minibatch) -> tuple[Tensor, Tensor]:
+        """`[B]`: the loss of each transition, and how wrong it was."""
+        reward, discount = batch.reward, batch.discount
+        if self._config.head == "c51":
+            target = distributional.project(after.softmax(dim=1), reward, discount, self.policy.support)
+            wrong = distributional.divergence(predicted.detach(), target)
+            return distributional.cross_entropy(predicted, target), wrong
+        target = reward.unsqueeze(1) + discount.unsqueeze(1) * after
+        wrong = target.mean(dim=1) - predicted.detach().mean(dim=1)
+        if self._config.head == "qr":
+            return distributional.quantile_huber(predicted, target), wrong
+        error = nn.functional.smooth_l1_loss if self._config.loss == "huber" else nn.functional.mse_loss
+        return error(predicted[:, 0], target[:, 0], reduction="none"), wrong
+
+    def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
+        """One gradient step; after every `target_update_steps` of them the target network follows."""
+        config = self._config
+        noise = (
+            self.policy.draw_noise(generator),
+            self.policy.draw_noise(generator) if config.double else None,
+            self.policy.draw_noise(generator),
+        )
+        loss, lesson = self.loss(batch, noise)
+        rate = config.learning_rate.value(counters)
+        lesson.metrics["train/grad_norm"] = descend(loss, self._parameters, self._optimiser, rate, config.max_grad_norm)
+        if (self.done + 1) % config.target_update_steps == 0:
+            follow(self.target, self.policy, config.tau)
+        return lesson
+
+    def networks(self) -> Columns:
+        """Target network and optimiser."""
+        optimiser = {_OPTIMISER + name: array for name, array in self._optimiser.state().items()}
+        return network_state(self.target, _TARGET) | optimiser
+
+    def load_networks(self, arrays: Columns) -> None:
+        """The inverse of `networks`."""
+        load_network_state(self.target, _TARGET, arrays)
+        self._optimiser.load_state(part(arrays, _OPTIMISER))
+
+
+def _of_actions(outputs: Tensor, actions: Tensor) -> Tensor:
+    """`[B, A, width]` and `[B]` → `[B, width]`."""
+    return outputs.gather(1, actions.reshape(-1, 1, 1).expand(-1, 1, outputs.shape[2])).squeeze(1)
