@@ -53,8 +53,7 @@ class Stream(nn.Module):
         super().__init__()
         sizes = [inputs, *([hidden] if hidden else []), outputs]
         self.layers = nn.ModuleList(
-            NoisyLinear(below, above, _SIGMA) if noisy else nn.Linear(below, above)
-            for below, above in pairwise(sizes)
+            NoisyLinear(below, above, _SIGMA) if noisy else nn.Linear(below, above) for below, above in pairwise(sizes)
         )
         self._activation = ACTIVATIONS[activation]()
 
