@@ -32,7 +32,7 @@ def test_a_host_comes_with_the_workers_and_goes_when_it_is_idle(cluster: RayClus
 
     cluster.stagecoach("scale", RUN, "3")
     three = {"worker-0", "worker-1", "worker-2"}
-    grown = run.until("three workers", lambda status: three <= run.beats().keys())
+    grown = run.until("three workers", lambda status: three <= {beat.id for beat in status.roles if beat.alive})
     added = {beat.address for beat in grown.roles if beat.role == "worker"} - {cluster.head.address}
     assert added and added <= {host.address for host in cluster.workers}
     until("the host in Ray's view", lambda: added < cluster.nodes(), cluster.log)
