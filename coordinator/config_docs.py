@@ -107,6 +107,8 @@ def _model(field: FieldInfo) -> type[BaseModel] | None:
 def _plain(value: Any) -> str:
     if isinstance(value, BaseModel):
         data = value.model_dump(mode="json")
+        if not data.get("points", True):
+            del data["points"]
         return (
             str(data["start"])
             if data.get("kind") == "constant"

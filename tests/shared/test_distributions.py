@@ -8,7 +8,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from torch import Tensor
-from torch.distributions import Categorical, Independent, Normal
+from torch.distributions import Categorical, Independent, Normal, kl_divergence
 
 from rollout_worker.making import describe_space
 from shared.errors import UnsupportedSpace
@@ -154,6 +154,22 @@ def test_log_prob_and_entropy_have_torchs_gradients() -> None:
     ours = distribution.log_prob(params, {"action": actions}) + distribution.entropy(params)
     (found,) = torch.autograd.grad(ours.sum(), params)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_divergence_is_torchs_and_nothing_from_itself() -> None:
+    sizes = [3, 4]
+    choices, box = distribution_of(spaces.MultiDiscrete(sizes)), distribution_of(spaces.Box(-1.0, 1.0, (2,)))
+    joint = distribution_of(spaces.Dict({"a": spaces.MultiDiscrete(sizes), "b": spaces.Box(-1.0, 1.0, (2,))}))
+    params, other = random_params(joint), random_params(joint).flip(0) + 0.1
+    pairs = zip(params[:, :7].split(sizes, 1), other[:, :7].split(sizes, 1), strict=True)
+    parts = [kl_divergence(Categorical(logits=one), Categorical(logits=two)) for one, two in pairs]
+    of_choices = torch.stack(parts).sum(0)
+    normals = [Normal(part[:, 7:9], part[:, 9:].exp()) for part in (params, other)]
+    of_box = kl_divergence(*normals).sum(1)
+    torch.testing.assert_close(choices.divergence(params[:, :7], other[:, :7]), of_choices, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(box.divergence(params[:, 7:], other[:, 7:]), of_box, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(joint.divergence(params, other), of_choices + of_box, rtol=1e-4, atol=1e-6)
+    assert joint.divergence(params, params).abs().max() < 1e-6 < joint.divergence(params, other).min()
 
 
 def test_a_box_of_integers_cannot_be_acted_in() -> None:
