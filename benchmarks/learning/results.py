@@ -17,6 +17,7 @@ from benchmarks.learning.tasks import Mode, Task
 ROOT = Path(__file__).parent.parent.parent
 DATA = ROOT / "docs" / "learning" / "data"
 FORMAT = 1
+_CODE = ("coordinator", "rollout_worker", "trainer_node", "shared", "benchmarks")
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,16 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Of this checkout, with `-dirty` where it is not as committed; empty where there is no git."""
-    command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
+    """Of this checkout, with `-dirty` where code is not as committed; empty where there is no git."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        name, changed = git("rev-parse", "--short=12", "HEAD"), git("status", "--porcelain", "--", *_CODE)
     except (OSError, subprocess.CalledProcessError):
         return ""
+    return f"{name}-dirty" if changed else name
 
 
 def versions() -> dict[str, str]:
