@@ -6,6 +6,7 @@ follows from the fragment's number, whoever acts it.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Protocol
@@ -40,6 +41,10 @@ def make_exploration(config: exploration_config.ExplorationConfig, counters: Cou
         return Sampling()
     if isinstance(config, exploration_config.EpsilonGreedy):
         return EpsilonGreedy(config.epsilon.value(counters))
+    if isinstance(config, exploration_config.OrnsteinUhlenbeckNoise):
+        return OrnsteinUhlenbeckNoise(config.sigma.value(counters), config.theta)
+    if isinstance(config, exploration_config.ParameterNoise):
+        return ParameterNoise(config.sigma.value(counters))
     return GaussianNoise(config.sigma.value(counters), config.bound)
 
 
@@ -100,26 +105,80 @@ class EpsilonGreedy:
         return torch.where(same, 1.0 - self._epsilon + each, max(each, 1e-38)).log()
 
 
-class GaussianNoise:
-    """Normal noise on the best action, clipped to the action's bounds; the density of what was clipped is not known."""
-
-    def __init__(self, sigma: float, bound: float | None) -> None:
-        self._sigma = sigma
-        self._bound = math.inf if bound is None else bound
+class _ActionNoise:
+    """Noise on what the policy draws, clipped to the action's bounds; the density of what was clipped is not known."""
 
     def act(
         self, policy: Policy, observations: Mapping[str, Tensor], generator: torch.Generator
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         params = policy.action_parameters(observations)
-        best = policy.distribution.mode(params)
-        actions = {}
+        actions = policy.distribution.sample(params, generator)
         for leaf in policy.spaces.action.leaves:
             name = leaf.column("action")
             low, high = (torch.from_numpy(side).to(params.device) for side in leaf.bounds())
-            noise = torch.randn(best[name].shape, generator=generator, device=params.device)
-            noise = noise.clamp(-self._bound, self._bound) * (self._sigma * (high - low) / 2)
-            actions[name] = (best[name] + noise).clamp(low, high)
+            fresh = torch.randn(actions[name].shape, generator=generator, device=params.device)
+            noise = self._noise((id(policy), name), fresh) * ((high - low) / 2)
+            actions[name] = (actions[name] + noise).clamp(low, high)
         return actions, params
+
+    def _noise(self, whose: tuple[int, str], fresh: Tensor) -> Tensor:
+        """Standard normal numbers → the noise of a policy's leaf in this step; 1 is half of the action's range."""
+        raise NotImplementedError
+
+    def log_prob(self, policy: Policy, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
+        return params.new_zeros(len(params))
+
+
+class GaussianNoise(_ActionNoise):
+    """Normal noise, each step's of its own."""
+
+    def __init__(self, sigma: float, bound: float | None) -> None:
+        self._sigma = sigma
+        self._bound = math.inf if bound is None else bound
+
+    def _noise(self, whose: tuple[int, str], fresh: Tensor) -> Tensor:
+        return fresh.clamp(-self._bound, self._bound) * self._sigma
+
+
+class OrnsteinUhlenbeckNoise(_ActionNoise):
+    """x ← (1 − θ) x + σ · normal noise; the first x is drawn from what it becomes in time."""
+
+    def __init__(self, sigma: float, theta: float) -> None:
+        self._sigma = sigma
+        self._kept = 1.0 - theta
+        self._now: dict[tuple[int, str], Tensor] = {}
+
+    def _noise(self, whose: tuple[int, str], fresh: Tensor) -> Tensor:
+        if whose in self._now:
+            now = self._kept * self._now[whose] + self._sigma * fresh
+        else:  # a fragment may be short: noise that began at 0 would not have come far when it ends
+            now = self._sigma / math.sqrt(1.0 - self._kept**2) * fresh
+        self._now[whose] = now
+        return now
+
+
+class ParameterNoise:
+    """The best action of a disturbed policy; how probable it was is not known."""
+
+    def __init__(self, sigma: float) -> None:
+        self._sigma = sigma
+        self._disturbed: dict[int, Policy] = {}
+
+    def act(
+        self, policy: Policy, observations: Mapping[str, Tensor], generator: torch.Generator
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        if id(policy) not in self._disturbed:
+            self._disturbed[id(policy)] = self._disturb(policy, generator)
+        disturbed = self._disturbed[id(policy)]
+        params = disturbed.action_parameters(observations)
+        return disturbed.distribution.mode(params), params
+
+    def _disturb(self, policy: Policy, generator: torch.Generator) -> Policy:
+        disturbed = copy.deepcopy(policy)
+        for parameter in disturbed.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
+            parameter.data.add_(noise, alpha=self._sigma)
+        return disturbed
 
     def log_prob(self, policy: Policy, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
         return params.new_zeros(len(params))

@@ -27,7 +27,7 @@ class EpsilonGreedy(Section):
 
 
 class GaussianNoise(Section):
-    """Normal noise on the action, in units of half the action's range, clipped to the range."""
+    """Normal noise on what the policy draws, in units of half the action's range, clipped to the range."""
 
     kind: Literal["gaussian"] = "gaussian"
     """Normal noise on the action."""
@@ -37,5 +37,30 @@ class GaussianNoise(Section):
     """Truncate the noise at ± this many σ; none by default."""
 
 
-ExplorationConfig = Sampling | EpsilonGreedy | GaussianNoise
+class OrnsteinUhlenbeckNoise(Section):
+    """Noise that goes on from step to step (Lillicrap et al. 2016), in units of half the action's range.
+
+    It begins anew with each fragment, already as spread as it becomes in time.
+    """
+
+    kind: Literal["ou"] = "ou"
+    """Noise that goes on from step to step."""
+    sigma: ScheduleField = Schedule(start=0.2)
+    """Standard deviation of what is added at each step; in time the noise has σ / √(1 − (1 − θ)²), about 1.9 σ."""
+    theta: float = Field(0.15, gt=0, le=1)
+    """Share of the noise that is taken back at each step: it lasts for about 1 / θ steps."""
+
+
+class ParameterNoise(Section):
+    """Acts with disturbed weights, other ones for each fragment (Plappert et al. 2018)."""
+
+    kind: Literal["parameter_noise"] = "parameter_noise"
+    """Acts with disturbed weights."""
+    sigma: ScheduleField = Schedule(start=0.05)
+    """Standard deviation of the normal noise on each weight. The paper adapts it; here it is what the schedule says."""
+
+
+ExplorationConfig = Sampling | EpsilonGreedy | GaussianNoise | OrnsteinUhlenbeckNoise | ParameterNoise
 ExplorationField = Annotated[ExplorationConfig, Discriminator("kind")]
+NoiseField = Annotated[Sampling | GaussianNoise | OrnsteinUhlenbeckNoise | ParameterNoise, Discriminator("kind")]
+"""Ways to explore with continuous actions."""

@@ -9,21 +9,27 @@ from pydantic import BeforeValidator, Discriminator, Tag
 from shared.algorithm_configs.a2c import A2CConfig
 from shared.algorithm_configs.appo import APPOConfig
 from shared.algorithm_configs.bc import BCConfig
+from shared.algorithm_configs.ddpg import DDPGConfig
 from shared.algorithm_configs.dqn import DQNConfig, RainbowConfig
 from shared.algorithm_configs.impala import IMPALAConfig
 from shared.algorithm_configs.iql import IQLConfig
 from shared.algorithm_configs.ppo import PPOConfig
+from shared.algorithm_configs.sac import SACConfig
 from shared.algorithm_configs.section import AlgorithmConfig, OwnAlgorithm
+from shared.algorithm_configs.td3 import TD3Config
 
 ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
     "a2c": A2CConfig,
     "appo": APPOConfig,
     "bc": BCConfig,
+    "ddpg": DDPGConfig,
     "dqn": DQNConfig,
     "impala": IMPALAConfig,
     "iql": IQLConfig,
     "ppo": PPOConfig,
     "rainbow": RainbowConfig,
+    "sac": SACConfig,
+    "td3": TD3Config,
 }
 """Name → section of the algorithms that come with Stagecoach."""
 OWN = "own"
@@ -44,11 +50,14 @@ AlgorithmField = Annotated[
     Annotated[A2CConfig, Tag("a2c")]
     | Annotated[APPOConfig, Tag("appo")]
     | Annotated[BCConfig, Tag("bc")]
+    | Annotated[DDPGConfig, Tag("ddpg")]
     | Annotated[DQNConfig, Tag("dqn")]
     | Annotated[IMPALAConfig, Tag("impala")]
     | Annotated[IQLConfig, Tag("iql")]
     | Annotated[PPOConfig, Tag("ppo")]
     | Annotated[RainbowConfig, Tag("rainbow")]
+    | Annotated[SACConfig, Tag("sac")]
+    | Annotated[TD3Config, Tag("td3")]
     | Annotated[OwnAlgorithm, Tag(OWN)],
     Discriminator(tag_of),
     BeforeValidator(_from_name),

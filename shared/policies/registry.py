@@ -22,6 +22,8 @@ from shared.spaces import PolicySpaces
 _BUILT_IN = {
     "actor_critic": "shared.policies.actor_critic:ActorCritic",
     "q_network": "shared.policies.q_network:QNetwork",
+    "actor": "shared.policies.actor:Actor",
+    "deterministic": "shared.policies.actor:Deterministic",
 }
 _registered: dict[str, type[Policy]] = {}
 _RANDOM_STATE = threading.Lock()

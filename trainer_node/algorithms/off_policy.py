@@ -83,8 +83,9 @@ class OffPolicy:
         history = [lesson.metrics for lesson in self._lessons(counters)]
         metrics: dict[str, float] = {}
         if history:
-            table = torch.stack([torch.stack(list(terms.values())) for terms in history]).to(torch.float64)
-            metrics = dict(zip(history[0], table.mean(dim=0).tolist(), strict=True))
+            names = dict.fromkeys(name for terms in history for name in terms)  # not all move at every step
+            means = [torch.stack([terms[name] for terms in history if name in terms]).mean() for name in names]
+            metrics = dict(zip(names, torch.stack(means).tolist(), strict=True))
         return metrics | {
             "train/learning_rate": self._section.learning_rate.value(counters),
             "train/gradient_steps": len(history),
@@ -157,7 +158,7 @@ def descend(
 ) -> Tensor:
     """One step of the optimiser that has these parameters; answers the norm of their gradients as they were."""
     optimiser.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward(inputs=list(parameters))  # type: ignore[no-untyped-call]
     bound = float("inf") if max_norm is None else max_norm
     norm = nn.utils.clip_grad_norm_(parameters, bound).detach()
     optimiser.step(learning_rate)

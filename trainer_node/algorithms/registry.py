@@ -13,11 +13,14 @@ _BUILT_IN = {
     "a2c": "A2C",
     "appo": "APPO",
     "bc": "BC",
+    "ddpg": "DDPG",
     "dqn": "DQN",
     "impala": "IMPALA",
     "iql": "IQL",
     "ppo": "PPO",
     "rainbow": "Rainbow",
+    "sac": "SAC",
+    "td3": "TD3",
 }
 """Name of the algorithm, which is also its module's → its class."""
 

@@ -1,0 +1,130 @@
+"""Policies of the actor alone, whose critics stay with the trainer: `actor` for SAC, `deterministic` for TD3 and DDPG.
+
+Actions of boxes are squashed by tanh and rescaled to the box's bounds: the environment gets its own units.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shared.config import PolicyConfig
+from shared.policies.bounded_actions import BoundedActions
+from shared.policies.distributions import ActionDistribution
+from shared.policies.encoders import Encoder, linear
+from shared.policies.policy import Distribution, Policy
+from shared.spaces import PolicySpaces
+
+_LOG_STD_BOUNDS = (-20.0, 2.0)
+_HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+_INSIDE = 1.0 - 1e-6
+"""The largest |tanh| that is inverted: float32 knows few numbers between it and 1."""
+
+
+class SquashedGaussian:
+    """tanh of normals, rescaled (Haarnoja et al. 2018b, appendix C); `params` are means, then log σ, `[B, 2D]`."""
+
+    def __init__(self, bounds: BoundedActions) -> None:
+        self._bounds = bounds
+
+    @property
+    def parameters(self) -> int:
+        """Mean and log standard deviation of each element."""
+        return 2 * self._bounds.size
+
+    def sample(self, params: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        """tanh(mean + σ · standard normal noise), rescaled."""
+        mean, log_std = self._split(params)
+        noise = torch.empty_like(mean).normal_(generator=generator)
+        return self._bounds.columns(torch.tanh(torch.addcmul(mean, log_std.exp(), noise)))
+
+    def mode(self, params: Tensor) -> dict[str, Tensor]:
+        """tanh(mean), rescaled: the median, as is usual in evaluation."""
+        return self._bounds.columns(torch.tanh(self._split(params)[0]))
+
+    def log_prob(self, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
+        """`[B]`: the log density in the environment's units."""
+        mean, log_std = self._split(params)
+        before = torch.atanh(self._bounds.flat(actions).clamp(-_INSIDE, _INSIDE))
+        noise = (before - mean) * (-log_std).exp()
+        return _log_density(before, noise, log_std) - self._bounds.log_volume
+
+    def reparameterised(self, params: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """`noise` `[B, D]`, standard normal → actions in [-1, 1] `[B, D]` and their log density there `[B]`."""
+        mean, log_std = self._split(params)
+        before = torch.addcmul(mean, log_std.exp(), noise)
+        return torch.tanh(before), _log_density(before, noise, log_std)
+
+    def _split(self, params: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_std = params.chunk(2, dim=-1)
+        return mean, log_std.clamp(*_LOG_STD_BOUNDS)
+
+
+def _log_density(before: Tensor, noise: Tensor, log_std: Tensor) -> Tensor:
+    """Of tanh(before), where before = mean + σ noise; ln(1 − tanh² x) as 2 (ln 2 − x − softplus(−2x)), finite."""
+    slope = math.log(2.0) - before - nn.functional.softplus(-2.0 * before)
+    return (-0.5 * noise.square() - log_std - _HALF_LOG_2PI - 2.0 * slope).sum(dim=-1)
+
+
+class Certain:
+    """One action and no other; `params` are its elements before tanh, `[B, D]`."""
+
+    def __init__(self, bounds: BoundedActions) -> None:
+        self._bounds = bounds
+
+    def sample(self, params: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        """The action: exploration adds to it."""
+        return self.mode(params)
+
+    def mode(self, params: Tensor) -> dict[str, Tensor]:
+        """tanh(params), rescaled."""
+        return self._bounds.columns(torch.tanh(params))
+
+    def log_prob(self, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
+        """It has no density: 0, which stands for unknown."""
+        return params.new_zeros(len(params))
+
+
+class Actor(Policy):
+    """Encoder and head: squashed Gaussians where all actions are boxes, else a distribution over choices."""
+
+    kind = "actor"
+
+    def __init__(self, spaces: PolicySpaces, config: PolicyConfig) -> None:
+        super().__init__(spaces, config)
+        self.actor = Encoder(spaces.observation, config)
+        if any(leaf.kind == "box" for leaf in spaces.action.leaves):
+            self.bounds = BoundedActions(spaces.action)
+            self.distribution: SquashedGaussian | ActionDistribution = SquashedGaussian(self.bounds)
+        else:
+            self.distribution = ActionDistribution(spaces.action)
+        self.head = linear(self.actor.features, self.distribution.parameters, 0.01)
+        if isinstance(self.distribution, SquashedGaussian):
+            with torch.no_grad():
+                self.head.bias[self.bounds.size :] = config.log_std_init
+
+    def action_parameters(self, observations: Mapping[str, Tensor]) -> Tensor:
+        """`[B, P]` for `self.distribution`."""
+        params: Tensor = self.head(self.actor(observations, self.normaliser))
+        return params
+
+
+class Deterministic(Policy):
+    """Encoder and head of one action for each observation."""
+
+    kind = "deterministic"
+
+    def __init__(self, spaces: PolicySpaces, config: PolicyConfig) -> None:
+        super().__init__(spaces, config)
+        self.bounds = BoundedActions(spaces.action)
+        self.distribution: Distribution = Certain(self.bounds)
+        self.actor = Encoder(spaces.observation, config)
+        self.head = linear(self.actor.features, self.bounds.size, 0.01)
+
+    def action_parameters(self, observations: Mapping[str, Tensor]) -> Tensor:
+        """`[B, D]`: the action in [-1, 1], before tanh."""
+        params: Tensor = self.head(self.actor(observations, self.normaliser))
+        return params
