@@ -83,6 +83,11 @@ class PolicyConfig(Section):
     clip_observations: float = Field(10.0, gt=0)
     """Bound of a normalised observation, in standard deviations."""
 
+    @property
+    def changes_rewards(self) -> bool:
+        """Whether what is learnt from has other rewards than the environment gave."""
+        return self.reward_scale != 1.0 or self.reward_clip is not None or self.transform is not None
+
 
 class RolloutConfig(Section):
     """Rollout workers and the flow of fragments (DESIGN: one rule, counted in fragments)."""

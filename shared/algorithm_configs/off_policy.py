@@ -51,6 +51,13 @@ class OffPolicyConfig(AlgorithmConfig):
                 f"{rollout.fragment_steps} × environment.num_envs={run.environment.num_envs}), so that some would "
                 f"never be learnt from; raise the first or lower one of the others"
             )
+        changed = [name for name, policy in run.policies.items() if policy.changes_rewards]
+        if self.memory.kind == "hindsight" and changed:
+            raise ValueError(
+                f"algorithm.memory.kind=hindsight gives rewards of its own to the goals it puts in, and "
+                f"policies.{changed[0]} changes those of the environment (reward_scale, reward_clip or transform), so "
+                f"that the two would not fit together; use one of the two"
+            )
         if run.trainer.ranks > 1:
             raise ValueError(
                 f"trainer.ranks={run.trainer.ranks}: {self.name} learns in one process, since each rank would need "

@@ -313,6 +313,11 @@ FEW: dict[str, Any] = {"fragment_steps": 8, "fragments_per_update": 2}
             ["minibatch_size=65", "capacity=64"],
         ),
         ({}, {"trainer": {"ranks": 2}}, ["trainer.ranks=2", "dqn learns in one process"]),
+        (
+            {"memory": {"kind": "hindsight"}},
+            {"policies": {"default": {"reward_scale": 0.1}}},
+            ["memory.kind=hindsight", "policies.default", "reward_scale"],
+        ),
         ({"exploration": {"kind": "sampling"}}, {}, ["exploration.kind=sampling", "noisy=true"]),
         ({"exploration": {"kind": "gaussian"}}, {}, ["exploration.kind=gaussian", "discrete", "epsilon_greedy"]),
         ({"head": "c51", "v_min": 3, "v_max": 3}, {}, ["v_min=3.0", "v_max=3.0"]),
