@@ -32,6 +32,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "name": "rainbow", "atoms": 11, "v_max": 100,
         "memory": {"kind": "prioritised", "capacity": 5 * FRAGMENT, "beta": 0.6},
     },
+    "hindsight": {
+        "name": "dqn",
+        "memory": {"kind": "hindsight", "capacity": 5 * FRAGMENT, "threshold": 0.5, "terminates": True},
+    },
     "qr": {
         "name": "dqn", "head": "qr", "quantiles": 7, "n_step": 3,
         "memory": {"kind": "uniform", "capacity": 3 * FRAGMENT},
@@ -42,6 +46,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 def playing(name: str, **sections: Any) -> Config:
     algorithm = {"minibatch_size": 16, "gradient_steps_per_env_step": 0.1, "target_update_steps": 5}
+    if name == "hindsight":
+        bits = {"id": "benchmarks.learning.environments:BitFlip", "kwargs": {"bits": 4}, "num_envs": 4}
+        sections = {"environment": bits} | sections
     return small(**({"algorithm": algorithm | ALGORITHMS[name], "stop_at": {"updates": 8}} | sections))
 
 
