@@ -38,6 +38,7 @@ from shared.policies.registry import build_policies
 from shared.redis_keys import RunKeys
 from shared.role import Role
 from shared.spaces import EnvironmentDescription
+from trainer_node.filters import ExperienceFilter
 from trainer_node.learner import make_learner
 from trainer_node.rebase import initialised, rebased
 from trainer_node.snapshot import restore
@@ -58,6 +59,8 @@ def check(config: Config) -> EnvironmentDescription:
     except ValueError as error:  # of a user's own: those that come with Stagecoach said so as the config was read
         raise ConfigError(str(error)) from None
     description = describe_environment(config)
+    for policy_id, policy in config.policies.items():
+        ExperienceFilter(policy, f"policies.{policy_id}")
     build_policies(description.policies, config.policies, algorithm, seed=0)
     if config.environment.vectorization == "native":
         make_native(config.environment).close()

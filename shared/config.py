@@ -80,6 +80,14 @@ class PolicyConfig(Section):
     """Running mean and variance, learnt by the trainer and published inside the policy version."""
     normalise_rewards: bool = False
     """Divide rewards by the running deviation of the discounted return before learning from them."""
+    reward_scale: float = 1.0
+    """Rewards are multiplied by this before anything else learns of them."""
+    reward_clip: tuple[float, float] | None = None
+    """Then they are clipped to these bounds, for example `[-1, 1]` as usual for Atari. Figures show them unclipped."""
+    transform: str | None = Field(None, pattern=r"^[\w.]+:\w+$")
+    """`module:function`, called with each fragment's columns `[T, S, …]` (shared/fragment.py) before they are learnt
+    from or stored in a memory; answers them changed: shaped or intrinsic rewards, other observations. It must depend
+    on nothing else, since a resume calls it again."""
     clip_observations: float = Field(10.0, gt=0)
     """Bound of a normalised observation, in standard deviations."""
 

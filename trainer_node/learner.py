@@ -22,6 +22,7 @@ from shared.steps import Phase, PhaseCounters
 from trainer_node.algorithms.algorithm import Algorithm, Remembering, Setting
 from trainer_node.algorithms.experience import Experience
 from trainer_node.algorithms.registry import make_algorithm
+from trainer_node.filters import ExperienceFilter
 from trainer_node.reward_scaling import RewardScaling
 
 
@@ -32,6 +33,7 @@ class Learner:
     policies: dict[str, Policy]
     algorithms: dict[str, Algorithm]
     rewards: dict[str, RewardScaling]
+    filters: dict[str, ExperienceFilter]
     counters: PhaseCounters
     episodes: deque[EpisodeRecord]
     """The last ones, for the mean return."""
@@ -52,6 +54,7 @@ class Learner:
             if phase is Phase.TRAIN:
                 self.episodes.extend(item.header.episodes)
             self.remembered.append(item.position)
+            self._filter(item)
             for policy_id, scaling in self.rewards.items():
                 if self.remembered.maxlen:  # a memory holds rewards as they were
                     scaling.take_in(_source(item), item.columns[policy_id])
@@ -61,9 +64,14 @@ class Learner:
     def recall(self, fragments: Iterable[Fragment]) -> None:
         """Fills the replay memories again with what they held: the fragments at `remembered`, in that order."""
         for number, item in enumerate(fragments):
+            self._filter(item)
             for policy_id, algorithm in self.algorithms.items():
                 if number >= len(self.remembered) - memory_fragments(algorithm):
                     cast(Remembering, algorithm).remember([Experience(_source(item), item.columns[policy_id])])
+
+    def _filter(self, item: Fragment) -> None:
+        for policy_id, filtered in self.filters.items():
+            item.columns[policy_id] = filtered(item.columns[policy_id])
 
     def learn(self, fragments: Sequence[Fragment], phase: Phase) -> dict[str, float]:
         """One update of every policy (in heat-up, only of normalisers and memories); answers the metrics.
@@ -106,7 +114,8 @@ def make_learner(config: Config, description: EnvironmentDescription) -> Learner
         algorithms[policy_id] = make_algorithm(policy, algorithm, setting)
     episodes: deque[EpisodeRecord] = deque(maxlen=config.signals.window_episodes)
     remembered: deque[str] = deque(maxlen=max(memory_fragments(made) for made in algorithms.values()))
-    return Learner(policies, algorithms, rewards, PhaseCounters(), episodes, remembered)
+    filters = {name: ExperienceFilter(config.policies[name], f"policies.{name}") for name in sorted(policies)}
+    return Learner(policies, algorithms, rewards, filters, PhaseCounters(), episodes, remembered)
 
 
 def memory_fragments(algorithm: Algorithm) -> int:
