@@ -72,7 +72,7 @@ def test_what_the_page_writes_works(wrapper: dict[str, Any]) -> None:
     name = wrapper["path"].partition(":")[2]
     if name == "ResizeObservation":
         pytest.importorskip("cv2", reason="resizing needs opencv, which the extra `atari` installs")
-    kwargs = {"shape": (210, 160, 3)} if "Observation" in name else {}
+    kwargs: dict[str, Any] = {"shape": (210, 160, 3)} if "Observation" in name else {}
     kwargs |= {"action": "box"} if name in ("RescaleAction", "DiscretizeAction") else {}
     factory = f"{__name__}:Picture"
     config = EnvironmentConfig.model_validate({"id": factory, "kwargs": kwargs, "wrappers": [wrapper]})
