@@ -67,7 +67,7 @@ def check(config: Config) -> EnvironmentDescription:
     make(evaluation_environment(config)).close()
     _check_device(config)
     rollout = config.rollout
-    fragment = description.fragment_bytes(rollout.fragment_steps, config.environment.num_envs)
+    fragment = description.fragment_bytes(rollout.fragment_steps, config.environment.num_envs, config.state_sizes)
     window = (rollout.max_policy_lag + 1) * rollout.fragments_per_update
     if fragment * (window + rollout.fragments_per_update) > rollout.max_log_bytes:
         raise ConfigError(

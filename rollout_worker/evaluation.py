@@ -19,6 +19,7 @@ from shared.config import Config, EnvironmentConfig
 from shared.errors import EnvironmentFailure
 from shared.fragment import EpisodeRecord
 from shared.policies.policy import Policy
+from shared.policies.stateful import Stateful
 from shared.spaces import EnvironmentDescription
 
 
@@ -78,6 +79,12 @@ def play(
     shares = [(episodes + index) // copies for index in range(copies)]
     records: list[list[EpisodeRecord]] = [[] for _ in range(copies)]
     now = environment.reset([seed + index for index in range(copies)])
+    remembering = {
+        policy_id: Stateful(policies[policy_id], policies[policy_id].initial_state(len(mask)))
+        for policy_id, (_, mask) in now.items()
+        if policies[policy_id].state_size
+    }
+    acting = {**policies, **remembering}
     started = time.monotonic()
     while any(len(done) < share for done, share in zip(records, shares, strict=True)):
         if time.monotonic() - started > deadline_seconds:
@@ -88,10 +95,12 @@ def play(
         actions = {}
         for policy_id, (observations, _) in now.items():
             tensors = {name: torch.from_numpy(array) for name, array in observations.items()}
-            chosen, _ = exploration.act(policies[policy_id], tensors, generator)
+            chosen, _ = exploration.act(acting[policy_id], tensors, generator)
             actions[policy_id] = {name: tensor.numpy() for name, tensor in chosen.items()}
         step = environment.step(actions)
         now = {policy_id: (result.obs, result.mask) for policy_id, result in step.policies.items()}
+        for policy_id, its in remembering.items():
+            its.forget(torch.from_numpy(step.policies[policy_id].over))
         for index, record in step.episodes:
             if len(records[index]) < shares[index]:
                 records[index].append(replace(record))

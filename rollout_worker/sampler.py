@@ -17,9 +17,10 @@ from rollout_worker import trail
 from rollout_worker.exploration import Exploration
 from rollout_worker.trail import Life, Trail
 from rollout_worker.vector import PolicyStep, VectorEnvironment
-from shared.fragment import EpisodeRecord, expected_columns
+from shared.fragment import STATE, EpisodeRecord, expected_columns
 from shared.policies.policy import Policy
 from shared.policies.registry import torch_device
+from shared.policies.stateful import Stateful
 from shared.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
 
 
@@ -53,6 +54,10 @@ class Sampler:
         self._number = past.number if past else 0
         began = environment.reset(life.environments(environment.num_envs), past.past if past else None)
         self._now = {policy_id: observations for policy_id, (observations, _) in began.items()}
+        self._states = {
+            policy_id: torch.from_numpy(state).to(self._device)
+            for policy_id, state in (past.states if past else {}).items()
+        }
 
     @torch.inference_mode()
     def sample(self, policies: Mapping[str, Policy], exploration: Exploration, steps: int) -> Sample:
@@ -60,16 +65,20 @@ class Sampler:
         started, environment_seconds = time.perf_counter(), 0.0
         self._generator.manual_seed(self.life.acting(self._number))
         recorders = {
-            policy_id: _Recorder(spaces, steps, self._environment.num_envs * self._description.slots(policy_id))
+            policy_id: _Recorder(spaces, steps, self._slots(policy_id), policies[policy_id].state_size)
             for policy_id, spaces in self._description.policies.items()
         }
+        remembering = self._remembering(policies)
+        for policy_id, its in remembering.items():
+            recorders[policy_id].columns[STATE][:] = its.state.cpu().numpy()
+        acting = {**policies, **remembering}
         episodes: list[EpisodeRecord] = []
         for step in range(steps):
             actions = {}
             for policy_id, recorder in recorders.items():
                 observations = self._now[policy_id]
                 tensors = {name: torch.from_numpy(array).to(self._device) for name, array in observations.items()}
-                chosen, params = exploration.act(policies[policy_id], tensors, self._generator)
+                chosen, params = exploration.act(acting[policy_id], tensors, self._generator)
                 actions[policy_id] = {name: tensor.cpu().numpy() for name, tensor in chosen.items()}
                 recorder.acted(step, observations, actions[policy_id], params)
             before = time.perf_counter()
@@ -78,14 +87,31 @@ class Sampler:
             for policy_id, recorder in recorders.items():
                 recorder.stepped(step, result.policies[policy_id])
                 self._now[policy_id] = result.policies[policy_id].obs
+            for policy_id, its in remembering.items():
+                its.forget(torch.from_numpy(result.policies[policy_id].over).to(self._device))
             episodes += [record for _, record in result.episodes]
         columns = {
             policy_id: recorder.finish(policies[policy_id], exploration, self._now[policy_id])
             for policy_id, recorder in recorders.items()
         }
+        self._states = {policy_id: its.state for policy_id, its in remembering.items()}
         self._number += 1
         seconds = time.perf_counter() - started
         return Sample(columns, tuple(episodes), seconds, environment_seconds)
+
+    def _slots(self, policy_id: str) -> int:
+        return self._environment.num_envs * self._description.slots(policy_id)
+
+    def _remembering(self, policies: Mapping[str, Policy]) -> dict[str, Stateful]:
+        """The policies that have a state, with what each remembers."""
+        found = {}
+        for policy_id, policy in policies.items():
+            if policy.state_size:
+                state = self._states.get(policy_id)
+                found[policy_id] = Stateful(
+                    policy, policy.initial_state(self._slots(policy_id)) if state is None else state
+                )
+        return found
 
     @property
     def stands(self) -> str:
@@ -105,7 +131,8 @@ class Sampler:
             for policy_id, columns in sample.columns.items()
         }
         number = self._number - 1
-        return trail.Step(self.life, number, place.episodes, place.lengths, self.stands, actions)
+        states = {policy_id: state.cpu().numpy() for policy_id, state in self._states.items()}
+        return trail.Step(self.life, number, place.episodes, place.lengths, self.stands, actions, states)
 
     def close(self) -> None:
         """Ends the environments."""
@@ -115,9 +142,9 @@ class Sampler:
 class _Recorder:
     """The preallocated columns of one policy id."""
 
-    def __init__(self, spaces: PolicySpaces, steps: int, slots: int) -> None:
+    def __init__(self, spaces: PolicySpaces, steps: int, slots: int, state_size: int) -> None:
         self._observation_names = spaces.observation.column_names("obs")
-        expected = expected_columns(spaces, steps, slots)
+        expected = expected_columns(spaces, steps, slots, state_size)
         growing = {leaf.column("final_obs") for leaf in spaces.observation.leaves} | {"final_index"}
         self.columns: Columns = {
             name: np.empty(shape, dtype) for name, (shape, dtype) in expected.items() if name not in growing

@@ -10,12 +10,13 @@ predecessor would have acted. An environment that does not come back to the same
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import xxhash
 
 from shared import tensor_blob
+from shared.fragment import STATE
 from shared.spaces import Array, Columns
 
 MOST_BYTES = 1 << 20
@@ -101,6 +102,8 @@ class Step:
     digest: str
     """Of what was observed after its last step."""
     actions: Mapping[str, Columns]
+    states: Mapping[str, Array] = field(default_factory=dict)
+    """Policy id → `[S, state size]`: what a policy with a core remembers after the last step."""
 
     @property
     def fragments(self) -> int:
@@ -115,19 +118,25 @@ def encode(step: Step) -> bytes:
     """One blob; the inverse is `decode`."""
     flat = {f"{policy}/{name}": array for policy, columns in step.actions.items() for name, array in columns.items()}
     header = vars(step) | {"life": vars(step.life), "actions": {name: array.dtype.str for name, array in flat.items()}}
-    return tensor_blob.encode({name: _small(array) for name, array in flat.items()}, header)
+    del header["states"]
+    states = {f"{policy}/{STATE}": array for policy, array in step.states.items()}
+    return tensor_blob.encode({name: _small(array) for name, array in flat.items()} | states, header)
 
 
 def decode(blob: bytes) -> Step:
     """Raises `BlobError`, `KeyError`, `TypeError` or `ValueError` for anything else than a step."""
     flat, header = tensor_blob.decode(blob)
     actions: dict[str, Columns] = {}
+    states: Columns = {}
     for name, array in flat.items():
         policy_id, _, column = name.partition("/")
-        actions.setdefault(policy_id, {})[column] = array.astype(header["actions"][name])
+        if column == STATE:
+            states[policy_id] = array
+        else:
+            actions.setdefault(policy_id, {})[column] = array.astype(header["actions"][name])
     lengths, episodes = tuple(map(int, header["lengths"])), tuple(map(int, header["episodes"]))
     life = Life(**header["life"])
-    return Step(life, header["number"], episodes, lengths, header["digest"], actions)
+    return Step(life, header["number"], episodes, lengths, header["digest"], actions, states)
 
 
 @dataclass(frozen=True)
@@ -139,6 +148,8 @@ class Trail:
     """Of the next fragment."""
     past: Past
     digest: str
+    states: Mapping[str, Array] = field(default_factory=dict)
+    """As in `Step`."""
 
 
 def read(blobs: Sequence[bytes]) -> Trail | None:
@@ -158,7 +169,7 @@ def read(blobs: Sequence[bytes]) -> Trail | None:
         policy_id: {name: np.concatenate([step.actions[policy_id][name] for step in needed]) for name in columns}
         for policy_id, columns in last.actions.items()
     }
-    return Trail(last.life, last.number + 1, Past(last.episodes, last.lengths, actions), last.digest)
+    return Trail(last.life, last.number + 1, Past(last.episodes, last.lengths, actions), last.digest, last.states)
 
 
 def digest(now: Mapping[str, Columns], returns: Array) -> str:

@@ -36,6 +36,12 @@ class PolicyStep:
     final_slots: Array
     """`[M]`, int32."""
 
+    @property
+    def over(self) -> Array:
+        """Where a policy begins to remember anew: an episode has ended, or there was nothing to act for."""
+        over: Array = self.terminated | self.truncated | ~self.mask
+        return over
+
 
 @dataclass
 class Step:

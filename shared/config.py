@@ -90,6 +90,25 @@ class PolicyConfig(Section):
     on nothing else, since a resume calls it again."""
     clip_observations: float = Field(10.0, gt=0)
     """Bound of a normalised observation, in standard deviations."""
+    core: Literal["none", "lstm", "gru"] = "none"
+    """What lets a policy remember within an episode (for tasks that an observation alone does not tell all of): a
+    recurrent layer behind the encoder. Only algorithms that learn whole sequences can (docs/algorithms/ppo.md)."""
+    core_size: int = Field(64, ge=1)
+    """Units of the core."""
+
+    @property
+    def state_size(self) -> int:
+        """How many numbers it remembers from step to step, per slot; an LSTM's are its outputs and its cells."""
+        return self.core_size * {"none": 0, "gru": 1, "lstm": 2}[self.core]
+
+    @model_validator(mode="after")
+    def _one_core_for_both(self) -> Self:
+        if self.core != "none" and not self.share_encoder:
+            raise ValueError(
+                f"core={self.core} with share_encoder=false: actor and critic have one core, and so one encoder before "
+                f"it; set share_encoder=true"
+            )
+        return self
 
     @property
     def changes_rewards(self) -> bool:
@@ -346,6 +365,12 @@ class Config(Section):
                 f"environment.vectorization='native' cannot apply environment.wrappers="
                 f"{[wrapper.path for wrapper in self.environment.wrappers]}; use sync or async"
             )
+        remembering = sorted(policy_id for policy_id, policy in self.policies.items() if policy.state_size)
+        if remembering and self.dataset is not None:
+            raise ValueError(
+                f"policies.{remembering[0]}.core={self.policies[remembering[0]].core} with a dataset: recorded "
+                f"experience does not say what the policy would have remembered; set core=none"
+            )
         for policy_id in self.policies:
             if not policy_id.replace("-", "").replace("_", "").isalnum() or policy_id in {"trainer", "manifest"}:
                 raise ValueError(f"policies: {policy_id!r} is not a usable policy id; use letters, digits, - and _")
@@ -374,6 +399,11 @@ class Config(Section):
     def transitions_per_update(self) -> int:
         """Of one policy id with one agent: K × T × N."""
         return self.rollout.fragments_per_update * self.rollout.fragment_steps * self.environment.num_envs
+
+    @property
+    def state_sizes(self) -> dict[str, int]:
+        """Policy id → how many numbers the policy remembers from step to step, per slot."""
+        return {policy_id: policy.state_size for policy_id, policy in self.policies.items()}
 
     def hash(self) -> str:
         """SHA-256 of what decides the learning (not where, by how many, or until when it runs): 64 hex digits."""

@@ -14,6 +14,10 @@ Columns, per policy id, with S slots (environments × agents of that policy):
 | `bootstrap_obs…` | S × … | observation after the last step |
 | `final_obs…` | M × … | last observation of each truncated slot |
 | `final_index` | M × 2 | int32: step, slot of each `final_obs` row |
+| `state_in` | S × state size | float32: what a policy with a core remembers before the first step; absent for others |
+
+Within the fragment that state follows from the columns: it begins at zero again after each step that ended an episode,
+or that nobody acted.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from shared.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
 from shared.steps import Phase
 
 WIRE_VERSION = 2
+STATE = "state_in"
 REASONS = (
     "undecodable",
     "corrupt",
@@ -157,8 +162,13 @@ def _check_record(record: EpisodeRecord) -> None:
         raise FragmentError("not_finite", f"episode record {record!r}")
 
 
-def check(fragment: Fragment, run_id: str, description: EnvironmentDescription) -> None:
-    """Refuses what does not belong to this run: `foreign_run`, `schema`, `not_finite`."""
+def check(
+    fragment: Fragment, run_id: str, description: EnvironmentDescription, state_sizes: Mapping[str, int] | None = None
+) -> None:
+    """Refuses what does not belong to this run: `foreign_run`, `schema`, `not_finite`.
+
+    `state_sizes`: policy id → `PolicyConfig.state_size`, of policies that remember something.
+    """
     if fragment.header.run_id != run_id:
         raise FragmentError("foreign_run", f"fragment of run {fragment.header.run_id!r} in the log of {run_id!r}")
     if set(fragment.columns) != set(description.policies):
@@ -169,11 +179,15 @@ def check(fragment: Fragment, run_id: str, description: EnvironmentDescription) 
     for policy_id, spaces in description.policies.items():
         slots = header.num_envs * description.slots(policy_id)
         columns = fragment.columns[policy_id]
-        _check_columns(columns, expected_columns(spaces, header.steps, slots), policy_id)
+        _check_columns(
+            columns, expected_columns(spaces, header.steps, slots, (state_sizes or {}).get(policy_id, 0)), policy_id
+        )
         _check_choices(columns, spaces, policy_id)
 
 
-def expected_columns(spaces: PolicySpaces, steps: int, slots: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+def expected_columns(
+    spaces: PolicySpaces, steps: int, slots: int, state_size: int = 0
+) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
     """Column → shape (−1 for any) and dtype of one policy's part of a fragment."""
     flags = {name: ((steps, slots), np.dtype(np.bool_)) for name in ("terminated", "truncated", "mask")}
     numbers = {name: ((steps, slots), np.dtype(np.float32)) for name in ("reward", "log_prob")}
@@ -186,6 +200,8 @@ def expected_columns(spaces: PolicySpaces, steps: int, slots: int) -> dict[str, 
     for leaf in spaces.action.leaves:
         dtype = np.dtype(np.float32) if leaf.kind == "box" else leaf.column_dtype
         expected[leaf.column("action")] = ((steps, slots, *leaf.shape), dtype)
+    if state_size:
+        expected[STATE] = ((slots, state_size), np.dtype(np.float32))
     return expected
 
 

@@ -187,11 +187,12 @@ class EnvironmentDescription:
         policies = {policy_id: PolicySpaces.from_dict(item) for policy_id, item in data["policies"].items()}
         return cls(dict(data["agents"]), policies)
 
-    def fragment_bytes(self, steps: int, num_envs: int) -> int:
-        """About how many bytes of observations and actions a fragment of `steps` × `num_envs` holds."""
-        per_env = 0
+    def fragment_bytes(self, steps: int, num_envs: int, state_sizes: Mapping[str, int] | None = None) -> int:
+        """About how many bytes of observations, actions and state a fragment of `steps` × `num_envs` holds."""
+        per_env, state = 0, 0
         for policy_id, spaces in self.policies.items():
             leaves = (*spaces.observation.leaves, *spaces.action.leaves)
             row = sum(leaf.size * leaf.column_dtype.itemsize for leaf in leaves) + 12
             per_env += row * self.slots(policy_id)
-        return per_env * steps * num_envs
+            state += 4 * (state_sizes or {}).get(policy_id, 0) * self.slots(policy_id)
+        return (per_env * steps + state) * num_envs

@@ -98,6 +98,7 @@ class Intake:
         self._description = description
         self._rollout = config.rollout
         self._num_envs = config.environment.num_envs
+        self._state_sizes = config.state_sizes
         self._log = log
         self._settlement = settlement
         self._buffer: deque[LogEntry] = deque()
@@ -145,7 +146,7 @@ class Intake:
             if entry.fragment is None:
                 raise FragmentError("lost_body", f"{entry.place.shard if entry.place else 'its shard'} has it no more")
             parsed = fragment.decode(entry.fragment)
-            fragment.check(parsed, self._run_id, self._description)
+            fragment.check(parsed, self._run_id, self._description, self._state_sizes)
             self._check_source(entry, parsed)
             self._check_lag(parsed, version, phase)
         except FragmentError as error:

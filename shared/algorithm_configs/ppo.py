@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -12,6 +12,7 @@ from shared.algorithm_configs.on_policy import ClippedConfig
 class PPOConfig(ClippedConfig):
     """Proximal policy optimisation (Schulman et al. 2017), clipped objective."""
 
+    recurrent_policy: ClassVar[str | None] = "recurrent_actor_critic"
     name: Literal["ppo"] = "ppo"
     """The algorithm."""
     gae_lambda: float = Field(0.95, ge=0, le=1)

@@ -23,6 +23,8 @@ class AlgorithmConfig(Section):
     """The kind of policy (shared/policies/registry.py) that it learns."""
     learns_from_others: ClassVar[bool] = True
     """Whether it may learn from what its own policy did not act; needed for `dataset`."""
+    recurrent_policy: ClassVar[str | None] = None
+    """The kind that it learns where a policy has a `core`; None where it cannot learn sequences."""
     name: str
     """The algorithm."""
     learning_rate: ScheduleField = Schedule(start=3e-4)

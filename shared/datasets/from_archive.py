@@ -14,7 +14,7 @@ from shared.archive import read_experience
 from shared.datasets.recording import Episode
 from shared.datasets.table import Table, episodes_of
 from shared.errors import DatasetError, FragmentError
-from shared.fragment import Fragment, check
+from shared.fragment import STATE, Fragment, check
 from shared.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
 
 
@@ -39,6 +39,8 @@ def _fitting(fragments: Iterable[Fragment], location: str, description: Environm
             continue  # a worker that had no answer pushed it again
         seen.add(key)
         try:
+            for columns in item.columns.values():
+                columns.pop(STATE, None)  # what another policy remembered is no experience
             check(item, item.header.run_id, description)
         except FragmentError as error:
             raise DatasetError(

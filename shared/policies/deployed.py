@@ -1,5 +1,6 @@
 """`load_policy(checkpoint).act(observation)`: for whoever deploys a trained policy. No Ray, Redis, store or gymnasium.
 
+A policy with a core remembers what it has acted on: `reset` tells it that an episode begins.
 It needs torch and NumPy, and the small packages that a policy file is read with (safetensors, xxhash, pydantic).
 """
 
@@ -17,6 +18,7 @@ from shared.checkpoint import CHECKPOINTS, MANIFEST, POINTER, PROMOTED, Pointer,
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
 from shared.policies.codec import decode_policy
 from shared.policies.policy import Policy
+from shared.policies.stateful import Stateful
 from shared.spaces import Columns
 
 _FILE = "policy.safetensors"
@@ -29,15 +31,38 @@ class DeployedPolicy:
         self._policy = policy.eval()
         self._generator = torch.Generator().manual_seed(seed)
         self.version = version
+        self._remembering: Stateful | None = None
+
+    def reset(self, over: Any = None) -> None:
+        """Episodes begin: all of them, or those rows of the batch where `over` `[B]` is true.
+
+        For policies with a core, which act on what they have seen since; others have nothing to forget.
+        """
+        if over is None:
+            self._remembering = None
+        elif self._remembering is not None:
+            where = torch.as_tensor(np.asarray(over, np.bool_))
+            if where.shape != self._remembering.state.shape[:1]:
+                raise UserError(
+                    f"reset: `over` has the shape {tuple(where.shape)}, the batch so far has "
+                    f"{len(self._remembering.state)} rows; give a flag for each of them"
+                )
+            self._remembering.forget(where)
 
     @torch.inference_mode()
     def act(self, observation: Any, *, greedy: bool = True) -> Any:
-        """An action for one observation, nested as the space is: the most probable one, or (greedy=False) a draw."""
+        """An action for one observation, nested as the space is: the most probable one, or (greedy=False) a draw.
+
+        With a core, observations are those of one episode in their order; call `reset` before the next one.
+        """
         return _first(self.act_batch(_batched(observation), greedy=greedy))
 
     @torch.inference_mode()
     def act_batch(self, observations: Any, *, greedy: bool = True) -> Any:
-        """Actions for a batch: every array of the nested observation has the batch axis first."""
+        """Actions for a batch: every array of the nested observation has the batch axis first.
+
+        With a core, each row of the batch is an episode of its own, and stays in its place (`reset`).
+        """
         spec = self._policy.spaces.observation
         columns = spec.flatten("obs", observations)
         for leaf in spec.leaves:
@@ -45,11 +70,24 @@ class DeployedPolicy:
             if found != leaf.shape:
                 raise UserError(f"observation {leaf.path or ''}: expected the shape {leaf.shape}, found {found}")
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in columns.items()}
-        params = self._policy.action_parameters(tensors)
+        params = self._acting(len(next(iter(tensors.values())))).action_parameters(tensors)
         distribution = self._policy.distribution
         actions = distribution.mode(params) if greedy else distribution.sample(params, self._generator)
         chosen: Columns = {name: tensor.numpy() for name, tensor in actions.items()}
         return self._policy.spaces.action.to_environment(chosen)
+
+    def _acting(self, rows: int) -> Policy:
+        """The policy; one with a core together with what it remembers of these rows."""
+        if not self._policy.state_size:
+            return self._policy
+        if self._remembering is None:
+            self._remembering = Stateful(self._policy, self._policy.initial_state(rows))
+        known = len(self._remembering.state)
+        if known != rows:
+            raise UserError(
+                f"{rows} observations, but the policy remembers {known} episodes; call reset() before another batch"
+            )
+        return self._remembering
 
 
 def load_policy(checkpoint: str | Path | bytes, policy_id: str = "default") -> DeployedPolicy:

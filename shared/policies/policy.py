@@ -54,10 +54,23 @@ class Policy(nn.Module):
             else None
         )
 
+    @property
+    def state_size(self) -> int:
+        """How many numbers it remembers from step to step, per slot; 0 for one that acts on the observation alone."""
+        return self.config.state_size
+
+    def initial_state(self, slots: int) -> Tensor:
+        """`[slots, state_size]`: what it remembers at the beginning of an episode."""
+        return torch.zeros(slots, self.state_size, device=next(self.parameters()).device)
+
     def action_parameters(self, observations: Mapping[str, Tensor]) -> Tensor:
-        """`[B, P]` for `self.distribution`."""
-        raise NotImplementedError
+        """`[B, P]` for `self.distribution`; only of a policy without state."""
+        raise NotImplementedError(f"a policy of kind {self.kind} has no parameters for observations alone")
 
     def exploring_parameters(self, observations: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
         """`action_parameters` as one acts in training: with noise on the weights, where a policy has that."""
         return self.action_parameters(observations)
+
+    def step(self, observations: Mapping[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+        """`[B, P]` for `self.distribution` from observations and state `[B, state_size]`; and the state after them."""
+        return self.action_parameters(observations), state

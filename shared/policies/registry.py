@@ -24,6 +24,7 @@ _BUILT_IN = {
     "q_network": "shared.policies.q_network:QNetwork",
     "actor": "shared.policies.actor:Actor",
     "deterministic": "shared.policies.actor:Deterministic",
+    "recurrent_actor_critic": "shared.policies.recurrent:RecurrentActorCritic",
 }
 _registered: dict[str, type[Policy]] = {}
 _RANDOM_STATE = threading.Lock()
@@ -72,11 +73,25 @@ def borrowed_random_state(seed: int = 0) -> Iterator[None]:
 def build_policies(
     spaces: Mapping[str, PolicySpaces], configs: Mapping[str, PolicyConfig], algorithm: AlgorithmConfig, seed: int
 ) -> dict[str, Policy]:
-    """One policy per policy id, initialised from `seed` alone (the global random state is left as it was)."""
+    """One policy per policy id, initialised from `seed` alone (the global random state is left as it was).
+
+    Raises `ConfigError` for one that is to remember where the algorithm cannot learn that.
+    """
     chosen = algorithm.resolved()
-    made = policy_class(chosen.policy)
     policies = {}
     for index, policy_id in enumerate(sorted(spaces)):
+        made = policy_class(_kind(chosen, configs[policy_id], policy_id))
         with borrowed_random_state(seed + index):
             policies[policy_id] = made(spaces[policy_id], configs[policy_id], **chosen.network())
     return policies
+
+
+def _kind(algorithm: AlgorithmConfig, config: PolicyConfig, policy_id: str) -> str:
+    if config.core == "none":
+        return algorithm.policy
+    if algorithm.recurrent_policy is None:
+        raise ConfigError(
+            f"policies.{policy_id}.core={config.core}: algorithm {algorithm.name} learns single steps and cannot learn "
+            f"what to remember; set core=none, or take an algorithm that learns sequences, such as ppo"
+        )
+    return algorithm.recurrent_policy

@@ -35,7 +35,7 @@ def side_by_side(experience: Sequence[Experience]) -> Columns:
                 offset += fragment["reward"].shape[1]
             columns[name] = np.concatenate(moved)
         else:
-            along_slots = name.startswith(("bootstrap_", "final_"))
+            along_slots = name.startswith(("bootstrap_", "final_", "state_"))
             columns[name] = np.concatenate(parts, axis=0 if along_slots else 1)
     return columns
 
