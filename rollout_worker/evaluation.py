@@ -19,7 +19,7 @@ from shared.config import Config, EnvironmentConfig
 from shared.errors import EnvironmentFailure
 from shared.fragment import EpisodeRecord
 from shared.policies.policy import Policy
-from shared.policies.stateful import Stateful
+from shared.policies.stateful import with_states
 from shared.spaces import EnvironmentDescription
 
 
@@ -79,11 +79,7 @@ def play(
     shares = [(episodes + index) // copies for index in range(copies)]
     records: list[list[EpisodeRecord]] = [[] for _ in range(copies)]
     now = environment.reset([seed + index for index in range(copies)])
-    remembering = {
-        policy_id: Stateful(policies[policy_id], policies[policy_id].initial_state(len(mask)))
-        for policy_id, (_, mask) in now.items()
-        if policies[policy_id].state_size
-    }
+    remembering = with_states(policies, {policy_id: len(mask) for policy_id, (_, mask) in now.items()})
     acting = {**policies, **remembering}
     started = time.monotonic()
     while any(len(done) < share for done, share in zip(records, shares, strict=True)):

@@ -20,7 +20,7 @@ from rollout_worker.vector import PolicyStep, VectorEnvironment
 from shared.fragment import STATE, EpisodeRecord, expected_columns
 from shared.policies.policy import Policy
 from shared.policies.registry import torch_device
-from shared.policies.stateful import Stateful
+from shared.policies.stateful import with_states
 from shared.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
 
 
@@ -68,7 +68,7 @@ class Sampler:
             policy_id: _Recorder(spaces, steps, self._slots(policy_id), policies[policy_id].state_size)
             for policy_id, spaces in self._description.policies.items()
         }
-        remembering = self._remembering(policies)
+        remembering = with_states(policies, {policy_id: self._slots(policy_id) for policy_id in policies}, self._states)
         for policy_id, its in remembering.items():
             recorders[policy_id].columns[STATE][:] = its.state.cpu().numpy()
         acting = {**policies, **remembering}
@@ -101,17 +101,6 @@ class Sampler:
 
     def _slots(self, policy_id: str) -> int:
         return self._environment.num_envs * self._description.slots(policy_id)
-
-    def _remembering(self, policies: Mapping[str, Policy]) -> dict[str, Stateful]:
-        """The policies that have a state, with what each remembers."""
-        found = {}
-        for policy_id, policy in policies.items():
-            if policy.state_size:
-                state = self._states.get(policy_id)
-                found[policy_id] = Stateful(
-                    policy, policy.initial_state(self._slots(policy_id)) if state is None else state
-                )
-        return found
 
     @property
     def stands(self) -> str:

@@ -28,3 +28,15 @@ class Stateful(Policy):
     def forget(self, over: Tensor) -> None:
         """The episodes of the slots where `over` `[S]` have ended."""
         self.state = self.state.masked_fill(over.unsqueeze(1), 0.0)
+
+
+def with_states(
+    policies: Mapping[str, Policy], slots: Mapping[str, int], states: Mapping[str, Tensor] | None = None
+) -> dict[str, Stateful]:
+    """Those of the policies that remember something; each goes on from its state, or begins with so many slots."""
+    known, found = states or {}, {}
+    for policy_id, policy in policies.items():
+        if policy.state_size:
+            state = known[policy_id] if policy_id in known else policy.initial_state(slots[policy_id])
+            found[policy_id] = Stateful(policy, state)
+    return found

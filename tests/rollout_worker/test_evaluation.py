@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -11,10 +12,13 @@ import torch
 from rollout_worker.environments import make_vector
 from rollout_worker.evaluation import Scores, evaluate_policies, evaluation_environment, play
 from rollout_worker.making import describe_environment
+from rollout_worker.trail import episode_seed
 from shared.config import Config
 from shared.errors import EnvironmentFailure
 from shared.fragment import EpisodeRecord
+from shared.policies.deployed import DeployedPolicy
 from shared.policies.policy import Policy
+from shared.policies.recurrent import RecurrentActorCritic
 from shared.policies.registry import build_policies
 from tests.conftest import minimal_config
 from tests.environments_for_tests import MODULE
@@ -117,3 +121,28 @@ def test_agents_of_one_environment_are_evaluated_together() -> None:
 def test_a_failing_environment_is_told_by_name() -> None:
     with pytest.raises(EnvironmentFailure, match="environment 0 raised ValueError in step: the gripper is stuck"):
         scores_of(config_of({"id": f"{MODULE}:Counting", "kwargs": {"fails": "step"}}, episodes=2))
+
+
+def test_a_policy_with_a_core_remembers_within_each_episode_and_not_across() -> None:
+    policy = {"core": "lstm", "core_size": 6, "share_encoder": True}
+    config = minimal_config(
+        environment={"id": "CartPole-v1", "max_episode_steps": 30}, policies={"default": policy},
+        evaluation={"episodes": 7, "num_envs": 3},
+    )  # fmt: skip
+    policies = policies_of(config)
+    with torch.no_grad():
+        cast(RecurrentActorCritic, policies["default"]).head.weight.mul_(100)
+    found = scores_of(config, policies=policies)
+    returns = []
+    for copy, share in enumerate((3, 2, 2)):
+        env = gym.make("CartPole-v1", max_episode_steps=30)
+        acting, first = DeployedPolicy(policies["default"], 0), config.evaluation.seed + copy
+        for episode in range(share):
+            acting.reset()
+            observation, _ = env.reset(seed=episode_seed(first, episode))
+            over, total = False, 0.0
+            while not over:
+                observation, reward, terminated, truncated, _ = env.step(acting.act(observation))
+                over, total = terminated or truncated, total + float(reward)
+            returns.append(total)
+    assert [record.episode_return for record in found.episodes] == returns

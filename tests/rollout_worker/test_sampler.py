@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from rollout_worker.environments import make_vector
 from rollout_worker.exploration import Exploration, RandomActing, Sampling
@@ -16,9 +17,11 @@ from rollout_worker.trail import Life
 from shared import fragment
 from shared.config import Config
 from shared.fragment import Fragment, FragmentHeader
+from shared.policies.actor_critic import Heads
 from shared.policies.policy import Policy
+from shared.policies.recurrent import RecurrentActorCritic
 from shared.policies.registry import build_policies
-from shared.spaces import EnvironmentDescription
+from shared.spaces import Columns, EnvironmentDescription
 from shared.steps import Phase
 from tests.conftest import minimal_config
 from tests.environments_for_tests import ACTIONS, MODULE, OBSERVATIONS
@@ -52,9 +55,9 @@ class Stage:
             self.config.environment.num_envs, sample.episodes,
         )  # fmt: skip
         sent = Fragment(header, sample.columns)
-        fragment.check(sent, "run", self.description)
+        fragment.check(sent, "run", self.description, self.config.state_sizes)
         received = fragment.decode(fragment.encode(sent))
-        fragment.check(received, "run", self.description)
+        fragment.check(received, "run", self.description, self.config.state_sizes)
         for policy_id, columns in received.columns.items():
             assert all(np.array_equal(array, sample.columns[policy_id][name]) for name, array in columns.items())
         return sample
@@ -188,3 +191,60 @@ def test_agents_of_one_policy_are_slots_beside_each_other() -> None:
         True,
         False,
     ]
+
+
+LSTM: dict[str, Any] = {"core": "lstm", "core_size": 5, "share_encoder": True, "hidden_sizes": [8]}
+
+
+def retold(stage: Stage, policy_id: str, columns: Columns) -> tuple[Tensor, Tensor]:
+    """Log-probabilities `[T, S]` of a fragment, and the state after it, worked out from its columns alone."""
+    policy = cast(RecurrentActorCritic, stage.policies[policy_id])
+    tensors = {name: torch.from_numpy(array) for name, array in columns.items()}
+    over = tensors["terminated"] | tensors["truncated"] | ~tensors["mask"]
+    with torch.no_grad():
+        params, _, states = policy.sequence({"obs": tensors["obs"]}, tensors["state_in"], over)
+        log_prob = policy.distribution.log_prob(params.flatten(0, 1), {"action": tensors["action"].flatten(0, 1)})
+    return log_prob.reshape(over.shape), states[-1].masked_fill(over[-1].unsqueeze(1), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "sections"),
+    [
+        ({"id": f"{MODULE}:Noise"}, {"policies": {"default": LSTM}}),
+        ({"id": "CartPole-v1", "max_episode_steps": 9}, {"policies": {"default": LSTM}}),
+        ({"id": "CartPole-v1", "max_episode_steps": 9}, {"policies": {"default": LSTM | {"core": "gru"}}}),
+        ({"id": "CartPole-v1", "vectorization": "native", "max_episode_steps": 9}, {"policies": {"default": LSTM}}),
+        (
+            {"id": f"{MODULE}:Chase", "api": "pettingzoo", "kwargs": {"cat_steps": 2, "mouse_steps": 4}},
+            TWO_POLICIES | {"policies": {"hunter": LSTM, "prey": {}}},
+        ),
+        ({"id": f"{MODULE}:Twins", "api": "pettingzoo"}, {"policies": {"default": LSTM}}),
+    ],
+    ids=["continuous", "sync", "gru", "native", "two agents", "twins"],
+)
+def test_what_a_policy_remembered_follows_from_the_state_at_the_fragments_start(
+    environment: dict[str, Any], sections: dict[str, Any]
+) -> None:
+    stage = Stage(environment, **sections)
+    for policy in stage.policies.values():
+        with torch.no_grad():
+            cast(Heads, policy).head.weight.mul_(100)
+    policy_id, state, ended = next(iter(stage.policies)), torch.zeros(1), 0
+    for number in range(3):
+        columns = stage.sample(8).columns[policy_id]
+        if number:
+            np.testing.assert_allclose(columns["state_in"], state.numpy(), rtol=1e-5, atol=1e-6)
+        else:
+            assert not columns["state_in"].any()
+        log_prob, state = retold(stage, policy_id, columns)
+        np.testing.assert_allclose(columns["log_prob"], log_prob.numpy(), rtol=1e-4, atol=1e-5)
+        ended += int((columns["terminated"] | columns["truncated"]).sum())
+        assert state.any() or (~columns["mask"][-1] | columns["terminated"][-1] | columns["truncated"][-1]).all()
+    assert ended or "Noise" in environment["id"]
+
+
+def test_random_acting_asks_nobody_and_nothing_is_remembered_of_it() -> None:
+    stage = Stage({"id": f"{MODULE}:Noise"}, policies={"default": LSTM})
+    stage.sample(4, RandomActing())
+    assert not stage.sample(4).columns["default"]["state_in"].any()
+    assert stage.sample(4).columns["default"]["state_in"].any()

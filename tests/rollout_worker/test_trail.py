@@ -68,6 +68,15 @@ def same(one: Sample, other: Sample) -> bool:
         ({"id": "CartPole-v1"}, {}),
         ({"id": "CartPole-v1", "vectorization": "async"}, {}),
         ({"id": "Pendulum-v1", "max_episode_steps": 20}, {}),
+        (
+            {"id": "Pendulum-v1", "max_episode_steps": 20},
+            {"policies": {"default": {"core": "gru", "share_encoder": True}}},
+        ),
+        ({"id": "CartPole-v1"}, {"policies": {"default": {"core": "lstm", "share_encoder": True}}}),
+        (
+            AGENTS | {"kwargs": {"cat_steps": 12, "mouse_steps": 100}},
+            TWO_POLICIES | {"policies": {"hunter": {"core": "lstm", "share_encoder": True}, "prey": {}}},
+        ),
         ({"id": "Acrobot-v1", "max_episode_steps": 9}, {}),
         (AGENTS | {"kwargs": {"cat_steps": 12, "mouse_steps": 100}}, TWO_POLICIES),
         (AGENTS | {"kwargs": {"cat_steps": 21, "mouse_steps": 42, "counts": False}}, TWO_POLICIES),
@@ -145,3 +154,14 @@ def test_seeds_differ_between_lives_fragments_environments_and_episodes() -> Non
     seeds += [seed for life in lives for seed in life.environments(4)]
     seeds += [episode_seed(lives[0].environments(1)[0], number) for number in range(1, 4)]
     assert len(set(seeds)) == len(seeds)
+
+
+def test_what_is_remembered_comes_back_as_it_was() -> None:
+    line = Line(
+        {"id": "CartPole-v1"}, {"policies": {"default": {"core": "lstm", "core_size": 5, "share_encoder": True}}}
+    )
+    line.sample()
+    line.sampler.close()
+    past = trail.read(line.left)
+    assert past is not None and past.states["default"].shape == (3, 10) and past.states["default"].any()
+    assert past.states["default"].tobytes() == line.sampler._states["default"].numpy().tobytes()

@@ -23,6 +23,7 @@ from shared.spaces import Columns, EnvironmentDescription, PolicySpaces
 from shared.steps import Phase
 
 GOLDEN = Path(__file__).parent / "golden" / "fragment-2.bin"
+GOLDEN_STATE = GOLDEN.with_name("fragment-2-state.bin")
 RUN = "run-1"
 FUZZ = settings(deadline=None, derandomize=True, max_examples=60)
 
@@ -134,15 +135,43 @@ def golden_fragment() -> Fragment:
     return made
 
 
+def with_state() -> Fragment:
+    """As a policy with a core acts it: two slots, three numbers each."""
+    made = golden_fragment()
+    made.columns["default"]["state_in"] = np.arange(6, dtype=np.float32).reshape(2, 3) / 8
+    return made
+
+
 def test_the_bytes_on_the_wire_are_the_golden_ones() -> None:
     # After a change of the format: raise WIRE_VERSION, write encode(golden_fragment()) to golden/fragment-<version>.bin
     # and point GOLDEN to it. A change here without a new version breaks runs that are going on.
     assert fragment.WIRE_VERSION == 2
     assert fragment.encode(golden_fragment()) == GOLDEN.read_bytes()
+    assert fragment.encode(with_state()) == GOLDEN_STATE.read_bytes()
 
 
 def test_the_golden_bytes_are_read() -> None:
     assert_same(read(GOLDEN.read_bytes(), SIMPLE), golden_fragment())
+    found = fragment.decode(GOLDEN_STATE.read_bytes())
+    fragment.check(found, RUN, SIMPLE, {"default": 3})
+    assert_same(found, with_state())
+
+
+@pytest.mark.parametrize("sizes", [None, {}, {"default": 0}, {"default": 2}, {"default": 4}])
+def test_a_state_of_another_size_is_no_fragment_of_this_run(sizes: dict[str, int] | None) -> None:
+    with pytest.raises(FragmentError) as caught:
+        fragment.check(with_state(), RUN, SIMPLE, sizes)
+    assert caught.value.reason == "schema" and "state_in" in caught.value.detail
+    with pytest.raises(FragmentError, match="state_in"):
+        fragment.check(golden_fragment(), RUN, SIMPLE, {"default": 3})
+
+
+def test_a_state_that_is_not_finite_is_dropped_as_such() -> None:
+    made = with_state()
+    made.columns["default"]["state_in"][1, 2] = np.nan
+    with pytest.raises(FragmentError) as caught:
+        fragment.check(made, RUN, SIMPLE, {"default": 3})
+    assert caught.value.reason == "not_finite"
 
 
 def leaf_spaces(in_actions: bool) -> st.SearchStrategy[spaces.Space[Any]]:

@@ -198,3 +198,7 @@ def test_the_size_of_a_fragment_is_that_of_its_columns() -> None:
         int(np.prod(shape)) * dtype.itemsize for name, (shape, dtype) in columns.items() if name in {"obs", "action"}
     )
     assert travelling < description.fragment_bytes(steps=10, num_envs=4) < travelling + 20 * 10 * 8
+    state = expected_columns(its, steps=10, slots=2 * 4, state_size=6)["state_in"]
+    assert state == ((8, 6), np.dtype(np.float32))
+    with_state = description.fragment_bytes(steps=10, num_envs=4, state_sizes={"default": 6})
+    assert with_state == description.fragment_bytes(steps=10, num_envs=4) + 8 * 6 * 4
