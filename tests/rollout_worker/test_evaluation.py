@@ -126,7 +126,7 @@ def test_a_failing_environment_is_told_by_name() -> None:
 def test_a_policy_with_a_core_remembers_within_each_episode_and_not_across() -> None:
     policy = {"core": "lstm", "core_size": 6, "share_encoder": True}
     config = minimal_config(
-        environment={"id": "CartPole-v1", "max_episode_steps": 30}, policies={"default": policy},
+        environment={"id": "Pendulum-v1", "max_episode_steps": 30}, policies={"default": policy},
         evaluation={"episodes": 7, "num_envs": 3},
     )  # fmt: skip
     policies = policies_of(config)
@@ -134,8 +134,8 @@ def test_a_policy_with_a_core_remembers_within_each_episode_and_not_across() -> 
         cast(RecurrentActorCritic, policies["default"]).head.weight.mul_(100)
     found = scores_of(config, policies=policies)
     returns = []
-    for copy, share in enumerate((3, 2, 2)):
-        env = gym.make("CartPole-v1", max_episode_steps=30)
+    for copy, share in enumerate((2, 2, 3)):
+        env = gym.make("Pendulum-v1", max_episode_steps=30)
         acting, first = DeployedPolicy(policies["default"], 0), config.evaluation.seed + copy
         for episode in range(share):
             acting.reset()
@@ -145,4 +145,4 @@ def test_a_policy_with_a_core_remembers_within_each_episode_and_not_across() -> 
                 observation, reward, terminated, truncated, _ = env.step(acting.act(observation))
                 over, total = terminated or truncated, total + float(reward)
             returns.append(total)
-    assert [record.episode_return for record in found.episodes] == returns
+    assert [record.episode_return for record in found.episodes] == pytest.approx(returns, rel=1e-4)

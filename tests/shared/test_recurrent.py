@@ -84,7 +84,7 @@ def test_a_sequence_is_what_acting_step_by_step_is(core: str, places: tuple[tupl
         expected = one_by_one(policy, obs, state, over)
     for whole, steps in zip(found, expected, strict=True):
         torch.testing.assert_close(whole, torch.stack(steps), rtol=1e-5, atol=1e-6)
-    assert found[0].std(dim=0).min() >= 0 and found[0][..., :1].std() > 0.05, "it acts on what it sees"
+    assert found[0][..., :2].std(dim=0).min() > 0.01, "it acts on what it sees"
 
 
 @CORES
