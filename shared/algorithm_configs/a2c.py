@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class A2CConfig(OnPolicyConfig):
     """Advantage actor-critic: A3C (Mnih et al. 2016) in lockstep, one gradient step for each update."""
 
+    recurrent_policy: ClassVar[str | None] = "recurrent_actor_critic"
     name: Literal["a2c"] = "a2c"
     """The algorithm."""
     learning_rate: ScheduleField = Schedule(start=7e-4)

@@ -97,7 +97,13 @@ class BatchOfUpdate:
     minibatch_size: int
 
     def refuse(self, run: Config) -> None:
-        """Raises `ValueError` where a minibatch is more than the batch."""
+        """Raises `ValueError` where a minibatch is more than the batch, or less than one slot's sequence of it."""
+        if self.minibatch_size < run.rollout.fragment_steps and any(run.state_sizes.values()):
+            raise ValueError(
+                f"algorithm.minibatch_size={self.minibatch_size} is less than rollout.fragment_steps="
+                f"{run.rollout.fragment_steps}: a policy with a core learns the whole sequences of fragments; raise the "
+                f"first or lower the second"
+            )
         if self.minibatch_size > run.transitions_per_update:
             rollout = run.rollout
             raise ValueError(

@@ -24,8 +24,8 @@ from tests.trainer_node.test_ppo import CONTINUOUS, CPU, DISCRETE, of, random_co
 from tests.trainer_node.test_vtrace import Case
 from trainer_node.algorithms.a2c import A2C
 from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.batch import Batch
 from trainer_node.algorithms.impala import IMPALA
-from trainer_node.algorithms.on_policy import Batch
 from trainer_node.algorithms.policy_gradient import PolicyGradient
 from trainer_node.algorithms.registry import make_algorithm
 

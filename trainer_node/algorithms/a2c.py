@@ -12,7 +12,7 @@ from torch import Tensor
 from shared.algorithm_configs.a2c import A2CConfig
 from shared.policies.actor_critic import ActorCritic
 from trainer_node.algorithms.algorithm import Setting
-from trainer_node.algorithms.on_policy import Batch
+from trainer_node.algorithms.batch import Batch
 from trainer_node.algorithms.policy_gradient import PolicyGradient
 
 

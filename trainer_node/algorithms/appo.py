@@ -18,8 +18,8 @@ from shared.policies.codec import load_state_arrays, state_arrays
 from shared.spaces import Array, Columns
 from shared.steps import Counters
 from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.batch import Batch
 from trainer_node.algorithms.clipped import Clipped
-from trainer_node.algorithms.on_policy import Batch
 
 _TARGET = "target/"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -11,8 +9,9 @@ from shared.algorithm_configs.on_policy import ClippedConfig
 from shared.policies.actor_critic import ActorCritic
 from shared.steps import Counters
 from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.batch import Batch
 from trainer_node.algorithms.experience import update_seed
-from trainer_node.algorithms.on_policy import Batch, OnPolicy
+from trainer_node.algorithms.on_policy import OnPolicy
 
 _KL_SLACK = 1.5
 
@@ -32,7 +31,7 @@ class Clipped(OnPolicy):
         config = self._clipped
         learning_rate, clip = config.learning_rate.value(counters), config.clip_range.value(counters)
         generator = torch.Generator().manual_seed(update_seed(self._seed, counters.updates))
-        minibatches = -(-len(batch) // config.minibatch_size)
+        minibatches = batch.minibatches(config.minibatch_size)
         history: list[dict[str, Tensor]] = []
         norms: list[Tensor] = []
         for _ in range(config.epochs):
@@ -52,12 +51,12 @@ class Clipped(OnPolicy):
 
         Advantages are normalised over the whole minibatch, whoever learns from which part of it.
         """
-        rows = len(batch)
+        rows = len(batch.counted(batch.log_prob))
         if self._clipped.normalise_advantages:
-            batch = replace(batch, advantage=self._normalised(batch.advantage))
-        batch = batch.take(self.share.rows(rows))
-        params, value = self.policy.action_parameters_and_value(batch.observations)
-        return self._objective(batch, params, value, clip, rows)
+            batch = batch.normalised()
+        batch = batch.take(self.share.rows(len(batch)))
+        params, value = batch.outputs(self.policy)
+        return self._objective(batch.flat(), params, value, clip, rows)
 
     def _objective(
         self, batch: Batch, params: Tensor, value: Tensor, clip: float, rows: int

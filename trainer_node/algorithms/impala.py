@@ -13,7 +13,7 @@ from torch import Tensor
 from shared.algorithm_configs.impala import IMPALAConfig
 from shared.policies.actor_critic import ActorCritic
 from trainer_node.algorithms.algorithm import Setting
-from trainer_node.algorithms.on_policy import Batch
+from trainer_node.algorithms.batch import Batch
 from trainer_node.algorithms.policy_gradient import PolicyGradient
 
 

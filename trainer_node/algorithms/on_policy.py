@@ -7,8 +7,7 @@ IMPALA, PPO and APPO are the four pairs. Tensors and config only; everything fol
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import cast
 
 import numpy as np
 import torch
@@ -16,42 +15,19 @@ from torch import Tensor, nn
 
 from shared.algorithm_configs.on_policy import OnPolicyConfig, VTraceConfig
 from shared.policies.actor_critic import ActorCritic
+from shared.policies.recurrent import RecurrentActorCritic
 from shared.spaces import Array, Columns
 from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.batch import Batch
 from trainer_node.algorithms.experience import Experience, side_by_side
 from trainer_node.algorithms.gae import advantages
+from trainer_node.algorithms.sequences import sequences_by_gae
 from trainer_node.algorithms.share import Share, Whole
 from trainer_node.algorithms.vtrace import VTrace, vtrace
 
 _CHUNK = 8192
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One update's transitions, flat: observations and actions by column, the rest `[B]`."""
-
-    observations: dict[str, Tensor]
-    actions: dict[str, Tensor]
-    log_prob: Tensor
-    value: Tensor
-    advantage: Tensor
-    target: Tensor
-    figures: dict[str, float] = field(default_factory=dict)
-    """Metrics of the whole batch, beside those of the gradient steps."""
-
-    def __len__(self) -> int:
-        return len(self.log_prob)
-
-    def take(self, rows: Tensor | slice) -> Self:
-        """The minibatch of these rows."""
-        taken = {item.name: _rows_of(getattr(self, item.name), rows) for item in fields(self) if item.name != "figures"}
-        return replace(self, figures={}, **taken)
-
-
-def _rows_of(value: Any, rows: Tensor | slice) -> Any:
-    return {name: tensor[rows] for name, tensor in value.items()} if isinstance(value, dict) else value[rows]
 
 
 class OnPolicy:
@@ -62,6 +38,7 @@ class OnPolicy:
 
     def __init__(self, policy: ActorCritic, config: OnPolicyConfig, setting: Setting) -> None:
         self.policy = policy.to(setting.device)
+        """Or a `RecurrentActorCritic`, whose batches are `Sequences`."""
         self._shared = config
         self._device = setting.device
         self._seed = setting.seed
@@ -98,8 +75,9 @@ class OnPolicy:
         metrics = {name: float(np.mean([item[name] for item in history])) for name in (history[0] if history else {})}
         metrics |= self._schedules(counters) | {"train/gradient_steps": len(history)}
         if len(batch):
-            spread = batch.target.var()
-            unexplained = (batch.target - batch.value).var() / spread if len(batch) > 1 and spread > 0 else torch.nan
+            target, value = batch.counted(batch.target), batch.counted(batch.value)
+            spread = target.var()
+            unexplained = (target - value).var() / spread if len(target) > 1 and spread > 0 else torch.nan
             metrics |= {"train/explained_variance": 1.0 - float(unexplained), **batch.figures}
         self._normalise(columns)
         return metrics
@@ -126,6 +104,9 @@ class OnPolicy:
 
     def _by_gae(self, tensors: Mapping[str, Tensor], gae_lambda: float) -> Batch:
         """With advantages and targets by generalised advantage estimation."""
+        if self.policy.state_size:
+            remembering = cast(RecurrentActorCritic, self.policy)
+            return sequences_by_gae(remembering, tensors, self._shared.gamma, gae_lambda)
         names = self.policy.spaces.observation.column_names("obs")
         flat = {name: tensors[name].flatten(0, 1) for name in names}
         value = _in_chunks(self.policy.value, flat, self._device).reshape(tensors["reward"].shape)
@@ -164,10 +145,6 @@ class OnPolicy:
         kept = {name: tensors[name] for name in ("reward", "terminated", "truncated", "mask")}
         index = tensors["final_index"].to(torch.int64)
         return kept | {"bootstrap_value": bootstrap, "final_index": index, "final_value": final}
-
-    def _normalised(self, advantage: Tensor) -> Tensor:
-        """Zero mean, unit variance; as it is where there is one alone."""
-        return (advantage - advantage.mean()) / (advantage.std() + 1e-8) if len(advantage) > 1 else advantage
 
     def _total_loss(self, policy_loss: Tensor, value_loss: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The scalar loss and its terms."""

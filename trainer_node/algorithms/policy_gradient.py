@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from shared.algorithm_configs.a2c import A2CConfig
@@ -11,7 +9,8 @@ from shared.algorithm_configs.impala import IMPALAConfig
 from shared.policies.actor_critic import ActorCritic
 from shared.steps import Counters
 from trainer_node.algorithms.algorithm import Setting
-from trainer_node.algorithms.on_policy import Batch, OnPolicy
+from trainer_node.algorithms.batch import Batch
+from trainer_node.algorithms.on_policy import OnPolicy
 
 
 class PolicyGradient(OnPolicy):
@@ -27,10 +26,11 @@ class PolicyGradient(OnPolicy):
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The scalar loss of a batch, −A log π, value and entropy, and its terms; of them, what is our share."""
-        mean, rows = self.share.mean, len(batch)
-        advantage = self._normalised(batch.advantage) if self._normalises else batch.advantage
-        batch = replace(batch, advantage=advantage).take(self.share.rows(rows))
-        params, value = self.policy.action_parameters_and_value(batch.observations)
+        mean, rows = self.share.mean, len(batch.counted(batch.log_prob))
+        whole = batch.normalised() if self._normalises else batch
+        part = whole.take(self.share.rows(len(whole)))
+        params, value = part.outputs(self.policy)
+        batch = part.flat()
         log_prob = self.policy.distribution.log_prob(params, batch.actions)
         return self._total_loss(
             -mean(batch.advantage * log_prob, rows),

@@ -12,8 +12,8 @@ from torch import Tensor
 from shared.algorithm_configs.ppo import PPOConfig
 from shared.policies.actor_critic import ActorCritic
 from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.batch import Batch
 from trainer_node.algorithms.clipped import Clipped
-from trainer_node.algorithms.on_policy import Batch
 
 
 class PPO(Clipped):
