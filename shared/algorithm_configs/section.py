@@ -101,7 +101,7 @@ class BatchOfUpdate:
         if self.minibatch_size < run.rollout.fragment_steps and any(run.state_sizes.values()):
             raise ValueError(
                 f"algorithm.minibatch_size={self.minibatch_size} is less than rollout.fragment_steps="
-                f"{run.rollout.fragment_steps}: a policy with a core learns the whole sequences of fragments; raise the "
+                f"{run.rollout.fragment_steps}: a policy with a core learns whole sequences of a fragment; raise the "
                 f"first or lower the second"
             )
         if self.minibatch_size > run.transitions_per_update:

@@ -125,6 +125,12 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "cloning, which leaves the critic alone": (
         3, {"algorithm": {"name": "bc", "minibatch_size": 4}, "dataset": {"path": "never-read.csv"}},
     ),
+    "a policy with a core, minibatches of one slot": (
+        2, {
+            "policies": {"default": {"core": "lstm", "core_size": 6, "share_encoder": True, "hidden_sizes": [8]}},
+            "algorithm": {"minibatch_size": 8},
+        },
+    ),
     "two policies, one with gaussian actions and one encoder": (
         2, {
             "environment": {"id": f"{MODULE}:Chase", "api": "pettingzoo", "num_envs": 4, "kwargs": {"cat_steps": 2}},
