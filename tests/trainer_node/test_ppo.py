@@ -26,8 +26,8 @@ from shared.steps import Counters
 from tests.conftest import minimal_config
 from tests.environments_for_tests import MODULE
 from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.batch import Batch
 from trainer_node.algorithms.experience import Experience
-from trainer_node.algorithms.on_policy import Batch
 from trainer_node.algorithms.ppo import PPO
 from trainer_node.algorithms.registry import make_algorithm
 
