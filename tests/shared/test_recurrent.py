@@ -175,7 +175,11 @@ def test_a_core_is_refused_where_nobody_learns_it() -> None:
     with pytest.raises(ConfigError, match=r"core=gru with share_encoder=false: .* set share_encoder=true"):
         minimal_config(policies={"default": {"core": "gru"}})
     with pytest.raises(ConfigError, match=r"policies\.default\.core=gru with a dataset: .* set core=none"):
-        minimal_config(policies={"default": {"core": "gru", "share_encoder": True}}, dataset={"path": "/data"})
+        minimal_config(
+            policies={"default": {"core": "gru", "share_encoder": True}},
+            dataset={"path": "/d"},
+            algorithm={"name": "bc"},
+        )
 
 
 def deployed(core: str = "lstm") -> tuple[RecurrentActorCritic, DeployedPolicy]:
