@@ -51,14 +51,14 @@ class RecurrentActorCritic(Heads):
         """
         steps, slots = over.shape
         rows = {name: tensor.flatten(0, 1) for name, tensor in observations.items()}
-        features = self.encoder(rows, self.normaliser).reshape(steps, slots, -1)
+        features = self.encoder(rows, self.normaliser).reshape(steps, slots, self.encoder.features)
         state, states = state_in, []
         for step in range(steps):
             states.append(self._core(features[step], state))
             state = states[-1].masked_fill(over[step].unsqueeze(1), 0.0)
         after = torch.stack(states)
         outputs = self._outputs(after).flatten(0, 1)
-        params = self._with_deviations(outputs).reshape(steps, slots, -1)
+        params = self._with_deviations(outputs).reshape(steps, slots, self.distribution.parameters)
         return params, self.value_head(outputs).reshape(steps, slots), after
 
     def _core(self, features: Tensor, state: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class Stage:
     def __init__(self, environment: dict[str, Any], seed: int = 1, **sections: Any) -> None:
         sections = {"policies": {"default": {"cnn": "small"}}} | sections
         self.config: Config = minimal_config(
-            environment={"num_envs": 2} | environment, algorithm={"minibatch_size": 1}, **sections
+            environment={"num_envs": 2} | environment, algorithm={"minibatch_size": 8}, **sections
         )
         self.description: EnvironmentDescription = describe_environment(self.config)
         self.policies: dict[str, Policy] = build_policies(

@@ -35,7 +35,7 @@ class Line:
 
     def __init__(self, environment: dict[str, Any], sections: dict[str, Any], left: list[bytes] | None = None) -> None:
         sections = {"policies": {"default": {"cnn": "small"}}} | sections
-        config = minimal_config(environment={"num_envs": 3} | environment, algorithm={"minibatch_size": 1}, **sections)
+        config = minimal_config(environment={"num_envs": 3} | environment, algorithm={"minibatch_size": 8}, **sections)
         description = describe_environment(config)
         self.policies = build_policies(description.policies, config.policies, config.algorithm, 0)
         self.left = list(left or [])
