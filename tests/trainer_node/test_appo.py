@@ -22,7 +22,7 @@ from tests.trainer_node.test_policy_gradient import as_case, older
 from tests.trainer_node.test_ppo import CONTINUOUS, CPU, DISCRETE, make_ppo, of, random_columns
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.appo import APPO
-from trainer_node.algorithms.on_policy import Batch
+from trainer_node.algorithms.batch import Batch
 
 on_both_spaces = pytest.mark.parametrize("described", [DISCRETE, CONTINUOUS], ids=["discrete", "continuous"])
 against_both = pytest.mark.parametrize("against", ["behaviour", "target"])
