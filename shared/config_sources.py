@@ -166,7 +166,10 @@ def _misspelt(where: str, algorithm: str) -> str:
     parent, _, name = where.rpartition(".")
     beside = _fields_at(parent.split(".") if parent else [], algorithm)
     guesses = difflib.get_close_matches(name, beside, n=1, cutoff=0.6)
-    if guesses:
+    owners = [found for found, section in ALGORITHMS.items() if parent == "algorithm" and name in section.model_fields]
+    if owners:
+        hint = f"{algorithm} has no such field, but {', '.join(owners)}: is algorithm.name right?"
+    elif guesses:
         hint = f"did you mean {parent + '.' if parent else ''}{guesses[0]}?"
     else:
         elsewhere = [path for path in known if path.rpartition(".")[2] == name]

@@ -11,6 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.algorithm_configs.registry import ALGORITHMS
 from shared.config import Config
 from shared.config_sources import dump_config, field_paths, load_config, parse_config
 from shared.errors import ConfigError
@@ -107,8 +108,18 @@ def test_overrides_are_yaml_values(write: WriteConfig) -> None:
 
 def test_every_path_of_the_config_can_be_named_in_the_environment() -> None:
     for path in field_paths(Config):
-        text = refused(None, environ={"STAGECOACH__" + path.replace(".", "__").upper(): "{no such thing: 1}"})
-        assert f"unknown key {path}; " not in text
+        environ = {"STAGECOACH__" + path.replace(".", "__").upper(): "{no such thing: 1}"}
+        owner = [
+            name for name, section in ALGORITHMS.items() if path.removeprefix("algorithm.") in field_paths(section)
+        ]
+        if path.startswith("algorithm.") and path != "algorithm.name":
+            environ |= {"STAGECOACH__ALGORITHM__NAME": owner[0]}
+        assert f"unknown key {path}; " not in refused(None, environ=environ)
+
+
+def test_a_field_of_another_algorithm_is_told_as_such() -> None:
+    text = refused(None, ["algorithm.target_entropy=1"])
+    assert "unknown key algorithm.target_entropy; ppo has no such field, but sac: is algorithm.name right?" in text
 
 
 @pytest.mark.parametrize(
