@@ -49,11 +49,17 @@ def parse_config(data: Mapping[str, Any]) -> Config:
             loc = [str(part) for part in item["loc"]]
             if loc[:1] == ["algorithm"] and len(loc) > 1:
                 del loc[1]  # which of the sections it is; its name says so
+            kinds = _kinds(loc[:2], tag_of(data.get("algorithm") or {}))
+            if kinds and len(loc) > 2:
+                del loc[2]  # likewise its kind
             where = ".".join(loc)
             if item["type"] == "extra_forbidden":
                 lines.append(_misspelt(where, tag_of(data.get("algorithm") or {})))
             elif item["type"] == "union_tag_invalid" and where == "algorithm":
                 lines.append(_unknown_algorithm(tag_of(data["algorithm"])))
+            elif kinds and len(loc) == 2 and item["type"] != "value_error":
+                found = item["input"].get("kind", "none") if isinstance(item["input"], dict) else item["input"]
+                lines.append(f"{where}.kind must be one of {', '.join(kinds)}, found {_shown(found)}")
             elif item["type"] == "missing":
                 lines.append(f"{where} is missing; add it to the config or give --set {where}=…")
             elif item["type"] == "value_error":
@@ -159,6 +165,15 @@ def _unknown_algorithm(name: str) -> str:
     guesses = difflib.get_close_matches(name, ALGORITHMS, n=1)
     hint = f"did you mean {guesses[0]}?" if guesses else f"known are {', '.join(sorted(ALGORITHMS))}"
     return f"algorithm.name={name} is no algorithm; {hint} Or a class of your own: package.module:Class"
+
+
+def _kinds(loc: list[str], algorithm: str) -> list[str]:
+    """The kinds of section that may stand in a field of the algorithm, where there are several."""
+    section = ALGORITHMS.get(algorithm)
+    if loc[:1] != ["algorithm"] or len(loc) < 2 or section is None or loc[1] not in section.model_fields:
+        return []
+    sections = [found for found in get_args(section.model_fields[loc[1]].annotation) if hasattr(found, "model_fields")]
+    return [found.model_fields["kind"].default for found in sections] if len(sections) > 1 else []
 
 
 def _misspelt(where: str, algorithm: str) -> str:

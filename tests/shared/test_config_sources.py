@@ -117,6 +117,26 @@ def test_every_path_of_the_config_can_be_named_in_the_environment() -> None:
         assert f"unknown key {path}; " not in refused(None, environ=environ)
 
 
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        (
+            "memory={capacity: 500}",
+            "algorithm.memory.kind must be one of uniform, prioritised, hindsight, balanced, found",
+        ),
+        (
+            "memory.kind=unifrom",
+            "algorithm.memory.kind must be one of uniform, prioritised, hindsight, balanced, found",
+        ),
+        ("exploration=greedy", "algorithm.exploration.kind must be one of"),
+        ("memory={kind: uniform, capcity: 5}", "unknown key algorithm.memory.capcity"),
+        ("memory={kind: uniform, capacity: -5}", "algorithm.memory.capacity: Input should be greater"),
+    ],
+)
+def test_a_section_of_several_kinds_is_told_by_its_path(section: str, said: str) -> None:
+    assert said in refused(None, ["algorithm.name=dqn", f"algorithm.{section}"])
+
+
 def test_a_field_of_another_algorithm_is_told_as_such() -> None:
     text = refused(None, ["algorithm.target_entropy=1"])
     assert "unknown key algorithm.target_entropy; ppo has no such field, but sac: is algorithm.name right?" in text
