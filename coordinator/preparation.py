@@ -21,6 +21,7 @@ from shared.config_sources import dump_config
 from shared.connection import Address, check_shards, connect_redis
 from shared.datasets.reading import read_dataset
 from shared.errors import (
+    ArchiveIncomplete,
     CheckpointDamaged,
     CheckpointNotFound,
     ConfigError,
@@ -41,7 +42,7 @@ from shared.spaces import EnvironmentDescription
 from trainer_node.filters import ExperienceFilter
 from trainer_node.learner import make_learner
 from trainer_node.rebase import initialised, rebased
-from trainer_node.snapshot import restore
+from trainer_node.recollection import restore_whole
 
 FIRST_CHECKPOINT = checkpoint_name(0, 0)
 _LOOK_SECONDS = 0.3
@@ -205,8 +206,8 @@ def _older(role: Role, origin: str) -> Checkpoint | None:
         if name == newest.manifest.name:
             return None
         found = role.checkpoints.load(name)
-        restore(make_learner(role.config, role.description()), found)
-    except CheckpointDamaged as error:
+        restore_whole(make_learner(role.config, role.description()), found, role.archive(), role.log())
+    except (CheckpointDamaged, ArchiveIncomplete) as error:
         raise UserError(f"resume --from {origin}: {error}; nothing was changed, choose another checkpoint") from None
     return found
 
