@@ -30,11 +30,6 @@ class OffPolicyConfig(AlgorithmConfig):
     adam_epsilon: float = Field(1e-8, gt=0)
     """Adam's ε."""
 
-    @property
-    def memory_env_steps(self) -> int:
-        """Transitions of one agent."""
-        return self.memory.capacity
-
     def refuse(self, run: Config) -> None:
         """Raises `ValueError` where the memory cannot hold what an update brings or a minibatch asks for."""
         capacity, update = self.memory.capacity, run.transitions_per_update

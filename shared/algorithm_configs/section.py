@@ -37,11 +37,6 @@ class AlgorithmConfig(Section):
         """How workers choose actions in training."""
         return Sampling()
 
-    @property
-    def memory_env_steps(self) -> int:
-        """How many env steps its replay memory holds; 0 where it has none."""
-        return 0
-
     def network(self) -> dict[str, Any]:
         """What it asks of the policy's network beside `PolicyConfig`: keyword arguments of the policy class (JSON)."""
         return {}
