@@ -34,7 +34,7 @@ from shared.role import Role
 from shared.scripts import write_small
 from trainer_node.archiver import Archiver
 from trainer_node.fenced_store import FencedStore
-from trainer_node.retention import best_checkpoints, memory_from, prune, status_entries, take_stock
+from trainer_node.retention import Stock, best_checkpoints, memory_from, prune, status_entries, take_stock
 from trainer_node.snapshot import Snapshot
 
 _LOGGER = logging.getLogger("stagecoach.publisher")
@@ -147,7 +147,7 @@ class Publisher:
                 if self._pending is not None or self._closing:
                     return
 
-    def _try(self, write: Callable[[], None]) -> bool:
+    def _try(self, write: Callable[[], object]) -> bool:
         """One try (of several by boto3); whether it worked. Where not, `status` and an event say why."""
         try:
             write()
@@ -188,11 +188,11 @@ class Publisher:
             self._write(manifest, snapshot.objects)
         except CheckpointDamaged as error:
             raise StoreError(str(error)) from None  # told in `status`; the next checkpoint has another name
-        self._refresh(latest=manifest.name)
+        stock = self._refresh(latest=manifest.name)
         if self._marker(READY) is None:
             content = {"run_id": self._role.run_id, "checkpoint": manifest.name, "created": manifest.created}
             self._checkpoints.write_marker(READY, content)
-        oldest = memory_from(status_entries(self._checkpoints), self._role.config.checkpoint.keep_last)
+        oldest = memory_from(stock.entries, self._role.config.checkpoint.keep_last)
         self._archiver.store(manifest.log_position, self._role.flow.read().trimmed_id, oldest)
         self._log.trim(self._epoch, manifest.log_position)
         self._durable = manifest.name
@@ -224,8 +224,8 @@ class Publisher:
         news = {"evaluation": told, "books": books}
         return manifest.model_copy(update={"provenance": manifest.provenance | news})
 
-    def _refresh(self, latest: str | None = None, final: str | None = None) -> None:
-        """Pointer, status file and pruning, from what the store and the evaluations say now."""
+    def _refresh(self, latest: str | None = None, final: str | None = None) -> Stock:
+        """Pointer, status file and pruning, from what the store and the evaluations say now; answers what was there."""
         self._store.ask()
         pointer = self._pointer()
         if pointer is not None and pointer.epoch > self._epoch:
@@ -237,7 +237,7 @@ class Publisher:
             if latest or final:  # nothing may be trimmed or ended on the word of a manifest that is not there
                 raise StoreError(f"the manifest of {newest} does not read back from the store as it was written")
             self._noticed = evaluations
-            return
+            return stock
         known = pointer.best if pointer and pointer.best in stock.entries else None  # of which all scores are lost
         best = next(iter(best_checkpoints(stock.scores, stock.names)), known)
         last = final or (pointer.final if pointer and latest is None else None)
@@ -250,6 +250,7 @@ class Publisher:
         if removed:
             prune_evaluations(self._role.redis, self._role.run_id, {*stock.names} - {*removed})
         self._noticed = evaluations
+        return stock
 
     def _in_evaluation(self) -> str | None:
         """What the evaluator plays right now: it may turn out to be the best, and must not be pruned before."""
