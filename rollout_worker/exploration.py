@@ -7,11 +7,11 @@ follows from the fragment's number, whoever acts it.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Mapping
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,7 +115,7 @@ class _ActionNoise:
         actions = policy.distribution.sample(params, generator)
         for leaf in policy.spaces.action.leaves:
             name = leaf.column("action")
-            low, high = (torch.from_numpy(side).to(params.device) for side in leaf.bounds())
+            low, high = _bounds(leaf, params.device)
             fresh = torch.randn(actions[name].shape, generator=generator, device=params.device)
             noise = self._noise((id(policy), name), fresh) * ((high - low) / 2)
             actions[name] = (actions[name] + noise).clamp(low, high)
@@ -197,10 +197,8 @@ class RandomActing:
             shape = (rows, *leaf.shape)
             uniform = torch.rand(shape, generator=generator, device=device)
             if leaf.kind == "box":
-                low, high = (torch.from_numpy(np.array(side)).reshape(leaf.shape).to(device) for side in leaf.bounds())
-                bounded = torch.isfinite(
-                    high - low
-                )  # neither side infinite, nor so far apart that it is as good as that
+                low, high = _bounds(leaf, device)
+                bounded = torch.isfinite(high - low)  # neither infinite nor so far apart that it is as good as that
                 noise = torch.randn(shape, generator=generator, device=device)
                 actions[leaf.column("action")] = torch.where(bounded, low + uniform * (high - low), noise)
             else:
@@ -209,6 +207,13 @@ class RandomActing:
 
     def log_prob(self, policy: Policy, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
         return params.new_zeros(len(params))
+
+
+@functools.lru_cache(maxsize=64)
+def _bounds(leaf: Leaf, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A box's, float32; made once, since every step of a worker asks for them."""
+    low, high = (torch.from_numpy(side).to(device) for side in leaf.bounds())
+    return low, high
 
 
 def _uniform_choice(leaf: Leaf, uniform: Tensor) -> Tensor:
