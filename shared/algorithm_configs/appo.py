@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -15,6 +15,7 @@ class APPOConfig(VTraceConfig, ClippedConfig):
     Workers act ahead of the learner where `rollout.max_policy_lag` is 1 or more.
     """
 
+    recurrent_policy: ClassVar[str | None] = "recurrent_actor_critic"
     name: Literal["appo"] = "appo"
     """The algorithm."""
     vtrace_lambda: float = Field(0.95, ge=0, le=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from shared.algorithm_configs.on_policy import OnPolicyConfig, VTraceConfig
 from shared.schedules import Schedule, ScheduleField
@@ -14,6 +14,7 @@ class IMPALAConfig(VTraceConfig, OnPolicyConfig):
     Workers act ahead of the learner where `rollout.max_policy_lag` is 1 or more.
     """
 
+    recurrent_policy: ClassVar[str | None] = "recurrent_actor_critic"
     name: Literal["impala"] = "impala"
     """The algorithm."""
     learning_rate: ScheduleField = Schedule(start=6e-4)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from rollout_worker.making import describe_space
 from shared.algorithm_configs.a2c import A2CConfig
+from shared.algorithm_configs.appo import APPOConfig
+from shared.algorithm_configs.dqn import DQNConfig
 from shared.algorithm_configs.impala import IMPALAConfig
 from shared.algorithm_configs.ppo import PPOConfig
 from shared.config import Config, PolicyConfig
@@ -125,6 +127,7 @@ def slow_slot(ppo: PPO, columns: Columns, slot: int) -> list[dict[str, Any]]:
         row, terminated = rows[step], columns["terminated"][step, slot]
         follows = bootstrap if step == STEPS - 1 else rows[step + 1]["value"]
         follows = 0.0 if terminated else row.get("next_value", follows)
+        row["follows"] = float(follows)
         delta = columns["reward"][step, slot] + GAMMA * follows - row["value"]
         running = row["advantage"] = float(delta) + (0.0 if row["over"] else GAMMA * LAMBDA * running)
         if not columns["mask"][step, slot]:
@@ -262,7 +265,7 @@ def test_many_slots_are_valued_in_pieces_as_one(monkeypatch: pytest.MonkeyPatch)
     ppo = make_ppo()
     columns = random_columns(ppo, 5)
     whole = batch_of(ppo, columns)
-    monkeypatch.setattr("trainer_node.algorithms.sequences._CHUNK", 2 * STEPS)
+    monkeypatch.setattr("trainer_node.algorithms.outputs._CHUNK", 2 * STEPS)
     pieces = batch_of(ppo, columns)
     torch.testing.assert_close(whole.value, pieces.value)
     torch.testing.assert_close(whole.advantage, pieces.advantage)
@@ -287,13 +290,78 @@ def test_a2c_learns_the_same_batch_in_one_step() -> None:
     assert torch.isfinite(loss)
 
 
+def make_vtrace(section: IMPALAConfig | APPOConfig) -> Any:
+    built = build_policies({"p": SPACES}, {"p": network("gru")}, section, 3)["p"]
+    with torch.no_grad():
+        cast(RecurrentActorCritic, built).head.weight.mul_(100)
+    return make_algorithm(built, section, Setting(CPU, 3, STEPS, SLOTS))
+
+
+def slow_vtrace(algorithm: Any, columns: Columns) -> list[dict[str, float]]:
+    """Espeholt et al. 2018, remark 2, backwards through each slot: what a row's value learns, and its advantage."""
+    found = []
+    for slot in range(SLOTS):
+        correction, rows = 0.0, []
+        for row in reversed(slow_slot(algorithm, columns, slot)):
+            step = row["step"]
+            log_p = torch.log_softmax(row["params"][0], dim=0)[int(columns["action"][step, slot])]
+            ratio = float((log_p - float(columns["log_prob"][step, slot])).exp())
+            reward = float(columns["reward"][step, slot])
+            after = 0.0 if row["over"] else correction
+            delta = min(1.0, ratio) * (reward + GAMMA * row["follows"] - row["value"])
+            correction = delta + GAMMA * LAMBDA * min(1.0, ratio) * after
+            advantage = reward + GAMMA * (row["follows"] + after) - row["value"]
+            rows.append({"target": row["value"] + correction, "advantage": advantage, "weight": min(1.0, ratio)})
+        found += reversed(rows)
+    return found
+
+
+def test_impala_learns_vtraces_targets_of_whole_sequences() -> None:
+    impala = make_vtrace(IMPALAConfig(gamma=GAMMA, vtrace_lambda=LAMBDA))
+    columns = random_columns(impala, 4)
+    flat = batch_of(impala, columns).flat()
+    with torch.no_grad():
+        rows = slow_vtrace(impala, columns)
+    assert len({row["weight"] for row in rows}) > 5, "some ratios are below 1"
+    np.testing.assert_allclose(flat.target, [row["target"] for row in rows], rtol=1e-4, atol=1e-5)
+    weighted = [row["weight"] * row["advantage"] for row in rows]
+    np.testing.assert_allclose(flat.advantage, weighted, rtol=1e-4, atol=1e-5)
+    assert impala.update(of(columns), Counters())["train/gradient_steps"] == 1
+
+
+@pytest.mark.parametrize("against", ["behaviour", "target"])
+def test_appo_learns_sequences_against_either_policy(against: str) -> None:
+    config = {"gamma": GAMMA, "vtrace_lambda": LAMBDA, "clip_against": against, "kl_coefficient": 0.1}
+    appo = make_vtrace(APPOConfig.model_validate(config | {"minibatch_size": 2 * STEPS, "epochs": 2}))
+    columns = random_columns(appo, 4)
+    batch = batch_of(appo, columns)
+    with torch.no_grad():
+        rows = slow_vtrace(appo, columns)
+        params = [row["params"][0] for slot in range(SLOTS) for row in slow_slot(appo, columns, slot)]
+    weights_of = [row["weight"] if against == "target" else 1.0 for row in rows]
+    expected = [weight * row["advantage"] for weight, row in zip(weights_of, rows, strict=True)]
+    flat = batch.flat()
+    np.testing.assert_allclose(flat.advantage, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(flat.target, [row["target"] for row in rows], rtol=1e-4, atol=1e-5)
+    assert flat.anchor_params is not None
+    torch.testing.assert_close(flat.anchor_params, torch.stack(params), rtol=1e-4, atol=1e-5)
+    _, terms = appo.loss(batch, 0.2)
+    assert float(terms["train/kl_from_target"]) == pytest.approx(0, abs=1e-6), "nothing has been learnt yet"
+    if against == "target":
+        assert float(terms["train/clip_fraction"]) == 0, "the ratio is to the target network, which is the policy"
+    else:
+        assert float(terms["train/clip_fraction"]) > 0
+    metrics = appo.update(of(columns), Counters())
+    assert metrics["train/gradient_steps"] == 2 * 3 and metrics["train/kl_from_target"] > 0
+
+
 def test_what_cannot_be_learnt_is_refused() -> None:
     policies = {"default": {"core": "lstm", "share_encoder": True}}
     with pytest.raises(ConfigError, match=r"minibatch_size=7 is less than rollout\.fragment_steps=8"):
         minimal_config(policies=policies, algorithm={"minibatch_size": 7})
     minimal_config(policies=policies, algorithm={"minibatch_size": 8})
-    with pytest.raises(ConfigError, match="algorithm impala learns single steps"):
-        build_policies({"p": SPACES}, {"p": network("gru")}, IMPALAConfig(), 3)
+    with pytest.raises(ConfigError, match="algorithm dqn learns single steps"):
+        build_policies({"p": SPACES}, {"p": network("gru")}, DQNConfig(), 3)
 
 
 def recurrent(core: str, **sections: Any) -> Config:
@@ -301,10 +369,13 @@ def recurrent(core: str, **sections: Any) -> Config:
     return small(policies={"default": policy | {"normalise_rewards": True}}, **sections)
 
 
-@CORES
-def test_the_whole_run_dies_at_every_version_and_the_weights_are_the_same(new_game: NewGame, core: str) -> None:
+@pytest.mark.parametrize(("core", "algorithm"), [("lstm", "ppo"), ("gru", "ppo"), ("gru", "impala"), ("lstm", "appo")])
+def test_the_whole_run_dies_at_every_version_and_the_weights_are_the_same(
+    new_game: NewGame, core: str, algorithm: str
+) -> None:
     environment = {"id": "CartPole-v1", "num_envs": 3}
-    config = recurrent(core, stop_at={"updates": 6}, environment=environment)
+    learning = {"name": algorithm} | ({} if algorithm == "impala" else {"epochs": 2, "minibatch_size": 12})
+    config = recurrent(core, stop_at={"updates": 6}, environment=environment, algorithm=learning)
     whole = new_game(config).finish()
     game = new_game(config)
     for version in range(1, 6):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -22,14 +22,6 @@ from trainer_node.algorithms.batch import Batch
 from trainer_node.algorithms.clipped import Clipped
 
 _TARGET = "target/"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _AnchoredBatch(Batch):
-    """`log_prob` is what the ratio is taken against."""
-
-    target_params: Tensor
-    """`[B, P]`, the outputs of the target network."""
 
 
 class APPO(Clipped):
@@ -46,23 +38,19 @@ class APPO(Clipped):
             self._target.load_state_dict(self.policy.state_dict())
 
     def _batch(self, tensors: Mapping[str, Tensor]) -> Batch:
-        params, value, trace = self._by_vtrace(tensors, self._target, self._config)
-        weight, mask = trace.weight, tensors["mask"]
-        of_target = self._config.clip_against == "target"
-        batch = self._flat(tensors, value, weight * trace.advantage if of_target else trace.advantage, trace.target)
-        kept = params[mask.flatten()]
-        anchor = self._target.distribution.log_prob(kept, batch.actions) if of_target else batch.log_prob
-        return _AnchoredBatch(
-            **vars(replace(batch, log_prob=anchor, figures={"train/importance_weight": float(weight[mask].mean())})),
-            target_params=kept,
-        )
+        found, log_prob, trace = self._by_vtrace(tensors, self._target, self._config)
+        weight, advantage = trace.weight, trace.advantage
+        if self._config.clip_against == "target":
+            tensors, advantage = {**tensors, "log_prob": log_prob}, weight * advantage
+        batch = self._made(tensors, found.value, advantage, trace.target, found.params)
+        return replace(batch, figures={"train/importance_weight": float(weight[tensors["mask"]].mean())})
 
     def _objective(
         self, batch: Batch, params: Tensor, value: Tensor, clip: float, rows: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        assert isinstance(batch, _AnchoredBatch)
+        assert batch.anchor_params is not None
         loss, terms = super()._objective(batch, params, value, clip, rows)
-        divergence = self.share.mean(self.policy.distribution.divergence(batch.target_params, params), rows)
+        divergence = self.share.mean(self.policy.distribution.divergence(batch.anchor_params, params), rows)
         if self._config.kl_coefficient:
             loss = loss + self._config.kl_coefficient * divergence
         return loss, terms | {"train/loss": loss.detach(), "train/kl_from_target": divergence.detach()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, cast
 
@@ -20,6 +21,8 @@ class Batch:
     value: Tensor
     advantage: Tensor
     target: Tensor
+    anchor_params: Tensor | None = None
+    """`[B, P]`: outputs of another network, which the policy is to stay close to."""
     figures: dict[str, float] = field(default_factory=dict)
     """Metrics of the whole batch, beside those of the gradient steps."""
 
@@ -28,8 +31,12 @@ class Batch:
 
     def take(self, rows: Tensor | slice) -> Self:
         """The minibatch of these rows."""
-        taken = {item.name: _rows_of(getattr(self, item.name), rows) for item in fields(self) if item.name != "figures"}
-        return replace(self, figures={}, **taken)
+        return self.each(lambda tensor: tensor[rows])
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """With all its tensors changed so, and without figures."""
+        changed = {item.name: _each(getattr(self, item.name), change) for item in fields(self)}
+        return replace(self, **changed | {"figures": {}})
 
     def counted(self, tensor: Tensor) -> Tensor:
         """Of a tensor with the shape of `log_prob` (and more axes), the transitions that count."""
@@ -55,5 +62,7 @@ class Batch:
         return cast(ActorCritic, policy).action_parameters_and_value(self.observations)
 
 
-def _rows_of(value: Any, rows: Tensor | slice) -> Any:
-    return {name: tensor[rows] for name, tensor in value.items()} if isinstance(value, dict) else value[rows]
+def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, dict):
+        return {name: _each(item, change) for name, item in value.items()}
+    return change(value) if isinstance(value, Tensor) else value

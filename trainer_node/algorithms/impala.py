@@ -25,7 +25,7 @@ class IMPALA(PolicyGradient):
         self._config = config
 
     def _batch(self, tensors: Mapping[str, Tensor]) -> Batch:
-        _, value, trace = self._by_vtrace(tensors, self.policy, self._config)
-        batch = self._flat(tensors, value, trace.weight * trace.advantage, trace.target)
+        found, _, trace = self._by_vtrace(tensors, self.policy, self._config)
+        batch = self._made(tensors, found.value, trace.weight * trace.advantage, trace.target)
         weight = trace.weight[tensors["mask"]]
         return replace(batch, figures={"train/importance_weight": float(weight.mean())})

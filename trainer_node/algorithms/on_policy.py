@@ -6,16 +6,14 @@ IMPALA, PPO and APPO are the four pairs. Tensors and config only; everything fol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from shared.algorithm_configs.on_policy import OnPolicyConfig, VTraceConfig
-from shared.policies.actor_critic import ActorCritic
-from shared.policies.recurrent import RecurrentActorCritic
+from shared.policies.actor_critic import ActorCritic, Heads
 from shared.spaces import Array, Columns
 from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
@@ -23,11 +21,10 @@ from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.batch import Batch
 from trainer_node.algorithms.experience import Experience, side_by_side
 from trainer_node.algorithms.gae import advantages
-from trainer_node.algorithms.sequences import sequences_by_gae
+from trainer_node.algorithms.outputs import Outputs, outputs
+from trainer_node.algorithms.sequences import sequences
 from trainer_node.algorithms.share import Share, Whole
 from trainer_node.algorithms.vtrace import VTrace, vtrace
-
-_CHUNK = 8192
 
 
 class OnPolicy:
@@ -92,59 +89,52 @@ class OnPolicy:
             names = self.policy.spaces.observation.column_names("obs")
             self.policy.normaliser.update({name: self._tensor(columns[name])[mask] for name in names})
 
-    def _flat(self, tensors: Mapping[str, Tensor], value: Tensor, advantage: Tensor, target: Tensor) -> Batch:
-        """The rows that count of columns `[T, S, …]`."""
-        spaces, keep = self.policy.spaces, tensors["mask"].flatten()
-        return Batch(
-            {name: tensors[name].flatten(0, 1)[keep] for name in spaces.observation.column_names("obs")},
-            {name: tensors[name].flatten(0, 1)[keep] for name in spaces.action.column_names("action")},
-            tensors["log_prob"].flatten()[keep], value.flatten()[keep], advantage.flatten()[keep],
-            target.flatten()[keep],
-        )  # fmt: skip
+    def _made(
+        self,
+        tensors: Mapping[str, Tensor],
+        value: Tensor,
+        advantage: Tensor,
+        target: Tensor,
+        anchor_params: Tensor | None = None,
+    ) -> Batch:
+        """The transitions that count of columns `[T, S, …]`: as rows, or as sequences for a policy with a core."""
+        spaces = self.policy.spaces
+        observations = {name: tensors[name] for name in spaces.observation.column_names("obs")}
+        actions = {name: tensors[name] for name in spaces.action.column_names("action")}
+        batch = Batch(observations, actions, tensors["log_prob"], value, advantage, target, anchor_params)
+        if self.policy.state_size:
+            return sequences(batch, tensors)
+        keep = tensors["mask"].flatten()
+        return batch.each(lambda tensor: tensor.flatten(0, 1)[keep])
 
     def _by_gae(self, tensors: Mapping[str, Tensor], gae_lambda: float) -> Batch:
         """With advantages and targets by generalised advantage estimation."""
-        if self.policy.state_size:
-            remembering = cast(RecurrentActorCritic, self.policy)
-            return sequences_by_gae(remembering, tensors, self._shared.gamma, gae_lambda)
-        names = self.policy.spaces.observation.column_names("obs")
-        flat = {name: tensors[name].flatten(0, 1) for name in names}
-        value = _in_chunks(self.policy.value, flat, self._device).reshape(tensors["reward"].shape)
-        ends = self._ends(tensors, self.policy)
-        advantage = advantages(value=value, **ends, gamma=self._shared.gamma, gae_lambda=gae_lambda)
-        return self._flat(tensors, value, advantage, advantage + value)
+        found = outputs(self.policy, tensors, with_params=False)
+        ends = self._ends(tensors, found)
+        advantage = advantages(value=found.value, **ends, gamma=self._shared.gamma, gae_lambda=gae_lambda)
+        return self._made(tensors, found.value, advantage, advantage + found.value)
 
     def _by_vtrace(
-        self, tensors: Mapping[str, Tensor], policy: ActorCritic, config: VTraceConfig
-    ) -> tuple[Tensor, Tensor, VTrace]:
-        """Outputs `[T × S, P]` and values `[T, S]` of `policy`, and what V-trace makes of them."""
-        spaces, shape = policy.spaces, tensors["reward"].shape
-        flat = {name: tensors[name].flatten(0, 1) for name in spaces.observation.column_names("obs")}
-
-        def joined(observations: Mapping[str, Tensor]) -> Tensor:
-            params, value = policy.action_parameters_and_value(observations)
-            return torch.cat([params, value.unsqueeze(-1)], dim=1)
-
-        outputs = _in_chunks(joined, flat, self._device)
-        params, value = outputs[:, :-1], outputs[:, -1].reshape(shape)
-        actions = {name: tensors[name].flatten(0, 1) for name in spaces.action.column_names("action")}
-        log_prob = policy.distribution.log_prob(params, actions).reshape(shape)
+        self, tensors: Mapping[str, Tensor], policy: Heads, config: VTraceConfig
+    ) -> tuple[Outputs, Tensor, VTrace]:
+        """The outputs of `policy`, its log-probabilities `[T, S]`, and what V-trace makes of them."""
+        found = outputs(policy, tensors, with_params=True)
+        assert found.params is not None
+        actions = {name: tensors[name].flatten(0, 1) for name in policy.spaces.action.column_names("action")}
+        log_prob = policy.distribution.log_prob(found.params.flatten(0, 1), actions).reshape(found.value.shape)
         trace = vtrace(
-            log_ratio=log_prob - tensors["log_prob"], value=value, **self._ends(tensors, policy),
+            log_ratio=log_prob - tensors["log_prob"], value=found.value, **self._ends(tensors, found),
             gamma=self._shared.gamma, vtrace_lambda=config.vtrace_lambda, rho_bar=config.rho_bar, c_bar=config.c_bar,
         )  # fmt: skip
-        return params, value, trace
+        return found, log_prob, trace
 
-    def _ends(self, tensors: Mapping[str, Tensor], policy: ActorCritic) -> dict[str, Tensor]:
+    def _ends(self, tensors: Mapping[str, Tensor], found: Outputs) -> dict[str, Tensor]:
         """Rewards, and all that says where episodes and fragments end and what comes after is worth."""
-        names = policy.spaces.observation.column_names("obs")
-        bootstrap, final = (
-            _in_chunks(policy.value, {name: tensors[prefix + name] for name in names}, self._device)
-            for prefix in ("bootstrap_", "final_")
-        )
-        kept = {name: tensors[name] for name in ("reward", "terminated", "truncated", "mask")}
-        index = tensors["final_index"].to(torch.int64)
-        return kept | {"bootstrap_value": bootstrap, "final_index": index, "final_value": final}
+        return {name: tensors[name] for name in ("reward", "terminated", "truncated", "mask")} | {
+            "bootstrap_value": found.bootstrap_value,
+            "final_index": tensors["final_index"].to(torch.int64),
+            "final_value": found.final_value,
+        }
 
     def _total_loss(self, policy_loss: Tensor, value_loss: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The scalar loss and its terms."""
@@ -183,15 +173,3 @@ class OnPolicy:
     def load_state(self, arrays: Mapping[str, Array]) -> None:
         """The inverse of `state`."""
         self._optimiser.load_state(arrays)
-
-
-def _in_chunks(
-    computed: Callable[[Mapping[str, Tensor]], Tensor], observations: Mapping[str, Tensor], device: torch.device
-) -> Tensor:
-    """Of so many rows at a time, so that a large batch of images fits."""
-    rows = len(next(iter(observations.values())))
-    parts = [
-        computed({name: tensor[start : start + _CHUNK] for name, tensor in observations.items()})
-        for start in range(0, rows, _CHUNK)
-    ]
-    return torch.cat(parts) if parts else torch.zeros(0, device=device)
