@@ -37,6 +37,16 @@ class ShuffledRewards(gym.Wrapper[Any, Any, Any, Any]):
         return observation, self._seen[self._draw.integers(len(self._seen))], terminated, truncated, info
 
 
+def minatar(game: str) -> gym.Env[Any, Any]:
+    """A game of MinAtar (Young and Tian 2019) as bytes, with the actions that it has a use for; 5000 steps at most."""
+    from minatar.gym import BaseEnv
+
+    env: gym.Env[Any, Any] = BaseEnv(game=game, use_minimal_action_set=True)
+    space = gym.spaces.Box(0, 255, env.observation_space.shape, np.uint8)
+    seen = gym.wrappers.TransformObservation(env, lambda observation: observation.astype(np.uint8) * 255, space)
+    return gym.wrappers.TimeLimit(seen, 5000)
+
+
 def shuffled_rewards(id: str, shuffled: bool = True) -> gym.Env[Any, Any]:
     """A registered environment with its rewards shuffled; without, it is as it is (for the evaluation)."""
     environment = gym.make(id)
