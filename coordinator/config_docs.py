@@ -18,6 +18,7 @@ from shared.config_sources import dump_config, parse_config
 from shared.dataset_config import DatasetConfig
 from shared.exploration_config import ExplorationConfig
 from shared.memory_config import MemoryConfig
+from shared.reward_signals_config import RewardSignalsConfig
 from shared.schedules import Schedule
 
 _STARTER: dict[str, Any] = {
@@ -73,6 +74,11 @@ def _section(model: type[BaseModel], path: str, lines: list[str], which: str = "
         _section(WrapperConfig, "environment.wrappers[].", lines)
         _section(DatasetConfig, "dataset.", lines)
         _section(Schedule, "algorithm.learning_rate.", lines)
+        _section(RewardSignalsConfig, "algorithm.reward_signals.", lines)
+        for name, field in RewardSignalsConfig.model_fields.items():
+            for section in get_args(field.annotation):
+                if hasattr(section, "model_fields"):
+                    _section(section, f"algorithm.reward_signals.{name}.", lines)
         for place, union in (("exploration", ExplorationConfig), ("memory", MemoryConfig)):
             for section in get_args(union):
                 kind = section.model_fields["kind"].default

@@ -26,6 +26,7 @@ from shared.redis_keys import RunKeys
 from shared.scripts import PUSH
 from trainer_node import figures, off_policy_evaluation
 from trainer_node.algorithms import registry
+from trainer_node.reward_signals import signals
 
 ROOT = Path(__file__).parent.parent
 PRODUCT = ("coordinator", "rollout_worker", "trainer_node", "shared")
@@ -188,6 +189,14 @@ def test_every_algorithms_page_explains_what_it_writes_and_nothing_else(algorith
     """What all runs write, whatever they learn by, stands on PPO's page."""
     of_all_runs = metric_names(str(figures.__file__)) if algorithm == "ppo" else set()
     assert explained_in(f"docs/algorithms/{algorithm}.md") == metrics_of(algorithm) | of_all_runs
+
+
+def test_the_page_on_reward_signals_explains_what_they_write_and_nothing_else() -> None:
+    files = (ROOT / "trainer_node" / "reward_signals").glob("*.py")
+    written = set().union(*(metric_names(str(file)) for file in files))
+    names = {name.replace("<name>", signal) for name in written for signal in signals.ORDER}
+    assert explained_in("docs/REWARD_SIGNALS.md") == names
+    assert {"train/rnd_reward", "train/rnd_loss"} <= names
 
 
 def test_every_estimate_from_data_is_explained() -> None:

@@ -7,6 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from shared.algorithm_configs.section import AlgorithmConfig, BatchOfUpdate
+from shared.reward_signals_config import RewardSignalsConfig
 from shared.schedules import Schedule, ScheduleField
 from shared.section import Section
 
@@ -23,6 +24,8 @@ class OnPolicyConfig(AlgorithmConfig):
     """Gradients are scaled down to this norm."""
     adam_epsilon: float = Field(1e-5, gt=0)
     """Adam's ε; 1e-5 as in the reference implementations."""
+    reward_signals: RewardSignalsConfig | None = None
+    """Rewards beside the environment's, for tasks whose own are rare; none by default."""
 
 
 class ClippedConfig(BatchOfUpdate, OnPolicyConfig):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shared import tensor_blob
 from shared.config import PolicyConfig
@@ -40,12 +40,12 @@ class VersionHeader:
         return cls(int(data["version"]), Phase(data["phase"]), PhaseCounters.from_dict(data["counters"]))
 
 
-def state_arrays(policy: Policy) -> Columns:
-    """Weights and normaliser as NumPy copies on the CPU."""
+def state_arrays(policy: nn.Module) -> Columns:
+    """Weights and buffers (a normaliser) as NumPy copies on the CPU."""
     return {name: _to_numpy(tensor) for name, tensor in policy.state_dict().items()}
 
 
-def load_state_arrays(policy: Policy, arrays: Mapping[str, Any]) -> None:
+def load_state_arrays(policy: nn.Module, arrays: Mapping[str, Any]) -> None:
     """The inverse of `state_arrays`; raises `CheckpointDamaged` where names or shapes differ."""
     try:
         policy.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}, strict=True)

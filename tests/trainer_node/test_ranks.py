@@ -131,6 +131,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
             "algorithm": {"minibatch_size": 8},
         },
     ),
+    "reward signals, which every rank learns whole": (
+        2, {"algorithm": {"reward_signals": {"rnd": {"strength": 2.0, "learning_rate": 1e-2}}}},
+    ),
     "two policies, one with gaussian actions and one encoder": (
         2, {
             "environment": {"id": f"{MODULE}:Chase", "api": "pettingzoo", "num_envs": 4, "kwargs": {"cat_steps": 2}},

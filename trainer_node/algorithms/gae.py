@@ -2,8 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
+
+
+class Estimate(Protocol):
+    """A way to make advantages and targets, both `[T, S]`, of one reward signal; the arguments of `advantages`."""
+
+    def __call__(
+        self,
+        *,
+        reward: Tensor,
+        value: Tensor,
+        bootstrap_value: Tensor,
+        terminated: Tensor,
+        truncated: Tensor,
+        mask: Tensor,
+        final_index: Tensor,
+        final_value: Tensor,
+        gamma: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Advantages, and what the value learns."""
+        ...
+
+
+def by_gae(gae_lambda: float) -> Estimate:
+    """By generalised advantage estimation."""
+
+    def estimate(*, value: Tensor, gamma: float, **ends: Tensor) -> tuple[Tensor, Tensor]:
+        advantage = advantages(value=value, **ends, gamma=gamma, gae_lambda=gae_lambda)
+        return advantage, advantage + value
+
+    return estimate
 
 
 def advantages(

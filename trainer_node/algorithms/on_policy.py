@@ -6,7 +6,9 @@ IMPALA, PPO and APPO are the four pairs. Tensors and config only; everything fol
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +22,15 @@ from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.batch import Batch
 from trainer_node.algorithms.experience import Experience, side_by_side
-from trainer_node.algorithms.gae import advantages
+from trainer_node.algorithms.gae import Estimate, by_gae
+from trainer_node.algorithms.off_policy import part
 from trainer_node.algorithms.outputs import Outputs, outputs
 from trainer_node.algorithms.sequences import sequences
 from trainer_node.algorithms.share import Share, Whole
 from trainer_node.algorithms.vtrace import VTrace, vtrace
+from trainer_node.reward_signals.signals import RewardSignals
+
+_SIGNALS = "signals/"
 
 
 class OnPolicy:
@@ -42,6 +48,9 @@ class OnPolicy:
         self.share: Share = Whole()
         """What of each minibatch is learnt from here; the rest by the other ranks."""
         self._optimiser = Adam(self.policy.parameters(), config.adam_epsilon)
+        asked = config.reward_signals
+        self._signals = None if asked is None else RewardSignals(self.policy, asked, config, setting)
+        """Beside the environment's rewards."""
 
     def _begin(self, counters: Counters) -> None:
         """What comes before each update."""
@@ -66,8 +75,11 @@ class OnPolicy:
         """
         self._begin(counters)
         columns = side_by_side(experience)
+        tensors = {name: self._tensor(array) for name, array in columns.items()}
+        if self._signals is not None:
+            self._signals.look(experience, tensors)
         with torch.no_grad():
-            batch = self._batch({name: self._tensor(array) for name, array in columns.items()})
+            batch = self._batch(tensors)
         history = self._learn(batch, counters) if len(batch) else []
         metrics = {name: float(np.mean([item[name] for item in history])) for name in (history[0] if history else {})}
         metrics |= self._schedules(counters) | {"train/gradient_steps": len(history)}
@@ -76,12 +88,17 @@ class OnPolicy:
             spread = target.var()
             unexplained = (target - value).var() / spread if len(target) > 1 and spread > 0 else torch.nan
             metrics |= {"train/explained_variance": 1.0 - float(unexplained), **batch.figures}
+            if self._signals is not None:
+                metrics |= self._signals.learn(counters)
         self._normalise(columns)
         return metrics
 
     def observe(self, experience: Sequence[Experience]) -> None:
-        """Takes the observations into the normaliser: all there is to do in heat-up."""
-        self._normalise(side_by_side(experience))
+        """Takes the observations into the normaliser and the signals' statistics: all there is to do in heat-up."""
+        columns = side_by_side(experience)
+        if self._signals is not None:
+            self._signals.observe({name: self._tensor(array) for name, array in columns.items()})
+        self._normalise(columns)
 
     def _normalise(self, columns: Mapping[str, Array]) -> None:
         if self.policy.normaliser is not None:
@@ -110,9 +127,9 @@ class OnPolicy:
     def _by_gae(self, tensors: Mapping[str, Tensor], gae_lambda: float) -> Batch:
         """With advantages and targets by generalised advantage estimation."""
         found = outputs(self.policy, tensors, with_params=False)
-        ends = self._ends(tensors, found)
-        advantage = advantages(value=found.value, **ends, gamma=self._shared.gamma, gae_lambda=gae_lambda)
-        return self._made(tensors, found.value, advantage, advantage + found.value)
+        estimate = by_gae(gae_lambda)
+        advantage, target = estimate(value=found.value, **self._ends(tensors, found), gamma=self._shared.gamma)
+        return self._made(tensors, found.value, self._joined(advantage, estimate), target)
 
     def _by_vtrace(
         self, tensors: Mapping[str, Tensor], policy: Heads, config: VTraceConfig
@@ -122,11 +139,22 @@ class OnPolicy:
         assert found.params is not None
         actions = {name: tensors[name].flatten(0, 1) for name in policy.spaces.action.column_names("action")}
         log_prob = policy.distribution.log_prob(found.params.flatten(0, 1), actions).reshape(found.value.shape)
-        trace = vtrace(
-            log_ratio=log_prob - tensors["log_prob"], value=found.value, **self._ends(tensors, found),
-            gamma=self._shared.gamma, vtrace_lambda=config.vtrace_lambda, rho_bar=config.rho_bar, c_bar=config.c_bar,
-        )  # fmt: skip
-        return found, log_prob, trace
+        log_ratio = log_prob - tensors["log_prob"]
+        traced: Callable[..., VTrace] = partial(
+            vtrace, log_ratio=log_ratio, vtrace_lambda=config.vtrace_lambda, rho_bar=config.rho_bar, c_bar=config.c_bar
+        )
+        trace = traced(value=found.value, **self._ends(tensors, found), gamma=self._shared.gamma)
+
+        def estimate(**signal: Any) -> tuple[Tensor, Tensor]:
+            """Of another signal, by the same ratios."""
+            its = traced(**signal)
+            return its.advantage, its.target
+
+        return found, log_prob, trace._replace(advantage=self._joined(trace.advantage, estimate))
+
+    def _joined(self, advantage: Tensor, estimate: Estimate) -> Tensor:
+        """`[T, S]`: the advantages of all reward signals together, where `advantage` is that of the environment's."""
+        return advantage if self._signals is None else self._signals.join(advantage, estimate)
 
     def _ends(self, tensors: Mapping[str, Tensor], found: Outputs) -> dict[str, Tensor]:
         """Rewards, and all that says where episodes and fragments end and what comes after is worth."""
@@ -167,9 +195,12 @@ class OnPolicy:
         return torch.from_numpy(np.array(array)).to(self._device)
 
     def state(self) -> Columns:
-        """The optimiser's state as named arrays."""
-        return self._optimiser.state()
+        """The optimiser's state as named arrays, and that of reward signals under `signals/`."""
+        signals = {} if self._signals is None else self._signals.state()
+        return self._optimiser.state() | {_SIGNALS + name: array for name, array in signals.items()}
 
     def load_state(self, arrays: Mapping[str, Array]) -> None:
         """The inverse of `state`."""
-        self._optimiser.load_state(arrays)
+        self._optimiser.load_state({name: array for name, array in arrays.items() if not name.startswith(_SIGNALS)})
+        if self._signals is not None:
+            self._signals.load_state(part(arrays, _SIGNALS))

@@ -13,7 +13,7 @@ from shared.fragment import STATE
 from shared.policies.actor_critic import ActorCritic, Heads
 from shared.policies.recurrent import RecurrentActorCritic
 
-_CHUNK = 8192
+CHUNK = 8192
 """So many rows at a time, so that a large batch of images fits."""
 
 
@@ -44,19 +44,20 @@ def outputs(policy: Heads, tensors: Mapping[str, Tensor], *, with_params: bool) 
 
     flat = {name: tensors[name].flatten(0, 1) for name in names}
     bootstrap, final = (
-        _in_chunks(plain.value, {name: tensors[prefix + name] for name in names}) for prefix in ("bootstrap_", "final_")
+        in_chunks(plain.value, {name: tensors[prefix + name] for name in names}) for prefix in ("bootstrap_", "final_")
     )
     if not with_params:
-        return Outputs(_in_chunks(plain.value, flat).reshape(shape), bootstrap, final)
-    both = _in_chunks(joined, flat).reshape(*shape, -1)
+        return Outputs(in_chunks(plain.value, flat).reshape(shape), bootstrap, final)
+    both = in_chunks(joined, flat).reshape(*shape, -1)
     return Outputs(both[..., -1], bootstrap, final, both[..., :-1])
 
 
-def _in_chunks(computed: Callable[[Mapping[str, Tensor]], Tensor], observations: Mapping[str, Tensor]) -> Tensor:
+def in_chunks(computed: Callable[[Mapping[str, Tensor]], Tensor], observations: Mapping[str, Tensor]) -> Tensor:
+    """What is computed of each row, so many rows at a time."""
     first = next(iter(observations.values()))
     parts = [
-        computed({name: tensor[start : start + _CHUNK] for name, tensor in observations.items()})
-        for start in range(0, len(first), _CHUNK)
+        computed({name: tensor[start : start + CHUNK] for name, tensor in observations.items()})
+        for start in range(0, len(first), CHUNK)
     ]
     return torch.cat(parts) if parts else torch.zeros(0, device=first.device)
 
@@ -67,7 +68,7 @@ def _remembering(policy: RecurrentActorCritic, tensors: Mapping[str, Tensor]) ->
     """
     names = policy.spaces.observation.column_names("obs")
     steps, slots = tensors["mask"].shape
-    width, over, parts = max(1, _CHUNK // steps), over_after(tensors), []
+    width, over, parts = max(1, CHUNK // steps), over_after(tensors), []
     for start in range(0, slots, width):
         part = slice(start, start + width)
         observations = {name: tensors[name][:, part] for name in names}

@@ -1,0 +1,60 @@
+"""Reward signals beside the environment's: what each one is worth, and how it is learnt."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from shared.schedules import Schedule, ScheduleField
+from shared.section import Section
+
+_Layers = tuple[Annotated[int, Field(ge=1)], ...]
+
+
+class ExtrinsicConfig(Section):
+    """The rewards of the environment. Their discount is `algorithm.gamma`."""
+
+    strength: float = Field(1.0, ge=0)
+    """What its advantages are multiplied by before those of all signals are added up; 0 leaves it out."""
+
+
+class SignalConfig(Section):
+    """What every further signal has."""
+
+    strength: float = Field(1.0, gt=0)
+    """What its advantages are multiplied by before those of all signals are added up."""
+    gamma: float = Field(0.99, ge=0, le=1)
+    """Discount per env step of this signal's returns."""
+    episodic: bool = False
+    """Whether the end of an episode ends its returns. Not for what rewards the new: that an episode is over should not
+    make the agent avoid what it has not seen yet (Burda et al. 2019, section 2.3)."""
+    learning_rate: ScheduleField = Schedule(start=1e-4)
+    """Adam's step size of the signal's own networks. Its value network has that of the algorithm."""
+
+
+class RNDConfig(SignalConfig):
+    """Random network distillation (Burda et al. 2019): what a network cannot predict yet has seldom been seen."""
+
+    hidden_sizes: _Layers = (64, 64)
+    """Layers of target and predictor, behind the convolutions of images."""
+    embedding_size: int = Field(64, ge=1)
+    """Numbers that are predicted."""
+
+
+class RewardSignalsConfig(Section):
+    """Reward signals: each with a strength, a discount and a value network of its own. docs/REWARD_SIGNALS.md."""
+
+    extrinsic: ExtrinsicConfig = ExtrinsicConfig()
+    rnd: RNDConfig | None = None
+    """Random network distillation; `{}` takes it with its defaults."""
+
+    @model_validator(mode="after")
+    def _some_signal(self) -> Self:
+        names = [name for name in type(self).model_fields if name != "extrinsic"]
+        if all(getattr(self, name) is None for name in names):
+            raise ValueError(
+                f"there is none beside extrinsic, which needs no section; give one of {', '.join(names)}, or leave "
+                f"reward_signals out (policies.<id>.reward_scale scales rewards)"
+            )
+        return self
