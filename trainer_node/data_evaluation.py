@@ -17,6 +17,7 @@ from shared.config import Config
 from shared.datasets.reading import read_dataset
 from shared.datasets.recording import Episode
 from shared.errors import StagecoachError
+from shared.policies.actor import SquashedGaussian
 from shared.policies.distributions import ActionDistribution
 from shared.policies.policy import Policy
 from shared.spaces import Array, Columns, EnvironmentDescription
@@ -39,7 +40,7 @@ class DataEvaluation:
         """The metrics where an evaluation is due after this many updates; none where the dataset cannot be read."""
         if self._dataset is None or not self._dataset.evaluation.every_updates:
             return {}
-        if not isinstance(policy.distribution, ActionDistribution):
+        if not isinstance(policy.distribution, ActionDistribution | SquashedGaussian):
             return {}  # a greedy or noisy policy has no probabilities to compare
         if updates == 0 or updates % self._dataset.evaluation.every_updates:
             return {}

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Tag
 from shared.algorithm_configs.a2c import A2CConfig
 from shared.algorithm_configs.appo import APPOConfig
 from shared.algorithm_configs.bc import BCConfig
+from shared.algorithm_configs.cql import CQLConfig
 from shared.algorithm_configs.ddpg import DDPGConfig
 from shared.algorithm_configs.dqn import DQNConfig, RainbowConfig
 from shared.algorithm_configs.impala import IMPALAConfig
@@ -22,6 +23,7 @@ ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
     "a2c": A2CConfig,
     "appo": APPOConfig,
     "bc": BCConfig,
+    "cql": CQLConfig,
     "ddpg": DDPGConfig,
     "dqn": DQNConfig,
     "impala": IMPALAConfig,
@@ -50,6 +52,7 @@ AlgorithmField = Annotated[
     Annotated[A2CConfig, Tag("a2c")]
     | Annotated[APPOConfig, Tag("appo")]
     | Annotated[BCConfig, Tag("bc")]
+    | Annotated[CQLConfig, Tag("cql")]
     | Annotated[DDPGConfig, Tag("ddpg")]
     | Annotated[DQNConfig, Tag("dqn")]
     | Annotated[IMPALAConfig, Tag("impala")]

@@ -60,7 +60,7 @@ class Encoder(nn.Module):
                 self.images[str(index)], features = _convolutions(leaf, config.cnn)
                 width += features
             else:
-                width += sum(leaf.nvec) if leaf.nvec else leaf.size
+                width += flat_size(leaf)
         layers: list[nn.Module] = []
         for size in config.hidden_sizes:
             layers += [linear(width, size, math.sqrt(2)), ACTIVATIONS[config.activation]()]
@@ -76,11 +76,10 @@ class Encoder(nn.Module):
             values = observations[name]
             if leaf.is_image:
                 parts.append(self.images[str(index)](values))
-            elif leaf.nvec:
-                parts.append(_one_hot(values, leaf))
+            elif leaf.nvec or normaliser is None:
+                parts.append(flat(values, leaf))
             else:
-                flat = values.reshape(len(values), leaf.size).to(torch.float32)
-                parts.append(flat if normaliser is None else normaliser(name, flat))
+                parts.append(normaliser(name, flat(values, leaf)))
         features: Tensor = self.mlp(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
         return features
 
@@ -127,6 +126,16 @@ def _convolutions(leaf: Leaf, kind: str) -> tuple[nn.Sequential, int]:
         channels, height, width = outputs, (height - kernel) // stride + 1, (width - kernel) // stride + 1
     layers += [nn.Flatten(), linear(channels * height * width, features, math.sqrt(2)), nn.ReLU()]
     return nn.Sequential(*layers), features
+
+
+def flat_size(leaf: Leaf) -> int:
+    """Elements of `flat`."""
+    return sum(leaf.nvec) if leaf.nvec else leaf.size
+
+
+def flat(values: Tensor, leaf: Leaf) -> Tensor:
+    """A leaf's column `[B, …]` as float32 `[B, flat_size]`: choices one-hot, numbers beside each other."""
+    return _one_hot(values, leaf) if leaf.nvec else values.reshape(len(values), leaf.size).to(torch.float32)
 
 
 def _one_hot(values: Tensor, leaf: Leaf) -> Tensor:

@@ -1,4 +1,4 @@
-"""The small run that the trainer's tests play with."""
+"""The small run that the trainer's tests play with, and one thread for all of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from shared.config import Config
 from tests.conftest import RedisServer
@@ -24,3 +25,12 @@ def new_game(redis_server: RedisServer, tmp_path: Path) -> Iterator[NewGame]:
     yield make
     for game in games:
         game.end()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As a trainer has it by default; on a busy machine, threads of small sums mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

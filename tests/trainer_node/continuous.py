@@ -1,4 +1,4 @@
-"""Made-up experience, minibatches and a slow network for the tests of SAC, TD3 and DDPG."""
+"""Made-up experience and minibatches for tests of off-policy algorithms, and slow networks of actors and critics."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fragment(policy: Policy, seed: int, *, terminated: float = 0.1, truncated: f
     for leaf in policy.spaces.action.leaves:
         shape = (STEPS, SLOTS, *leaf.shape)
         low, high = leaf.bounds() if leaf.kind == "box" else (0, 0)
-        drawn = random.uniform(low, high, shape) if leaf.kind == "box" else random.integers(leaf.nvec[0], size=shape)
+        drawn = random.uniform(low, high, shape) if leaf.kind == "box" else random.integers(leaf.nvec, size=shape)
         columns[leaf.column("action")] = drawn.astype(leaf.column_dtype)
     columns["mask"] = np.ones((STEPS, SLOTS), np.bool_)
     columns["terminated"] = random.random((STEPS, SLOTS)) < terminated
@@ -57,20 +57,23 @@ def fragment(policy: Policy, seed: int, *, terminated: float = 0.1, truncated: f
     return Experience("worker-0:0", columns)
 
 
-def minibatch(described: PolicySpaces, rows: int = 9, seed: int = 0) -> Minibatch:
+def minibatch(described: PolicySpaces, rows: int = 9, seed: int = 0, weighted: bool = True) -> Minibatch:
     """Random numbers; some discounts are 0."""
     random = np.random.default_rng(seed)
+    (sight,), (action,) = described.observation.leaves, described.action.leaves
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.from_numpy(random.normal(size=shape).astype(np.float32))
 
-    discrete = described.action.leaves[0].kind == "discrete"
-    action = random.integers(4, size=rows) if discrete else random.uniform(LOW, HIGH, (rows, 2)).astype(np.float32)
-    discount = torch.from_numpy(random.choice(np.array([0.0, 0.9], np.float32), size=rows))
-    weight = torch.from_numpy(random.random(rows).astype(np.float32))
+    if action.kind == "discrete":
+        actions = random.integers(action.nvec[0], size=rows)
+    else:
+        actions = random.uniform(*action.bounds(), (rows, *action.shape)).astype(np.float32)
+    discount = torch.from_numpy(random.choice(np.array([0.0, 0.9, 0.729], np.float32), size=rows))
+    weight = torch.from_numpy(random.random(rows).astype(np.float32)) if weighted else torch.ones(rows)
     return Minibatch(
-        {"obs": normal(rows, 3)}, {"action": torch.from_numpy(action)}, {"obs": normal(rows, 3)}, normal(rows),
-        discount, weight,
+        {"obs": normal(rows, *sight.shape)}, {"action": torch.from_numpy(actions)}, {"obs": normal(rows, *sight.shape)},
+        normal(rows), discount, weight,
     )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,14 @@ from rollout_worker.making import describe_environment
 from shared.config import PolicyConfig
 from shared.datasets.recording import Episode
 from shared.policies.actor_critic import ActorCritic
+from shared.spaces import Array
 from tests.balancing import RULE, played, write_played
 from tests.conftest import minimal_config
+from tests.swinging import swung, write_swung
+from tests.trainer_node.continuous import made
 from trainer_node.data_evaluation import DataEvaluation, evaluate
 
 GAMMA = 0.9
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As in a trainer: on a busy machine, threads of small sums wait for each other most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def policy_of(sharpness: float) -> ActorCritic:
@@ -103,3 +96,23 @@ def test_a_dataset_that_is_gone_ends_no_training(tmp_path: Path, caplog: pytest.
     source = settings(tmp_path / "gone.csv", every_updates=1)
     assert source.figures(policy_of(1.0), 1) == {} and source.figures(policy_of(1.0), 2) == {}
     assert "no off-policy evaluation" in caplog.text and caplog.text.count("gone.csv") == 1
+
+
+def test_a_policy_of_bounded_actions_is_worth_what_its_own_episodes_returned(tmp_path: Path) -> None:
+    """Each weight is 1, since the densities are of actions in the environment's units on both sides."""
+    policy = made(
+        "cql", describe_environment(minimal_config(environment={"id": "Pendulum-v1"})).policies["default"]
+    ).policy
+    drawing = torch.Generator().manual_seed(0)
+
+    def choose(observation: Array) -> tuple[Array, float]:
+        with torch.no_grad():
+            params = policy.action_parameters({"obs": torch.from_numpy(observation[None])})
+            action = policy.distribution.sample(params, drawing)
+            return action["action"][0].numpy(), float(policy.distribution.log_prob(params, action))
+
+    listed = swung(4, choose)
+    write_swung(tmp_path / "data.csv", listed)
+    found = settings(tmp_path / "data.csv", every_updates=1, gradient_steps=20).figures(policy, 1)
+    assert found["ope/effective_episodes"] == pytest.approx(4, rel=1e-3)
+    assert found["ope/wis"] == pytest.approx(found["ope/ips"], rel=1e-3)

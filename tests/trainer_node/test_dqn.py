@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from shared.policies.registry import build_policies
 from shared.spaces import Array, PolicySpaces
 from shared.steps import Counters
 from tests.conftest import minimal_config
+from tests.trainer_node.continuous import minibatch, moved_apart
 from tests.trainer_node.memories.streams import PLAIN, Stream
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.dqn import DQN
@@ -35,15 +35,6 @@ HEADS: list[dict[str, Any]] = [
     {"head": "qr", "quantiles": 5},
 ]
 STEPS, SLOTS = 4, 3
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the trainer has it by default."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_dqn(
@@ -67,29 +58,6 @@ def fragments(count: int, seed: int = 0, **ends: float) -> list[Experience]:
     for name, value in ends.items():
         setattr(stream, name, value)
     return [Experience(made.source, made.columns) for made in stream.fragments(count)]
-
-
-def minibatch(rows: int = 9, seed: int = 0) -> Minibatch:
-    random = np.random.default_rng(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.from_numpy(random.normal(size=shape).astype(np.float32))
-
-    discount = torch.from_numpy(random.choice(np.array([0.0, 0.9, 0.729], np.float32), size=rows))
-    weight = torch.from_numpy(random.random(rows).astype(np.float32))
-    actions = torch.from_numpy(random.integers(3, size=rows))
-    return Minibatch(
-        {"obs": normal(rows, 2)}, {"action": actions}, {"obs": normal(rows, 2)}, normal(rows) * 2, discount, weight
-    )
-
-
-def moved_apart(dqn: DQN) -> None:
-    """Target and online network as they are in the middle of learning."""
-    drawing = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for network in (dqn.policy, dqn.target):
-            for tensor in network.parameters():
-                tensor.add_(torch.randn(tensor.shape, generator=drawing) * 0.4)
 
 
 def softmax(logits: Array) -> Array:
@@ -143,8 +111,8 @@ def slow_loss(
 @pytest.mark.parametrize("fields", HEADS, ids=str)
 def test_the_loss_is_the_papers(fields: dict[str, Any], double: bool, dueling: bool) -> None:
     dqn = make_dqn(double=double, dueling=dueling, **fields)
-    moved_apart(dqn)
-    batch = minibatch(40)
+    moved_apart(dqn.policy, dqn.target)
+    batch = minibatch(SPACES, 40)
     with torch.no_grad():
         now, after = dqn.policy.outputs(batch.observations), dqn.policy.outputs(batch.next_observations)
         outputs = now.numpy(), after.numpy(), dqn.target.outputs(batch.next_observations).numpy()
@@ -158,8 +126,8 @@ def test_the_loss_is_the_papers(fields: dict[str, Any], double: bool, dueling: b
 @pytest.mark.parametrize("fields", HEADS, ids=str)
 def test_gradients_are_those_of_finite_differences(fields: dict[str, Any]) -> None:
     dqn = make_dqn(dueling=True, noisy=True, double=False, **fields)
-    moved_apart(dqn)
-    batch = minibatch()
+    moved_apart(dqn.policy, dqn.target)
+    batch = minibatch(SPACES)
     noise = dqn.policy.draw_noise(torch.Generator().manual_seed(2))
     parameters = list(dqn.policy.parameters())
     gradients = torch.autograd.grad(dqn.loss(batch, (noise, noise, noise))[0], parameters)
@@ -176,8 +144,8 @@ def test_gradients_are_those_of_finite_differences(fields: dict[str, Any]) -> No
 
 def test_what_is_bootstrapped_from_has_no_gradient() -> None:
     dqn = make_dqn()
-    moved_apart(dqn)
-    loss, _ = dqn.loss(minibatch())
+    moved_apart(dqn.policy, dqn.target)
+    loss, _ = dqn.loss(minibatch(SPACES))
     loss.backward()  # type: ignore[no-untyped-call]
     assert all(parameter.grad is None for parameter in dqn.target.parameters())
     assert all(parameter.grad is not None for parameter in dqn.policy.parameters())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -17,15 +15,6 @@ GAMMA, LENGTH = 0.8, 5
 PLACE = SpaceSpec((Leaf("", "discrete", (), "int64", (LENGTH + 1,), (0,)),), 0)
 GO = SpaceSpec((Leaf("", "discrete", (), "int64", (2,), (0,)),), 0)
 FORCE = SpaceSpec((Leaf("", "box", (1,), "float32", low=(-1.0,), high=(1.0,)),), 0)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As in a trainer: on a busy machine, threads of small sums wait for each other most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def chain(action: SpaceSpec) -> Transitions:

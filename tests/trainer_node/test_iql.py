@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,69 +14,43 @@ from rollout_worker.evaluation import evaluate_policies
 from rollout_worker.making import describe_space
 from rollout_worker.worker import Worker
 from shared.algorithm_configs.iql import IQLConfig
-from shared.config import PolicyConfig
-from shared.policies.actor_critic import ActorCritic
 from shared.spaces import PolicySpaces
+from shared.steps import Counters
 from tests.balancing import played, write_played
 from tests.conftest import minimal_config
+from tests.trainer_node.continuous import BOXES, CHOICE, fragment, made, minibatch, moved_apart, slow_critic
 from tests.trainer_node.game import NewGame, balanced, small
-from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.iql import IQL
-from trainer_node.algorithms.off_policy import Minibatch
 
-SEEN = describe_space(spaces.Box(-5.0, 5.0, (3,)))
-CHOICE = PolicySpaces(SEEN, describe_space(spaces.Discrete(4)))
-BOX = PolicySpaces(SEEN, describe_space(spaces.Box(-1.0, 1.0, (2,))))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As in a trainer."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+BOTH = pytest.mark.parametrize("described", [CHOICE, BOXES], ids=["choice", "boxes"])
 
 
 def make_iql(described: PolicySpaces, **config: Any) -> IQL:
-    torch.manual_seed(0)
-    policy = ActorCritic(described, PolicyConfig(hidden_sizes=(16,)))
-    section = IQLConfig(name="iql", **{"minibatch_size": 8, "largest_weight": 1.5} | config)
-    return IQL(policy, section, Setting(torch.device("cpu"), 3, 8, 4))
+    algorithm = made("iql", described, largest_weight=1.5, **config)
+    assert isinstance(algorithm, IQL)
+    moved_apart(algorithm.policy, algorithm.critics, algorithm.targets)
+    return algorithm
 
 
-def minibatch(described: PolicySpaces, rows: int = 12) -> Minibatch:
-    generator = torch.Generator().manual_seed(1)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    chosen = torch.randint(4, (rows,), generator=generator) if described is CHOICE else normal(rows, 2)
-    return Minibatch(
-        {"obs": normal(rows, 3)}, {"action": chosen}, {"obs": normal(rows, 3)}, normal(rows),
-        torch.where(torch.rand(rows, generator=generator) < 0.3, 0.0, 0.9), torch.ones(rows),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("described", [CHOICE, BOX], ids=["choice", "box"])
+@BOTH
 @torch.no_grad()
 def test_the_losses_are_those_of_the_paper(described: PolicySpaces) -> None:
-    algorithm, batch = make_iql(described), minibatch(described)
-    for tensor in algorithm.targets.parameters():
-        tensor.add_(0.05)
+    algorithm, batch = make_iql(described), minibatch(described, rows=12, weighted=False)
     policy, config = algorithm.policy, algorithm._config
     value_loss = policy_loss = critic_loss = 0.0
     for row in range(12):
         seen = {"obs": batch.observations["obs"][row : row + 1]}
         done = {"action": batch.actions["action"][row : row + 1]}
-        q = min(float(target(seen, done, None)) for target in algorithm.targets)
+        chosen = done["action"][0].numpy()
+        told = np.concatenate([seen["obs"][0].numpy(), np.eye(4)[chosen] if described is CHOICE else chosen])
+        q = min(float(slow_critic(algorithm.targets, which, told)[0]) for which in (0, 1))
         advantage = q - float(policy.value(seen))
         value_loss += abs(config.expectile - (advantage < 0)) * advantage**2
         weight = min(np.exp(config.inverse_temperature * advantage), 1.5)
         policy_loss -= weight * float(policy.distribution.log_prob(policy.action_parameters(seen), done))
         after = float(policy.value({"obs": batch.next_observations["obs"][row : row + 1]}))
         target_of = float(batch.reward[row]) + float(batch.discount[row]) * after
-        critic_loss += sum((float(critic(seen, done, None)) - target_of) ** 2 for critic in algorithm.critics)
+        critic_loss += sum((float(slow_critic(algorithm.critics, n, told)[0]) - target_of) ** 2 for n in (0, 1))
     loss, metrics = algorithm.policy_loss(batch)
     assert float(metrics["train/value_loss"]) == pytest.approx(value_loss / 12, rel=1e-4)
     assert float(metrics["train/policy_loss"]) == pytest.approx(policy_loss / 12, rel=1e-4)
@@ -85,8 +58,18 @@ def test_the_losses_are_those_of_the_paper(described: PolicySpaces) -> None:
     assert float(algorithm.critic_loss(batch)[0]) == pytest.approx(critic_loss / 12, rel=1e-4)
 
 
+def test_choices_and_boxes_may_be_nested() -> None:
+    action = spaces.Dict({"go": spaces.MultiDiscrete([2, 3]), "how": spaces.Box(-1.0, 1.0, (2,))})
+    described = PolicySpaces(BOXES.observation, describe_space(action))
+    algorithm = made("iql", described)
+    assert algorithm.critics.weights[0].shape[1] == 3 + 2 + 3 + 2
+    for update in range(3):
+        metrics = algorithm.update([fragment(algorithm.policy, update)], Counters(env_steps=100, updates=update))
+    assert algorithm.done == 10 and all(np.isfinite(value) for value in metrics.values())
+
+
 def test_without_a_temperature_it_is_cloning() -> None:
-    algorithm, batch = make_iql(CHOICE, inverse_temperature=0.0), minibatch(CHOICE)
+    algorithm, batch = make_iql(CHOICE, inverse_temperature=0.0), minibatch(CHOICE, weighted=False)
     _, metrics = algorithm.policy_loss(batch)
     params = algorithm.policy.action_parameters(batch.observations).detach()
     expected = torch.nn.functional.cross_entropy(params, batch.actions["action"])

@@ -6,7 +6,6 @@ shows that it can tell.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,15 +35,6 @@ from trainer_node.local_ranks import local_ranks
 from trainer_node.snapshot import Line, Progress
 
 pytestmark = pytest.mark.timeout(180)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the trainer has it by default."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def ranked(ranks: int, algorithm: dict[str, Any] | None = None, **sections: Any) -> Config:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -33,15 +32,6 @@ from tests.trainer_node.continuous import (
 
 BOTH = pytest.mark.parametrize("described", [BOXES, CHOICE], ids=["boxes", "choice"])
 ALPHA = 0.3
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the trainer has it by default."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def slow_actions(params: Array, noise: Array, discrete: bool) -> list[tuple[float, float, Array]]:
@@ -165,7 +155,7 @@ def test_the_default_target_is_the_papers(described: PolicySpaces, expected: flo
     assert made("sac", described).target_entropy == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", ["sac", "td3", "ddpg"])
+@pytest.mark.parametrize("name", ["sac", "td3", "ddpg", "cql"])
 def test_it_bootstraps_from_the_true_last_observation_after_truncation_and_not_after_termination(name: str) -> None:
     algorithm = made(name)
     ended = fragment(algorithm.policy, 1, terminated=0.4, truncated=0.9)
@@ -194,8 +184,15 @@ def test_it_bootstraps_from_the_true_last_observation_after_truncation_and_not_a
 
 @pytest.mark.parametrize(
     ("name", "described", "fields"),
-    [("sac", BOXES, {}), ("sac", CHOICE, {}), ("td3", BOXES, {"policy_delay": 3}), ("ddpg", BOXES, {})],
-    ids=["sac", "discrete sac", "td3", "ddpg"],
+    [
+        ("sac", BOXES, {}),
+        ("sac", CHOICE, {}),
+        ("td3", BOXES, {"policy_delay": 3}),
+        ("ddpg", BOXES, {}),
+        ("cql", BOXES, {"largest_gap": 1.0, "cloning_steps": 26}),
+        ("cql", CHOICE, {"value_entropy": True}),
+    ],
+    ids=["sac", "discrete sac", "td3", "ddpg", "cql", "discrete cql"],
 )
 def test_k_updates_a_restore_and_the_rest_are_as_n_updates(
     name: str, described: PolicySpaces, fields: dict[str, Any]

@@ -43,11 +43,22 @@ class Critics(nn.Module):
         actions: Tensor | None,
         first_only: bool = False,
     ) -> Tensor:
-        """`[C, B, outputs]`, or the first one's alone `[1, B, outputs]`; `actions` `[B, D]` are in [-1, 1]."""
+        """`[C, B, outputs]`, or the first one's alone `[1, B, outputs]`; `actions` are `[B, D]`."""
         features: Tensor = self.inputs(observations, normaliser)
         if actions is not None:
             features = torch.cat([features, actions], dim=1)
-        count = 1 if first_only else len(self.weights[0])
+        return self._values(features, 1 if first_only else len(self.weights[0]))
+
+    def of_each(
+        self, observations: Mapping[str, Tensor], normaliser: ObservationNormaliser | None, actions: Tensor
+    ) -> Tensor:
+        """`[C, B, A]`: of A actions for each observation, `[B, A, D]`; the observations are encoded once."""
+        rows, count, _ = actions.shape
+        features = self.inputs(observations, normaliser).unsqueeze(1).expand(-1, count, -1)
+        values = self._values(torch.cat([features, actions], dim=2).flatten(0, 1), len(self.weights[0]))
+        return values.reshape(-1, rows, count)
+
+    def _values(self, features: Tensor, count: int) -> Tensor:
         values = features.expand(count, -1, -1)
         for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             values = torch.baddbmm(bias[:count], values if number == 0 else self._activation(values), weight[:count])

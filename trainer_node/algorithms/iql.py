@@ -1,25 +1,27 @@
 """Implicit Q-learning (Kostrikov, Nair and Levine 2022, "Offline reinforcement learning with implicit Q-learning").
 
-Order of the file: critic, losses, update. The value function is the critic of the policy (actor_critic); two Q
+Order of the file: losses, update. The value function is the critic of the policy (actor_critic); two Q
 functions and their targets belong to the algorithm. No action is ever asked for that is not in the data.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shared.algorithm_configs.iql import IQLConfig
-from shared.config import PolicyConfig
 from shared.policies.actor_critic import ActorCritic
-from shared.policies.encoders import Encoder, ObservationNormaliser, linear
+from shared.policies.encoders import flat, flat_size
 from shared.policies.registry import borrowed_random_state
-from shared.spaces import Columns, PolicySpaces
+from shared.spaces import Columns
 from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.critics import Critics
+from trainer_node.algorithms.experience import update_seed
 from trainer_node.algorithms.off_policy import (
     Lesson,
     Minibatch,
@@ -32,31 +34,6 @@ from trainer_node.algorithms.off_policy import (
 )
 
 
-class Critic(nn.Module):
-    """Q(s, a) of the columns of both: `[B]`."""
-
-    def __init__(self, spaces: PolicySpaces, config: PolicyConfig) -> None:
-        super().__init__()
-        plain = config.model_copy(update={"hidden_sizes": ()})
-        self.observation, self.action = Encoder(spaces.observation, plain), Encoder(spaces.action, plain)
-        width, layers = self.observation.features + self.action.features, list[nn.Module]()
-        for size in config.hidden_sizes:
-            layers += [linear(width, size, 2**0.5), nn.ReLU()]
-            width = size
-        self.mlp = nn.Sequential(*layers, linear(width, 1, 1.0))
-
-    def forward(
-        self,
-        observations: Mapping[str, Tensor],
-        actions: Mapping[str, Tensor],
-        normaliser: ObservationNormaliser | None,
-    ) -> Tensor:
-        named = {"obs" + name.removeprefix("action"): tensor for name, tensor in actions.items()}
-        parts = self.observation(observations, normaliser), self.action(named, None)
-        value: Tensor = self.mlp(torch.cat(parts, dim=1)).squeeze(-1)
-        return value
-
-
 class IQL(OffPolicy):
     """Learns one policy."""
 
@@ -65,12 +42,11 @@ class IQL(OffPolicy):
     def __init__(self, policy: ActorCritic, config: IQLConfig, setting: Setting) -> None:
         super().__init__(policy, config, setting)
         self._config = config
-        with borrowed_random_state(setting.seed):
-            critics = [Critic(policy.spaces, policy.config) for _ in range(4)]
-        self.critics, self.targets = nn.ModuleList(critics[:2]), nn.ModuleList(critics[2:])
-        self.targets.load_state_dict(self.critics.state_dict())
-        self.critics.to(setting.device)
-        self.targets.to(setting.device)
+        size = sum(flat_size(leaf) for leaf in policy.spaces.action.leaves)
+        with borrowed_random_state(update_seed(setting.seed, 0)):
+            made = Critics(policy.spaces.observation, policy.config, count=2, action_size=size)
+        self.critics = made.to(setting.device)
+        self.targets = copy.deepcopy(self.critics)
         self._policy_optimiser = Adam(self.policy.parameters(), config.adam_epsilon)
         self._critic_optimiser = Adam(self.critics.parameters(), config.adam_epsilon)
 
@@ -99,9 +75,11 @@ class IQL(OffPolicy):
         error = self._q(self.critics, batch.observations, batch.actions) - target
         return (batch.weight * error.square()).mean(dim=1).sum(), error[0].detach()
 
-    def _q(self, critics: nn.ModuleList, observations: Mapping[str, Tensor], actions: Mapping[str, Tensor]) -> Tensor:
+    def _q(self, critics: Critics, observations: Mapping[str, Tensor], actions: Mapping[str, Tensor]) -> Tensor:
         """`[2, B]`."""
-        return torch.stack([critic(observations, actions, self.policy.normaliser) for critic in critics])
+        parts = [flat(actions[leaf.column("action")], leaf) for leaf in self.policy.spaces.action.leaves]
+        values: Tensor = critics(observations, self.policy.normaliser, torch.cat(parts, dim=1))
+        return values.squeeze(2)
 
     def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
         """Value and policy, then the Q functions with that value, then their targets: the order of the paper."""

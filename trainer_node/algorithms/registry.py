@@ -13,6 +13,7 @@ _BUILT_IN = {
     "a2c": "A2C",
     "appo": "APPO",
     "bc": "BC",
+    "cql": "CQL",
     "ddpg": "DDPG",
     "dqn": "DQN",
     "impala": "IMPALA",

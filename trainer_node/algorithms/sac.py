@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.algorithm_configs.sac import SACConfig
+from shared.algorithm_configs.sac import SoftConfig
 from shared.errors import UnsupportedSpace
 from shared.exploration_config import Sampling
 from shared.policies.actor import Actor, SquashedGaussian
@@ -105,12 +105,12 @@ class Drawn:
 class Counted:
     """One discrete choice: all that there are, each with its probability."""
 
-    def __init__(self, policy: Actor) -> None:
+    def __init__(self, policy: Actor, learner: str) -> None:
         leaves = policy.spaces.action.leaves
         if len(leaves) != 1 or len(leaves[0].nvec) != 1:
             raise UnsupportedSpace(
-                f"sac learns boxes or one discrete choice, found {[leaf.kind for leaf in leaves]} with "
-                f"{sum(len(leaf.nvec) for leaf in leaves)} choices; use algorithm: ppo"
+                f"{learner} learns boxes or one discrete choice, found {[leaf.kind for leaf in leaves]} with "
+                f"{sum(len(leaf.nvec) for leaf in leaves)} choices; use algorithm: ppo, or iql for recorded experience"
             )
         self._policy, self._name, self._choices = policy, leaves[0].column("action"), leaves[0].nvec[0]
         self.target_entropy = _DISCRETE_SHARE * math.log(self._choices)
@@ -135,13 +135,13 @@ class Counted:
 class SAC(OffPolicy):
     """Learns one policy."""
 
-    def __init__(self, policy: Actor, config: SACConfig, setting: Setting) -> None:
+    def __init__(self, policy: Actor, config: SoftConfig, setting: Setting) -> None:
         super().__init__(policy, config, setting)
         self._config = config
         if isinstance(policy.distribution, SquashedGaussian):
             self.actions: Actions = Drawn(policy, policy.distribution)
         else:
-            self.actions = Counted(policy)
+            self.actions = Counted(policy, config.name)
             if not isinstance(config.exploration, Sampling):
                 raise UnsupportedSpace(
                     f"algorithm.exploration={config.exploration.kind} is for continuous actions; use sampling"
@@ -179,30 +179,37 @@ class SAC(OffPolicy):
 
     def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
         """One step of the critics, of the policy, of the temperature, and of the targets."""
-        config, optimisers = self._config, self._optimisers
-        rate = config.learning_rate.value(counters)
         noise = [self.actions.noise(len(batch), generator).to(self._setting.device) for _ in range(2)]
-        critic_loss, values, errors = self.critic_loss(batch, noise[0])
-        critic_rate = config.critic_learning_rate.value(counters) if config.critic_learning_rate else rate
-        norm = descend(
-            critic_loss, list(self.critics.parameters()), optimisers["critics"], critic_rate, config.max_grad_norm
-        )
-        actor_loss, entropies = self.actor_loss(batch, noise[1])
-        descend(actor_loss, list(self.policy.parameters()), optimisers["actor"], rate, config.max_grad_norm)
-        metrics = {
-            "train/critic_loss": critic_loss.detach(),
-            "train/actor_loss": actor_loss.detach(),
+        loss, values, errors = self.critic_loss(batch, noise[0])
+        metrics = self._move_critics(loss, values, errors, counters) | self._move_policy(batch, noise[1], counters)
+        follow(self.targets, self.critics, self._config.tau)
+        return Lesson(metrics, errors.detach().abs().mean(dim=0))
+
+    def _move_critics(self, loss: Tensor, values: Tensor, errors: Tensor, counters: Counters) -> dict[str, Tensor]:
+        config, parameters = self._config, list(self.critics.parameters())
+        rate = (config.critic_learning_rate or config.learning_rate).value(counters)
+        norm = descend(loss, parameters, self._optimisers["critics"], rate, config.max_grad_norm)
+        return {
+            "train/critic_loss": loss.detach(),
             "train/q_value": values.detach().mean(),
             "train/td_error": errors.detach().abs().mean(),
-            "train/entropy": entropies.mean(),
-            "train/temperature": self.log_temperature.detach().exp(),
             "train/grad_norm": norm,
         }
+
+    def _move_policy(self, batch: Minibatch, noise: Tensor, counters: Counters) -> dict[str, Tensor]:
+        """And the temperature."""
+        config, rate = self._config, self._config.learning_rate.value(counters)
+        loss, entropies = self.actor_loss(batch, noise)
+        descend(loss, list(self.policy.parameters()), self._optimisers["actor"], rate, config.max_grad_norm)
+        metrics = {
+            "train/actor_loss": loss.detach(),
+            "train/entropy": entropies.mean(),
+            "train/temperature": self.log_temperature.detach().exp(),
+        }
         if config.learn_temperature:
-            schedule = config.temperature_learning_rate
-            self._move_temperature(entropies.mean(), schedule.value(counters) if schedule else rate)
-        follow(self.targets, self.critics, config.tau)
-        return Lesson(metrics, errors.detach().abs().mean(dim=0))
+            schedule = config.temperature_learning_rate or config.learning_rate
+            self._move_temperature(entropies.mean(), schedule.value(counters))
+        return metrics
 
     def _move_temperature(self, entropy: Tensor, learning_rate: float) -> None:
         """Eq. 18, with ln α in place of α, so that α stays positive: down where the entropy is more than asked for."""
