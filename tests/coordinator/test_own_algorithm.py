@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from tests.end_to_end.command_line import CommandLine
 
 pytestmark = pytest.mark.timeout(240)
 MODULE = "my_pkg.my_algo"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -62,6 +65,24 @@ def test_it_trains_resumes_exactly_and_is_evaluated(terminal: CommandLine) -> No
     scored = terminal.run("evaluate", "whole", "--json")
     assert scored.code == 0 and json.loads(scored.out)["episodes"] == 2, scored
     assert terminal.run("status", "whole").code == 0
+
+
+def test_the_hooks_of_a_built_in_algorithm_are_exact_too(terminal: CommandLine) -> None:
+    for name in ("count_bonus.py", "count_bonus.yaml"):
+        shutil.copy(ROOT / "examples" / name, terminal.folder)
+    config = terminal.folder / "count_bonus.yaml"
+    short = ["--set", "heatup=256 env_steps", "--set", "stop_at.mean_return=null", "--set", "evaluation.episodes=1"]
+    for run_id, updates in (("whole", 12), ("half", 5)):
+        done = terminal.run(
+            "train", config, "--run-id", run_id, "--inline", *short,
+            "--set", f"stop_at.updates={updates}", "--set", "checkpoint.every=5 updates",
+        )  # fmt: skip
+        assert done.code == 0, done
+    assert terminal.run("resume", "half", "--inline", "--set", "stop_at.updates=12").code == 0
+    assert final_policy(terminal, "half") == final_policy(terminal, "whole")
+    figures = list(csv.DictReader((terminal.folder / "runs/half/signals/train.csv").read_text().splitlines()))
+    bonuses = [float(row["train/bonus"]) for row in figures if row["train/bonus"]]
+    assert len(bonuses) > 1 and 0 < bonuses[-1] < bonuses[0] <= 1, "what is seen again is worth less"
 
 
 @pytest.mark.parametrize(
