@@ -12,10 +12,11 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from shared.algorithm_configs.cloning import CloningConfig
 from shared.algorithm_configs.registry import ALGORITHMS
 from shared.config import Config, PolicyConfig, WrapperConfig
 from shared.config_sources import dump_config, parse_config
-from shared.dataset_config import DatasetConfig
+from shared.dataset_config import DatasetConfig, DemonstrationsConfig
 from shared.exploration_config import ExplorationConfig
 from shared.memory_config import MemoryConfig
 from shared.reward_signals_config import RewardSignalsConfig
@@ -73,6 +74,8 @@ def _section(model: type[BaseModel], path: str, lines: list[str], which: str = "
         _section(PolicyConfig, "policies.<id>.", lines)
         _section(WrapperConfig, "environment.wrappers[].", lines)
         _section(DatasetConfig, "dataset.", lines)
+        _section(DemonstrationsConfig, "demonstrations.", lines)
+        _section(CloningConfig, "algorithm.behavioural_cloning.", lines)
         _section(Schedule, "algorithm.learning_rate.", lines)
         _section(RewardSignalsConfig, "algorithm.reward_signals.", lines)
         for name, field in RewardSignalsConfig.model_fields.items():

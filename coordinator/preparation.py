@@ -57,6 +57,7 @@ def check(config: Config) -> EnvironmentDescription:
     algorithm = config.algorithm.resolved()
     try:
         algorithm.refuse(config)
+        algorithm.refuse_demonstrations(config)
     except ValueError as error:  # of a user's own: those that come with Stagecoach said so as the config was read
         raise ConfigError(str(error)) from None
     description = describe_environment(config)
@@ -79,15 +80,14 @@ def check(config: Config) -> EnvironmentDescription:
     return description
 
 
-def with_dataset(config: Config, description: EnvironmentDescription) -> Config:
-    """The config with the SHA-256 of what its dataset holds, by which workers know it again.
+def with_recorded(config: Config, description: EnvironmentDescription) -> Config:
+    """The config with the SHA-256 of what its dataset and its demonstrations hold, by which they are known again.
 
-    Raises `DatasetError` where it cannot be read, does not fit the environment, or is not what the config says.
+    Raises `DatasetError` where one cannot be read, does not fit the environment, or is not what the config says.
     """
-    if config.dataset is None:
-        return config
-    found = read_dataset(config.dataset, description)
-    return config.model_copy(update={"dataset": config.dataset.model_copy(update={"sha256": found.sha256})})
+    sections = [section for section in (config.dataset, config.demonstrations) if section is not None]
+    hashes = {item.section: {"sha256": read_dataset(item, description).sha256} for item in sections}
+    return config.model_copy(update={item.section: item.model_copy(update=hashes[item.section]) for item in sections})
 
 
 def _check_device(config: Config) -> None:

@@ -26,7 +26,7 @@ from coordinator.checkpoints import (
 from coordinator.coordinator import Coordinator, Outcome
 from coordinator.elsewhere import Submission, link
 from coordinator.find import find_checkpoint
-from coordinator.preparation import check, check_services, impatient, prepare_new, prepare_resume, with_dataset
+from coordinator.preparation import check, check_services, impatient, prepare_new, prepare_resume, with_recorded
 from coordinator.room import refuse_order, room_of
 from coordinator.run_folder import RunFolder
 from coordinator.services import BUCKET
@@ -96,7 +96,7 @@ class Run:
         import_path = (os.getcwd(), *import_path)
         extend_imports(import_path)
         description = check(config)
-        config = with_dataset(config, description)
+        config = with_recorded(config, description)
         check_services(config)
         name = new_run_id(config) if run_id is None else run_id
         before = _begun(config, name) if or_resume else None
@@ -126,7 +126,7 @@ class Run:
         if "embedded" in (config.redis.url, config.store.url):
             raise UserError("a run whose roles start elsewhere needs servers that stay: set redis.url and store.url")
         description = check(config)
-        config = with_dataset(config, description)
+        config = with_recorded(config, description)
         check_services(config)
         source = _source(config)
         address = Address(check_run_id(run_id), config.redis.url, config.store.url, config.store.endpoint_url)
@@ -157,7 +157,7 @@ class Run:
             raise UserError(f"run {run_id!r} lives on other machines; `stagecoach attach {run_id}` takes it up there")
         config = folder.config(overrides)
         extend_imports(folder.import_path())
-        config = with_dataset(config, check(config))
+        config = with_recorded(config, check(config))
         check_services(config)
         return cls._continue(folder, config, folder.config(), origin, inline, begun)
 

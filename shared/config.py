@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from shared.algorithm_configs.ppo import PPOConfig
 from shared.algorithm_configs.registry import AlgorithmField
-from shared.dataset_config import DatasetConfig
+from shared.dataset_config import DatasetConfig, DemonstrationsConfig
 from shared.section import Section
 from shared.services_config import RayConfig, RedisConfig, StoreConfig
 from shared.steps import Duration, DurationField
@@ -310,6 +310,7 @@ _DECIDES_LEARNING: Any = {
     "agents": True,
     "algorithm": True,
     "dataset": {"sha256"},
+    "demonstrations": {"sha256"},
     "rollout": {"fragment_steps", "fragments_per_update", "max_policy_lag"},
     "heatup": True,
     "initialize_from": True,
@@ -336,6 +337,8 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     dataset: DatasetConfig | None = None
     """Train from recorded experience; the environment is then only evaluated in."""
+    demonstrations: DemonstrationsConfig | None = None
+    """Recorded experience to imitate, beside what is acted; `algorithm` says how."""
     policy_versions: PolicyVersionsConfig = PolicyVersionsConfig()
     initialize_from: str | None = None
     """Begin with the weights and observation statistics of another run's policies: a run (what is promoted there, else
@@ -355,6 +358,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _what_cannot_work_together(self) -> Self:
         self.algorithm.refuse(self)
+        self.algorithm.refuse_demonstrations(self)
         if self.dataset is not None and not self.algorithm.learns_from_others:
             raise ValueError(
                 f"algorithm.name={self.algorithm.name} learns only from what its own policy acts, and dataset.path="

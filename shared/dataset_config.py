@@ -1,8 +1,8 @@
-"""The config's section for training from recorded experience."""
+"""The config's sections for recorded experience: what is trained from, and what is to be imitated."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,19 +22,34 @@ class DataEvaluationConfig(Section):
     """With which the model behind `ope/dm`, `ope/dr` and `ope/sequential_dr` is fitted, anew each time."""
 
 
-class DatasetConfig(Section):
-    """Recorded experience that the rollout workers give to the trainer instead of stepping environments."""
+class RecordedConfig(Section):
+    """Where recorded experience is read."""
 
+    section: ClassVar[str]
+    """Its name in the config, for messages."""
     path: str
     """A run's folder in the store (with archived experience; also `s3://…`), a Minari dataset's folder, an HDF5 file in
-    D4RL's layout, or a CSV file. The same on each machine that a worker or the coordinator runs on."""
+    D4RL's layout, or a CSV file. The same on each machine that reads it: the coordinator's, and those of the workers
+    (of demonstrations: those of the trainer and its ranks)."""
     format: Literal["auto"] | DatasetFormat = "auto"
     """What is there; `auto` looks."""
     endpoint_url: str | None = None
     """The S3 endpoint of an archive at `s3://…`; none is AWS."""
     min_return: float | None = None
     """Learn only from whole episodes that returned at least this: what a clone shall do, for example."""
-    evaluation: DataEvaluationConfig = DataEvaluationConfig()
     sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$")
-    """Of the transitions themselves, whatever their format. Filled in when the run is made; a worker that reads
-    something else refuses to begin. Given by hand, it pins a dataset."""
+    """Of the transitions themselves, whatever their format. Filled in when the run is made; who reads something else
+    refuses to begin. Given by hand, it pins a dataset."""
+
+
+class DatasetConfig(RecordedConfig):
+    """Recorded experience that the rollout workers give to the trainer instead of stepping environments."""
+
+    section: ClassVar[str] = "dataset"
+    evaluation: DataEvaluationConfig = DataEvaluationConfig()
+
+
+class DemonstrationsConfig(RecordedConfig):
+    """Recorded experience that the trainer imitates while the run acts in its environment; docs/DEMONSTRATIONS.md."""
+
+    section: ClassVar[str] = "demonstrations"

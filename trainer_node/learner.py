@@ -22,6 +22,7 @@ from shared.steps import Phase, PhaseCounters
 from trainer_node.algorithms.algorithm import Algorithm, Remembering, Setting
 from trainer_node.algorithms.experience import Experience
 from trainer_node.algorithms.registry import make_algorithm
+from trainer_node.demonstrations import Demonstrations
 from trainer_node.filters import ExperienceFilter
 from trainer_node.reward_scaling import RewardScaling
 
@@ -39,6 +40,13 @@ class Learner:
     """The last ones, for the mean return."""
     remembered: deque[str]
     """Log positions of the fragments that replay memories hold, oldest first."""
+    demonstrations: Demonstrations | None = None
+    """What is imitated, where the run has any; read at the first look."""
+
+    def read_demonstrations(self) -> None:
+        """So that no update waits for them; raises `DatasetError`, or what the store of an archive raises."""
+        if self.demonstrations is not None:
+            len(self.demonstrations)
 
     def mean_return(self) -> float | None:
         """Over the last training episodes; None before the first has ended."""
@@ -107,15 +115,18 @@ def make_learner(config: Config, description: EnvironmentDescription) -> Learner
         for policy_id in sorted(policies)
         if config.policies[policy_id].normalise_rewards
     }
+    filters = {name: ExperienceFilter(config.policies[name], f"policies.{name}") for name in sorted(policies)}
+    demonstrations, steps = None, config.rollout.fragment_steps
+    if config.demonstrations is not None:  # of one agent, and so for one policy
+        demonstrations = Demonstrations(config.demonstrations, description, filters[min(policies)], steps)
     algorithms = {}
     for index, (policy_id, policy) in enumerate(sorted(policies.items())):
         slots = config.environment.num_envs * description.slots(policy_id)
-        setting = Setting(device, config.seed + index, config.rollout.fragment_steps, slots, rewards.get(policy_id))
+        setting = Setting(device, config.seed + index, steps, slots, rewards.get(policy_id), demonstrations)
         algorithms[policy_id] = make_algorithm(policy, algorithm, setting)
     episodes: deque[EpisodeRecord] = deque(maxlen=config.signals.window_episodes)
     remembered: deque[str] = deque(maxlen=max(memory_fragments(made) for made in algorithms.values()))
-    filters = {name: ExperienceFilter(config.policies[name], f"policies.{name}") for name in sorted(policies)}
-    return Learner(policies, algorithms, rewards, filters, PhaseCounters(), episodes, remembered)
+    return Learner(policies, algorithms, rewards, filters, PhaseCounters(), episodes, remembered, demonstrations)
 
 
 def memory_fragments(algorithm: Algorithm) -> int:

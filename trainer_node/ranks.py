@@ -107,6 +107,7 @@ def follow(group: Group, config: Config, called: Callable[[Learner | None], None
 
 def _taken_over(group: Group, config: Config, blobs: dict[str, bytes], header: dict[str, Any]) -> Learner:
     learner = make_learner(config, EnvironmentDescription.from_dict(header["description"]))
+    learner.read_demonstrations()
     snapshot.restore(learner, Checkpoint(Manifest.model_validate(header["manifest"]), blobs))
     _share_out(group, learner)
     return learner

@@ -128,6 +128,7 @@ class Trainer:
         self._publisher.start()
         with self._heartbeat.waiting("the store", _DURABLE_SECONDS) as wait:
             checkpoint = insist(wait, self._newest_checkpoint)
+            insist(wait, self._learner.read_demonstrations)
         if checkpoint is None:
             self._begin()
         else:
@@ -479,9 +480,8 @@ class Trainer:
                 self.version, self._phase, self._epoch, self._parent, self._parent_position, self._parent_version,
                 self._line,
             )  # fmt: skip
-            books = self._intake.committed
             self._taken = snapshot.take(
-                self._learner, self._description, self._config, self._role.run_id, progress, books
+                self._learner, self._description, self._config, self._role.run_id, progress, self._intake.committed
             )
         return self._taken
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from shared.algorithm_configs.cloning import Cloning
 from shared.algorithm_configs.off_policy import OffPolicyConfig
 from shared.exploration_config import ExplorationConfig, GaussianNoise, NoiseField
 from shared.schedules import ScheduleField
 
 
-class ActorConfig(OffPolicyConfig):
+class ActorConfig(Cloning, OffPolicyConfig):
     """The fields of actors and their critics."""
 
     minibatch_size: int = Field(256, ge=1)

@@ -6,13 +6,14 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from shared.algorithm_configs.section import AlgorithmConfig, BatchOfUpdate
 from shared.reward_signals_config import RewardSignalsConfig
+from shared.algorithm_configs.cloning import Cloning
+from shared.algorithm_configs.section import BatchOfUpdate
 from shared.schedules import Schedule, ScheduleField
 from shared.section import Section
 
 
-class OnPolicyConfig(AlgorithmConfig):
+class OnPolicyConfig(Cloning):
     """What all of them have."""
 
     learns_from_others: ClassVar[bool] = False

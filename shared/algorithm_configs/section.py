@@ -44,6 +44,23 @@ class AlgorithmConfig(Section):
     def refuse(self, run: Config) -> None:
         """Raises `ValueError` for a run that this algorithm cannot learn in."""
 
+    @property
+    def imitating(self) -> tuple[str, ...]:
+        """Its fields by which it learns from the run's demonstrations."""
+        return ()
+
+    def refuse_demonstrations(self, run: Config) -> None:
+        """Raises `ValueError` where it imitates nothing that there is, or there is what it does not imitate."""
+        if self.imitating and run.demonstrations is None:
+            raise ValueError(
+                f"algorithm.{self.imitating[0]} imitates recorded experience; name it in demonstrations.path"
+            )
+        if run.demonstrations is not None and not self.imitating:
+            raise ValueError(
+                f"demonstrations.path={run.demonstrations.path} with algorithm.name={self.name}, which would do "
+                f"nothing with them; say how they are used (docs/DEMONSTRATIONS.md), or leave them out"
+            )
+
     def resolved(self) -> AlgorithmConfig:
         """The section with its own type; for a user's algorithm this imports it."""
         return self
@@ -56,6 +73,9 @@ class OwnAlgorithm(AlgorithmConfig):
     """
 
     model_config = ConfigDict(extra="allow")
+
+    def refuse_demonstrations(self, run: Config) -> None:
+        """Its own section knows, once it is imported."""
 
     def resolved(self) -> AlgorithmConfig:
         """The section as the class's `Config`; raises `ConfigError` where that cannot be."""

@@ -73,7 +73,7 @@ class Certain:
     """One action and no other; `params` are its elements before tanh, `[B, D]`."""
 
     def __init__(self, bounds: BoundedActions) -> None:
-        self._bounds = bounds
+        self.bounds = bounds
 
     def sample(self, params: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """The action: exploration adds to it."""
@@ -81,7 +81,7 @@ class Certain:
 
     def mode(self, params: Tensor) -> dict[str, Tensor]:
         """tanh(params), rescaled."""
-        return self._bounds.columns(torch.tanh(params))
+        return self.bounds.columns(torch.tanh(params))
 
     def log_prob(self, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
         """It has no density: 0, which stands for unknown."""

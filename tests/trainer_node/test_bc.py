@@ -24,8 +24,9 @@ from tests.balancing import played, write_played
 from tests.conftest import minimal_config
 from tests.trainer_node.game import NewGame
 from trainer_node.algorithms.algorithm import Setting
-from trainer_node.algorithms.bc import BC, Batch
+from trainer_node.algorithms.bc import BC
 from trainer_node.algorithms.experience import Experience
+from trainer_node.algorithms.pairs import Pairs
 
 SEEN = describe_space(spaces.Box(-5.0, 5.0, (3,)))
 CHOICES = PolicySpaces(SEEN, describe_space(spaces.MultiDiscrete([4, 2])))
@@ -50,7 +51,7 @@ def recorded(described: PolicySpaces, seed: int = 0) -> Columns:
     return columns
 
 
-def expected_terms(policy: ActorCritic, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def expected_terms(policy: ActorCritic, batch: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
     """Negative log-likelihood and entropy, by torch's distributions."""
     with torch.no_grad():
         params = policy.action_parameters(batch.observations)

@@ -6,6 +6,7 @@ shows that it can tell.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,6 +115,12 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "minibatches of one row": (3, {"algorithm": {"minibatch_size": 1}}),
     "cloning, which leaves the critic alone": (
         3, {"algorithm": {"name": "bc", "minibatch_size": 4}, "dataset": {"path": "never-read.csv"}},
+    ),
+    "demonstrations beside rewards, fewer of them than ranks": (
+        3, {
+            "algorithm": {"behavioural_cloning": {"strength": 0.5, "minibatch_size": 2}},
+            "demonstrations": {"path": str(Path(__file__).parent.parent / "shared" / "minari_cartpole")},
+        },
     ),
     "a policy with a core, minibatches of one slot": (
         2, {

@@ -16,6 +16,7 @@ from shared.spaces import Columns
 from shared.steps import Counters
 from trainer_node.algorithms.experience import Experience
 from trainer_node.algorithms.share import Share
+from trainer_node.demonstrations import Demonstrations
 from trainer_node.reward_scaling import RewardScaling
 
 
@@ -31,6 +32,8 @@ class Setting:
     """Of each fragment: T and S."""
     rewards: RewardScaling | None = None
     """Where rewards are normalised: an algorithm with a memory scales what it draws; others get them scaled."""
+    demonstrations: Demonstrations | None = None
+    """What is to be imitated, where the run has any."""
 
 
 class Algorithm(Protocol):

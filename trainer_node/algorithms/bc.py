@@ -1,12 +1,11 @@
 """Behavioural cloning: maximum likelihood of the recorded actions (Pomerleau 1991), with an entropy bonus on request.
 
-Order of the file: batch, loss, update. Rewards and episodes do not matter to it.
+Order of the file: loss, update. Rewards and episodes do not matter to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,25 +18,8 @@ from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.experience import Experience, side_by_side, update_seed
+from trainer_node.algorithms.pairs import Pairs
 from trainer_node.algorithms.share import Share, Whole
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Observations and actions by column, flat: `[B, …]`."""
-
-    observations: dict[str, Tensor]
-    actions: dict[str, Tensor]
-
-    def __len__(self) -> int:
-        return len(next(iter(self.actions.values())))
-
-    def take(self, rows: Tensor | slice) -> Batch:
-        """The minibatch of these rows."""
-        return Batch(
-            {name: tensor[rows] for name, tensor in self.observations.items()},
-            {name: tensor[rows] for name, tensor in self.actions.items()},
-        )
 
 
 class BC:
@@ -52,7 +34,7 @@ class BC:
         """What of each minibatch is learnt from here; the rest by the other ranks."""
         self._optimiser = Adam(self.policy.parameters(), config.adam_epsilon)
 
-    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, batch: Pairs) -> tuple[Tensor, dict[str, Tensor]]:
         """The scalar loss of a minibatch and its terms; of them, what is our share."""
         config, mean, rows = self._config, self.share.mean, len(batch)
         batch = batch.take(self.share.rows(rows))
@@ -98,16 +80,16 @@ class BC:
         if self.policy.normaliser is not None:
             self.policy.normaliser.update(self._batch(columns).observations)
 
-    def _batch(self, columns: Mapping[str, Array]) -> Batch:
+    def _batch(self, columns: Mapping[str, Array]) -> Pairs:
         """The steps that are no padding."""
 
         def flat(names: Sequence[str]) -> dict[str, Tensor]:
             return {name: torch.from_numpy(columns[name][columns["mask"]]).to(self._device) for name in names}
 
         spaces = self.policy.spaces
-        return Batch(flat(spaces.observation.column_names("obs")), flat(spaces.action.column_names("action")))
+        return Pairs(flat(spaces.observation.column_names("obs")), flat(spaces.action.column_names("action")))
 
-    def _epochs(self, batch: Batch, learning_rate: float, update: int) -> list[dict[str, float]]:
+    def _epochs(self, batch: Pairs, learning_rate: float, update: int) -> list[dict[str, float]]:
         """All gradient steps of one update, and the terms of each."""
         generator = torch.Generator().manual_seed(update_seed(self._seed, update))
         minibatches = -(-len(batch) // self._config.minibatch_size)

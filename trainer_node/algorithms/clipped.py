@@ -37,7 +37,7 @@ class Clipped(OnPolicy):
         for _ in range(config.epochs):
             order = torch.randperm(len(batch), generator=generator).to(self._device)
             for rows in order.tensor_split(minibatches):
-                loss, terms = self.share.forward(self.loss, batch.take(rows), clip)
+                loss, terms = self._forward(self.loss, batch.take(rows), clip)
                 if config.target_kl is not None:
                     divergence = float(self.share.total(terms["train/approx_kl"]))
                     if divergence > _KL_SLACK * config.target_kl:

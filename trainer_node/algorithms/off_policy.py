@@ -20,8 +20,9 @@ from shared.spaces import Array, Columns
 from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.cloning import make_cloning
 from trainer_node.algorithms.experience import Experience, side_by_side, update_seed
-from trainer_node.algorithms.share import Share, Whole
+from trainer_node.algorithms.share import Share, Terms, Whole
 from trainer_node.memories.batch import Batch
 from trainer_node.memories.make import make_memory
 
@@ -62,6 +63,8 @@ class OffPolicy:
         self._setting = setting
         self.memory = make_memory(config.memory, policy.spaces, setting.fragment_steps, setting.slots)
         self.memory_fragments = self.memory.fragments
+        self.cloning = make_cloning(getattr(config, "behavioural_cloning", None), policy, setting)
+        """None for algorithms without a policy of their own to clone with."""
         self.done = 0
         """Gradient steps so far."""
 
@@ -80,17 +83,22 @@ class OffPolicy:
     def update(self, experience: Sequence[Experience], counters: Counters) -> dict[str, float]:
         """Takes the fragments in, then does all gradient steps that are due; answers the metrics' means."""
         self.observe(experience)
+        schedules = {} if self.cloning is None else self.cloning.begin(counters)
         history = [lesson.metrics for lesson in self._lessons(counters)]
         metrics: dict[str, float] = {}
         if history:
             names = dict.fromkeys(name for terms in history for name in terms)  # not all move at every step
             means = [torch.stack([terms[name] for terms in history if name in terms]).mean() for name in names]
             metrics = dict(zip(names, torch.stack(means).tolist(), strict=True))
-        return metrics | {
-            "train/learning_rate": self._section.learning_rate.value(counters),
-            "train/gradient_steps": len(history),
-            "train/memory_transitions": len(self.memory),
-        }
+        return (
+            metrics
+            | schedules
+            | {
+                "train/learning_rate": self._section.learning_rate.value(counters),
+                "train/gradient_steps": len(history),
+                "train/memory_transitions": len(self.memory),
+            }
+        )
 
     def _lessons(self, counters: Counters) -> Iterable[Lesson]:
         if not len(self.memory):  # nobody has acted yet: what is due is made up for
@@ -106,6 +114,10 @@ class OffPolicy:
             self.done += 1
             self.memory.update_priorities(drawn.row, lesson.td_error.detach().cpu().numpy())
             yield lesson
+
+    def imitating(self, actor_loss: Tensor) -> Terms:
+        """The loss of a step of the policy, with what is cloned beside it, and the metrics of that."""
+        return (actor_loss, {}) if self.cloning is None else self.cloning.beside(self.share, (actor_loss, {}))
 
     def _on_device(self, drawn: Batch) -> Minibatch:
         scaling = self._setting.rewards

@@ -21,12 +21,13 @@ from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.batch import Batch
+from trainer_node.algorithms.cloning import make_cloning
 from trainer_node.algorithms.experience import Experience, side_by_side
 from trainer_node.algorithms.gae import Estimate, by_gae
 from trainer_node.algorithms.off_policy import part
 from trainer_node.algorithms.outputs import Outputs, outputs
 from trainer_node.algorithms.sequences import sequences
-from trainer_node.algorithms.share import Share, Whole
+from trainer_node.algorithms.share import Share, Terms, Whole
 from trainer_node.algorithms.vtrace import VTrace, vtrace
 from trainer_node.reward_signals.signals import RewardSignals
 
@@ -51,6 +52,7 @@ class OnPolicy:
         asked = config.reward_signals
         self._signals = None if asked is None else RewardSignals(self.policy, asked, config, setting)
         """Beside the environment's rewards."""
+        self._cloning = make_cloning(config.behavioural_cloning, policy, setting)
 
     def _begin(self, counters: Counters) -> None:
         """What comes before each update."""
@@ -74,6 +76,7 @@ class OnPolicy:
         was acted with.
         """
         self._begin(counters)
+        cloning = {} if self._cloning is None else self._cloning.begin(counters)
         columns = side_by_side(experience)
         tensors = {name: self._tensor(array) for name, array in columns.items()}
         if self._signals is not None:
@@ -82,7 +85,7 @@ class OnPolicy:
             batch = self._batch(tensors)
         history = self._learn(batch, counters) if len(batch) else []
         metrics = {name: float(np.mean([item[name] for item in history])) for name in (history[0] if history else {})}
-        metrics |= self._schedules(counters) | {"train/gradient_steps": len(history)}
+        metrics |= self._schedules(counters) | cloning | {"train/gradient_steps": len(history)}
         if len(batch):
             target, value = batch.counted(batch.target), batch.counted(batch.value)
             spread = target.var()
@@ -174,6 +177,13 @@ class OnPolicy:
             "train/value_loss": value_loss.detach(),
             "train/entropy": entropy.detach(),
         }
+
+    def _forward(self, loss: Callable[..., Terms], *arguments: Any) -> Terms:
+        """Of one gradient step: what `loss` answers, and what is cloned beside it."""
+        cloning = self._cloning
+        if cloning is None:
+            return self.share.forward(loss, *arguments)
+        return self.share.forward(lambda: cloning.beside(self.share, loss(*arguments)))
 
     def _descend(self, loss: Tensor, learning_rate: float) -> Tensor:
         """One gradient step; answers the norm of the gradient before it was scaled down."""

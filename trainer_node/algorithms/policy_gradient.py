@@ -21,7 +21,7 @@ class PolicyGradient(OnPolicy):
         self._normalises = config.normalise_advantages
 
     def _learn(self, batch: Batch, counters: Counters) -> list[dict[str, float]]:
-        loss, terms = self.share.forward(self.loss, batch)
+        loss, terms = self._forward(self.loss, batch)
         return self._rows([terms], [self._descend(loss, self._shared.learning_rate.value(counters))])
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -200,8 +200,9 @@ class SAC(OffPolicy):
         """And the temperature."""
         config, rate = self._config, self._config.learning_rate.value(counters)
         loss, entropies = self.actor_loss(batch, noise)
-        descend(loss, list(self.policy.parameters()), self._optimisers["actor"], rate, config.max_grad_norm)
-        metrics = {
+        whole, cloned = self.imitating(loss)
+        descend(whole, list(self.policy.parameters()), self._optimisers["actor"], rate, config.max_grad_norm)
+        metrics = cloned | {
             "train/actor_loss": loss.detach(),
             "train/entropy": entropies.mean(),
             "train/temperature": self.log_temperature.detach().exp(),

@@ -93,8 +93,9 @@ class TD3(OffPolicy):
         }
         if (self.done + 1) % config.policy_delay == 0:
             actor_loss = self.actor_loss(batch)
-            descend(actor_loss, list(self.policy.parameters()), optimisers["actor"], rate, config.max_grad_norm)
-            metrics["train/actor_loss"] = actor_loss.detach()
+            policy_loss, cloned = self.imitating(actor_loss)
+            descend(policy_loss, list(self.policy.parameters()), optimisers["actor"], rate, config.max_grad_norm)
+            metrics |= cloned | {"train/actor_loss": actor_loss.detach()}
             follow(self.targets, self.critics, config.tau)
             follow(self.target_policy, self.policy, config.tau)
         return Lesson(metrics, errors.detach().abs().mean(dim=0))
