@@ -25,8 +25,8 @@ from shared.fragment import REASONS
 from shared.redis_keys import RunKeys
 from shared.scripts import PUSH
 from trainer_node import figures, off_policy_evaluation
-from trainer_node.algorithms import registry
 from trainer_node.reward_signals import signals
+from trainer_node.algorithms import cloning, registry
 
 ROOT = Path(__file__).parent.parent
 PRODUCT = ("coordinator", "rollout_worker", "trainer_node", "shared")
@@ -206,6 +206,10 @@ def test_every_estimate_from_data_is_explained() -> None:
         for node in ast.walk(ast.parse(Path(str(off_policy_evaluation.__file__)).read_text()))
         if isinstance(node, ast.Constant) and str(node.value).startswith("ope/")
     }
+
+
+def test_every_figure_of_imitation_is_explained() -> None:
+    assert explained_in("docs/DEMONSTRATIONS.md") == metric_names(str(cloning.__file__))
 
 
 def test_the_metrics_are_found_in_the_source() -> None:

@@ -184,7 +184,7 @@ def test_what_is_cloned_with_strength_0_leaves_every_bit_as_it_is(new_game: NewG
     assert new_game(imitating(data, name)).finish() != expected
 
 
-@pytest.mark.parametrize("name", [*ON_POLICY, "sac"])
+@pytest.mark.parametrize("name", ON_POLICY)
 def test_the_strength_is_annealed_to_nothing(new_game: NewGame, data: Path, name: str) -> None:
     game = new_game(imitating(data, name))
     strengths, cloned = [], []

@@ -19,8 +19,8 @@ from trainer_node.algorithms.experience import update_seed
 from trainer_node.algorithms.pairs import Pairs
 from trainer_node.algorithms.share import Share, Terms
 
-_SEED = 1
-"""Tells this generator from the algorithm's own."""
+_NUMBER = 0
+"""Of its generator among those of an update, beside the algorithm's own."""
 
 
 class Cloning:
@@ -39,7 +39,8 @@ class Cloning:
     def begin(self, counters: Counters) -> dict[str, float]:
         """An update begins; answers what goes by a schedule, as metrics."""
         self._strength = self._config.strength.value(counters)
-        self._generator = torch.Generator().manual_seed(update_seed(self._seed, counters.updates, _SEED))
+        seed = update_seed(update_seed(self._seed, counters.updates), _NUMBER)
+        self._generator = torch.Generator().manual_seed(seed)
         return {"train/cloning_strength": self._strength}
 
     def beside(self, share: Share, terms: Terms) -> Terms:

@@ -40,9 +40,6 @@ def side_by_side(experience: Sequence[Experience]) -> Columns:
     return columns
 
 
-def update_seed(seed: int, update: int, purpose: int = 0) -> int:
-    """From the run's seed and the update's number (63 bits), so that no random state has to be carried.
-
-    Generators of one update with different purposes have nothing in common.
-    """
-    return int(np.random.SeedSequence([seed, update, purpose]).generate_state(1, np.uint64)[0] >> 1)
+def update_seed(seed: int, update: int) -> int:
+    """From the run's seed and the update's number (63 bits), so that no random state has to be carried."""
+    return int(np.random.SeedSequence([seed, update]).generate_state(1, np.uint64)[0] >> 1)
