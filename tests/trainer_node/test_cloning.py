@@ -138,11 +138,13 @@ def expected_errors(learner: Learner, observed: torch.Tensor, done: torch.Tensor
             [torch.distributions.TanhTransform(), torch.distributions.AffineTransform(0.0, 2.0)],
         )
         inside = (done / 2).clamp(-1 + 1e-6, 1 - 1e-6)  # as near to the bounds as float32 gets
-        return -squashed.log_prob(2 * inside.double()).sum(dim=1).to(torch.float32)
+        log_prob: torch.Tensor = squashed.log_prob(2 * inside.double())
+        return -log_prob.sum(dim=1).to(torch.float32)
     if isinstance(policy.distribution, ActionDistribution) and done.dtype == torch.int64:
         return torch.nn.functional.cross_entropy(params, done, reduction="none")
     normal: Any = torch.distributions.Normal(params[:, :1], params[:, 1:].exp())
-    return -normal.log_prob(done).sum(dim=1)
+    density: torch.Tensor = normal.log_prob(done)
+    return -density.sum(dim=1)
 
 
 @pytest.mark.parametrize("name", ["ppo", "sac", "td3", "ddpg"])
@@ -185,7 +187,9 @@ def test_what_is_cloned_with_strength_0_leaves_every_bit_as_it_is(new_game: NewG
 
 
 @pytest.mark.parametrize("name", ON_POLICY)
-def test_the_strength_is_annealed_to_nothing(new_game: NewGame, data: Path, name: str) -> None:
+def test_the_strength_is_annealed_to_nothing(
+    new_game: NewGame, data: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     game = new_game(imitating(data, name))
     strengths, cloned = [], []
     learn = game.trainer._learner.learn
@@ -196,7 +200,7 @@ def test_the_strength_is_annealed_to_nothing(new_game: NewGame, data: Path, name
         cloned.append("train/cloning_loss" in metrics)
         return metrics
 
-    game.trainer._learner.learn = watched  # type: ignore[method-assign]
+    monkeypatch.setattr(game.trainer._learner, "learn", watched)
     game.finish()
     assert strengths == [0.5, 0.375, 0.25, 0.125, 0.0, 0.0]
     assert cloned == [True] * 4 + [False] * 2
