@@ -25,8 +25,8 @@ from shared.fragment import REASONS
 from shared.redis_keys import RunKeys
 from shared.scripts import PUSH
 from trainer_node import figures, off_policy_evaluation
-from trainer_node.reward_signals import signals
 from trainer_node.algorithms import cloning, registry
+from trainer_node.reward_signals import signals
 
 ROOT = Path(__file__).parent.parent
 PRODUCT = ("coordinator", "rollout_worker", "trainer_node", "shared")

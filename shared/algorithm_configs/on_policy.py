@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from shared.reward_signals_config import RewardSignalsConfig
 from shared.algorithm_configs.cloning import Cloning
 from shared.algorithm_configs.section import BatchOfUpdate
+from shared.reward_signals_config import RewardSignalsConfig
 from shared.schedules import Schedule, ScheduleField
 from shared.section import Section
 
