@@ -18,7 +18,6 @@ from tests.trainer_node.game import NewGame, balanced, small
 from tests.trainer_node.reward_signals import slow
 from tests.trainer_node.test_exact_resume import die, replace_worker
 from tests.trainer_node.test_ppo import CPU, DISCRETE, make_ppo, of, random_columns, weights
-from tests.trainer_node.test_ppo import one_thread as one_thread
 from tests.trainer_node.test_replay import archived, replayed
 from tests.trainer_node.test_sequences import make_ppo as make_remembering
 from tests.trainer_node.test_sequences import random_columns as remembering_columns
