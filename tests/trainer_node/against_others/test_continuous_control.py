@@ -1,0 +1,169 @@
+"""SAC, discrete SAC, TD3 and DDPG compared with TorchRL: critics', policy's and temperature's losses and gradients.
+
+SAC's critic loss is half of TorchRL's: eq. 5 of the paper has the ½ (Haarnoja et al. 2018b). Weights of prioritised
+replay count as in test_q_learning.py; TorchRL weights SAC's temperature as well, so that is compared without.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
+from torchrl.modules import ValueOperator
+from torchrl.objectives import DDPGLoss, DiscreteSACLoss, SACLoss, TD3Loss
+
+from shared.spaces import PolicySpaces
+from tests.trainer_node.against_others import torchrl_sides as sides
+from tests.trainer_node.continuous import BOXES, CHOICE, made, minibatch, moved_apart
+from trainer_node.algorithms.off_policy import Minibatch
+
+pytestmark = pytest.mark.filterwarnings(sides.QUIET)
+GAMMA, ALPHA, ROWS = 0.9, 0.3, 40
+
+
+def table(batch: Minibatch, algorithm: Any) -> TensorDict:
+    """With actions in [-1, 1] where they are of boxes."""
+    bounds = getattr(algorithm.policy, "bounds", None)
+    return sides.tensordict_of(batch, GAMMA, None if bounds is None else bounds.flat(batch.actions))
+
+
+def unweighted(batch: Minibatch) -> Minibatch:
+    return replace(batch, weight=torch.ones(len(batch)))
+
+
+def its_critics(algorithm: Any, discrete: bool = False) -> list[Any]:
+    """Copies of ours, one by one."""
+    layers = [sides.critic_layers(algorithm.critics, which) for which in range(len(algorithm.critics.weights[0]))]
+    if discrete:
+        return [TensorDictModule(item, ["observation"], ["action_value"]) for item in layers]
+    return [ValueOperator(sides.OfBoth(item), in_keys=["observation", "action"]) for item in layers]
+
+
+def put_targets(theirs: Any, algorithm: Any) -> None:
+    sides.put(theirs.target_qvalue_network_params, sides.stacked(algorithm.targets.parameters(), algorithm.critics))
+
+
+def compare_critics(algorithm: Any, ours: Tensor, loss: Tensor, params: Any) -> None:
+    assert ours.item() == pytest.approx(loss.item(), rel=1e-4)
+    found = sides.gradients(ours, algorithm.critics.parameters())
+    sides.same(sides.stacked(found, algorithm.critics), sides.gradients(loss, params))
+
+
+def compare_actors(algorithm: Any, ours: Tensor, loss: Tensor, params: Any) -> None:
+    assert ours.item() == pytest.approx(loss.item(), rel=1e-4)
+    sides.same(sides.gradients(ours, algorithm.policy.parameters()), sides.gradients(loss, params))
+
+
+def its_sac(sac: Any, described: PolicySpaces) -> Any:
+    layers = sides.copied(sac.policy.actor.mlp, sac.policy.head)
+    fields: dict[str, Any] = {"loss_function": "l2", "alpha_init": ALPHA}
+    if described is CHOICE:
+        actor = sides.actor_of(layers, "categorical")
+        theirs: Any = DiscreteSACLoss(
+            actor, its_critics(sac, True)[0], action_space="categorical", num_actions=4, **fields
+        )
+        sides.put(theirs.qvalue_network_params, sides.stacked(sac.critics.parameters(), sac.critics))
+    else:
+        actor = sides.actor_of(sides.Gaussian(layers, None), "tanh_normal")
+        theirs = SACLoss(actor, its_critics(sac), target_entropy=-2.0, **fields)
+    theirs.make_value_estimator(gamma=GAMMA)
+    put_targets(theirs, sac)
+    return theirs
+
+
+@pytest.mark.parametrize("described", [BOXES, CHOICE], ids=["boxes", "choice"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sac(described: PolicySpaces, weighted: bool) -> None:
+    """The noise is drawn from equal generators: first for what follows, then for the policy's own actions."""
+    sac = made("sac", described, initial_temperature=ALPHA)
+    moved_apart(sac.policy, sac.critics, sac.targets)
+    theirs = its_sac(sac, described)
+    batch = minibatch(described, ROWS)
+    batch = batch if weighted else unweighted(batch)
+    mean_weight = batch.weight.mean()
+    torch.manual_seed(5)
+    told = theirs(table(batch, sac))
+    torch.manual_seed(5)
+    noise = [torch.zeros(0) if described is CHOICE else torch.randn(ROWS, 2) for _ in range(2)]
+    critic_loss, values, errors = sac.critic_loss(batch, noise[0])
+    actor_loss, entropies = sac.actor_loss(batch, noise[1])
+    compare_critics(sac, critic_loss, told["loss_qvalue"] * mean_weight / 2, theirs.qvalue_network_params.parameters())
+    compare_actors(sac, actor_loss, told["loss_actor"] * mean_weight, theirs.actor_network_params.parameters())
+    assert float(entropies.mean()) == pytest.approx(float(told["entropy"]), rel=1e-4)
+    assert sac.target_entropy == pytest.approx(-2.0 if described is BOXES else 0.98 * math.log(4))
+    assert float(theirs.target_entropy) == pytest.approx(sac.target_entropy, rel=1e-5)
+    if not weighted:
+        (wanted,) = torch.autograd.grad(told["loss_alpha"], theirs.log_alpha)
+        assert float(entropies.mean() - sac.target_entropy) == pytest.approx(float(wanted), rel=1e-4)
+    assert values.shape == errors.shape == (2, ROWS)
+
+
+def test_the_temperature_moves_as_adam_moves_its() -> None:
+    sac = made("sac", BOXES, initial_temperature=ALPHA)
+    theirs = its_sac(sac, BOXES)
+    optimiser = torch.optim.Adam([theirs.log_alpha], lr=1e-2)
+    for step in range(3):
+        entropy = torch.tensor(0.5 - step)
+        optimiser.zero_grad()
+        theirs._alpha_loss(log_prob=-entropy.expand(ROWS)).mean().backward()
+        optimiser.step()
+        sac._move_temperature(entropy, 1e-2)
+    found = float(sac.log_temperature.detach())
+    assert found == pytest.approx(float(theirs.log_alpha.detach()), rel=1e-5) != pytest.approx(math.log(ALPHA))
+
+
+def its_policy(network: nn.Module) -> TensorDictModule:
+    """A copy of a deterministic policy."""
+    policy: Any = network
+    return TensorDictModule(sides.copied(policy.actor.mlp, policy.head, nn.Tanh()), ["observation"], ["action"])
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_td3(weighted: bool) -> None:
+    td3, batch = made("td3", target_noise=0.4, target_noise_clip=0.5), minibatch(BOXES, ROWS)
+    moved_apart(td3.policy, td3.critics, td3.targets, td3.target_policy)
+    batch = batch if weighted else unweighted(batch)
+    theirs = TD3Loss(
+        its_policy(td3.policy), its_critics(td3), bounds=(-torch.ones(2), torch.ones(2)), policy_noise=0.4,
+        noise_clip=0.5, loss_function="l2",
+    )  # fmt: skip
+    theirs.make_value_estimator(gamma=GAMMA)
+    put_targets(theirs, td3)
+    sides.put(theirs.target_actor_network_params, td3.target_policy.parameters())
+    torch.manual_seed(7)
+    told = theirs(table(batch, td3))
+    torch.manual_seed(7)
+    noise = torch.randn(ROWS, 2)
+    assert (0.4 * noise.abs() > 0.5).any(), "some of the noise is cut"
+    ours, mean_weight = td3.critic_loss(batch, noise)[0], batch.weight.mean()
+    compare_critics(td3, ours, told["loss_qvalue"] * mean_weight, theirs.qvalue_network_params.parameters())
+    compare_actors(
+        td3, td3.actor_loss(batch), told["loss_actor"] * mean_weight, theirs.actor_network_params.parameters()
+    )
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_ddpg(weighted: bool) -> None:
+    ddpg, batch = made("ddpg"), minibatch(BOXES, ROWS)
+    moved_apart(ddpg.policy, ddpg.critics, ddpg.targets, ddpg.target_policy)
+    batch = batch if weighted else unweighted(batch)
+    theirs = DDPGLoss(its_policy(ddpg.policy), its_critics(ddpg)[0], loss_function="l2", delay_actor=True)
+    theirs.make_value_estimator(gamma=GAMMA)
+    flat = sides.stacked(ddpg.targets.parameters(), ddpg.critics)
+    sides.put(theirs.target_value_network_params, [tensor[0] for tensor in flat])
+    sides.put(theirs.target_actor_network_params, ddpg.target_policy.parameters())
+    told, mean_weight = theirs(table(batch, ddpg)), batch.weight.mean()
+    ours = ddpg.critic_loss(batch, torch.randn(ROWS, 2))[0]
+    loss = told["loss_value"] * mean_weight
+    assert ours.item() == pytest.approx(loss.item(), rel=1e-4)
+    found = sides.stacked(sides.gradients(ours, ddpg.critics.parameters()), ddpg.critics)
+    sides.same([tensor[0] for tensor in found], sides.gradients(loss, theirs.value_network_params.parameters()))
+    compare_actors(
+        ddpg, ddpg.actor_loss(batch), told["loss_actor"] * mean_weight, theirs.actor_network_params.parameters()
+    )

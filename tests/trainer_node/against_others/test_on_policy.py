@@ -1,0 +1,178 @@
+"""PPO, APPO, A2C and IMPALA compared with TorchRL: batches with its GAE and V-trace, losses and gradients.
+
+APPO against its target network is TorchRL's decoupled objective of PPO with the target as the proximal policy, where no
+weight is cut (ρ̄ beyond all ratios). The divergence that APPO may add has no counterpart there (test_appo.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torchrl.objectives import A2CLoss, ClipPPOLoss
+from torchrl.objectives.value.functional import generalized_advantage_estimate, vtrace_advantage_estimate
+
+from shared.policies.actor_critic import ActorCritic
+from shared.spaces import Columns, PolicySpaces
+from shared.steps import Counters
+from tests.trainer_node.against_others import torchrl_sides as sides
+from tests.trainer_node.test_appo import make as make_appo
+from tests.trainer_node.test_policy_gradient import make as make_gradient
+from tests.trainer_node.test_policy_gradient import older
+from tests.trainer_node.test_policy_gradient import random_batch as random_gradient_batch
+from tests.trainer_node.test_ppo import CONTINUOUS, DISCRETE, make_ppo, of, random_batch, random_columns
+from trainer_node.algorithms.batch import Batch
+from trainer_node.algorithms.on_policy import OnPolicy
+
+pytestmark = pytest.mark.filterwarnings(sides.QUIET)
+on_both_spaces = pytest.mark.parametrize("described", [DISCRETE, CONTINUOUS], ids=["discrete", "continuous"])
+COEFFICIENTS: dict[str, Any] = {"entropy_coefficient": 0.05, "value_coefficient": 0.7}
+ITS: dict[str, Any] = {"entropy_coeff": 0.05, "critic_coeff": 0.7, "loss_critic_type": "l2"}
+
+
+def table(batch: Batch) -> TensorDict:
+    """A minibatch with its advantages and targets."""
+    columns = {
+        "observation": batch.observations["obs"], "action": batch.actions["action"], "action_log_prob": batch.log_prob,
+        "advantage": batch.advantage.unsqueeze(1), "value_target": batch.target.unsqueeze(1),
+        "state_value": batch.value.unsqueeze(1),
+    }  # fmt: skip
+    return TensorDict(columns, [len(batch)])
+
+
+def compare(algorithm: OnPolicy, loss: Tensor, theirs: Any, batch: Batch) -> None:
+    """The whole loss and all gradients; the deviations of Gaussians, which they have last, stand first with us."""
+    told = theirs(table(batch))
+    total = told["loss_objective"] + told["loss_critic"] + told["loss_entropy"]
+    assert loss.item() == pytest.approx(total.item(), rel=1e-4)
+    policy = algorithm.policy
+    deviations = [policy.log_std] if policy.log_std.numel() else []
+    actor = [*deviations, *policy.actor.parameters(), *policy.head.parameters()]
+    critic = [*policy.critic.parameters(), *policy.value_head.parameters()]
+    params = [*theirs.actor_network.parameters(), *theirs.critic_network.parameters()]
+    assert [one.shape for one in (*actor, *critic)] == [one.shape for one in params]
+    of_theirs = [*theirs.actor_network_params.parameters(), *theirs.critic_network_params.parameters()]
+    sides.same(sides.gradients(loss, [*actor, *critic]), sides.gradients(total, of_theirs))
+
+
+def networks(policy: ActorCritic) -> tuple[Any, Any]:
+    actor, critic = sides.actor_and_critic(policy)
+    return sides.actor_of(actor, sides.distribution_of(policy.spaces)), sides.value_of(critic)
+
+
+@on_both_spaces
+@pytest.mark.parametrize(
+    ("changes", "its"),
+    [
+        ({}, {"normalize_advantage": True}),
+        ({"normalise_advantages": False}, {}),
+        ({"normalise_advantages": False, "clip_range_value": 0.3}, {"clip_value": 0.3}),
+    ],
+    ids=["plain", "raw advantages", "value clipping"],
+)
+def test_ppos_loss(described: PolicySpaces, changes: dict[str, Any], its: dict[str, Any]) -> None:
+    ppo = make_ppo(described, **COEFFICIENTS, **changes)
+    batch = random_batch(ppo)
+    theirs = ClipPPOLoss(*networks(ppo.policy), clip_epsilon=0.2, **ITS, **its)
+    loss, terms = ppo.loss(batch, 0.2)
+    compare(ppo, loss, theirs, batch)
+    told = theirs(table(batch))
+    for name, other in (("train/clip_fraction", "clip_fraction"), ("train/entropy", "entropy")):
+        assert float(terms[name]) == pytest.approx(float(told[other]), rel=1e-4)
+    assert 0 < float(terms["train/clip_fraction"]) < 1
+
+
+@on_both_spaces
+@pytest.mark.parametrize("name", ["a2c", "impala"])
+def test_the_plain_objective(name: str, described: PolicySpaces) -> None:
+    algorithm = make_gradient(name, described, **COEFFICIENTS)
+    batch = random_gradient_batch(algorithm)
+    compare(algorithm, algorithm.loss(batch)[0], A2CLoss(*networks(algorithm.policy), **ITS), batch)
+
+
+def moved(described: PolicySpaces, **fields: Any) -> tuple[Any, Columns, Batch]:
+    """APPO after an update, so that policy, target network and who acted are three; columns and the batch of them."""
+    appo = make_appo(described, **COEFFICIENTS, learning_rate=1e-2, **fields)
+    columns = random_columns(older(appo.policy), 3)
+    appo.update(of(columns), Counters())
+    return appo, columns, batch_of(appo, columns)
+
+
+@torch.no_grad()
+def batch_of(algorithm: Any, columns: Columns) -> Batch:
+    """As an update makes it."""
+    found: Batch = algorithm._batch({name: algorithm._tensor(array) for name, array in columns.items()})
+    return found
+
+
+@on_both_spaces
+def test_appos_loss_against_who_acted(described: PolicySpaces) -> None:
+    appo, _, batch = moved(described)
+    theirs = ClipPPOLoss(*networks(appo.policy), clip_epsilon=0.2, normalize_advantage=True, **ITS)
+    compare(appo, appo.loss(batch, 0.2)[0], theirs, batch)
+
+
+@on_both_spaces
+def test_appos_loss_against_its_target(described: PolicySpaces) -> None:
+    """Ours has the weight in the advantage and the target's log-probability for an anchor; theirs works out both."""
+    whole = {"vtrace_lambda": 1.0, "rho_bar": 1e9, "normalise_advantages": False, "clip_against": "target"}
+    appo, columns, batch = moved(described, **whole)
+    theirs = ClipPPOLoss(*networks(appo.policy), clip_epsilon=0.2, delay_actor=True, **ITS)
+    actor, _ = sides.actor_and_critic(appo._target)
+    sides.put(theirs.target_actor_network_params, actor.parameters())
+    weighted, target = told_of(appo._target, columns, (1e9, 1.0))
+    acted = torch.from_numpy(columns["log_prob"]).flatten()
+    with torch.no_grad():
+        params = appo._target.action_parameters(batch.observations)
+        weight = (appo._target.distribution.log_prob(params, batch.actions) - acted).exp()
+    assert weight.max() > 1.5, "the weights have something to say"
+    plain = Batch(batch.observations, batch.actions, acted, batch.value, weighted / weight, target)
+    compare(appo, appo.loss(batch, 0.2)[0], theirs, plain)
+
+
+@on_both_spaces
+@pytest.mark.parametrize("name", ["ppo", "a2c", "impala", "appo"])
+def test_advantages_and_targets_of_a_fragment(name: str, described: PolicySpaces) -> None:
+    """From columns to the batch, each end of an episode included; valued by a copy of the network."""
+    by_gae = name in {"ppo", "a2c"}
+    own: dict[str, Any] = {"gae_lambda": 0.9} if by_gae else {"vtrace_lambda": 1.0, "rho_bar": 1.1, "c_bar": 0.8}
+    making: dict[str, Any] = {"ppo": make_ppo, "appo": make_appo}
+    algorithm: Any = making[name](described, **own) if name in making else make_gradient(name, described, **own)
+    columns = random_columns(algorithm.policy if by_gae else older(algorithm.policy), 5)
+    assert columns["terminated"].any() and columns["truncated"].any()
+    advantage, target = told_of(algorithm.policy, columns, None if by_gae else (1.1, 0.8))
+    batch = batch_of(algorithm, columns)
+    if name == "appo":  # whose clipped ratio is the weight already, as long as it is taken against who acted
+        with torch.no_grad():
+            params = algorithm.policy.action_parameters(batch.observations)
+            now = algorithm.policy.distribution.log_prob(params, batch.actions)
+        advantage = advantage / (now - torch.from_numpy(columns["log_prob"]).flatten()).exp().clamp_max(1.1)
+    torch.testing.assert_close(batch.advantage, advantage, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(batch.target, target, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def told_of(policy: ActorCritic, columns: Columns, bars: tuple[float, float] | None) -> tuple[Tensor, Tensor]:
+    """Advantages and targets `[T · S]` as TorchRL works them out: by GAE, or weighted by V-trace with ρ̄ and c̄."""
+    actor, critic = networks(policy)
+    tensors = {key: torch.from_numpy(array) for key, array in columns.items()}
+    led_to = torch.cat([tensors["obs"][1:], tensors["bootstrap_obs"][None]])
+    led_to[tuple(tensors["final_index"].to(torch.int64).T)] = tensors["final_obs"]
+    value, after = critic.module(tensors["obs"]), critic.module(led_to)
+    over = {"done": tensors["terminated"] | tensors["truncated"], "terminated": tensors["terminated"]}
+    kept = [value, after, tensors["reward"].unsqueeze(-1)]
+    ends = {key: item.unsqueeze(-1) for key, item in over.items()}
+    lengthwise = [item.transpose(0, 1) for item in kept], {key: item.transpose(0, 1) for key, item in ends.items()}
+    if bars is None:
+        found = generalized_advantage_estimate(0.99, 0.9, *lengthwise[0], **lengthwise[1])
+    else:
+        drawn = actor.get_dist(TensorDict({"observation": tensors["obs"]}, []))
+        log_pi, log_mu = (item.T.unsqueeze(-1) for item in (drawn.log_prob(tensors["action"]), tensors["log_prob"]))
+        found = vtrace_advantage_estimate(
+            0.99, log_pi, log_mu, *lengthwise[0], **lengthwise[1], rho_thresh=bars[0], c_thresh=bars[1]
+        )
+    advantage, target = (item.squeeze(-1).T.flatten() for item in found)
+    return advantage, target

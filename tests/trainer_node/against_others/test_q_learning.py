@@ -1,0 +1,115 @@
+"""DQN and the heads of Rainbow: expected values and C51 compared with TorchRL, quantiles with Stable-Baselines3.
+
+Minibatches hold n-step rewards and their discounts, ends, and weights of prioritised replay. TorchRL divides a weighted
+sum by the sum of the weights; here, as in the paper, each weight scales its own gradient and the mean is over the
+minibatch. Noise on weights is tested in tests/shared/policies and by finite differences (test_dqn.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sb3_contrib.common.utils import quantile_huber_loss
+from torch import Tensor, nn
+from torchrl.modules import DistributionalQValueActor, QValueActor
+from torchrl.objectives import DistributionalDQNLoss, DQNLoss
+
+from tests.trainer_node.against_others import torchrl_sides as sides
+from tests.trainer_node.test_dqn import make_dqn, minibatch, moved_apart
+from trainer_node.algorithms.dqn import DQN
+
+pytestmark = pytest.mark.filterwarnings(sides.QUIET)
+dueling_or_not = pytest.mark.parametrize("dueling", [False, True], ids=["one stream", "dueling"])
+GAMMA = 0.9
+
+
+class Streams(nn.Module):
+    """A copy of the network: values `[B, A]`, or logits `[B, atoms, A]` as TorchRL has them."""
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        self.advantage = self._plain(policy.advantage)
+        self.value = None if policy.value is None else self._plain(policy.value)
+        self._shape = (policy.choices, policy.width)
+
+    def _plain(self, stream: Any) -> nn.Sequential:
+        first, last = sides.copied(*stream.layers)
+        return nn.Sequential(first, nn.Tanh(), last)
+
+    def outputs(self, observation: Tensor) -> Tensor:
+        """`[B, A, width]`."""
+        found: Tensor = self.advantage(observation).unflatten(-1, self._shape)
+        if self.value is not None:
+            found = found - found.mean(dim=-2, keepdim=True) + self.value(observation).unsqueeze(-2)
+        return found
+
+    def forward(self, observation: Tensor) -> Tensor:
+        outputs = self.outputs(observation)
+        return outputs.squeeze(-1) if self._shape[1] == 1 else outputs.transpose(-1, -2).log_softmax(dim=-2)
+
+
+def its_network(dqn: DQN) -> Any:
+    """Its actor upon a copy of ours."""
+    named: dict[str, Any] = {"in_keys": ["observation"], "action_space": "categorical"}
+    if dqn.policy.head == "expected":
+        return QValueActor(Streams(dqn.policy), **named)
+    return DistributionalQValueActor(Streams(dqn.policy), **named, support=dqn.policy.support.clone())
+
+
+def compare(dqn: DQN, theirs: Any) -> tuple[Tensor, Tensor]:
+    """Loss and gradients; answers what each makes priorities of."""
+    target = Streams(dqn.target)
+    sides.put(theirs.target_value_network_params["module"]["0"]["module"], target.parameters())
+    batch = minibatch(60)
+    table = sides.tensordict_of(batch, GAMMA)
+    loss, lesson = dqn.loss(batch)
+    total = theirs(table)["loss"] * batch.weight.mean()
+    assert loss.item() == pytest.approx(total.item(), rel=1e-4)
+    params = [item for item in theirs.value_network_params.parameters() if item.requires_grad]
+    sides.same(sides.gradients(loss, dqn.policy.parameters()), sides.gradients(total, params))
+    return lesson.td_error, table["td_error"].reshape(-1)
+
+
+@dueling_or_not
+@pytest.mark.parametrize(("loss", "its"), [("huber", "smooth_l1"), ("squared", "l2")])
+@pytest.mark.parametrize("double", [False, True])
+def test_expected_values(double: bool, loss: str, its: str, dueling: bool) -> None:
+    dqn = make_dqn(double=double, dueling=dueling, loss=loss)
+    moved_apart(dqn)
+    theirs = DQNLoss(its_network(dqn), loss_function=its, double_dqn=double, action_space="categorical")
+    theirs.make_value_estimator(gamma=GAMMA)
+    ours, squares = compare(dqn, theirs)
+    torch.testing.assert_close(ours.square(), squares, rtol=1e-3, atol=1e-5)
+
+
+@dueling_or_not
+def test_c51(dueling: bool) -> None:
+    """Theirs is always double; its priority is the cross-entropy, of which ours (as Rainbow's) leaves a part out."""
+    dqn = make_dqn(head="c51", atoms=7, v_min=-3.0, v_max=3.0, double=True, dueling=dueling)
+    moved_apart(dqn)
+    divergence, cross_entropy = compare(dqn, DistributionalDQNLoss(its_network(dqn), gamma=GAMMA))
+    assert (divergence <= cross_entropy + 1e-5).all() and (divergence > 0).all()
+
+
+@dueling_or_not
+@pytest.mark.parametrize("double", [False, True])
+def test_quantiles(double: bool, dueling: bool) -> None:
+    """Stable-Baselines3's QR-DQN on copies of the network; the choice of the action is its greedy one, by the mean."""
+    dqn = make_dqn(head="qr", quantiles=5, double=double, dueling=dueling)
+    moved_apart(dqn)
+    batch = minibatch(60)
+    online, target = Streams(dqn.policy), Streams(dqn.target)
+    (seen,), (after,) = batch.observations.values(), batch.next_observations.values()
+    with torch.no_grad():
+        following = target.outputs(after)
+        greedy = (online.outputs(after) if double else following).mean(dim=2).argmax(dim=1)
+        wanted = following[torch.arange(60), greedy] * batch.discount.unsqueeze(1) + batch.reward.unsqueeze(1)
+    predicted = online.outputs(seen)[torch.arange(60), batch.actions["action"]]
+    rows = zip(predicted.unsqueeze(1), wanted.unsqueeze(1), strict=True)
+    each = torch.stack([quantile_huber_loss(one, other, sum_over_quantiles=True) for one, other in rows])
+    loss, _ = dqn.loss(batch)
+    total = (batch.weight * each).mean()
+    assert loss.item() == pytest.approx(total.item(), rel=1e-4)
+    sides.same(sides.gradients(loss, dqn.policy.parameters()), sides.gradients(total, online.parameters()))
