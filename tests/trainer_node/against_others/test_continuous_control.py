@@ -1,7 +1,9 @@
-"""SAC, discrete SAC, TD3 and DDPG compared with TorchRL: critics', policy's and temperature's losses and gradients.
+"""SAC, CQL, TD3 and DDPG compared with TorchRL: critics', policy's and temperature's losses and gradients.
 
 SAC's critic loss is half of TorchRL's: eq. 5 of the paper has the ½ (Haarnoja et al. 2018b). Weights of prioritised
 replay count as in test_q_learning.py; TorchRL weights SAC's temperature as well, so that is compared without.
+CQL's soft maximum is compared with one action of each source (of more, TorchRL takes it over three at a time) and with
+the observation for the next one as well: TorchRL judges the next action there, the authors' code and ours here.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
-from torchrl.modules import ValueOperator
-from torchrl.objectives import DDPGLoss, DiscreteSACLoss, SACLoss, TD3Loss
+from torchrl.modules import QValueActor, ValueOperator
+from torchrl.objectives import CQLLoss, DDPGLoss, DiscreteCQLLoss, DiscreteSACLoss, SACLoss, TD3Loss
 
 from shared.spaces import PolicySpaces
 from tests.trainer_node.against_others import torchrl_sides as sides
@@ -31,10 +33,6 @@ def table(batch: Minibatch, algorithm: Any) -> TensorDict:
     """With actions in [-1, 1] where they are of boxes."""
     bounds = getattr(algorithm.policy, "bounds", None)
     return sides.tensordict_of(batch, GAMMA, None if bounds is None else bounds.flat(batch.actions))
-
-
-def unweighted(batch: Minibatch) -> Minibatch:
-    return replace(batch, weight=torch.ones(len(batch)))
 
 
 def its_critics(algorithm: Any, discrete: bool = False) -> list[Any]:
@@ -84,8 +82,7 @@ def test_sac(described: PolicySpaces, weighted: bool) -> None:
     sac = made("sac", described, initial_temperature=ALPHA)
     moved_apart(sac.policy, sac.critics, sac.targets)
     theirs = its_sac(sac, described)
-    batch = minibatch(described, ROWS)
-    batch = batch if weighted else unweighted(batch)
+    batch = minibatch(described, ROWS, weighted=weighted)
     mean_weight = batch.weight.mean()
     torch.manual_seed(5)
     told = theirs(table(batch, sac))
@@ -118,6 +115,56 @@ def test_the_temperature_moves_as_adam_moves_its() -> None:
     assert found == pytest.approx(float(theirs.log_alpha.detach()), rel=1e-5) != pytest.approx(math.log(ALPHA))
 
 
+def test_cql_of_boxes() -> None:
+    """Ours divides the importance-sampled sum by the number of actions, which is a constant; ln π is per unit here."""
+    cql = made("cql", BOXES, initial_temperature=ALPHA, considered_actions=1, cloning_steps=9)
+    moved_apart(cql.policy, cql.critics, cql.targets)
+    layers = sides.copied(cql.policy.actor.mlp, cql.policy.head)
+    actor = sides.actor_of(sides.Gaussian(layers, None), "tanh_normal")
+    theirs = CQLLoss(actor, its_critics(cql), loss_function="l2", alpha_init=ALPHA, target_entropy=-2.0, num_random=1)
+    theirs.make_value_estimator(gamma=GAMMA)
+    put_targets(theirs, cql)
+    batch = minibatch(BOXES, ROWS, weighted=False)
+    columns, params = table(batch, cql), list(theirs.qvalue_network_params.parameters())
+    torch.manual_seed(5)
+    told, _ = theirs.q_loss(columns)
+    torch.manual_seed(5)
+    ours, values, _ = cql.critic_loss(batch, torch.randn(ROWS, 2))
+    compare_critics(cql, ours, told / 2, params)
+    columns["next", "observation"] = columns["observation"]
+    batch = replace(batch, next_observations=batch.observations)
+    torch.manual_seed(6)
+    told, _ = theirs.cql_loss(columns)
+    drawn = cql.soft_maximum.draw(ROWS, torch.Generator().manual_seed(6))
+    gap = cql.gaps(batch, values, drawn).mean(dim=1).sum()
+    compare_critics(cql, gap + 2 * math.log(3), told, params)
+    torch.manual_seed(7)
+    told, _ = theirs.actor_bc_loss(columns)
+    torch.manual_seed(7)
+    ours, _ = cql.actor_loss(batch, torch.randn(ROWS, 2))
+    ours = ours - cql.policy.bounds.log_volume
+    compare_actors(cql, ours, told, theirs.actor_network_params.parameters())
+
+
+def test_the_penalty_of_cql_of_a_choice() -> None:
+    """In TorchRL it is that of Q-learning, with one network; all else of ours is SAC's."""
+    cql, batch = made("cql", CHOICE), minibatch(CHOICE, ROWS, weighted=False)
+    moved_apart(cql.policy, cql.critics)
+    values = cql.actions.value(cql.critics, batch.observations, batch.actions)
+    gaps = cql.gaps(batch, values, torch.zeros(0)).mean(dim=1)
+    for which in (0, 1):
+        network = QValueActor(
+            sides.critic_layers(cql.critics, which), in_keys=["observation"], action_space="categorical"
+        )
+        theirs = DiscreteCQLLoss(network, action_space="categorical")
+        theirs.make_value_estimator(gamma=GAMMA)
+        told = theirs(table(batch, cql))["loss_cql"]
+        assert gaps[which].item() == pytest.approx(told.item(), rel=1e-4)
+        found = sides.stacked(sides.gradients(gaps[which], cql.critics.parameters()), cql.critics)
+        its = [item for item in theirs.value_network_params.parameters() if item.requires_grad]
+        sides.same([tensor[which] for tensor in found], sides.gradients(told, its))
+
+
 def its_policy(network: nn.Module) -> TensorDictModule:
     """A copy of a deterministic policy."""
     policy: Any = network
@@ -126,9 +173,8 @@ def its_policy(network: nn.Module) -> TensorDictModule:
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_td3(weighted: bool) -> None:
-    td3, batch = made("td3", target_noise=0.4, target_noise_clip=0.5), minibatch(BOXES, ROWS)
+    td3, batch = made("td3", target_noise=0.4, target_noise_clip=0.5), minibatch(BOXES, ROWS, weighted=weighted)
     moved_apart(td3.policy, td3.critics, td3.targets, td3.target_policy)
-    batch = batch if weighted else unweighted(batch)
     theirs = TD3Loss(
         its_policy(td3.policy), its_critics(td3), bounds=(-torch.ones(2), torch.ones(2)), policy_noise=0.4,
         noise_clip=0.5, loss_function="l2",
@@ -150,9 +196,8 @@ def test_td3(weighted: bool) -> None:
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_ddpg(weighted: bool) -> None:
-    ddpg, batch = made("ddpg"), minibatch(BOXES, ROWS)
+    ddpg, batch = made("ddpg"), minibatch(BOXES, ROWS, weighted=weighted)
     moved_apart(ddpg.policy, ddpg.critics, ddpg.targets, ddpg.target_policy)
-    batch = batch if weighted else unweighted(batch)
     theirs = DDPGLoss(its_policy(ddpg.policy), its_critics(ddpg)[0], loss_function="l2", delay_actor=True)
     theirs.make_value_estimator(gamma=GAMMA)
     flat = sides.stacked(ddpg.targets.parameters(), ddpg.critics)

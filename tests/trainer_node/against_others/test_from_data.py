@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,28 +16,27 @@ from torchrl.objectives import BCLoss, IQLLoss
 from shared.algorithm_configs.bc import BCConfig
 from shared.spaces import PolicySpaces
 from tests.trainer_node.against_others import torchrl_sides as sides
-from tests.trainer_node.continuous import moved_apart
-from tests.trainer_node.test_iql import BOX, CHOICE, make_iql, minibatch
+from tests.trainer_node.continuous import BOXES, CHOICE, made, minibatch, moved_apart
 from trainer_node.algorithms.algorithm import Setting
-from trainer_node.algorithms.bc import BC, Batch
+from trainer_node.algorithms.bc import BC
+from trainer_node.algorithms.pairs import Pairs
 from trainer_node.algorithms.registry import make_algorithm
 
 pytestmark = pytest.mark.filterwarnings(sides.QUIET)
-on_both_spaces = pytest.mark.parametrize("described", [CHOICE, BOX], ids=["choice", "box"])
+on_both_spaces = pytest.mark.parametrize("described", [CHOICE, BOXES], ids=["choice", "boxes"])
 GAMMA = 0.9
 
 
 class OneHot(nn.Module):
     """A copy of a critic of ours, told of actions as numbers or as choices."""
 
-    def __init__(self, mlp: nn.Module, choices: int) -> None:
+    def __init__(self, layers: nn.Module, choices: int) -> None:
         super().__init__()
-        self.mlp = sides.copied(mlp)
-        self._choices = choices
+        self.layers, self._choices = layers, choices
 
     def forward(self, observation: Tensor, action: Tensor) -> Tensor:
         told = nn.functional.one_hot(action, self._choices).to(torch.float32) if self._choices else action
-        found: Tensor = self.mlp(torch.cat([observation, told], dim=-1))
+        found: Tensor = self.layers(torch.cat([observation, told], dim=-1))
         return found
 
 
@@ -48,12 +48,12 @@ def parameters_of(policy: Any) -> list[Tensor]:
 @pytest.mark.filterwarnings("ignore:The name target_actor_network_params wasn't part:UserWarning")  # its own slip
 @on_both_spaces
 def test_behavioural_cloning(described: PolicySpaces) -> None:
-    policy = make_iql(described).policy
+    policy = made("iql", described).policy
     moved_apart(policy)
     bc = make_algorithm(policy, BCConfig(name="bc"), Setting(torch.device("cpu"), 3, 8, 4))
     assert isinstance(bc, BC)
     batch = minibatch(described, 40)
-    loss, _ = bc.loss(Batch(batch.observations, batch.actions))
+    loss, _ = bc.loss(Pairs(batch.observations, batch.actions))
     kind, (actor, _) = sides.distribution_of(described), sides.actor_and_critic(policy)
     told_as = "cross_entropy" if kind == "categorical" else None
     network: Any = sides.actor_of(actor, kind)
@@ -69,27 +69,30 @@ def test_behavioural_cloning(described: PolicySpaces) -> None:
 
 @on_both_spaces
 def test_iql(described: PolicySpaces) -> None:
-    """The bound of its weights, 100, cannot be set in TorchRL; some weights must come to it."""
-    iql = make_iql(described, largest_weight=100.0, inverse_temperature=6.0, expectile=0.8)
+    """The bound of the weights, 100, cannot be set in TorchRL."""
+    iql = made("iql", described, largest_weight=100.0, inverse_temperature=6.0, expectile=0.8)
     moved_apart(iql.policy, iql.critics, iql.targets)
-    batch = minibatch(described, 40)
+    with torch.no_grad():
+        iql.targets.biases[-1].add_(1.5)
+    batch = minibatch(described, 40, weighted=False)
+    batch = replace(batch, discount=GAMMA * (batch.discount > 0))  # in TorchRL it knows single steps only
     actor, value = sides.actor_and_critic(iql.policy)
     choices = 4 if described is CHOICE else 0
     critics: Any = [
-        ValueOperator(OneHot(critic.get_submodule("mlp"), choices), in_keys=["observation", "action"])
-        for critic in iql.critics
+        ValueOperator(OneHot(sides.critic_layers(iql.critics, which), choices), in_keys=["observation", "action"])
+        for which in (0, 1)
     ]
     theirs = IQLLoss(
         sides.actor_of(actor, sides.distribution_of(described)), critics, sides.value_of(value), loss_function="l2",
         temperature=6.0, expectile=0.8,
     )  # fmt: skip
     theirs.make_value_estimator(gamma=GAMMA)
-    targets = zip(*(critic.parameters() for critic in iql.targets), strict=True)
-    sides.put(theirs.target_qvalue_network_params, [torch.stack(pair) for pair in targets])
+    sides.put(theirs.target_qvalue_network_params, sides.stacked(iql.targets.parameters(), iql.critics))
     told = theirs(sides.tensordict_of(batch, GAMMA))
     loss, terms = iql.policy_loss(batch)
-    q = torch.stack([target(batch.observations, batch.actions, None) for target in iql.targets]).min(dim=0).values
-    assert (6.0 * (q - iql.policy.value(batch.observations))).exp().max() > 100, "no weight comes to its bound"
+    q = iql._q(iql.targets, batch.observations, batch.actions).min(dim=0).values
+    weight = (6.0 * (q - iql.policy.value(batch.observations))).exp()
+    assert 0 < (weight > 100).sum() < 40, "some come to the bound"
     for name, other in (("train/value_loss", "loss_value"), ("train/policy_loss", "loss_actor")):
         assert float(terms[name]) == pytest.approx(told[other].item(), rel=1e-4)
     total = told["loss_value"] + told["loss_actor"]
@@ -98,6 +101,5 @@ def test_iql(described: PolicySpaces) -> None:
     sides.same(sides.gradients(loss, ours), sides.gradients(total, params))
     critic_loss, _ = iql.critic_loss(batch)
     assert critic_loss.item() == pytest.approx(told["loss_qvalue"].item(), rel=1e-4)
-    pairs = zip(*(sides.gradients(critic_loss, critic.parameters()) for critic in iql.critics), strict=True)
-    found = sides.gradients(told["loss_qvalue"], theirs.qvalue_network_params.parameters())
-    sides.same([torch.stack(pair) for pair in pairs], found)
+    found = sides.stacked(sides.gradients(critic_loss, iql.critics.parameters()), iql.critics)
+    sides.same(found, sides.gradients(told["loss_qvalue"], theirs.qvalue_network_params.parameters()))

@@ -17,7 +17,8 @@ from torchrl.modules import DistributionalQValueActor, QValueActor
 from torchrl.objectives import DistributionalDQNLoss, DQNLoss
 
 from tests.trainer_node.against_others import torchrl_sides as sides
-from tests.trainer_node.test_dqn import make_dqn, minibatch, moved_apart
+from tests.trainer_node.continuous import minibatch, moved_apart
+from tests.trainer_node.test_dqn import SPACES, make_dqn
 from trainer_node.algorithms.dqn import DQN
 
 pytestmark = pytest.mark.filterwarnings(sides.QUIET)
@@ -62,7 +63,7 @@ def compare(dqn: DQN, theirs: Any) -> tuple[Tensor, Tensor]:
     """Loss and gradients; answers what each makes priorities of."""
     target = Streams(dqn.target)
     sides.put(theirs.target_value_network_params["module"]["0"]["module"], target.parameters())
-    batch = minibatch(60)
+    batch = minibatch(SPACES, 60)
     table = sides.tensordict_of(batch, GAMMA)
     loss, lesson = dqn.loss(batch)
     total = theirs(table)["loss"] * batch.weight.mean()
@@ -77,7 +78,7 @@ def compare(dqn: DQN, theirs: Any) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("double", [False, True])
 def test_expected_values(double: bool, loss: str, its: str, dueling: bool) -> None:
     dqn = make_dqn(double=double, dueling=dueling, loss=loss)
-    moved_apart(dqn)
+    moved_apart(dqn.policy, dqn.target)
     theirs = DQNLoss(its_network(dqn), loss_function=its, double_dqn=double, action_space="categorical")
     theirs.make_value_estimator(gamma=GAMMA)
     ours, squares = compare(dqn, theirs)
@@ -88,7 +89,7 @@ def test_expected_values(double: bool, loss: str, its: str, dueling: bool) -> No
 def test_c51(dueling: bool) -> None:
     """Theirs is always double; its priority is the cross-entropy, of which ours (as Rainbow's) leaves a part out."""
     dqn = make_dqn(head="c51", atoms=7, v_min=-3.0, v_max=3.0, double=True, dueling=dueling)
-    moved_apart(dqn)
+    moved_apart(dqn.policy, dqn.target)
     divergence, cross_entropy = compare(dqn, DistributionalDQNLoss(its_network(dqn), gamma=GAMMA))
     assert (divergence <= cross_entropy + 1e-5).all() and (divergence > 0).all()
 
@@ -98,8 +99,8 @@ def test_c51(dueling: bool) -> None:
 def test_quantiles(double: bool, dueling: bool) -> None:
     """Stable-Baselines3's QR-DQN on copies of the network; the choice of the action is its greedy one, by the mean."""
     dqn = make_dqn(head="qr", quantiles=5, double=double, dueling=dueling)
-    moved_apart(dqn)
-    batch = minibatch(60)
+    moved_apart(dqn.policy, dqn.target)
+    batch = minibatch(SPACES, 60)
     online, target = Streams(dqn.policy), Streams(dqn.target)
     (seen,), (after,) = batch.observations.values(), batch.next_observations.values()
     with torch.no_grad():
