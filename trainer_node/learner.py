@@ -11,7 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from shared.config import Config
+import torch
+
+from shared.config import Config, TrainerConfig
 from shared.errors import WeightsNotFinite
 from shared.fragment import EpisodeRecord, Fragment
 from shared.policies.codec import finite, state_arrays
@@ -104,6 +106,12 @@ class Learner:
                 f"terms: {metrics}. Try a smaller algorithm.learning_rate or normalise_observations"
             )
         return metrics
+
+
+def set_up_torch(config: TrainerConfig) -> None:
+    """What the config says of this process's PyTorch, and results depend on."""
+    torch.set_num_threads(config.torch_threads)
+    torch.set_float32_matmul_precision(config.matmul_precision)
 
 
 def make_learner(config: Config, description: EnvironmentDescription) -> Learner:

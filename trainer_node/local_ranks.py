@@ -22,7 +22,7 @@ from shared.errors import StagecoachError, UserError
 from shared.policies.registry import torch_device
 from shared.spaces import EnvironmentDescription
 from trainer_node.group import GroupBroken, Invitation, Opening, join
-from trainer_node.learner import Learner
+from trainer_node.learner import Learner, set_up_torch
 from trainer_node.ranks import Alone, Lead, follow
 from trainer_node.snapshot import Snapshot
 
@@ -85,7 +85,7 @@ def main() -> int:
     """One rank, until rank 0 says it is over or is gone."""
     told = json.load(sys.stdin)
     config = parse_config(told["config"])
-    torch.set_num_threads(config.trainer.torch_threads)
+    set_up_torch(config.trainer)
     invitation, device = Invitation(**told["invitation"]), torch_device(config.trainer.device)
     try:
         group = join(invitation, told["rank"], device, _PATIENCE_SECONDS, lambda: None)

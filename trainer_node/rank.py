@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import logging
 
-import torch
-
 from shared.departure import LEFT
 from shared.errors import WeightsNotFinite
 from shared.heartbeat import Heartbeat
 from shared.policies.registry import torch_device
 from shared.role import Role
 from trainer_node.group import Group, GroupBroken, join
-from trainer_node.learner import Learner
+from trainer_node.learner import Learner, set_up_torch
 from trainer_node.ranks import follow
 from trainer_node.rendezvous import Call, Rendezvous, rank_id
 
@@ -43,7 +41,7 @@ class Rank:
     def run(self) -> str:
         """Learns along until the run has finished, or its machine is taken away; answers which."""
         self._role.check_config()
-        torch.set_num_threads(self._config.trainer.torch_threads)
+        set_up_torch(self._config.trainer)
         reason = "failed"
         try:
             self._heartbeat.start()

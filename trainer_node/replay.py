@@ -21,7 +21,7 @@ from shared.spaces import EnvironmentDescription
 from shared.steps import Phase
 from trainer_node import snapshot
 from trainer_node.intake import Intake
-from trainer_node.learner import make_learner
+from trainer_node.learner import make_learner, set_up_torch
 from trainer_node.local_ranks import local_ranks
 from trainer_node.recollection import restore_whole
 from trainer_node.schedule import RunSchedule
@@ -76,7 +76,7 @@ def replay(
     `progress` gets the version reached and the last one. Raises `CheckpointNotFound`, `CheckpointDamaged`,
     `ArchiveIncomplete`, and `UserError` where no straight line of learning leads from one to the other.
     """
-    torch.set_num_threads(config.trainer.torch_threads)
+    set_up_torch(config.trainer)
     if config.trainer.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(
             f"trainer.device={config.trainer.device}, but PyTorch finds no CUDA device here, and a CPU comes to other "

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import redis
-import torch
 
 from shared.checkpoint import Checkpoint
 from shared.departure import LEFT
@@ -41,7 +40,7 @@ from trainer_node.ending import wait_for_evaluation, write_finished
 from trainer_node.figures import Figures
 from trainer_node.group import GroupBroken
 from trainer_node.intake import Intake, RedisSettlement
-from trainer_node.learner import make_learner
+from trainer_node.learner import make_learner, set_up_torch
 from trainer_node.patient_log import PatientLog
 from trainer_node.publisher import Publisher
 from trainer_node.ranks import Alone, Lead
@@ -114,7 +113,7 @@ class Trainer:
     def start(self) -> None:
         """Fences older trainers, takes up the newest good checkpoint (or begins), and puts its version on the board."""
         self._role.check_config()
-        torch.set_num_threads(self._config.trainer.torch_threads)
+        set_up_torch(self._config.trainer)
         self._heartbeat.start()
         with self._heartbeat.waiting("the store", _DURABLE_SECONDS) as wait:
             self._description = insist(wait, self._role.description)  # who cannot reach the store fences nobody

@@ -181,6 +181,7 @@ def test_agents_are_mapped_to_their_policies() -> None:
         {"policies": {"default": {"hidden_sizes": [8]}}},
         {"environment": {"id": "CartPole-v1", "num_envs": 5}},
         {"trainer": {"torch_threads": 2}},
+        {"trainer": {"matmul_precision": "medium"}},
         {"trainer": {"ranks": 2}},
         {"signals": {"window_episodes": 7}},
         CLONING,
