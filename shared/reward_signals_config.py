@@ -42,12 +42,27 @@ class RNDConfig(SignalConfig):
     """Numbers that are predicted."""
 
 
+class ICMConfig(SignalConfig):
+    """Intrinsic curiosity (Pathak et al. 2017): where an action leads is rewarding while it cannot be predicted."""
+
+    hidden_sizes: _Layers = (64, 64)
+    """Layers of the features, behind the convolutions of images."""
+    embedding_size: int = Field(64, ge=1)
+    """Features of an observation."""
+    model_sizes: _Layers = (64,)
+    """Layers of the forward and of the inverse model."""
+    forward_weight: float = Field(0.2, ge=0, le=1)
+    """β: the share of the forward model's loss; the rest is the inverse model's."""
+
+
 class RewardSignalsConfig(Section):
     """Reward signals: each with a strength, a discount and a value network of its own. docs/REWARD_SIGNALS.md."""
 
     extrinsic: ExtrinsicConfig = ExtrinsicConfig()
     rnd: RNDConfig | None = None
     """Random network distillation; `{}` takes it with its defaults."""
+    icm: ICMConfig | None = None
+    """Intrinsic curiosity; `{}` takes it with its defaults."""
 
     @model_validator(mode="after")
     def _some_signal(self) -> Self:

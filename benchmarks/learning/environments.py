@@ -103,3 +103,38 @@ class BitFlip(gym.Env[dict[str, Any], np.int64]):
 
     def _observation(self) -> dict[str, Any]:
         return {"observation": self._bits.copy(), "achieved_goal": self._bits.copy(), "desired_goal": self._goal.copy()}
+
+
+class DeepSea(gym.Env[np.int64, np.int64]):
+    """A dive through `size` rows, each step one row down and one column to the left or to the right (bsuite, Osband et
+    al. 2020). The only reward, 1, is at the bottom on the far right; each step to the right costs 0.01 / `size`.
+
+    Which action goes right differs from cell to cell and is always the same there. One of 2^`size` dives finds the
+    reward, and every cost says to stay on the left: who explores by chance alone learns to do that.
+    """
+
+    def __init__(self, size: int = 20) -> None:
+        self.observation_space = gym.spaces.Discrete(size * size)
+        self.action_space = gym.spaces.Discrete(2)
+        self._size = size
+        self._right = np.random.default_rng(0).integers(0, 2, (size, size))
+        self._row = self._column = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.int64, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._row = self._column = 0
+        return self._observation(), {}
+
+    def step(self, action: np.int64) -> tuple[np.int64, float, bool, bool, dict[str, Any]]:
+        right = bool(action == self._right[self._row, self._column])
+        reward = -0.01 / self._size if right else 0.0
+        self._column = min(self._column + 1, self._size - 1) if right else max(self._column - 1, 0)
+        self._row += 1
+        over = self._row == self._size
+        found = over and right and self._column == self._size - 1
+        return self._observation(), reward + float(found), over, False, {"is_success": found}
+
+    def _observation(self) -> np.int64:
+        return np.int64(min(self._row, self._size - 1) * self._size + self._column)

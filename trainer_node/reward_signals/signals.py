@@ -22,18 +22,21 @@ from shared.steps import Counters
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.experience import Experience, update_seed
 from trainer_node.algorithms.gae import Estimate
+from trainer_node.reward_signals.icm import ICM
 from trainer_node.reward_signals.rnd import RND
 from trainer_node.reward_signals.signal import Rows, Signal
 from trainer_node.reward_signals.stream import Stream
 
-ORDER = ("rnd",)
+ORDER = ("rnd", "icm")
 """All signals; the place of each decides its random numbers, so new ones come last."""
 
 
 def make_signal(name: str, policy: Policy, config: RewardSignalsConfig) -> Signal:
     """An untrained one that is configured."""
-    assert name == "rnd" and config.rnd is not None
-    return RND(policy, config.rnd)
+    if name == "rnd" and config.rnd is not None:
+        return RND(policy, config.rnd)
+    assert name == "icm" and config.icm is not None
+    return ICM(policy, config.icm)
 
 
 class RewardSignals:

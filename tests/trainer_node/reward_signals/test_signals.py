@@ -27,7 +27,7 @@ from trainer_node.algorithms.ppo import PPO
 from trainer_node.algorithms.registry import make_algorithm
 
 SIGNAL = {"strength": 0.5, "gamma": 0.8, "learning_rate": 1e-3, "hidden_sizes": [6], "embedding_size": 3}
-SIGNALS = {"extrinsic": {"strength": 2.0}, "rnd": SIGNAL}
+SIGNALS: dict[str, Any] = {"extrinsic": {"strength": 2.0}, "rnd": SIGNAL}
 NETWORK = {"normalise_observations": True}
 
 
@@ -200,7 +200,9 @@ def test_a_run_that_dies_goes_on_exactly_and_is_replayed_with_all_that_signals_h
     new_game: NewGame, name: str
 ) -> None:
     clipped = {"minibatch_size": 20, "epochs": 2} if name == "ppo" else {}
-    config = archived(algorithm={"name": name, "reward_signals": SIGNALS, **clipped}, heatup="48 env_steps")
+    config = archived(
+        algorithm={"name": name, "reward_signals": SIGNALS | {"icm": SIGNAL}, **clipped}, heatup="48 env_steps"
+    )
     whole = new_game(config).finish()
     game = new_game(config)
     for version in (1, 2, 4, 5):
