@@ -55,6 +55,19 @@ class ICMConfig(SignalConfig):
     """β: the share of the forward model's loss; the rest is the inverse model's."""
 
 
+class GAILConfig(SignalConfig):
+    """Generative adversarial imitation (Ho and Ermon 2016): what looks like the run's demonstrations."""
+
+    episodic: bool = True
+    """Whether the end of an episode ends its returns, as it ends what can be imitated."""
+    hidden_sizes: _Layers = (64, 64)
+    """Layers of the discriminator, behind the convolutions of images."""
+    use_actions: bool = True
+    """Whether the discriminator looks at actions as well; without, it is enough to be seen where they were."""
+    gradient_penalty: float = Field(10.0, ge=0)
+    """Weight of the discriminator's gradient penalty (Gulrajani et al. 2017); 10 as there."""
+
+
 class RewardSignalsConfig(Section):
     """Reward signals: each with a strength, a discount and a value network of its own. docs/REWARD_SIGNALS.md."""
 
@@ -63,6 +76,8 @@ class RewardSignalsConfig(Section):
     """Random network distillation; `{}` takes it with its defaults."""
     icm: ICMConfig | None = None
     """Intrinsic curiosity; `{}` takes it with its defaults."""
+    gail: GAILConfig | None = None
+    """Generative adversarial imitation of `demonstrations`; docs/DEMONSTRATIONS.md."""
 
     @model_validator(mode="after")
     def _some_signal(self) -> Self:

@@ -28,6 +28,12 @@ class OnPolicyConfig(Cloning):
     reward_signals: RewardSignalsConfig | None = None
     """Rewards beside the environment's, for tasks whose own are rare; none by default."""
 
+    @property
+    def imitating(self) -> tuple[str, ...]:
+        """By cloning, and by a reward signal."""
+        gail = self.reward_signals is not None and self.reward_signals.gail is not None
+        return super().imitating + (("reward_signals.gail",) if gail else ())
+
 
 class ClippedConfig(BatchOfUpdate, OnPolicyConfig):
     """What those with the clipped objective have: several passes over each batch."""

@@ -22,21 +22,27 @@ from shared.steps import Counters
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.experience import Experience, update_seed
 from trainer_node.algorithms.gae import Estimate
+from trainer_node.demonstrations import Demonstrations
+from trainer_node.reward_signals.gail import GAIL
 from trainer_node.reward_signals.icm import ICM
 from trainer_node.reward_signals.rnd import RND
 from trainer_node.reward_signals.signal import Rows, Signal
 from trainer_node.reward_signals.stream import Stream
 
-ORDER = ("rnd", "icm")
+ORDER = ("rnd", "icm", "gail")
 """All signals; the place of each decides its random numbers, so new ones come last."""
 
 
-def make_signal(name: str, policy: Policy, config: RewardSignalsConfig) -> Signal:
+def make_signal(
+    name: str, policy: Policy, config: RewardSignalsConfig, demonstrations: Demonstrations | None
+) -> Signal:
     """An untrained one that is configured."""
     if name == "rnd" and config.rnd is not None:
         return RND(policy, config.rnd)
-    assert name == "icm" and config.icm is not None
-    return ICM(policy, config.icm)
+    if name == "icm" and config.icm is not None:
+        return ICM(policy, config.icm)
+    assert name == "gail" and config.gail is not None
+    return GAIL(policy, config.gail, demonstrations)
 
 
 class RewardSignals:
@@ -54,7 +60,7 @@ class RewardSignals:
             section = getattr(config, name)
             if section is not None:
                 with borrowed_random_state(update_seed(update_seed(setting.seed, 0), number)):
-                    signal = make_signal(name, policy, config)
+                    signal = make_signal(name, policy, config, setting.demonstrations)
                     self._streams[name] = Stream(name, number, signal, section, policy, algorithm, setting.device)
 
     def observe(self, tensors: Mapping[str, Tensor]) -> None:
