@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.learning.runner import Job, Result, run
+from benchmarks.learning.results import Result
+from benchmarks.learning.runner import Job, run
 from benchmarks.learning.tasks import Task
 from shared.config_sources import parse_yaml
 from tests.balancing import played, write_played

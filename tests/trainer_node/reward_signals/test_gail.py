@@ -181,7 +181,8 @@ def imitating(path: Path, name: str = "ppo", gail: dict[str, Any] | None = None,
     clipped = {"minibatch_size": 20, "epochs": 2} if name in {"ppo", "appo"} else {}
     signals = {"extrinsic": {"strength": 0.0}, "gail": {"hidden_sizes": [6], "learning_rate": 1e-2} | (gail or {})}
     algorithm = {"name": name, "reward_signals": signals, **clipped}
-    return archived(**({"demonstrations": {"path": str(path)}, "algorithm": algorithm} | sections))
+    made: Config = archived(**({"demonstrations": {"path": str(path)}, "algorithm": algorithm} | sections))
+    return made
 
 
 @pytest.mark.parametrize("name", ["ppo", "a2c", "appo", "impala"])
