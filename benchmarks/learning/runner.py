@@ -48,38 +48,47 @@ class Job:
 
 def run(job: Job, runs_dir: Path, *, until_reached: bool = False) -> Result:
     """Raises `RunLost` where the run did not end by itself; its folder stays then, else it goes."""
-    folder = runs_dir / job.run_id
-    shutil.rmtree(folder, ignore_errors=True)
     runs_dir.mkdir(parents=True, exist_ok=True)
-    config = runs_dir / f"{job.run_id}.yaml"
-    config.write_text(yaml.safe_dump(job.task.data(job.seed, runs_dir.resolve(), until_reached=until_reached)))
+    teacher = job.task.teacher_id(job.seed)
+    if job.task.teacher is not None:
+        said = _train(job, teacher, "inline", runs_dir, job.task.teacher_data(job.seed, runs_dir.resolve()))
+        if (
+            not (runs_dir / teacher).exists()
+            or Run.attach(teacher, runs_dir).checkpoint_store().marker(FINISHED) is None
+        ):
+            raise RunLost(f"{teacher} did not come to its end; it said: {said[-2000:]}")
     began = time.monotonic()
-    said = _train(job, config)
+    data = job.task.data(job.seed, runs_dir.resolve(), until_reached=until_reached)
+    said = _train(job, job.run_id, job.mode, runs_dir, data)
     seconds = time.monotonic() - began
     try:
         result = _result(job, Run.attach(job.run_id, runs_dir), seconds)
     except Exception as error:
         raise RunLost(f"{job.run_id} left no result ({error}); it said: {said[-2000:]}") from error
-    shutil.rmtree(folder)
-    config.unlink()
+    for run_id in (job.run_id, teacher):
+        shutil.rmtree(runs_dir / run_id, ignore_errors=True)
     return result
 
 
-def _train(job: Job, config: Path) -> str:
+def _train(job: Job, run_id: str, mode: Mode, runs_dir: Path, data: dict[str, Any]) -> str:
     """Until the command has ended; answers what it wrote. Whoever interrupts this waits for its end."""
-    inline = ["--inline"] if job.mode == "inline" else []
-    command = [sys.executable, "-m", "coordinator.cli", "train", str(config), "--run-id", job.run_id, *inline]
+    shutil.rmtree(runs_dir / run_id, ignore_errors=True)
+    config = runs_dir / f"{run_id}.yaml"
+    config.write_text(yaml.safe_dump(data))
+    inline = ["--inline"] if mode == "inline" else []
+    command = [sys.executable, "-m", "coordinator.cli", "train", str(config), "--run-id", run_id, *inline]
     log = config.with_suffix(".log")
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
         try:
             process.wait(max(20.0, job.task.minutes * _PATIENCE) * 60)
         except subprocess.TimeoutExpired:
-            raise RunLost(f"{job.run_id} took more than {_PATIENCE} times what its task says") from None
+            raise RunLost(f"{run_id} took more than {_PATIENCE} times what its task says") from None
         finally:
             _end(process)
     said = log.read_text()
     log.unlink()
+    config.unlink()
     return said
 
 

@@ -59,6 +59,8 @@ class Task(Section):
     """Modules of extras; without them the task is left out, and that is said."""
     config: dict[str, Any]
     """The run's config, without what all tasks have in common."""
+    teacher: dict[str, Any] | None = None
+    """The config of another run, made first (inline, same seed): all that it went through is this run's dataset."""
 
     @property
     def missing(self) -> list[str]:
@@ -68,8 +70,10 @@ class Task(Section):
     @property
     def settings(self) -> dict[str, Any]:
         """The config as plain data, without seed and folder."""
+        taught = {} if self.teacher is None else {"dataset": {"path": "of the teacher"}}
         return _merged(
-            {
+            taught
+            | {
                 "rollout": {"workers": 2},
                 "checkpoint": {"keep_last": 1_000_000},
                 "evaluation": {"episodes": 20, "num_envs": 20},
@@ -82,12 +86,24 @@ class Task(Section):
     @property
     def digest(self) -> str:
         """Of the settings: data that were made with others do not count any more."""
-        return hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:16]
+        decisive = self.settings if self.teacher is None else {"teacher": self.teacher, "taught": self.settings}
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
     def data(self, seed: int, runs_dir: Path, *, until_reached: bool = False) -> dict[str, Any]:
         """The config of one run as plain data; it raises nothing. `until_reached` ends it at the gate."""
-        early = {"stop_at": {"mean_return": self.reach}} if until_reached else {}
-        return {"seed": seed, "runs_dir": str(runs_dir)} | _merged(self.settings, early)
+        more: dict[str, Any] = {"stop_at": {"mean_return": self.reach}} if until_reached else {}
+        if self.teacher is not None:
+            teacher = self.teacher_id(seed)
+            more["dataset"] = {"path": str(runs_dir / teacher / "s3" / "stagecoach" / teacher)}
+        return {"seed": seed, "runs_dir": str(runs_dir)} | _merged(self.settings, more)
+
+    def teacher_id(self, seed: int) -> str:
+        """Name of the teacher's run in the folder of runs."""
+        return f"{self.name}-teacher-{seed}"
+
+    def teacher_data(self, seed: int, runs_dir: Path) -> dict[str, Any]:
+        """As `data`, of the teacher's run."""
+        return {"seed": seed, "runs_dir": str(runs_dir), "archive": "all", **(self.teacher or {})}
 
     def parse(self, seed: int = 1, runs_dir: Path = Path("runs")) -> Config:
         """The config of one run; raises `ConfigError`."""

@@ -32,6 +32,8 @@ TINY = {
     "evaluation": {"episodes": 2, "num_envs": 2},
 }
 
+CLONING = {"algorithm": {"name": "bc", "minibatch_size": 16}, "dataset": {"evaluation": {"every_updates": 0}}}
+
 
 def task(**fields: Any) -> Task:
     """Two updates' worth of CartPole, unless `fields` say otherwise."""
@@ -89,6 +91,16 @@ def test_the_digest_changes_with_the_settings_and_not_with_the_gate() -> None:
     assert task(reach=11, minutes=2).digest == task().digest
     assert task(within=512).digest != task().digest
     assert task(config={**TINY, "seed": 3}).digest != task().digest
+
+
+def test_a_task_with_a_teacher_has_its_experience_as_the_dataset(tmp_path: Path) -> None:
+    taught = task(config=TINY | CLONING, teacher=TINY)
+    assert taught.digest != task(config=TINY | CLONING, teacher=TINY | {"heatup": "8 env_steps"}).digest
+    dataset = taught.parse(3, tmp_path).dataset
+    assert dataset is not None
+    assert dataset.path == str(tmp_path / "tiny-teacher-3" / "s3" / "stagecoach" / "tiny-teacher-3")
+    assert parse_config(taught.teacher_data(3, tmp_path) | {"stop_at": {"updates": 1}}).archive.keep == "all"
+    assert "tiny" not in json.dumps(taught.settings), "they are the same for all seeds, and name no place"
 
 
 def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -188,6 +200,25 @@ def test_a_run_leaves_its_curves_and_nothing_else(ran: tuple[Result, Path]) -> N
     assert found.machine["cores"] > 0
     assert found.seconds > 0
     assert list(folder.iterdir()) == []
+
+
+def test_the_teachers_run_is_made_first_and_goes_with_its_pupils(tmp_path: Path) -> None:
+    taught = task(config=TINY | CLONING, teacher=TINY | {"stop_at": {"env_steps": 128}})
+    found = run(Job(taught, "inline", 1), tmp_path)
+    assert found.reason == "exhausted" and found.env_steps == 256 and len(found.evaluations) == 3
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RunLost, match=r"(?s)tiny-teacher-1 did not come to its end; it said: .*NoSuchThing"):
+        run(
+            Job(
+                task(
+                    config=TINY | CLONING,
+                    teacher=TINY | {"environment": {"id": "NoSuchThing-v0"}, "stop_at": {"updates": 1}},
+                ),
+                "inline",
+                1,
+            ),
+            tmp_path,
+        )
 
 
 def test_the_data_name_no_place_on_this_machine_and_come_back_as_they_were(
