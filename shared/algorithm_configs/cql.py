@@ -19,7 +19,7 @@ class CQLConfig(SoftConfig):
     """The algorithm."""
     conservatism: float = Field(5.0, gt=0)
     """Weight of the critics' penalty (the paper's α; 5 or 10 there for boxes, 0.5 to 4 for choices); with `largest_gap`
-    only where it begins. It goes with the size of the returns."""
+    only where it begins. It goes with how much single actions change the returns: where they are small, less."""
     largest_gap: float | None = None
     """Learn the weight, such that on average the critics value what could be done by this much more than what the data
     did (the paper's τ; 5 or 10 there): more weight above it, less below. Null: the weight stays."""
