@@ -192,7 +192,8 @@ class TrainerConfig(Section):
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Of float32 matrix products, as `torch.set_float32_matmul_precision` has it: below `highest`, hardware that has
     units for it may round their factors to TF32 or bfloat16. On a CPU `medium` goes through oneDNN: SAC with layers
-    of 256 needed a third less time on the CPU it was tried on, with layers of 64 a sixth more. A resume cannot change it."""
+    of 256 needed a third less time on the CPU it was tried on, with layers of 64 a sixth more. A resume cannot change
+    it."""
     num_cpus: float = Field(1.0, ge=0)
     """Ray CPUs reserved for the trainer, and for each further rank."""
     num_gpus: float = Field(0.0, ge=0)
