@@ -130,10 +130,11 @@ class DeepSea(gym.Env[np.int64, np.int64]):
     def step(self, action: np.int64) -> tuple[np.int64, float, bool, bool, dict[str, Any]]:
         right = bool(action == self._right[self._row, self._column])
         reward = -0.01 / self._size if right else 0.0
+        there = right and self._column == self._size - 1  # only who never went to the left comes to be there
         self._column = min(self._column + 1, self._size - 1) if right else max(self._column - 1, 0)
         self._row += 1
         over = self._row == self._size
-        found = over and right and self._column == self._size - 1
+        found = over and there
         return self._observation(), reward + float(found), over, False, {"is_success": found}
 
     def _observation(self) -> np.int64:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from gymnasium.utils.env_checker import check_env
 
 from benchmarks.learning import __main__ as learning
 from benchmarks.learning.curves import on_grid
-from benchmarks.learning.environments import BitFlip, HiddenVelocities, shuffled_rewards
+from benchmarks.learning.environments import BitFlip, DeepSea, HiddenVelocities, shuffled_rewards
 from benchmarks.learning.report import verdict, write_report
 from benchmarks.learning.results import Result, current, place, read, write
 from benchmarks.learning.runner import Job, RunLost, run
@@ -157,6 +158,21 @@ def test_after_as_many_steps_as_bits_the_goal_is_missed() -> None:
     steps = [environment.step(np.int64(0)) for _ in range(6)]
     assert [step[3] for step in steps] == [False] * 5 + [True]
     assert steps[-1][4] == {"is_success": False}
+
+
+def test_of_all_dives_one_finds_what_is_at_the_bottom_and_the_way_there_costs() -> None:
+    environment = DeepSea(5)
+    check_env(environment, skip_render_check=True)
+    returns = []
+    for dive in itertools.product((0, 1), repeat=5):
+        environment.reset(seed=len(returns))
+        steps = [environment.step(np.int64(action)) for action in dive]
+        assert [step[2:4] for step in steps] == [(False, False)] * 4 + [(True, False)]
+        returns.append(sum(float(step[1]) for step in steps))
+        assert steps[-1][4]["is_success"] == (returns[-1] > 0.5)
+    assert max(returns) == pytest.approx(0.99) and sorted(returns)[-2] == 0
+    assert sorted(round(total, 3) for total in returns).count(-0.008) == 5, "four to the right, one to the left"
+    assert max(returns) != returns[0] and max(returns) != returns[-1], "not one action all the way"
 
 
 # The runs
