@@ -37,7 +37,8 @@ class Cloning(AlgorithmConfig):
     """What algorithms have that can clone demonstrations beside what they learn by rewards."""
 
     behavioural_cloning: CloningConfig | None = None
-    """`{strength: {kind: linear, start: 0.5, end: 0, over: 50000 env_steps}}`: also do what `demonstrations` did."""
+    """`{strength: {kind: linear, start: 0.5, end: 0, over: 50000 env_steps}}`: also do what `demonstrations` did
+    (docs/DEMONSTRATIONS.md)."""
 
     @property
     def imitating(self) -> tuple[str, ...]:
