@@ -118,7 +118,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "demonstrations beside rewards, fewer of them than ranks": (
         3, {
-            "algorithm": {"behavioural_cloning": {"strength": 0.5, "minibatch_size": 2}},
+            "algorithm": {
+                "behavioural_cloning": {"strength": 0.5, "minibatch_size": 2},
+                "reward_signals": {"gail": {"learning_rate": 1e-2}},
+            },
             "demonstrations": {"path": str(Path(__file__).parent.parent / "shared" / "minari_cartpole")},
         },
     ),
