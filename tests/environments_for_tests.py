@@ -196,17 +196,17 @@ class Doorstep(gym.Env[Any, Any]):
     """
 
     observation_space = spaces.Discrete(2)
-    action_space = spaces.Discrete(2)
 
-    def __init__(self, ends: Literal["terminated", "truncated"]) -> None:
+    def __init__(self, ends: Literal["terminated", "truncated"], boxes: bool = False) -> None:
         self._ends = ends
+        self.action_space: spaces.Space[Any] = spaces.Box(-1.0, 1.0, (1,)) if boxes else spaces.Discrete(2)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
         super().reset(seed=seed)
         self._inside = 0
         return 0, {}
 
-    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[int, float, bool, bool, dict[str, Any]]:
         before, self._inside = self._inside, 1
         return (
             1,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from rollout_worker.worker import Worker
-from shared.config import Config
 from shared.redis_keys import RunKeys
 from tests.environments_for_tests import MODULE
 from tests.trainer_node.game import Game, NewGame, balanced, small
@@ -156,33 +155,4 @@ def test_a_trail_that_is_gone_is_said_and_one_of_a_drained_worker_goes(new_game:
     assert game.another_worker(1)._sampler.life.incarnation == 1
     assert "worker-1 begins new episodes: no trail" in game.events("environment")
     game.finish()
-    balanced(game)
-
-
-def continuous(name: str) -> Config:
-    """Pendulum in episodes of ten steps; the ring wraps within the run."""
-    memory = {"kind": "uniform", "capacity": 5 * 8 * 3}
-    return small(
-        environment={"id": "Pendulum-v1", "num_envs": 3, "max_episode_steps": 10},
-        algorithm={"name": name, "minibatch_size": 16, "memory": memory, "gradient_steps_per_env_step": 0.2},
-        heatup="48 env_steps",
-    )
-
-
-@pytest.mark.parametrize("name", ["sac", "td3", "ddpg"])
-def test_continuous_control_goes_on_exactly_with_its_memory_and_all_it_has_learnt(new_game: NewGame, name: str) -> None:
-    config = continuous(name)
-    whole = new_game(config).finish()
-    game = new_game(config)
-    for version in (3, 5, 6):
-        game.play_to(version)
-        if version == 5:
-            game.durable()
-        game.crash()
-        die(game)
-        game.restart()
-        replace_worker(game)
-    assert game.finish() == whole
-    other = config.model_copy(update={"seed": 2})
-    assert new_game(other).finish() != whole
     balanced(game)

@@ -1,0 +1,233 @@
+"""What is promised of every algorithm, in tables that name them all: none can be added without it.
+
+Gradients are those of finite differences, and what lies behind a truncation is valued and behind a termination is not.
+(That a run goes on exactly is test_resuming_every_algorithm.py; of on-policy values, test_on_policy.py.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rollout_worker.environments import make_vector
+from rollout_worker.exploration import RandomActing
+from rollout_worker.making import describe_environment
+from rollout_worker.sampler import Sampler
+from rollout_worker.trail import Life
+from shared.algorithm_configs.off_policy import OffPolicyConfig
+from shared.algorithm_configs.on_policy import OnPolicyConfig
+from shared.algorithm_configs.registry import ALGORITHMS
+from shared.config import PolicyConfig
+from shared.policies.registry import build_policies
+from shared.spaces import PolicySpaces
+from shared.steps import Counters
+from tests.environments_for_tests import MODULE
+from tests.trainer_node.continuous import BOXES, CHOICE, made, minibatch, moved_apart
+from tests.trainer_node.game import small
+from tests.trainer_node.test_on_policy import SMALL
+from tests.trainer_node.test_ppo import CPU, random_batch
+from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.experience import Experience
+from trainer_node.algorithms.pairs import Pairs
+from trainer_node.algorithms.registry import make_algorithm
+
+Checked = list[tuple[Callable[[], Tensor], nn.Module]]
+"""Losses, each with the network that it moves."""
+
+
+def on_update(name: str, described: PolicySpaces, **fields: Any) -> Any:
+    """An algorithm without a memory, on a small network."""
+    config = ALGORITHMS[name].model_validate({"name": name, **fields})
+    networks = {"p": PolicyConfig(hidden_sizes=(6, 5))}
+    return make_algorithm(build_policies({"p": described}, networks, config, 3)["p"], config, Setting(CPU, 3, 8, 4))
+
+
+def of_gradients(name: str, described: PolicySpaces) -> Checked:
+    algorithm = on_update(name, described, entropy_coefficient=0.05)
+    moved_apart(algorithm.policy)
+    batch = random_batch(algorithm)
+    return [(lambda: algorithm.loss(batch)[0], algorithm.policy)]
+
+
+def of_ppo(name: str, described: PolicySpaces) -> Checked:
+    algorithm = on_update(name, described, entropy_coefficient=0.05, clip_range_value=0.5)
+    moved_apart(algorithm.policy)
+    batch = random_batch(algorithm)
+    return [(lambda: algorithm.loss(batch, 0.2)[0], algorithm.policy)]
+
+
+def of_appo(name: str, described: PolicySpaces) -> Checked:
+    algorithm = on_update(name, described, entropy_coefficient=0.05, kl_coefficient=0.5)
+    moved_apart(algorithm.policy)
+    plain = random_batch(algorithm)
+    with torch.no_grad():
+        outputs = algorithm._target.action_parameters(plain.observations)
+    batch = replace(plain, anchor_params=outputs)
+    return [(lambda: algorithm.loss(batch, 0.2)[0], algorithm.policy)]
+
+
+def of_bc(name: str, described: PolicySpaces) -> Checked:
+    algorithm, batch = on_update(name, described, entropy_coefficient=0.05), minibatch(described, 30)
+    moved_apart(algorithm.policy)
+    pairs = Pairs(batch.observations, batch.actions)
+    return [(lambda: algorithm.loss(pairs)[0], algorithm.policy)]
+
+
+def of_dqn(name: str, described: PolicySpaces, **fields: Any) -> Checked:
+    """Not double: the choice of the online network may jump."""
+    algorithm, batch = made(name, described, double=False, **fields), minibatch(described, 30)
+    moved_apart(algorithm.policy, algorithm.target)
+    noise = [algorithm.policy.draw_noise(torch.Generator().manual_seed(2))] * 3
+    return [(lambda: algorithm.loss(batch, noise)[0], algorithm.policy)]
+
+
+def of_quantiles(name: str, described: PolicySpaces) -> Checked:
+    return of_dqn(name, described, head="qr", quantiles=5, dueling=True)
+
+
+def of_sac(name: str, described: PolicySpaces) -> Checked:
+    algorithm, batch = made(name, described, initial_temperature=0.3), minibatch(described, 30)
+    moved_apart(algorithm.policy, algorithm.critics, algorithm.targets)
+    noise = algorithm.actions.noise(30, torch.Generator().manual_seed(2))
+    return [
+        (lambda: algorithm.critic_loss(batch, noise)[0], algorithm.critics),
+        (lambda: algorithm.actor_loss(batch, noise)[0], algorithm.policy),
+    ]
+
+
+def of_cql(name: str, described: PolicySpaces) -> Checked:
+    algorithm, batch = made(name, described, initial_temperature=0.3, cloning_steps=9), minibatch(described, 30)
+    moved_apart(algorithm.policy, algorithm.critics, algorithm.targets)
+    noise = algorithm.actions.noise(30, torch.Generator().manual_seed(2))
+    drawn = algorithm.soft_maximum.draw(30, torch.Generator().manual_seed(3))
+
+    def penalised() -> Tensor:
+        loss, values, _ = algorithm.critic_loss(batch, noise)
+        found: Tensor = loss + 5 * algorithm.gaps(batch, values, drawn).mean(dim=1).sum()
+        return found
+
+    return [(penalised, algorithm.critics), (lambda: algorithm.actor_loss(batch, noise)[0], algorithm.policy)]
+
+
+def of_td3(name: str, described: PolicySpaces) -> Checked:
+    algorithm, batch = made(name, described), minibatch(described, 30)
+    moved_apart(algorithm.policy, algorithm.critics, algorithm.targets, algorithm.target_policy)
+    noise = torch.randn(30, 2, generator=torch.Generator().manual_seed(2))
+    return [
+        (lambda: algorithm.critic_loss(batch, noise)[0], algorithm.critics),
+        (lambda: algorithm.actor_loss(batch), algorithm.policy),
+    ]
+
+
+def of_iql(name: str, described: PolicySpaces) -> Checked:
+    """The weights of the policy's loss have no gradient: there the value stays, or they are all 1."""
+    batch = minibatch(described, 30)
+    learnt, cloned = (made(name, described, inverse_temperature=number) for number in (3.0, 0.0))
+    for algorithm in (learnt, cloned):
+        moved_apart(algorithm.policy, algorithm.critics, algorithm.targets)
+    return [
+        (lambda: learnt.policy_loss(batch)[0], nn.ModuleList([learnt.policy.actor, learnt.policy.head])),
+        (lambda: cloned.policy_loss(batch)[0], cloned.policy),
+        (lambda: learnt.critic_loss(batch)[0], learnt.critics),
+    ]
+
+
+GRADIENTS: dict[str, list[tuple[PolicySpaces, Callable[[str, PolicySpaces], Checked]]]] = {
+    "a2c": [(BOXES, of_gradients), (CHOICE, of_gradients)],
+    "appo": [(BOXES, of_appo), (CHOICE, of_appo)],
+    "bc": [(BOXES, of_bc), (CHOICE, of_bc)],
+    "cql": [(BOXES, of_cql), (CHOICE, of_cql)],
+    "ddpg": [(BOXES, of_td3)],
+    "dqn": [(CHOICE, of_dqn), (CHOICE, of_quantiles)],
+    "impala": [(BOXES, of_gradients), (CHOICE, of_gradients)],
+    "iql": [(BOXES, of_iql), (CHOICE, of_iql)],
+    "ppo": [(BOXES, of_ppo), (CHOICE, of_ppo)],
+    "rainbow": [(CHOICE, of_dqn)],
+    "sac": [(BOXES, of_sac), (CHOICE, of_sac)],
+    "td3": [(BOXES, of_td3)],
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_gradients_are_those_of_finite_differences(name: str) -> None:
+    """Along the gradient, where float32 is fine enough to differ."""
+    for described, losses in GRADIENTS[name]:
+        for loss, network in losses(name, described):
+            parameters = [tensor for tensor in network.parameters() if tensor.numel()]
+            gradients = torch.autograd.grad(loss(), parameters, allow_unused=True, materialize_grads=True)
+            length = float(torch.cat([gradient.flatten() for gradient in gradients]).norm())
+            sides = []
+            for shift in (2e-3, -4e-3):
+                with torch.no_grad():
+                    for parameter, gradient in zip(parameters, gradients, strict=True):
+                        parameter.add_(gradient, alpha=shift / length)
+                sides.append(float(loss().detach()))
+            assert length > 1e-2 and (sides[0] - sides[1]) / 4e-3 == pytest.approx(length, rel=0.02)
+
+
+TABULAR: dict[str, Any] = {"gamma": 0.5, "minibatch_size": 32, "gradient_steps_per_env_step": 1.0}
+"""Inside is worth 1 / (1 − γ) = 2 where the limit is no end, and half of that on the doorstep."""
+VALUES: dict[str, list[dict[str, Any]]] = {
+    "cql": [{"tau": 0.3, "conservatism": 1e-6, "initial_temperature": 1e-4, "learn_temperature": False}],
+    "ddpg": [{"tau": 0.3}],
+    "dqn": [
+        {"target_update_steps": 1, "tau": 0.3},
+        {"target_update_steps": 1, "tau": 0.3, "head": "qr", "quantiles": 3, "n_step": 2},
+    ],
+    "iql": [{"expectile": 0.5, "target_rate": 0.3}],
+    "rainbow": [{"target_update_steps": 1, "tau": 0.3, "atoms": 16, "v_min": 0.0, "v_max": 3.0, "noisy": False}],
+    "sac": [{"tau": 0.3, "initial_temperature": 1e-4, "learn_temperature": False}],
+    "td3": [{"tau": 0.3, "policy_delay": 1, "target_noise": 0.0}],
+}
+"""Of the algorithms with a memory: how each learns a table of values fast."""
+
+
+def test_none_is_left_out() -> None:
+    with_memory = {name for name, section in ALGORITHMS.items() if issubclass(section, OffPolicyConfig)}
+    on_policy = {name for name, section in ALGORITHMS.items() if issubclass(section, OnPolicyConfig)}
+    assert set(GRADIENTS) == set(ALGORITHMS) == with_memory | on_policy | {"bc"}, "what has no value is bc alone"
+    assert set(VALUES) == with_memory and set(SMALL) == on_policy
+
+
+@pytest.mark.parametrize(("ends", "doorstep", "inside"), [("truncated", 1.0, 2.0), ("terminated", 0.5, 1.0)])
+@pytest.mark.parametrize(("name", "fields"), [(name, fields) for name in VALUES for fields in VALUES[name]])
+def test_what_lies_behind_a_truncation_is_valued_and_behind_a_termination_is_not(
+    name: str, fields: dict[str, Any], ends: str, doorstep: float, inside: float
+) -> None:
+    """From a real environment through the memory; nothing of it depends on the actions, which are random."""
+    rate = {"kind": "linear", "start": 0.1, "end": 0.0, "over": "10 updates"}
+    boxes = name in {"td3", "ddpg"}
+    section = ALGORITHMS[name].model_validate({"name": name, "learning_rate": rate, **TABULAR, **fields})
+    config = small(
+        environment={"id": f"{MODULE}:Doorstep", "num_envs": 4, "kwargs": {"ends": ends, "boxes": boxes}},
+        policies={"default": {"hidden_sizes": []}},
+    )
+    description = describe_environment(config)
+    policies = build_policies(description.policies, config.policies, section, seed=1)
+    sampler = Sampler(make_vector(config.environment, description), description, Life(1, 0, 0, 0))
+    algorithm: Any = make_algorithm(policies["default"], section, Setting(CPU, 1, 8, 4))
+    for update in range(10):
+        sample = sampler.sample(policies, RandomActing(), 8)
+        experience = [Experience("worker-0:0", sample.columns["default"])]
+        algorithm.update(experience, Counters(env_steps=32 * (update + 1), updates=update))
+    sampler.close()
+    assert valued(name, algorithm).tolist() == pytest.approx([doorstep, inside], abs=0.1)
+
+
+@torch.no_grad()
+def valued(name: str, algorithm: Any) -> Tensor:
+    """What the two places are worth, `[2]`."""
+    seen, policy = {"obs": torch.tensor([0, 1])}, algorithm.policy
+    if name in {"dqn", "rainbow"}:
+        found: Tensor = policy.action_parameters(seen).mean(dim=1)
+    elif name == "iql":
+        found = policy.value(seen)
+    else:
+        actions = torch.tanh(policy.action_parameters(seen)) if name in {"td3", "ddpg"} else None
+        found = algorithm.critics(seen, None, actions).mean(dim=(0, 2))
+    return found

@@ -1,0 +1,88 @@
+"""Every algorithm goes on exactly where its run died, with all that it may have at once.
+
+Memories with priorities, noise on actions and weights, target networks, reward signals, normalised rewards, schedules.
+Where a memory comes back from is test_remembering.py; workers that die, test_exact_resume.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.algorithm_configs.registry import ALGORITHMS
+from shared.config import Config
+from tests.balancing import played, write_played
+from tests.trainer_node.game import NewGame, balanced, small
+from tests.trainer_node.test_exact_resume import die, replace_worker
+from tests.trainer_node.test_remembering import ends_with
+
+FROM_DATA = ("bc", "cql", "iql")
+PENDULUM = {"environment": {"id": "Pendulum-v1", "num_envs": 4, "max_episode_steps": 10}}
+"""Episodes that are cut off within the run."""
+
+
+def changing(start: float, end: float, kind: str = "linear") -> dict[str, Any]:
+    """Over the run of 256 env steps."""
+    return {"kind": kind, "start": start, "end": end, "over": "256 env_steps"}
+
+
+PRIORITISED = {"kind": "prioritised", "capacity": 5 * 32, "alpha": 0.7, "beta": changing(0.4, 1.0)}
+"""Of an odd number of fragments, while an update brings two: it wraps in the middle of one."""
+DRAWING: dict[str, Any] = {"minibatch_size": 16, "gradient_steps_per_env_step": 0.1, "memory": PRIORITISED}
+RATE = {"learning_rate": changing(3e-3, 1e-4, "cosine")}
+SIGNALS = {"extrinsic": {"strength": 0.5}, "rnd": {"strength": 0.3}}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "ppo": ("ppo", {"minibatch_size": 20, "epochs": 2, "clip_range": changing(0.3, 0.1)}, {}),
+    "ppo with signals": ("ppo", {"minibatch_size": 20, "epochs": 2, "reward_signals": SIGNALS}, {}),
+    "a2c": ("a2c", {}, {}),
+    "impala": ("impala", {"vtrace_lambda": 0.9}, {}),
+    "appo": ("appo", {"minibatch_size": 20, "epochs": 2, "target_updates": 3, "clip_against": "target"}, {}),
+    "dqn": (
+        "dqn",
+        {**DRAWING, "n_step": 3, "target_update_steps": 5,
+         "exploration": {"kind": "epsilon_greedy", "epsilon": changing(0.9, 0.1, "exponential")}},
+        {},
+    ),
+    "dqn, balanced": ("dqn", {**DRAWING, "memory": {"kind": "balanced", "capacity": 5 * 32}, "tau": 0.1}, {}),
+    "rainbow": ("rainbow", {**DRAWING, "atoms": 11, "v_max": 100.0, "target_update_steps": 5}, {}),
+    "sac": ("sac", {**DRAWING, "exploration": {"kind": "gaussian", "sigma": changing(0.5, 0.1)}}, PENDULUM),
+    "discrete sac": ("sac", {**DRAWING, "critic_learning_rate": changing(1e-2, 1e-3)}, {}),
+    "td3": ("td3", {**DRAWING, "exploration": {"kind": "parameter_noise", "sigma": changing(0.3, 0.1)}}, PENDULUM),
+    "ddpg": ("ddpg", {**DRAWING, "n_step": 2, "exploration": {"kind": "ou", "sigma": changing(0.3, 0.1)}}, PENDULUM),
+    "bc": ("bc", {"minibatch_size": 16, "epochs": 2}, {}),
+    "cql": ("cql", {**DRAWING, "largest_gap": 1.0, "cloning_steps": 5}, {}),
+    "iql": ("iql", DRAWING, {}),
+}  # fmt: skip
+"""Name → algorithm, its section, and other sections."""
+
+
+def test_none_is_left_out() -> None:
+    assert {name for name, _, _ in CASES.values()} == set(ALGORITHMS)
+
+
+def run(case: str, folder: Path) -> Config:
+    name, fields, others = CASES[case]
+    sections = {"algorithm": {"name": name, **RATE, **fields}, "stop_at": {"updates": 7}, "heatup": "40 env_steps"}
+    if name in FROM_DATA:
+        write_played(folder / "data.csv", played(6, greed=0.5, steps=50))
+        sections["dataset"] = {"path": str(folder / "data.csv"), "evaluation": {"every_updates": 0}}
+    return small(**{**sections, **others})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_goes_on_exactly_with_all_that_it_has(new_game: NewGame, tmp_path: Path, case: str) -> None:
+    config = run(case, tmp_path)
+    whole = ends_with(new_game(config))
+    game = new_game(config)
+    for version in (3, 4, 6):
+        game.play_to(version)
+        if version == 4:
+            game.durable()  # else the last checkpoint is older, or still on its way
+        game.crash()
+        game.worker._heartbeat._stop.set() if CASES[case][0] in FROM_DATA else die(game)
+        game.restart()
+        replace_worker(game)
+    assert ends_with(game) == whole
+    balanced(game)
