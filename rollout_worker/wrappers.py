@@ -34,6 +34,25 @@ class CropObservation(gym.ObservationWrapper[Any, Any, Any]):
         return np.ascontiguousarray(observation[self._part])
 
 
+class ClipObservation(gym.ObservationWrapper[Any, Any, Any]):
+    """Observations of a Box, bounded to `low` … `high`: a number for all elements, or one for each."""
+
+    def __init__(self, env: gym.Env[Any, Any], low: float | Sequence[float], high: float | Sequence[float]) -> None:
+        super().__init__(env)
+        space = env.observation_space
+        if not isinstance(space, gym.spaces.Box):
+            raise EnvironmentUnusable(f"ClipObservation needs a Box, found {space}")
+        dtype: Any = space.dtype
+        self._bounds = np.asarray(low, dtype), np.asarray(high, dtype)
+        if not (self._bounds[0] <= self._bounds[1]).all():
+            raise EnvironmentUnusable(f"ClipObservation: low={low} is above high={high}")
+        low_then, high_then = (np.clip(side, *self._bounds) for side in (space.low, space.high))
+        self.observation_space = gym.spaces.Box(low_then, high_then, dtype=dtype)
+
+    def observation(self, observation: Any) -> Any:
+        return np.clip(observation, *self._bounds)
+
+
 class MapAction(gym.ActionWrapper[Any, Any, Any]):
     """Discrete actions 0, 1, … stand for these actions of the environment: a choice of some of them, or another order.
 

@@ -80,6 +80,10 @@ class PolicyConfig(Section):
     """Running mean and variance, learnt by the trainer and published inside the policy version."""
     normalise_rewards: bool = False
     """Divide rewards by the running deviation of the discounted return before learning from them."""
+    reward_ewma: float | None = Field(None, gt=0, le=1)
+    """Subtract the rewards' exponentially weighted moving average from them before learning: with each fragment it goes
+    this share of its way to the fragment's average (0.01 in Coach). For tasks without an end or of a fixed length:
+    where the length of an episode is up to the policy, it changes what is best."""
     reward_scale: float = 1.0
     """Rewards are multiplied by this before anything else learns of them."""
     reward_clip: tuple[float, float] | None = None
@@ -107,6 +111,14 @@ class PolicyConfig(Section):
             raise ValueError(
                 f"core={self.core} with share_encoder=false: actor and critic have one core, and so one encoder before "
                 f"it; set share_encoder=true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_way_to_normalise(self) -> Self:
+        if self.reward_ewma is not None and self.normalise_rewards:
+            raise ValueError(
+                f"reward_ewma={self.reward_ewma:g} with normalise_rewards=true: two ways to normalise rewards; use one"
             )
         return self
 

@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from shared.config import Config, TrainerConfig
+from shared.config import Config, PolicyConfig, TrainerConfig
 from shared.errors import WeightsNotFinite
 from shared.fragment import EpisodeRecord, Fragment
 from shared.policies.codec import finite, state_arrays
@@ -26,7 +26,8 @@ from trainer_node.algorithms.experience import Experience
 from trainer_node.algorithms.registry import make_algorithm
 from trainer_node.demonstrations import Demonstrations
 from trainer_node.filters import ExperienceFilter
-from trainer_node.reward_scaling import RewardScaling
+from trainer_node.reward_average import RewardAverage
+from trainer_node.reward_scaling import RewardFilter, RewardScaling
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Learner:
 
     policies: dict[str, Policy]
     algorithms: dict[str, Algorithm]
-    rewards: dict[str, RewardScaling]
+    rewards: dict[str, RewardFilter]
     filters: dict[str, ExperienceFilter]
     counters: PhaseCounters
     episodes: deque[EpisodeRecord]
@@ -119,9 +120,9 @@ def make_learner(config: Config, description: EnvironmentDescription) -> Learner
     device, algorithm = torch_device(config.trainer.device), config.algorithm.resolved()
     policies = build_policies(description.policies, config.policies, algorithm, config.seed)
     rewards = {
-        policy_id: RewardScaling(algorithm.gamma)
+        policy_id: made
         for policy_id in sorted(policies)
-        if config.policies[policy_id].normalise_rewards
+        if (made := _reward_filter(config.policies[policy_id], algorithm.gamma)) is not None
     }
     filters = {name: ExperienceFilter(config.policies[name], f"policies.{name}") for name in sorted(policies)}
     demonstrations, steps = None, config.rollout.fragment_steps
@@ -135,6 +136,12 @@ def make_learner(config: Config, description: EnvironmentDescription) -> Learner
     episodes: deque[EpisodeRecord] = deque(maxlen=config.signals.window_episodes)
     remembered: deque[str] = deque(maxlen=max(memory_fragments(made) for made in algorithms.values()))
     return Learner(policies, algorithms, rewards, filters, PhaseCounters(), episodes, remembered, demonstrations)
+
+
+def _reward_filter(config: PolicyConfig, gamma: float) -> RewardFilter | None:
+    if config.reward_ewma is not None:
+        return RewardAverage(config.reward_ewma)
+    return RewardScaling(gamma) if config.normalise_rewards else None
 
 
 def memory_fragments(algorithm: Algorithm) -> int:

@@ -13,18 +13,38 @@ _EPSILON = 1e-8
 _CLIP = 10.0
 
 
-class RewardScaling:
+class RewardFilter:
+    """Base of what changes rewards by what it has learnt of them: for one policy id, and kept in the checkpoint."""
+
+    def scale(self, source: str, columns: Columns) -> Columns:
+        """Takes the rewards in; the columns with changed ones (where nobody acted they stay)."""
+        self.take_in(source, columns)
+        return columns | {"reward": np.where(columns["mask"], self.scaled(columns["reward"]), columns["reward"])}
+
+    def scaled(self, reward: Array) -> Array:
+        """Rewards, each for itself, as they are to be learnt from now; float32."""
+        raise NotImplementedError
+
+    def take_in(self, source: str, columns: Columns) -> None:
+        """Learns of a fragment's rewards; `source` (worker and life) tells what goes on with what."""
+        raise NotImplementedError
+
+    def state(self) -> Columns:
+        """All that it has learnt, as named arrays."""
+        raise NotImplementedError
+
+    def load_state(self, arrays: Columns) -> None:
+        """The inverse of `state`."""
+        raise NotImplementedError
+
+
+class RewardScaling(RewardFilter):
     """Running statistics for one policy id."""
 
     def __init__(self, gamma: float) -> None:
         self._gamma = gamma
         self._moments = np.array([0.0, 0.0, 0.0])  # count, mean, sum of squared deviations
         self._running: dict[str, Array] = {}
-
-    def scale(self, source: str, columns: Columns) -> Columns:
-        """Takes the rewards in; the columns with scaled ones."""
-        self.take_in(source, columns)
-        return columns | {"reward": self.scaled(columns["reward"])}
 
     def scaled(self, reward: Array) -> Array:
         """Rewards divided by the deviation so far, float32."""

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from rollout_worker.making import make
-from rollout_worker.wrappers import CropObservation, MapAction
-from shared.config import EnvironmentConfig
+from rollout_worker.wrappers import ClipObservation, CropObservation, MapAction
+from shared.config import EnvironmentConfig, PolicyConfig
 from shared.errors import EnvironmentUnusable
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "FILTERS.md").read_text()
@@ -51,6 +51,24 @@ def test_a_crop_outside_of_the_image_is_refused(place: tuple[int, int, int, int]
         CropObservation(gym.make("CartPole-v1"), 0, 0, 1, 1)
 
 
+def test_observations_are_clipped_and_so_is_their_space() -> None:
+    env = ClipObservation(Picture(), 10, 40)
+    observation, _ = env.reset()
+    assert (observation == np.clip(Picture().reset()[0], 10, 40)).all() and observation.dtype == np.uint8
+    assert env.observation_space.contains(observation)
+    assert isinstance(env.observation_space, gym.spaces.Box)
+    assert (env.observation_space.low == 10).all() and (env.observation_space.high == 40).all()
+    each = ClipObservation(gym.make("CartPole-v1"), [-1, -2, -0.1, -3], [1, 2, 0.1, 3])
+    assert each.observation(np.full(4, 9, np.float32)).tolist() == pytest.approx([1, 2, 0.1, 3])
+
+
+def test_bounds_that_are_none_are_refused() -> None:
+    with pytest.raises(EnvironmentUnusable, match="low=3 is above high=2"):
+        ClipObservation(Picture(), 3, 2)
+    with pytest.raises(EnvironmentUnusable, match="needs a Box"):
+        ClipObservation(gym.make("Taxi-v4"), 0, 1)
+
+
 def test_actions_are_mapped() -> None:
     env = MapAction(Picture(), [3, 1])
     assert env.action_space == gym.spaces.Discrete(2)
@@ -65,6 +83,7 @@ def test_actions_that_do_not_exist_are_refused(actions: list[Any]) -> None:
 
 
 WRITTEN = [yaml.safe_load(text) for text in re.findall(r"`(\{path: .*?\}\})`", PAGE)]
+WRITTEN += [{"path": text} for text in re.findall(r"`([\w.]+wrappers:\w+)`", PAGE)]
 
 
 @pytest.mark.parametrize("wrapper", WRITTEN, ids=lambda wrapper: wrapper["path"].partition(":")[2])
@@ -83,4 +102,19 @@ def test_what_the_page_writes_works(wrapper: dict[str, Any]) -> None:
 
 
 def test_the_page_writes_them_all() -> None:
-    assert len(WRITTEN) == 8
+    """Every filter of the table that is a wrapper."""
+    names = {wrapper["path"].partition(":")[2] for wrapper in WRITTEN}
+    of_observations = {"Rescale", "FrameStack", "Crop", "Grayscale", "Resize", "Flatten", "Clip"}
+    assert names == {f"{name}Observation" for name in of_observations} | {
+        "DiscretizeAction",
+        "MapAction",
+        "RescaleAction",
+    }
+
+
+def test_the_fields_that_the_page_writes_are_fields() -> None:
+    lines = [line.split(": ", 1) for line in re.findall(r"`policies\.default\.(.*?)`", PAGE) if ": " in line]
+    fields = {name: yaml.safe_load(value) for name, value in lines}
+    assert {"clip_observations", "normalise_observations", "reward_clip", "reward_scale"} < fields.keys()
+    for name in ("normalise_rewards", "reward_ewma"):
+        PolicyConfig.model_validate({other: value for other, value in fields.items() if other != name})

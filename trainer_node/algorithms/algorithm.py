@@ -17,7 +17,7 @@ from shared.steps import Counters
 from trainer_node.algorithms.experience import Experience
 from trainer_node.algorithms.share import Share
 from trainer_node.demonstrations import Demonstrations
-from trainer_node.reward_scaling import RewardScaling
+from trainer_node.reward_scaling import RewardFilter
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Setting:
     fragment_steps: int
     slots: int
     """Of each fragment: T and S."""
-    rewards: RewardScaling | None = None
-    """Where rewards are normalised: an algorithm with a memory scales what it draws; others get them scaled."""
+    rewards: RewardFilter | None = None
+    """Where rewards are normalised: an algorithm with a memory does so as it draws; others get them normalised."""
     demonstrations: Demonstrations | None = None
     """What is to be imitated, where the run has any."""
 

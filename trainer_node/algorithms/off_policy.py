@@ -39,6 +39,8 @@ class Minibatch:
     reward: Tensor
     discount: Tensor
     weight: Tensor
+    heads: Tensor | None = None
+    """`[K, B]`: 1 where a head of an ensemble learns from the transition, else 0; None: all of them do."""
 
     def __len__(self) -> int:
         return len(self.reward)
@@ -105,11 +107,13 @@ class OffPolicy:
             return
         config, seed = self._section, update_seed(self._setting.seed, counters.updates)
         drawing, generator = np.random.Generator(np.random.PCG64(seed)), torch.Generator().manual_seed(seed)
-        importance = config.memory.importance(counters)
+        importance, rewards = config.memory.importance(counters), self._setting.rewards
+        as_now = None if rewards is None else rewards.scaled
         for _ in range(int(counters.env_steps * config.gradient_steps_per_env_step) - self.done):
             drawn = self.memory.sample(
-                config.minibatch_size, drawing, gamma=config.gamma, n_step=config.n_step, beta=importance
-            )
+                config.minibatch_size, drawing, gamma=config.gamma, n_step=config.n_step, beta=importance,
+                as_now=as_now,
+            )  # fmt: skip
             lesson = self.learn(self._on_device(drawn), counters, generator)
             self.done += 1
             self.memory.update_priorities(drawn.row, lesson.td_error.detach().cpu().numpy())
@@ -120,11 +124,9 @@ class OffPolicy:
         return (actor_loss, {}) if self.cloning is None else self.cloning.beside(self.share, (actor_loss, {}))
 
     def _on_device(self, drawn: Batch) -> Minibatch:
-        scaling = self._setting.rewards
-        reward = drawn.reward if scaling is None else scaling.scaled(drawn.reward)
         return Minibatch(
             self._tensors(drawn.observations), self._tensors(drawn.actions), self._tensors(drawn.next_observations),
-            self._tensor(reward), self._tensor(drawn.discount), self._tensor(drawn.weight),
+            self._tensor(drawn.reward), self._tensor(drawn.discount), self._tensor(drawn.weight),
         )  # fmt: skip
 
     def _tensors(self, columns: Mapping[str, Array]) -> dict[str, Tensor]:

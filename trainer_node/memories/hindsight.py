@@ -17,7 +17,7 @@ from shared.spaces import Array, PolicySpaces
 from trainer_node.memories.batch import Batch
 from trainer_node.memories.episode_spans import EpisodeSpans
 from trainer_node.memories.goal_rewards import GoalReward
-from trainer_node.memories.replay import ReplayMemory, discounted
+from trainer_node.memories.replay import ReplayMemory, Rewards, discounted
 
 ACHIEVED, DESIRED = "obs.achieved_goal", "obs.desired_goal"
 Strategy = Literal["future", "final", "episode"]
@@ -51,7 +51,14 @@ class HindsightMemory(ReplayMemory):
         self._spans.put(place)
 
     def sample(
-        self, count: int, generator: np.random.Generator, *, gamma: float, n_step: int = 1, beta: float = 1.0
+        self,
+        count: int,
+        generator: np.random.Generator,
+        *,
+        gamma: float,
+        n_step: int = 1,
+        beta: float = 1.0,
+        as_now: Rewards | None = None,
     ) -> Batch:
         rows, weight = self._draw(count, generator, beta)
         path, valid = self._paths(rows, n_step)
@@ -63,6 +70,7 @@ class HindsightMemory(ReplayMemory):
             valid[:, which], reward[:, which], over[:, which] = self._again(
                 path[:, which], valid[:, which] & ~over[:, which], goals
             )
+        reward = reward if as_now is None else as_now(reward)
         depth, columns = valid.sum(axis=0) - 1, np.arange(count)
         outcome = discounted(reward, valid, over[depth, columns], gamma)
         batch = self._batch(rows, path[depth, columns], outcome, weight)

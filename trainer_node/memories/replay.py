@@ -9,7 +9,7 @@ the fragments it held, oldest first. They come to lie where they lay, and nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from shared.spaces import Array, Columns, PolicySpaces
 from trainer_node.memories.batch import Batch, Sequences
 from trainer_node.memories.ring import NOTHING, FragmentRing
 from trainer_node.memories.row_index import RowIndex
+
+Rewards = Callable[[Array], Array]
+"""Rewards of any shape, as the environment gave them → as they count by now."""
 
 
 class ReplayMemory:
@@ -62,16 +65,24 @@ class ReplayMemory:
         """What a subclass does about a new fragment only."""
 
     def sample(
-        self, count: int, generator: np.random.Generator, *, gamma: float, n_step: int = 1, beta: float = 1.0
+        self,
+        count: int,
+        generator: np.random.Generator,
+        *,
+        gamma: float,
+        n_step: int = 1,
+        beta: float = 1.0,
+        as_now: Rewards | None = None,
     ) -> Batch:
         """`count` transitions over up to `n_step` steps of an episode; ends of what is known cut them short.
 
         After termination nothing is bootstrapped, after truncation from the true last observation. `beta` is the
-        exponent of importance weights, where there are priorities.
+        exponent of importance weights, where there are priorities; `as_now` says what rewards count as by now.
         """
         rows, weight = self._draw(count, generator, beta)
         path, valid = self._paths(rows, n_step)
         reward, terminated = self.ring.column("reward", path), self.ring.column("terminated", path[-1])
+        reward = reward if as_now is None else as_now(reward)
         return self._batch(rows, path[-1], discounted(reward, valid, terminated, gamma), weight)
 
     def _batch(self, rows: Array, last: Array, outcome: tuple[Array, Array], weight: Array) -> Batch:
