@@ -52,7 +52,9 @@ class Sampler:
         self._generator = torch.Generator(self._device)
         self.life = life
         self._number = past.number if past else 0
-        began = environment.reset(life.environments(environment.num_envs), past.past if past else None)
+        self._seeds = life.environments(environment.num_envs)
+        self._episodes = list(past.past.episodes) if past else [0] * environment.num_envs
+        began = environment.reset(self._seeds, past.past if past else None)
         self._now = {policy_id: observations for policy_id, (observations, _) in began.items()}
         self._states = {
             policy_id: torch.from_numpy(state).to(self._device)
@@ -73,6 +75,8 @@ class Sampler:
             recorders[policy_id].columns[STATE][:] = its.state.cpu().numpy()
         acting = {**policies, **remembering}
         episodes: list[EpisodeRecord] = []
+        for index in range(self._environment.num_envs):
+            self._begin(exploration, index)
         for step in range(steps):
             actions = {}
             for policy_id, recorder in recorders.items():
@@ -89,7 +93,10 @@ class Sampler:
                 self._now[policy_id] = result.policies[policy_id].obs
             for policy_id, its in remembering.items():
                 its.forget(torch.from_numpy(result.policies[policy_id].over).to(self._device))
-            episodes += [record for _, record in result.episodes]
+            for index, record in result.episodes:
+                episodes.append(record)
+                self._episodes[index] += 1
+                self._begin(exploration, index)
         columns = {
             policy_id: recorder.finish(policies[policy_id], exploration, self._now[policy_id])
             for policy_id, recorder in recorders.items()
@@ -98,6 +105,10 @@ class Sampler:
         self._number += 1
         seconds = time.perf_counter() - started
         return Sample(columns, tuple(episodes), seconds, environment_seconds)
+
+    def _begin(self, exploration: Exploration, index: int) -> None:
+        """Tells which episode environment `index` is in."""
+        exploration.begin(index, trail.episode_seed(self._seeds[index], self._episodes[index]))
 
     def _slots(self, policy_id: str) -> int:
         return self._environment.num_envs * self._description.slots(policy_id)

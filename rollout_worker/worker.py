@@ -15,7 +15,8 @@ import torch
 from rollout_worker import trail
 from rollout_worker.dataset_sampler import DatasetSampler
 from rollout_worker.environments import make_vector
-from rollout_worker.exploration import Exploration, RandomActing, make_exploration
+from rollout_worker.exploration import Exploration, RandomActing
+from rollout_worker.exploring import make_exploration
 from rollout_worker.sampler import Sample, Sampler
 from rollout_worker.trail import Life, Trail
 from rollout_worker.watchdog import OUTGROWN, Watchdog, WatchedEnvironment

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Discriminator, Field
+from pydantic import Discriminator, Field, model_validator
 
 from shared.schedules import Schedule, ScheduleField
 from shared.section import Section
@@ -26,6 +26,43 @@ class EpsilonGreedy(Section):
     """The probability: a number or a schedule."""
 
 
+class Boltzmann(Section):
+    """Draws a choice with probability softmax(values / temperature): the better, the more likely."""
+
+    kind: Literal["boltzmann"] = "boltzmann"
+    """Draws a choice with probability softmax(values / temperature)."""
+    temperature: ScheduleField = Schedule(start=1.0)
+    """In units of the values, which are discounted returns; above 0."""
+
+    @model_validator(mode="after")
+    def _warm(self) -> Self:
+        if self.temperature.least <= 0:
+            raise ValueError(
+                f"temperature gets to {self.temperature.least:g}: values are divided by it, so it must stay above 0"
+            )
+        return self
+
+
+class UpperConfidenceBound(Section):
+    """The best action by mean + coefficient × deviation over the heads of an ensemble (Chen et al. 2017)."""
+
+    kind: Literal["ucb"] = "ucb"
+    """The best action by an upper confidence bound over the heads of an ensemble (needs `heads`)."""
+    coefficient: ScheduleField = Schedule(start=0.1)
+    """How many deviations of the heads' values an action is credited with."""
+    epsilon: ScheduleField = Schedule(start=0.0)
+    """Probability of a uniform action instead."""
+
+
+class Bootstrapped(Section):
+    """The best action by one head of an ensemble, another one in each episode (Osband et al. 2016)."""
+
+    kind: Literal["bootstrapped"] = "bootstrapped"
+    """The best action by one head of an ensemble, another one in each episode (needs `heads`)."""
+    epsilon: ScheduleField = Schedule(start=0.0)
+    """Probability of a uniform action instead."""
+
+
 class GaussianNoise(Section):
     """Normal noise on what the policy draws, in units of half the action's range, clipped to the range."""
 
@@ -35,6 +72,18 @@ class GaussianNoise(Section):
     """Standard deviation; 1 is half of each action's range."""
     bound: float | None = Field(None, gt=0)
     """Truncate the noise at ± this many σ; none by default."""
+
+
+class TruncatedGaussianNoise(Section):
+    """Draws from the normal distribution around what the policy draws, cut off at the action's bounds.
+
+    Unlike clipped noise it does not heap actions up at the bounds.
+    """
+
+    kind: Literal["truncated_gaussian"] = "truncated_gaussian"
+    """Draws from the normal distribution around the policy's action, cut off at the bounds."""
+    sigma: ScheduleField = Schedule(start=0.1)
+    """Standard deviation before it is cut off; 1 is half of each action's range."""
 
 
 class OrnsteinUhlenbeckNoise(Section):
@@ -60,7 +109,8 @@ class ParameterNoise(Section):
     """Standard deviation of the normal noise on each weight. The paper adapts it; here it is what the schedule says."""
 
 
-ExplorationConfig = Sampling | EpsilonGreedy | GaussianNoise | OrnsteinUhlenbeckNoise | ParameterNoise
+NoiseConfig = Sampling | GaussianNoise | TruncatedGaussianNoise | OrnsteinUhlenbeckNoise | ParameterNoise
+ExplorationConfig = NoiseConfig | EpsilonGreedy | Boltzmann | UpperConfidenceBound | Bootstrapped
 ExplorationField = Annotated[ExplorationConfig, Discriminator("kind")]
-NoiseField = Annotated[Sampling | GaussianNoise | OrnsteinUhlenbeckNoise | ParameterNoise, Discriminator("kind")]
+NoiseField = Annotated[NoiseConfig, Discriminator("kind")]
 """Ways to explore with continuous actions."""

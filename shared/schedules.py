@@ -56,6 +56,13 @@ class Schedule(BaseModel):
             raise ValueError(f"the points of a schedule must come later and later, found {', '.join(map(str, whens))}")
         return self
 
+    @property
+    def least(self) -> float:
+        """The smallest value it ever has: between its corners it only rises or only falls."""
+        if self.kind == "constant":
+            return self.start
+        return min(self.start, *([value for _, value in self.points] or [self.end]))
+
     def value(self, counters: Counters) -> float:
         """The value at these counters."""
         if self.kind == "piecewise":

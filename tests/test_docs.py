@@ -12,17 +12,21 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
+from pydantic import TypeAdapter
 
 from coordinator import cli_checkpoints
 from coordinator.cli import app
 from coordinator.config_docs import commented_config, config_markdown
 from shared.algorithm_configs.registry import ALGORITHMS
 from shared.config_sources import load_config, parse_config
+from shared.exploration_config import ExplorationConfig, ExplorationField
 from shared.fragment import REASONS
 from shared.redis_keys import RunKeys
+from shared.schedules import Schedule, ScheduleField
 from shared.scripts import PUSH
 from trainer_node import figures, off_policy_evaluation
 from trainer_node.algorithms import cloning, registry
@@ -197,6 +201,17 @@ def test_the_page_on_reward_signals_explains_what_they_write_and_nothing_else() 
     names = {name.replace("<name>", signal) for name in written for signal in signals.ORDER}
     assert explained_in("docs/REWARD_SIGNALS.md") == names
     assert {"train/rnd_reward", "train/rnd_loss"} <= names
+
+
+def test_every_way_to_explore_and_every_schedule_is_written_as_it_is_to_be_written() -> None:
+    ways, schedules = text_of("docs/EXPLORATION.md").split("## Schedules")
+    found = [yaml.safe_load(span) for span in code_spans(ways) if span.startswith("{kind:")]
+    made = [TypeAdapter(ExplorationField).validate_python(section) for section in found]
+    kinds = {section.model_fields["kind"].default for section in get_args(ExplorationConfig)}
+    assert {section.kind for section in made} == kinds and len(kinds) == 9
+    spans = [yaml.safe_load(span) for span in code_spans(schedules) if span.startswith("{kind:") and "start" in span]
+    given = {TypeAdapter(ScheduleField).validate_python(section).kind for section in spans}
+    assert given == set(get_args(Schedule.model_fields["kind"].annotation))
 
 
 def test_every_estimate_from_data_is_explained() -> None:

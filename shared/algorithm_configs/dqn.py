@@ -20,8 +20,8 @@ class QLearningConfig(OffPolicyConfig):
 
     policy = "q_network"
     exploration: ExplorationField = EpsilonGreedy()
-    """How workers choose actions in training: `epsilon_greedy`, or `sampling`, which takes the best action of a noisy
-    network and so needs `noisy`."""
+    """How workers choose actions in training: `epsilon_greedy`, `boltzmann`, `parameter_noise`; `sampling`, which takes
+    the best action of a noisy network and so needs `noisy`; `ucb` or `bootstrapped`, which need `heads`."""
     target_update_steps: int = Field(500, ge=1)
     """Gradient steps from one update of the target network to the next."""
     tau: float = Field(1.0, gt=0, le=1)
@@ -43,6 +43,14 @@ class QLearningConfig(OffPolicyConfig):
     """Head `c51`: the largest return."""
     quantiles: int = Field(200, ge=1)
     """Head `qr`: how many."""
+    heads: int = Field(1, ge=1, le=100)
+    """An ensemble of so many heads on one encoder (Osband et al. 2016; 10 there): where they disagree, not enough has
+    been tried. The best action is that of the largest mean. For `exploration` `ucb` or `bootstrapped`."""
+    bootstrap_share: float = Field(0.5, gt=0, le=1)
+    """Share of the transitions that each head of an ensemble learns from: a bootstrap sample of its own."""
+    prior_scale: float = Field(0.0, ge=0)
+    """Each head of an ensemble learns what is to be added to this times a random network of its own, which stays as it
+    is (randomised priors, Osband et al. 2018; 3 there): so heads disagree wherever nothing was learnt. 0: none."""
     loss: Literal["huber", "squared"] = "huber"
     """Head `expected`: of the TD error; `huber` bounds its gradient to 1, as DQN's does."""
 
@@ -53,13 +61,22 @@ class QLearningConfig(OffPolicyConfig):
 
     def network(self) -> dict[str, Any]:
         """Keyword arguments of `QNetwork`."""
-        names = {"head", "dueling", "noisy", "atoms", "v_min", "v_max", "quantiles"}
+        names = {"head", "dueling", "noisy", "atoms", "v_min", "v_max", "quantiles", "heads", "prior_scale"}
         return {name: getattr(self, name) for name in sorted(names)}
 
     @model_validator(mode="after")
     def _what_cannot_be(self) -> Self:
         if self.v_min >= self.v_max:
             raise ValueError(f"v_min={self.v_min} is not below v_max={self.v_max}")
+        if self.prior_scale and (self.heads == 1 or self.head == "c51"):
+            raise ValueError(
+                f"prior_scale={self.prior_scale:g} with heads={self.heads} and head={self.head}: priors are added to "
+                f"the values of an ensemble; set heads to 10 and head to expected or qr, or prior_scale=0"
+            )
+        if self.heads > 1 and self.noisy:
+            raise ValueError(
+                f"heads={self.heads} with noisy=true: an ensemble and noisy weights are two ways to explore"
+            )
         return self
 
     def refuse(self, run: Config) -> None:
@@ -71,10 +88,15 @@ class QLearningConfig(OffPolicyConfig):
                 "algorithm.exploration.kind=sampling with algorithm.noisy=false would never explore; set noisy=true, "
                 "or explore with epsilon_greedy"
             )
-        if kind not in {"sampling", "epsilon_greedy"}:
+        if kind in {"ucb", "bootstrapped"} and self.heads == 1:
+            raise ValueError(
+                f"algorithm.exploration.kind={kind} goes by the heads of an ensemble, and algorithm.heads=1 is none; "
+                f"set heads to 10, or explore with epsilon_greedy"
+            )
+        if kind in {"gaussian", "truncated_gaussian", "ou"}:
             raise ValueError(
                 f"algorithm.exploration.kind={kind} is for continuous actions, and {self.name} has discrete ones; use "
-                f"epsilon_greedy, or sampling with noisy=true"
+                f"epsilon_greedy, boltzmann, parameter_noise, or sampling with noisy=true"
             )
 
 

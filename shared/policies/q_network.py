@@ -1,7 +1,8 @@
 """The Q network: the value of each choice of one discrete action, as a number or as a distribution.
 
 The best choice is the one of the largest mean. Encoder and heads share all layers but the last hidden one, which is
-each stream's own (one stream, or two where it duels).
+each stream's own (one stream, or two where it duels). An ensemble has several heads, each with streams of its own: they
+are computed beside each other, and their rows stand one head's after another's.
 """
 
 from __future__ import annotations
@@ -46,19 +47,45 @@ class BestChoice:
         return torch.where(best, 0.0, torch.full_like(params[:, 0], _NEVER))
 
 
-class Stream(nn.Module):
-    """A hidden layer (where there is one) and the outputs."""
+class ParallelLinear(nn.Module):
+    """A linear layer for each of K heads, with weights of its own."""
 
-    def __init__(self, inputs: int, hidden: int | None, outputs: int, activation: str, noisy: bool) -> None:
+    def __init__(self, heads: int, inputs: int, outputs: int) -> None:
         super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, inputs, outputs))
+        self.bias = nn.Parameter(torch.empty(heads, 1, outputs))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As `nn.Linear` begins."""
+        bound = 1 / math.sqrt(self.weight.shape[1])
+        for parameter in (self.weight, self.bias):
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, values: Tensor) -> Tensor:
+        """`[B, inputs]`, or `[K, B, inputs]` of each head → `[K, B, outputs]`."""
+        return torch.baddbmm(self.bias, values.expand(len(self.weight), -1, -1), self.weight)
+
+
+class Stream(nn.Module):
+    """A hidden layer (where there is one) and the outputs, for each of the heads."""
+
+    def __init__(
+        self, inputs: int, hidden: int | None, outputs: int, activation: str, *, noisy: bool, heads: int
+    ) -> None:
+        super().__init__()
+
+        def layer(below: int, above: int) -> nn.Module:
+            if noisy:
+                return NoisyLinear(below, above, _SIGMA)
+            return nn.Linear(below, above) if heads == 1 else ParallelLinear(heads, below, above)
+
         sizes = [inputs, *([hidden] if hidden else []), outputs]
-        self.layers = nn.ModuleList(
-            NoisyLinear(below, above, _SIGMA) if noisy else nn.Linear(below, above) for below, above in pairwise(sizes)
-        )
+        self.layers = nn.ModuleList(layer(below, above) for below, above in pairwise(sizes))
         self._activation = ACTIVATIONS[activation]()
 
     def forward(self, values: Tensor, noise: Iterator[LayerNoise] | None) -> Tensor:
-        """`[B, inputs]` → `[B, outputs]`; takes as much noise as it has layers."""
+        """`[B, inputs]` → `[B, outputs]`, or `[K, B, outputs]` of K heads; takes as much noise as it has layers."""
         for number, layer in enumerate(self.layers):
             if number:
                 values = self._activation(values)
@@ -85,25 +112,36 @@ class QNetwork(Policy):
         v_min: float = -10.0,
         v_max: float = 10.0,
         quantiles: int = 200,
+        heads: int = 1,
+        prior_scale: float = 0.0,
     ) -> None:
-        """`atoms`, `v_min` and `v_max` are for head `c51`, `quantiles` for `qr`."""
+        """`atoms`, `v_min` and `v_max` are for head `c51`, `quantiles` for `qr`; several `heads` cannot be noisy."""
         given = {"atoms": atoms, "v_min": v_min, "v_max": v_max} if head == "c51" else {}
         given |= {"quantiles": quantiles} if head == "qr" else {}
+        given |= {"heads": heads, "prior_scale": prior_scale} if heads > 1 else {}
         super().__init__(spaces, config, head=head, dueling=dueling, noisy=noisy, **given)
         self.choices = _choices(spaces.action)
         self.head, self._noisy = head, noisy
         self.width = {"expected": 1, "c51": atoms, "qr": quantiles}[head]
         """Numbers per choice."""
+        self.heads = heads
+        """K: how many judge each choice."""
         self.register_buffer("support", torch.linspace(v_min, v_max, atoms), persistent=False)
         self.distribution: BestChoice = BestChoice(spaces.action)
         *below, hidden = config.hidden_sizes or (None,)
-        self.encoder = Encoder(spaces.observation, config.model_copy(update={"hidden_sizes": tuple(below)}))
+        common = config.model_copy(update={"hidden_sizes": tuple(below)})
+        self.encoder = Encoder(spaces.observation, common)
         features, activation = self.encoder.features, config.activation
-        self.advantage = Stream(features, hidden, self.choices * self.width, activation, noisy)
-        self.value = Stream(features, hidden, self.width, activation, noisy) if dueling else None
+        self.advantage = Stream(features, hidden, self.choices * self.width, activation, noisy=noisy, heads=heads)
+        self.value = Stream(features, hidden, self.width, activation, noisy=noisy, heads=heads) if dueling else None
         for module in self.modules():  # as PyTorch begins: biases that differ tell small observations apart
-            if isinstance(module, nn.Linear | nn.Conv2d):
+            if isinstance(module, nn.Linear | nn.Conv2d | ParallelLinear):
                 module.reset_parameters()
+        self._prior_scale = prior_scale
+        if prior_scale:
+            self.prior_encoder = Encoder(spaces.observation, common).requires_grad_(False)
+            self.prior = Stream(features, hidden, self.choices * self.width, activation, noisy=False, heads=heads)
+            self.prior.requires_grad_(False)
 
     def draw_noise(self, generator: torch.Generator) -> list[LayerNoise] | None:
         """Noise for all noisy layers; None where there are none."""
@@ -113,11 +151,15 @@ class QNetwork(Policy):
         return [layer.draw(generator) for layer in layers if isinstance(layer, NoisyLinear)]
 
     def outputs(self, observations: Mapping[str, Tensor], noise: list[LayerNoise] | None = None) -> Tensor:
-        """`[B, A, width]`: values, logits of c51's atoms, or quantiles; without noise of the mean weights."""
+        """`[K·B, A, width]`: values, logits of c51's atoms, or quantiles; without noise of the mean weights."""
         features, drawn = self.encoder(observations, self.normaliser), None if noise is None else iter(noise)
-        found: Tensor = self.advantage(features, drawn).unflatten(1, (self.choices, self.width))
+        found: Tensor = self.advantage(features, drawn).reshape(-1, self.choices, self.width)
         if self.value is not None:  # Wang et al. 2016, eq. 9
-            found = found - found.mean(dim=1, keepdim=True) + self.value(features, drawn).unsqueeze(1)
+            value = self.value(features, drawn).reshape(-1, 1, self.width)
+            found = found - found.mean(dim=1, keepdim=True) + value
+        if self._prior_scale:  # Osband et al. 2018, alg. 1
+            prior = self.prior(self.prior_encoder(observations, self.normaliser), None)
+            found = found + self._prior_scale * prior.reshape(found.shape)
         return found
 
     def means(self, outputs: Tensor) -> Tensor:
@@ -126,13 +168,20 @@ class QNetwork(Policy):
             return outputs.softmax(dim=-1) @ self.support
         return outputs.mean(dim=-1)
 
+    def head_values(self, observations: Mapping[str, Tensor], noise: list[LayerNoise] | None = None) -> Tensor:
+        """`[K, B, A]`: the value of each choice by each head."""
+        return self.means(self.outputs(observations, noise)).reshape(self.heads, -1, self.choices)
+
     def action_parameters(self, observations: Mapping[str, Tensor]) -> Tensor:
-        """`[B, A]`: the value of each choice, of the mean weights."""
-        return self.means(self.outputs(observations))
+        """`[B, A]`: the value of each choice, of the mean weights; an ensemble's is the mean of its heads."""
+        return self._together(self.head_values(observations))
 
     def exploring_parameters(self, observations: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
         """`[B, A]`, with noise on the weights where they are noisy: drawn anew each time, the same for all rows."""
-        return self.means(self.outputs(observations, self.draw_noise(generator)))
+        return self._together(self.head_values(observations, self.draw_noise(generator)))
+
+    def _together(self, values: Tensor) -> Tensor:
+        return values[0] if self.heads == 1 else values.mean(dim=0)
 
 
 def _choices(action: SpaceSpec) -> int:

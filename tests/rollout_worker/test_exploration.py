@@ -7,7 +7,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rollout_worker.exploration import EpsilonGreedy, Greedy, RandomActing, Sampling
+from rollout_worker.exploration import Greedy, RandomActing, Sampling
 from rollout_worker.making import describe_space
 from shared.algorithm_configs.ppo import PPOConfig
 from shared.config import PolicyConfig
@@ -89,18 +89,3 @@ def test_the_generator_alone_decides(exploration: Sampling | RandomActing) -> No
     same, _ = exploration.act(policy, observations(5), generator(3))
     other, _ = exploration.act(policy, observations(5), generator(4))
     assert torch.equal(first["action"], same["action"]) and not torch.equal(first["action"], other["action"])
-
-
-@pytest.mark.parametrize("action", [spaces.Discrete(3), spaces.Tuple((spaces.Discrete(2), spaces.MultiBinary(2)))])
-@torch.no_grad()
-def test_epsilon_greedy_tells_the_probability_of_what_it_does(action: spaces.Space[object]) -> None:
-    policy = policy_for(action)
-    rows = {"obs": observations(1)["obs"].expand(40_000, -1)}
-    exploration = EpsilonGreedy(0.4)
-    actions, params = exploration.act(policy, rows, generator())
-    assert params is not None
-    told = exploration.log_prob(policy, params, actions)
-    assert told.shape == (40_000,)
-    joint = np.concatenate([column.reshape(40_000, -1).numpy() for column in actions.values()], axis=1)
-    _, which, counts = np.unique(joint, axis=0, return_inverse=True, return_counts=True)
-    np.testing.assert_allclose(told.exp().numpy(), counts[which.reshape(-1)] / 40_000, atol=0.012)

@@ -6,14 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rollout_worker import trail
 from rollout_worker.environments import make_vector
-from rollout_worker.exploration import Sampling
+from rollout_worker.exploring import make_exploration
 from rollout_worker.making import describe_environment
 from rollout_worker.sampler import Sample, Sampler
 from rollout_worker.trail import Life, episode_seed
 from shared.policies.registry import build_policies
+from shared.steps import Counters
 from tests.conftest import minimal_config
 from tests.environments_for_tests import MODULE
 from tests.rollout_worker.test_environments import AGENTS, TWO_POLICIES
@@ -23,6 +25,9 @@ LIFE = Life(3, 1, 4, 0)
 
 
 STACKED = {"path": "gymnasium.wrappers:FrameStackObservation", "kwargs": {"stack_size": 3}}
+
+
+ENSEMBLE = {"name": "dqn", "heads": 5, "prior_scale": 3, "exploration": {"kind": "bootstrapped"}}
 
 
 def spaces(observation: str, action: str) -> dict[str, Any]:
@@ -35,9 +40,11 @@ class Line:
 
     def __init__(self, environment: dict[str, Any], sections: dict[str, Any], left: list[bytes] | None = None) -> None:
         sections = {"policies": {"default": {"cnn": "small"}}} | sections
-        config = minimal_config(environment={"num_envs": 3} | environment, algorithm={"minibatch_size": 8}, **sections)
+        sections = {"algorithm": {"minibatch_size": 8}} | sections
+        config = minimal_config(environment={"num_envs": 3} | environment, **sections)
         description = describe_environment(config)
         self.policies = build_policies(description.policies, config.policies, config.algorithm, 0)
+        self._acting = config.algorithm.acting
         self.left = list(left or [])
         self.past = trail.read(self.left)
         vector = make_vector(config.environment, description)
@@ -45,7 +52,7 @@ class Line:
 
     def sample(self) -> Sample:
         """The next fragment; its part of the trail is left."""
-        sample = self.sampler.sample(self.policies, Sampling(), STEPS)
+        sample = self.sampler.sample(self.policies, make_exploration(self._acting, Counters()), STEPS)
         step = self.sampler.trace(sample)
         if step is not None:
             self.left.append(trail.encode(step))
@@ -77,6 +84,7 @@ def same(one: Sample, other: Sample) -> bool:
             AGENTS | {"kwargs": {"cat_steps": 12, "mouse_steps": 100}},
             TWO_POLICIES | {"policies": {"hunter": {"core": "lstm", "share_encoder": True}, "prey": {}}},
         ),
+        ({"id": "CartPole-v1"}, {"algorithm": ENSEMBLE}),
         ({"id": "Acrobot-v1", "max_episode_steps": 9}, {}),
         (AGENTS | {"kwargs": {"cat_steps": 12, "mouse_steps": 100}}, TWO_POLICIES),
         (AGENTS | {"kwargs": {"cat_steps": 21, "mouse_steps": 42, "counts": False}}, TWO_POLICIES),
@@ -99,6 +107,22 @@ def test_a_successor_goes_on_as_its_predecessor_would_have(
         assert successor.past is not None and successor.sampler.stands == successor.past.digest
         assert same(line.sample(), successor.sample())
         successor.sampler.close()
+    line.sampler.close()
+
+
+def test_an_episode_that_goes_on_in_other_fragments_is_acted_by_the_same_head() -> None:
+    """Every head always does the same, each another of Acrobot's three actions; episodes take 9 steps of 7."""
+    line = Line({"id": "Acrobot-v1", "max_episode_steps": 9}, {"algorithm": ENSEMBLE | {"prior_scale": 0, "heads": 3}})
+    policy = line.policies["default"]
+    for name, tensor in policy.named_parameters():
+        tensor.data.zero_()
+        if name == "advantage.layers.1.bias":
+            tensor.data.add_(torch.eye(3).unsqueeze(1))
+    columns = [line.sample().columns["default"] for _ in range(9)]
+    actions = np.concatenate([part["action"] for part in columns])
+    by_episode = actions.reshape(7, 9, 3)
+    assert (by_episode == by_episode[:, :1]).all()
+    assert (np.bincount(by_episode[:, 0].flatten(), minlength=3) > 0).all()
     line.sampler.close()
 
 

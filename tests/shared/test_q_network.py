@@ -27,6 +27,9 @@ KINDS: list[dict[str, Any]] = [
     {"head": "c51", "atoms": 5, "v_min": -2.0, "v_max": 2.0},
     {"head": "qr", "quantiles": 4, "dueling": True},
     {"head": "c51", "atoms": 3, "v_min": 0.0, "v_max": 4.0, "dueling": True, "noisy": True},
+    {"heads": 3},
+    {"heads": 2, "head": "c51", "atoms": 3, "v_min": 0.0, "v_max": 4.0, "dueling": True},
+    {"heads": 2, "head": "qr", "quantiles": 4, "prior_scale": 2.0},
 ]
 every_kind = pytest.mark.parametrize("fields", KINDS, ids=str)
 
@@ -53,16 +56,23 @@ def generator(seed: int = 0) -> torch.Generator:
 def test_values_are_the_means_of_what_the_head_says(fields: dict[str, Any], hidden: tuple[int, ...]) -> None:
     policy = network(hidden=hidden, **fields)
     outputs, values = policy.outputs(observations()).numpy(), policy.action_parameters(observations()).numpy()
-    assert values.shape == (7, 4) and outputs.shape[:2] == (7, 4)
+    heads = fields.get("heads", 1)
+    assert values.shape == (7, 4) and outputs.shape[:2] == (7 * heads, 4)
+    of_heads = policy.head_values(observations())
+    assert of_heads.shape == (heads, 7, 4)
     for row in range(7):
         for action in range(4):
-            out = outputs[row, action].astype(np.float64)
-            if fields.get("head") == "c51":
-                share = np.exp(out) / np.exp(out).sum()
-                mean = sum(p * z for p, z in zip(share, np.linspace(fields["v_min"], fields["v_max"], len(out))))
-            else:
-                mean = out.sum() / len(out)
-            assert values[row, action] == pytest.approx(mean, abs=1e-5)
+            means = []
+            for head in range(heads):
+                out = outputs[head * 7 + row, action].astype(np.float64)
+                if fields.get("head") == "c51":
+                    share = np.exp(out) / np.exp(out).sum()
+                    mean = sum(p * z for p, z in zip(share, np.linspace(fields["v_min"], fields["v_max"], len(out))))
+                else:
+                    mean = out.sum() / len(out)
+                assert float(of_heads[head, row, action]) == pytest.approx(mean, abs=1e-5)
+                means.append(mean)
+            assert values[row, action] == pytest.approx(sum(means) / heads, abs=1e-5)
 
 
 @torch.no_grad()
@@ -76,6 +86,32 @@ def test_the_streams_of_a_dueling_network_are_value_and_advantage() -> None:
     torch.testing.assert_close(policy.outputs(observations()), before + 1.5)
     features = policy.encoder(observations(), None)
     torch.testing.assert_close(policy.outputs(observations()).mean(dim=1), policy.value(features, None))
+
+
+@pytest.mark.parametrize("hidden", [(), (6,), (8, 6)])
+@pytest.mark.parametrize("dueling", [False, True])
+@torch.no_grad()
+def test_the_heads_of_an_ensemble_are_networks_of_their_own_on_one_encoder(
+    hidden: tuple[int, ...], dueling: bool
+) -> None:
+    """Each is what a network alone would be that had its weights; and a prior is one more of them that is added."""
+    ensemble = network(hidden=hidden, dueling=dueling, heads=3, prior_scale=2.0)
+    plain = network(hidden=hidden, dueling=dueling)
+    priors = ensemble.prior(ensemble.prior_encoder(observations(), None), None)
+    arrays = state_arrays(ensemble)
+    found = ensemble.head_values(observations())
+    for head in range(3):
+        for name, tensor in plain.named_parameters():
+            array = torch.from_numpy(arrays[name])
+            if not name.startswith("encoder"):
+                array = array[head].reshape(-1) if name.endswith("bias") else array[head].T
+            tensor.copy_(array)
+        alone = plain.action_parameters(observations())
+        torch.testing.assert_close(found[head], alone + 2.0 * priors[head])
+    assert not torch.allclose(found[0], found[1]) and not torch.allclose(priors[0], priors[1])
+    assert {name for name, tensor in ensemble.named_parameters() if not tensor.requires_grad} == {
+        name for name in arrays if name.startswith("prior")
+    }
 
 
 @torch.no_grad()

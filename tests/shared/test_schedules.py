@@ -148,3 +148,19 @@ def test_other_forms_are_refused(value: object) -> None:
 def test_a_schedule_reads_what_it_writes(value: object) -> None:
     schedule = FIELD.validate_python(value)
     assert FIELD.validate_python(FIELD.dump_python(schedule, mode="json")) == schedule
+
+
+@pytest.mark.parametrize(
+    ("given", "least"),
+    [
+        (0.3, 0.3),
+        ({"kind": "constant", "start": 2.0, "end": -1.0}, 2.0),
+        ({"kind": "linear", "start": 1.0, "end": 0.2, "over": "10 updates"}, 0.2),
+        ({"kind": "cosine", "start": 0.1, "end": 3.0, "over": "10 updates"}, 0.1),
+        ({"kind": "exponential", "start": 1.0, "end": 0.01, "over": "10 updates"}, 0.01),
+        ({"kind": "piecewise", "start": 1.0, "points": [["10 updates", -2.0], ["20 updates", 5.0]]}, -2.0),
+    ],
+)
+def test_the_least_value_is_the_least_of_all_that_it_has(given: Any, least: float) -> None:
+    schedule = FIELD.validate_python(given)
+    assert schedule.least == least == pytest.approx(min(schedule.value(Counters(updates=at)) for at in range(40)))

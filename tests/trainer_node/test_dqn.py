@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from shared.algorithm_configs.dqn import DQNConfig, QLearningConfig, RainbowConf
 from shared.config import PolicyConfig
 from shared.errors import ConfigError
 from shared.policies.codec import state_arrays
+from shared.policies.q_network import QNetwork
 from shared.policies.registry import build_policies
 from shared.spaces import Array, PolicySpaces
 from shared.steps import Counters
@@ -25,7 +27,7 @@ from trainer_node.algorithms.dqn import DQN
 from trainer_node.algorithms.experience import Experience
 from trainer_node.algorithms.off_policy import Minibatch
 from trainer_node.algorithms.registry import make_algorithm
-from trainer_node.reward_scaling import RewardScaling
+from trainer_node.reward_scaling import RewardFilter, RewardScaling
 
 SPACES = PolicySpaces(describe_space(spaces.Box(-5.0, 5.0, (2,))), describe_space(spaces.Discrete(3)))
 HEADS: list[dict[str, Any]] = [
@@ -40,7 +42,7 @@ STEPS, SLOTS = 4, 3
 def make_dqn(
     section: type[QLearningConfig] = DQNConfig,
     policy: dict[str, Any] | None = None,
-    rewards: RewardScaling | None = None,
+    rewards: RewardFilter | None = None,
     capacity: int = 240,
     **fields: Any,
 ) -> DQN:
@@ -121,6 +123,92 @@ def test_the_loss_is_the_papers(fields: dict[str, Any], double: bool, dueling: b
     assert float(lesson.metrics["train/loss"]) == float(found.detach())
     other = slow_loss(fields, *outputs, batch, not double)
     assert float(found.detach()) != pytest.approx(other, rel=1e-3), "the two networks never disagree: nothing is shown"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("fields", [*HEADS, {"head": "expected", "dueling": True, "prior_scale": 2.0}], ids=str)
+def test_the_loss_of_an_ensemble_is_the_mean_of_its_heads_each_on_its_own_data(
+    fields: dict[str, Any], double: bool, masked: bool
+) -> None:
+    """Every head bootstraps from itself, as if it were alone; transitions that it is not taught have no weight."""
+    heads, rows = 4, 40
+    dqn = make_dqn(double=double, heads=heads, **fields)
+    moved_apart(dqn.policy, dqn.target)
+    batch = minibatch(SPACES, rows)
+    taught = torch.from_numpy(np.random.default_rng(5).integers(0, 2, (heads, rows)).astype(np.float32))
+    batch = replace(batch, heads=taught if masked else None)
+
+    def of_each(network: QNetwork, sight: dict[str, torch.Tensor]) -> Array:
+        with torch.no_grad():
+            return network.outputs(sight).numpy().reshape(heads, rows, 3, -1)
+
+    now, after = of_each(dqn.policy, batch.observations), of_each(dqn.policy, batch.next_observations)
+    target = of_each(dqn.target, batch.next_observations)
+    expected, wrong = 0.0, np.zeros((heads, rows))
+    for head in range(heads):
+        alone = replace(batch, weight=batch.weight * taught[head]) if masked else batch
+        expected += slow_loss(fields, now[head], after[head], target[head], alone, double) / heads
+    found, lesson = dqn.loss(batch)
+    assert float(found.detach()) == pytest.approx(expected, rel=1e-4)
+    values = of_means(fields, now)[:, np.arange(rows), batch.actions["action"].numpy()]
+    assert float(lesson.metrics["train/disagreement"]) == pytest.approx(values.std(axis=0).mean(), rel=1e-4)
+    if fields["head"] != "c51":
+        judged = of_means(fields, after if double else target).argmax(axis=2)
+        best = np.take_along_axis(of_means(fields, target), judged[..., np.newaxis], axis=2)[..., 0]
+        wrong = np.abs(batch.reward.numpy() + batch.discount.numpy() * best - values)
+        share = taught.numpy() if masked else np.ones((heads, rows))
+        mean = (wrong * share).sum(axis=0) / np.maximum(share.sum(axis=0), 1)
+        np.testing.assert_allclose(lesson.td_error.numpy(), mean, rtol=1e-4, atol=1e-5)
+
+
+def of_means(fields: dict[str, Any], outputs: Array) -> Array:
+    """`[…, width]` → `[…]`."""
+    if fields["head"] != "c51":
+        return np.asarray(outputs.astype(np.float64).mean(axis=-1))
+    powers = np.exp(outputs.astype(np.float64))
+    atoms = np.linspace(fields["v_min"], fields["v_max"], fields["atoms"])
+    return np.asarray((powers / powers.sum(axis=-1, keepdims=True)) @ atoms)
+
+
+def test_each_head_learns_from_its_share_of_the_transitions_and_always_from_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dqn = make_dqn(heads=3, bootstrap_share=0.5, capacity=3 * STEPS * SLOTS)
+    seen: dict[int, set[tuple[float, ...]]] = {}
+    learn = dqn.learn
+
+    def noted(batch: Minibatch, *rest: Any) -> Any:
+        assert batch.heads is not None and batch.heads.shape == (3, len(batch))
+        for number, taught in zip(batch.observations["obs"][:, 0].tolist(), batch.heads.T.tolist(), strict=True):
+            seen.setdefault(int(number), set()).add(tuple(taught))
+        return learn(batch, *rest)
+
+    monkeypatch.setattr(dqn, "learn", noted)
+    for update, item in enumerate(fragments(9)):
+        dqn.update([item], Counters(env_steps=STEPS * SLOTS * (update + 1), updates=update))
+    assert len(seen) > 60 and all(len(masks) == 1 for masks in seen.values())
+    share = np.array([next(iter(masks)) for masks in seen.values()]).mean(axis=0)
+    assert (np.abs(share - 0.5) < 0.2).all()
+    everything = make_dqn(heads=3, bootstrap_share=1.0)
+    everything.observe(fragments(2))
+    drawn = everything.memory.sample(4, np.random.default_rng(0), gamma=0.9)
+    assert everything._on_device(drawn).heads is None
+
+
+def test_a_head_does_not_learn_from_what_is_not_its_own_and_priors_never_learn() -> None:
+    dqn = make_dqn(heads=3, prior_scale=2.0, learning_rate=0.1)
+    batch = replace(minibatch(SPACES), heads=torch.tensor([[1.0], [0.0], [1.0]]).expand(3, 9))
+    before = {name: array.copy() for name, array in state_arrays(dqn.policy).items()}
+    dqn.learn(batch, Counters(), torch.Generator())
+    after = state_arrays(dqn.policy)
+    assert all(np.array_equal(after[name], array) for name, array in before.items() if "prior" in name)
+    moved = [
+        not np.array_equal(after["advantage.layers.1.weight"][head], before["advantage.layers.1.weight"][head])
+        for head in range(3)
+    ]
+    assert moved == [True, False, True]
+    assert any("prior" in name for name in before)
 
 
 @pytest.mark.parametrize("fields", HEADS, ids=str)
@@ -225,21 +313,34 @@ def test_priorities_are_the_errors_and_weights_count(monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(lesson.td_error, aim - value)
 
 
-def test_rewards_are_normalised_when_they_are_drawn() -> None:
+def test_rewards_are_normalised_when_they_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     rewards = RewardScaling(0.99)
     dqn = make_dqn(rewards=rewards)
     item = fragments(1)[0]
     dqn.observe([item])
     rewards.take_in("w:0", item.columns)
-    drawn = dqn.memory.sample(5, np.random.default_rng(1), gamma=0.99)
-    found = dqn._on_device(drawn).reward.numpy()
-    np.testing.assert_array_equal(found, rewards.scaled(drawn.reward))
-    assert not np.allclose(found, drawn.reward)
+    seen: list[Array] = []
+    learn = dqn.learn
+
+    def noted(batch: Minibatch, *rest: Any) -> Any:
+        seen.append(batch.reward.numpy())
+        return learn(batch, *rest)
+
+    monkeypatch.setattr(dqn, "learn", noted)
+    dqn.update([], Counters(env_steps=5))
+    there = item.columns["reward"][item.columns["mask"]]
+    assert len(seen) == 5 and all(np.isin(found, rewards.scaled(there)).all() for found in seen)
+    assert not np.isin(seen[0], there).any()
 
 
-@pytest.mark.parametrize("section", [DQNConfig, RainbowConfig])
-def test_a_copy_with_its_state_learns_on_with_the_same_bits(section: type[QLearningConfig]) -> None:
-    one, two = (make_dqn(section, policy={"normalise_observations": True}, target_update_steps=3) for _ in range(2))
+@pytest.mark.parametrize(
+    ("section", "fields"), [(DQNConfig, {}), (RainbowConfig, {}), (DQNConfig, {"heads": 3, "prior_scale": 1.0})]
+)
+def test_a_copy_with_its_state_learns_on_with_the_same_bits(
+    section: type[QLearningConfig], fields: dict[str, Any]
+) -> None:
+    made: dict[str, Any] = {"policy": {"normalise_observations": True}, "target_update_steps": 3} | fields
+    one, two = (make_dqn(section, **made) for _ in range(2))
     stream = fragments(30, seed=2)
     for update in range(25):
         one.update([stream[update]], Counters(env_steps=4 * (update + 1), updates=update))
@@ -289,6 +390,12 @@ FEW: dict[str, Any] = {"fragment_steps": 8, "fragments_per_update": 2}
         ({"exploration": {"kind": "sampling"}}, {}, ["exploration.kind=sampling", "noisy=true"]),
         ({"exploration": {"kind": "gaussian"}}, {}, ["exploration.kind=gaussian", "discrete", "epsilon_greedy"]),
         ({"head": "c51", "v_min": 3, "v_max": 3}, {}, ["v_min=3.0", "v_max=3.0"]),
+        ({"exploration": {"kind": "ou"}}, {}, ["exploration.kind=ou", "continuous", "boltzmann"]),
+        ({"exploration": {"kind": "ucb"}}, {}, ["exploration.kind=ucb", "algorithm.heads=1", "heads to 10"]),
+        ({"exploration": {"kind": "bootstrapped"}}, {}, ["exploration.kind=bootstrapped", "algorithm.heads=1"]),
+        ({"heads": 5, "noisy": True}, {}, ["heads=5", "noisy=true"]),
+        ({"prior_scale": 3}, {}, ["prior_scale=3", "heads=1"]),
+        ({"prior_scale": 3, "heads": 5, "head": "c51"}, {}, ["prior_scale=3", "head=c51"]),
         ({"head": "iqn"}, {}, ["algorithm.head", "'qr'"]),
         ({"epochs": 3}, {}, ["algorithm.epochs"]),
     ],

@@ -36,6 +36,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "name": "dqn",
         "memory": {"kind": "hindsight", "capacity": 5 * FRAGMENT, "threshold": 0.5, "terminates": True},
     },
+    "ensemble": {
+        "name": "dqn", "heads": 3, "prior_scale": 3, "exploration": {"kind": "bootstrapped", "epsilon": 0.1},
+        "memory": {"kind": "prioritised", "capacity": 5 * FRAGMENT},
+    },
     "qr": {
         "name": "dqn", "head": "qr", "quantiles": 7, "n_step": 3,
         "memory": {"kind": "uniform", "capacity": 3 * FRAGMENT},

@@ -6,6 +6,7 @@ Order of the file: target, loss, gradient step, state. Memory and minibatches ar
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from shared.steps import Counters
 from trainer_node.algorithms import distributional
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.bootstrap_masks import bootstrap_masks
 from trainer_node.algorithms.off_policy import (
     Lesson,
     Minibatch,
@@ -28,6 +30,7 @@ from trainer_node.algorithms.off_policy import (
     network_state,
     part,
 )
+from trainer_node.memories.batch import Batch
 
 _TARGET, _OPTIMISER = "target/", "optimiser/"
 Noise = list[LayerNoise] | None
@@ -44,12 +47,15 @@ class DQN(OffPolicy):
         self.target = copy.deepcopy(self.policy).requires_grad_(False)
         """The network that bootstraps. Observations are normalised for both as they are now."""
         self.target.normaliser = self.policy.normaliser
-        self._parameters = list(self.policy.parameters())
+        self._parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         self._optimiser = Adam(self._parameters, config.adam_epsilon)
 
     @torch.no_grad()
     def bootstrap(self, batch: Minibatch, choosing: Noise, bootstrapping: Noise) -> Tensor:
-        """`[B, width]`: the target network's output for the action that is best after each transition."""
+        """`[K·B, width]`: the target network's output for the action that is best after each transition.
+
+        Each head of an ensemble bootstraps from itself.
+        """
         outputs = self.target.outputs(batch.next_observations, bootstrapping)
         if self._config.double:
             values = self.policy.means(self.policy.outputs(batch.next_observations, choosing))
@@ -61,20 +67,25 @@ class DQN(OffPolicy):
         """The scalar loss of a minibatch; noise of the online network, of it as it chooses, of the target network."""
         learning, choosing, bootstrapping = noise
         (action,) = batch.actions.values()
-        predicted = _of_actions(self.policy.outputs(batch.observations, learning), action)
+        heads = self.policy.heads
+        predicted = _of_actions(self.policy.outputs(batch.observations, learning), action.repeat(heads))
         after = self.bootstrap(batch, choosing, bootstrapping)
-        each, td_error = self._each(predicted, after, batch)
-        loss = (batch.weight * each).mean()
-        metrics = {
-            "train/loss": loss.detach(),
-            "train/td_error": td_error.abs().mean(),
-            "train/q_value": self.policy.means(predicted.detach()).mean(),
-        }
+        each, td_error = self._each(predicted, after, batch.reward.repeat(heads), batch.discount.repeat(heads))
+        value = self.policy.means(predicted.detach())
+        if heads == 1:
+            loss, metrics = (batch.weight * each).mean(), {}
+        else:
+            taught = torch.ones(heads, len(batch), device=each.device) if batch.heads is None else batch.heads
+            loss = (batch.weight * taught * each.reshape(heads, -1)).mean()
+            td_error = (td_error.reshape(heads, -1).abs() * taught).sum(dim=0) / taught.sum(dim=0).clamp_min(1)
+            metrics = {"train/disagreement": value.reshape(heads, -1).std(dim=0, correction=0).mean()}
+        metrics |= {
+            "train/loss": loss.detach(), "train/td_error": td_error.abs().mean(), "train/q_value": value.mean(),
+        }  # fmt: skip
         return loss, Lesson(metrics, td_error)
 
-    def _each(self, predicted: Tensor, after: Tensor, batch: Minibatch) -> tuple[Tensor, Tensor]:
-        """`[B]`: the loss of each transition, and how wrong it was."""
-        reward, discount = batch.reward, batch.discount
+    def _each(self, predicted: Tensor, after: Tensor, reward: Tensor, discount: Tensor) -> tuple[Tensor, Tensor]:
+        """`[K·B]`: the loss of each transition for each head, and how wrong it was."""
         if self._config.head == "c51":
             target = distributional.project(after.softmax(dim=1), reward, discount, self.policy.support)
             wrong = distributional.divergence(predicted.detach(), target)
@@ -85,6 +96,15 @@ class DQN(OffPolicy):
             return distributional.quantile_huber(predicted, target), wrong
         error = nn.functional.smooth_l1_loss if self._config.loss == "huber" else nn.functional.mse_loss
         return error(predicted[:, 0], target[:, 0], reduction="none"), wrong
+
+    def _on_device(self, drawn: Batch) -> Minibatch:
+        batch, share = super()._on_device(drawn), self._config.bootstrap_share
+        if self.policy.heads == 1 or share == 1:
+            return batch
+        numbers = self.memory.ring.numbers(drawn.row)
+        return replace(
+            batch, heads=self._tensor(bootstrap_masks(numbers, self.policy.heads, share, self._setting.seed))
+        )
 
     def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
         """One gradient step; after every `target_update_steps` of them the target network follows."""

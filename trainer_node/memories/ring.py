@@ -106,6 +106,13 @@ class FragmentRing:
         goes_on = ~over & self._columns["mask"][before, -1] & self._columns["mask"][place, 0]
         self._next[before, -1] = np.where(goes_on, np.arange(first, first + self.slots), NOTHING)
 
+    def numbers(self, rows: Array) -> Array:
+        """Which of all the transitions that ever came in each row holds: never the same again, int64."""
+        place, local = np.divmod(rows, self.rows_each)
+        fragment = self.added - 1 - (self.added - 1 - place) % self.fragments
+        found: Array = fragment * self.rows_each + local
+        return found
+
     def column(self, name: str, rows: Array) -> Array:
         """`reward`, `log_prob`, `terminated`, `mask` or `action…` of these rows (of any shape)."""
         return self._flat[name].take(rows, axis=0)

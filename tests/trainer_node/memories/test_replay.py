@@ -275,3 +275,21 @@ def test_what_it_holds_does_not_change_with_what_it_was_given() -> None:
     for array in item.columns.values():
         array[:] = 0
     assert all(np.array_equal(array, contents(memory)[name]) for name, array in before.items())
+
+
+def test_a_transition_has_a_number_of_its_own_that_it_keeps_and_gets_again_when_the_memory_is_put_back() -> None:
+    stream = Stream(3, PLAIN, 4, 2)
+    items = stream.fragments(11)
+    memory, seen = ReplayMemory(PLAIN, 4, 2, 3 * 8), dict[int, int]()
+    for count, item in enumerate(items, start=1):
+        memory.add(item.source, item.columns)
+        rows = np.arange(min(count, 3) * 8)
+        ordinals = memory.ring.numbers(rows)
+        assert sorted(ordinals) == list(range(max(0, count - 3) * 8, count * 8))
+        for step, ordinal in zip(numbers(memory.ring.observations(rows)), ordinals, strict=True):
+            assert seen.setdefault(int(step), int(ordinal)) == ordinal
+    restored = ReplayMemory(PLAIN, 4, 2, 3 * 8)
+    restored.load_state(memory.state())
+    for item in items[-3:]:
+        restored.add(item.source, item.columns)
+    assert np.array_equal(restored.ring.numbers(np.arange(24)), memory.ring.numbers(np.arange(24)))
