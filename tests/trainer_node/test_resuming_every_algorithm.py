@@ -32,7 +32,7 @@ PRIORITISED = {"kind": "prioritised", "capacity": 5 * 32, "alpha": 0.7, "beta": 
 """Of an odd number of fragments, while an update brings two: it wraps in the middle of one."""
 DRAWING: dict[str, Any] = {"minibatch_size": 16, "gradient_steps_per_env_step": 0.1, "memory": PRIORITISED}
 RATE = {"learning_rate": changing(3e-3, 1e-4, "cosine")}
-SIGNALS = {"extrinsic": {"strength": 0.5}, "rnd": {"strength": 0.3}}
+SIGNALS = {"extrinsic": {"strength": 0.5}, "rnd": {"strength": 0.3}, "icm": {"strength": 0.2}}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ppo": ("ppo", {"minibatch_size": 20, "epochs": 2, "clip_range": changing(0.3, 0.1)}, {}),
     "ppo with signals": ("ppo", {"minibatch_size": 20, "epochs": 2, "reward_signals": SIGNALS}, {}),
