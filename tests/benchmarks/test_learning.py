@@ -163,7 +163,7 @@ def test_after_as_many_steps_as_bits_the_goal_is_missed() -> None:
 def test_of_all_dives_one_finds_what_is_at_the_bottom_and_the_way_there_costs() -> None:
     environment = DeepSea(5)
     check_env(environment, skip_render_check=True)
-    returns = []
+    returns: list[float] = []
     for dive in itertools.product((0, 1), repeat=5):
         environment.reset(seed=len(returns))
         steps = [environment.step(np.int64(action)) for action in dive]

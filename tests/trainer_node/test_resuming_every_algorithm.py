@@ -22,6 +22,16 @@ FROM_DATA = ("bc", "cql", "iql")
 PENDULUM = {"environment": {"id": "Pendulum-v1", "num_envs": 4, "max_episode_steps": 10}}
 """Episodes that are cut off within the run."""
 
+REMEMBERING = {
+    "policies": {
+        "default": {
+            "hidden_sizes": [8], "core": "lstm", "core_size": 6, "share_encoder": True,
+            "normalise_observations": True, "normalise_rewards": True,
+        },
+    },
+}  # fmt: skip
+"""A policy with a core, whose episodes are longer than fragments."""
+
 
 def changing(start: float, end: float, kind: str = "linear") -> dict[str, Any]:
     """Over the run of 256 env steps."""
@@ -36,8 +46,10 @@ SIGNALS = {"extrinsic": {"strength": 0.5}, "rnd": {"strength": 0.3}, "icm": {"st
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ppo": ("ppo", {"minibatch_size": 20, "epochs": 2, "clip_range": changing(0.3, 0.1)}, {}),
     "ppo with signals": ("ppo", {"minibatch_size": 20, "epochs": 2, "reward_signals": SIGNALS}, {}),
+    "ppo with a core": ("ppo", {"minibatch_size": 20, "epochs": 2}, REMEMBERING),
     "a2c": ("a2c", {}, {}),
     "impala": ("impala", {"vtrace_lambda": 0.9}, {}),
+    "impala with a core": ("impala", {"vtrace_lambda": 0.9}, REMEMBERING),
     "appo": ("appo", {"minibatch_size": 20, "epochs": 2, "target_updates": 3, "clip_against": "target"}, {}),
     "dqn": (
         "dqn",
