@@ -90,6 +90,10 @@ def of_quantiles(name: str, described: PolicySpaces) -> Checked:
     return of_dqn(name, described, head="qr", quantiles=5, dueling=True)
 
 
+def of_an_ensemble(name: str, described: PolicySpaces) -> Checked:
+    return of_dqn(name, described, heads=3, dueling=True)
+
+
 def of_sac(name: str, described: PolicySpaces) -> Checked:
     algorithm, batch = made(name, described, initial_temperature=0.3), minibatch(described, 30)
     moved_apart(algorithm.policy, algorithm.critics, algorithm.targets)
@@ -143,7 +147,7 @@ GRADIENTS: dict[str, list[tuple[PolicySpaces, Callable[[str, PolicySpaces], Chec
     "bc": [(BOXES, of_bc), (CHOICE, of_bc)],
     "cql": [(BOXES, of_cql), (CHOICE, of_cql)],
     "ddpg": [(BOXES, of_td3)],
-    "dqn": [(CHOICE, of_dqn), (CHOICE, of_quantiles)],
+    "dqn": [(CHOICE, of_dqn), (CHOICE, of_quantiles), (CHOICE, of_an_ensemble)],
     "impala": [(BOXES, of_gradients), (CHOICE, of_gradients)],
     "iql": [(BOXES, of_iql), (CHOICE, of_iql)],
     "ppo": [(BOXES, of_ppo), (CHOICE, of_ppo)],
@@ -178,6 +182,7 @@ VALUES: dict[str, list[dict[str, Any]]] = {
     "dqn": [
         {"target_update_steps": 1, "tau": 0.3},
         {"target_update_steps": 1, "tau": 0.3, "head": "qr", "quantiles": 3, "n_step": 2},
+        {"target_update_steps": 1, "tau": 0.3, "heads": 3, "prior_scale": 1.0},
     ],
     "iql": [{"expectile": 0.5, "target_rate": 0.3}],
     "rainbow": [{"target_update_steps": 1, "tau": 0.3, "atoms": 16, "v_min": 0.0, "v_max": 3.0, "noisy": False}],
