@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from shared.checkpoint import (
 from shared.config import CheckpointConfig, Config
 from shared.config_sources import dump_config
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
+from shared.exports import RECORD, files_of, read_export, read_file, write_export
 from shared.object_store import FileStore
 from shared.policies.codec import decode_policy, finite, state_arrays
 from trainer_node.retention import going, prune, status_entries, take_stock
@@ -85,14 +86,31 @@ def list_checkpoints(checkpoints: CheckpointStore) -> list[dict[str, Any]]:
 def verify(checkpoints: CheckpointStore, name: str | None = None, *, live: bool = False) -> list[Verdict]:
     """Reads every object of every checkpoint (or of one) and compares it with what should be there.
 
-    What a live run prunes while it is looked at is left out. Sync files appear only if they are damaged.
+    What a live run prunes while it is looked at is left out. Sync files and exports appear only if they are damaged.
     """
     if name is not None:
         return [_examine_one(checkpoints, name, live)]
     files = list(_damaged_sync_files(checkpoints))
     hashes = _expected_hashes(checkpoints)
     looked = (_examine(checkpoints, name, hashes, live) for name in checkpoints.names())
-    return [*(verdict for verdict in looked if verdict is not None), *files]
+    verdicts = [verdict for verdict in looked if verdict is not None]
+    whole = [verdict.name for verdict in verdicts if verdict.state == OK]
+    return [*verdicts, *_damaged_exports(checkpoints, whole), *files]
+
+
+def _damaged_exports(checkpoints: CheckpointStore, names: Sequence[str]) -> Iterator[Verdict]:
+    """Of whole checkpoints; nothing that goes on learning reads an export."""
+    for name in names:
+        try:
+            export = read_export(checkpoints, name)
+            if export is not None:
+                for policy_id in files_of(export):
+                    read_file(checkpoints, export, policy_id)
+        except CheckpointNotFound:
+            continue  # pruned meanwhile
+        except CheckpointDamaged as error:
+            if name in checkpoints.names():
+                yield Verdict(f"{name}/{RECORD}", DAMAGED, (str(error),))
 
 
 def _examine_one(checkpoints: CheckpointStore, name: str, live: bool) -> Verdict:
@@ -304,6 +322,9 @@ def _copy(checkpoints: CheckpointStore, copy: CheckpointStore, config: Config, n
     for key in manifest.objects:
         copy.store.put(f"{CHECKPOINTS}{name}/{key}", checkpoints.read_object(manifest, key))
     copy.store.put(f"{CHECKPOINTS}{name}/{MANIFEST}", data)
+    if (beside := read_export(checkpoints, name)) is not None:
+        files = {policy_id: read_file(checkpoints, beside, policy_id) for policy_id in files_of(beside)}
+        write_export(copy, beside, files)
     copy.store.put(ENVIRONMENT, checkpoints.store.get(ENVIRONMENT))
     copy.store.put(CONFIG, dump_config(config).encode())
     digest = hashlib.sha256(data).hexdigest()

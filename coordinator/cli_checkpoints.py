@@ -18,7 +18,8 @@ from coordinator.console import figure, ledger_line
 from coordinator.run import Run
 from shared.checkpoint import MARKS, Manifest
 from shared.config import Config
-from shared.errors import UserError
+from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
+from shared.exports import Export, ExportedPolicy, read_export
 from shared.ledger import Count, Ledger
 
 _COLUMNS = ("checkpoint", "env steps", "return", "evaluated", "KiB")
@@ -47,17 +48,36 @@ def list_(run: RunArgument, runs_dir: RunsDir = RUNS, as_json: Json = False) -> 
     """List the kept checkpoints of a run; `list` may be left out."""
     handle = Run.attach(run, runs_dir)
     entries = handle.checkpoints()
+    exports = {entry["name"]: _export_of(handle, entry["name"]) for entry in entries}
     if as_json:
-        print_json(entries)
+        print_json([{**entry, "export": exports[entry["name"]] or None} for entry in entries])
         return
-    table = Table(*(Column(title, no_wrap=True) for title in _COLUMNS), "")
+    table = Table(*(Column(title, no_wrap=True) for title in _COLUMNS), "", "ONNX" if any(exports.values()) else "")
     for entry in entries:
         training = figure(entry["mean_return"])
         evaluated = figure(entry["evaluation"]["mean_return"] if entry["evaluation"] else None)
         marks = ", ".join(entry["marks"])
-        table.add_row(entry["name"], f"{entry['env_steps']:,}", training, evaluated, _kib(entry["bytes"], ""), marks)
+        table.add_row(
+            entry["name"],
+            f"{entry['env_steps']:,}",
+            training,
+            evaluated,
+            _kib(entry["bytes"], ""),
+            marks,
+            exports[entry["name"]],
+        )
     console.print(table)
     console.print(f"in {handle.store_location}", soft_wrap=True)
+
+
+def _export_of(handle: Run, name: str) -> str:
+    """In words; nothing where there is none."""
+    try:
+        return str(read_export(handle.checkpoint_store(), name) or "")
+    except CheckpointNotFound:
+        return ""  # pruned meanwhile
+    except CheckpointDamaged as error:
+        return str(error)
 
 
 @app.command(epilog=example("stagecoach checkpoints verify my-run"))
@@ -91,13 +111,15 @@ def show(run: RunArgument, name: Name = None, runs_dir: RunsDir = RUNS, as_json:
     manifest = store.manifest(store.resolve(name or "latest"))
     entry = next((entry for entry in handle.checkpoints() if entry["name"] == manifest.name), None)
     evaluation, marks = (entry["evaluation"], entry["marks"]) if entry else (None, [])
+    export = read_export(store, manifest.name)
     if as_json:
-        print_json({**manifest.model_dump(mode="json"), "marks": marks, "evaluation": evaluation})
+        told = export.model_dump(mode="json") if export else None
+        print_json({**manifest.model_dump(mode="json"), "marks": marks, "evaluation": evaluation, "export": told})
         return
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for row in _provenance(manifest, handle.config, marks, evaluation):
+    for row in _provenance(manifest, handle.config, marks, evaluation, export):
         table.add_row(*row)
     console.print(table, highlight=False)
     objects = Table(Column("object", overflow="fold"), "KiB", Column("SHA-256", overflow="fold"))
@@ -107,7 +129,7 @@ def show(run: RunArgument, name: Name = None, runs_dir: RunsDir = RUNS, as_json:
 
 
 def _provenance(
-    manifest: Manifest, config: Config, marks: list[str], evaluation: dict[str, Any] | None
+    manifest: Manifest, config: Config, marks: list[str], evaluation: dict[str, Any] | None, export: Export | None
 ) -> list[tuple[str, str]]:
     said = manifest.provenance
     same = "this run's config" if said["config_hash"] == config.hash() else "NOT this run's config"
@@ -131,9 +153,16 @@ def _provenance(
         ("training return", figure(said["mean_return"])),
         ("evaluation", _score(evaluation) if evaluation else "not evaluated"),
         ("newest evaluation when written", known),
+        *_onnx(export),
         *_ledger(said["ledger"]),
         *((f"books when written, {worker}", ledger_line(line)) for worker, line in said.get("books", {}).items()),
     ]
+
+
+def _onnx(export: Export | None) -> list[tuple[str, str]]:
+    """What lies beside the checkpoint for those who act without Stagecoach."""
+    policies = export.policies.items() if export else ()
+    return [(f"ONNX, {policy_id}", _compared(policy)) for policy_id, policy in policies]
 
 
 def _origin(said: dict[str, Any] | None) -> str:
@@ -231,12 +260,31 @@ def promote(
 def export(
     run: RunArgument,
     rest: Annotated[list[str], typer.Argument(metavar="[NAME] DIR", help=f"NAME may be {_MARKS}.")],
+    onnx: Annotated[bool, typer.Option("--onnx", help="DIR/POLICY.onnx instead: to act without Stagecoach.")] = False,
     runs_dir: RunsDir = RUNS,
 ) -> None:
     """Copy a checkpoint (by default the promoted, best or latest one) to DIR/RUN, for use on any machine."""
     if len(rest) > 2:
         raise UserError(f"export: expected [NAME] DIR, found {' '.join(rest)}")
     name, directory = (rest[0], rest[1]) if len(rest) == 2 else (None, rest[0])
-    folder = Run.attach(run, runs_dir).export(Path(directory), name)
+    handle = Run.attach(run, runs_dir)
+    if onnx:
+        made, files = handle.export_onnx(Path(directory), name)
+        for policy_id, path in files.items():
+            console.print(f"{path}  {_compared(made.policies[policy_id])}", highlight=False, soft_wrap=True)
+        return
+    folder = handle.export(Path(directory), name)
     console.print(f"{folder}", highlight=False, soft_wrap=True)
     console.print(f"  stagecoach evaluate {folder}", highlight=False, soft_wrap=True)
+
+
+def _compared(policy: ExportedPolicy) -> str:
+    """How an exported policy compares with torch, or why there is none."""
+    if policy.failure is not None:
+        return policy.failure
+    parts = [
+        f"{one.max_difference:.1e} on {one.rows} {name} observations"
+        f"{f' ({one.other_choices} choices differ)' if one.other_choices else ''}"
+        for name, one in policy.compared.items()
+    ]
+    return f"differs from torch by at most {', '.join(parts)}"

@@ -209,3 +209,5 @@ def print_status(status: Status, console: Console) -> None:
         seconds = max(0.0, time.time() - status.store["since"])
         tries = f"{status.store['attempts']} tries in {seconds:.0f} s have failed"
         console.print(f"store: {status.store['error']} ({tries}; training goes on until the log is full)")
+    if failed := status.store.get("export"):
+        console.print(f"export: {failed['checkpoint']} could not be exported: {failed['error']}", soft_wrap=True)

@@ -41,6 +41,7 @@ from shared.role import Role
 from shared.spaces import EnvironmentDescription
 from trainer_node.filters import ExperienceFilter
 from trainer_node.learner import make_learner
+from trainer_node.onnx_export import require_onnx
 from trainer_node.rebase import initialised, rebased
 from trainer_node.recollection import restore_whole
 
@@ -68,6 +69,8 @@ def check(config: Config) -> EnvironmentDescription:
         make_native(config.environment).close()
     make(evaluation_environment(config)).close()
     _check_device(config)
+    if config.checkpoint.export != "off" and config.ray.address == "embedded":
+        require_onnx()  # elsewhere the trainer's machine has to have it
     rollout = config.rollout
     fragment = description.fragment_bytes(rollout.fragment_steps, config.environment.num_envs, config.state_sizes)
     window = (rollout.max_policy_lag + 1) * rollout.fragments_per_update

@@ -26,6 +26,7 @@ from coordinator.checkpoints import (
 from coordinator.coordinator import Coordinator, Outcome
 from coordinator.elsewhere import Submission, link
 from coordinator.find import find_checkpoint
+from coordinator.onnx_files import export_onnx
 from coordinator.preparation import check, check_services, impatient, prepare_new, prepare_resume, with_recorded
 from coordinator.room import refuse_order, room_of
 from coordinator.run_folder import RunFolder
@@ -45,6 +46,7 @@ from shared.errors import (
     UserError,
 )
 from shared.events import Event, read_events, recent_events
+from shared.exports import Export
 from shared.flow import Flow
 from shared.fragment import Fragment
 from shared.heartbeat import Wait, poll, read_heartbeats
@@ -332,6 +334,10 @@ class Run:
     def export(self, directory: Path, checkpoint: str | None = None) -> Path:
         """Copies a checkpoint (else the promoted, best or newest one) to `directory/<run id>/`; answers its folder."""
         return export(self.checkpoint_store(), self.config, checkpoint, directory)
+
+    def export_onnx(self, directory: Path, checkpoint: str | None = None) -> tuple[Export, dict[str, Path]]:
+        """Writes the policies of a checkpoint as ONNX files; answers how they compare with torch, and the files."""
+        return export_onnx(self.checkpoint_store(), self.config.model_dump(mode="json"), checkpoint, directory)
 
     def prune(
         self,

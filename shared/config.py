@@ -244,6 +244,9 @@ class CheckpointConfig(Section):
     """The best b by evaluation are kept."""
     keep_every: int | None = Field(None, ge=1)
     """Every m-th checkpoint (by policy version) is kept for good."""
+    export: Annotated[Literal["off", "onnx"], BeforeValidator(lambda value: "off" if value is False else value)] = "off"
+    """`onnx`: beside each kept checkpoint its policies as ONNX files, compared with torch, made by a process of low
+    priority beside the trainer (docs/EXPORT.md); it needs the extra `onnx`. What fails there stops nothing."""
 
 
 class ArchiveConfig(Section):

@@ -124,3 +124,7 @@ class WaitTimeout(StagecoachError):
 
 class WorkerSuperseded(StagecoachError):
     """A newer incarnation of this worker has registered; this one must end."""
+
+
+class ExportFailed(StagecoachError):
+    """A policy cannot be exported as ONNX, or what came of it acts otherwise than the policy does."""

@@ -1,7 +1,7 @@
 """What happened in a run, for people and for the evaluator: a short Redis stream of JSON events.
 
 Events inform; nothing that is learnt depends on them. Kinds: `checkpoint`, `evaluation`, `worker`, `trainer`,
-`environment`, `store`, `service`, `scaling`, `state`.
+`environment`, `store`, `export`, `service`, `scaling`, `state`.
 """
 
 from __future__ import annotations

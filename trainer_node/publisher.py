@@ -33,6 +33,7 @@ from shared.redis_keys import RunKeys
 from shared.role import Role
 from shared.scripts import write_small
 from trainer_node.archiver import Archiver
+from trainer_node.exporter import Exporter
 from trainer_node.fenced_store import FencedStore
 from trainer_node.retention import Stock, best_checkpoints, memory_from, prune, status_entries, take_stock
 from trainer_node.snapshot import Snapshot
@@ -54,6 +55,7 @@ class Publisher:
         self._log = role.log()
         archive = Archive(self._store, role.run_id)
         self._archiver = Archiver(archive, self._log, role.config.archive)
+        self._exporter = Exporter(role, self._checkpoints)
         self._lock = threading.Condition()
         self._pending: Snapshot | None = None
         self._busy = False
@@ -97,6 +99,16 @@ class Publisher:
         if self.failure is not None:
             raise self.failure
 
+    @property
+    def exports(self) -> bool:
+        """Whether checkpoints are exported."""
+        return self._exporter.on
+
+    def exported(self) -> bool:
+        """As the run ends: whether what the pointer names has been exported, or has failed to be."""
+        self._exporter.ending = True
+        return self._exporter.settled or self.failure is not None
+
     def close(self) -> None:
         """Ends the background thread after what it is doing."""
         with self._lock:
@@ -128,11 +140,15 @@ class Publisher:
                         self._lock.notify_all()
                 else:
                     self._notice_evaluations()
+                if self._exporter.due and not self._try(self._exporter.step):
+                    self._pause()
         except BaseException as error:
             with self._lock:
                 self.failure, self._busy = error, False
                 self._lock.notify_all()
             _LOGGER.exception("the publisher ended")
+        finally:
+            self._exporter.close()
 
     def _notice_evaluations(self) -> None:
         """A new score may make another checkpoint the best one."""
@@ -175,8 +191,9 @@ class Publisher:
             self._lock.wait_for(lambda: self._closing, timeout=next(self._pauses))
 
     def _say(self, news: dict[str, Any]) -> None:
-        """`store_status`: the newest durable checkpoint, and what is being tried or fails."""
-        status = ({"durable": self._durable} if self._durable else {}) | news
+        """`store_status`: the newest durable checkpoint, an export that failed, and what is being tried or fails."""
+        status: dict[str, Any] = {"durable": self._durable} if self._durable else {}
+        status |= ({"export": self._exporter.told} if self._exporter.told else {}) | news
         keys = RunKeys(self._role.run_id)
         write_small(self._role.redis, keys.flow, keys.store_status, "SET", json.dumps(status))
 
@@ -194,6 +211,7 @@ class Publisher:
             self._checkpoints.write_marker(READY, content)
         oldest = memory_from(stock.entries, self._role.config.checkpoint.keep_last)
         self._archiver.store(manifest.log_position, self._role.flow.read().trimmed_id, oldest)
+        self._exporter.remember(self._log, manifest.log_position)
         self._log.trim(self._epoch, manifest.log_position)
         self._durable = manifest.name
         text = f"{manifest.name} ({manifest.total_bytes / 1024:.0f} KiB in {time.monotonic() - started:.2f} s)"
@@ -249,6 +267,7 @@ class Publisher:
         removed = prune(self._checkpoints, stock, moved, self._role.config.checkpoint, playing)
         if removed:
             prune_evaluations(self._role.redis, self._role.run_id, {*stock.names} - {*removed})
+        self._exporter.know([name for name in stock.readable if name not in removed], moved)
         self._noticed = evaluations
         return stock
 

@@ -36,7 +36,7 @@ from shared.policy_board import PolicyBoard, Published
 from shared.role import Role
 from shared.steps import Phase
 from trainer_node import snapshot
-from trainer_node.ending import wait_for_evaluation, write_finished
+from trainer_node.ending import wait_for_evaluation, wait_for_exports, write_finished
 from trainer_node.figures import Figures
 from trainer_node.group import GroupBroken
 from trainer_node.intake import Intake, RedisSettlement
@@ -182,10 +182,10 @@ class Trainer:
         return last.manifest.name
 
     def finish(self, reason: str) -> str:
-        """The last checkpoint, its evaluation, `.finished`; answers the reason."""
+        """The last checkpoint, its evaluation and export, `.finished`; answers the reason."""
         last = self.save_last(reason)
-        if reason in ("solved", "exhausted"):  # who stops it does not wait; after a failure there may be no score
-            wait_for_evaluation(self._role, self._heartbeat, last)
+        wait_for_evaluation(self._role, self._heartbeat, last, reason)
+        wait_for_exports(self._role, self._heartbeat, self._publisher)
         self._publisher.close()
         with self._heartbeat.waiting("the store to take the end of the run", _DURABLE_SECONDS) as wait:
             insist(wait, lambda: self._publisher.finish(last))

@@ -135,13 +135,13 @@ def flat_size(leaf: Leaf) -> int:
 
 def flat(values: Tensor, leaf: Leaf) -> Tensor:
     """A leaf's column `[B, …]` as float32 `[B, flat_size]`: choices one-hot, numbers beside each other."""
-    return _one_hot(values, leaf) if leaf.nvec else values.reshape(len(values), leaf.size).to(torch.float32)
+    return _one_hot(values, leaf) if leaf.nvec else values.reshape(-1, leaf.size).to(torch.float32)
 
 
 def _one_hot(values: Tensor, leaf: Leaf) -> Tensor:
     if leaf.kind == "multi_binary":  # both ones carry the same information, but all choices are encoded alike
         flat = values.flatten(1)
         return torch.stack([1 - flat, flat], dim=-1).flatten(1).to(torch.float32)
-    flat = values.reshape(len(values), len(leaf.nvec))
+    flat = values.reshape(-1, len(leaf.nvec))
     parts = [nn.functional.one_hot(flat[:, i], n) for i, n in enumerate(leaf.nvec)]
     return torch.cat(parts, dim=1).to(torch.float32)

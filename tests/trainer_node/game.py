@@ -18,6 +18,7 @@ from shared.events import read_events
 from shared.ledger import read_books
 from shared.policies.codec import decode_policy, state_arrays
 from shared.policy_board import PolicyBoard
+from shared.redis_keys import RunKeys
 from shared.role import Role, open_role
 from shared.spaces import Columns
 from tests.conftest import RedisServer, create_flow, minimal_config
@@ -96,6 +97,11 @@ class Game:
         content = self.role.checkpoints.marker(FINISHED)
         assert content is not None
         return content
+
+    def store_status(self) -> dict[str, Any]:
+        """What the publisher says."""
+        text = self.role.redis.get(RunKeys(self.role.run_id).store_status)
+        return dict(json.loads(text)) if isinstance(text, bytes) else {}
 
     def events(self, kind: str) -> str:
         """The texts of all events of a kind."""

@@ -1,0 +1,123 @@
+"""Exports: a checkpoint's policies as ONNX files, and what came of comparing them with torch.
+
+They are made after their checkpoint is durable, and a manifest never changes. So they lie beside its objects with a
+record of their own, `export.json`, written last, which names the manifest by its hash and the files by theirs. They
+follow from the checkpoint's objects: no trainer reads them, no replay compares them, and they are deleted with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from shared.checkpoint import CHECKPOINTS, CheckpointStore, StoredObject, describe_objects
+from shared.errors import CheckpointDamaged, ObjectMissing
+
+RECORD, FILE = "export.json", "policy.onnx"
+FORMAT = 1
+
+
+class Comparison(BaseModel):
+    """Of what ONNX Runtime and torch make of the same observations."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rows: int
+    """Observations compared."""
+    max_difference: float
+    """The largest absolute difference of any action parameter, continuous action or remembered number."""
+    other_choices: int
+    """Rows in which a discrete action was another one: of two that are equally good within that difference."""
+
+
+class ExportedPolicy(BaseModel):
+    """One policy: its file, or why there is none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    file: StoredObject | None = None
+    failure: str | None = None
+    compared: dict[str, Comparison] = {}
+    """By what was observed: `random` ones of the space, `recorded` ones of the run (where there were any)."""
+
+
+class Export(BaseModel):
+    """`export.json`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: int = FORMAT
+    checkpoint: str
+    manifest_sha256: str
+    created: float
+    """Unix time, seconds."""
+    made_with: dict[str, str]
+    """Versions of what made and compared the files."""
+    policies: dict[str, ExportedPolicy]
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Policy id → why it has no file."""
+        return {policy_id: policy.failure for policy_id, policy in self.policies.items() if policy.failure}
+
+    @property
+    def max_difference(self) -> float:
+        """From torch, of all policies that have a file."""
+        compared = (one for policy in self.policies.values() for one in policy.compared.values())
+        return max((one.max_difference for one in compared), default=0.0)
+
+    @property
+    def other_choices(self) -> int:
+        """Of all policies together."""
+        return sum(one.other_choices for policy in self.policies.values() for one in policy.compared.values())
+
+    def __str__(self) -> str:
+        """In words, short."""
+        if self.failures:
+            return "; ".join(f"{policy_id}: {failure}" for policy_id, failure in self.failures.items())
+        others = f", {self.other_choices} choices differ" if self.other_choices else ""
+        return f"differs from torch by at most {self.max_difference:.1e}{others}"
+
+
+def files_of(export: Export) -> dict[str, str]:
+    """Policy id → the name of its file within the checkpoint."""
+    return {policy_id: f"{policy_id}/{FILE}" for policy_id, policy in export.policies.items() if policy.file}
+
+
+def write_export(checkpoints: CheckpointStore, export: Export, files: Mapping[str, bytes]) -> None:
+    """Stores the files by policy id, each read back, then the record; raises `CheckpointDamaged`, or as the store."""
+    folder = f"{CHECKPOINTS}{export.checkpoint}/"
+    for policy_id, name in files_of(export).items():
+        checkpoints.store.put(folder + name, files[policy_id])
+        read_file(checkpoints, export, policy_id)
+    checkpoints.store.put(folder + RECORD, export.model_dump_json(indent=1).encode())
+
+
+def read_export(checkpoints: CheckpointStore, name: str) -> Export | None:
+    """The export of a checkpoint, None where it has none; raises `CheckpointDamaged` for a record of something else."""
+    try:
+        data = checkpoints.store.get(f"{CHECKPOINTS}{name}/{RECORD}")
+    except ObjectMissing:
+        return None
+    try:
+        export = Export.model_validate_json(data)
+    except ValidationError:
+        raise CheckpointDamaged(f"{name}/{RECORD} cannot be read") from None
+    manifest = hashlib.sha256(checkpoints.read_manifest(name)[0]).hexdigest()
+    if (export.format, export.checkpoint, export.manifest_sha256) != (FORMAT, name, manifest):
+        raise CheckpointDamaged(f"{name}/{RECORD} is not of this checkpoint's manifest")
+    return export
+
+
+def read_file(checkpoints: CheckpointStore, export: Export, policy_id: str) -> bytes:
+    """The ONNX file of a policy, verified; raises `CheckpointDamaged`."""
+    name, wanted = f"{policy_id}/{FILE}", export.policies[policy_id].file
+    try:
+        data = checkpoints.store.get(f"{CHECKPOINTS}{export.checkpoint}/{name}")
+    except ObjectMissing:
+        raise CheckpointDamaged(f"{export.checkpoint} lacks its export {name}") from None
+    if describe_objects({name: data})[name] != wanted:
+        raise CheckpointDamaged(f"{export.checkpoint}/{name} was altered: its SHA-256 is not the one in {RECORD}")
+    return data

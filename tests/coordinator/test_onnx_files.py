@@ -1,0 +1,131 @@
+"""`stagecoach checkpoints export --onnx` and what the other commands say of exports; docs/EXPORT.md's example runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+import yaml
+
+from coordinator.services import BUCKET
+from tests.coordinator.terminal import CONFIG, Stagecoach, check_refused
+from tests.end_to_end.command_line import CommandLine
+
+pytestmark = pytest.mark.timeout(300)
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "EXPORT.md").read_text()
+SETS = [
+    "--set=stop_at.updates=2", "--set=checkpoint.every=1 updates", "--set=policy_versions.transport=object_store",
+    "--set=checkpoint.export=onnx", "--set=archive=all",
+]  # fmt: skip
+LATEST = "2_Step-64.ckpt"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an ended run `a` whose newest and best checkpoints have exports, and others perhaps not."""
+    terminal = CommandLine(tmp_path_factory.mktemp("trained"))
+    try:
+        (terminal.folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+        done = terminal.run("train", "config.yaml", "--run-id", "a", "--inline", *SETS, seconds=280)
+        assert done.code == 0, done
+    finally:
+        terminal.close()
+    return terminal.folder / "runs"
+
+
+@pytest.fixture
+def run(stagecoach: Stagecoach, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That run in the test's own folder; answers its checkpoints' folder."""
+    monkeypatch.setenv("COLUMNS", "200")
+    shutil.copytree(trained, tmp_path / "runs")
+    return tmp_path / "runs" / "a" / "s3" / BUCKET / "a" / "checkpoints"
+
+
+def record(path: Path) -> dict[str, Any]:
+    compared: dict[str, Any] = json.loads((path / "export.json").read_text())["policies"]["default"]["compared"]
+    return compared
+
+
+def test_what_the_trainer_has_exported_is_shown_and_copied(stagecoach: Stagecoach, run: Path, tmp_path: Path) -> None:
+    assert set(record(run / LATEST)) == {"random", "recorded"}
+    done = stagecoach("checkpoints", "export", "a", "latest", "out", "--onnx")
+    assert done.code == 0 and done.out.startswith("out/default.onnx  differs from torch by at most "), done
+    assert " on 256 random observations, " in done.out and " on 16 recorded observations" in done.out
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["default.onnx", "export.json"]
+    for here, there in (("default.onnx", "default/policy.onnx"), ("export.json", "export.json")):
+        assert (tmp_path / "out" / here).read_text("latin-1") == (run / LATEST / there).read_text("latin-1")
+    check_refused(stagecoach("checkpoints", "export", "a", "latest", "out", "--onnx"), "nothing is overwritten")
+    said = "differs from torch by at most"
+    assert said in stagecoach("checkpoints", "show", "a").out
+    shown = json.loads(stagecoach("checkpoints", "show", "a", "--json").out)
+    assert shown["export"]["policies"]["default"]["compared"] == record(run / LATEST)
+    (line,) = [line for line in stagecoach("checkpoints", "a").out.splitlines() if LATEST in line]
+    assert said in line
+    listed = json.loads(stagecoach("checkpoints", "a", "--json").out)
+    assert said in next(entry["export"] for entry in listed if entry["name"] == LATEST)
+
+
+def test_one_that_has_none_is_exported_on_the_spot(stagecoach: Stagecoach, run: Path, tmp_path: Path) -> None:
+    (run / LATEST / "export.json").unlink()
+    done = stagecoach("checkpoints", "export", "a", "latest", "out", "--onnx")
+    assert done.code == 0, done
+    assert {name: one["rows"] for name, one in record(tmp_path / "out").items()} == {"random": 256, "recorded": 16}
+    assert onnxruntime.InferenceSession(tmp_path / "out" / "default.onnx").get_inputs()[0].name == "obs"
+    assert not (run / LATEST / "export.json").exists()  # only the trainer writes there
+    assert stagecoach("checkpoints", "list", "a").code == stagecoach("checkpoints", "show", "a").code == 0
+
+
+def test_a_copied_checkpoint_takes_its_export_along(stagecoach: Stagecoach, run: Path, tmp_path: Path) -> None:
+    assert stagecoach("checkpoints", "export", "a", "latest", "out").code == 0
+    copy = tmp_path / "out" / "a" / "checkpoints" / LATEST
+    for name in ("default/policy.onnx", "export.json"):
+        assert (copy / name).read_bytes() == (run / LATEST / name).read_bytes()
+
+
+def test_a_damaged_export_is_found_and_made_anew(stagecoach: Stagecoach, run: Path, tmp_path: Path) -> None:
+    assert stagecoach("checkpoints", "verify", "a").code == 0
+    file = run / LATEST / "default" / "policy.onnx"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    done = stagecoach("checkpoints", "verify", "a")
+    assert done.code == 1
+    (line,) = [line for line in done.out.splitlines() if line.startswith("damaged")]
+    assert f"{LATEST}/export.json" in line and "policy.onnx was altered" in line
+    assert stagecoach("checkpoints", "verify", "a", LATEST).code == 0  # what a resume goes on from is whole
+    assert stagecoach("checkpoints", "export", "a", "latest", "out", "--onnx").code == 0
+    assert record(tmp_path / "out")["random"]["max_difference"] < 1e-4
+
+
+def test_without_the_extra_it_says_what_to_install(
+    stagecoach: Stagecoach, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_node.onnx_export._PACKAGES", ("onnx", "no-such-package"))
+    assert stagecoach("checkpoints", "export", "a", "latest", "copied", "--onnx").code == 0  # it is there already
+    (run / LATEST / "export.json").unlink()
+    words = ("needs no-such-package; install it with", "stagecoach[onnx]")
+    check_refused(stagecoach("checkpoints", "export", "a", "latest", "out", "--onnx"), *words)
+    check_refused(stagecoach("train", "config.yaml", "--inline", "--set", "checkpoint.export=onnx"), *words)
+
+
+def test_the_example_on_the_page_acts(stagecoach: Stagecoach, run: Path, tmp_path: Path) -> None:
+    """With ONNX Runtime alone: neither torch nor anything of Stagecoach may be imported."""
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(example.strip().splitlines()) <= 15
+    assert stagecoach("checkpoints", "export", "a", "latest", "exported", "--onnx").code == 0
+    alone = "\nimport sys\nassert not {'torch', 'shared', 'onnx'} & set(sys.modules)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", example + alone], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"return \d+\n", done.stdout)
+
+
+def test_the_yaml_on_the_page_is_the_setting() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    assert yaml.safe_load(block) == {"checkpoint": {"export": "onnx"}}

@@ -1,0 +1,164 @@
+"""The exporter beside a real trainer: what it stores, what it leaves alone, and that its failures stop nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from coordinator.checkpoints import verify
+from shared.checkpoint import CHECKPOINTS
+from shared.exports import RECORD, Export, read_export, read_file
+from tests.coordinator.own_algorithm_elsewhere import TEXT
+from tests.trainer_node.game import Game, NewGame, small
+from trainer_node import exporter
+from trainer_node.exporter import Exporter
+from trainer_node.replay import replay
+
+PATIENCE = 200.0
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(autouse=True)
+def on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests do not wait for others' tests to leave a core free."""
+    monkeypatch.setattr(exporter, "_NICE", 0)
+
+
+def exporting(**sections: Any) -> Any:
+    checkpoint = {"every": "2 updates", "keep_last": 2, "export": "onnx"}
+    return small(**({"checkpoint": checkpoint, "archive": "all"} | sections))
+
+
+def exporter_of(game: Game) -> Exporter:
+    return game.trainer._publisher._exporter
+
+
+def eventually(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not done():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def record_of(game: Game, name: str) -> Export:
+    export = read_export(game.role.checkpoints, name)
+    assert export is not None
+    return export
+
+
+def test_the_newest_and_the_best_are_exported_and_nothing_else_changes(new_game: NewGame) -> None:
+    game = new_game(exporting())
+    first = game.role.checkpoints.names()[0]
+    eventually(lambda: exporter_of(game)._child is not None)
+    game.finish()
+    checkpoints = game.role.checkpoints
+    pointer = checkpoints.pointer()
+    assert pointer is not None and pointer.latest == checkpoints.names()[-1]
+    export = record_of(game, pointer.latest)
+    compared = export.policies["default"].compared
+    assert set(compared) == {"random", "recorded"} and compared["recorded"].rows == 8 * 4
+    assert export.failures == {} and export.max_difference < 1e-4
+    session = onnxruntime.InferenceSession(read_file(checkpoints, export, "default"))
+    actions = session.run(["action"], {"obs": np.zeros((3, 4), np.float32)})[0]
+    assert actions.shape == (3,) and actions.dtype == np.int64
+    assert {verdict.state for verdict in verify(checkpoints)} == {"ok"}
+    # kept apart from all that is compared, and gone with its checkpoint
+    assert f"default/{RECORD}" not in checkpoints.manifest(pointer.latest).objects
+    assert replay(checkpoints, game.role.config, game.role.description(), "start", pointer.latest).equal
+    assert first not in checkpoints.names() and checkpoints.store.keys(f"{CHECKPOINTS}{first}/") == []
+    assert game.events("export") == ""
+
+
+def test_it_learns_the_same_with_and_without(new_game: NewGame) -> None:
+    without = {"checkpoint": {"every": "2 updates", "keep_last": 2}}
+    assert new_game(exporting()).finish() == new_game(exporting(**without)).finish()
+
+
+def test_a_process_that_is_killed_is_told_once_and_the_run_goes_on(
+    new_game: NewGame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter, "_REST", 0.0)
+    game = new_game(exporting())
+    killed = []
+    for version in (0, 2):
+        game.play_to(version)
+        game.durable()
+        eventually(lambda: exporter_of(game)._child is not None)
+        child = exporter_of(game)._child
+        assert child is not None
+        child.process.kill()
+        killed.append(child.manifest.name)
+        eventually(lambda: killed[-1] in exporter_of(game)._done)
+    assert len(set(killed)) == 2
+    assert "SIGKILL" in game.store_status()["export"]["error"]
+    game.finish()
+    told = game.events("export")
+    assert told == (
+        f"{killed[0]} cannot be exported as ONNX, training goes on: default: the exporting process was ended by SIGKILL"
+    ), told
+    assert game.finished()["reason"] == "exhausted"
+    for name in set(killed) & set(game.role.checkpoints.names()):
+        assert "SIGKILL" in record_of(game, name).failures["default"]
+
+
+def test_one_that_hangs_is_ended(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "_DEADLINE_SECONDS", 0.1)
+    game = new_game(exporting())
+    game.finish()
+    latest = game.role.checkpoints.names()[-1]
+    assert record_of(game, latest).failures["default"].startswith("the exporting process took more than 0.1 s")
+    assert game.finished()["reason"] == "exhausted"
+
+
+def test_a_policy_that_cannot_be_exported_is_reported_and_trains_on(
+    new_game: NewGame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's own class, which looks at numbers while it acts."""
+    package, text = tmp_path / "code" / "exp_pkg", TEXT.replace('"my_table"', '"exp_table"')
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    acting = "return self.preferences.expand"
+    assert acting in text
+    looks = "if float(self.preferences.sum()) < -1e9: raise ValueError\n        "
+    (package / "algo.py").write_text(text.replace(acting, looks + acting))
+    monkeypatch.syspath_prepend(str(tmp_path / "code"))
+    policies = {"default": {"hidden_sizes": [8]}}
+    game = new_game(exporting(algorithm={"name": "exp_pkg.algo:Bandit"}, policies=policies))
+    game.finish()
+    latest = game.role.checkpoints.names()[-1]
+    (failure,) = record_of(game, latest).failures.values()
+    told = game.events("export")
+    assert told.count("\n") == 0 and failure in told and "training goes on" in told
+    assert "data-dependent" in failure and len(failure) < 500
+    assert game.finished()["reason"] == "exhausted"
+    assert {verdict.state for verdict in verify(game.role.checkpoints)} == {"ok"}
+
+
+def test_a_trainer_that_goes_on_exports_what_its_predecessor_did_not(new_game: NewGame) -> None:
+    game = new_game(exporting())
+    game.play_to(2)
+    game.durable()
+    game.crash()
+    (latest,) = {name for name in game.role.checkpoints.names() if name.startswith("2_")}
+    if read_export(game.role.checkpoints, latest) is not None:  # it was quick
+        game.role.checkpoints.store.delete(f"{CHECKPOINTS}{latest}/{RECORD}")
+    game.restart()
+    eventually(lambda: read_export(game.role.checkpoints, latest) is not None)
+    exported = record_of(game, latest).created
+    game.crash()
+    game.restart()
+    eventually(lambda: latest in exporter_of(game)._done)
+    assert record_of(game, latest).created == exported
+
+
+def test_without_the_setting_no_process_is_started(new_game: NewGame) -> None:
+    game = new_game(small())
+    assert not exporter_of(game).due and exporter_of(game).settled
+    game.finish()
+    assert [key for key in game.role.checkpoints.store.keys(CHECKPOINTS) if key.endswith(RECORD)] == []
