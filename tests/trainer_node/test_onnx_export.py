@@ -65,6 +65,7 @@ KINDS: dict[str, Callable[[], Policy]] = {
     "dqn": lambda: QNetwork(of(FEW, ONE_OF_FOUR), PLAIN),
     "rainbow": lambda: QNetwork(of(SEEN, ONE_OF_FOUR), PLAIN, head="c51", dueling=True, noisy=True),
     "quantiles": lambda: QNetwork(of(FEW, ONE_OF_FOUR), PLAIN, head="qr", dueling=True),
+    "ensemble": lambda: QNetwork(of(FEW, ONE_OF_FOUR), PLAIN, dueling=True, heads=3, prior_scale=1.0),
     "sac": lambda: Actor(of(SEEN, ARM), PLAIN),
     "discrete sac": lambda: Actor(of(FEW, ONE_OF_FOUR), PLAIN),
     "td3": lambda: Deterministic(of(FEW, ARM), PLAIN),
