@@ -35,8 +35,8 @@ class ActionEncoding(nn.Module):
 
     def _box(self, number: int, values: Tensor) -> Tensor:
         low, high = self.get_buffer(f"low{number}"), self.get_buffer(f"high{number}")
-        clipped = values.to(torch.float32).clamp(low, high)
-        return torch.where((high - low).isfinite(), 2 * (clipped - low) / (high - low) - 1, clipped)
+        clipped, span = values.to(torch.float32).clamp(low, high), high - low
+        return torch.where(span.isfinite() & (span > 0), 2 * (clipped - low) / span - 1, clipped)
 
     def errors(self, guessed: Tensor, actions: Tensor) -> Tensor:
         """`[B]`: how wrong a network's outputs are about encoded actions: cross-entropy of each choice plus half the

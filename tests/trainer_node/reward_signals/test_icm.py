@@ -110,6 +110,8 @@ def test_the_gradients_are_those_of_the_slow_losses() -> None:
 def test_actions_that_nothing_bounds_are_taken_as_they_are() -> None:
     given = torch.tensor([[3.0, -7.0]])
     assert ActionEncoding(FREE)({"action": given}).tolist() == given.tolist()
+    fixed = describe_space(spaces.Box(np.array([-1, 2], np.float32), np.array([1, 2], np.float32)))
+    assert ActionEncoding(fixed)({"action": torch.tensor([[0.5, 2.0]])}).tolist() == [[0.5, 2.0]], "no room to choose"
 
 
 def test_where_the_next_observation_follows_from_the_action_curiosity_fades_and_elsewhere_it_stays() -> None:
