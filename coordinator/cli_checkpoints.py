@@ -50,34 +50,37 @@ def list_(run: RunArgument, runs_dir: RunsDir = RUNS, as_json: Json = False) -> 
     entries = handle.checkpoints()
     exports = {entry["name"]: _export_of(handle, entry["name"]) for entry in entries}
     if as_json:
-        print_json([{**entry, "export": exports[entry["name"]] or None} for entry in entries])
+        print_json([{**entry, "export": exports[entry["name"]]} for entry in entries])
         return
-    table = Table(*(Column(title, no_wrap=True) for title in _COLUMNS), "", "ONNX" if any(exports.values()) else "")
+    table = Table(*(Column(title, no_wrap=True) for title in _COLUMNS), "")
     for entry in entries:
         training = figure(entry["mean_return"])
         evaluated = figure(entry["evaluation"]["mean_return"] if entry["evaluation"] else None)
-        marks = ", ".join(entry["marks"])
-        table.add_row(
-            entry["name"],
-            f"{entry['env_steps']:,}",
-            training,
-            evaluated,
-            _kib(entry["bytes"], ""),
-            marks,
-            exports[entry["name"]],
-        )
+        marks = ", ".join([*entry["marks"], *_short(exports[entry["name"]])])
+        table.add_row(entry["name"], f"{entry['env_steps']:,}", training, evaluated, _kib(entry["bytes"], ""), marks)
     console.print(table)
     console.print(f"in {handle.store_location}", soft_wrap=True)
 
 
-def _export_of(handle: Run, name: str) -> str:
-    """In words; nothing where there is none."""
+def _export_of(handle: Run, name: str) -> dict[str, Any] | None:
+    """How a checkpoint's export compares with torch, or why there is no usable one; None where there is none at all."""
     try:
-        return str(read_export(handle.checkpoint_store(), name) or "")
+        export = read_export(handle.checkpoint_store(), name)
     except CheckpointNotFound:
-        return ""  # pruned meanwhile
+        return None  # pruned meanwhile
     except CheckpointDamaged as error:
-        return str(error)
+        return {"state": DAMAGED, "max_difference": None, "problem": str(error)}
+    if export is None:
+        return None
+    if export.failures:
+        return {"state": "failed", "max_difference": None, "problem": str(export)}
+    return {"state": OK, "max_difference": export.max_difference, "problem": None}
+
+
+def _short(export: dict[str, Any] | None) -> list[str]:
+    if export is None:
+        return []
+    return [f"ONNX ±{export['max_difference']:.0e}" if export["state"] == OK else f"ONNX {export['state']}"]
 
 
 @app.command(epilog=example("stagecoach checkpoints verify my-run"))

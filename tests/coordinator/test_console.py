@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
 
@@ -45,6 +46,12 @@ def test_brackets_in_a_reason_are_text(console: Console, tmp_path: Path) -> None
     finally:
         folder.unlock()
     assert shown(console).count(NASTY) >= 2
+
+
+def test_an_export_that_failed_is_told(console: Console) -> None:
+    failed = {"checkpoint": "2_Step-64.ckpt", "error": "default: no [such] operator"}
+    print_status(dataclasses.replace(status("stopped"), store={"durable": "3_Step-96.ckpt", "export": failed}), console)
+    assert "export: 2_Step-64.ckpt could not be exported: default: no [such] operator" in shown(console)
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,11 @@ def test_what_the_trainer_has_exported_is_shown_and_copied(stagecoach: Stagecoac
     shown = json.loads(stagecoach("checkpoints", "show", "a", "--json").out)
     assert shown["export"]["policies"]["default"]["compared"] == record(run / LATEST)
     (line,) = [line for line in stagecoach("checkpoints", "a").out.splitlines() if LATEST in line]
-    assert said in line
+    assert re.search(r"latest, .*, ONNX ±\de-\d\d ", line)
     listed = json.loads(stagecoach("checkpoints", "a", "--json").out)
-    assert said in next(entry["export"] for entry in listed if entry["name"] == LATEST)
+    told = next(entry["export"] for entry in listed if entry["name"] == LATEST)
+    largest = max(one["max_difference"] for one in record(run / LATEST).values())
+    assert told == {"state": "ok", "max_difference": largest, "problem": None}
 
 
 def test_one_that_has_none_is_exported_on_the_spot(stagecoach: Stagecoach, run: Path, tmp_path: Path) -> None:
@@ -97,6 +99,11 @@ def test_a_damaged_export_is_found_and_made_anew(stagecoach: Stagecoach, run: Pa
     assert done.code == 1
     (line,) = [line for line in done.out.splitlines() if line.startswith("damaged")]
     assert f"{LATEST}/export.json" in line and "policy.onnx was altered" in line
+    content = json.loads((run / LATEST / "export.json").read_text())
+    content["policies"]["default"] = {"file": None, "failure": "no such operator", "compared": {}}
+    (run / LATEST / "export.json").write_text(json.dumps(content))
+    assert "ONNX failed" in stagecoach("checkpoints", "a").out
+    assert "no such operator" in stagecoach("checkpoints", "show", "a").out
     assert stagecoach("checkpoints", "verify", "a", LATEST).code == 0  # what a resume goes on from is whole
     assert stagecoach("checkpoints", "export", "a", "latest", "out", "--onnx").code == 0
     assert record(tmp_path / "out")["random"]["max_difference"] < 1e-4
