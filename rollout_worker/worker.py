@@ -1,7 +1,8 @@
 """The rollout worker: claim a fragment, act it with the newest policy version, push it; again and again.
 
 In: credit and policy versions (Redis), the first policy (newest checkpoint). Out: fragments, heartbeats. A fragment
-that is cut off in the middle was never produced. In a run with a dataset, fragments are cut from that; nothing acts.
+that is cut off in the middle was never produced. In a run with a dataset, fragments are cut from that,
+perhaps in heat-up only; nothing acts.
 """
 
 from __future__ import annotations
@@ -124,6 +125,7 @@ class Worker:
         if not claim.granted:
             return "end:drained" if claim.word == "drain" else f"end:{claim.word}"
         self._update_policy(claim)
+        self._change_source()
         try:
             sample = self._act()
         except EnvironmentFailure as error:
@@ -195,6 +197,17 @@ class Worker:
         self._header = version.header
         for policy_id, state in version.states.items():
             load_state_arrays(self._policies[policy_id], state)
+
+    def _change_source(self) -> None:
+        """Where recorded experience is for heat-up only, and that is over: a new life begins, in environments."""
+        if isinstance(self._sampler, DatasetSampler) != self._from_data():
+            self._sampler.close()
+            self._sampler = self._begin_anew(self._sampler.life.next())
+
+    def _from_data(self) -> bool:
+        """Whether fragments are cut from recorded experience now."""
+        dataset = self._config.dataset
+        return dataset is not None and (not dataset.only_heatup or self._header.phase is Phase.HEATUP)
 
     def _act(self) -> Sample:
         if not self._acting:
@@ -305,7 +318,7 @@ class Worker:
 
     def _make_sampler(self, life: Life, past: Trail | None = None) -> Sampler | DatasetSampler:
         """Begins a life, or takes it up where `past` ends."""
-        if self._recording is not None:
+        if self._recording is not None and (past.digest == self._recording.sha256 if past else self._from_data()):
             (policy_id,) = self._policies
             return DatasetSampler(self._recording, policy_id, self._config.environment.num_envs, life, past)
         environment = WatchedEnvironment(

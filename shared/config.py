@@ -329,7 +329,7 @@ _DECIDES_LEARNING: Any = {
     "policies": True,
     "agents": True,
     "algorithm": True,
-    "dataset": {"sha256"},
+    "dataset": {"sha256", "only_heatup"},
     "demonstrations": {"sha256"},
     "rollout": {"fragment_steps", "fragments_per_update", "max_policy_lag"},
     "heatup": True,
@@ -383,6 +383,11 @@ class Config(Section):
             raise ValueError(
                 f"algorithm.name={self.algorithm.name} learns only from what its own policy acts, and dataset.path="
                 f"{self.dataset.path} is what another acted; use bc, or an algorithm with a replay memory"
+            )
+        if self.dataset is not None and self.dataset.only_heatup and not self.heatup.amount:
+            raise ValueError(
+                f"dataset.only_heatup=true with heatup={str(self.heatup)!r}: nothing of it would be learnt; say "
+                f"how much, such as heatup='10000 env_steps'"
             )
         if self.environment.wrappers and self.environment.vectorization == "native":
             raise ValueError(

@@ -46,6 +46,9 @@ class DatasetConfig(RecordedConfig):
     """Recorded experience that the rollout workers give to the trainer instead of stepping environments."""
 
     section: ClassVar[str] = "dataset"
+    only_heatup: bool = False
+    """Give it only in heat-up, as far as `heatup` goes, and then step environments: so a replay memory begins with what
+    is recorded."""
     evaluation: DataEvaluationConfig = DataEvaluationConfig()
 
 

@@ -36,3 +36,8 @@ class BCConfig(BatchOfUpdate, AlgorithmConfig):
         super().refuse(run)
         if run.dataset is None:
             raise ValueError("algorithm.name=bc clones recorded experience; name it in dataset.path")
+        if run.dataset.only_heatup:
+            raise ValueError(
+                "algorithm.name=bc with dataset.only_heatup=true would clone what it acts itself; leave that out, or "
+                "take an algorithm with a replay memory"
+            )

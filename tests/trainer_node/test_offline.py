@@ -10,10 +10,11 @@ import pytest
 
 from rollout_worker.worker import Worker
 from shared import fragment
+from shared.archive import Archive
 from shared.config import Config
 from shared.dataset_config import DatasetConfig
 from shared.datasets.reading import read_dataset
-from shared.errors import DatasetError
+from shared.errors import ConfigError, DatasetError
 from shared.experience_log import START
 from shared.redis_keys import RunKeys
 from shared.steps import Phase
@@ -81,6 +82,62 @@ def test_what_the_policy_is_worth_is_estimated_and_changes_nothing(new_game: New
     assert [len(names) for names in told] == [0, 0, 0, 6, 0, 0, 0, 6]
     silent = new_game(offline(data, dataset={"path": str(data), "evaluation": {"every_updates": 0}}))
     assert game.finish() == silent.finish()
+
+
+def first_the_data(path: Path, **sections: Any) -> Config:
+    """A replay memory that begins with 96 recorded steps; from then on the worker acts."""
+    learning = {
+        "name": "dqn", "minibatch_size": 16, "gradient_steps_per_env_step": 0.1, "target_update_steps": 5,
+        "memory": {"kind": "uniform", "capacity": 160},
+    }  # fmt: skip
+    recorded = {"path": str(path), "only_heatup": True}
+    return offline(path, dataset=recorded, algorithm=learning, heatup="96 env_steps", **sections)
+
+
+def test_a_memory_begins_with_what_is_recorded_and_then_the_worker_acts(new_game: NewGame, data: Path) -> None:
+    game = new_game(first_the_data(data, archive="all"))
+    known = {
+        row.tobytes() for row in read_dataset(DatasetConfig(path=str(data)), game.role.description()).columns["obs"]
+    }
+    game.finish()
+    archived = Archive(game.role.checkpoints.store, game.role.run_id).entries()
+    sent = [fragment.decode(entry.fragment or b"") for entry in archived]
+    phases = [item.header.phase for item in sent]
+    assert Phase.HEATUP in phases and Phase.TRAIN in phases
+    for item in sent:
+        columns = item.columns["default"]
+        recorded = {row.tobytes() for row in columns["obs"][columns["mask"]]} <= known
+        assert recorded == (item.header.phase is Phase.HEATUP)
+    assert len({item.header.life for item in sent}) == 2, "a life in the data, and one in environments"
+    balanced(game)
+
+
+def test_a_memory_that_began_with_what_is_recorded_is_restored_exactly(new_game: NewGame, data: Path) -> None:
+    expected = new_game(first_the_data(data)).finish()
+    game = new_game(first_the_data(data))
+    for version in range(1, 8):
+        game.play_to(version)
+        game.crash()
+        die(game)
+        game.restart()
+        game.worker = Worker(game._open(), 0)
+        game.worker.start()
+    assert game.finish() == expected
+    assert "begins new episodes" not in game.events("environment")
+    balanced(game)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"heatup": "0 env_steps"}, "dataset.only_heatup=true with heatup='0 env_steps'"),
+        ({"algorithm": {"name": "bc", "minibatch_size": 16}}, "would clone what it acts itself"),
+    ],
+)
+def test_data_for_nothing_are_refused(data: Path, change: dict[str, Any], said: str) -> None:
+    sections = {"dataset": {"path": str(data), "only_heatup": True}, "heatup": "96 env_steps"}
+    with pytest.raises(ConfigError, match=said):
+        offline(data, **{"algorithm": {"name": "dqn"}} | sections | change)
 
 
 def test_a_worker_whose_dataset_is_another_refuses_to_begin(new_game: NewGame, data: Path) -> None:

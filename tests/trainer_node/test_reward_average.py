@@ -12,12 +12,12 @@ from shared.spaces import Array
 from shared.steps import Counters
 from tests.conftest import minimal_config
 from tests.trainer_node.game import NewGame, small
-from tests.trainer_node.memories.streams import PLAIN, Stream, known, numbers
+from tests.trainer_node.memories.streams import PLAIN, Stream, fill, known, numbers
 from tests.trainer_node.test_dqn import fragments, make_dqn
 from tests.trainer_node.test_exact_resume import die, replace_worker
 from tests.trainer_node.test_reward_scaling import random_columns
 from trainer_node.algorithms.off_policy import Minibatch
-from trainer_node.memories.replay import ReplayMemory, fill
+from trainer_node.memories.replay import ReplayMemory
 from trainer_node.reward_average import RewardAverage
 
 ALPHA = 0.2

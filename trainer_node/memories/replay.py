@@ -9,7 +9,7 @@ the fragments it held, oldest first. They come to lie where they lay, and nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 
@@ -151,10 +151,3 @@ def discounted(reward: Array, valid: Array, terminated: Array, gamma: float) -> 
         return reward[0], np.float32(gamma) * ~terminated
     factor = (gamma ** np.arange(len(reward) + 1)).astype(np.float32)
     return (reward * valid * factor[:-1, None]).sum(axis=0), factor[valid.sum(axis=0)] * ~terminated
-
-
-def fill(memory: ReplayMemory, experience: Iterable[tuple[str, Columns]]) -> int:
-    """Adds all fragments, given as source and columns; answers how many transitions the memory then holds."""
-    for source, columns in experience:
-        memory.add(source, columns)
-    return len(memory)

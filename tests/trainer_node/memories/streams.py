@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from shared.fragment import expected_columns
 from shared.spaces import Array, Columns, Leaf, PolicySpaces, SpaceSpec
+from trainer_node.memories.replay import ReplayMemory
 
 VECTOR = SpaceSpec((Leaf("", "box", (2,), "float32"),), 0)
 CHOICE = SpaceSpec((Leaf("", "discrete", (), "int64", (3,), (0,)),), 0)
@@ -167,3 +169,10 @@ def n_steps(step: Step, n: int, gamma: float) -> tuple[float, float, dict[str, A
             return total, factor, step.led_to
         step = step.after
     raise AssertionError("n is at least 1")
+
+
+def fill(memory: ReplayMemory, experience: Iterable[tuple[str, Columns]]) -> int:
+    """Adds all fragments, given as source and columns; answers how many transitions the memory then holds."""
+    for source, columns in experience:
+        memory.add(source, columns)
+    return len(memory)

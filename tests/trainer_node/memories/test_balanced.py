@@ -8,11 +8,10 @@ import pytest
 from shared.errors import ConfigError
 from shared.memory_config import BalancedMemory as Section
 from shared.spaces import Leaf, PolicySpaces, SpaceSpec
-from tests.trainer_node.memories.streams import PLAIN, VECTOR, Stream, known, numbers
+from tests.trainer_node.memories.streams import PLAIN, VECTOR, Stream, fill, known, numbers
 from tests.trainer_node.memories.test_replay import arrays, check, quick, restored, shapes
 from trainer_node.memories.balanced import BalancedMemory, Classes
 from trainer_node.memories.make import make_memory
-from trainer_node.memories.replay import fill
 
 CLASSES: list[Classes] = ["action", "reward_sign"]
 

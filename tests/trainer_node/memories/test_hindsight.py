@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from shared.errors import ConfigError
 from shared.memory_config import HindsightMemory as Section
 from shared.spaces import Array
-from tests.trainer_node.memories.streams import GOALS, PLAIN, Step, Stream, known, n_steps, numbers
+from tests.trainer_node.memories.streams import GOALS, PLAIN, Step, Stream, fill, known, n_steps, numbers
 from tests.trainer_node.memories.test_replay import arrays, restored
 from trainer_node.memories.batch import Batch
 from trainer_node.memories.goal_rewards import goal_reward, sparse
 from trainer_node.memories.hindsight import ACHIEVED, DESIRED, HindsightMemory, Strategy
 from trainer_node.memories.make import make_memory
-from trainer_node.memories.replay import fill
 
 STRATEGIES: list[Strategy] = ["future", "final", "episode"]
 THRESHOLD = 0.9

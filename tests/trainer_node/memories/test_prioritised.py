@@ -9,11 +9,10 @@ from shared.memory_config import PrioritisedMemory as Section
 from shared.schedules import Schedule
 from shared.spaces import Array, Columns
 from shared.steps import Counters
-from tests.trainer_node.memories.streams import PLAIN, Stream, known, numbers
+from tests.trainer_node.memories.streams import PLAIN, Stream, fill, known, numbers
 from tests.trainer_node.memories.test_replay import arrays, check, contents, quick, restored, shapes
 from trainer_node.memories.make import make_memory
 from trainer_node.memories.prioritised import PrioritisedMemory
-from trainer_node.memories.replay import fill
 
 ALPHA, EPSILON = 0.7, 0.01
 

@@ -17,9 +17,9 @@ from shared.fragment import Fragment, FragmentHeader, encode
 from shared.object_store import FileStore
 from shared.spaces import Columns
 from shared.steps import Phase
-from tests.trainer_node.memories.streams import GOALS, PLAIN, Made, Step, Stream, known, n_steps, numbers
+from tests.trainer_node.memories.streams import GOALS, PLAIN, Made, Step, Stream, fill, known, n_steps, numbers
 from trainer_node.memories.batch import Batch
-from trainer_node.memories.replay import ReplayMemory, fill
+from trainer_node.memories.replay import ReplayMemory
 
 shapes = given(
     seed=st.integers(0, 10_000),
