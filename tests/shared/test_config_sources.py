@@ -139,7 +139,7 @@ def test_a_section_of_several_kinds_is_told_by_its_path(section: str, said: str)
 
 def test_a_field_of_another_algorithm_is_told_as_such() -> None:
     text = refused(None, ["algorithm.target_entropy=1"])
-    assert "unknown key algorithm.target_entropy; ppo has no such field, but sac: is algorithm.name right?" in text
+    assert "unknown key algorithm.target_entropy; ppo has no such field, but cql, sac: is algorithm.name right?" in text
 
 
 @pytest.mark.parametrize(
