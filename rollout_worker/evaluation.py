@@ -6,9 +6,9 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from statistics import fmean, pstdev
 from typing import Any
 
-import numpy as np
 import torch
 
 from rollout_worker.environments import make_vector
@@ -31,19 +31,19 @@ class Scores:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON: mean, spread, bounds, lengths, success rate, and the environment's own metrics."""
-        returns = np.array([record.episode_return for record in self.episodes])
+        returns = [record.episode_return for record in self.episodes]
         successes = [record.success for record in self.episodes if record.success is not None]
         names = sorted({name for record in self.episodes for name in record.metrics})
         return {
             "episodes": len(returns),
-            "mean_return": float(returns.mean()),
-            "std_return": float(returns.std()),
-            "min_return": float(returns.min()),
-            "max_return": float(returns.max()),
-            "mean_length": float(np.mean([record.length for record in self.episodes])),
-            "success_rate": float(np.mean(successes)) if successes else None,
+            "mean_return": fmean(returns),
+            "std_return": pstdev(returns),  # exactly 0 where all are equal
+            "min_return": min(returns),
+            "max_return": max(returns),
+            "mean_length": fmean(record.length for record in self.episodes),
+            "success_rate": fmean(successes) if successes else None,
             "metrics": {
-                name: float(np.mean([record.metrics[name] for record in self.episodes if name in record.metrics]))
+                name: fmean(record.metrics[name] for record in self.episodes if name in record.metrics)
                 for name in names
             },
         }

@@ -104,6 +104,7 @@ def test_scores_sum_up_what_was_played() -> None:
         "mean_length": 20.0, "success_rate": 0.5, "metrics": {"depth": 3.0, "speed": 7.0},
     }  # fmt: skip
     assert Scores(records[2:]).as_dict()["success_rate"] is None
+    assert Scores((EpisodeRecord(0.99, 14),) * 20).as_dict()["std_return"] == 0, "no rounding shows as spread"
 
 
 def test_agents_of_one_environment_are_evaluated_together() -> None:
