@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,19 @@ class Game:
         self.trainer = Trainer(self._open(), None)
         self.trainer.start()
 
+    def lose(self) -> None:
+        """Trainer and worker are gone at once, and the next ones take over."""
+        self.crash()
+        die(self)
+        self.restart()
+        replace_worker(self)
+
+    def lose_at(self, versions: Iterable[int]) -> None:
+        """Plays on to each of these versions, and is lost there."""
+        for version in versions:
+            self.play_to(version)
+            self.lose()
+
     def finish(self) -> str:
         """Plays to the end and writes `.finished`; answers the SHA-256 of the final policy file."""
         self.play()
@@ -116,6 +129,18 @@ class Game:
         self.crash()
         for worker in (self.worker, *self._others):
             worker.stop("end of test")
+
+
+def die(game: Game) -> None:
+    """The worker is gone at once: it releases nothing and says nothing."""
+    game.worker._heartbeat._stop.set()
+    game.worker._sampler.close()
+
+
+def replace_worker(game: Game) -> None:
+    """The next incarnation joins."""
+    game.worker = Worker(game._open(), 0)
+    game.worker.start()
 
 
 NewGame = Callable[[Config], Game]

@@ -14,7 +14,6 @@ from gymnasium import spaces
 
 from rollout_worker.evaluation import evaluate_policies
 from rollout_worker.making import describe_space
-from rollout_worker.worker import Worker
 from shared.config import Config
 from shared.errors import ConfigError, UnsupportedSpace
 from shared.spaces import Array, PolicySpaces
@@ -242,11 +241,7 @@ def test_the_whole_run_dies_again_and_again_and_the_weights_are_the_same(
         game.play_to(version)
         if version == 6:
             game.durable()
-        game.crash()
-        game.worker._heartbeat._stop.set()
-        game.restart()
-        game.worker = Worker(game._open(), 0)
-        game.worker.start()
+        game.lose()
     assert game.finish() == expected
     ours, theirs = (one.trainer._learner.algorithms["default"].state() for one in (whole, game))
     assert ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)

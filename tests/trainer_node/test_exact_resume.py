@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_worker.worker import Worker
 from shared.redis_keys import RunKeys
 from tests.environments_for_tests import MODULE
-from tests.trainer_node.game import Game, NewGame, balanced, small
+from tests.trainer_node.game import NewGame, balanced, die, replace_worker, small
 
 CONFIG = small(stop_at={"updates": 8}, environment={"id": "CartPole-v1", "num_envs": 3})
-
-
-def die(game: Game) -> None:
-    """The worker is gone at once: it releases nothing and says nothing."""
-    game.worker._heartbeat._stop.set()
-    game.worker._sampler.close()
-
-
-def replace_worker(game: Game) -> None:
-    """The next incarnation joins."""
-    game.worker = Worker(game._open(), 0)
-    game.worker.start()
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +49,7 @@ def test_the_whole_run_dies_at_every_version_and_the_weights_are_the_same(
     new_game: NewGame, expected: dict[str, str]
 ) -> None:
     game = new_game(CONFIG)
-    for version in range(1, 8):
-        game.play_to(version)
-        game.crash()
-        die(game)
-        game.restart()
-        replace_worker(game)
+    game.lose_at(range(1, 8))
     assert game.finish() == undisturbed(new_game, expected)
     assert game.worker.incarnation == 7
     balanced(game)
@@ -118,10 +100,7 @@ def test_a_run_that_dies_in_its_first_fragments_begins_as_it_began(new_game: New
     for _ in range(2):
         for _ in range(pushes):
             assert game.worker.step(0) == "pushed"
-        game.crash()
-        die(game)
-        game.restart()
-        replace_worker(game)
+        game.lose()
     assert game.finish() == whole
     balanced(game)
 

@@ -12,7 +12,6 @@ from gymnasium import spaces
 
 from rollout_worker.evaluation import evaluate_policies
 from rollout_worker.making import describe_space
-from rollout_worker.worker import Worker
 from shared.algorithm_configs.iql import IQLConfig
 from shared.spaces import PolicySpaces
 from shared.steps import Counters
@@ -88,13 +87,7 @@ def test_the_whole_run_dies_at_every_version_and_the_weights_are_the_same(new_ga
     config = small(**learning(tmp_path / "data.csv", stop_at={"updates": 8}, archive="memory"))
     expected = new_game(config).finish()
     game = new_game(config)
-    for version in range(1, 8):
-        game.play_to(version)
-        game.crash()
-        game.worker._heartbeat._stop.set()
-        game.restart()
-        game.worker = Worker(game._open(), 0)
-        game.worker.start()
+    game.lose_at(range(1, 8))
     assert game.finish() == expected
     balanced(game)
 

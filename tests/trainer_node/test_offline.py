@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 
-from rollout_worker.worker import Worker
 from shared import fragment
 from shared.archive import Archive
 from shared.config import Config
@@ -19,7 +18,7 @@ from shared.experience_log import START
 from shared.redis_keys import RunKeys
 from shared.steps import Phase
 from tests.balancing import played, write_played
-from tests.trainer_node.game import Game, NewGame, balanced, small
+from tests.trainer_node.game import NewGame, balanced, small
 
 
 @pytest.fixture
@@ -51,20 +50,10 @@ def test_a_worker_pushes_what_the_trainer_takes(new_game: NewGame, data: Path) -
     balanced(game)
 
 
-def die(game: Game) -> None:
-    game.worker._heartbeat._stop.set()
-
-
 def test_the_whole_run_dies_at_every_version_and_the_weights_are_the_same(new_game: NewGame, data: Path) -> None:
     expected = new_game(offline(data)).finish()
     game = new_game(offline(data))
-    for version in range(1, 8):
-        game.play_to(version)
-        game.crash()
-        die(game)
-        game.restart()
-        game.worker = Worker(game._open(), 0)
-        game.worker.start()
+    game.lose_at(range(1, 8))
     assert game.finish() == expected
     assert "begins new episodes" not in game.events("environment")
     balanced(game)
@@ -115,13 +104,7 @@ def test_a_memory_begins_with_what_is_recorded_and_then_the_worker_acts(new_game
 def test_a_memory_that_began_with_what_is_recorded_is_restored_exactly(new_game: NewGame, data: Path) -> None:
     expected = new_game(first_the_data(data)).finish()
     game = new_game(first_the_data(data))
-    for version in range(1, 8):
-        game.play_to(version)
-        game.crash()
-        die(game)
-        game.restart()
-        game.worker = Worker(game._open(), 0)
-        game.worker.start()
+    game.lose_at(range(1, 8))
     assert game.finish() == expected
     assert "begins new episodes" not in game.events("environment")
     balanced(game)

@@ -24,7 +24,6 @@ from shared.policies.registry import build_policies
 from shared.steps import Counters, Phase
 from tests.environments_for_tests import MODULE
 from tests.trainer_node.game import NewGame, balanced, small
-from tests.trainer_node.test_exact_resume import die, replace_worker
 from tests.trainer_node.test_ppo import CPU, of
 from tests.trainer_node.test_ranks import Side, experience, gradients, learn
 from trainer_node.algorithms.algorithm import Setting
@@ -62,12 +61,7 @@ def test_the_whole_run_dies_at_every_version_and_the_weights_are_the_same(new_ga
     config = run(name, stop_at={"updates": 6})
     whole = new_game(config).finish()
     game = new_game(config)
-    for version in range(1, 6):
-        game.play_to(version)
-        game.crash()
-        die(game)
-        game.restart()
-        replace_worker(game)
+    game.lose_at(range(1, 6))
     assert game.finish() == whole
     balanced(game)
 

@@ -20,7 +20,6 @@ from shared.errors import ArchiveIncomplete, StoreUnavailable
 from shared.experience_log import id_order
 from shared.redis_keys import RunKeys
 from tests.trainer_node.game import Game, NewGame, balanced, small
-from tests.trainer_node.test_exact_resume import die, replace_worker
 from trainer_node.rebase import rebased
 from trainer_node.replay import replay
 
@@ -93,10 +92,7 @@ def test_the_whole_run_dies_at_every_version_and_the_state_is_the_same(
         game.play_to(version)
         if version % 3 == 0:
             game.durable()  # else the last checkpoint is older, or still on its way
-        game.crash()
-        die(game)
-        game.restart()
-        replace_worker(game)
+        game.lose()
     assert ends_with(game) == undisturbed(new_game, expected, name)
     balanced(game)
 

@@ -15,7 +15,6 @@ from shared.algorithm_configs.registry import ALGORITHMS
 from shared.config import Config
 from tests.balancing import played, write_played
 from tests.trainer_node.game import NewGame, balanced, small
-from tests.trainer_node.test_exact_resume import die, replace_worker
 from tests.trainer_node.test_remembering import ends_with
 
 FROM_DATA = ("bc", "cql", "iql")
@@ -102,9 +101,6 @@ def test_it_goes_on_exactly_with_all_that_it_has(new_game: NewGame, tmp_path: Pa
         game.play_to(version)
         if version == 4:
             game.durable()  # else the last checkpoint is older, or still on its way
-        game.crash()
-        game.worker._heartbeat._stop.set() if CASES[case][0] in FROM_DATA else die(game)
-        game.restart()
-        replace_worker(game)
+        game.lose()
     assert ends_with(game) == whole
     balanced(game)

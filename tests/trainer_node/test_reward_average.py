@@ -14,7 +14,6 @@ from tests.conftest import minimal_config
 from tests.trainer_node.game import NewGame, small
 from tests.trainer_node.memories.streams import PLAIN, Stream, fill, known, numbers
 from tests.trainer_node.test_dqn import fragments, make_dqn
-from tests.trainer_node.test_exact_resume import die, replace_worker
 from tests.trainer_node.test_reward_scaling import random_columns
 from trainer_node.algorithms.off_policy import Minibatch
 from trainer_node.memories.replay import ReplayMemory
@@ -127,12 +126,7 @@ def test_a_run_that_dies_goes_on_exactly(new_game: NewGame, sections: dict[str, 
     config = small(policies={"default": policy}, **sections)
     whole = new_game(config).finish()
     game = new_game(config)
-    for version in (2, 5):
-        game.play_to(version)
-        game.crash()
-        die(game)
-        game.restart()
-        replace_worker(game)
+    game.lose_at((2, 5))
     assert game.finish() == whole
     without = small(policies={"default": policy | {"reward_ewma": None}}, **sections)
     assert new_game(without).finish() != whole, "the average changes what is learnt"

@@ -26,7 +26,6 @@ from shared.spaces import Columns, PolicySpaces
 from shared.steps import Counters
 from tests.conftest import minimal_config
 from tests.trainer_node.game import NewGame, balanced, small
-from tests.trainer_node.test_exact_resume import die, replace_worker
 from tests.trainer_node.test_ppo import CPU, of, weights
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.ppo import PPO
@@ -383,10 +382,7 @@ def test_the_whole_run_dies_at_every_version_and_the_weights_are_the_same(
         if version == 3:  # in the middle of a fragment
             assert game.worker._claim(0).granted
             game.worker._sampler.sample(game.worker._policies, game.worker._exploration(), 5)
-        game.crash()
-        die(game)
-        game.restart()
-        replace_worker(game)
+        game.lose()
     assert game.finish() == whole
     assert game.worker._sampler.life.incarnation == 0, "its episodes were taken up each time"
     balanced(game)

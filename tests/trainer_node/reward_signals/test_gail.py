@@ -25,7 +25,6 @@ from tests.conftest import minimal_config
 from tests.shared.datasets import episodes, write_csv
 from tests.trainer_node.game import NewGame, balanced
 from tests.trainer_node.test_cloning import learner_of
-from tests.trainer_node.test_exact_resume import die, replace_worker
 from tests.trainer_node.test_ppo import CPU, DISCRETE
 from tests.trainer_node.test_ranks import experience, learn
 from tests.trainer_node.test_replay import archived, replayed
@@ -190,12 +189,7 @@ def test_a_run_that_dies_goes_on_exactly_and_is_replayed(new_game: NewGame, data
     config = imitating(data, name, heatup="48 env_steps")
     whole = new_game(config).finish()
     game = new_game(config)
-    for version in (1, 2, 4):
-        game.play_to(version)
-        game.crash()
-        die(game)
-        game.restart()
-        replace_worker(game)
+    game.lose_at((1, 2, 4))
     assert game.finish() == whole
     found = replayed(game, "start", game.finished()["final"])
     assert found.equal, found.different

@@ -16,7 +16,6 @@ from shared.spaces import Array, Columns
 from shared.steps import Counters
 from tests.trainer_node.game import NewGame, balanced, small
 from tests.trainer_node.reward_signals import slow
-from tests.trainer_node.test_exact_resume import die, replace_worker
 from tests.trainer_node.test_ppo import CPU, DISCRETE, make_ppo, of, random_columns, weights
 from tests.trainer_node.test_replay import archived, replayed
 from tests.trainer_node.test_sequences import make_ppo as make_remembering
@@ -205,12 +204,7 @@ def test_a_run_that_dies_goes_on_exactly_and_is_replayed_with_all_that_signals_h
     )
     whole = new_game(config).finish()
     game = new_game(config)
-    for version in (1, 2, 4, 5):
-        game.play_to(version)
-        game.crash()
-        die(game)
-        game.restart()
-        replace_worker(game)
+    game.lose_at((1, 2, 4, 5))
     assert game.finish() == whole
     found = replayed(game, "start", game.finished()["final"])
     assert found.equal, found.different
