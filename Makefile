@@ -6,13 +6,15 @@ PYTEST ?= -n 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test soak learning check format lint types tests docs clean
+.PHONY: help demo test soak learning bench bench-check check format lint types tests docs clean
 
 help:
 	@echo "make demo    train CartPole on everything real: Redis, S3, Ray, two workers, a trainer, an evaluator"
 	@echo "make test    install what the tests need and run them, in two processes (PYTEST=\"-n 0 tests/shared …\")"
 	@echo "make soak    kill parts of a real run at random, and see that nothing is lost (SOAK=\"--minutes 10 --seed 1 …\")"
 	@echo "make learning  train every task of the table and write docs/learning/ (LEARNING=\"--only cartpole-ppo --seeds 5 …\")"
+	@echo "make bench   measure what is fast and what is not, against others too; writes docs/benchmarks/ (BENCH=\"transport --repeats 5\")"
+	@echo "make bench-check  measure again, and compare the ratios with docs/benchmarks/ (BENCH=\"transport\")"
 	@echo "make check   format, lint, types, tests"
 	@echo "make docs    write docs/CONFIG.md anew"
 	@echo "make clean   remove the virtual environment and caches (not your runs)"
@@ -50,6 +52,12 @@ $(VENV)/.installed-learning: $(VENV)/.installed-dev
 
 learning: $(VENV)/.installed-learning
 	@$(BIN)/python -m benchmarks.learning $(LEARNING)
+
+bench: $(VENV)/.installed-dev
+	@$(BIN)/python -m benchmarks $(BENCH)
+
+bench-check: $(VENV)/.installed-dev
+	@$(BIN)/python -m benchmarks check $(BENCH)
 
 check: format lint types test
 

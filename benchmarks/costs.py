@@ -10,24 +10,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import redis
 
 from benchmarks.crowd import record
-from coordinator.preparation import check, create_flow
-from coordinator.services import new_secret, start_redis
+from benchmarks.kit.own_run import own_services
 from coordinator.status import live_status
 from rollout_worker import trail
 from shared import fragment
-from shared.checkpoint import ENVIRONMENT
 from shared.config_sources import parse_config
-from shared.connection import Address
 from shared.experience_log import ExperienceLog
 from shared.flow import Claim
 from shared.heartbeat import Heartbeat, read_heartbeats
@@ -95,8 +90,7 @@ class Costs:
         self._each("fetch the policy", _SOME, lambda index: self._board.fetch(role.checkpoints))
         beats = [Heartbeat(role.redis, run, "worker", name) for name in self._names]
         for beat in beats:
-            beat.progress = {"incarnation": 0, "fragments": 1000, "transitions": 512000, "version": 100,
-                             "act_seconds": 123.456, "env_seconds": 100.123}  # fmt: skip
+            beat.progress = {"incarnation": 0, "fragments": 1000, "transitions": 512000, "version": 100}  # fmt: skip
         self._each("heartbeat", self._workers, lambda index: beats[index]._beat())
         self._each("read all heartbeats", _FEW, lambda index: read_heartbeats(role.redis, run))
         self._each("books, all in flight", _FEW, lambda index: read_books(role.redis, run))
@@ -169,23 +163,12 @@ def measure(workers: int, steps: int, envs: int) -> Costs:
         "algorithm": {"minibatch_size": 1},
         "stop_at": {"updates": 10**9},
     })  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="costs-") as name:
-        folder, password = Path(name), new_secret()
-        service = start_redis(folder / "redis", folder / "redis.log", password)
-        try:
-            (folder / "store").mkdir()
-            (folder / "keys.json").write_text(json.dumps({"redis_password": password}))
-            url = f"redis://127.0.0.1:{service.port}/0"
-            address = Address("costs", url, f"file://{folder / 'store'}", None, str(folder / "keys.json"))
-            role = open_role(config, address)
-            create_flow(role)
-            role.checkpoints.store.put(ENVIRONMENT, json.dumps(check(config).as_dict()).encode())
-            made = Costs(role, workers)
-            made.measure()
-            role.redis.close()
-            return made
-        finally:
-            service.stop()
+    with own_services() as services:
+        role = open_role(config, services.new_run(config).address)
+        made = Costs(role, workers)
+        made.measure()
+        role.redis.close()
+        return made
 
 
 def main() -> int:

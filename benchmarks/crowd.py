@@ -7,6 +7,7 @@ what was acted. Workers join, are drained, and die without a word.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import signal
@@ -15,7 +16,9 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import Any
 
 from rollout_worker.environments import make_vector
 from rollout_worker.exploration import Exploration, Sampling
@@ -29,12 +32,13 @@ from shared.launch import RoleLaunch
 from shared.policies.policy import Policy
 from shared.policies.registry import build_policies
 from shared.role import Role
+from shared.script_calls import Call
 
 _LOGGER = logging.getLogger("stagecoach.worker")
 _TAKES = 8
 """Recorded fragments, so that the trainer does not learn from one and the same."""
 _BACK_SECONDS = 2.0
-"""Until a worker that died is back: what `benchmarks.recovery` measures."""
+"""Until a worker that died is back: what `python -m benchmarks recovery` measures."""
 _LOOK_SECONDS = 0.05
 _TELL_SECONDS = 0.5
 _JOIN_SECONDS = 60.0
@@ -146,11 +150,18 @@ class WatchedFlow(Flow):
         super().__init__(role.redis, role.run_id)
         self._tally, self._dies = tally, dies
 
-    def claim(self, worker: str, incarnation: int, seq: int) -> Claim:
-        """As ever, counted."""
-        answer = super().claim(worker, incarnation, seq)
-        self._tally.add(claims=1, granted=int(answer.granted), refused=int(answer.waiting))
-        return answer
+    def claiming(self, worker: str, incarnation: int, seq: int) -> Call[Claim]:
+        """As ever; the answer is counted."""
+        call = super().claiming(worker, incarnation, seq)
+        read = call.read
+
+        def counted(answer: Any) -> Claim:
+            claim = read(answer)
+            self._tally.add(claims=1, granted=int(claim.granted), refused=int(claim.waiting))
+            return claim
+
+        call.read = counted
+        return call
 
     def wait_for_wakeup(self, claim: Claim, seconds: float) -> None:
         """As ever; raises `Died`."""
@@ -287,6 +298,27 @@ class Crowd:
         if self._random.random() < self._plan.die_per_second * _LOOK_SECONDS:
             worker, _ = self._random.choice(list(self._workers.values()))
             worker.dies.set()
+
+
+def simulate(launch: RoleLaunch, first: int, stride: int, workers: int, think: float) -> None:
+    """A process's whole life where nobody leaves or dies and nobody asks how far they are: it ends with the run."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    plan = Plan(launch, f"worker-crowd-{first}", first, stride, workers, think, 0.0, 0.0, 0)
+    role = launch.open(plan.name)
+    here, there = Pipe()
+
+    def listen() -> None:
+        running = True
+        with contextlib.suppress(EOFError, OSError):  # the crowd has ended
+            while True:
+                while here.poll(_TELL_SECONDS):
+                    here.recv()
+                if running and role.flow.read().state != "running":
+                    running = False
+                    here.send("end")
+
+    threading.Thread(target=listen, daemon=True).start()
+    Crowd(plan, role).run(there)
 
 
 def crowd(plan: Plan, pipe: Connection) -> None:

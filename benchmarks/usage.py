@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,15 @@ def processor_seconds(pid: int) -> float | None:
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
+def resident_peak(pid: int) -> int:
+    """The most bytes that a process ever held, so far; 0 where it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+
+
 @dataclass
 class ProcessorTime:
     """Adds up the processor time of roles, whose processes may come and go."""
@@ -29,7 +38,7 @@ class ProcessorTime:
     seconds: dict[str, float] = field(default_factory=dict)
     _seen: dict[int, float] = field(default_factory=dict)
 
-    def look(self, roles: dict[str, Iterable[int]]) -> None:
+    def look(self, roles: Mapping[str, Iterable[int]]) -> None:
         """Role → its processes now. What a process used before it was seen first does not count."""
         for role, pids in roles.items():
             for pid in pids:

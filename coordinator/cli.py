@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from coordinator import cli_checkpoints
+from coordinator import cli_checkpoints, cli_measure
 from coordinator.cli_options import RUNS as _RUNS
 from coordinator.cli_options import EndpointUrl, Json, PlaceArgument, RedisUrl, RunArgument, RunsDir
 from coordinator.cli_options import console as _console
@@ -46,6 +46,7 @@ app = typer.Typer(
     help="Distributed reinforcement learning: rollout workers, an experience log, checkpoints, exact resume.",
 )  # fmt: skip
 app.add_typer(cli_checkpoints.app, name="checkpoints")
+app.registered_commands += cli_measure.app.registered_commands
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=c", help="Change one field of the config; may stand often.")
 ]
@@ -78,10 +79,15 @@ def train(
     ] = None,
     detach: Detach = False,
     inline: Annotated[bool, typer.Option("--inline", help="All roles in one process, for a debugger.")] = False,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="Show at the end where each process's time went; keep a timeline."),
+    ] = False,
     background: Annotated[bool, typer.Option("--background", hidden=True)] = False,
 ) -> None:
     """Train: start all that the run needs, show it live, and end it all with a summary."""
     sets = [*(set_ or ()), *([f"initialize_from={json.dumps(initialize_from)}"] if initialize_from else ())]
+    sets += ["signals.profile=true"] if profile else []
     resolved = load_config(config, [*sets, *(["ray.address=auto"] if address else ())])
     name = new_run_id(resolved) if run_id is None else run_id
     again = ["--or-resume"] if or_resume else []
@@ -421,6 +427,9 @@ def _tend(begin: Any, background: bool = False, detach: bool = False, where: str
     LiveView(run, Console(quiet=True, markup=False) if background else _console, run.first_event).show(ended)
     outcome = run.wait()
     print_summary(run, outcome, _console)
+    if run.config.signals.profile:
+        with contextlib.suppress(UserError):  # of one that never began
+            cli_measure.show_profile(run)
     if outcome.reason == "abandoned":
         raise typer.Exit(130)
     if outcome.failed:

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.coordinator import Outcome
+from coordinator.profiles import in_one_line
 from coordinator.room import Room
 from coordinator.run import Run
 from coordinator.status import Status
@@ -198,6 +199,9 @@ def print_status(status: Status, console: Console) -> None:
         roles.add_row(name, state, beat.waiting_for or "", seconds, str(beat.pid), beat.host, beat.address)
     if status.roles:
         console.print(roles)
+    for beat in status.roles:
+        if line := in_one_line(beat.stages):
+            console.print(f"{beat.id}: {line}", highlight=False, soft_wrap=True)
     if status.scaling.get("room"):
         console.print(f"room for {Room(**status.scaling['room'])}", highlight=False, soft_wrap=True)
     books = Table("worker", "env steps", title="ledger", title_justify="left")

@@ -89,7 +89,8 @@ class Coordinator:
         running.callback(folder.unlock)
         log_to_file(str(folder.path), "coordinator")
         try:
-            # Services: embedded ones are children of this process, in the run's folder
+            # Services: embedded ones are children of this process, in the run's folder; Ray takes longest
+            _LOGGER.info("starting services")
             if inline:
                 refuse_ranks(config)
             ray_head = None if inline else _begin_ray(config, logs, running)
@@ -100,11 +101,14 @@ class Coordinator:
 
             # What Redis and the store hold of the run before any role starts; the last thing that may be refused
             role.checkpoints.store.check()
+            if ray_head is not None:
+                ray_head.wait()
             begun()
             launch = RoleLaunch(config.model_dump(mode="json"), address, folder.import_path(), str(folder.path))
             additions = None if ray_head is None else _join(ray_head, launch, config)
             made.first_event = recent_events(role.redis, role.run_id, 0)
             prepare(role)
+            _LOGGER.info("the run is prepared; starting roles")
 
             # Roles: Ray actors, or all in this process
             folder.write_services(address, launch.import_path)
@@ -175,11 +179,13 @@ def _start_services(folder: RunFolder, config: Config, logs: Path, running: Exit
         running.callback(service.stop)
         services.append(service)
         redis_url = f"redis://127.0.0.1:{service.port}/0"
+        _LOGGER.info("Redis serves")
     if store_url == "embedded":
         service = start_s3(folder.path / "s3", logs / "s3.log", secret["s3_access_key"], secret["s3_secret_key"])
         running.callback(service.stop)
         services.append(service)
         store_url, endpoint_url = f"s3://{BUCKET}", f"http://127.0.0.1:{service.port}"
+        _LOGGER.info("the S3 server serves")
     keeper = Keeper(services, config)
     running.callback(keeper.stop)
     return Address(
@@ -188,6 +194,7 @@ def _start_services(folder: RunFolder, config: Config, logs: Path, running: Exit
 
 
 def _begin_ray(config: Config, logs: Path, running: ExitStack) -> Any:
+    """Launches it and goes on: it takes seconds, in which the other services start."""
     if config.ray.address == "embedded" and "ray" not in sys.modules:
         os.environ.setdefault(LOOPBACK_VARIABLE, "0")  # Ray looks at it while it is imported
     from coordinator.ray_head import RayHead  # takes a second, which only who needs it shall pay
@@ -205,6 +212,7 @@ def _join(head: Any, launch: RoleLaunch, config: Config) -> Any:
     from coordinator.capacity import additions, check_room
 
     head.connect()
+    _LOGGER.info("Ray is joined")
     if config.ray.address != "embedded":
         from coordinator.preflight import check_machines
 

@@ -44,6 +44,8 @@ _CLUSTER_SECONDS = 2.0
 """How often machines are counted."""
 _FRUITLESS_LIVES = 3
 """So many lives may end before their first fragment (or score); more of the same will not help."""
+_OTHERS_FIRST_SECONDS = 15.0
+"""So long the evaluator waits for the others to be there: it has nothing to do before, and they need the cores."""
 _FAILED = "failed: "
 """How the last heartbeat of a process begins that its own watchdog has ended."""
 _FOR_EVER = {"max_restarts": -1, "max_task_retries": -1}
@@ -79,7 +81,8 @@ class Fleet:
             self._start(rank_id(rank), RankActor, trainer_options(role.config), launch, rank)
             for rank in range(1, role.config.trainer.ranks)
         ]
-        self._evaluator = self._start("evaluator", EvaluatorActor, evaluator_options(role.config), launch)
+        self._evaluator: Member | None = None
+        self._begun = time.monotonic()
         self._heartbeat = Heartbeat(role.redis, role.run_id, "coordinator", "coordinator")
         self.outcome: str | None = None
         """Why the trainer has ended."""
@@ -114,11 +117,20 @@ class Fleet:
             time.sleep(_LOOK_SECONDS)
         if self.outcome is None:
             beats = self._read_beats()
+            if self._evaluator is None and self._others_are_there(beats):
+                options = evaluator_options(self._config)
+                self._evaluator = self._start("evaluator", EvaluatorActor, options, self._launch)
             for member in self._members():
                 self._watch(member, beats.get(member.name))
             self._count_machines()
             self._watch_placement(beats)
             self._follow(self._role.flow.read(), beats)
+
+    def _others_are_there(self, beats: Mapping[str, Beat]) -> bool:
+        """Trainer, ranks and at least one worker; or they take too long."""
+        there = self._trainer.name in beats and any(member.name in beats for member in self._workers.values())
+        there = there and all(rank.name in beats for rank in self._ranks)
+        return there or time.monotonic() - self._begun > _OTHERS_FIRST_SECONDS
 
     def _read_beats(self) -> Mapping[str, Beat]:
         """At each turn, or where they are so many that this would cost much, about as often as they come."""
@@ -163,7 +175,8 @@ class Fleet:
             ray.kill(member.actor, no_restart=True)
 
     def _members(self) -> list[Member]:
-        return [self._trainer, *self._ranks, self._evaluator, *self._workers.values()]
+        evaluator = [] if self._evaluator is None else [self._evaluator]
+        return [self._trainer, *self._ranks, *evaluator, *self._workers.values()]
 
     def _start(self, name: str, actor: Any, options: dict[str, Any], *arguments: Any) -> Member:
         made = actor.options(**_FOR_EVER, **options).remote(*arguments)

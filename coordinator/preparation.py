@@ -47,6 +47,8 @@ from trainer_node.recollection import restore_whole
 
 FIRST_CHECKPOINT = checkpoint_name(0, 0)
 _LOOK_SECONDS = 0.3
+_MOST_VALUE_BYTES = 511 << 20
+"""Redis refuses a value of more than 512 MiB (proto-max-bulk-len); names and a header come beside the arrays."""
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 
 
@@ -64,7 +66,11 @@ def check(config: Config) -> EnvironmentDescription:
     description = describe_environment(config)
     for policy_id, policy in config.policies.items():
         ExperienceFilter(policy, f"policies.{policy_id}")
-    build_policies(description.policies, config.policies, algorithm, seed=0)
+    policies = build_policies(description.policies, config.policies, algorithm, seed=0)
+    if config.policy_versions.transport == "redis":
+        parts = (part for policy in policies.values() for part in (*policy.parameters(), *policy.buffers()))
+        _check_version_fits(sum(part.nbytes for part in parts))
+    del policies  # perhaps gigabytes
     if config.environment.vectorization == "native":
         make_native(config.environment).close()
     make(evaluation_environment(config)).close()
@@ -74,6 +80,7 @@ def check(config: Config) -> EnvironmentDescription:
     rollout = config.rollout
     fragment = description.fragment_bytes(rollout.fragment_steps, config.environment.num_envs, config.state_sizes)
     window = (rollout.max_policy_lag + 1) * rollout.fragments_per_update
+    _check_fragment_fits(fragment, description)
     if fragment * (window + rollout.fragments_per_update) > rollout.max_log_bytes:
         raise ConfigError(
             f"rollout.max_log_bytes={rollout.max_log_bytes} cannot hold the fragments in flight: {window} + "
@@ -81,6 +88,25 @@ def check(config: Config) -> EnvironmentDescription:
             f"other for ever. Raise it, or lower rollout.fragment_steps or environment.num_envs"
         )
     return description
+
+
+def _check_version_fits(size: int) -> None:
+    """Else the trainer would fail at its first publication, after everything else has started."""
+    if size > _MOST_VALUE_BYTES:
+        raise ConfigError(
+            f"a policy version of {size} bytes is more than one value of Redis holds ({_MOST_VALUE_BYTES} bytes); set "
+            f"policy_versions.transport: object_store, or a smaller network (policies.<id>.hidden_sizes)"
+        )
+
+
+def _check_fragment_fits(size: int, description: EnvironmentDescription) -> None:
+    """Else a worker would fail at its first push. Images travel smaller than they are, by how much is not known."""
+    leaves = [leaf for spaces in description.policies.values() for leaf in spaces.observation.leaves]
+    if size > _MOST_VALUE_BYTES and not any(leaf.is_image for leaf in leaves):
+        raise ConfigError(
+            f"a fragment of about {size} bytes is more than one value of Redis holds ({_MOST_VALUE_BYTES} bytes); "
+            f"lower rollout.fragment_steps or environment.num_envs, and raise rollout.fragments_per_update instead"
+        )
 
 
 def with_recorded(config: Config, description: EnvironmentDescription) -> Config:

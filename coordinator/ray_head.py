@@ -13,7 +13,7 @@ import ray
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
 
-from coordinator.services import RayService, ServiceError, new_secret, start_ray
+from coordinator.services import RayService, ServiceError, StartingRay, begin_ray, new_secret
 from shared.config import Config
 from shared.errors import UserError
 
@@ -35,26 +35,34 @@ _LOGGER = logging.getLogger("stagecoach.coordinator")
 
 
 class RayHead:
-    """Starts (where embedded) and connects to Ray; a Ray that this process is connected to already is used as it is."""
+    """Launches (where embedded) and connects to Ray; one that this process is connected to already is used as it is."""
 
     def __init__(self, config: Config, logs: Path) -> None:
         self._logs = logs
         self._config = config
         self._owned = not ray.is_initialized()
         self._address = config.ray.address
+        self._starting: StartingRay | None = None
         self._head: RayService | None = None
         if self._owned and self._address == "embedded":
-            self._start()
+            self._begin()
         elif self._owned:
             _configure()
 
-    def _start(self) -> None:
+    def _begin(self) -> None:
         token = _token()
         _configure()
         cpus = self._config.ray.num_cpus or max(_EMBEDDED_CPUS, os.cpu_count() or 1)
         loopback = not ray_constants.ENABLE_RAY_CLUSTER  # else Ray was imported before, and is not to be moved
-        self._head = start_ray(self._logs / "ray.log", cpus, token, loopback)
-        self._address = self._head.address
+        self._starting = begin_ray(self._logs / "ray.log", cpus, token, loopback)
+
+    def wait(self) -> None:
+        """Until embedded Ray serves, which takes seconds: others start meanwhile. Raises `ServiceError`."""
+        if self._starting is not None:
+            starting, self._starting = self._starting, None
+            self._head = starting.wait()
+            self._address = self._head.address
+            _LOGGER.info("Ray serves")
 
     @property
     def embedded(self) -> bool:
@@ -77,13 +85,14 @@ class RayHead:
         if leaving.is_alive():
             raise ServiceError(f"Ray died, and its driver did not let go within {_LEAVE_SECONDS:g} s")
         self._head.stop(self._logs / "ray")
-        self._start()
+        self._begin()
         self.connect()
 
     def connect(self) -> None:
         """Makes this process a driver; raises `UserError` where the cluster does not answer."""
         if not self._owned:
             return
+        self.wait()
         ray_worker.print_to_stdstream = _to_log  # type: ignore[assignment]
         try:
             ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
@@ -103,6 +112,8 @@ class RayHead:
         if not self._owned:
             return
         ray.shutdown()
+        if self._starting is not None:
+            self._starting.stop()
         if self._head is not None:
             self._head.stop(self._logs / "ray")
 

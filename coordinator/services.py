@@ -85,6 +85,37 @@ class Service:
         self.process.wait()
 
 
+class Starting:
+    """A service that is launched and does not serve yet, so that others can be started meanwhile."""
+
+    def __init__(
+        self, name: str, log: Path, launch: Callable[[int], subprocess.Popen[bytes]], ready: Callable[[int], bool]
+    ) -> None:
+        self._name, self._log, self._launch, self._ready = name, log, launch, ready
+        self._service = self._launched()
+
+    def wait(self) -> Service:
+        """Until it serves; it is launched on other ports until one sticks: another process may take one first."""
+        for attempt in range(_TRIES):
+            try:
+                if _until_ready(self._service):
+                    return self._service
+            except BaseException:  # not in time, or Ctrl-C: nobody else knows of this process yet
+                self._service.stop()
+                raise
+            if attempt < _TRIES - 1:
+                self._service = self._launched()
+        raise ServiceError(f"{self._name} ends at once; it says: {self._service.last_words()}")
+
+    def stop(self) -> None:
+        """Ends it, whether it serves by now or not."""
+        self._service.stop()
+
+    def _launched(self) -> Service:
+        port = free_port()
+        return Service(self._name, self._launch(port), port, self._log, self._launch, self._ready)
+
+
 def start_redis(folder: Path, log: Path, password: str) -> Service:
     """A Redis with an append-only file in `folder`; refuses writes when full, never evicts."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,8 +184,35 @@ class RayService:
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
+@dataclass
+class StartingRay:
+    """An embedded Ray whose head is launched and does not serve yet."""
+
+    head: Starting
+    temporary: Path
+
+    def wait(self) -> RayService:
+        """Until it serves; raises `ServiceError`."""
+        try:
+            service = self.head.wait()
+        except BaseException:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            raise
+        return RayService(service, _ray_address(self.temporary).read_text().strip(), self.temporary)
+
+    def stop(self) -> None:
+        """Ends it; nobody has used it."""
+        self.head.stop()
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
 def start_ray(log: Path, num_cpus: int, token: str, loopback: bool) -> RayService:
-    """A Ray head with token authentication, on loopback where the driver can follow it there.
+    """See `begin_ray`; returns once it serves."""
+    return begin_ray(log, num_cpus, token, loopback).wait()
+
+
+def begin_ray(log: Path, num_cpus: int, token: str, loopback: bool) -> StartingRay:
+    """Launches a Ray head with token authentication, on loopback where the driver can follow it there.
 
     Its workers inherit this process's environment.
     """
@@ -167,7 +225,7 @@ def start_ray(log: Path, num_cpus: int, token: str, loopback: bool) -> RayServic
     }  # fmt: skip
     if loopback:
         environment[LOOPBACK_VARIABLE] = "0"
-    current = temporary / "ray_current_cluster"
+    current = _ray_address(temporary)
 
     def launch(port: int) -> subprocess.Popen[bytes]:
         command = [
@@ -175,17 +233,23 @@ def start_ray(log: Path, num_cpus: int, token: str, loopback: bool) -> RayServic
             "--dashboard-agent-listen-port=0", f"--ray-client-server-port={port}",
             *(["--node-ip-address=127.0.0.1"] if loopback else []),
             "--min-worker-port=0",
-            "--max-worker-port=0", "--include-dashboard=false", f"--temp-dir={temporary}", f"--num-cpus={num_cpus}",
+            "--max-worker-port=0", "--include-dashboard=false", "--no-monitor", "--include-log-monitor=false",
+            f"--temp-dir={temporary}", f"--num-cpus={num_cpus}",
             "--object-store-memory=100000000", "--disable-usage-stats",
         ]  # fmt: skip
         return _spawn(command, log, environment=environment)
 
     try:
-        service = _start("Ray", log, launch, lambda _: bool(current.exists() and current.read_text().strip()))
+        head = Starting("Ray", log, launch, lambda _: bool(current.exists() and current.read_text().strip()))
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return RayService(service, current.read_text().strip(), temporary)
+    return StartingRay(head, temporary)
+
+
+def _ray_address(temporary: Path) -> Path:
+    """Where a Ray head writes its address once it serves."""
+    return temporary / "ray_current_cluster"
 
 
 def _sweep_ray_folders() -> None:
@@ -238,19 +302,8 @@ def new_secret() -> str:
 def _start(
     name: str, log: Path, launch: Callable[[int], subprocess.Popen[bytes]], ready: Callable[[int], bool]
 ) -> Service:
-    """Launches on a free port until one sticks (another process may take it first), and waits until it is ready."""
-    for attempt in range(_TRIES):
-        port = free_port()
-        service = Service(name, launch(port), port, log, launch, ready)
-        try:
-            if _until_ready(service):
-                return service
-        except BaseException:  # not in time, or Ctrl-C: nobody else knows of this process yet
-            service.stop()
-            raise
-        if attempt == _TRIES - 1:
-            raise ServiceError(f"{name} ends at once; it says: {service.last_words()}")
-    raise AssertionError("unreachable")
+    """Launches a service, and waits until it is ready."""
+    return Starting(name, log, launch, ready).wait()
 
 
 def _until_ready(service: Service) -> bool:

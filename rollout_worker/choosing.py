@@ -72,6 +72,8 @@ class OneHead(EpsilonGreedy):
     environment act by the same head. Probabilities are those of this head's choices.
     """
 
+    knows_episodes = True
+
     def __init__(self, epsilon: float) -> None:
         super().__init__(epsilon)
         self._numbers: dict[int, int] = {}

@@ -47,6 +47,12 @@ class GymnasiumEnvironments:
         self._lengths = np.zeros(self.num_envs, np.int64)
         self._seeds: Sequence[int] = ()
         self._episodes = np.zeros(self.num_envs, np.int64)
+        self._everyone = np.ones(self.num_envs, np.bool_)
+        self._no_slots = np.zeros(0, np.int32)
+        self._no_final = {
+            leaf.column("final_obs"): np.zeros((0, *leaf.shape), leaf.column_dtype)
+            for leaf in self._spaces.observation.leaves
+        }
 
     def reset(self, seeds: Sequence[int], past: Past | None = None) -> dict[str, tuple[Columns, Array]]:
         self._seeds = seeds
@@ -100,45 +106,62 @@ class GymnasiumEnvironments:
 
     def _step(self, actions: Any) -> Step:
         observations, rewards, terminated, truncated, infos = self._env.step(actions)
-        mask = ~self._over if self._mode is AutoresetMode.NEXT_STEP else np.ones(self.num_envs, np.bool_)
-        done = (terminated | truncated) & mask
-        reward = np.where(mask, rewards, 0.0)
-        self._returns += reward
+        mask = self._everyone
+        if self._mode is AutoresetMode.NEXT_STEP and self._over.any():  # they only start again
+            mask = ~self._over
+            rewards, terminated, truncated = np.where(mask, rewards, 0.0), terminated & mask, truncated & mask
+        self._returns += rewards
         self._lengths += mask
-        final_slots = np.flatnonzero(truncated & mask).astype(np.int32)
-        episodes = [(int(i), self._record(int(i), infos)) for i in np.flatnonzero(done)]
-        final = self._final_obs(observations, infos, final_slots)
-        if done.any():
-            self._returns[done] = 0
-            self._lengths[done] = 0
-            self._episodes[done] += 1
+        done = terminated | truncated
+        final, final_slots = self._no_final, self._no_slots
+        episodes: list[tuple[int, EpisodeRecord]] = []
+        ended = np.flatnonzero(done)
+        if ended.size:
+            if truncated.any():
+                final_slots = np.flatnonzero(truncated).astype(np.int32)
+                final = self._final_obs(observations, infos, final_slots)
+            episodes = self._records(ended, infos)
+            self._returns[ended] = 0
+            self._lengths[ended] = 0
+            self._episodes[ended] += 1
             if self._mode is AutoresetMode.DISABLED:
+                terminated, truncated = terminated.copy(), truncated.copy()  # a reset may write into its own
                 seeds = None if self._native else self._episode_seeds(done)
                 observations, _ = self._env.reset(seed=seeds, options={"reset_mask": done})
         self._over = done
         step = PolicyStep(
             self._spaces.observation.flatten("obs", observations),
-            reward.astype(np.float32), terminated & mask, truncated & mask, mask, final, final_slots,
+            np.asarray(rewards, np.float32), terminated, truncated, mask, final, final_slots,
         )  # fmt: skip
         return Step({self._policy: step}, episodes)
 
     def _final_obs(self, observations: Any, infos: dict[str, Any], slots: Array) -> Columns:
-        if self._mode is AutoresetMode.SAME_STEP and slots.size:
+        if self._mode is AutoresetMode.SAME_STEP:
             rows = [self._spaces.observation.flatten("final_obs", infos["final_obs"][i]) for i in slots]
             return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
         return {
             name: array[slots] for name, array in self._spaces.observation.flatten("final_obs", observations).items()
         }
 
-    def _record(self, index: int, infos: dict[str, Any]) -> EpisodeRecord:
+    def _records(self, ended: Array, infos: dict[str, Any]) -> list[tuple[int, EpisodeRecord]]:
+        """Of the environments in which an episode has ended; a thousand copies end some in nearly every step."""
         if self._mode is AutoresetMode.SAME_STEP:
             infos = infos.get("final_info", {})
-        metrics: dict[str, float] = {}
-        for name, values in infos.items():
-            present = infos.get(f"_{name}")
-            if present is not None and np.ndim(values) == 1 and present[index]:
-                metrics |= scalar(name, values[index])
-        return episode_record(float(self._returns[index]), int(self._lengths[index]), metrics)
+        told = [
+            (name, values, infos[f"_{name}"])
+            for name, values in infos.items()
+            if f"_{name}" in infos and np.ndim(values) == 1
+        ]
+        records = []
+        for index, total, length in zip(
+            ended.tolist(), self._returns[ended].tolist(), self._lengths[ended].tolist(), strict=True
+        ):
+            metrics: dict[str, float] = {}
+            for name, values, present in told:
+                if present[index]:
+                    metrics |= scalar(name, values[index])
+            records.append((index, episode_record(total, length, metrics)))
+        return records
 
     def close(self) -> None:
         try:

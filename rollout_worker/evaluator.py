@@ -19,6 +19,7 @@ from shared.errors import CheckpointError, EnvironmentFailure, StoreError, Store
 from shared.events import emit, read_evaluations, read_events, record_evaluation
 from shared.heartbeat import Heartbeat, insist
 from shared.policies.codec import decode_policy
+from shared.profile import Profile
 from shared.role import Role
 
 _LOGGER = logging.getLogger("stagecoach.evaluator")
@@ -34,6 +35,8 @@ class Evaluator:
     def __init__(self, role: Role) -> None:
         self._role = role
         self._heartbeat = Heartbeat(role.redis, role.run_id, "evaluator", "evaluator")
+        self._profile = Profile(role.checkpoints.store, "evaluator", role.config.signals.profile)
+        self._stages = self._profile.add("evaluating", self._heartbeat.stages)
         self._after = "0-0"
         self._failures = 0
         self._watchdog = Watchdog("evaluator", role.config, self._heartbeat, self._last_orders)
@@ -75,6 +78,7 @@ class Evaluator:
         """Says good-bye."""
         self._watchdog.stop()
         self._heartbeat.stop(reason)
+        self._profile.write()
 
     def step(self, wait_seconds: float) -> str:
         """One turn: `evaluated` the newest checkpoint, or `waited` for one."""
@@ -111,7 +115,8 @@ class Evaluator:
         try:
             checkpoint = role.checkpoints.load(name, only="policy.safetensors")
             policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
-            scores = evaluate_policies(role.config, self._description, policies, watchdog=self._watchdog).as_dict()
+            with self._stages.during("evaluate"):
+                scores = evaluate_policies(role.config, self._description, policies, watchdog=self._watchdog).as_dict()
         except _PASSING as error:
             _LOGGER.warning("cannot evaluate %s: %s", name, error)  # pruned meanwhile, or damaged: the next one counts
             time.sleep(_POLL_SECONDS)

@@ -19,6 +19,9 @@ from shared.spaces import Leaf
 class Exploration:
     """Chooses actions for a batch of observations; base of all ways to do so."""
 
+    knows_episodes = False
+    """Whether it acts by the episode that each environment is in, and so wants to be told."""
+
     def begin(self, environment: int, seed: int) -> None:
         """From now on environment `environment` is in the episode of this seed (told at a fragment's beginning too)."""
 

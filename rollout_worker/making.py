@@ -12,6 +12,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from rollout_worker.envpool_environments import is_envpool, make_envpool, make_envpool_vector
 from shared.config import Config, EnvironmentConfig
 from shared.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, UnsupportedSpace
 from shared.spaces import EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
@@ -62,7 +63,9 @@ def make(config: EnvironmentConfig, **overrides: Any) -> Any:
     `overrides` (such as `render_mode`) replace config kwargs. Raises `EnvironmentUnusable` with the cause.
     """
     kwargs = {**config.kwargs, **overrides}
-    if is_factory(config.id):
+    if is_envpool(config.id):
+        env: Any = make_envpool(config.id, config.max_episode_steps, kwargs)
+    elif is_factory(config.id):
         env = _call(import_object(config.id, "environment.id"), kwargs, config.id)
     else:
         limit: dict[str, Any] = {"max_episode_steps": config.max_episode_steps} if config.max_episode_steps else {}
@@ -84,6 +87,8 @@ def make_native(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any
     """The environment's own vectorised version, with `num_envs` copies."""
     if config.wrappers:
         raise ConfigError("environment.vectorization=native cannot apply environment.wrappers; use sync or async")
+    if is_envpool(config.id):
+        return make_envpool_vector(config.id, config.num_envs, config.max_episode_steps, config.kwargs)
     if is_factory(config.id):
         made = _call(
             import_object(config.id, "environment.id"), {"num_envs": config.num_envs, **config.kwargs}, config.id
@@ -110,7 +115,7 @@ def make_native(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any
 
 def is_factory(name: str) -> bool:
     """Whether `module:factory` is meant (gymnasium's own `module:Name-v0` imports a module, then makes an id)."""
-    return ":" in name and not re.search(r"-v\d+$", name)
+    return ":" in name and not re.search(r"-v\d+$", name) and not is_envpool(name)
 
 
 def import_object(path: str, field: str) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from shared.policies.policy import Policy
 from shared.policies.registry import torch_device
 from shared.policies.stateful import with_states
 from shared.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
+from shared.stages import Stages
 
 
 @dataclass
@@ -44,8 +45,10 @@ class Sampler:
         life: Life,
         device: str = "cpu",
         past: Trail | None = None,
+        stages: Stages | None = None,
     ) -> None:
         """Begins `life`; or takes it up where a predecessor's trail ends: `stands` tells whether it came there."""
+        self._stages = stages or Stages()
         self._environment = environment
         self._description = description
         self._device = torch_device(device)
@@ -64,7 +67,12 @@ class Sampler:
     @torch.inference_mode()
     def sample(self, policies: Mapping[str, Policy], exploration: Exploration, steps: int) -> Sample:
         """Acts `steps` steps in every environment; raises `EnvironmentFailure`, and then nothing was produced."""
-        started, environment_seconds = time.perf_counter(), 0.0
+        with self._stages.during("record"):
+            return self._sample(policies, exploration, steps)
+
+    def _sample(self, policies: Mapping[str, Policy], exploration: Exploration, steps: int) -> Sample:
+        acting, stepping = self._stages.during("act"), self._stages.during("env")
+        started, stepped = time.perf_counter(), self._stages.nanoseconds("env")
         self._generator.manual_seed(self.life.acting(self._number))
         recorders = {
             policy_id: _Recorder(spaces, steps, self._slots(policy_id), policies[policy_id].state_size)
@@ -73,7 +81,7 @@ class Sampler:
         remembering = with_states(policies, {policy_id: self._slots(policy_id) for policy_id in policies}, self._states)
         for policy_id, its in remembering.items():
             recorders[policy_id].columns[STATE][:] = its.state.cpu().numpy()
-        acting = {**policies, **remembering}
+        asked = {**policies, **remembering}
         episodes: list[EpisodeRecord] = []
         for index in range(self._environment.num_envs):
             self._begin(exploration, index)
@@ -81,13 +89,13 @@ class Sampler:
             actions = {}
             for policy_id, recorder in recorders.items():
                 observations = self._now[policy_id]
-                tensors = {name: torch.from_numpy(array).to(self._device) for name, array in observations.items()}
-                chosen, params = exploration.act(acting[policy_id], tensors, self._generator)
-                actions[policy_id] = {name: tensor.cpu().numpy() for name, tensor in chosen.items()}
+                with acting:
+                    tensors = {name: torch.from_numpy(array).to(self._device) for name, array in observations.items()}
+                    chosen, params = exploration.act(asked[policy_id], tensors, self._generator)
+                    actions[policy_id] = {name: tensor.cpu().numpy() for name, tensor in chosen.items()}
                 recorder.acted(step, observations, actions[policy_id], params)
-            before = time.perf_counter()
-            result = self._environment.step(actions)
-            environment_seconds += time.perf_counter() - before
+            with stepping:
+                result = self._environment.step(actions)
             for policy_id, recorder in recorders.items():
                 recorder.stepped(step, result.policies[policy_id])
                 self._now[policy_id] = result.policies[policy_id].obs
@@ -104,11 +112,12 @@ class Sampler:
         self._states = {policy_id: its.state for policy_id, its in remembering.items()}
         self._number += 1
         seconds = time.perf_counter() - started
-        return Sample(columns, tuple(episodes), seconds, environment_seconds)
+        return Sample(columns, tuple(episodes), seconds, (self._stages.nanoseconds("env") - stepped) / 1e9)
 
     def _begin(self, exploration: Exploration, index: int) -> None:
-        """Tells which episode environment `index` is in."""
-        exploration.begin(index, trail.episode_seed(self._seeds[index], self._episodes[index]))
+        """Tells which episode environment `index` is in, where that matters: a thousand short ones end all the time."""
+        if exploration.knows_episodes:
+            exploration.begin(index, trail.episode_seed(self._seeds[index], self._episodes[index]))
 
     def _slots(self, policy_id: str) -> int:
         return self._environment.num_envs * self._description.slots(policy_id)

@@ -94,7 +94,7 @@ def episode_record(
     episode_return: float, length: int, metrics: dict[str, float], agent_returns: dict[str, float] | None = None
 ) -> EpisodeRecord:
     """A record, with `is_success` or `success` taken out of the metrics."""
-    found = [metrics.pop(name) for name in SUCCESS if name in metrics]
+    found = [metrics.pop(name) for name in SUCCESS if name in metrics] if metrics else ()
     success = found[0] if found else None
     return EpisodeRecord(
         episode_return, length, None if success is None else bool(success), agent_returns or {}, metrics

@@ -33,6 +33,7 @@ from shared.heartbeat import Heartbeat, insist, poll
 from shared.policies.codec import load_state_arrays
 from shared.policies.registry import build_policies, torch_device
 from shared.policy_board import PolicyBoard, PolicyVersion, version_of
+from shared.profile import Profile
 from shared.rate import Rate
 from shared.role import Role
 from shared.steps import Phase
@@ -58,10 +59,14 @@ class Worker:
         self._log = role.log()
         self._board = PolicyBoard(role.redis, role.run_id)
         self._heartbeat = Heartbeat(role.redis, role.run_id, "worker", self.id)
+        self._profile = Profile(role.checkpoints.store, self.id, role.config.signals.profile)
+        self._stages = self._profile.add("acting", self._heartbeat.stages)
         environment = role.config.environment
         self._failures = Rate(environment.failures_allowed, environment.failure_window_seconds)
         self._held: tuple[Claim, Sample] | None = None
         """What was acted, and waits for memory on a shard where nobody may block for it (the one-process mode)."""
+        self._ahead: Claim | None = None
+        """The claim for the next fragment, where it was asked for with the last push."""
         self._acting = False
         """Whether this incarnation has begun to act."""
         self._superseded = False
@@ -101,9 +106,10 @@ class Worker:
         self.incarnation, self._epoch = self._role.flow.register(self.id)
         self._heartbeat.progress = {"incarnation": self.incarnation, "fragments": 0, "transitions": 0}
         self._heartbeat.start()
-        self._build()
-        self._bootstrap()
-        self._sampler = self._start_environment()
+        with self._stages.during("start"):
+            self._build()
+            self._bootstrap()
+            self._sampler = self._start_environment()
         emit(self._role.redis, self._role.run_id, "worker", f"{self.id} joined (incarnation {self.incarnation})")
         _LOGGER.info("%s joined run %s as incarnation %d", self.id, self._role.run_id, self.incarnation)
 
@@ -117,7 +123,8 @@ class Worker:
     def _turn(self, wait_seconds: float) -> str:
         if self._held is not None:
             return self._push(*self._held, wait_seconds)
-        claim = self._claim(wait_seconds)
+        with self._stages.during("claim"):
+            claim = self._claim(wait_seconds)
         if claim.waiting:
             return "waited"
         if claim.word == "taken":
@@ -149,6 +156,7 @@ class Worker:
             _LOGGER.exception("%s could not end in order", self.id)
         finally:
             self._heartbeat.stop(reason, last_beat=not self._superseded and self.incarnation >= 0)
+            self._profile.write()
         _LOGGER.info("%s ended: %s", self.id, reason)
 
     def _last_orders(self, reason: str) -> None:
@@ -159,7 +167,9 @@ class Worker:
         self._heartbeat.stop(f"failed: {reason}")
 
     def _claim(self, wait_seconds: float) -> Claim:
-        claim = self._role.flow.claim(self.id, self.incarnation, self._seq)
+        claim, self._ahead = self._ahead, None
+        if claim is None or not (claim.granted or claim.waiting):
+            claim = self._role.flow.claim(self.id, self.incarnation, self._seq)
         if not claim.waiting or wait_seconds <= 0:
             return claim
         while claim.waiting and self._watchdog.outgrown is None:
@@ -227,12 +237,16 @@ class Worker:
             steps=self._config.rollout.fragment_steps, num_envs=self._config.environment.num_envs,
             episodes=sample.episodes, acting_seconds=round(sample.acting_seconds, 6), life=str(self._sampler.life),
         )  # fmt: skip
-        blob = fragment.encode(fragment.Fragment(header, sample.columns), self._config.rollout.compression)
-        left, length = self._trail(sample)
+        with self._stages.during("encode"):
+            blob = fragment.encode(fragment.Fragment(header, sample.columns), self._config.rollout.compression)
+            left, length = self._trail(sample)
         place = self.id, self.incarnation, self._seq, claim.epoch
-        push = partial(self._log.push, *place, header.transitions, blob, left, length)
+        # in the one-process mode the trainer has its turn before, so that the claim is for what it publishes then
+        claiming = self._role.flow.claiming(self.id, self.incarnation, self._seq + 1) if wait_seconds > 0 else None
+        push = partial(self._log.push, *place, header.transitions, blob, left, length, claiming)
         try:
-            word = push()
+            with self._stages.during("push"):
+                word = push()
         except ShardUnavailable as error:
             if isinstance(error, ShardFull) and wait_seconds <= 0:
                 self._held = claim, sample
@@ -247,13 +261,14 @@ class Worker:
             return self._register_again()
         if word != "stale":
             self._seq += 1
+            self._ahead = claiming.answer if claiming is not None else None
+        elif claiming is not None:  # its number stays the next one's
+            self._role.flow.release(f"{self.id}:{self.incarnation}")
         progress = self._heartbeat.progress
         self._heartbeat.progress = progress | {
             "fragments": progress["fragments"] + 1,
             "transitions": progress["transitions"] + header.transitions,
             "version": self._header.version,
-            "act_seconds": round(progress.get("act_seconds", 0.0) + sample.acting_seconds, 3),
-            "env_seconds": round(progress.get("env_seconds", 0.0) + sample.environment_seconds, 3),
             "incarnation": self.incarnation,
         }
         return "pushed"
@@ -283,7 +298,7 @@ class Worker:
     def _register_again(self) -> str:
         """Redis was set back in time: what it knows of this worker may be wrong."""
         self.incarnation, self._epoch = self._role.flow.register(self.id, self.incarnation + 1)
-        self._seq = 0
+        self._seq, self._ahead = 0, None
         return "waited"
 
     def _bootstrap(self) -> None:
@@ -325,7 +340,7 @@ class Worker:
             lambda: make_vector(self._config.environment, self._description), self._watchdog
         )
         try:
-            return Sampler(environment, self._description, life, self._config.rollout.device, past)
+            return Sampler(environment, self._description, life, self._config.rollout.device, past, self._stages)
         except EnvironmentFailure:
             environment.close()
             raise

@@ -22,6 +22,7 @@ from shared import scripts
 from shared.connection import passes
 from shared.errors import RedisUnavailable, ShardFull, ShardUnavailable
 from shared.redis_keys import RunKeys
+from shared.script_calls import Step
 
 _LOGGER = logging.getLogger("stagecoach.shards")
 _PLACES = (
@@ -161,7 +162,7 @@ class Bodies:
 
 def named_bodies(index: redis.Redis, run_id: str) -> list[tuple[str, BodyPlace]]:
     """Worker and place of every body that the log names on a shard."""
-    answer = scripts.Step(index, _PLACES)([RunKeys(run_id).log], [])
+    answer = Step(index, _PLACES)([RunKeys(run_id).log], [])
     places = [(worker, BodyPlace.decode(text)) for worker, text in zip(answer[::2], answer[1::2], strict=True)]
     return [(worker.decode(errors="replace"), place) for worker, place in places if place is not None]
 

@@ -40,7 +40,8 @@ class EnvironmentConfig(Section):
     """The environment that the rollout workers step."""
 
     id: str
-    """A registered gymnasium id (`CartPole-v1`) or `module:factory`, a callable that returns an environment."""
+    """A registered gymnasium id (`CartPole-v1`); `envpool:TASK`, a task of EnvPool (for `vectorization: native`; with
+    `kwargs: {num_threads: 4}` on four cores); or `module:factory`, a callable that returns an environment."""
     kwargs: dict[str, Any] = {}
     """Keyword arguments for the environment or the factory."""
     api: Literal["gymnasium", "pettingzoo"] = "gymnasium"
@@ -206,6 +207,10 @@ class TrainerConfig(Section):
     units for it may round their factors to TF32 or bfloat16. On a CPU `medium` goes through oneDNN: SAC with layers
     of 256 needed a third less time on the CPU it was tried on, with layers of 64 a sixth more. A resume cannot change
     it."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of what networks compute while they learn (autocast); weights, losses, the optimiser and acting stay float32.
+    `bfloat16` is for GPUs, and for CPUs with units for it: without them it is many times slower
+    (docs/PERFORMANCE.md). A resume cannot change it."""
     num_cpus: float = Field(1.0, ge=0)
     """Ray CPUs reserved for the trainer, and for each further rank."""
     num_gpus: float = Field(0.0, ge=0)
@@ -319,6 +324,9 @@ class SignalsConfig(Section):
     """`signals/train.csv` in the run's folder, a row per update."""
     tensorboard: bool = True
     """`signals/tensorboard` in the run's folder."""
+    profile: bool = False
+    """Each process keeps a timeline of what it does (acting, environment, pushing, updating, each wait …) and writes it
+    into the store when it ends; `stagecoach train --profile` sets it, and shows where the time went."""
     window_episodes: int = Field(100, ge=1)
     """Episodes behind `rollout/ep_rew_mean`; they are part of each checkpoint, so a resume cannot change it."""
 
@@ -334,7 +342,7 @@ _DECIDES_LEARNING: Any = {
     "rollout": {"fragment_steps", "fragments_per_update", "max_policy_lag"},
     "heatup": True,
     "initialize_from": True,
-    "trainer": {"torch_threads", "matmul_precision", "ranks"},
+    "trainer": {"torch_threads", "matmul_precision", "precision", "ranks"},
     "signals": {"window_episodes"},
 }
 """The fields behind `Config.hash`: all roles of a run must agree on them, and a resume may not change them. Sums depend

@@ -16,6 +16,7 @@ from shared import scripts
 from shared.bodies import Bodies, BodyPlace
 from shared.errors import Fenced, ShardFull
 from shared.redis_keys import RunKeys
+from shared.script_calls import Call, Step, run_both
 
 START = "0-0"
 """The position before the first entry."""
@@ -71,8 +72,8 @@ class ExperienceLog:
         self._redis = client
         self._bodies = bodies or Bodies({}, run_id)
         self._keys = RunKeys(run_id)
-        self._push = scripts.Step(client, scripts.PUSH)
-        self._trim = scripts.Step(client, scripts.TRIM)
+        self._push = Step(client, scripts.PUSH)
+        self._trim = Step(client, scripts.TRIM)
 
     def push(
         self,
@@ -84,6 +85,7 @@ class ExperienceLog:
         fragment: bytes,
         trail: bytes = b"",
         trail_length: int = 0,
+        then: Call[Any] | None = None,
     ) -> str:
         """Appends one fragment and honours its claim, in one step; safe to repeat. Its body is on a shard before.
 
@@ -92,7 +94,7 @@ class ExperienceLog:
 
         Answers `pushed`, `duplicate` (it was there already), `stale` (its lease ran out and the place is taken; it is
         counted as dropped), `superseded` (a newer incarnation acts in its place), `epoch` (Redis was set back in time:
-        register again) or `finished`.
+        register again) or `finished`. `then` is run right after it in the same round trip, whatever that answers.
         """
         keys = [
             self._keys.flow, self._keys.claims, self._keys.log, self._keys.pushed, self._keys.produced,
@@ -105,7 +107,8 @@ class ExperienceLog:
         arguments: list[Any] = [
             worker, incarnation, seq, epoch, transitions, value, trail, trail_length, field, len(fragment)
         ]  # fmt: skip
-        word = cast(bytes, self._push(keys, arguments)).decode()
+        pushing = Call(self._push, keys, arguments, bytes.decode)
+        word = pushing.run() if then is None else run_both(self._redis, pushing, then)[0]
         if place is not None and word not in ("pushed", "duplicate"):
             self._bodies.remove(worker, place)
         return word

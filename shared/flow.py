@@ -17,6 +17,7 @@ import redis
 from shared import scripts
 from shared.errors import Fenced, RunNotFound, WorkerSuperseded
 from shared.redis_keys import RunKeys
+from shared.script_calls import Call, Step
 
 _PAGE = 1000
 """Arguments of one script; Lua bears only some thousands."""
@@ -88,7 +89,7 @@ class Flow:
         self._redis = client
         self._keys = RunKeys(run_id)
         self._script = {
-            name: scripts.Step(client, getattr(scripts, name))
+            name: Step(client, getattr(scripts, name))
             for name in ("CREATE", "REGISTER", "RELEASE", "CLAIM", "TAKE_OVER", "CHECK_EPOCH", "SET_STATE", "SCALE")
         }
 
@@ -155,14 +156,19 @@ class Flow:
 
     def claim(self, worker: str, incarnation: int, seq: int) -> Claim:
         """Asks once for permission to act fragment `seq`; raises `WorkerSuperseded` for an old incarnation."""
+        call = self.claiming(worker, incarnation, seq)
+        claim = call.read(self._run("CLAIM", [*call.keys], [*call.args]))
+        if claim.word == "superseded":
+            raise WorkerSuperseded(f"{worker}: a newer incarnation than {incarnation} has registered")
+        return claim
+
+    def claiming(self, worker: str, incarnation: int, seq: int) -> Call[Claim]:
+        """The same, to be sent with something else; what it answers may be `superseded`."""
         keys = [
             self._keys.flow, self._keys.claims, self._keys.incarnations, self._keys.draining, self._keys.wakeups,
             self._keys.pushed,
         ]  # fmt: skip
-        word, version, epoch, wakeup = self._run("CLAIM", keys, [worker, incarnation, seq])
-        if word == b"superseded":
-            raise WorkerSuperseded(f"{worker}: a newer incarnation than {incarnation} has registered")
-        return Claim(word.decode(), int(version), int(epoch), wakeup.decode())
+        return Call(self._script["CLAIM"], keys, [worker, incarnation, seq], _claim)
 
     def wait_for_wakeup(self, claim: Claim, seconds: float) -> None:
         """Blocks until credit may have become free after `claim` was refused, at most `seconds`."""
@@ -236,3 +242,8 @@ class Flow:
         fields: list[str | int] = ["scaling", scaling, "min_workers", min_workers, "max_workers", max_workers or ""]
         fields += [] if workers is None else ["desired_workers", workers]
         self._run("SCALE", [self._keys.flow], ["", *fields])
+
+
+def _claim(answer: list[bytes]) -> Claim:
+    word, version, epoch, wakeup = answer
+    return Claim(word.decode(), int(version), int(epoch), wakeup.decode())

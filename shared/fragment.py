@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,10 @@ class EpisodeRecord:
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers that the environment put into its last `info`."""
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; not copied, since a fragment may hold hundreds of these."""
+        return vars(self)
+
 
 @dataclass(frozen=True)
 class FragmentHeader:
@@ -84,6 +88,10 @@ class FragmentHeader:
     life: str = "0.0"
     """Which line of episodes it goes on with: a successor that takes them up has its predecessor's."""
     wire_version: int = WIRE_VERSION
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, not copied."""
+        return vars(self) | {"episodes": [record.as_dict() for record in self.episodes]}
 
     @property
     def transitions(self) -> int:
@@ -112,7 +120,7 @@ def encode(fragment: Fragment, compression: column_codec.Compression = "none") -
         f"{policy}/{name}": array for policy, columns in fragment.columns.items() for name, array in columns.items()
     }
     packed, layout = column_codec.pack(flat, compression)
-    return tensor_blob.encode(packed, asdict(fragment.header) | {"layout": layout})
+    return tensor_blob.encode(packed, fragment.header.as_dict() | {"layout": layout})
 
 
 def decode(blob: bytes) -> Fragment:
@@ -153,12 +161,15 @@ def _check_header(header: FragmentHeader) -> None:
 
 
 def _check_record(record: EpisodeRecord) -> None:
-    numbers = [record.episode_return, *record.agent_returns.values(), *record.metrics.values()]
-    if any(type(number) not in (int, float) for number in numbers):
-        raise ValueError(f"episode record {record!r}")
+    """In plain loops: a fragment of many short episodes has thousands of these."""
+    finite = True
+    for number in (record.episode_return, *record.agent_returns.values(), *record.metrics.values()):
+        if type(number) is not float and type(number) is not int:
+            raise ValueError(f"episode record {record!r}")
+        finite = finite and math.isfinite(number)
     if type(record.length) is not int or record.length < 1 or type(record.success) not in (bool, type(None)):
         raise ValueError(f"episode record {record!r}")
-    if not all(math.isfinite(number) for number in numbers):
+    if not finite:
         raise FragmentError("not_finite", f"episode record {record!r}")
 
 

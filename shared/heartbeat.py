@@ -24,6 +24,8 @@ from shared import scripts
 from shared.connection import own_address
 from shared.errors import StoreError, StoreUnavailable, WaitTimeout
 from shared.redis_keys import RunKeys
+from shared.script_calls import Step
+from shared.stages import Stages
 
 _LOGGER = logging.getLogger("stagecoach.wait")
 _CHANCE = random.Random()  # of its own: nothing that is learnt may depend on it
@@ -59,6 +61,8 @@ class Beat:
     """Its machine's address on the way to Redis."""
     waited: dict[str, float] = field(default_factory=dict)
     """Seconds waited since its process began, the present wait included, by the wait's name."""
+    stages: dict[str, float] = field(default_factory=dict)
+    """Where its main thread's seconds since then went; waits are `wait(NAME)`."""
 
     @property
     def alive(self) -> bool:
@@ -99,7 +103,7 @@ class Heartbeat:
     def __init__(self, client: redis.Redis, run_id: str, role: str, id_: str) -> None:
         self._redis = client
         self._keys = RunKeys(run_id)
-        self._script = scripts.Step(client, scripts.HEARTBEAT)
+        self._script = Step(client, scripts.HEARTBEAT)
         self._name = f"{role}:{id_}"
         self._address = own_address(client)
         self._wait: Wait | None = None
@@ -110,6 +114,8 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name=f"heartbeat-{self._name}", daemon=True)
         self.progress: dict[str, Any] = {}
         self.waited_seconds: dict[str, float] = {}
+        self.stages = Stages()
+        """Of the role's own thread."""
 
     def start(self) -> None:
         """The first beat now (raises if Redis refuses it), the others in the background."""
@@ -135,7 +141,8 @@ class Heartbeat:
         outer, wait = self._wait, Wait(name, deadline_seconds)
         self._wait = wait
         try:
-            yield wait
+            with self.stages.during(f"wait({name})"):
+                yield wait
         finally:
             with self._lock:
                 self._wait = outer
@@ -169,6 +176,7 @@ class Heartbeat:
             "trouble": wait.trouble if wait else None,
             "progress": dict(self.progress),
             "waited": {name: round(seconds, 3) for name, seconds in waited.items()},
+            "stages": {name: round(seconds, 3) for name, seconds in self.stages.seconds().items()},
         }
         self._script(keys=[self._keys.heartbeats], args=[self._name, json.dumps(data)])
 

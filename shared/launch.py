@@ -18,6 +18,7 @@ from shared.errors import RunNotFound
 from shared.redis_keys import check_run_id
 from shared.role import Role, open_role
 
+_LOGGER = logging.getLogger("stagecoach.launch")
 SERVICES, RESOLVED_CONFIG, LOGS = "services.json", "config.yaml", "logs"
 
 
@@ -36,6 +37,7 @@ class RoleLaunch:
         """Sets up this process's imports and log file, then connects as `worker-3`, `trainer` …"""
         extend_imports(self.import_path)
         log_to_file(self.run_folder, name)
+        _LOGGER.info("%s begins", name)
         kind = name.partition("-")[0]
         user = "trainer" if kind == "rank" else kind  # one learner, whatever the number of its processes
         config = parse_config(self.config)

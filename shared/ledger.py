@@ -18,6 +18,7 @@ from shared import scripts
 from shared.errors import Fenced
 from shared.experience_log import whole_number
 from shared.redis_keys import RunKeys
+from shared.script_calls import Step
 
 
 @dataclass
@@ -136,7 +137,7 @@ class LedgerLine:
 def read_books(client: redis.Redis, run_id: str) -> dict[str, LedgerLine]:
     """The books of a run at one instant: a line per worker, and `total`."""
     keys = RunKeys(run_id)
-    answer = scripts.Step(client, scripts.IN_FLIGHT)([keys.flow, keys.log, keys.produced, keys.ledger], [])
+    answer = Step(client, scripts.IN_FLIGHT)([keys.flow, keys.log, keys.produced, keys.ledger], [])
     ledger = Ledger.from_json(answer[1].decode())
     pairs = [item.decode() for item in answer[2]]
     produced, refused = _produced(dict(zip(pairs[::2], pairs[1::2], strict=True)))
@@ -175,7 +176,7 @@ def set_forward(client: redis.Redis, run_id: str, epoch: int, position: str, led
     """
     keys = RunKeys(run_id)
     names = [keys.flow, keys.log, keys.claims, keys.produced, keys.incarnations, keys.pushed, keys.ledger]
-    if not scripts.Step(client, scripts.SET_FORWARD)(names, [epoch, position, ledger.as_json()]):
+    if not Step(client, scripts.SET_FORWARD)(names, [epoch, position, ledger.as_json()]):
         raise Fenced(f"epoch {epoch} may not set Redis forward; a newer trainer has taken over")
 
 

@@ -17,6 +17,7 @@ from shared.checkpoint import Checkpoint, CheckpointStore
 from shared.errors import Fenced, RedisSetBack
 from shared.policies.codec import VersionHeader, decode_board, decode_policy, state_arrays
 from shared.redis_keys import RunKeys
+from shared.script_calls import Step
 from shared.spaces import Columns
 
 
@@ -44,7 +45,7 @@ class PolicyBoard:
     def __init__(self, client: redis.Redis, run_id: str) -> None:
         self._redis = client
         self._keys = RunKeys(run_id)
-        self._publish = scripts.Step(client, scripts.PUBLISH)
+        self._publish = Step(client, scripts.PUBLISH)
 
     def publish(
         self,

@@ -13,30 +13,14 @@ write is refused, so that no step answers from an old copy.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import redis
 
+from shared.script_calls import Step
+
 INCARNATIONS_KEPT = 16
 """Per worker, in the ledger and in `pushed`; a fragment is not in flight longer than its worker's last few lives."""
-
-
-class Step:
-    """One of these scripts on one connection."""
-
-    def __init__(self, client: redis.Redis, script: str) -> None:
-        self._redis, self._script = client, script
-        self._sha = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
-
-    def __call__(self, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """Runs it; a server that does not know it (another one, after a failover) gets it in the same command."""
-        try:
-            return self._redis.evalsha(self._sha, len(keys), *keys, *args)
-        except redis.exceptions.NoScriptError:
-            return self._redis.eval(self._script, len(keys), *keys, *args)
-
 
 COMMON = """
 local function begin() redis.call('HDEL', KEYS[1], '') end  -- see above

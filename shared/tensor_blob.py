@@ -39,10 +39,10 @@ def encode(arrays: Mapping[str, Array], header: Mapping[str, Any]) -> bytes:
     """One blob; the same arrays and header always give the same bytes."""
     text = json.dumps(header, sort_keys=True, separators=(",", ":"))
     contiguous = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    blob = bytearray(safetensors.numpy.save(contiguous, metadata={_KEY: f"{_NO_HASH} {text}"}))
+    blob = safetensors.numpy.save(contiguous, metadata={_KEY: f"{_NO_HASH} {text}"})
     place = _place_of_digits(blob, _LENGTH.size + _LENGTH.unpack_from(blob)[0])
-    blob[place : place + _DIGITS] = _hash(blob, place).encode()
-    return bytes(blob)
+    view = memoryview(blob)
+    return b"".join((view[:place], _hash(blob, place).encode(), view[place + _DIGITS :]))  # one copy: it may be large
 
 
 def decode(blob: bytes) -> tuple[Columns, dict[str, Any]]:
@@ -72,12 +72,12 @@ def decode(blob: bytes) -> tuple[Columns, dict[str, Any]]:
     return arrays, header
 
 
-def _place_of_digits(blob: bytes | bytearray, body: int) -> int:
+def _place_of_digits(blob: bytes, body: int) -> int:
     opening = f'"{_KEY}":"'.encode()
     return blob.index(opening, 0, body) + len(opening)
 
 
-def _hash(blob: bytes | bytearray, place: int) -> str:
+def _hash(blob: bytes, place: int) -> str:
     view = memoryview(blob)
     digest = xxhash.xxh3_64(view[:place])
     digest.update(_NO_HASH.encode())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,7 +21,9 @@ from shared.fragment import Fragment
 from shared.ledger import Ledger
 from shared.redis_keys import RunKeys
 from shared.role import Role
+from shared.script_calls import Step
 from shared.spaces import EnvironmentDescription
+from shared.stages import Stages
 from shared.steps import Phase
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
@@ -56,7 +59,7 @@ class RedisSettlement:
 
     def __init__(self, role: Role, epoch: int) -> None:
         self._redis, self._run_id, self._keys = role.redis, role.run_id, RunKeys(role.run_id)
-        self._drop = scripts.Step(role.redis, scripts.DROP)
+        self._drop = Step(role.redis, scripts.DROP)
         self._epoch = epoch
         self.process = ""
         """The Redis process that the trainer's books were matched with last; '' for any."""
@@ -92,8 +95,15 @@ class Intake:
     """Reads one run's log from a position on; the same entries at the same versions are judged the same."""
 
     def __init__(
-        self, run_id: str, config: Config, description: EnvironmentDescription, log: LogReader, settlement: Settlement
+        self,
+        run_id: str,
+        config: Config,
+        description: EnvironmentDescription,
+        log: LogReader,
+        settlement: Settlement,
+        stages: Stages | None = None,
     ) -> None:
+        self._stages = stages or Stages()
         self._run_id = run_id
         self._description = description
         self._rollout = config.rollout
@@ -124,12 +134,14 @@ class Intake:
         while True:
             if not self._buffer:
                 count = self._rollout.fragments_per_update
-                self._buffer.extend(self._log.read(self.position, count, block_seconds))
+                with nullcontext() if block_seconds else self._stages.during("read"):  # else it is a wait
+                    self._buffer.extend(self._log.read(self.position, count, block_seconds))
                 if not self._buffer:
                     return None
             entry = self._buffer.popleft()
             self.position = entry.id
-            taken = self._judge(entry, version, phase)
+            with self._stages.during("decode"):
+                taken = self._judge(entry, version, phase)
             if taken is not None:
                 return taken
 

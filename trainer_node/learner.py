@@ -16,7 +16,7 @@ import torch
 from shared.config import Config, PolicyConfig, TrainerConfig
 from shared.errors import WeightsNotFinite
 from shared.fragment import EpisodeRecord, Fragment
-from shared.policies.codec import finite, state_arrays
+from shared.policies.codec import finite_weights
 from shared.policies.policy import Policy
 from shared.policies.registry import build_policies, torch_device
 from shared.spaces import EnvironmentDescription
@@ -100,7 +100,7 @@ class Learner:
             metrics |= {name + suffix: value for name, value in found.items()}
         if phase is Phase.TRAIN:
             self.counters.train.updates += 1
-        broken = [policy_id for policy_id, policy in self.policies.items() if not finite(state_arrays(policy))]
+        broken = [policy_id for policy_id, policy in self.policies.items() if not finite_weights(policy)]
         if broken:
             raise WeightsNotFinite(
                 f"update {self.counters.train.updates} made the weights of {', '.join(broken)} infinite or NaN; its "
@@ -131,7 +131,10 @@ def make_learner(config: Config, description: EnvironmentDescription) -> Learner
     algorithms = {}
     for index, (policy_id, policy) in enumerate(sorted(policies.items())):
         slots = config.environment.num_envs * description.slots(policy_id)
-        setting = Setting(device, config.seed + index, steps, slots, rewards.get(policy_id), demonstrations)
+        setting = Setting(
+            device, config.seed + index, steps, slots, rewards.get(policy_id), demonstrations,
+            config.trainer.precision,
+        )  # fmt: skip
         algorithms[policy_id] = make_algorithm(policy, algorithm, setting)
     episodes: deque[EpisodeRecord] = deque(maxlen=config.signals.window_episodes)
     remembered: deque[str] = deque(maxlen=max(memory_fragments(made) for made in algorithms.values()))

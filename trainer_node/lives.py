@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 from shared.departure import LEFT, leaves_on_signal
+from shared.freed_memory import keep_freed_memory
 from shared.launch import RoleLaunch
 from shared.rate import Rate
 from trainer_node.group import GroupBroken
@@ -21,6 +22,7 @@ def train(launch: RoleLaunch, numbers: tuple[signal.Signals, ...] = _DEFAULT) ->
     Where the group of its ranks breaks, the next trainer takes up the run from the newest checkpoint and the log, in
     this same process; not too often.
     """
+    keep_freed_memory()
     role = launch.open("trainer")
     rollout = role.config.rollout
     rate = Rate(rollout.restarts_allowed, rollout.restart_window_seconds)
@@ -41,6 +43,7 @@ def train(launch: RoleLaunch, numbers: tuple[signal.Signals, ...] = _DEFAULT) ->
 
 def learn_along(launch: RoleLaunch, rank: int, numbers: tuple[signal.Signals, ...] = _DEFAULT) -> str:
     """Learns beside the trainer until the run has finished; answers that, or `left`."""
+    keep_freed_memory()
     role = Rank(launch.open(rank_id(rank)), rank)
     with leaves_on_signal(role.ask_to_leave, numbers=numbers):
         return role.run()

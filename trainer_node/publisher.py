@@ -32,6 +32,7 @@ from shared.ledger import read_books
 from shared.redis_keys import RunKeys
 from shared.role import Role
 from shared.scripts import write_small
+from shared.stages import Stages
 from trainer_node.archiver import Archiver
 from trainer_node.exporter import Exporter
 from trainer_node.fenced_store import FencedStore
@@ -67,6 +68,8 @@ class Publisher:
         self._trouble: dict[str, Any] = {}
         """What the last try met, since when, and how many have failed; empty while the store works."""
         self._pauses = growing_pauses()
+        self.stages = Stages()
+        """Of the background thread."""
         self.failure: BaseException | None = None
         """What ended the background thread (fenced, damaged store); the trainer raises it."""
 
@@ -128,7 +131,8 @@ class Publisher:
             while True:
                 with self._lock:
                     if self._pending is None and not self._closing:
-                        self._lock.wait(timeout=_TICK_SECONDS)
+                        with self.stages.during("idle"):
+                            self._lock.wait(timeout=_TICK_SECONDS)
                     snapshot, self._pending = self._pending, None
                     self._busy = snapshot is not None
                     if snapshot is None and self._closing:
@@ -158,7 +162,8 @@ class Publisher:
     def _until_durable(self, snapshot: Snapshot) -> None:
         """Tries until it is in the store, or a newer snapshot waits that covers it."""
         while not self._try(lambda: self._save(snapshot)):
-            self._pause()
+            with self.stages.during("wait(the store)"):
+                self._pause()
             with self._lock:
                 if self._pending is not None or self._closing:
                     return
@@ -202,17 +207,21 @@ class Publisher:
         started, manifest = time.monotonic(), self._with_news(snapshot.manifest)
         self._say(self._trouble or {"writing": manifest.name, "since": round(time.time(), 3)})
         try:
-            self._write(manifest, snapshot.objects)
+            with self.stages.during("upload"):
+                self._write(manifest, snapshot.objects)
         except CheckpointDamaged as error:
             raise StoreError(str(error)) from None  # told in `status`; the next checkpoint has another name
-        stock = self._refresh(latest=manifest.name)
+        with self.stages.during("pointer and pruning"):
+            stock = self._refresh(latest=manifest.name)
         if self._marker(READY) is None:
             content = {"run_id": self._role.run_id, "checkpoint": manifest.name, "created": manifest.created}
             self._checkpoints.write_marker(READY, content)
         oldest = memory_from(stock.entries, self._role.config.checkpoint.keep_last)
-        self._archiver.store(manifest.log_position, self._role.flow.read().trimmed_id, oldest)
+        with self.stages.during("archive"):
+            self._archiver.store(manifest.log_position, self._role.flow.read().trimmed_id, oldest)
         self._exporter.remember(self._log, manifest.log_position)
-        self._log.trim(self._epoch, manifest.log_position)
+        with self.stages.during("trim"):
+            self._log.trim(self._epoch, manifest.log_position)
         self._durable = manifest.name
         text = f"{manifest.name} ({manifest.total_bytes / 1024:.0f} KiB in {time.monotonic() - started:.2f} s)"
         emit(self._role.redis, self._role.run_id, "checkpoint", text, name=manifest.name, version=manifest.version)

@@ -53,7 +53,7 @@ def initialised(role: Role, source: Checkpoint) -> Snapshot:
     )
     origin = {"run_id": source.manifest.run_id, "checkpoint": source.manifest.name, "created": source.manifest.created}
     provenance = taken.manifest.provenance | {"initialized_from": origin}
-    return Snapshot(taken.manifest.model_copy(update={"provenance": provenance}), taken.objects)
+    return Snapshot.of(taken.manifest.model_copy(update={"provenance": provenance}), taken.objects)
 
 
 def _take_over(policy_id: str, policy: Policy, source: Checkpoint) -> None:

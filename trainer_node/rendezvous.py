@@ -21,6 +21,7 @@ from shared.heartbeat import Wait, read_heartbeats
 from shared.policies.registry import torch_device
 from shared.redis_keys import RunKeys
 from shared.role import Role
+from shared.script_calls import Step
 from trainer_node.group import Group, Invitation, Opening
 
 _LOOK_SECONDS = 1.0
@@ -40,7 +41,7 @@ class Rendezvous:
 
     def __init__(self, role: Role) -> None:
         self._redis, self._keys = role.redis, RunKeys(role.run_id)
-        self._call = scripts.Step(role.redis, scripts.CALL)
+        self._call = Step(role.redis, scripts.CALL)
         self._url = role.address.redis_url
         self._after = START
 

@@ -10,8 +10,9 @@ import importlib.metadata
 import json
 import os
 import subprocess
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from shared.policies.codec import decode_policy, encode_policy, load_state_array
 from shared.policies.policy import Policy
 from shared.spaces import Columns, EnvironmentDescription
 from shared.steps import Phase, PhaseCounters
+from trainer_node.algorithms.algorithm import Algorithm
 from trainer_node.intake import Committed
 from trainer_node.learner import Learner
 
@@ -42,14 +44,45 @@ _STATE, _ALGORITHM, _REWARDS, _MEMORY = (
     "trainer/{}.rewards.safetensors",
     "trainer/memory.safetensors",
 )
+Encoded = tuple[Manifest, dict[str, bytes]]
+"""A checkpoint's manifest and objects."""
 
 
-@dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint before it is stored."""
+    """A checkpoint before it is stored.
 
-    manifest: Manifest
-    objects: dict[str, bytes]
+    What it holds was copied when it was taken. Encoding and hashing come with the first look at `manifest` or
+    `objects`, which is the publisher's: so a checkpoint costs the trainer the copies, and nothing where a newer one
+    takes its place before the store is ready for it.
+    """
+
+    def __init__(self, name: str, version: int, log_position: str, make: Callable[[], Encoded]) -> None:
+        self.name, self.version, self.log_position = name, version, log_position
+        self._make: Callable[[], Encoded] | None = make
+        self._encoded: Encoded | None = None
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, manifest: Manifest, objects: dict[str, bytes]) -> Snapshot:
+        """One that is encoded already."""
+        return cls(manifest.name, manifest.version, manifest.log_position, lambda: (manifest, objects))
+
+    @property
+    def manifest(self) -> Manifest:
+        """With the hashes of the objects."""
+        return self._whole()[0]
+
+    @property
+    def objects(self) -> dict[str, bytes]:
+        """By name, as they are stored."""
+        return self._whole()[1]
+
+    def _whole(self) -> Encoded:
+        with self._lock:  # trainer and publisher may ask at once
+            if self._encoded is None:
+                assert self._make is not None
+                self._encoded, self._make = self._make(), None  # the copies are not needed any more
+            return self._encoded
 
 
 @dataclass(frozen=True)
@@ -87,46 +120,107 @@ def take(
     books: Committed,
 ) -> Snapshot:
     """The snapshot of the learner at `progress`; copies everything, so that training may go on."""
+    copies = _copied(learner, computed_with(learner, config.trainer.ranks))
+    name, created = checkpoint_name(progress.version, copies.counters["train"]["env_steps"]), round(time.time(), 3)
+
+    def encode() -> Encoded:
+        state = _state(copies, config.seed, progress, books)
+        objects = _encoded(copies, progress.version)
+        objects[_STATE] = json.dumps(state, sort_keys=True, separators=(",", ":")).encode()
+        manifest = Manifest(
+            run_id=run_id, name=name, version=progress.version, epoch=progress.epoch, created=created,
+            log_position=books.position, parent=progress.parent, objects=describe_objects(objects),
+            provenance=_provenance(copies, config, progress, books, state),
+        )  # fmt: skip
+        return manifest, objects
+
+    return Snapshot(name, progress.version, books.position, encode)
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """What a learner was at one moment."""
+
+    policies: dict[str, Policy]
+    """For what never changes of them: kind, spaces, config and network."""
+    weights: dict[str, Columns]
+    algorithms: dict[str, Columns]
+    rewards: dict[str, Columns]
+    remembered: list[str] | None
+    """None where there is no replay memory."""
+    counters: dict[str, dict[str, int]]
+    episodes: list[EpisodeRecord]
+    mean_return: float | None
+    computed_with: dict[str, str]
+
+
+def _copied(learner: Learner, computed: dict[str, str]) -> _Copies:
+    """The part that training waits for."""
+    return _Copies(
+        policies=dict(learner.policies),
+        weights={policy_id: state_arrays(policy) for policy_id, policy in learner.policies.items()},
+        algorithms={policy_id: _state_of(algorithm) for policy_id, algorithm in learner.algorithms.items()},
+        rewards={policy_id: rewards.state() for policy_id, rewards in learner.rewards.items()},
+        remembered=list(learner.remembered) if learner.remembered.maxlen else None,
+        counters=learner.counters.as_dict(),
+        episodes=list(learner.episodes),
+        mean_return=learner.mean_return(),
+        computed_with=computed,
+    )
+
+
+def _state_of(algorithm: Algorithm) -> Columns:
+    """Those that come with Stagecoach answer copies; a user's own may answer the arrays that it goes on learning in."""
+    state = algorithm.state()
+    if type(algorithm).__module__.partition(".")[0] == __package__:
+        return state
+    return {name: np.array(array) for name, array in state.items()}
+
+
+def _encoded(copies: _Copies, version: int) -> dict[str, bytes]:
+    """All objects but `trainer/state.json`."""
     objects: dict[str, bytes] = {}
-    for policy_id, policy in learner.policies.items():
-        objects[f"{policy_id}/policy.safetensors"] = encode_policy(policy, progress.version)
-        objects[_ALGORITHM.format(policy_id)] = tensor_blob.encode(learner.algorithms[policy_id].state(), {})
-        if policy_id in learner.rewards:
-            objects[_REWARDS.format(policy_id)] = tensor_blob.encode(learner.rewards[policy_id].state(), {})
-    if learner.remembered.maxlen:
-        positions = np.array([id_order(position) for position in learner.remembered], np.int64).reshape(-1, 2)
+    for policy_id, policy in copies.policies.items():
+        objects[f"{policy_id}/policy.safetensors"] = encode_policy(policy, version, copies.weights[policy_id])
+        objects[_ALGORITHM.format(policy_id)] = tensor_blob.encode(copies.algorithms[policy_id], {})
+        if policy_id in copies.rewards:
+            objects[_REWARDS.format(policy_id)] = tensor_blob.encode(copies.rewards[policy_id], {})
+    if copies.remembered is not None:
+        positions = np.array([id_order(position) for position in copies.remembered], np.int64).reshape(-1, 2)
         objects[_MEMORY] = tensor_blob.encode({"positions": positions}, {})
-    state = {
+    return objects
+
+
+def _state(copies: _Copies, seed: int, progress: Progress, books: Committed) -> dict[str, Any]:
+    return {
         "version": progress.version,
-        "counters": learner.counters.as_dict(),
-        "episodes": [asdict(record) for record in learner.episodes],
+        "counters": copies.counters,
+        "episodes": [record.as_dict() for record in copies.episodes],
         "ledger": json.loads(books.ledger),
         "lags": {str(lag): count for lag, count in sorted(books.lags.items())},
         "log_position": books.position,
         "line": asdict(progress.line),
-        "seed": config.seed,
+        "seed": seed,
     }
-    objects[_STATE] = json.dumps(state, sort_keys=True, separators=(",", ":")).encode()
-    provenance = {
+
+
+def _provenance(
+    copies: _Copies, config: Config, progress: Progress, books: Committed, state: dict[str, Any]
+) -> dict[str, Any]:
+    return {
         "code_version": code_version(),
-        "computed_with": computed_with(learner, config.trainer.ranks),
+        "computed_with": copies.computed_with,
         "config_hash": config.hash(),
         "seed": config.seed,
         "phase": progress.phase.value,
-        "counters": learner.counters.as_dict(),
+        "counters": copies.counters,
         "log_range": [progress.first_log_id, books.position],
         "policy_versions": [progress.first_version, progress.version],
         "lag_histogram": state["lags"],
         "ledger": state["ledger"],
-        "mean_return": learner.mean_return(),
-        "memory_from": learner.remembered[0] if learner.remembered else None,
+        "mean_return": copies.mean_return,
+        "memory_from": copies.remembered[0] if copies.remembered else None,
     }
-    manifest = Manifest(
-        run_id=run_id, name=checkpoint_name(progress.version, learner.counters.train.env_steps),
-        version=progress.version, epoch=progress.epoch, created=round(time.time(), 3), log_position=books.position,
-        parent=progress.parent, objects=describe_objects(objects), provenance=provenance,
-    )  # fmt: skip
-    return Snapshot(manifest, objects)
 
 
 def computed_with(learner: Learner, ranks: int) -> dict[str, str]:

@@ -17,8 +17,6 @@ from shared.checkpoint import Checkpoint
 from shared.departure import LEFT
 from shared.errors import (
     BodyLost,
-    CheckpointDamaged,
-    CheckpointNotFound,
     Fenced,
     RedisSetBack,
     StoreUnavailable,
@@ -33,9 +31,11 @@ from shared.heartbeat import Heartbeat, insist
 from shared.ledger import Ledger, set_forward
 from shared.policies.codec import VersionHeader, encode_board, state_arrays
 from shared.policy_board import PolicyBoard, Published
+from shared.profile import Profile
 from shared.role import Role
 from shared.steps import Phase
 from trainer_node import snapshot
+from trainer_node.beginning import last_epoch, newest_checkpoint
 from trainer_node.ending import wait_for_evaluation, wait_for_exports, write_finished
 from trainer_node.figures import Figures
 from trainer_node.group import GroupBroken
@@ -67,6 +67,8 @@ class Trainer:
         self._board = PolicyBoard(role.redis, role.run_id)
         self._log = role.log()
         self._heartbeat = Heartbeat(role.redis, role.run_id, "trainer", "trainer")
+        self._profile = Profile(role.checkpoints.store, "trainer", role.config.signals.profile)
+        self._stages = self._profile.add("training", self._heartbeat.stages)
         self._schedule = RunSchedule(role.config)
         folder = Path(run_folder) / "signals" if run_folder and Path(run_folder).is_dir() else None
         self._signals = Signals(role.redis, role.run_id, role.config.signals, folder)
@@ -92,7 +94,8 @@ class Trainer:
         """Trains until the run is to end; answers the reason (solved, exhausted, stopped)."""
         self._role.check_config()  # a role that was started wrongly must not end the run as failed
         try:
-            self.start()
+            with self._stages.during("start"):
+                self.start()
             while self._end is None and not self.leaving:
                 self.step(_LOOK_SECONDS)
             return self.leave() if self._end is None else self.finish(self._end)
@@ -117,16 +120,18 @@ class Trainer:
         self._heartbeat.start()
         with self._heartbeat.waiting("the store", _DURABLE_SECONDS) as wait:
             self._description = insist(wait, self._role.description)  # who cannot reach the store fences nobody
-        self._epoch = self._role.flow.take_over(self._last_epoch())
+            last = insist(wait, lambda: last_epoch(self._role))
+        self._epoch = self._role.flow.take_over(last)
         self._learner = make_learner(self._config, self._description)
         self._settlement = RedisSettlement(self._role, self._epoch)
         self._know_redis()
         log = PatientLog(self._role, self._heartbeat, lambda: self.leaving)
-        self._intake = Intake(self._role.run_id, self._config, self._description, log, self._settlement)
+        self._intake = Intake(self._role.run_id, self._config, self._description, log, self._settlement, self._stages)
         self._publisher = Publisher(self._role, self._epoch)
+        self._profile.add("publishing", self._publisher.stages)
         self._publisher.start()
         with self._heartbeat.waiting("the store", _DURABLE_SECONDS) as wait:
-            checkpoint = insist(wait, self._newest_checkpoint)
+            checkpoint = insist(wait, lambda: newest_checkpoint(self._role))
             insist(wait, self._learner.read_demonstrations)
         if checkpoint is None:
             self._begin()
@@ -141,7 +146,8 @@ class Trainer:
 
     def step(self, wait_seconds: float) -> str:
         """One turn: `updated`, `waited` (fewer than K fragments so far) or `ended`."""
-        state = self._look()
+        with self._stages.during("look"):
+            state = self._look()
         caught_up = self.version >= state.version  # else it still reads again what a former trainer has learnt
         self._reads_again = not caught_up
         ending = state.state != "running"
@@ -159,12 +165,17 @@ class Trainer:
         fragments, self._fragments = self._fragments, []
         phase = self._phase
         with self._ranks.turn(fragments, phase):
-            self._learner.emulate_acting(fragments, phase)
-            metrics = self._learn(fragments, phase)
+            with self._stages.during("observe"):
+                self._learner.emulate_acting(fragments, phase)
+            with self._stages.during("update"):
+                metrics = self._learn(fragments, phase)
         self.version += 1
-        published = self._publish(len(fragments))
-        self._report(fragments, metrics)
-        self._checkpoint_if_due(published)
+        with self._stages.during("publish"):
+            published = self._publish(len(fragments))
+        with self._stages.during("report"):
+            self._report(fragments, metrics)
+        with self._stages.during("checkpoint"):
+            self._checkpoint_if_due(published)
         return "updated"
 
     def _ends(self, reason: str) -> str:
@@ -193,6 +204,7 @@ class Trainer:
             insist(wait, lambda: self._write_finished(reason, last))
         self._signals.close()
         self._heartbeat.stop(reason)
+        self._profile.write()
         return reason
 
     def ask_to_leave(self) -> None:
@@ -222,6 +234,7 @@ class Trainer:
         if self._started:
             self._signals.close()
         self._heartbeat.stop("left: another trainer may take over")
+        self._profile.write()
         return LEFT
 
     def fail(self, error: Exception) -> None:
@@ -267,16 +280,6 @@ class Trainer:
         lead = Lead(group, self._learner, lambda: rendezvous.call(self._epoch))
         lead.begin(self._snapshot(), self._description)
         return lead
-
-    def _newest_checkpoint(self) -> Checkpoint | None:
-        try:
-            checkpoint, problems = self._role.checkpoints.newest_good()
-        except CheckpointNotFound:
-            return None
-        for problem in problems:
-            text = f"{problem}; going back to {checkpoint.manifest.name}"
-            emit(self._role.redis, self._role.run_id, "trainer", text)
-        return checkpoint
 
     def _begin(self) -> None:
         """Version 0, the untrained policy: first durable, then on the board."""
@@ -331,15 +334,6 @@ class Trainer:
         """An older checkpoint as the newest version, durable before anybody acts with it; none goes back."""
         taken = self._made_durable(rebased(self._role, checkpoint, self._epoch))
         return Checkpoint(taken.manifest, taken.objects)
-
-    def _last_epoch(self) -> int:
-        """Of whoever wrote the pointer in the store: a Redis that was set back may have forgotten it."""
-        with self._heartbeat.waiting("the store", _DURABLE_SECONDS) as wait:
-            try:
-                pointer = insist(wait, self._role.checkpoints.pointer)
-            except CheckpointDamaged:
-                return 0  # the publisher makes it anew
-        return pointer.epoch if pointer else 0
 
     def _know_redis(self) -> None:
         """From now on the books are those of this Redis process; whatever it has lost, it had lost before."""
@@ -467,14 +461,14 @@ class Trainer:
 
     def _checkpointed(self, taken: Snapshot) -> None:
         self._schedule.checkpointed(self._learner.counters)
-        self._remember_parent(taken.manifest.name, taken.manifest.log_position)
+        self._remember_parent(taken.name, taken.log_position)
 
     def _remember_parent(self, name: str, position: str) -> None:
         self._parent, self._parent_position, self._parent_version = name, position, self.version
 
     def _snapshot(self) -> Snapshot:
         """Taken once per version: a checkpoint that is due and the last one may fall together."""
-        if self._taken is None or self._taken.manifest.version != self.version:
+        if self._taken is None or self._taken.version != self.version:
             progress = Progress(
                 self.version, self._phase, self._epoch, self._parent, self._parent_position, self._parent_version,
                 self._line,

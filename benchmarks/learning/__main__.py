@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.learning.report import write_report
-from benchmarks.learning.results import DATA, ROOT, place, read, write
+from benchmarks.learning.results import DATA, place, read, write
 from benchmarks.learning.runner import Job, RunLost, run
 from benchmarks.learning.tasks import MODES, Mode, Task, load_tasks
+from benchmarks.provenance import ROOT
 
 
 def plan(tasks: Sequence[Task], modes: Sequence[Mode], seeds: int | None, data: Path, *, again: bool) -> list[Job]:

@@ -15,8 +15,9 @@ from typing import Any
 
 import yaml
 
-from benchmarks.learning.results import ROOT, Result, commit, machine, versions
+from benchmarks.learning.results import Result
 from benchmarks.learning.tasks import Mode, Task
+from benchmarks.provenance import ROOT, commit, machine, versions
 from coordinator.evaluate import evaluate
 from coordinator.run import Run
 from shared.checkpoint import FINISHED

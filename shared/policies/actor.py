@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shared.config import PolicyConfig
 from shared.policies.bounded_actions import BoundedActions
 from shared.policies.distributions import ActionDistribution
-from shared.policies.encoders import Encoder, linear
+from shared.policies.encoders import Encoder, linear, unrounded
 from shared.policies.policy import Distribution, Policy
 from shared.spaces import PolicySpaces
 
@@ -109,7 +109,7 @@ class Actor(Policy):
     def action_parameters(self, observations: Mapping[str, Tensor]) -> Tensor:
         """`[B, P]` for `self.distribution`."""
         params: Tensor = self.head(self.actor(observations, self.normaliser))
-        return params
+        return unrounded(params)
 
 
 class Deterministic(Policy):
@@ -127,4 +127,4 @@ class Deterministic(Policy):
     def action_parameters(self, observations: Mapping[str, Tensor]) -> Tensor:
         """`[B, D]`: the action in [-1, 1], before tanh."""
         params: Tensor = self.head(self.actor(observations, self.normaliser))
-        return params
+        return unrounded(params)

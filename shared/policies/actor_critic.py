@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shared.config import PolicyConfig
 from shared.policies.distributions import ActionDistribution
-from shared.policies.encoders import Encoder, linear
+from shared.policies.encoders import Encoder, linear, unrounded
 from shared.policies.policy import Policy
 from shared.spaces import PolicySpaces
 
@@ -32,9 +32,14 @@ class Heads(Policy):
     def _head_width(self) -> int:
         return self.distribution.parameters - sum(leaf.size for leaf in self.spaces.action.leaves if leaf.kind == "box")
 
+    def _value(self, features: Tensor) -> Tensor:
+        """`[…, F]` → `[…]`, float32 in whichever precision the networks compute."""
+        value: Tensor = self.value_head(features)
+        return unrounded(value).squeeze(-1)
+
     def _with_deviations(self, features: Tensor) -> Tensor:
         """The head's outputs, with the state-independent log σ of each Gaussian leaf put behind its means."""
-        outputs: Tensor = self.head(features)
+        outputs: Tensor = unrounded(self.head(features))
         if not any(self._gaussians):
             return outputs
         parts, out_at, std_at = [], 0, 0
@@ -65,11 +70,10 @@ class ActorCritic(Heads):
 
     def value(self, observations: Mapping[str, Tensor]) -> Tensor:
         """`[B]`: the critic's estimate of the discounted return."""
-        value: Tensor = self.value_head(self.critic(observations, self.normaliser)).squeeze(-1)
-        return value
+        return self._value(self.critic(observations, self.normaliser))
 
     def action_parameters_and_value(self, observations: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Both, with one pass through a shared encoder."""
         features = self.actor(observations, self.normaliser)
         critic = features if self.critic is self.actor else self.critic(observations, self.normaliser)
-        return self._with_deviations(features), self.value_head(critic).squeeze(-1)
+        return self._with_deviations(features), self._value(critic)

@@ -41,14 +41,22 @@ class VersionHeader:
 
 
 def state_arrays(policy: nn.Module) -> Columns:
-    """Weights and buffers (a normaliser) as NumPy copies on the CPU."""
-    return {name: _to_numpy(tensor) for name, tensor in policy.state_dict().items()}
+    """Weights and buffers (a normaliser) as NumPy copies on the CPU; what has several names (a shared encoder) once."""
+    return {name: _to_numpy(tensor) for name, tensor in _tensors(policy).items()}
 
 
 def load_state_arrays(policy: nn.Module, arrays: Mapping[str, Any]) -> None:
-    """The inverse of `state_arrays`; raises `CheckpointDamaged` where names or shapes differ."""
+    """The inverse of `state_arrays`; raises `CheckpointDamaged` where names or shapes differ.
+
+    A tensor of several names may also stand there under each of them.
+    """
+    state = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+    first = {id(tensor): name for name, tensor in _tensors(policy).items()}
+    for name, tensor in policy.state_dict(keep_vars=True).items():
+        if name not in state and first[id(tensor)] in state:
+            state[name] = state[first[id(tensor)]]
     try:
-        policy.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}, strict=True)
+        policy.load_state_dict(state, strict=True)
     except RuntimeError as error:
         raise CheckpointDamaged(f"the weights do not fit this policy: {' '.join(str(error).split())}") from None
 
@@ -69,8 +77,11 @@ def decode_board(blob: bytes) -> tuple[dict[str, Columns], VersionHeader]:
     return states, VersionHeader.from_dict(header)
 
 
-def encode_policy(policy: Policy, version: int) -> bytes:
-    """One policy with all that is needed to act with it: the file that people deploy."""
+def encode_policy(policy: Policy, version: int, state: Columns | None = None) -> bytes:
+    """One policy with all that is needed to act with it: the file that people deploy.
+
+    `state` is what `state_arrays` answered at an earlier moment; without it, the policy's weights as they are now.
+    """
     header = {
         "format": POLICY_FORMAT,
         "kind": policy.kind,
@@ -79,7 +90,7 @@ def encode_policy(policy: Policy, version: int) -> bytes:
         "config": policy.config.model_dump(mode="json"),
         "network": policy.network,
     }
-    return tensor_blob.encode(state_arrays(policy), header)
+    return tensor_blob.encode(state_arrays(policy) if state is None else state, header)
 
 
 def decode_policy(blob: bytes) -> tuple[Policy, int]:
@@ -112,6 +123,19 @@ def finite(state: Columns) -> bool:
     """Whether all weights are finite (a normaliser's bound may be infinite while it has seen nothing)."""
     floats = (array for name, array in state.items() if array.dtype.kind == "f" and not name.endswith(".bound"))
     return all(bool(np.isfinite(array).all()) for array in floats)
+
+
+def finite_weights(policy: nn.Module) -> bool:
+    """As `finite`, of a policy as it is now; nothing is copied on the CPU."""
+    return finite({name: tensor.detach().cpu().numpy() for name, tensor in _tensors(policy).items()})
+
+
+def _tensors(policy: nn.Module) -> dict[str, Tensor]:
+    """Weights and buffers by name, each once, under the first of its names."""
+    named: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in policy.state_dict(keep_vars=True).items():
+        named.setdefault(id(tensor), (name, tensor))
+    return dict(named.values())
 
 
 def _to_numpy(tensor: Tensor) -> Any:

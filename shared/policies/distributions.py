@@ -7,12 +7,14 @@ Joint log-probability and entropy are sums over the leaves (they are independent
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import nll_loss
 
 from shared.errors import UnsupportedSpace
 from shared.spaces import Leaf, SpaceSpec
@@ -45,6 +47,10 @@ class LeafDistribution(Protocol):
         """`[B]`, nats."""
         ...
 
+    def log_prob_and_entropy(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Both, with what they have in common worked out once."""
+        ...
+
     def divergence(self, params: Tensor, other: Tensor) -> Tensor:
         """`[B]`, nats: the Kullback-Leibler divergence of the one of `params` from that of `other`."""
         ...
@@ -74,28 +80,31 @@ class Categorical:
 
     def log_prob(self, params: Tensor, action: Tensor) -> Tensor:
         """Sum over the choices of log softmax at the action."""
-        action = action.reshape(params.shape[0], len(self._sizes))
-        total = params.new_zeros(params.shape[0])
-        for index, part in enumerate(_split(params, self._sizes)):
-            chosen = torch.log_softmax(part, dim=-1).gather(-1, action[:, index : index + 1])
-            total = total + chosen.squeeze(-1)
-        return total
+        return self._chosen(self._log_p(params), action)
 
     def entropy(self, params: Tensor) -> Tensor:
         """Sum over the choices of −Σ p log p."""
-        total = params.new_zeros(params.shape[0])
-        for part in _split(params, self._sizes):
-            log_p = torch.log_softmax(part, dim=-1)
-            total = total - (log_p.exp() * log_p).sum(dim=-1)
-        return total
+        return _added([_entropy(log_p) for log_p in self._log_p(params)])
+
+    def log_prob_and_entropy(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Both from one log softmax."""
+        each = self._log_p(params)
+        return self._chosen(each, action), _added([_entropy(log_p) for log_p in each])
 
     def divergence(self, params: Tensor, other: Tensor) -> Tensor:
         """Sum over the choices of Σ p (log p − log q)."""
-        total = params.new_zeros(params.shape[0])
-        for part, of_other in zip(_split(params, self._sizes), _split(other, self._sizes), strict=True):
-            log_p, log_q = torch.log_softmax(part, dim=-1), torch.log_softmax(of_other, dim=-1)
-            total = total + (log_p.exp() * (log_p - log_q)).sum(dim=-1)
-        return total
+        pairs = zip(self._log_p(params), self._log_p(other), strict=True)
+        return _added([(log_p.exp() * (log_p - log_q)).sum(dim=-1) for log_p, log_q in pairs])
+
+    def _log_p(self, params: Tensor) -> list[Tensor]:
+        """`[B, n]` of each choice."""
+        return [torch.log_softmax(part, dim=-1) for part in _split(params, self._sizes)]
+
+    def _chosen(self, each: list[Tensor], action: Tensor) -> Tensor:
+        """`[B]`. PyTorch's negative likelihood picks as `gather` does, and is several times as fast backwards."""
+        action = action.reshape(-1, len(self._sizes))
+        unlikely = [nll_loss(log_p, action[:, index], reduction="none") for index, log_p in enumerate(each)]
+        return -_added(unlikely)
 
 
 class DiagonalGaussian:
@@ -135,6 +144,10 @@ class DiagonalGaussian:
         _, log_std = self._split(params)
         return (0.5 + _HALF_LOG_2PI + log_std).sum(dim=-1)
 
+    def log_prob_and_entropy(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """They have nothing in common that takes long."""
+        return self.log_prob(params, action), self.entropy(params)
+
     def divergence(self, params: Tensor, other: Tensor) -> Tensor:
         """Sum over the elements of log σ_q − log σ_p + (σ_p² + (μ_p − μ_q)²) / 2 σ_q² − ½."""
         (mean, log_std), (other_mean, other_log_std) = self._split(params), self._split(other)
@@ -168,21 +181,36 @@ class ActionDistribution:
     def log_prob(self, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
         """`[B]`."""
         parts = zip(self.names, self._leaves, _split(params, self._sizes), strict=True)
-        return sum((leaf.log_prob(part, actions[name]) for name, leaf, part in parts), params.new_zeros(len(params)))
+        return _added([leaf.log_prob(part, actions[name]) for name, leaf, part in parts])
 
     def entropy(self, params: Tensor) -> Tensor:
         """`[B]`."""
         parts = zip(self._leaves, _split(params, self._sizes), strict=True)
-        return sum((leaf.entropy(part) for leaf, part in parts), params.new_zeros(len(params)))
+        return _added([leaf.entropy(part) for leaf, part in parts])
+
+    def log_prob_and_entropy(self, params: Tensor, actions: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Both `[B]`, with what they have in common worked out once."""
+        parts = zip(self.names, self._leaves, _split(params, self._sizes), strict=True)
+        both = [leaf.log_prob_and_entropy(part, actions[name]) for name, leaf, part in parts]
+        return _added([log_prob for log_prob, _ in both]), _added([entropy for _, entropy in both])
 
     def divergence(self, params: Tensor, other: Tensor) -> Tensor:
         """`[B]`, nats: the Kullback-Leibler divergence of the one of `params` from that of `other`."""
         parts = zip(self._leaves, _split(params, self._sizes), _split(other, self._sizes), strict=True)
-        return sum((leaf.divergence(part, of_other) for leaf, part, of_other in parts), params.new_zeros(len(params)))
+        return _added([leaf.divergence(part, of_other) for leaf, part, of_other in parts])
 
 
 def _split(params: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    return torch.split_with_sizes(params, sizes, dim=-1)
+    return (params,) if len(sizes) == 1 else torch.split_with_sizes(params, sizes, dim=-1)
+
+
+def _added(parts: Sequence[Tensor]) -> Tensor:
+    """From the first to the last."""
+    return functools.reduce(torch.add, parts)
+
+
+def _entropy(log_p: Tensor) -> Tensor:
+    return -(log_p.exp() * log_p).sum(dim=-1)
 
 
 def _leaf_distribution(leaf: Leaf) -> LeafDistribution:

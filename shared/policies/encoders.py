@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from shared.config import PolicyConfig
 from shared.errors import UnsupportedSpace
 from shared.policies.normaliser import RunningMoments
+from shared.policies.tanh import Tanh
 from shared.spaces import Leaf, SpaceSpec
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
+ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 """By their words in the config."""
 
 
@@ -23,6 +24,11 @@ def linear(inputs: int, outputs: int, gain: float) -> nn.Linear:
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
+
+
+def unrounded(values: Tensor) -> Tensor:
+    """What a network answers in bfloat16 (`trainer.precision`) as float32; anything else as it is."""
+    return values.to(torch.float32) if values.dtype == torch.bfloat16 else values
 
 
 class ObservationNormaliser(nn.Module):
@@ -81,7 +87,7 @@ class Encoder(nn.Module):
             else:
                 parts.append(normaliser(name, flat(values, leaf)))
         features: Tensor = self.mlp(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
-        return features
+        return unrounded(features)
 
 
 class _Image(nn.Module):
@@ -101,7 +107,8 @@ class _Image(nn.Module):
             values = values.movedim(-1, -3)
         if self._stacked:
             values = values.flatten(1, 2)
-        return values.to(torch.float32) / self._scale
+        # Channels in memory last, whatever the shape says: convolutions are faster so, forward and backward
+        return values.to(torch.float32, memory_format=torch.channels_last) / self._scale
 
 
 def _convolutions(leaf: Leaf, kind: str) -> tuple[nn.Sequential, int]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shared.config import PolicyConfig
 from shared.errors import UnsupportedSpace
-from shared.policies.encoders import ACTIVATIONS, Encoder
+from shared.policies.encoders import ACTIVATIONS, Encoder, unrounded
 from shared.policies.noisy import LayerNoise, NoisyLinear
 from shared.policies.policy import Policy
 from shared.spaces import PolicySpaces, SpaceSpec
@@ -160,13 +160,13 @@ class QNetwork(Policy):
         if self._prior_scale:  # Osband et al. 2018, alg. 1
             prior = self.prior(self.prior_encoder(observations, self.normaliser), None)
             found = found + self._prior_scale * prior.reshape(found.shape)
-        return found
+        return unrounded(found)
 
     def means(self, outputs: Tensor) -> Tensor:
         """`[…, width]` → `[…]`: the expected return."""
         if self.head == "c51":
             return outputs.softmax(dim=-1) @ self.support
-        return outputs.mean(dim=-1)
+        return outputs.squeeze(-1) if self.width == 1 else outputs.mean(dim=-1)
 
     def head_values(self, observations: Mapping[str, Tensor], noise: list[LayerNoise] | None = None) -> Tensor:
         """`[K, B, A]`: the value of each choice by each head."""

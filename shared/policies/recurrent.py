@@ -39,8 +39,7 @@ class RecurrentActorCritic(Heads):
     def value(self, observations: Mapping[str, Tensor], state: Tensor) -> Tensor:
         """`[B]`: the critic's estimate of the discounted return, where the state before the observations is this."""
         state = self._core(self.encoder(observations, self.normaliser), state)
-        value: Tensor = self.value_head(self._outputs(state)).squeeze(-1)
-        return value
+        return self._value(self._outputs(state))
 
     def sequence(
         self, observations: Mapping[str, Tensor], state_in: Tensor, over: Tensor
@@ -59,7 +58,7 @@ class RecurrentActorCritic(Heads):
         after = torch.stack(states)
         outputs = self._outputs(after).flatten(0, 1)
         params = self._with_deviations(outputs).reshape(steps, slots, self.distribution.parameters)
-        return params, self.value_head(outputs).reshape(steps, slots), after
+        return params, self._value(outputs).reshape(steps, slots), after
 
     def _core(self, features: Tensor, state: Tensor) -> Tensor:
         if isinstance(self.core, nn.LSTMCell):

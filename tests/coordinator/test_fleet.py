@@ -19,6 +19,7 @@ from coordinator.status import Status
 from shared.config import Config
 from shared.errors import UserError
 from shared.heartbeat import Wait
+from shared.launch import LOGS
 from tests.conftest import minimal_config
 from tests.environments_for_tests import MODULE
 
@@ -137,6 +138,14 @@ def test_a_trainer_that_dies_again_and_again_ends_the_run_which_says_so(config: 
     outcome = run.wait(120)
     assert outcome.reason == "failed: the trainer: its process dies again and again; see its log"
     assert outcome.status.state == "finished"
+
+
+def test_the_evaluator_begins_once_trainer_and_a_worker_are_there(config: MakeConfig, running: ExitStack) -> None:
+    run = start(config(stop_at={"updates": 10**6}), running)
+    until(run, lambda status: pid_of(status, "evaluator") is not None)
+    logs = run.folder.path / LOGS
+    begun = {name: (logs / f"{name}.log").read_text().split(" [")[0] for name in ("trainer", "worker-0", "evaluator")}
+    assert begun["evaluator"] > max(begun["trainer"], begun["worker-0"])
 
 
 def test_a_role_whose_machine_is_taken_away_goes_on_in_a_new_process(config: MakeConfig, running: ExitStack) -> None:

@@ -32,7 +32,7 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandLine]:
         checkpoint={"every": "20 updates", "keep_last": 20},
         stop_at={"env_steps": 10**9},
     )
-    done = terminal.run("train", config, "--run-id", RUN, "--detach")
+    done = terminal.run("train", config, "--run-id", RUN, "--profile", "--detach")
     assert done.code == 0, done
     terminal.until(RUN, "the first checkpoint after training", lambda status: status.version >= 20)
     yield terminal
@@ -226,6 +226,11 @@ def test_watch_shows_it_and_stop_ends_it(terminal: CommandLine) -> None:
     assert {"worker-0", "worker-1", "total"} <= set(finished["ledger"])
     terminal.wait_until("all processes to end", lambda: not terminal.left())
     assert list(terminal.temporary.glob("sc-*")) == []
+
+    profile = terminal.run("profile", RUN, "--json")
+    told = json.loads(profile.out)["seconds"]
+    assert {"worker-0 / acting", "worker-1 / acting", "trainer / training", "evaluator / evaluating"} <= told.keys()
+    assert told["worker-0 / acting"]["env"] > 0 and told["trainer / training"]["update"] > 0
 
     for order in (("scale", RUN, "3"), ("stop", RUN)):
         done = terminal.run(*order)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_worker.sampler import Sampler
+from rollout_worker.sampler import Sample, Sampler
 from rollout_worker.trail import Life
 from rollout_worker.worker import Worker
 from shared import fragment
@@ -21,6 +21,7 @@ from shared.experience_log import START
 from shared.fragment import Fragment
 from shared.heartbeat import Beat, read_heartbeats
 from shared.ledger import read_books
+from shared.redis_keys import RunKeys
 from shared.role import Role
 from shared.steps import Phase
 from tests.conftest import minimal_config
@@ -101,6 +102,41 @@ def test_it_acts_with_the_version_that_the_claim_asks_for(make_role: MakeRole) -
         assert beat_of(role, "worker-0").alive
 
 
+def test_a_push_asks_for_the_next_claim_as_well_and_who_leaves_gives_it_back(make_role: MakeRole) -> None:
+    config = minimal_config(rollout={"fragment_steps": 8, "fragments_per_update": 4})
+    role = make_role(config)
+    with published(make_role, config), started(role) as worker:
+        assert worker.step(1.0) == "pushed"
+        assert role.redis.zrange(RunKeys(role.run_id).claims, 0, -1) == [b"worker-0:0:1"]
+        calls = role.redis.info("commandstats")["cmdstat_evalsha"]["calls"]
+        assert worker.step(1.0) == "pushed"
+        assert role.redis.info("commandstats")["cmdstat_evalsha"]["calls"] - calls <= 3, "one push, one claim, a beat"
+        assert role.redis.zrange(RunKeys(role.run_id).claims, 0, -1) == [b"worker-0:0:2"]
+    state = role.flow.read()
+    assert (state.claimed, role.redis.zcard(RunKeys(role.run_id).claims)) == (2, 0)
+
+
+def test_after_a_stale_fragment_no_claim_is_left_that_nobody_uses(make_role: MakeRole) -> None:
+    config = minimal_config(rollout={"fragment_steps": 8, "fragments_per_update": 1})
+    role, other = make_role(config), make_role(config)
+    with published(make_role, config) as trainer, started(role) as slow, started(other, 1) as quick:
+        act = slow._act
+
+        def overtaken() -> Sample:
+            role.redis.zadd(RunKeys(role.run_id).claims, {"worker-0:0:0": 1})  # its lease runs out
+            assert quick.step(0) == "pushed"
+            return act()
+
+        slow._act = overtaken  # type: ignore[method-assign]
+        assert slow.step(1.0) == "pushed"
+        assert read_books(role.redis, role.run_id)["worker-0"].dropped["stale"].fragments == 1
+        slow._act = act  # type: ignore[method-assign]
+        assert trainer.step(0) == "updated"
+        assert slow.step(1.0) == "pushed"
+        assert [item.header.worker_id for item in fragments_of(role)] == ["worker-1", "worker-0"]
+        assert role.redis.zcard(RunKeys(role.run_id).claims) == 0
+
+
 def test_in_heat_up_it_acts_at_random(make_role: MakeRole) -> None:
     config = minimal_config(heatup="64 env_steps")
     role = make_role(config)
@@ -165,16 +201,15 @@ def test_a_drained_worker_ends_after_its_fragment(make_role: MakeRole) -> None:
     role = make_role(config)
     with published(make_role, config):
         worker = Worker(role, 1)
-        step, words = worker.step, []
+        act = worker._act
 
-        def then_drain(wait_seconds: float) -> str:
-            words.append(step(wait_seconds))
+        def drained_meanwhile() -> Sample:
             role.flow.drain("worker-1")
-            return words[-1]
+            return act()
 
-        worker.step = then_drain  # type: ignore[method-assign]
+        worker._act = drained_meanwhile  # type: ignore[method-assign]
         assert worker.run() == "drained"
-        assert words == ["pushed", "end:drained"]
+        assert read_books(role.redis, role.run_id)["worker-1"].produced.fragments == 1
         beat = beat_of(role, "worker-1")
         assert beat.ended == "drained" and not beat.alive
         assert [event.text for event in read_events(role.redis, role.run_id)][-1] == "worker-1 ended: drained"

@@ -20,6 +20,7 @@ from shared.policies.codec import (
     encode_board,
     encode_policy,
     finite,
+    finite_weights,
     load_state_arrays,
     state_arrays,
 )
@@ -99,6 +100,27 @@ def test_state_arrays_are_copies() -> None:
     assert same(arrays, before)
     load_state_arrays(policy, arrays)
     assert same(state_arrays(policy), before)
+
+
+def test_a_shared_encoder_travels_once_and_files_that_have_it_twice_are_read() -> None:
+    policy = policy_of(CONFIGS["shared encoder"])
+    arrays = state_arrays(policy)
+    assert not [name for name in arrays if name.startswith("critic.")]
+    assert sum(array.size for array in arrays.values()) == sum(part.numel() for part in policy.parameters())
+    twice = {name: tensor.numpy() for name, tensor in policy.state_dict().items()}
+    assert len(twice) > len(arrays)
+    for given in (arrays, twice):
+        found = ActorCritic(SPACES["CartPole-v1"], CONFIGS["shared encoder"])
+        load_state_arrays(found, given)
+        assert same(state_arrays(found), arrays) and found.critic is found.actor
+
+
+def test_weights_that_are_not_finite_are_seen_without_a_copy() -> None:
+    policy = policy_of(CONFIGS["normalised"])
+    assert finite_weights(policy)
+    with torch.no_grad():
+        policy.head.bias[0] = float("nan")
+    assert not finite_weights(policy)
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,7 @@ def test_agents_are_mapped_to_their_policies() -> None:
         {"environment": {"id": "CartPole-v1", "num_envs": 5}},
         {"trainer": {"torch_threads": 2}},
         {"trainer": {"matmul_precision": "medium"}},
+        {"trainer": {"precision": "bfloat16"}},
         {"trainer": {"ranks": 2}},
         {"signals": {"window_episodes": 7}},
         CLONING,

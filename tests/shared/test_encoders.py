@@ -13,6 +13,7 @@ from rollout_worker.making import describe_space
 from shared.config import PolicyConfig
 from shared.errors import UnsupportedSpace
 from shared.policies.encoders import Encoder
+from shared.policies.tanh import Tanh
 from tests.environments_for_tests import OBSERVATIONS
 
 PLAIN = PolicyConfig(hidden_sizes=())
@@ -128,7 +129,7 @@ def test_the_smallest_images_allowed_work(kind: Any, size: int) -> None:
 def test_the_activation_is_the_configured_one() -> None:
     spec = describe_space(spaces.Box(-1.0, 1.0, (3,)))
     for name, kind in {
-        "tanh": torch.nn.Tanh,
+        "tanh": Tanh,
         "relu": torch.nn.ReLU,
         "elu": torch.nn.ELU,
         "silu": torch.nn.SiLU,

@@ -53,6 +53,23 @@ def test_a_repeated_push_changes_nothing(role: Role) -> None:
     assert in_redis(role) == before and len(worker.log) == 1
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["the server knows the scripts", "it has forgotten them"])
+def test_a_claim_can_go_with_a_push(make_role: MakeRole, known: bool) -> None:
+    role = make_role(small_config(fragments_per_update=2))
+    worker = SmallWorker(role)
+    assert worker.claim().granted
+    if not known:
+        role.redis.script_flush()
+    claiming = role.flow.claiming("worker-0", 0, 1)
+    assert worker.log.push("worker-0", 0, 0, worker.epoch, SIZE, b"abc", then=claiming) == "pushed"
+    assert claiming.answer is not None and claiming.answer.granted
+    assert role.redis.zrange(RunKeys(role.run_id).claims, 0, -1) == [b"worker-0:0:1"]
+    again = role.flow.claiming("worker-0", 0, 1)
+    assert worker.log.push("worker-0", 0, 0, worker.epoch, SIZE, b"abc", then=again) == "duplicate"
+    assert again.answer == claiming.answer, "as where the answer to the first was lost"
+    assert role.flow.read().claimed == 2
+
+
 def test_a_repeat_is_recognised_after_the_run_has_finished(role: Role) -> None:
     worker = SmallWorker(role)
     worker.work()

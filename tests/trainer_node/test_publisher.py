@@ -66,7 +66,7 @@ def snapshot_of(
         created=1000.0 + version, log_position=position, parent=None, objects=describe_objects(objects),
         provenance={"counters": {"train": train}, "mean_return": float(version)},
     )  # fmt: skip
-    return Snapshot(manifest, objects)
+    return Snapshot.of(manifest, objects)
 
 
 def publish(publisher: Publisher, role: Role, *versions: int) -> list[str]:

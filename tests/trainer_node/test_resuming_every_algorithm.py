@@ -95,7 +95,13 @@ def run(case: str, folder: Path) -> Config:
 @pytest.mark.parametrize("case", CASES)
 def test_it_goes_on_exactly_with_all_that_it_has(new_game: NewGame, tmp_path: Path, case: str) -> None:
     config = run(case, tmp_path)
-    whole = ends_with(new_game(config))
+    first = new_game(config)
+    first.play_to(3)
+    taken = first.trainer._snapshot()
+    first.trainer._taken = None
+    at_once = first.trainer._snapshot().objects
+    whole = ends_with(first)
+    assert taken.objects == at_once  # encoded when training had gone on to the end
     game = new_game(config)
     for version in (3, 4, 6):
         game.play_to(version)

@@ -180,12 +180,13 @@ def test_the_same_state_gives_the_same_bytes_and_the_learner_is_copied() -> None
     config = config_with()
     learner = new_learner(config)
     train(learner, range(2))
-    first, second = snapshot_of(learner, config), snapshot_of(learner, config)
+    first, second, late = (snapshot_of(learner, config) for _ in range(3))
     assert first.objects == second.objects
     kept = {key: hashlib.sha256(data).digest() for key, data in first.objects.items()}
     train(learner, range(2, 3))
     assert kept == {key: hashlib.sha256(data).digest() for key, data in first.objects.items()}
     assert snapshot_of(learner, config).objects != first.objects
+    assert late.objects == first.objects  # encoded when training had gone on
 
 
 def test_a_fresh_process_makes_the_same_bytes() -> None:

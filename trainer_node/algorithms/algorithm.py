@@ -34,6 +34,8 @@ class Setting:
     """Where rewards are normalised: an algorithm with a memory does so as it draws; others get them normalised."""
     demonstrations: Demonstrations | None = None
     """What is to be imitated, where the run has any."""
+    precision: str = "float32"
+    """Of the networks, as `trainer.precision` has it."""
 
 
 class Algorithm(Protocol):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, cast
 
+import torch
 from torch import Tensor
 
 from shared.policies.actor_critic import ActorCritic, Heads
+
+_AT_ONCE_BYTES = 16 << 20
+"""Of observations: of more than this, a copy of all of them costs more than it spares."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,19 @@ class Batch:
 
     def take(self, rows: Tensor | slice) -> Self:
         """The minibatch of these rows."""
-        return self.each(lambda tensor: tensor[rows])
+        if isinstance(rows, Tensor):
+            return self.each(lambda tensor: tensor.index_select(0, rows))
+        return self if rows == slice(0, len(self)) else self.each(lambda tensor: tensor[rows])
+
+    def shuffled(self, order: Tensor, minibatches: int) -> Iterator[Self]:
+        """Minibatches of equal parts of these rows. Unless they are large all rows are put in order at once."""
+        held = sum(tensor.nbytes for tensor in self.observations.values())
+        if held > _AT_ONCE_BYTES:
+            yield from (self.take(rows) for rows in order.tensor_split(minibatches))
+            return
+        ordered, at = self.take(order), 0
+        for rows in order.tensor_split(minibatches):
+            yield ordered.take(slice(at, at := at + len(rows)))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Self:
         """With all its tensors changed so, and without figures."""
@@ -53,9 +69,10 @@ class Batch:
     def normalised(self) -> Self:
         """Its advantages with zero mean and unit variance; as they are where there is one alone."""
         known = self.counted(self.advantage)
-        return (
-            replace(self, advantage=(self.advantage - known.mean()) / (known.std() + 1e-8)) if len(known) > 1 else self
-        )
+        if len(known) < 2:
+            return self
+        deviation, mean = torch.std_mean(known)
+        return replace(self, advantage=(self.advantage - mean) / (deviation + 1e-8))
 
     def outputs(self, policy: Heads) -> tuple[Tensor, Tensor]:
         """Parameters `[B, P]` and values `[B]` for the rows of `flat()`."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shared.algorithm_configs.bc import BCConfig
 from shared.policies.actor_critic import ActorCritic
@@ -17,6 +17,7 @@ from shared.spaces import Array, Columns
 from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.computing import computing
 from trainer_node.algorithms.experience import Experience, side_by_side, update_seed
 from trainer_node.algorithms.pairs import Pairs
 from trainer_node.algorithms.share import Share, Whole
@@ -29,7 +30,7 @@ class BC:
         self.policy = policy.to(setting.device)
         self._config = config
         self._device = setting.device
-        self._seed = setting.seed
+        self._seed, self._precision = setting.seed, setting.precision
         self.share: Share = Whole()
         """What of each minibatch is learnt from here; the rest by the other ranks."""
         self._optimiser = Adam(self.policy.parameters(), config.adam_epsilon)
@@ -67,7 +68,8 @@ class BC:
         """One update from K fragments of equal T; answers the metrics."""
         learning_rate = self._config.learning_rate.value(counters)
         columns = side_by_side(experience)
-        history = self._epochs(self._batch(columns), learning_rate, counters.updates)
+        with computing(self._device, self._precision):
+            history = self._epochs(self._batch(columns), learning_rate, counters.updates)
         metrics = {name: float(np.mean([item[name] for item in history])) for name in (history[0] if history else {})}
         self._normalise(columns)
         return metrics | {"train/learning_rate": learning_rate, "train/gradient_steps": len(history)}
@@ -101,8 +103,7 @@ class BC:
                 loss, terms = self.share.forward(self.loss, batch.take(rows))
                 self._optimiser.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
-                norms.append(nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.max_grad_norm).detach())
-                self._optimiser.step(learning_rate)
+                norms.append(self._optimiser.step(learning_rate, self._config.max_grad_norm))
                 history.append(terms)
         if not history:
             return []

@@ -36,8 +36,8 @@ class Clipped(OnPolicy):
         norms: list[Tensor] = []
         for _ in range(config.epochs):
             order = torch.randperm(len(batch), generator=generator).to(self._device)
-            for rows in order.tensor_split(minibatches):
-                loss, terms = self._forward(self.loss, batch.take(rows), clip)
+            for minibatch in batch.shuffled(order, minibatches):
+                loss, terms = self._forward(self.loss, minibatch, clip)
                 if config.target_kl is not None:
                     divergence = float(self.share.total(terms["train/approx_kl"]))
                     if divergence > _KL_SLACK * config.target_kl:
@@ -63,13 +63,14 @@ class Clipped(OnPolicy):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Of our part of a minibatch of `rows`, where the policy's outputs are `params` and `value`."""
         mean, advantage = self.share.mean, batch.advantage
-        log_ratio = self.policy.distribution.log_prob(params, batch.actions) - batch.log_prob
+        log_prob, entropy = self.policy.distribution.log_prob_and_entropy(params, batch.actions)
+        log_ratio = log_prob - batch.log_prob
         ratio = log_ratio.exp()
         surrogate = torch.min(advantage * ratio, advantage * ratio.clamp(1 - clip, 1 + clip))
         loss, terms = self._total_loss(
             -mean(surrogate, rows),
             mean(self._value_errors(batch, value), rows),
-            mean(self.policy.distribution.entropy(params), rows),
+            mean(entropy, rows),
         )
         with torch.no_grad():
             terms["train/approx_kl"] = mean((ratio - 1) - log_ratio, rows)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.config import PolicyConfig
-from shared.policies.encoders import ACTIVATIONS, Encoder, ObservationNormaliser
+from shared.policies.encoders import ACTIVATIONS, Encoder, ObservationNormaliser, unrounded
 from shared.spaces import SpaceSpec
 
 
@@ -62,7 +62,7 @@ class Critics(nn.Module):
         values = features.expand(count, -1, -1)
         for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             values = torch.baddbmm(bias[:count], values if number == 0 else self._activation(values), weight[:count])
-        return values
+        return unrounded(values)
 
 
 def _orthogonal(count: int, inputs: int, outputs: int, gain: float) -> nn.Parameter:

@@ -68,9 +68,12 @@ class DQN(OffPolicy):
         learning, choosing, bootstrapping = noise
         (action,) = batch.actions.values()
         heads = self.policy.heads
-        predicted = _of_actions(self.policy.outputs(batch.observations, learning), action.repeat(heads))
+        reward, discount = batch.reward, batch.discount
+        if heads > 1:
+            action, reward, discount = (tensor.repeat(heads) for tensor in (action, reward, discount))
+        predicted = _of_actions(self.policy.outputs(batch.observations, learning), action)
         after = self.bootstrap(batch, choosing, bootstrapping)
-        each, td_error = self._each(predicted, after, batch.reward.repeat(heads), batch.discount.repeat(heads))
+        each, td_error = self._each(predicted, after, reward, discount)
         value = self.policy.means(predicted.detach())
         if heads == 1:
             loss, metrics = (batch.weight * each).mean(), {}
@@ -90,12 +93,13 @@ class DQN(OffPolicy):
             target = distributional.project(after.softmax(dim=1), reward, discount, self.policy.support)
             wrong = distributional.divergence(predicted.detach(), target)
             return distributional.cross_entropy(predicted, target), wrong
-        target = reward.unsqueeze(1) + discount.unsqueeze(1) * after
-        wrong = target.mean(dim=1) - predicted.detach().mean(dim=1)
+        target = torch.addcmul(reward.unsqueeze(1), discount.unsqueeze(1), after)
         if self._config.head == "qr":
+            wrong = target.mean(dim=1) - predicted.detach().mean(dim=1)
             return distributional.quantile_huber(predicted, target), wrong
+        predicted, target = predicted.squeeze(1), target.squeeze(1)
         error = nn.functional.smooth_l1_loss if self._config.loss == "huber" else nn.functional.mse_loss
-        return error(predicted[:, 0], target[:, 0], reduction="none"), wrong
+        return error(predicted, target, reduction="none"), target - predicted.detach()
 
     def _on_device(self, drawn: Batch) -> Minibatch:
         batch, share = super()._on_device(drawn), self._config.bootstrap_share
@@ -134,4 +138,6 @@ class DQN(OffPolicy):
 
 def _of_actions(outputs: Tensor, actions: Tensor) -> Tensor:
     """`[B, A, width]` and `[B]` → `[B, width]`."""
+    if outputs.shape[2] == 1:
+        return outputs.squeeze(2).gather(1, actions.reshape(-1, 1))
     return outputs.gather(1, actions.reshape(-1, 1, 1).expand(-1, 1, outputs.shape[2])).squeeze(1)

@@ -21,6 +21,7 @@ from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.cloning import make_cloning
+from trainer_node.algorithms.computing import computing, to_device
 from trainer_node.algorithms.experience import Experience, side_by_side, update_seed
 from trainer_node.algorithms.share import Share, Terms, Whole
 from trainer_node.memories.batch import Batch
@@ -114,9 +115,11 @@ class OffPolicy:
                 config.minibatch_size, drawing, gamma=config.gamma, n_step=config.n_step, beta=importance,
                 as_now=as_now,
             )  # fmt: skip
-            lesson = self.learn(self._on_device(drawn), counters, generator)
+            with computing(self._setting.device, self._setting.precision):
+                lesson = self.learn(self._on_device(drawn), counters, generator)
             self.done += 1
-            self.memory.update_priorities(drawn.row, lesson.td_error.detach().cpu().numpy())
+            if self.memory.has_priorities:
+                self.memory.update_priorities(drawn.row, lesson.td_error.detach().cpu().numpy())
             yield lesson
 
     def imitating(self, actor_loss: Tensor) -> Terms:
@@ -133,7 +136,7 @@ class OffPolicy:
         return {name: self._tensor(array) for name, array in columns.items()}
 
     def _tensor(self, array: Array) -> Tensor:
-        return torch.from_numpy(array).to(self._setting.device)
+        return to_device(array, self._setting.device)
 
     def observe(self, experience: Sequence[Experience]) -> None:
         """Normaliser and memory take it in: all there is to do in heat-up."""
@@ -142,7 +145,7 @@ class OffPolicy:
             columns = side_by_side(experience)
             mask = torch.from_numpy(columns["mask"])
             names = self.policy.spaces.observation.column_names("obs")
-            normaliser.update({name: self._tensor(np.array(columns[name])[mask]) for name in names})
+            normaliser.update({name: self._tensor(columns[name])[mask] for name in names})
         self.remember(experience)
 
     def remember(self, experience: Sequence[Experience]) -> None:
@@ -173,17 +176,13 @@ def descend(
     """One step of the optimiser that has these parameters; answers the norm of their gradients as they were."""
     optimiser.zero_grad()
     loss.backward(inputs=list(parameters))  # type: ignore[no-untyped-call]
-    bound = float("inf") if max_norm is None else max_norm
-    norm = nn.utils.clip_grad_norm_(parameters, bound).detach()
-    optimiser.step(learning_rate)
-    return norm
+    return optimiser.step(learning_rate, max_norm)
 
 
 @torch.no_grad()
 def follow(target: nn.Module, online: nn.Module, tau: float) -> None:
     """target ← (1 − τ) target + τ online, parameters only."""
-    for slow, fast in zip(target.parameters(), online.parameters(), strict=True):
-        slow.lerp_(fast, tau)
+    torch._foreach_lerp_(list(target.parameters()), list(online.parameters()), tau)
 
 
 def network_state(network: nn.Module, prefix: str) -> Columns:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shared.algorithm_configs.on_policy import OnPolicyConfig, VTraceConfig
 from shared.policies.actor_critic import ActorCritic, Heads
@@ -22,6 +22,7 @@ from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.batch import Batch
 from trainer_node.algorithms.cloning import make_cloning
+from trainer_node.algorithms.computing import computing, to_device
 from trainer_node.algorithms.experience import Experience, side_by_side
 from trainer_node.algorithms.gae import Estimate, by_gae
 from trainer_node.algorithms.off_policy import part
@@ -46,6 +47,7 @@ class OnPolicy:
         self._shared = config
         self._device = setting.device
         self._seed = setting.seed
+        self._precision = setting.precision
         self.share: Share = Whole()
         """What of each minibatch is learnt from here; the rest by the other ranks."""
         self._optimiser = Adam(self.policy.parameters(), config.adam_epsilon)
@@ -77,13 +79,13 @@ class OnPolicy:
         """
         self._begin(counters)
         cloning = {} if self._cloning is None else self._cloning.begin(counters)
-        columns = side_by_side(experience)
-        tensors = {name: self._tensor(array) for name, array in columns.items()}
+        tensors = {name: self._tensor(array) for name, array in side_by_side(experience).items()}
         if self._signals is not None:
             self._signals.look(experience, tensors)
-        with torch.no_grad():
-            batch = self._batch(tensors)
-        history = self._learn(batch, counters) if len(batch) else []
+        with computing(self._device, self._precision):
+            with torch.no_grad():
+                batch = self._batch(tensors)
+            history = self._learn(batch, counters) if len(batch) else []
         metrics = {name: float(np.mean([item[name] for item in history])) for name in (history[0] if history else {})}
         metrics |= self._schedules(counters) | cloning | {"train/gradient_steps": len(history)}
         if len(batch):
@@ -93,21 +95,20 @@ class OnPolicy:
             metrics |= {"train/explained_variance": 1.0 - float(unexplained), **batch.figures}
             if self._signals is not None:
                 metrics |= self._signals.learn(counters)
-        self._normalise(columns)
+        self._normalise(tensors)
         return metrics
 
     def observe(self, experience: Sequence[Experience]) -> None:
         """Takes the observations into the normaliser and the signals' statistics: all there is to do in heat-up."""
-        columns = side_by_side(experience)
+        tensors = {name: self._tensor(array) for name, array in side_by_side(experience).items()}
         if self._signals is not None:
-            self._signals.observe({name: self._tensor(array) for name, array in columns.items()})
-        self._normalise(columns)
+            self._signals.observe(tensors)
+        self._normalise(tensors)
 
-    def _normalise(self, columns: Mapping[str, Array]) -> None:
+    def _normalise(self, tensors: Mapping[str, Tensor]) -> None:
         if self.policy.normaliser is not None:
-            mask = torch.from_numpy(columns["mask"])
             names = self.policy.spaces.observation.column_names("obs")
-            self.policy.normaliser.update({name: self._tensor(columns[name])[mask] for name in names})
+            self.policy.normaliser.update({name: tensors[name][tensors["mask"]] for name in names})
 
     def _made(
         self,
@@ -189,20 +190,18 @@ class OnPolicy:
         """One gradient step; answers the norm of the gradient before it was scaled down."""
         self._optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self._shared.max_grad_norm).detach()
-        self._optimiser.step(learning_rate)
-        return norm
+        return self._optimiser.step(learning_rate, self._shared.max_grad_norm)
 
     def _rows(self, history: Sequence[Mapping[str, Tensor]], norms: Sequence[Tensor]) -> list[dict[str, float]]:
         """The terms of each gradient step over its whole minibatch, and the norm of its gradients."""
         table = self.share.total(torch.stack([torch.stack(list(terms.values())) for terms in history]))
         rows: list[dict[str, float]] = [dict(zip(history[0], values, strict=True)) for values in table.tolist()]
-        for row, norm in zip(rows, norms):
-            row["train/grad_norm"] = float(norm)
+        for row, norm in zip(rows, torch.stack(list(norms)).tolist() if norms else ()):
+            row["train/grad_norm"] = norm
         return rows
 
     def _tensor(self, array: Array) -> Tensor:
-        return torch.from_numpy(np.array(array)).to(self._device)
+        return to_device(array, self._device)
 
     def state(self) -> Columns:
         """The optimiser's state as named arrays, and that of reward signals under `signals/`."""

@@ -31,9 +31,9 @@ class PolicyGradient(OnPolicy):
         part = whole.take(self.share.rows(len(whole)))
         params, value = part.outputs(self.policy)
         batch = part.flat()
-        log_prob = self.policy.distribution.log_prob(params, batch.actions)
+        log_prob, entropy = self.policy.distribution.log_prob_and_entropy(params, batch.actions)
         return self._total_loss(
             -mean(batch.advantage * log_prob, rows),
             mean((value - batch.target).square(), rows),
-            mean(self.policy.distribution.entropy(params), rows),
+            mean(entropy, rows),
         )

@@ -7,8 +7,9 @@ number since the start (its lowest 31 bits, which a resize does not change).
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from shared.spaces import Array, Columns, SpaceSpec
+from shared.spaces import Array, Columns
 
 _NUMBERS = (1 << 31) - 1
 
@@ -16,24 +17,25 @@ _NUMBERS = (1 << 31) - 1
 class FinalObservations:
     """Columns `obs…` of the last observations that the fragments in the ring have."""
 
-    def __init__(self, spec: SpaceSpec, fragments: int) -> None:
+    def __init__(self, fragments: int) -> None:
         self._size = 64
-        self._columns: Columns = {
-            leaf.column("obs"): np.zeros((self._size, *leaf.shape), leaf.column_dtype) for leaf in spec.leaves
-        }
+        self._columns: Columns = {}
         self._held = np.zeros(fragments, np.int64)
         self._end = 0
         self.begin = 0
         """How many have been given up so far."""
+
+    def hold(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
+        """Has a column of this name, with rows of this shape; before the first `put`."""
+        self._columns[name] = np.zeros((self._size, *shape), dtype)
 
     def resume(self, begin: int) -> None:
         """Goes on, empty, after so many have been given up."""
         self.begin = self._end = begin
         self._held[:] = 0
 
-    def put(self, place: int, columns: Columns) -> Array:
-        """The numbers (int32) of the rows of `final_obs…`; what the fragment before had in `place` is given up."""
-        count = len(columns["final_index"])
+    def put(self, place: int, count: int, columns: Columns) -> Array:
+        """The numbers (int32) of `count` rows of `final_obs…`; what the fragment before had in `place` is given up."""
         self.begin += int(self._held[place])
         self._held[place] = count
         self._grow(self._end + count - self.begin)

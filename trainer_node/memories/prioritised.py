@@ -19,6 +19,8 @@ _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max
 class PrioritisedMemory(ReplayMemory):
     """Draws by priority. Rows of absent agents have none."""
 
+    has_priorities = True
+
     def __init__(
         self, spaces: PolicySpaces, steps: int, slots: int, capacity: int, *, alpha: float, epsilon: float
     ) -> None:

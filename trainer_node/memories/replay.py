@@ -27,6 +27,8 @@ class ReplayMemory:
 
     classes = 1
     """Into how many classes its transitions fall."""
+    has_priorities = False
+    """Whether it wants to know how wrong predictions were, for which the device has to be waited for."""
 
     def __init__(self, spaces: PolicySpaces, steps: int, slots: int, capacity: int) -> None:
         """For fragments of `steps` × `slots`; the newest `capacity` transitions stay, rounded up to whole fragments."""
@@ -108,7 +110,7 @@ class ReplayMemory:
         )  # fmt: skip
 
     def update_priorities(self, rows: Array, td_errors: Array) -> None:
-        """Tells how wrong the predictions of these rows of a batch were; nothing to a memory without priorities."""
+        """Tells a memory with priorities how wrong the predictions of these rows of a batch were."""
 
     def state(self) -> Columns:
         """All that the fragments themselves don't tell; the same while they have yet to be put back."""

@@ -2,7 +2,7 @@
 
 With F fragments of T steps × S slots, a row is (fragment · T + step) · S + slot. Observations are stored once: those of
 fragment f are steps 0 … T of `[F, T + 1, S, …]`, the last being what was observed after it; a truncated step's true
-last observation is in the pool of `FinalObservations`.
+last observation is in the pool of `FinalObservations`. Of stacked images each frame is stored once (`FrameStacks`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import numpy as np
 from shared.fragment import expected_columns
 from shared.spaces import Array, Columns, PolicySpaces
 from trainer_node.memories.final_observations import FinalObservations
+from trainer_node.memories.frames import NOBODY, FrameStacks, is_stacked, may_be_stacked
 
-NOTHING = -1
+NOTHING = NOBODY
 _MOST_ROWS = (1 << 31) - 1
 
 
@@ -29,11 +30,24 @@ class FragmentRing:
         expected = expected_columns(spaces, steps, slots)
         self._names = ("reward", "log_prob", "terminated", "mask", *spaces.action.column_names("action"))
         self._columns = {name: _zeros(fragments, *expected[name]) for name in self._names}
-        self._observations = {
-            leaf.column("obs"): np.zeros((fragments, steps + 1, slots, *leaf.shape), leaf.column_dtype)
-            for leaf in spaces.observation.leaves
+        leaves = {leaf.column("obs"): leaf for leaf in spaces.observation.leaves}
+        self._stacks = {
+            name: FrameStacks(leaf.shape, steps, slots, fragments)
+            for name, leaf in leaves.items()
+            if may_be_stacked(leaf, steps)
         }
-        self._finals = FinalObservations(spaces.observation, fragments)
+        self._observations = {
+            name: np.zeros((fragments, steps + 1, slots, *leaf.shape), leaf.column_dtype)
+            for name, leaf in leaves.items()
+            if name not in self._stacks
+        }
+        self._stacked_for_sure = not self._stacks
+        self._finals = FinalObservations(fragments)
+        for name, leaf in leaves.items():
+            stacked = name in self._stacks
+            self._finals.hold(
+                name, leaf.shape[:1] if stacked else leaf.shape, np.int32 if stacked else leaf.column_dtype
+            )
         self._final = np.full((fragments, steps, slots), NOTHING, np.int32)
         self._next = np.full((fragments, steps, slots), NOTHING, np.int32)
         self.following = np.full(fragments, NOTHING, np.int64)
@@ -55,15 +69,26 @@ class FragmentRing:
         if columns["reward"].shape != (self.steps, self.slots):
             raise ValueError(f"a fragment of {columns['reward'].shape} for a memory of {(self.steps, self.slots)}")
         place = self.added % self.fragments
+        if not self._stacked_for_sure:
+            self._keep_whole_what_is_not_stacked(columns)
         self._give_up(place)
+        before = self._newest.get(source, NOTHING)
+        if before != NOTHING and not self._ends_with(before, columns):
+            before = NOTHING
         for name in self._names:
             self._columns[name][place] = columns[name]
         for name, array in self._observations.items():
             array[place, :-1], array[place, -1] = columns[name], columns[f"bootstrap_{name}"]
-        step, slot = columns["final_index"].T
+        where, finals = (
+            columns["final_index"],
+            {f"final_{name}": columns[f"final_{name}"] for name in self._observations},
+        )
+        for name, stacks in self._stacks.items():
+            stacks.put(place, columns[name], columns[f"bootstrap_{name}"], before)
+            finals[f"final_{name}"] = stacks.put_finals(place, columns[f"final_{name}"], where, before != NOTHING)
         self._final[place] = NOTHING
-        self._final[place, step, slot] = self._finals.put(place, columns)
-        self._link(place, self._newest.get(source, NOTHING))
+        self._final[place, where[:, 0], where[:, 1]] = self._finals.put(place, len(where), finals)
+        self._link(place, before)
         self._newest[source] = place
         self.added += 1
         return place
@@ -73,6 +98,8 @@ class FragmentRing:
         self.added = max(0, added - self.fragments)
         self._finals.resume(finals)
         self._newest.clear()
+        for stacks in self._stacks.values():
+            stacks.clear()
         self.following[:] = self.preceding[:] = self._next[...] = self._final[...] = NOTHING
         return added - self.added
 
@@ -85,9 +112,27 @@ class FragmentRing:
         """Forgets how the fragment in `place` hangs together with others."""
         self._newest = {source: where for source, where in self._newest.items() if where != place}
         after = self.following[place]
+        for stacks in self._stacks.values():
+            stacks.give_up(place, int(after))
         if after != NOTHING:
             self.preceding[after] = NOTHING
         self.following[place] = self.preceding[place] = NOTHING
+
+    def _ends_with(self, place: int, columns: Columns) -> bool:
+        """Whether the fragment in `place` ended with the observations that the one of `columns` begins with."""
+        return all(
+            np.array_equal(array[place, -1], columns[name][0]) for name, array in self._observations.items()
+        ) and all(stacks.ends_with(place, columns[name][0]) for name, stacks in self._stacks.items())
+
+    def _keep_whole_what_is_not_stacked(self, columns: Columns) -> None:
+        """The first fragment tells stacked frames from what has but the shape of them (three colours, say)."""
+        for name in [name for name in self._stacks if not is_stacked(columns[name])]:
+            del self._stacks[name]
+            shape = columns[name].shape[2:]
+            array = np.zeros((self.fragments, self.steps + 1, self.slots, *shape), np.uint8)
+            self._observations[name], self._flat[name] = array, _flat(array, 3)
+            self._finals.hold(name, shape, np.uint8)
+        self._stacked_for_sure = True
 
     def _link(self, place: int, before: int) -> None:
         """Which step follows which, within the fragment in `place` and from the one before it."""
@@ -97,9 +142,7 @@ class FragmentRing:
         numbers = np.arange(first + self.slots, first + rows, dtype=np.int32).reshape(-1, self.slots)
         self._next[place, :-1] = np.where(goes_on[:-1] & self._columns["mask"][place, 1:], numbers, NOTHING)
         self._next[place, -1] = NOTHING
-        if before == NOTHING or any(
-            not np.array_equal(array[before, -1], array[place, 0]) for array in self._observations.values()
-        ):
+        if before == NOTHING:
             return
         self.following[before], self.preceding[place] = place, before
         over = self._columns["terminated"][before, -1] | (self._final[before, -1] != NOTHING)
@@ -133,18 +176,30 @@ class FragmentRing:
     def observations(self, rows: Array) -> Columns:
         """`obs…` that these steps were acted on."""
         where = rows + rows // self.rows_each * self.slots
-        return {name: self._flat[name].take(where, axis=0) for name in self._observations}
+        return {
+            name: self._frames_at(name, self._at(name, where)) for name in self.spaces.observation.column_names("obs")
+        }
 
     def next_observations(self, rows: Array, *names: str) -> Columns:
         """`obs…` (or only these columns) that these steps led to; after termination they mean nothing."""
         where = rows + (rows // self.rows_each + 1) * self.slots
-        found = {name: self._flat[name].take(where, axis=0) for name in names or self._observations}
+        names = names or self.spaces.observation.column_names("obs")
+        found = {name: self._at(name, where) for name in names}
         number = self._flat_final.take(rows)
         cut = number != NOTHING
         if cut.any():
             for name, array in found.items():
                 array[cut] = self._finals.take(name, number[cut])
-        return found
+        return {name: self._frames_at(name, array) for name, array in found.items()}
+
+    def _at(self, name: str, where: Array) -> Array:
+        """Observations, or of stacked ones their frames' addresses; `where` counts (fragment, step 0 … T, slot)."""
+        stacks = self._stacks.get(name)
+        return self._flat[name].take(where, axis=0) if stacks is None else stacks.addresses(where)
+
+    def _frames_at(self, name: str, found: Array) -> Array:
+        stacks = self._stacks.get(name)
+        return found if stacks is None else stacks.frames(found)
 
 
 def _zeros(fragments: int, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:

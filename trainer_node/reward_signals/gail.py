@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shared.errors import ConfigError
-from shared.policies.encoders import Encoder, ObservationNormaliser, linear
+from shared.policies.encoders import ACTIVATIONS, Encoder, ObservationNormaliser, linear
 from shared.policies.policy import Policy
 from shared.reward_signals_config import GAILConfig
 from trainer_node.demonstrations import Demonstrations
@@ -44,7 +44,7 @@ class GAIL(Signal):
         width = self.inputs.features + (self.actions.size if self.actions is not None else 0)
         layers: list[nn.Module] = []
         for size in config.hidden_sizes:
-            layers += [linear(width, size, math.sqrt(2)), nn.Tanh()]
+            layers += [linear(width, size, math.sqrt(2)), ACTIVATIONS["tanh"]()]
             width = size
         self.mlp = nn.Sequential(*layers, linear(width, 1, 1.0))
         self.register_buffer("begun", torch.zeros((), dtype=torch.bool))

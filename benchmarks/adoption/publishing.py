@@ -1,0 +1,159 @@
+"""A publisher in lockstep with real workers: each version is published when all of them wait for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.adoption.noting import NOTES, read_notes
+from shared import fragment
+from shared.child import end_with_parent
+from shared.config_sources import dump_config, parse_config
+from shared.connection import credentials
+from shared.experience_log import START
+from shared.launch import RoleLaunch
+from shared.ledger import Ledger
+from shared.policies.codec import VersionHeader, encode_board, state_arrays
+from shared.policies.registry import build_policies
+from shared.policy_board import PolicyBoard
+from shared.steps import Phase, PhaseCounters
+from trainer_node import snapshot
+from trainer_node.intake import Committed
+from trainer_node.learner import make_learner
+from trainer_node.publisher import Publisher
+from trainer_node.snapshot import Line, Progress
+
+_ARRIVE_SECONDS = 90.0
+_SETTLE_SECONDS = 0.03
+"""After the last fragment of a version: by then every worker has claimed again, and waits."""
+
+
+class LockstepPublisher:
+    """The trainer of a run with `workers` fragments for each update, which learns nothing."""
+
+    def __init__(self, launch: RoleLaunch, notes: Path, workers: int) -> None:
+        self._role = launch.open("trainer")
+        self._notes, self._workers = notes, workers
+        self._log, self._board = self._role.log(), PolicyBoard(self._role.redis, self._role.run_id)
+        self._epoch = self._role.flow.take_over()
+        description = self._role.description()
+        algorithm = self._role.config.algorithm.resolved()
+        self._policies = build_policies(description.policies, self._role.config.policies, algorithm, seed=0)
+        self.parameters = sum(tensor.numel() for policy in self._policies.values() for tensor in policy.parameters())
+        self.board_bytes = 0
+        self._position, self._version = START, -1
+        self._first_checkpoint()
+
+    def measure(self, versions: int) -> tuple[list[float], list[float]]:
+        """Milliseconds from the start of each publication to each worker's first step with that version.
+
+        The second list begins the clock earlier: before the weights are copied and encoded.
+        """
+        published, encoded, heard = {}, {}, []
+        for _ in range(versions):
+            encoded[self._version + 1] = time.monotonic_ns()
+            blob = self._encode()
+            published[self._version + 1] = time.monotonic_ns()
+            self._publish(blob)
+            heard += self._hear()
+            time.sleep(_SETTLE_SECONDS)
+        notes = {worker: read_notes(self._notes / worker) for worker in {worker for worker, _, _ in heard}}
+        acted = [(version, notes[worker][seq]) for worker, seq, version in heard]
+        times = [[(at - since[version]) / 1e6 for version, at in acted] for since in (published, encoded)]
+        return times[0], times[1]
+
+    def warm_up(self, versions: int) -> None:
+        """The first fragments, for which processes start and libraries are loaded; all workers have come after it."""
+        seen: set[str] = set()
+        deadline = time.monotonic() + _ARRIVE_SECONDS
+        while len(seen) < self._workers or versions > 0:
+            self._publish(self._encode())
+            seen |= {worker for worker, _, _ in self._hear()}
+            versions -= 1
+            time.sleep(_SETTLE_SECONDS)
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"only {sorted(seen)} of {self._workers} workers have acted; see {self._notes}")
+
+    def end(self) -> None:
+        """The workers end by themselves."""
+        self._role.flow.set_state("finished", "exhausted", epoch=self._epoch)
+
+    def close(self) -> None:
+        """After the workers have ended."""
+        self._role.redis.close()
+
+    def _encode(self) -> bytes:
+        header = VersionHeader(self._version + 1, Phase.TRAIN, PhaseCounters())
+        states = {policy_id: state_arrays(policy) for policy_id, policy in self._policies.items()}
+        blob = encode_board(states, header)
+        self.board_bytes = len(blob)
+        return blob
+
+    def _publish(self, blob: bytes) -> None:
+        """With the credit for as many fragments as there are workers."""
+        self._version += 1
+        self._board.publish(
+            epoch=self._epoch, version=self._version, consumed=self._workers if self._version else 0,
+            settled_id=self._position, ledger="{}", header=VersionHeader(self._version, Phase.TRAIN, PhaseCounters()),
+            blob=blob,
+        )  # fmt: skip
+
+    def _hear(self) -> list[tuple[str, int, int]]:
+        """The fragments acted by this version: worker, its how manieth, and the version in its header."""
+        heard: list[tuple[str, int, int]] = []
+        deadline = time.monotonic() + _ARRIVE_SECONDS
+        while len(heard) < self._workers:
+            for entry in self._log.read(self._position, self._workers - len(heard), 1.0):
+                self._position = entry.id
+                assert entry.fragment is not None
+                heard.append((entry.worker, entry.seq, fragment.decode(entry.fragment).header.version))
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{len(heard)} of {self._workers} fragments of version {self._version} came")
+        self._log.trim(self._epoch, self._position)
+        return heard
+
+    def _first_checkpoint(self) -> None:
+        """What workers start from."""
+        role, description = self._role, self._role.description()
+        learner, progress = make_learner(role.config, description), Progress(0, Phase.TRAIN, 1, None, START, 0, Line())
+        books = Committed(START, Ledger().as_json(), {})
+        publisher = Publisher(role, self._epoch)
+        publisher.start()
+        publisher.submit(snapshot.take(learner, description, role.config, role.run_id, progress, books))
+        publisher.wait_idle(60)
+        publisher.close()
+
+
+@contextmanager
+def worker_processes(launch: RoleLaunch, notes: Path, workers: int) -> Iterator[None]:
+    """`python -m rollout_worker` for each; what still runs at the end is killed."""
+    config = parse_config(launch.config)
+    path = Path(str(launch.run_folder)) / "config.yaml"
+    path.write_text(dump_config(config))
+    address, secret = launch.address, credentials(launch.address)
+    command = [
+        sys.executable, "-m", "rollout_worker", address.run_id, "--redis", address.redis_url,
+        "--store", address.store_url, "--config", str(path),
+    ]  # fmt: skip
+    processes = []
+    try:
+        for index in range(workers):
+            told = {NOTES: str(notes / f"worker-{index}"), "STAGECOACH_REDIS_PASSWORD": str(secret.redis_password)}
+            with (Path(str(launch.run_folder)) / "logs" / f"worker-{index}.out").open("wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [*command, "--index", str(index)], env=os.environ | told, stdout=log, stderr=log,
+                        preexec_fn=end_with_parent(signal.SIGKILL),
+                    )
+                )  # fmt: skip
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

@@ -1,0 +1,91 @@
+"""A real trainer whose checkpoints are timed."""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import dataclass
+
+from shared.freed_memory import keep_freed_memory
+from shared.launch import RoleLaunch
+from shared.policy_board import Published
+from shared.role import Role
+from trainer_node.trainer import Trainer
+
+_LOOK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What some updates took."""
+
+    updates: int
+    seconds: float
+    stalls: list[float]
+    """Seconds of each checkpoint in the trainer's main thread."""
+    worked: list[float]
+    """Of these, the seconds that the thread had the processor: what a busy machine or the other threads do not add to.
+    """
+
+
+class TimedTrainer(Trainer):
+    """The product's trainer; its checkpoints can be left out, and are timed."""
+
+    def __init__(self, role: Role) -> None:
+        super().__init__(role, None)
+        self.stalls: list[float] = []
+        self.worked: list[float] = []
+        self.checkpoints = True
+
+    def _checkpoint_if_due(self, published: Published) -> None:
+        if not self.checkpoints:
+            return
+        before, began, worked = self._parent_version, time.perf_counter(), time.thread_time()
+        super()._checkpoint_if_due(published)
+        if self._parent_version != before:
+            self.stalls.append(time.perf_counter() - began)
+            self.worked.append(time.thread_time() - worked)
+
+
+class TrainerStation:
+    """A trainer's process."""
+
+    def __init__(self) -> None:
+        keep_freed_memory()  # as trainer_node/lives.py does
+        self._trainer: TimedTrainer | None = None
+
+    def start(self, launch: RoleLaunch, checkpoints: bool, beginning: int) -> int:
+        """Takes over a run, and learns so many updates that do not count; answers the parameters."""
+        self._role = launch.open("trainer")
+        self._trainer = TimedTrainer(self._role)
+        self._trainer.start()
+        self._trainer.checkpoints = checkpoints
+        while self._trainer._learner.counters.train.updates < beginning:
+            self._trainer.step(_LOOK_SECONDS)
+        policies = self._trainer._learner.policies.values()
+        return sum(tensor.numel() for policy in policies for tensor in policy.parameters())
+
+    def learn(self, updates: int) -> Updates:
+        """So many more."""
+        trainer = self._trainer
+        assert trainer is not None
+        trainer.stalls, trainer.worked, first, began = [], [], trainer.version, time.perf_counter()
+        while trainer.version < first + updates:
+            trainer.step(_LOOK_SECONDS)
+        return Updates(updates, time.perf_counter() - began, trainer.stalls, trainer.worked)
+
+    def peak_bytes(self) -> int:
+        """The most memory that this process has had."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def end(self) -> None:
+        """Leaves the run as it is: nothing waits for the store."""
+        trainer = self._trainer
+        assert trainer is not None
+        self._role.flow.set_state("finished", "exhausted")
+        with trainer._publisher._lock:
+            trainer._publisher._pending, trainer._publisher._closing = None, True
+            trainer._publisher._lock.notify_all()
+        trainer._heartbeat.stop("end of the benchmark")
+        trainer._signals.close()
+        self._trainer = None

@@ -1,0 +1,82 @@
+"""Runs of a benchmark's own: an embedded Redis, a store, and runs that exist in them and whose roles nobody starts.
+
+A benchmark plays the roles itself, or starts them as processes from the launch that `new_run` answers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from coordinator.preparation import check, prepare_new
+from coordinator.services import BUCKET, new_secret, start_redis, start_s3
+from shared.config import Config
+from shared.config_sources import parse_config
+from shared.connection import Address
+from shared.launch import LOGS, RoleLaunch
+from shared.role import open_role
+
+
+@dataclass(frozen=True)
+class Services:
+    """What is running, and what opens it."""
+
+    folder: Path
+    redis_url: str
+    redis_password: str
+    redis_pid: int
+    s3_endpoint: str | None
+    """None where the store is a folder."""
+    keys: Path
+    """The file with all credentials."""
+
+    def client(self) -> redis.Redis:
+        """A plain connection, without what the product adds."""
+        return redis.Redis.from_url(self.redis_url, password=self.redis_password)
+
+    def new_run(self, given: Config | dict[str, Any], endpoint_url: str | None = None) -> RoleLaunch:
+        """A run that is ready for its roles; `endpoint_url` is how these reach the S3 server, if not directly."""
+        config = given if isinstance(given, Config) else parse_config(given)
+        run_id = f"run-{new_secret()[:8]}"
+        folder = self.folder / run_id
+        (folder / LOGS).mkdir(parents=True)
+        store = f"s3://{BUCKET}/{run_id}" if self.s3_endpoint else f"file://{self.folder / 'store'}"
+        address = Address(run_id, self.redis_url, store, endpoint_url or self.s3_endpoint, str(self.keys))
+        role = open_role(config, address, "coordinator")
+        prepare_new(role, check(config))
+        role.redis.close()
+        return RoleLaunch(config.model_dump(mode="json"), address, (os.getcwd(),), str(folder))
+
+
+@contextmanager
+def own_services(s3: bool = False) -> Iterator[Services]:
+    """The services as `stagecoach train` starts them, in a temporary folder; they end with the block."""
+    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as name:
+        folder, password, access, secret = Path(name), new_secret(), new_secret(), new_secret()
+        keys = folder / "keys.json"
+        keys.write_text(
+            json.dumps(
+                {"redis_password": password} | ({"s3_access_key": access, "s3_secret_key": secret} if s3 else {})
+            )
+        )
+        (folder / "store").mkdir()
+        server = start_redis(folder / "redis", folder / "redis.log", password)
+        try:
+            store = start_s3(folder / "s3", folder / "s3.log", access, secret) if s3 else None
+            try:
+                endpoint = f"http://127.0.0.1:{store.port}" if store else None
+                url = f"redis://127.0.0.1:{server.port}/0"
+                yield Services(folder, url, password, server.process.pid, endpoint, keys)
+            finally:
+                if store is not None:
+                    store.stop()
+        finally:
+            server.stop()

@@ -1,0 +1,45 @@
+"""What a measurement was made with: machine, commit and versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+_CODE = ("coordinator", "rollout_worker", "trainer_node", "shared", "benchmarks")
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores and system."""
+    return {"cpu": _cpu(), "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}"}
+
+
+def commit() -> str:
+    """Of this checkout, with `-dirty` where code is not as committed; empty where there is no git."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        name, changed = git("rev-parse", "--short=12", "HEAD"), git("status", "--porcelain", "--", *_CODE)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return f"{name}-dirty" if changed else name
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the numbers."""
+    named = ("stagecoach", "torch", "numpy", "gymnasium", "ray")
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in named}
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

@@ -1,0 +1,110 @@
+"""How long `stagecoach train` takes to the first update, and what the time goes to; Ray's own start is shown apart."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import re
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import redis
+
+from benchmarks.kit.measure import Measure, Result
+from benchmarks.kit.options import Options
+from benchmarks.suite.resident import RUNS, started
+from coordinator.run_folder import RunFolder
+from shared.connection import connect_redis
+from shared.errors import StagecoachError
+from shared.flow import Flow
+from shared.launch import LOGS
+from shared.redis_keys import RunKeys
+
+_FIRST_UPDATE = "first update"
+_AIM_SECONDS = 8.0
+_MOST_SECONDS = 240.0
+_RUN = "run"
+_LINES = {
+    "imports and checks are done": ("coordinator", "starting services"),
+    "Redis serves": ("coordinator", "Redis serves"),
+    "the S3 server serves": ("coordinator", "the S3 server serves"),
+    "Ray serves": ("coordinator", "Ray serves"),
+    "Ray is joined": ("coordinator", "Ray is joined"),
+    "roles are asked for": ("coordinator", "starting roles"),
+    "the trainer's process has its imports": ("trainer", "trainer begins"),
+    "the trainer is ready": ("trainer", "trainer of run"),
+    "the first worker's process has its imports": ("worker-0", "worker-0 begins"),
+    "the first worker has joined": ("worker-0", "joined run"),
+}
+"""Milestone → log and line of it that tell when it was reached."""
+
+
+def measure(options: Options) -> Result:
+    """Each repeat is a real start of a real run, in a folder of its own; nothing else of the run is timed."""
+    found = []
+    for repeat in range(options.repeats + (not options.quick)):  # the first one warms the files' cache
+        seconds = milestones()
+        if options.quick or repeat:
+            found.append(seconds)
+        options.tell(f"{'round ' + str(repeat) if options.quick or repeat else 'warm-up'}: {seconds}")
+    names = sorted(found[0], key=lambda name: statistics.median(one[name] for one in found))
+    measures = [
+        Measure(
+            name, "s", [one[name] for one in found], better="less", aim=_AIM_SECONDS if name == _FIRST_UPDATE else None
+        )
+        for name in names
+    ]
+    own = [one["Ray is joined"] - one["imports and checks are done"] for one in found]
+    measures.append(
+        Measure("Ray's own start", "s", own, better="less", note="launched, serves, joined; others start meanwhile")
+    )
+    return Result(
+        "start-up",
+        "Seconds from the command `stagecoach train` to each milestone, the first update being the last one.",
+        measures,
+        settings={"example": RUNS["PPO"], "read from": {name: list(where) for name, where in _LINES.items()}},
+    )
+
+
+def milestones() -> dict[str, float]:
+    """Milestone → seconds since the command."""
+    with tempfile.TemporaryDirectory(prefix="start-up-") as name:
+        folder, began = Path(name), time.time()
+        with started("PPO", folder) as process:
+            reached = _watched(folder, process)
+        logs = folder / _RUN / LOGS
+        reached |= {name: _logged(logs / f"{log}.log", line) for name, (log, line) in _LINES.items()}
+    return {name: round(moment - began, 3) for name, moment in reached.items()}
+
+
+def _watched(folder: Path, process: subprocess.Popen[bytes]) -> dict[str, float]:
+    """When the first fragment was in the log, and when the first update was published."""
+    client, reached = None, dict[str, float]()
+    deadline = time.monotonic() + _MOST_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(StagecoachError, OSError, redis.RedisError):
+            client = client or _connected(folder)
+            if client is not None:
+                if client.exists(RunKeys(_RUN).produced):
+                    reached.setdefault("first fragment", time.time())
+                if Flow(client, _RUN).read().version > 0:
+                    return reached | {_FIRST_UPDATE: time.time()}
+        time.sleep(0.01 if client is not None else 0.1)
+    raise RuntimeError(f"no first update within {_MOST_SECONDS:g} s; the run's process says {process.poll()}")
+
+
+def _connected(folder: Path) -> redis.Redis | None:
+    run = RunFolder.find(_RUN, folder)
+    address = run.live_address()
+    return None if address is None else connect_redis(address, run.config(), "viewer")
+
+
+def _logged(log: Path, line: str) -> float:
+    """When a line was logged first, in seconds since the epoch."""
+    found = re.search(rf"^([\d-]+ [\d:]+,\d+) .*{re.escape(line)}", log.read_text(), re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"{log.name} has no line with {line!r}: {log.read_text()[-500:]}")
+    return datetime.datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").astimezone().timestamp()

@@ -1,0 +1,31 @@
+"""What a run is refused for before anything of it starts: what no value of Redis holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from coordinator import preparation
+from coordinator.preparation import check
+from shared.errors import ConfigError
+from tests.conftest import minimal_config
+
+
+def of_width(width: int, **sections: Any) -> Any:
+    return minimal_config(policies={"default": {"hidden_sizes": [width]}}, **sections)
+
+
+def test_a_version_that_no_value_holds_is_refused_and_the_store_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "_MOST_VALUE_BYTES", 50_000)
+    check(of_width(64))
+    with pytest.raises(ConfigError, match=r"a policy version of \d+ bytes .*policy_versions.transport: object_store"):
+        check(of_width(2000))
+    check(of_width(2000, policy_versions={"transport": "object_store"}))
+
+
+def test_a_fragment_that_no_value_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "_MOST_VALUE_BYTES", 50_000)
+    check(of_width(8, rollout={"fragment_steps": 64}))
+    with pytest.raises(ConfigError, match=r"a fragment of about \d+ bytes .*lower rollout.fragment_steps or"):
+        check(of_width(8, rollout={"fragment_steps": 640}))
