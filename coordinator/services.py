@@ -222,15 +222,16 @@ def begin_ray(log: Path, num_cpus: int, token: str, loopback: bool) -> StartingR
     environment = {
         "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0",
         "AUTOSCALER_METRIC_PORT": "0", "DASHBOARD_METRIC_PORT": "0",
+        "RAY_START_HOOK": "coordinator.ray_start.without_client_server",
     }  # fmt: skip
     if loopback:
         environment[LOOPBACK_VARIABLE] = "0"
     current = _ray_address(temporary)
 
-    def launch(port: int) -> subprocess.Popen[bytes]:
+    def launch(_: int) -> subprocess.Popen[bytes]:
         command = [
             sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0",
-            "--dashboard-agent-listen-port=0", f"--ray-client-server-port={port}",
+            "--dashboard-agent-listen-port=0",
             *(["--node-ip-address=127.0.0.1"] if loopback else []),
             "--min-worker-port=0",
             "--max-worker-port=0", "--include-dashboard=false", "--no-monitor", "--include-log-monitor=false",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -63,7 +63,8 @@ class GymnasiumEnvironments:
                 observations, infos = self._env.reset(seed=seeds[0])
             else:
                 options = {PAST: self._actions_done(past)} if past else None
-                observations, infos = self._env.reset(seed=self._episode_seeds(np.ones(self.num_envs)), options=options)
+                every = self._episode_seeds(range(self.num_envs))
+                observations, infos = self._env.reset(seed=every, options=options)
         except EnvironmentFailure:
             raise
         except Exception as error:
@@ -79,10 +80,10 @@ class GymnasiumEnvironments:
             return None
         return Place(tuple(self._episodes.tolist()), tuple(self._lengths.tolist()), self._returns)
 
-    def _episode_seeds(self, which: Array) -> Any:
-        """A seed for each of `which`, None for the others."""
+    def _episode_seeds(self, which: Iterable[int]) -> Any:
+        """A seed for each environment of `which`, None for the others."""
         seeds: list[int | None] = [None] * self.num_envs
-        for index in np.flatnonzero(which).tolist():
+        for index in which:
             seeds[index] = episode_seed(self._seeds[index], int(self._episodes[index]))
         return seeds
 
@@ -111,12 +112,11 @@ class GymnasiumEnvironments:
             mask = ~self._over
             rewards, terminated, truncated = np.where(mask, rewards, 0.0), terminated & mask, truncated & mask
         self._returns += rewards
-        self._lengths += mask
+        self._lengths += 1 if mask is self._everyone else mask
         done = terminated | truncated
         final, final_slots = self._no_final, self._no_slots
         episodes: list[tuple[int, EpisodeRecord]] = []
-        ended = np.flatnonzero(done)
-        if ended.size:
+        if len(ended := done.nonzero()[0]):
             if truncated.any():
                 final_slots = np.flatnonzero(truncated).astype(np.int32)
                 final = self._final_obs(observations, infos, final_slots)
@@ -126,7 +126,7 @@ class GymnasiumEnvironments:
             self._episodes[ended] += 1
             if self._mode is AutoresetMode.DISABLED:
                 terminated, truncated = terminated.copy(), truncated.copy()  # a reset may write into its own
-                seeds = None if self._native else self._episode_seeds(done)
+                seeds = None if self._native else self._episode_seeds(ended.tolist())
                 observations, _ = self._env.reset(seed=seeds, options={"reset_mask": done})
         self._over = done
         step = PolicyStep(

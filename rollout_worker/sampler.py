@@ -83,8 +83,9 @@ class Sampler:
             recorders[policy_id].columns[STATE][:] = its.state.cpu().numpy()
         asked = {**policies, **remembering}
         episodes: list[EpisodeRecord] = []
-        for index in range(self._environment.num_envs):
-            self._begin(exploration, index)
+        if exploration.knows_episodes:
+            for index in range(self._environment.num_envs):
+                self._begin(exploration, index)
         for step in range(steps):
             actions = {}
             for policy_id, recorder in recorders.items():
@@ -104,7 +105,8 @@ class Sampler:
             for index, record in result.episodes:
                 episodes.append(record)
                 self._episodes[index] += 1
-                self._begin(exploration, index)
+                if exploration.knows_episodes:
+                    self._begin(exploration, index)
         columns = {
             policy_id: recorder.finish(policies[policy_id], exploration, self._now[policy_id])
             for policy_id, recorder in recorders.items()
@@ -115,9 +117,8 @@ class Sampler:
         return Sample(columns, tuple(episodes), seconds, (self._stages.nanoseconds("env") - stepped) / 1e9)
 
     def _begin(self, exploration: Exploration, index: int) -> None:
-        """Tells which episode environment `index` is in, where that matters: a thousand short ones end all the time."""
-        if exploration.knows_episodes:
-            exploration.begin(index, trail.episode_seed(self._seeds[index], self._episodes[index]))
+        """Tells which episode environment `index` is in."""
+        exploration.begin(index, trail.episode_seed(self._seeds[index], self._episodes[index]))
 
     def _slots(self, policy_id: str) -> int:
         return self._environment.num_envs * self._description.slots(policy_id)

@@ -66,7 +66,11 @@ def consumed(status: Status, worker: str) -> int:
 
 
 def test_it_scales_from_1_to_4_to_2_and_nothing_restarts(terminal: CommandLine) -> None:
-    before = terminal.until(RUN, "worker-0 at work", lambda status: consumed(status, "worker-0") > 0)
+    before = terminal.until(
+        RUN,
+        "worker-0 at work, the evaluator too",
+        lambda s: consumed(s, "worker-0") > 0 and "evaluator" in pids(s, "evaluator"),
+    )
     assert alive(before) == {"worker-0"}
 
     assert terminal.run("scale", RUN, "4").code == 0
@@ -146,6 +150,13 @@ def test_no_secret_stands_in_a_command_line(terminal: CommandLine, credentials: 
     commands = terminal.left().values()
     assert len(commands) > 5
     assert not any(secret in command for secret in credentials.values() for command in commands)
+
+
+def test_ray_starts_nothing_that_nobody_uses(terminal: CommandLine) -> None:
+    commands = list(terminal.left().values())
+    assert any("raylet" in command for command in commands)
+    for unused in ("ray.util.client.server", "autoscaler", "log_monitor"):
+        assert not any(unused in command for command in commands), unused
 
 
 def test_everything_listens_on_loopback_only(terminal: CommandLine) -> None:
