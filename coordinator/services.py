@@ -230,8 +230,8 @@ def begin_ray(log: Path, num_cpus: int, token: str, loopback: bool) -> StartingR
 
     def launch(_: int) -> subprocess.Popen[bytes]:
         command = [
-            sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0",
-            "--dashboard-agent-listen-port=0",
+            sys.executable, "-P", "-m", "ray.scripts.scripts",  # -P: nothing of it comes from the user's folder
+            "start", "--head", "--block", "--port=0", "--dashboard-agent-listen-port=0",
             *(["--node-ip-address=127.0.0.1"] if loopback else []),
             "--min-worker-port=0",
             "--max-worker-port=0", "--include-dashboard=false", "--no-monitor", "--include-log-monitor=false",

@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from coordinator import services
-from coordinator.services import BUCKET, ServiceError, free_port, new_secret, start_redis, start_s3
+from coordinator.services import BUCKET, ServiceError, free_port, new_secret, start_ray, start_redis, start_s3
 from shared.errors import UserError
 
 
@@ -136,6 +136,17 @@ def test_they_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     parent.wait()
     parent.stdout.close()
     wait_until(lambda: not any(alive(pid) for pid in children))
+
+
+def test_ray_starts_in_a_folder_whose_modules_have_names_that_it_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("coordinator", "click", "redis", "yaml"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the module of the user')")
+    monkeypatch.chdir(tmp_path)
+    head = start_ray(tmp_path / "ray.log", 1, new_secret(), loopback=True)
+    head.stop(tmp_path / "logs")
+    assert head.address.startswith("127.0.0.1:")
 
 
 def test_a_server_that_ends_at_once_is_reported_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
