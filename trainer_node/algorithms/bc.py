@@ -18,6 +18,7 @@ from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.computing import computing
+from trainer_node.algorithms.descent import figures
 from trainer_node.algorithms.experience import Experience, side_by_side, update_seed
 from trainer_node.algorithms.pairs import Pairs
 from trainer_node.algorithms.share import Share, Whole
@@ -105,11 +106,7 @@ class BC:
                 loss.backward()  # type: ignore[no-untyped-call]
                 norms.append(self._optimiser.step(learning_rate, self._config.max_grad_norm))
                 history.append(terms)
-        if not history:
-            return []
-        table = self.share.total(torch.stack([torch.stack(list(terms.values())) for terms in history])).tolist()
-        rows_of = [dict(zip(history[0], values, strict=True)) for values in table]
-        return [row | {"train/grad_norm": float(norm)} for row, norm in zip(rows_of, norms, strict=True)]
+        return figures(self.share, history, norms) if history else []
 
     def state(self) -> Columns:
         """The optimiser's state as named arrays."""

@@ -10,6 +10,7 @@ from shared.policies.actor_critic import ActorCritic
 from shared.steps import Counters
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.batch import Batch
+from trainer_node.algorithms.descent import figures
 from trainer_node.algorithms.experience import update_seed
 from trainer_node.algorithms.on_policy import OnPolicy
 
@@ -41,10 +42,10 @@ class Clipped(OnPolicy):
                 if config.target_kl is not None:
                     divergence = float(self.share.total(terms["train/approx_kl"]))
                     if divergence > _KL_SLACK * config.target_kl:
-                        return self._rows(history or [terms], norms)
+                        return figures(self.share, history or [terms], norms)
                 norms.append(self._descend(loss, learning_rate))
                 history.append(terms)
-        return self._rows(history, norms)
+        return figures(self.share, history, norms)
 
     def loss(self, batch: Batch, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
         """The scalar loss of a minibatch (eq. 9 of the paper, signs turned) and its terms; of them, what is our share.

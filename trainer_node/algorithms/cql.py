@@ -20,7 +20,8 @@ from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.critics import Critics
-from trainer_node.algorithms.off_policy import Lesson, Minibatch, follow
+from trainer_node.algorithms.descent import follow
+from trainer_node.algorithms.off_policy import Lesson, Minibatch
 from trainer_node.algorithms.sac import SAC
 
 _LOG_WEIGHT_BOUNDS = math.log(1e-6), math.log(1e6)

@@ -20,16 +20,9 @@ from trainer_node.algorithms import distributional
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.bootstrap_masks import bootstrap_masks
-from trainer_node.algorithms.off_policy import (
-    Lesson,
-    Minibatch,
-    OffPolicy,
-    descend,
-    follow,
-    load_network_state,
-    network_state,
-    part,
-)
+from trainer_node.algorithms.descent import descend, follow
+from trainer_node.algorithms.named_arrays import load_network_state, network_state, part
+from trainer_node.algorithms.off_policy import Lesson, Minibatch, OffPolicy
 from trainer_node.memories.batch import Batch
 
 _TARGET, _OPTIMISER = "target/", "optimiser/"

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shared.algorithm_configs.off_policy import OffPolicyConfig
 from shared.policies.policy import Policy
 from shared.spaces import Array, Columns
 from shared.steps import Counters
-from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.cloning import make_cloning
 from trainer_node.algorithms.computing import computing, to_device
 from trainer_node.algorithms.experience import Experience, side_by_side, update_seed
+from trainer_node.algorithms.named_arrays import part
 from trainer_node.algorithms.share import Share, Terms, Whole
 from trainer_node.memories.batch import Batch
 from trainer_node.memories.make import make_memory
@@ -163,38 +163,3 @@ class OffPolicy:
         self.load_networks({k: v for k, v in arrays.items() if k != "done" and not k.startswith(_MEMORY)})
         self.memory.load_state(part(arrays, _MEMORY))
         self.done = int(arrays["done"])
-
-
-def part(arrays: Mapping[str, Array], prefix: str) -> Columns:
-    """The arrays whose names begin so, named without it."""
-    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-
-
-def descend(
-    loss: Tensor, parameters: Sequence[Tensor], optimiser: Adam, learning_rate: float, max_norm: float | None
-) -> Tensor:
-    """One step of the optimiser that has these parameters; answers the norm of their gradients as they were."""
-    optimiser.zero_grad()
-    loss.backward(inputs=list(parameters))  # type: ignore[no-untyped-call]
-    return optimiser.step(learning_rate, max_norm)
-
-
-@torch.no_grad()
-def follow(target: nn.Module, online: nn.Module, tau: float) -> None:
-    """target ← (1 − τ) target + τ online, parameters only."""
-    torch._foreach_lerp_(list(target.parameters()), list(online.parameters()), tau)
-
-
-def network_state(network: nn.Module, prefix: str) -> Columns:
-    """A network's parameters as named arrays."""
-    return {prefix + name: tensor.detach().cpu().numpy().copy() for name, tensor in network.named_parameters()}
-
-
-@torch.no_grad()
-def load_network_state(network: nn.Module, prefix: str, arrays: Mapping[str, Array]) -> None:
-    """The inverse of `network_state`; raises `KeyError` or `ValueError` where it is another network's."""
-    for name, tensor in network.named_parameters():
-        array = arrays[prefix + name]
-        if array.shape != tuple(tensor.shape):
-            raise ValueError(f"{prefix}{name} has the shape {array.shape}, expected {tuple(tensor.shape)}")
-        tensor.copy_(torch.from_numpy(np.array(array)))

@@ -25,7 +25,7 @@ from trainer_node.algorithms.cloning import make_cloning
 from trainer_node.algorithms.computing import computing, to_device
 from trainer_node.algorithms.experience import Experience, side_by_side
 from trainer_node.algorithms.gae import Estimate, by_gae
-from trainer_node.algorithms.off_policy import part
+from trainer_node.algorithms.named_arrays import part
 from trainer_node.algorithms.outputs import Outputs, outputs
 from trainer_node.algorithms.sequences import sequences
 from trainer_node.algorithms.share import Share, Terms, Whole
@@ -191,14 +191,6 @@ class OnPolicy:
         self._optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         return self._optimiser.step(learning_rate, self._shared.max_grad_norm)
-
-    def _rows(self, history: Sequence[Mapping[str, Tensor]], norms: Sequence[Tensor]) -> list[dict[str, float]]:
-        """The terms of each gradient step over its whole minibatch, and the norm of its gradients."""
-        table = self.share.total(torch.stack([torch.stack(list(terms.values())) for terms in history]))
-        rows: list[dict[str, float]] = [dict(zip(history[0], values, strict=True)) for values in table.tolist()]
-        for row, norm in zip(rows, torch.stack(list(norms)).tolist() if norms else ()):
-            row["train/grad_norm"] = norm
-        return rows
 
     def _tensor(self, array: Array) -> Tensor:
         return to_device(array, self._device)

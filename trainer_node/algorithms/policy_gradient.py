@@ -10,6 +10,7 @@ from shared.policies.actor_critic import ActorCritic
 from shared.steps import Counters
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.batch import Batch
+from trainer_node.algorithms.descent import figures
 from trainer_node.algorithms.on_policy import OnPolicy
 
 
@@ -22,7 +23,7 @@ class PolicyGradient(OnPolicy):
 
     def _learn(self, batch: Batch, counters: Counters) -> list[dict[str, float]]:
         loss, terms = self._forward(self.loss, batch)
-        return self._rows([terms], [self._descend(loss, self._shared.learning_rate.value(counters))])
+        return figures(self.share, [terms], [self._descend(loss, self._shared.learning_rate.value(counters))])
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The scalar loss of a batch, −A log π, value and entropy, and its terms; of them, what is our share."""

@@ -19,17 +19,10 @@ from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.critics import Critics
+from trainer_node.algorithms.descent import descend, follow
 from trainer_node.algorithms.experience import update_seed
-from trainer_node.algorithms.off_policy import (
-    Lesson,
-    Minibatch,
-    OffPolicy,
-    descend,
-    follow,
-    load_network_state,
-    network_state,
-    part,
-)
+from trainer_node.algorithms.named_arrays import load_network_state, network_state, part
+from trainer_node.algorithms.off_policy import Lesson, Minibatch, OffPolicy
 
 
 class TD3(OffPolicy):

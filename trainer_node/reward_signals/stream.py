@@ -17,9 +17,10 @@ from shared.reward_signals_config import SignalConfig
 from shared.spaces import Columns
 from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
+from trainer_node.algorithms.descent import descend
 from trainer_node.algorithms.experience import Experience
 from trainer_node.algorithms.gae import Estimate
-from trainer_node.algorithms.off_policy import descend, part
+from trainer_node.algorithms.named_arrays import part
 from trainer_node.algorithms.outputs import CHUNK, in_chunks
 from trainer_node.reward_scaling import RewardScaling
 from trainer_node.reward_signals.networks import ValueNetwork

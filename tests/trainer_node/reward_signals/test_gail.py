@@ -29,7 +29,7 @@ from tests.trainer_node.test_ppo import CPU, DISCRETE
 from tests.trainer_node.test_ranks import experience, learn
 from tests.trainer_node.test_replay import archived, replayed
 from trainer_node.algorithms.adam import Adam
-from trainer_node.algorithms.off_policy import descend
+from trainer_node.algorithms.descent import descend
 from trainer_node.demonstrations import Demonstrations
 from trainer_node.reward_signals.gail import GAIL
 from trainer_node.reward_signals.signal import Rows

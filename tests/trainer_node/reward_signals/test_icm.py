@@ -19,7 +19,7 @@ from shared.reward_signals_config import ICMConfig
 from shared.spaces import Array, PolicySpaces
 from tests.trainer_node.reward_signals import slow
 from trainer_node.algorithms.adam import Adam
-from trainer_node.algorithms.off_policy import descend
+from trainer_node.algorithms.descent import descend
 from trainer_node.reward_signals.actions import ActionEncoding
 from trainer_node.reward_signals.icm import ICM
 from trainer_node.reward_signals.signal import Rows

@@ -16,7 +16,7 @@ from shared.spaces import Array
 from tests.trainer_node.reward_signals import slow
 from tests.trainer_node.test_ppo import DISCRETE
 from trainer_node.algorithms.adam import Adam
-from trainer_node.algorithms.off_policy import descend
+from trainer_node.algorithms.descent import descend
 from trainer_node.reward_signals.rnd import RND
 from trainer_node.reward_signals.signal import Rows
 
