@@ -15,6 +15,7 @@ from typing import Any
 
 import boto3
 import pytest
+import redis
 
 from coordinator.keeper import Keeper
 from coordinator.preparation import create_flow
@@ -66,14 +67,21 @@ def keep(tmp_path: Path) -> Iterator[Callable[..., Kept]]:
 
 
 def kill(service: Service) -> int:
-    """Ends its process as a fault does, and waits until a new one is in its place."""
+    """Ends its process as a fault does, and waits until a new one serves in its place."""
     before = service.process.pid
     os.kill(before, signal.SIGKILL)
     deadline = time.monotonic() + 60
-    while service.process.pid == before or not service.alive:
+    while service.process.pid == before or not serves(service):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return before
+
+
+def serves(service: Service) -> bool:
+    try:
+        return service.ready(service.port)
+    except (OSError, redis.RedisError):
+        return False
 
 
 def test_a_redis_that_is_killed_comes_back_with_its_data(keep: Callable[..., Kept]) -> None:
