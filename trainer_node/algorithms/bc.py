@@ -106,7 +106,7 @@ class BC:
                 loss.backward()  # type: ignore[no-untyped-call]
                 norms.append(self._optimiser.step(learning_rate, self._config.max_grad_norm))
                 history.append(terms)
-        return figures(self.share, history, norms) if history else []
+        return figures(self.share, history, {"train/grad_norm": norms}) if history else []
 
     def state(self) -> Columns:
         """The optimiser's state as named arrays."""

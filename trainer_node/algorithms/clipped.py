@@ -42,10 +42,10 @@ class Clipped(OnPolicy):
                 if config.target_kl is not None:
                     divergence = float(self.share.total(terms["train/approx_kl"]))
                     if divergence > _KL_SLACK * config.target_kl:
-                        return figures(self.share, history or [terms], norms)
+                        return figures(self.share, history or [terms], {"train/grad_norm": norms})
                 norms.append(self._descend(loss, learning_rate))
                 history.append(terms)
-        return figures(self.share, history, norms)
+        return figures(self.share, history, {"train/grad_norm": norms})
 
     def loss(self, batch: Batch, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
         """The scalar loss of a minibatch (eq. 9 of the paper, signs turned) and its terms; of them, what is our share.

@@ -21,16 +21,17 @@ def descend(
 
 
 def figures(
-    share: Share, history: Sequence[Mapping[str, Tensor]], norms: Sequence[Tensor] = ()
+    share: Share, history: Sequence[Mapping[str, Tensor]], alike: Mapping[str, Sequence[Tensor]]
 ) -> list[dict[str, float]]:
-    """The terms of each gradient step (at least one) over its whole minibatch, and the norm of its gradients.
+    """A row for each gradient step (at least one): its terms over the whole minibatch, and what all ranks know alike.
 
     Read at the end of an update: to look at a tensor waits for the device.
     """
     table = share.total(torch.stack([torch.stack(list(terms.values())) for terms in history]))
     rows: list[dict[str, float]] = [dict(zip(history[0], values, strict=True)) for values in table.tolist()]
-    for row, norm in zip(rows, torch.stack(list(norms)).tolist() if norms else ()):
-        row["train/grad_norm"] = norm
+    for name, values in alike.items():
+        for row, value in zip(rows, torch.stack(list(values)).tolist() if values else ()):
+            row[name] = value
     return rows
 
 

@@ -23,7 +23,8 @@ class PolicyGradient(OnPolicy):
 
     def _learn(self, batch: Batch, counters: Counters) -> list[dict[str, float]]:
         loss, terms = self._forward(self.loss, batch)
-        return figures(self.share, [terms], [self._descend(loss, self._shared.learning_rate.value(counters))])
+        norm = self._descend(loss, self._shared.learning_rate.value(counters))
+        return figures(self.share, [terms], {"train/grad_norm": [norm]})
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The scalar loss of a batch, −A log π, value and entropy, and its terms; of them, what is our share."""
