@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,8 +20,9 @@ import redis
 from coordinator.inline import InlineRoles, refuse_ranks
 from coordinator.keeper import Keeper
 from coordinator.preparation import record_failure
+from coordinator.ray_head import RayHead
 from coordinator.run_folder import RunFolder
-from coordinator.services import BUCKET, LOOPBACK_VARIABLE, Service, start_redis, start_s3
+from coordinator.services import BUCKET, Service, start_redis, start_s3
 from coordinator.status import Status, ended_status, live_status
 from shared.checkpoint import CheckpointStore
 from shared.config import Config
@@ -193,18 +192,14 @@ def _start_services(folder: RunFolder, config: Config, logs: Path, running: Exit
     ), keeper
 
 
-def _begin_ray(config: Config, logs: Path, running: ExitStack) -> Any:
+def _begin_ray(config: Config, logs: Path, running: ExitStack) -> RayHead:
     """Launches it and goes on: it takes seconds, in which the other services start."""
-    if config.ray.address == "embedded" and "ray" not in sys.modules:
-        os.environ.setdefault(LOOPBACK_VARIABLE, "0")  # Ray looks at it while it is imported
-    from coordinator.ray_head import RayHead  # takes a second, which only who needs it shall pay
-
     head = RayHead(config, logs)
     running.callback(head.stop)
     return head
 
 
-def _join(head: Any, launch: RoleLaunch, config: Config) -> Any:
+def _join(head: RayHead, launch: RoleLaunch, config: Config) -> Any:
     """Joins Ray, and refuses what its machines cannot do, and more workers than it has room for.
 
     Embedded Ray is one machine, on which everything has been tried already. Answers what an autoscaler may add.
@@ -222,7 +217,7 @@ def _join(head: Any, launch: RoleLaunch, config: Config) -> Any:
     return found
 
 
-def _start_fleet(launch: RoleLaunch, role: Role, head: Any, additions: Any, running: ExitStack) -> Supervise:
+def _start_fleet(launch: RoleLaunch, role: Role, head: RayHead, additions: Any, running: ExitStack) -> Supervise:
     from coordinator.fleet_keeper import FleetKeeper
 
     keeper = FleetKeeper(role, launch, head, additions)

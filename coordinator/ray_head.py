@@ -1,19 +1,19 @@
-"""The run's Ray: an embedded head on this machine, or a cluster that is there already."""
+"""The run's Ray: an embedded head on this machine, or a cluster that is there already.
+
+Ray itself is imported while an embedded head starts, which takes long enough.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray._private import ray_constants
-from ray._private import worker as ray_worker
-
-from coordinator.services import RayService, ServiceError, StartingRay, begin_ray, new_secret
+from coordinator.services import LOOPBACK_VARIABLE, RayService, ServiceError, StartingRay, begin_ray, new_secret
 from shared.config import Config
 from shared.errors import UserError
 
@@ -40,25 +40,25 @@ class RayHead:
     def __init__(self, config: Config, logs: Path) -> None:
         self._logs = logs
         self._config = config
-        self._owned = not ray.is_initialized()
+        self._owned = "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
         self._address = config.ray.address
         self._starting: StartingRay | None = None
         self._head: RayService | None = None
+        for name, value in _SETTINGS.items() if self._owned else ():
+            os.environ.setdefault(name, value)
         if self._owned and self._address == "embedded":
             self._begin()
-        elif self._owned:
-            _configure()
 
     def _begin(self) -> None:
-        token = _token()
-        _configure()
         cpus = self._config.ray.num_cpus or max(_EMBEDDED_CPUS, os.cpu_count() or 1)
-        loopback = not ray_constants.ENABLE_RAY_CLUSTER  # else Ray was imported before, and is not to be moved
-        self._starting = begin_ray(self._logs / "ray.log", cpus, token, loopback)
+        os.environ["RAY_AUTH_MODE"] = "token"
+        token = os.environ.setdefault("RAY_AUTH_TOKEN", new_secret() + new_secret())  # one for all runs of this process
+        self._starting = begin_ray(self._logs / "ray.log", cpus, token, _stays_on_loopback())
 
     def wait(self) -> None:
         """Until embedded Ray serves, which takes seconds: others start meanwhile. Raises `ServiceError`."""
         if self._starting is not None:
+            _ray()
             starting, self._starting = self._starting, None
             self._head = starting.wait()
             self._address = self._head.address
@@ -79,7 +79,7 @@ class RayHead:
     def start_again(self) -> None:
         """Leaves the Ray that has died and joins a new one; raises `ServiceError` or `UserError`."""
         assert self._head is not None
-        leaving = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
+        leaving = threading.Thread(target=_ray().shutdown, name="ray-shutdown", daemon=True)
         leaving.start()
         leaving.join(_LEAVE_SECONDS)
         if leaving.is_alive():
@@ -93,7 +93,8 @@ class RayHead:
         if not self._owned:
             return
         self.wait()
-        ray_worker.print_to_stdstream = _to_log  # type: ignore[assignment]
+        ray = _ray()
+        ray._private.worker.print_to_stdstream = _to_log
         try:
             ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
         except ray.exceptions.AuthenticationError:
@@ -111,7 +112,8 @@ class RayHead:
         """Disconnects, and ends an embedded Ray; its logs move to the run's folder."""
         if not self._owned:
             return
-        ray.shutdown()
+        if "ray" in sys.modules:
+            sys.modules["ray"].shutdown()
         if self._starting is not None:
             self._starting.stop()
         if self._head is not None:
@@ -124,18 +126,20 @@ def _to_log(said: dict[str, Any], ignore_prefix: bool) -> None:
         _LOGGER.warning("Ray: %s", line)
 
 
-def _token() -> str:
-    """Turns token authentication on in this process, and answers its token (one for all runs of the process)."""
-    os.environ["RAY_AUTH_MODE"] = "token"
-    token = os.environ.setdefault("RAY_AUTH_TOKEN", new_secret() + new_secret())
+def _ray() -> Any:
+    """Ray. It reads settings and token while it is imported, perhaps long before we made them: it looks again."""
+    import ray
+
     raylet: Any = ray._raylet
     raylet.AuthenticationTokenLoader.instance().reset_cache()
-    return token
-
-
-def _configure() -> None:
-    """Ray reads these while it is imported, which has happened by now, so it is told to look again."""
-    for name, value in _SETTINGS.items():
-        os.environ.setdefault(name, value)
-    raylet: Any = ray._raylet
     raylet.Config.initialize("")
+    return ray
+
+
+def _stays_on_loopback() -> bool:
+    """Whether a driver in this process does: settled once Ray is imported, up to us until then."""
+    if "ray" not in sys.modules:
+        return os.environ.setdefault(LOOPBACK_VARIABLE, "0") == "0"
+    from ray._private import ray_constants
+
+    return not ray_constants.ENABLE_RAY_CLUSTER
