@@ -18,7 +18,7 @@ from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.computing import computing
-from trainer_node.algorithms.descent import figures
+from trainer_node.algorithms.descent import descend, figures
 from trainer_node.algorithms.experience import Experience, side_by_side, update_seed
 from trainer_node.algorithms.pairs import Pairs
 from trainer_node.algorithms.share import Share, Whole
@@ -102,9 +102,7 @@ class BC:
             order = torch.randperm(len(batch), generator=generator).to(self._device)
             for rows in order.tensor_split(minibatches):
                 loss, terms = self.share.forward(self.loss, batch.take(rows))
-                self._optimiser.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
-                norms.append(self._optimiser.step(learning_rate, self._config.max_grad_norm))
+                norms.append(descend(loss, None, self._optimiser, learning_rate, self._config.max_grad_norm))
                 history.append(terms)
         return figures(self.share, history, {"train/grad_norm": norms}) if history else []
 

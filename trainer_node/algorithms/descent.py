@@ -12,11 +12,14 @@ from trainer_node.algorithms.share import Share
 
 
 def descend(
-    loss: Tensor, parameters: Sequence[Tensor], optimiser: Adam, learning_rate: float, max_norm: float | None
+    loss: Tensor, parameters: Sequence[Tensor] | None, optimiser: Adam, learning_rate: float, max_norm: float | None
 ) -> Tensor:
-    """One step of the optimiser that has these parameters; answers the norm of their gradients as they were."""
+    """One step of the optimiser that has these parameters; answers the norm of their gradients as they were.
+
+    None: all that the loss depends on, where it depends on no others.
+    """
     optimiser.zero_grad()
-    loss.backward(inputs=list(parameters))  # type: ignore[no-untyped-call]
+    loss.backward(inputs=None if parameters is None else list(parameters))  # type: ignore[no-untyped-call]
     return optimiser.step(learning_rate, max_norm)
 
 

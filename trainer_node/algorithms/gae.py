@@ -76,10 +76,8 @@ def following_values(
 def discounted_sums(delta: Tensor, goes_on: Tensor) -> Tensor:
     """x_t = δ_t + g_t x_{t+1} along the first axis, with nothing after the last step."""
     result = torch.empty_like(delta)
-    rows, running = (
-        list(zip(delta.unbind(), goes_on.unbind(), result.unbind(), strict=True)),
-        torch.zeros_like(delta[0]),
-    )
-    for own, share, into in reversed(rows):
+    running = torch.zeros_like(delta[0])
+    rows = zip(delta.unbind(), goes_on.unbind(), result.unbind(), strict=True)
+    for own, share, into in reversed(list(rows)):
         running = torch.addcmul(own, share, running, out=into)
     return result

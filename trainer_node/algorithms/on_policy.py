@@ -23,6 +23,7 @@ from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.batch import Batch
 from trainer_node.algorithms.cloning import make_cloning
 from trainer_node.algorithms.computing import computing, to_device
+from trainer_node.algorithms.descent import descend
 from trainer_node.algorithms.experience import Experience, side_by_side
 from trainer_node.algorithms.gae import Estimate, by_gae
 from trainer_node.algorithms.named_arrays import part
@@ -188,9 +189,7 @@ class OnPolicy:
 
     def _descend(self, loss: Tensor, learning_rate: float) -> Tensor:
         """One gradient step; answers the norm of the gradient before it was scaled down."""
-        self._optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return self._optimiser.step(learning_rate, self._shared.max_grad_norm)
+        return descend(loss, None, self._optimiser, learning_rate, self._shared.max_grad_norm)
 
     def _tensor(self, array: Array) -> Tensor:
         return to_device(array, self._device)
