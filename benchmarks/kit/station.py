@@ -7,8 +7,7 @@ import signal
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 _READY_SECONDS = 120.0
 
@@ -62,14 +61,6 @@ class Station:
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _serve(pipe: Connection, make: Callable[..., object], arguments: Sequence[Any]) -> None:
