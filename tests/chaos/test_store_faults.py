@@ -398,7 +398,12 @@ def test_a_run_whose_store_stays_away_at_its_end_fails_plainly_and_resume_ends_i
     endpoint, access, secret = s3_servers["rclone"]
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", access)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
-    monkeypatch.setattr("trainer_node.trainer._DURABLE_SECONDS", 1.0)
+    save_last = Trainer.save_last
+
+    def waiting_one_second(trainer: Trainer, reason: str) -> str:  # what was before took as long as the disk needs
+        impatient.setattr("trainer_node.trainer._DURABLE_SECONDS", 1.0)
+        return save_last(trainer, reason)
+
     ends = {}
     for name in ("undisturbed", "disturbed"):
         with StoreFaults(endpoint) as proxy:
@@ -407,18 +412,23 @@ def test_a_run_whose_store_stays_away_at_its_end_fails_plainly_and_resume_ends_i
                 runs_dir=str(tmp_path / name), store=store, stop_at={"updates": 6}, checkpoint={"every": "9 updates"},
                 rollout={"workers": 1, "fragment_steps": 8, "fragments_per_update": 2}, evaluation={"episodes": 1},
             )  # fmt: skip
-            run = Run.start(config, f"{tmp_path.name}-{name}".lower().replace("_", "-"), inline=True)
-            if name == "disturbed":
-                rule = proxy.fail(faults.INTERNAL_ERROR, "PUT", "6_Step-384.ckpt")
-                eventually(lambda rule=rule: rule.met)  # type: ignore[misc]
-                proxy.fail(faults.INTERNAL_ERROR)
-                outcome = run.wait(PATIENCE)
+            run_id = f"{tmp_path.name}-{name}".lower().replace("_", "-")
+            if name == "undisturbed":
+                run = Run.start(config, run_id, inline=True)
+            else:
+                with monkeypatch.context() as impatient:
+                    impatient.setattr(Trainer, "save_last", waiting_one_second)
+                    rule = proxy.fail(faults.INTERNAL_ERROR, "PUT", "6_Step-384.ckpt")
+                    run = Run.start(config, run_id, inline=True)
+                    eventually(lambda rule=rule: rule.met)  # type: ignore[misc]
+                    proxy.fail(faults.INTERNAL_ERROR)
+                    outcome = run.wait(PATIENCE)
                 assert outcome.failed and not outcome.users_fault
                 assert re.match(r"failed: the checkpoint was not durable after 1 s; .*InternalError", outcome.reason)
                 assert "`stagecoach resume` reads it again" in outcome.reason
                 assert (outcome.status.updates, outcome.status.live) == (6, False), "Redis still knew it"
                 proxy.heal()
-                run = Run.resume(run.run_id, tmp_path / name, inline=True)
+                run = Run.resume(run_id, tmp_path / name, inline=True)
             outcome = run.wait(PATIENCE)
             assert outcome.reason == "exhausted"
             check_ledger(run.checkpoint_store().marker(".finished") or {})
