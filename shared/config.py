@@ -211,6 +211,11 @@ class TrainerConfig(Section):
     """Of what networks compute while they learn (autocast); weights, losses, the optimiser and acting stay float32.
     `bfloat16` is for GPUs, and for CPUs with units for it: without them it is many times slower
     (docs/PERFORMANCE.md). A resume cannot change it."""
+    compile: bool = False
+    """Losses and their gradients as machine code made for them (torch.compile), on CPU and GPU. The trainer's first
+    update then takes some ten seconds to a minute longer, less from the second start on a machine; it needs a C++
+    compiler. Minibatches that are smaller than a full update's are computed as without. Sums are rounded otherwise,
+    the same each time; a resume cannot change it."""
     num_cpus: float = Field(1.0, ge=0)
     """Ray CPUs reserved for the trainer, and for each further rank."""
     num_gpus: float = Field(0.0, ge=0)
@@ -342,7 +347,7 @@ _DECIDES_LEARNING: Any = {
     "rollout": {"fragment_steps", "fragments_per_update", "max_policy_lag"},
     "heatup": True,
     "initialize_from": True,
-    "trainer": {"torch_threads", "matmul_precision", "precision", "ranks"},
+    "trainer": {"torch_threads", "matmul_precision", "precision", "compile", "ranks"},
     "signals": {"window_episodes"},
 }
 """The fields behind `Config.hash`: all roles of a run must agree on them, and a resume may not change them. Sums depend
@@ -407,6 +412,11 @@ class Config(Section):
             raise ValueError(
                 f"policies.{remembering[0]}.core={self.policies[remembering[0]].core} with a dataset: recorded "
                 f"experience does not say what the policy would have remembered; set core=none"
+            )
+        if remembering and self.trainer.compile:
+            raise ValueError(
+                f"trainer.compile with policies.{remembering[0]}.core={self.policies[remembering[0]].core}: the length "
+                f"of what is learnt from changes there with every minibatch; set core=none or compile=false"
             )
         for policy_id in self.policies:
             if not policy_id.replace("-", "").replace("_", "").isalnum() or policy_id in {"trainer", "manifest"}:

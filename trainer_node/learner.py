@@ -22,6 +22,7 @@ from shared.policies.registry import build_policies, torch_device
 from shared.spaces import EnvironmentDescription
 from shared.steps import Phase, PhaseCounters
 from trainer_node.algorithms.algorithm import Algorithm, Remembering, Setting
+from trainer_node.algorithms.compiling import check_compiler
 from trainer_node.algorithms.experience import Experience
 from trainer_node.algorithms.registry import make_algorithm
 from trainer_node.demonstrations import Demonstrations
@@ -110,9 +111,11 @@ class Learner:
 
 
 def set_up_torch(config: TrainerConfig) -> None:
-    """What the config says of this process's PyTorch, and results depend on."""
+    """What the config says of this process's PyTorch, and results depend on; raises `ConfigError`."""
     torch.set_num_threads(config.torch_threads)
     torch.set_float32_matmul_precision(config.matmul_precision)
+    if config.compile:
+        check_compiler()
 
 
 def make_learner(config: Config, description: EnvironmentDescription) -> Learner:
@@ -133,7 +136,7 @@ def make_learner(config: Config, description: EnvironmentDescription) -> Learner
         slots = config.environment.num_envs * description.slots(policy_id)
         setting = Setting(
             device, config.seed + index, steps, slots, rewards.get(policy_id), demonstrations,
-            config.trainer.precision,
+            config.trainer.precision, config.trainer.compile, config.rollout.fragments_per_update,
         )  # fmt: skip
         algorithms[policy_id] = make_algorithm(policy, algorithm, setting)
     episodes: deque[EpisodeRecord] = deque(maxlen=config.signals.window_episodes)

@@ -83,18 +83,23 @@ def test_none_is_left_out() -> None:
     assert {name for name, _, _ in CASES.values()} == set(ALGORITHMS)
 
 
-def run(case: str, folder: Path) -> Config:
+def run(case: str, folder: Path, **more: Any) -> Config:
+    """The config of a case, with further sections."""
     name, fields, others = CASES[case]
     sections = {"algorithm": {"name": name, **RATE, **fields}, "stop_at": {"updates": 7}, "heatup": "40 env_steps"}
     if name in FROM_DATA:
         write_played(folder / "data.csv", played(6, greed=0.5, steps=50))
         sections["dataset"] = {"path": str(folder / "data.csv"), "evaluation": {"every_updates": 0}}
-    return small(**{**sections, **others})
+    return small(**{**sections, **others, **more})
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_goes_on_exactly_with_all_that_it_has(new_game: NewGame, tmp_path: Path, case: str) -> None:
-    config = run(case, tmp_path)
+    goes_on_exactly(new_game, run(case, tmp_path))
+
+
+def goes_on_exactly(new_game: NewGame, config: Config) -> None:
+    """A run that is lost three times ends with the weights of one that is not."""
     first = new_game(config)
     first.play_to(3)
     taken = first.trainer._snapshot()

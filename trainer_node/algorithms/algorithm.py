@@ -36,6 +36,15 @@ class Setting:
     """What is to be imitated, where the run has any."""
     precision: str = "float32"
     """Of the networks, as `trainer.precision` has it."""
+    compile: bool = False
+    """As `trainer.compile` has it."""
+    fragments: int = 1
+    """Of each update: K."""
+
+    @property
+    def transitions(self) -> int:
+        """Of a full update."""
+        return self.fragments * self.fragment_steps * self.slots
 
 
 class Algorithm(Protocol):

@@ -17,6 +17,7 @@ from shared.spaces import Array, Columns
 from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.compiling import compiled, equal_parts
 from trainer_node.algorithms.computing import computing
 from trainer_node.algorithms.descent import descend, figures
 from trainer_node.algorithms.experience import Experience, side_by_side, update_seed
@@ -35,6 +36,7 @@ class BC:
         self.share: Share = Whole()
         """What of each minibatch is learnt from here; the rest by the other ranks."""
         self._optimiser = Adam(self.policy.parameters(), config.adam_epsilon)
+        self._loss = compiled(self.loss, setting, equal_parts(setting.transitions, config.minibatch_size))
 
     def loss(self, batch: Pairs) -> tuple[Tensor, dict[str, Tensor]]:
         """The scalar loss of a minibatch and its terms; of them, what is our share."""
@@ -101,7 +103,7 @@ class BC:
         for _ in range(self._config.epochs if len(batch) else 0):
             order = torch.randperm(len(batch), generator=generator).to(self._device)
             for rows in order.tensor_split(minibatches):
-                loss, terms = self.share.forward(self.loss, batch.take(rows))
+                loss, terms = self.share.forward(self._loss, batch.take(rows))
                 norms.append(descend(loss, None, self._optimiser, learning_rate, self._config.max_grad_norm))
                 history.append(terms)
         return figures(self.share, history, {"train/grad_norm": norms}) if history else []

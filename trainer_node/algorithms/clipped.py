@@ -10,6 +10,7 @@ from shared.policies.actor_critic import ActorCritic
 from shared.steps import Counters
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.batch import Batch
+from trainer_node.algorithms.compiling import compiled, equal_parts
 from trainer_node.algorithms.descent import figures
 from trainer_node.algorithms.experience import update_seed
 from trainer_node.algorithms.on_policy import OnPolicy
@@ -23,6 +24,7 @@ class Clipped(OnPolicy):
     def __init__(self, policy: ActorCritic, config: ClippedConfig, setting: Setting) -> None:
         super().__init__(policy, config, setting)
         self._clipped = config
+        self._loss = compiled(self.loss, setting, equal_parts(setting.transitions, config.minibatch_size))
 
     def _schedules(self, counters: Counters) -> dict[str, float]:
         return super()._schedules(counters) | {"train/clip_range": self._clipped.clip_range.value(counters)}
@@ -38,7 +40,7 @@ class Clipped(OnPolicy):
         for _ in range(config.epochs):
             order = torch.randperm(len(batch), generator=generator).to(self._device)
             for minibatch in batch.shuffled(order, minibatches):
-                loss, terms = self._forward(self.loss, minibatch, clip)
+                loss, terms = self._forward(self._loss, minibatch, clip)
                 if config.target_kl is not None:
                     divergence = float(self.share.total(terms["train/approx_kl"]))
                     if divergence > _KL_SLACK * config.target_kl:

@@ -89,6 +89,8 @@ class CQL(SAC):
     def __init__(self, policy: Actor, config: CQLConfig, setting: Setting) -> None:
         super().__init__(policy, config, setting)
         self._conservative = config
+        self._clones = config.cloning_steps > 0
+        """In this gradient step."""
         self.soft_maximum: SoftMaximum = Summed(policy)
         if isinstance(policy.distribution, SquashedGaussian):
             self.soft_maximum = Estimated(policy, policy.distribution, config.considered_actions)
@@ -109,7 +111,7 @@ class CQL(SAC):
 
     def actor_loss(self, batch: Minibatch, noise: Tensor) -> tuple[Tensor, Tensor]:
         """SAC's; in the steps of cloning, −ln π of the data's action stands for −Q."""
-        if self.done >= self._conservative.cloning_steps:
+        if not self._clones:
             return super().actor_loss(batch, noise)
         now = self.actions.consider(self.critics, batch.observations, noise)
         entropies = -now.expectation(now.log_prob)
@@ -121,6 +123,7 @@ class CQL(SAC):
     def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
         """SAC's step, with the penalty in the critics' loss; and one of the penalty's weight."""
         device = self._setting.device
+        self._clones = self.done < self._conservative.cloning_steps
         noise = [self.actions.noise(len(batch), generator).to(device) for _ in range(2)]
         drawn = self.soft_maximum.draw(len(batch), generator).to(device)
         loss, values, errors = self.critic_loss(batch, noise[0])

@@ -20,6 +20,7 @@ from trainer_node.algorithms import distributional
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.bootstrap_masks import bootstrap_masks
+from trainer_node.algorithms.compiling import compiled
 from trainer_node.algorithms.descent import descend, follow
 from trainer_node.algorithms.named_arrays import load_network_state, network_state, part
 from trainer_node.algorithms.off_policy import Lesson, Minibatch, OffPolicy
@@ -42,6 +43,7 @@ class DQN(OffPolicy):
         self.target.normaliser = self.policy.normaliser
         self._parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         self._optimiser = Adam(self._parameters, config.adam_epsilon)
+        self._loss = compiled(self.loss, setting, {config.minibatch_size})
 
     @torch.no_grad()
     def bootstrap(self, batch: Minibatch, choosing: Noise, bootstrapping: Noise) -> Tensor:
@@ -111,7 +113,7 @@ class DQN(OffPolicy):
             self.policy.draw_noise(generator) if config.double else None,
             self.policy.draw_noise(generator),
         )
-        loss, lesson = self.loss(batch, noise)
+        loss, lesson = self._loss(batch, noise)
         rate = config.learning_rate.value(counters)
         lesson.metrics["train/grad_norm"] = descend(loss, self._parameters, self._optimiser, rate, config.max_grad_norm)
         if (self.done + 1) % config.target_update_steps == 0:

@@ -20,6 +20,7 @@ from shared.spaces import Columns
 from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.compiling import compiled
 from trainer_node.algorithms.critics import Critics
 from trainer_node.algorithms.descent import descend, follow
 from trainer_node.algorithms.experience import update_seed
@@ -42,6 +43,9 @@ class IQL(OffPolicy):
         self.targets = copy.deepcopy(self.critics)
         self._policy_optimiser = Adam(self.policy.parameters(), config.adam_epsilon)
         self._critic_optimiser = Adam(self.critics.parameters(), config.adam_epsilon)
+        sizes = {config.minibatch_size}
+        self._policy_loss = compiled(self.policy_loss, setting, sizes)
+        self._critic_loss = compiled(self.critic_loss, setting, sizes)
 
     def policy_loss(self, batch: Minibatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Of the value (eq. 5 of the paper) and of the policy (eq. 7), and their terms."""
@@ -77,9 +81,9 @@ class IQL(OffPolicy):
     def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
         """Value and policy, then the Q functions with that value, then their targets: the order of the paper."""
         config, rate = self._config, self._config.learning_rate.value(counters)
-        loss, metrics = self.policy_loss(batch)
+        loss, metrics = self._policy_loss(batch)
         descend(loss, list(self.policy.parameters()), self._policy_optimiser, rate, config.max_grad_norm)
-        critic_loss, td_error = self.critic_loss(batch)
+        critic_loss, td_error = self._critic_loss(batch)
         critics = list(self.critics.parameters())
         descend(critic_loss, critics, self._critic_optimiser, rate, config.max_grad_norm)
         follow(self.targets, self.critics, config.target_rate)

@@ -10,6 +10,7 @@ from shared.policies.actor_critic import ActorCritic
 from shared.steps import Counters
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.batch import Batch
+from trainer_node.algorithms.compiling import compiled
 from trainer_node.algorithms.descent import figures
 from trainer_node.algorithms.on_policy import OnPolicy
 
@@ -20,9 +21,10 @@ class PolicyGradient(OnPolicy):
     def __init__(self, policy: ActorCritic, config: A2CConfig | IMPALAConfig, setting: Setting) -> None:
         super().__init__(policy, config, setting)
         self._normalises = config.normalise_advantages
+        self._loss = compiled(self.loss, setting, {setting.transitions})
 
     def _learn(self, batch: Batch, counters: Counters) -> list[dict[str, float]]:
-        loss, terms = self._forward(self.loss, batch)
+        loss, terms = self._forward(self._loss, batch)
         norm = self._descend(loss, self._shared.learning_rate.value(counters))
         return figures(self.share, [terms], {"train/grad_norm": [norm]})
 

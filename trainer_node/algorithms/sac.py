@@ -25,6 +25,7 @@ from shared.spaces import Columns
 from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.compiling import compiled
 from trainer_node.algorithms.critics import Critics
 from trainer_node.algorithms.descent import descend, follow
 from trainer_node.algorithms.experience import update_seed
@@ -150,6 +151,9 @@ class SAC(OffPolicy):
             "critics": Adam(self.critics.parameters(), config.adam_epsilon),
             "temperature": Adam([self.log_temperature], config.adam_epsilon),
         }
+        sizes = {config.minibatch_size}
+        self._critic_loss = compiled(self.critic_loss, setting, sizes)
+        self._actor_loss = compiled(self.actor_loss, setting, sizes)
 
     def targets_of(self, batch: Minibatch, noise: Tensor) -> Tensor:
         """`[B]`, eq. 2 and 3 of the paper: r + γ E[min Q' − α ln π]."""
@@ -173,7 +177,7 @@ class SAC(OffPolicy):
     def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
         """One step of the critics, of the policy, of the temperature, and of the targets."""
         noise = [self.actions.noise(len(batch), generator).to(self._setting.device) for _ in range(2)]
-        loss, values, errors = self.critic_loss(batch, noise[0])
+        loss, values, errors = self._critic_loss(batch, noise[0])
         metrics = self._move_critics(loss, values, errors, counters) | self._move_policy(batch, noise[1], counters)
         follow(self.targets, self.critics, self._config.tau)
         return Lesson(metrics, errors.detach().abs().mean(dim=0))
@@ -192,7 +196,7 @@ class SAC(OffPolicy):
     def _move_policy(self, batch: Minibatch, noise: Tensor, counters: Counters) -> dict[str, Tensor]:
         """And the temperature."""
         config, rate = self._config, self._config.learning_rate.value(counters)
-        loss, entropies = self.actor_loss(batch, noise)
+        loss, entropies = self._actor_loss(batch, noise)
         whole, cloned = self.imitating(loss)
         descend(whole, list(self.policy.parameters()), self._optimisers["actor"], rate, config.max_grad_norm)
         metrics = cloned | {

@@ -18,6 +18,7 @@ from shared.spaces import Columns
 from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.compiling import compiled
 from trainer_node.algorithms.critics import Critics
 from trainer_node.algorithms.descent import descend, follow
 from trainer_node.algorithms.experience import update_seed
@@ -43,6 +44,9 @@ class TD3(OffPolicy):
             "actor": Adam(policy.parameters(), config.adam_epsilon),
             "critics": Adam(self.critics.parameters(), config.adam_epsilon),
         }
+        sizes = {config.minibatch_size}
+        self._critic_loss = compiled(self.critic_loss, setting, sizes)
+        self._actor_loss = compiled(self.actor_loss, setting, sizes)
 
     def targets_of(self, batch: Minibatch, noise: Tensor) -> Tensor:
         """`[B]`, eq. 14 and 15: r + γ min Q'(s', π'(s') + clipped noise); `noise` `[B, D]` is standard normal."""
@@ -75,7 +79,7 @@ class TD3(OffPolicy):
         if self.done == 0:  # the policy may have begun with another run's weights
             follow(self.target_policy, self.policy, 1.0)
         noise = torch.randn(len(batch), self._bounds.size, generator=generator).to(self._setting.device)
-        loss, values, errors = self.critic_loss(batch, noise)
+        loss, values, errors = self._critic_loss(batch, noise)
         critic_rate = config.critic_learning_rate.value(counters) if config.critic_learning_rate else rate
         norm = descend(loss, list(self.critics.parameters()), optimisers["critics"], critic_rate, config.max_grad_norm)
         metrics = {
@@ -85,7 +89,7 @@ class TD3(OffPolicy):
             "train/grad_norm": norm,
         }
         if (self.done + 1) % config.policy_delay == 0:
-            actor_loss = self.actor_loss(batch)
+            actor_loss = self._actor_loss(batch)
             policy_loss, cloned = self.imitating(actor_loss)
             descend(policy_loss, list(self.policy.parameters()), optimisers["actor"], rate, config.max_grad_norm)
             metrics |= cloned | {"train/actor_loss": actor_loss.detach()}

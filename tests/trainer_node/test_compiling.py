@@ -1,0 +1,197 @@
+"""`trainer.compile`: every algorithm learns the same by it but for rounding, and the same bits each time.
+
+They compile for real, which needs a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rollout_worker.making import describe_environment
+from shared.algorithm_configs.registry import ALGORITHMS
+from shared.config import PolicyConfig
+from shared.errors import ConfigError
+from shared.policies.codec import state_arrays
+from shared.policies.registry import build_policies
+from shared.spaces import Columns
+from shared.steps import Counters, Phase
+from tests.conftest import minimal_config
+from tests.trainer_node.continuous import BOXES, CHOICE, SLOTS, STEPS, fragment
+from tests.trainer_node.game import NewGame, small
+from tests.trainer_node.test_ranks import Side, experience, gradients, learn
+from tests.trainer_node.test_resuming_every_algorithm import goes_on_exactly, run
+from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.compiling import compiled, equal_parts
+from trainer_node.algorithms.registry import make_algorithm
+from trainer_node.learner import make_learner, set_up_torch
+from trainer_node.local_ranks import local_ranks
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+pytestmark = [
+    pytest.mark.timeout(300),  # where nothing is in its cache
+    pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # PyTorch's own, as it loads its compiler
+]
+CPU = torch.device("cpu")
+REPLAY: dict[str, Any] = {"minibatch_size": 16, "memory": {"kind": "uniform", "capacity": 20 * STEPS * SLOTS}}
+CONTINUOUS = {"td3", "ddpg", "sac", "cql"}
+
+
+def make(name: str, compile: bool) -> Any:
+    fields = ALGORITHMS[name].model_fields
+    section = REPLAY if "memory" in fields else {"minibatch_size": 6} if "minibatch_size" in fields else {}
+    config = ALGORITHMS[name].model_validate({"name": name, **section})
+    network, described = PolicyConfig(hidden_sizes=(16, 16)), BOXES if name in CONTINUOUS else CHOICE
+    policy = build_policies({"p": described}, {"p": network}, config, seed=3)["p"]
+    return make_algorithm(policy, config, Setting(CPU, 3, STEPS, SLOTS, compile=compile))
+
+
+def learnt(algorithm: Any) -> Columns:
+    """The weights after two updates."""
+    counters = Counters()
+    for number in range(2):
+        counters.env_steps += STEPS * SLOTS
+        algorithm.update([fragment(algorithm.policy, number)], counters)
+        counters.updates += 1
+    return state_arrays(algorithm.policy)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_algorithm_learns_nearly_the_same_and_the_same_each_time(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = learnt(make(name, compile=False))
+    losses = []
+    fused = torch.compile
+
+    def counting(loss: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        fast = fused(loss, **options)
+
+        def call(*arguments: Any) -> Any:
+            losses.append(loss.__name__)  # type: ignore[attr-defined,unused-ignore]
+            return fast(*arguments)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", counting)
+    first, again = (learnt(make(name, compile=True)) for _ in range(2))
+    assert losses, "it learns from nothing that is compiled"
+    assert all(np.array_equal(first[key], again[key]) for key in first)
+    assert all(np.allclose(first[key], plain[key], atol=1e-5) for key in first)
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", ["ppo", "dqn", "sac"])
+def test_it_goes_on_exactly(new_game: NewGame, tmp_path: Path, case: str) -> None:
+    goes_on_exactly(new_game, run(case, tmp_path, trainer={"compile": True}))
+
+
+@needs_compiler
+def test_the_gradients_of_two_ranks_are_those_of_one_that_compiles_nothing() -> None:
+    algorithm = {"minibatch_size": 32, "epochs": 1, "learning_rate": 0.0, "max_grad_norm": 1e6}
+    together = Side(small(algorithm=algorithm, trainer={"ranks": 2, "compile": True}))
+    alone = Side(small(algorithm=algorithm))
+    (fragments,) = experience(alone.config, 1)
+    with (
+        local_ranks(together.config, together.learner, together.taken(), together.description) as group,
+        group.turn(fragments, Phase.TRAIN),
+    ):
+        found = learn(together.learner, fragments)
+    assert found == pytest.approx(learn(alone.learner, fragments), rel=1e-3, abs=1e-5)
+    several, one = gradients(together.learner), gradients(alone.learner)
+    assert set(one) == set(several)
+    assert any(abs(array).max() > 1e-3 for array in one.values())
+    for name, array in one.items():
+        assert several[name] == pytest.approx(array, rel=1e-3, abs=1e-5), name
+
+
+def test_a_run_knows_how_large_its_full_updates_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = minimal_config(
+        environment={"id": "CartPole-v1", "num_envs": 3}, trainer={"compile": True},
+        rollout={"fragment_steps": 8, "fragments_per_update": 5}, algorithm={"minibatch_size": 50},
+    )  # fmt: skip
+    seen = []
+
+    def noted(loss: Any, setting: Setting, sizes: set[int]) -> Any:
+        seen.append((setting.transitions, setting.compile, sizes))
+        return loss
+
+    monkeypatch.setattr("trainer_node.algorithms.clipped.compiled", noted)
+    make_learner(config, describe_environment(config))
+    assert seen == [(120, True, {40})]
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (64, 20), (7, 3), (4096, 512), (5, 8), (4095, 512)])
+def test_equal_parts_are_those_that_tensors_are_split_into(count: int, size: int) -> None:
+    parts = torch.arange(count).tensor_split(-(-count // size))
+    assert equal_parts(count, size) == {len(part) for part in parts}
+
+
+def how(batch: Tensor, factor: float = 1.0) -> tuple[bool, Tensor]:
+    """Whether it is compiled."""
+    return torch.compiler.is_compiling(), batch * factor
+
+
+@needs_compiler
+def test_only_batches_of_a_full_update_and_only_where_it_is_asked_for() -> None:
+    setting = Setting(CPU, 1, 1, 1, compile=True)
+    assert compiled(how, Setting(CPU, 1, 1, 1), {4}) is how
+    loss = compiled(how, setting, {4, 5})
+    assert [loss(torch.ones(rows))[0] for rows in (3, 4, 5, 6, 40, 4)] == [False, True, True, False, False, True]
+
+
+@needs_compiler
+def test_what_a_schedule_moves_is_no_code_of_its_own() -> None:
+    loss = compiled(how, Setting(CPU, 1, 1, 1, compile=True), {4})
+    for number in range(1, 40):
+        here, product = loss(torch.ones(4), 1 / number)
+        assert here and product.tolist() == pytest.approx([1 / number] * 4)
+
+
+@needs_compiler
+def test_a_loss_that_changes_with_each_step_or_cannot_be_compiled_is_an_error() -> None:
+    class Changing:
+        number = 0
+
+        def loss(self, batch: Tensor) -> Tensor:
+            return batch * self.number
+
+        def looking(self, batch: Tensor) -> Tensor:
+            return batch if batch.sum() > 0 else -batch
+
+    changing, setting = Changing(), Setting(CPU, 1, 1, 1, compile=True)
+    loss = compiled(changing.loss, setting, {4})
+
+    def ever() -> None:
+        for changing.number in range(40):
+            assert loss(torch.ones(4)).tolist() == [changing.number] * 4
+
+    with pytest.raises(ConfigError, match=r"Changing\.loss cannot be compiled: .*recompile limit"):
+        ever()
+    assert 1 < changing.number < 40
+    with pytest.raises(ConfigError, match=r"Changing\.looking cannot be compiled: Data-dependent branching; it shall"):
+        compiled(changing.looking, setting, {4})(torch.ones(4))
+
+
+def test_a_machine_without_a_compiler_is_told_before_anything_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    threads = torch.get_num_threads()
+    trainer = minimal_config(trainer={"compile": True, "torch_threads": threads}).trainer
+    with pytest.raises(
+        ConfigError, match=r"needs a C\+\+ compiler where the trainer runs, and no-such-compiler is not"
+    ):
+        set_up_torch(trainer)
+    set_up_torch(trainer.model_copy(update={"compile": False}))
+
+
+def test_a_policy_with_a_core_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.compile with policies\.default\.core=lstm: .*core=none"):
+        minimal_config(trainer={"compile": True}, policies={"default": {"core": "lstm", "share_encoder": True}})
