@@ -306,6 +306,8 @@ class Worker:
         with self._heartbeat.waiting(
             "the first checkpoint (.ready)", self._config.rollout.wait_deadline_seconds
         ) as wait:
+            if self._leaving is not None:  # asked before this wait began
+                raise KeyboardInterrupt
             poll(wait, lambda: insist(wait, self._load_newest))
 
     def _load_newest(self) -> bool:

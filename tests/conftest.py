@@ -53,6 +53,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (*FOLDERS, item.path.parent.name).index(item.path.parent.name))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _the_kernel_writes_when_it_likes() -> Iterator[None]:
+    """What dies here are processes, never the machine, so nothing depends on `fsync`; on a slow disk the thousands of
+    them would take longer than time limits allow. Processes that tests start do call it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 @dataclasses.dataclass(frozen=True)
 class RedisServer:
     """A running server and how to reach it."""

@@ -7,7 +7,7 @@ import statistics
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.learning.intervals import bootstrap, difference_interval, iqm, iqm_interval, mean_interval
@@ -24,6 +24,7 @@ def test_known_interquartile_means(scores: list[float], expected: float) -> None
     assert iqm(np.array(scores)) == expected
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=12))
 def test_the_interquartile_mean_drops_a_quarter_at_each_end(scores: list[float]) -> None:
     left = list(scores)

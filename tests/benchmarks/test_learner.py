@@ -9,7 +9,7 @@ import pytest
 from tests.benchmarks.conftest import MeasureQuickly
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_each_algorithm_is_measured_beside_its_plain_loop(measure_quickly: MeasureQuickly) -> None:
     result = measure_quickly("learner", "PPO, minibatch 512", "DQN", "SAC, 64", "TD3", "A2C")
     lines = {measure.what: measure for measure in result.measures}

@@ -107,7 +107,7 @@ def network(tmp_path: Path) -> Iterator[Network]:
         path = config(
             terminal, 0.003, stop_at={"updates": 10**6},
             redis={"url": url, "timeout_seconds": 2, "retry_seconds": 120},
-            store={"url": store, "endpoint_url": endpoint, "timeout_seconds": 2, "retries": 1},
+            store={"url": store, "endpoint_url": endpoint, "timeout_seconds": 10, "retries": 1},
         ).rename(tmp_path / "partitioned.yaml")  # fmt: skip
         settings = load_config(path, environ={})
         role = open_role(settings, Address(RUN, url, store, endpoint, str(keys)))

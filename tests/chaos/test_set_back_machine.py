@@ -280,7 +280,7 @@ def server(tmp_path: Path) -> Iterator[OwnRedis]:
     found.kill()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("max_policy_lag", [0, 2])
 def test_nothing_is_learnt_twice_and_the_books_balance_whenever_redis_is_set_back(
     server: OwnRedis, tmp_path: Path, max_policy_lag: int

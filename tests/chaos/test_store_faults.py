@@ -65,7 +65,7 @@ class Site:
             Address(run_id, redis_server.url, f"s3://{BUCKET}/chaos", endpoint, str(folder / "keys.json"))
             for endpoint in (self.proxy.url, server[0])
         )
-        client = s3_client(direct, config.store)
+        client = s3_client(direct, minimal_config().store)
         if BUCKET not in [bucket["Name"] for bucket in client.list_buckets()["Buckets"]]:
             client.create_bucket(Bucket=BUCKET)
         self.reader = CheckpointStore(open_store(direct, minimal_config()), run_id)
@@ -204,7 +204,7 @@ def test_training_goes_on_through_a_fault_at_each_stage_of_a_checkpoint_and_ends
 ) -> None:
     server, fault, stages, words = KINDS[kind]
     silent = fault in (faults.HANG, faults.LOSE_ANSWER)
-    here = site(server, quick(store={"retries": 0, "timeout_seconds": 0.7 if silent else 20}))
+    here = site(server, quick(store={"retries": 0, "timeout_seconds": 4 if silent else 20}))
     if fault != faults.CUT_DOWNLOAD:
         here.proxy.fail(fault, "PUT", "/.ready")
     starting = Background(here.game)
@@ -400,7 +400,16 @@ def test_a_run_whose_store_stays_away_at_its_end_fails_plainly_and_resume_ends_i
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
     save_last = Trainer.save_last
 
-    def waiting_one_second(trainer: Trainer, reason: str) -> str:  # what was before took as long as the disk needs
+    def waiting_one_second(trainer: Trainer, reason: str) -> str:
+        """From the first failure on; all before may take as long as the disk needs."""
+        publisher = trainer._publisher
+        wait_idle = publisher.wait_idle
+
+        def once_it_fails(seconds: float) -> None:
+            eventually(lambda: publisher.struggling)
+            wait_idle(seconds)
+
+        impatient.setattr(publisher, "wait_idle", once_it_fails)
         impatient.setattr("trainer_node.trainer._DURABLE_SECONDS", 1.0)
         return save_last(trainer, reason)
 

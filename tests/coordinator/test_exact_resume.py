@@ -12,7 +12,7 @@ import pytest
 
 from tests.end_to_end.command_line import CommandLine, check_ledger
 
-UPDATES = 60
+UPDATES = 150
 SECTIONS = {
     "rollout": {"workers": 1, "fragment_steps": 16, "fragments_per_update": 2},
     "algorithm": {"minibatch_size": 64, "epochs": 1},

@@ -25,7 +25,9 @@ def trained(folder: Path, archive: str) -> Run:
         "checkpoint": {"every": "5 updates", "keep_last": 1, "keep_every": 5}, "stop_at": {"updates": 40},
         "archive": {"keep": archive, "segment_bytes": 1024},
     }  # fmt: skip
-    run = Run.start(minimal_config(**sections), "a", inline=True)
+    run = Run.start(minimal_config(**sections | {"stop_at": {"updates": 5}}), "a", inline=True)
+    assert run.wait(120).reason == "exhausted"  # so that it has this checkpoint, however slow the disk is
+    run = Run.resume("a", run.config.runs_dir, ("stop_at.updates=40",), inline=True)
     assert run.wait(120).reason == "exhausted"
     assert OLD in {entry["name"] for entry in run.checkpoints()}
     return run

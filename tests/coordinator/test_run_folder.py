@@ -68,7 +68,8 @@ def test_one_holds_it_and_a_second_is_told_so(config: Config, runs: Path) -> Non
     again.unlock()
 
 
-def test_somebody_who_only_looks_does_not_hold_it(config: Config, runs: Path) -> None:
+def test_somebody_who_only_looks_does_not_hold_it(config: Config, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.run_folder._LOCK_TRIES", 200)
     RunFolder.create(config, "a").unlock()
     looking = os.open(runs / "a" / "lock", os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)

@@ -121,6 +121,7 @@ def head(tmp_path: Path) -> Iterator[Head]:
         "checkpoint": {"every": "20 updates"},
         "evaluation": {"episodes": 2},
         "stop_at": {"updates": 10**6},
+        "trainer": {"grace_seconds": 100},
     }
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "config.yaml").write_text(yaml.safe_dump(config))

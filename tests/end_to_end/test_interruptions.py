@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from coordinator.status import Status
+from tests.chaos.test_kills import ENVIRONMENT as SLOW_ENVIRONMENT
 from tests.end_to_end.command_line import CommandLine, check_ledger
 
 RUN = "interrupted"
@@ -77,6 +78,7 @@ def test_two_signals_end_it_at_once_and_resume_finishes_it(terminal: CommandLine
     os.kill(trainer, signal.SIGSTOP)  # so that the first signal cannot end it
     process.send_signal(signal.SIGINT)
     terminal.wait_until("the first signal to be taken", lambda: "Ctrl-C again" in terminal.output(process))
+    reached = terminal.handle(RUN).status().version
     process.send_signal(signal.SIGINT)
     done = terminal.ended(process)
     assert done.code == 130, done
@@ -84,11 +86,11 @@ def test_two_signals_end_it_at_once_and_resume_finishes_it(terminal: CommandLine
     assert not (terminal.store(RUN) / ".finished").exists()
     assert "Traceback" not in done.err
 
-    version, _ = durable(terminal)
-    resumed = terminal.run("resume", RUN, "--set", f"stop_at.updates={version + 200}")
+    goal = max(reached, durable(terminal)[0]) + 200
+    resumed = terminal.run("resume", RUN, "--set", f"stop_at.updates={goal}")
     assert resumed.code == 0, resumed
     finished = check_stopped(terminal, "exhausted")
-    assert finished["version"] == finished["counters"]["train"]["updates"] == version + 200
+    assert finished["version"] == finished["counters"]["train"]["updates"] == goal
 
 
 def test_a_coordinator_that_is_killed_takes_everything_with_it_and_resume_goes_on(terminal: CommandLine) -> None:
@@ -102,7 +104,8 @@ def test_a_coordinator_that_is_killed_takes_everything_with_it_and_resume_goes_o
     status = terminal.json("status", RUN)
     assert (status["state"], status["live"]) == ("interrupted", False)
     assert "stagecoach resume" in status["reason"]
-    assert (status["version"], status["env_steps"]) == (version, steps)
+    kept = terminal.marker(RUN, "training_status.json")["checkpoints"][-1]  # is written after the pointer
+    assert (status["version"], status["env_steps"]) == (kept["version"], kept["env_steps"]) <= (version, steps)
 
     process = terminal.start("resume", RUN)
     terminal.until(RUN, "a version that was not there before", lambda status: status.live and status.version > version)
@@ -140,8 +143,12 @@ def test_ctrl_c_while_it_starts_leaves_nothing(terminal: CommandLine, when: str)
 
 
 def test_killed_workers_and_trainers_are_replaced_and_the_run_reaches_its_goal(terminal: CommandLine) -> None:
-    updates = 600
-    config = terminal.write_config(stop_at={"updates": updates}, checkpoint={"every": "20 updates"})
+    updates = 120
+    (terminal.folder / "slow.py").write_text(SLOW_ENVIRONMENT)
+    slow = {"path": "slow:Slow", "kwargs": {"seconds": 0.001}}  # so that it lasts until a new worker is there
+    config = terminal.write_config(
+        environment={"id": "CartPole-v1", "num_envs": 4, "wrappers": [slow]}, stop_at={"updates": updates}
+    )
     process = terminal.start("train", config, "--run-id", RUN)
     before = terminal.until(RUN, "training", lambda status: _version(status.latest) > 0)
 

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from shared.config import Config
 from shared.config_sources import dump_config, load_config
 from shared.connection import Address
 from shared.events import read_evaluations
+from shared.heartbeat import read_heartbeats
 from shared.role import Role, open_role
 from tests.end_to_end.command_line import CommandLine, check_ledger
 
@@ -28,7 +30,9 @@ pytestmark = pytest.mark.timeout(300)
 
 def test_a_worker_joins_a_live_run_and_ends_with_it(terminal: CommandLine) -> None:
     config = terminal.write_config(
-        rollout={"workers": 1, "fragment_steps": 32, "fragments_per_update": 4}, stop_at={"updates": 10**6}
+        rollout={"workers": 1, "fragment_steps": 32, "fragments_per_update": 4},
+        stop_at={"updates": 10**6},
+        evaluation={"episodes": 200},  # of the last checkpoint: its Redis is there until worker-7 has seen the end
     )
     run = terminal.start("train", config, "--run-id", RUN, "--inline")
     terminal.until(RUN, "training", lambda status: status.live and status.version > 0)
@@ -89,13 +93,13 @@ def services(tmp_path: Path, terminal: CommandLine) -> Iterator[Services]:
 
 
 def test_a_whole_run_without_ray_and_without_a_coordinator(terminal: CommandLine, services: Services) -> None:
-    roles = [
-        terminal.module(name, *services.arguments, *more, environ=services.environ)
-        for name, *more in (
-            ("rollout_worker", "--index", "0"), ("rollout_worker", "--index", "1"), ("rollout_worker", "--evaluator"),
-            ("trainer_node",),
-        )
-    ]  # fmt: skip
+    begin = partial(terminal.module, environ=services.environ)
+    acting = (("--index", "0"), ("--index", "1"), ("--evaluator",))
+    roles = [begin("rollout_worker", *services.arguments, *which) for which in acting]
+    terminal.wait_until(  # else the run may be over before it has begun
+        "the evaluator", lambda: any(b.role == "evaluator" for b in read_heartbeats(services.role.redis, RUN))
+    )
+    roles.append(begin("trainer_node", *services.arguments))
     ends = [terminal.ended(role) for role in roles]
     assert [end.code for end in ends] == [0, 0, 0, 0], ends
     assert ends[-1].out.strip() == "exhausted"

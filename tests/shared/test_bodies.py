@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import redis
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.bodies import Bodies, BodyPlace, bytes_by_shard
@@ -57,6 +57,7 @@ def only_entry(role: Role) -> dict[bytes, bytes]:
     return dict(entry)
 
 
+@settings(deadline=None)
 @given(words, words, st.integers(0, 2**40))
 def test_a_place_comes_back_as_it_was(shard: str, field: str, size: int) -> None:
     place = BodyPlace(shard, field, size)

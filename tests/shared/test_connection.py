@@ -29,7 +29,7 @@ def no_credentials_around(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def impatient() -> Config:
     """Gives up at once."""
-    return minimal_config(redis={"timeout_seconds": 2, "retry_seconds": 0})
+    return minimal_config(redis={"timeout_seconds": 10, "retry_seconds": 0})
 
 
 def address(url: str, tmp_path: Path, password: str | None = None, username: str | None = None) -> Address:

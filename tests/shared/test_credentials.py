@@ -94,7 +94,7 @@ def test_a_rotated_secret_is_found_at_the_next_connection(
     environment(WORKER_REDIS_PASSWORD_FILE=str(file), WORKER_REDIS_USERNAME=unique_run_id)
     with redis_server.client() as admin:
         admin.acl_setuser(unique_run_id, enabled=True, passwords=["+first-password"], commands=["+@all"], keys=["*"])
-        config = minimal_config(redis={"timeout_seconds": 2, "retry_seconds": 0})
+        config = minimal_config(redis={"timeout_seconds": 10, "retry_seconds": 0})
         with connect_redis(Address("run", redis_server.url, ""), config, "worker") as client:
             assert client.acl_whoami() == unique_run_id
             admin.acl_setuser(unique_run_id, enabled=True, passwords=["-first-password", "+second-password"])

@@ -64,6 +64,10 @@ def acts(role: Role) -> bool:
     return role.log().left("worker-0").tries == 1
 
 
+PATIENT = {"grace_seconds": 90}
+"""A last checkpoint is some twenty writes that wait for the disk."""
+
+
 def slow(seconds: float, **sections: Any) -> Config:
     """A fragment takes eight times this long."""
     environment = {"id": f"{MODULE}:Leaks", "num_envs": 1, "kwargs": {"kept": 1, "seconds": seconds}}
@@ -72,7 +76,7 @@ def slow(seconds: float, **sections: Any) -> Config:
 
 
 def test_a_trainer_leaves_with_a_checkpoint_and_the_next_one_goes_on(make_role: MakeRole, start: Start) -> None:
-    role = make_role(minimal_config(stop_at=FOR_EVER, checkpoint={"every": "1000000 updates"}))
+    role = make_role(minimal_config(stop_at=FOR_EVER, checkpoint={"every": "1000000 updates"}, trainer=PATIENT))
     trainer, worker = start(role, "trainer_node"), start(role, "rollout_worker", "--index", "0")
     until(lambda: role.flow.read().version > 5)
     trainer.send_signal(signal.SIGTERM)
@@ -98,7 +102,7 @@ def test_a_trainer_leaves_with_a_checkpoint_and_the_next_one_goes_on(make_role: 
 
 
 def test_a_worker_finishes_its_fragment_before_it_leaves(make_role: MakeRole, start: Start) -> None:
-    role = make_role(slow(0.2, stop_at=FOR_EVER))
+    role = make_role(slow(0.5, stop_at=FOR_EVER))
     start(role, "trainer_node")
     worker = start(role, "rollout_worker", "--index", "0")
     until(lambda: acts(role))
@@ -127,7 +131,7 @@ def test_a_second_signal_ends_it_at_once(make_role: MakeRole, start: Start) -> N
 def test_who_waits_for_the_first_checkpoint_leaves_at_once(make_role: MakeRole, start: Start) -> None:
     role = make_role(slow(0.0))
     worker = start(role, "rollout_worker", "--index", "0")
-    until(lambda: any(beat.waiting_for is not None for beat in read_heartbeats(role.redis, role.run_id)))
+    until(lambda: "the first checkpoint (.ready)" in [b.waiting_for for b in read_heartbeats(role.redis, role.run_id)])
     worker.send_signal(signal.SIGTERM)
     assert ended(worker).stdout.strip() == "left"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import Fenced
@@ -33,6 +33,7 @@ def role(make_role: MakeRole) -> Role:
     return make_role(small_config(fragments_per_update=4))
 
 
+@settings(deadline=None)
 @given(ledgers)
 def test_json_and_back(ledger: Ledger) -> None:
     text = ledger.as_json()

@@ -316,8 +316,9 @@ def test_what_a_person_has_to_mend_is_said_by_every_operation_and_over_once_it_i
 def test_what_passes_by_itself_is_an_error_of_the_store_and_never_an_object_or_a_missing_one(
     s3_servers: Servers, open_s3: OpenS3, faulty: StoreFaults, fault: Fault, message: str
 ) -> None:
-    store = open_s3(s3_servers["rclone"], endpoint=faulty.url, timeout_seconds=0.3 if fault == faults.HANG else 5)
-    store.put("key", b"old")
+    patient = open_s3(s3_servers["rclone"], endpoint=faulty.url)
+    store = open_s3(s3_servers["rclone"], endpoint=faulty.url, timeout_seconds=0.3) if fault == faults.HANG else patient
+    patient.put("key", b"old")
     answered = fault in (faults.WEB_PAGE, faults.EMPTY)
     for name, operation in OPERATIONS.items():
         if name == "delete" and answered:
@@ -327,7 +328,7 @@ def test_what_passes_by_itself_is_an_error_of_the_store_and_never_an_object_or_a
             operation(store)
         assert not isinstance(caught.value, ObjectMissing | PreconditionFailed), name
         faulty.heal()
-    assert store.get("key") == b"old" and store.keys("") == ["key"]
+    assert patient.get("key") == b"old" and patient.keys("") == ["key"]
     faulty.fail(fault)
     with pytest.raises(StoreUnavailable, match=message):
         store.check()
@@ -384,17 +385,20 @@ def test_boto3_tries_again_within_its_bound(s3_servers: Servers, open_s3: OpenS3
 
 
 def test_a_write_whose_answer_was_lost_is_done_and_told_apart_by_if_absent(
-    s3_servers: Servers, open_s3: OpenS3, faulty: StoreFaults
+    s3_servers: Servers, open_s3: OpenS3, faulty: StoreFaults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = open_s3(s3_servers["rclone"], endpoint=faulty.url, timeout_seconds=1)
-    assert store.conditional_writes is False
-    faulty.fail(faults.LOSE_ANSWER, "PUT", "manifest.json")
+    patient = open_s3(s3_servers["rclone"], endpoint=faulty.url)
+    hurried = open_s3(s3_servers["rclone"], endpoint=faulty.url, timeout_seconds=3)
+    assert patient.conditional_writes is False
+    monkeypatch.setattr(hurried, "_conditional", False)  # it need not find out in a hurry
+    rule = faulty.fail(faults.LOSE_ANSWER, "PUT", "manifest.json")
     with pytest.raises(StoreError, match=r"(?i)timeout"):
-        store.put("manifest.json", b"first", if_absent=True)
+        hurried.put("manifest.json", b"first", if_absent=True)
+    assert rule.met
     faulty.heal()
     with pytest.raises(PreconditionFailed):
-        store.put("manifest.json", b"second", if_absent=True)
-    assert store.get("manifest.json") == b"first"
+        patient.put("manifest.json", b"second", if_absent=True)
+    assert patient.get("manifest.json") == b"first"
 
 
 @pytest.mark.parametrize(("after", "method"), [(0, "PUT"), (1, "PUT"), (0, "DELETE")], ids=str)

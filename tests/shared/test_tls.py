@@ -46,7 +46,7 @@ def connect(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Calla
 
     def connect_(port: int, scheme: str = "rediss", host: str = "127.0.0.1", **tls: Any) -> None:
         url = f"{scheme}://{host}:{port}"
-        config = minimal_config(redis={"url": url, "timeout_seconds": 2, "retry_seconds": 0, **tls})
+        config = minimal_config(redis={"url": url, "timeout_seconds": 10, "retry_seconds": 0, **tls})
         with connect_redis(Address("run", url, ""), config) as client:
             assert client.ping()
 
@@ -254,7 +254,7 @@ def test_a_stranger_hears_no_secret(ours: Authority, connect: Callable[..., None
         with suppress(OSError):
             while True:
                 with listener.accept()[0] as connection:
-                    connection.settimeout(1)
+                    connection.settimeout(10)
                     heard.extend(connection.recv(65536))
                     connection.sendall(b"-ERR what is that\r\n")
 

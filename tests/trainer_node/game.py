@@ -97,7 +97,7 @@ class Game:
 
     def durable(self) -> None:
         """Waits until the store has what was submitted."""
-        self.trainer._publisher.wait_idle(30)
+        self.trainer._publisher.wait_idle(100)
 
     def board_version(self) -> int:
         """What workers act with."""

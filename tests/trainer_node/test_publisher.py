@@ -35,7 +35,7 @@ from tests.conftest import MakeRole, minimal_config
 from trainer_node.publisher import Publisher
 from trainer_node.snapshot import Snapshot
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 StartPublisher = Callable[..., Publisher]
 
 

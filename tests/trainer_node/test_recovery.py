@@ -70,7 +70,7 @@ def restore_redis(game: Game, keys: dict[bytes, bytes]) -> None:
     for key in game.role.redis.scan_iter(f"{prefix}*"):
         game.role.redis.delete(key)
     for key, value in keys.items():
-        game.role.redis.restore(key, 0, value)
+        game.role.redis.restore(key, 0, value, replace=True)  # a heartbeat may have come meanwhile
 
 
 @pytest.mark.parametrize("trainer_lives", [False, True])
