@@ -72,6 +72,16 @@ _PLAIN = {
     "SAC, 256×256": lambda: _plain_sac((256, 256)),
 }
 """The yardsticks: a plain loop for each of these."""
+_COMPILED = (
+    "PPO, minibatch 512",
+    "PPO, minibatch 1024",
+    "APPO, minibatch 512",
+    "DQN",
+    "DQN, images",
+    "SAC, 64×64",
+    "SAC, 256×256",
+)
+"""With `trainer.compile` as well."""
 
 
 def measure(options: Options) -> Result:
@@ -89,6 +99,11 @@ def measure(options: Options) -> Result:
         medium = "SAC, 256×256: matmul_precision medium"
         if options.wants(medium):
             calls[medium] = _line(_ours("SAC, 256×256"), seconds, precision="medium")
+        for name in _COMPILED:
+            if options.wants(f"{name}: compiled"):
+                update = _ours(name, compile=True)
+                update()  # compiles
+                calls[f"{name}: compiled"] = _line(update, seconds)
         samples = in_turns(options, calls)
     return Result(
         benchmark="learner",
@@ -109,6 +124,7 @@ def measure(options: Options) -> Result:
         remarks=[
             "The plain loops leave out what ours has to know as well: masks, truncation, the last observations of "
             "truncated episodes, and the norm of the gradients and the TD errors as figures.",
+            "`compiled` is ours with trainer.compile; the time it takes to compile, once for each start, is not in it.",
             "Adam in the plain loops is torch.optim.Adam as it is by default; one line shows it with fused=True.",
         ],
     )
@@ -118,8 +134,9 @@ def _measure(name: str, values: list[float], samples: dict[str, list[float]]) ->
     unit, plain = "gradient steps/s", f"{name}: plain loop"
     if plain in samples:
         return Measure(name, unit, values, against=plain, aim=1.0)
-    if name.startswith("SAC") and "medium" in name and "SAC, 256×256" in samples:
-        return Measure(name, unit, values, against="SAC, 256×256")
+    plainly, _, way = name.partition(": ")
+    if way in ("matmul_precision medium", "compiled") and plainly in samples:
+        return Measure(name, unit, values, against=plainly)
     if "fused" in name and "PPO, minibatch 512: plain loop" in samples:
         return Measure(name, unit, values, against="PPO, minibatch 512: plain loop")
     return Measure(name, unit, values)
@@ -146,7 +163,7 @@ def _as_a_trainer() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _ours(name: str) -> Callable[[], int]:
+def _ours(name: str, *, compile: bool = False) -> Callable[[], int]:
     """What makes one update and answers its gradient steps."""
     spaces, hidden, fields = _OURS[name]
     config = ALGORITHMS[fields["name"]].model_validate(fields)
@@ -155,7 +172,7 @@ def _ours(name: str) -> Callable[[], int]:
     network = PolicyConfig.model_validate({"hidden_sizes": hidden, "activation": activation})
     policy = build_policies({"default": spaces}, {"default": network}, config, seed=1)["default"]
     steps, slots = (_MEMORY_STEPS, _MEMORY_SLOTS) if remembers else (_STEPS, _SLOTS)
-    algorithm = make_algorithm(policy, config, Setting(torch.device("cpu"), 1, steps, slots))
+    algorithm = make_algorithm(policy, config, Setting(torch.device("cpu"), 1, steps, slots, compile=compile))
     fragments, counters = itertools.cycle(_fragments(spaces, steps, slots)), Counters()
 
     def update() -> int:
