@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-PYTEST ?= -n 2
+PYTEST ?= -n 3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 help:
 	@echo "make demo    train CartPole on everything real: Redis, S3, Ray, two workers, a trainer, an evaluator"
-	@echo "make test    install what the tests need and run them, in two processes (PYTEST=\"-n 0 tests/shared …\")"
+	@echo "make test    install what the tests need and run them, in three processes (PYTEST=\"-n 0 tests/shared …\")"
 	@echo "make soak    kill parts of a real run at random, and see that nothing is lost (SOAK=\"--minutes 10 --seed 1 …\")"
 	@echo "make learning  train every task of the table and write docs/learning/ (LEARNING=\"--only cartpole-ppo --seeds 5 …\")"
 	@echo "make bench   measure what is fast and what is not, against others too; writes docs/benchmarks/ (BENCH=\"transport --repeats 5\")"
