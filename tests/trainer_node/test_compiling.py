@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from coordinator.preparation import check
 from rollout_worker.making import describe_environment
 from shared.algorithm_configs.registry import ALGORITHMS
 from shared.config import PolicyConfig
@@ -34,6 +35,9 @@ from trainer_node.algorithms.registry import make_algorithm
 from trainer_node.learner import make_learner, set_up_torch
 from trainer_node.local_ranks import local_ranks
 
+ELSEWHERE = {
+    "ray": {"address": "auto"}, "redis": {"url": "redis://there"}, "store": {"url": "s3://there"},
+}  # fmt: skip
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 pytestmark = [
     pytest.mark.timeout(300),  # where nothing is in its cache
@@ -190,6 +194,9 @@ def test_a_machine_without_a_compiler_is_told_before_anything_is_learnt(monkeypa
     ):
         set_up_torch(trainer)
     set_up_torch(trainer.model_copy(update={"compile": False}))
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
+        check(minimal_config(trainer={"compile": True}))
+    check(minimal_config(trainer={"compile": True}, **ELSEWHERE))  # the trainer's machine has to have it
 
 
 def test_a_policy_with_a_core_is_refused() -> None:
