@@ -39,7 +39,7 @@ from shared.policies.registry import build_policies
 from shared.redis_keys import RunKeys
 from shared.role import Role
 from shared.spaces import EnvironmentDescription
-from trainer_node.algorithms.compiling import check_compiler
+from trainer_node.algorithms.compiling import check_compiling
 from trainer_node.filters import ExperienceFilter
 from trainer_node.learner import make_learner
 from trainer_node.onnx_export import require_onnx
@@ -78,8 +78,8 @@ def check(config: Config) -> EnvironmentDescription:
     _check_device(config)
     if config.checkpoint.export != "off" and config.ray.address == "embedded":
         require_onnx()  # elsewhere the trainer's machine has to have it
-    if config.trainer.compile and config.ray.address == "embedded":
-        check_compiler()
+    if config.trainer.compile:
+        check_compiling(here=config.ray.address == "embedded")
     rollout = config.rollout
     fragment = description.fragment_bytes(rollout.fragment_steps, config.environment.num_envs, config.state_sizes)
     window = (rollout.max_policy_lag + 1) * rollout.fragments_per_update

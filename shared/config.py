@@ -214,8 +214,8 @@ class TrainerConfig(Section):
     compile: bool = False
     """Losses and their gradients as machine code made for them (torch.compile), on CPU and GPU. The trainer's first
     update then takes some ten seconds to a minute longer, less from the second start on a machine; it needs a C++
-    compiler. Minibatches that are smaller than a full update's are computed as without. Sums are rounded otherwise,
-    the same each time; a resume cannot change it."""
+    compiler. Minibatches of another size than a full update's are computed as without, and so are reward signals and
+    what is cloned beside rewards. Sums are rounded otherwise, the same each time; a resume cannot change it."""
     num_cpus: float = Field(1.0, ge=0)
     """Ray CPUs reserved for the trainer, and for each further rank."""
     num_gpus: float = Field(0.0, ge=0)

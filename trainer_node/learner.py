@@ -22,7 +22,7 @@ from shared.policies.registry import build_policies, torch_device
 from shared.spaces import EnvironmentDescription
 from shared.steps import Phase, PhaseCounters
 from trainer_node.algorithms.algorithm import Algorithm, Remembering, Setting
-from trainer_node.algorithms.compiling import check_compiler
+from trainer_node.algorithms.compiling import check_compiling
 from trainer_node.algorithms.experience import Experience
 from trainer_node.algorithms.registry import make_algorithm
 from trainer_node.demonstrations import Demonstrations
@@ -115,7 +115,7 @@ def set_up_torch(config: TrainerConfig) -> None:
     torch.set_num_threads(config.torch_threads)
     torch.set_float32_matmul_precision(config.matmul_precision)
     if config.compile:
-        check_compiler()
+        check_compiling()
 
 
 def make_learner(config: Config, description: EnvironmentDescription) -> Learner:

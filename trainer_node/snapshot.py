@@ -23,7 +23,7 @@ import torch
 
 from shared import tensor_blob
 from shared.checkpoint import Checkpoint, Manifest, checkpoint_name, describe_objects
-from shared.config import Config
+from shared.config import Config, TrainerConfig
 from shared.errors import CheckpointDamaged
 from shared.experience_log import START, id_order
 from shared.fragment import EpisodeRecord
@@ -33,6 +33,7 @@ from shared.policies.policy import Policy
 from shared.spaces import Columns, EnvironmentDescription
 from shared.steps import Phase, PhaseCounters
 from trainer_node.algorithms.algorithm import Algorithm
+from trainer_node.algorithms.compiling import compiler_version
 from trainer_node.intake import Committed
 from trainer_node.learner import Learner
 
@@ -120,7 +121,7 @@ def take(
     books: Committed,
 ) -> Snapshot:
     """The snapshot of the learner at `progress`; copies everything, so that training may go on."""
-    copies = _copied(learner, computed_with(learner, config.trainer.ranks))
+    copies = _copied(learner, computed_with(learner, config.trainer))
     name, created = checkpoint_name(progress.version, copies.counters["train"]["env_steps"]), round(time.time(), 3)
 
     def encode() -> Encoded:
@@ -223,13 +224,14 @@ def _provenance(
     }
 
 
-def computed_with(learner: Learner, ranks: int) -> dict[str, str]:
+def computed_with(learner: Learner, config: TrainerConfig) -> dict[str, str]:
     """What the bits of sums depend on, beside the log."""
+    code = f"{compiler_version()} for {torch.backends.cpu.get_cpu_capability()}"
     devices = {parameter.device.type for policy in learner.policies.values() for parameter in policy.parameters()}
     return {
         "torch": torch.__version__, "device": ", ".join(sorted(devices)), "threads": str(torch.get_num_threads()),
-        "ranks": str(ranks),
-    }  # fmt: skip
+        "ranks": str(config.ranks),
+    } | ({"compiled": code} if config.compile else {})  # fmt: skip
 
 
 @functools.cache

@@ -44,13 +44,13 @@ def bits(algorithm: Any) -> dict[str, bytes]:
 def batches(algorithm: APPO, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Batch, float]]:
     """What `loss` gets to see, from now on."""
     seen: list[tuple[Batch, float]] = []
-    loss = algorithm.loss
+    loss = algorithm._loss
 
     def noting(batch: Batch, clip: float) -> Any:
         seen.append((batch, clip))
         return loss(batch, clip)
 
-    monkeypatch.setattr(algorithm, "loss", noting)
+    monkeypatch.setattr(algorithm, "_loss", noting)
     return seen
 
 

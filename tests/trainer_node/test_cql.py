@@ -146,7 +146,8 @@ def test_the_penaltys_gradient_is_that_of_finite_differences_and_goes_to_the_cri
 
 @BOTH
 def test_while_it_clones_the_policys_loss_is_the_likelihood_of_the_data_and_then_sacs(described: PolicySpaces) -> None:
-    cql, batch = make_cql(described, cloning_steps=2, initial_temperature=0.3), minibatch(described)
+    cql = make_cql(described, cloning_steps=2, initial_temperature=0.3, learning_rate=0.0)
+    batch, generator, cloned = minibatch(described), torch.Generator().manual_seed(6), []
     plain = make_cql(described, initial_temperature=0.3)
     noise = cql.actions.noise(len(batch), torch.Generator().manual_seed(5))
     found, entropies = cql.actor_loss(batch, noise)
@@ -158,7 +159,10 @@ def test_while_it_clones_the_policys_loss_is_the_likelihood_of_the_data_and_then
     expected = -(batch.weight * (likelihood + 0.3 * entropies)).mean()
     assert float(found.detach()) == pytest.approx(float(expected), rel=1e-5)
     assert float(found.detach()) != pytest.approx(float(of_sac.detach()), rel=1e-3)
-    cql.done = 2
+    for cql.done in range(4):
+        cql.learn(batch, Counters(), generator)  # moves nothing
+        cloned.append(float(cql.actor_loss(batch, noise)[0].detach()) == float(found.detach()))
+    assert cloned == [True, True, False, False]
     assert float(cql.actor_loss(batch, noise)[0].detach()) == float(of_sac.detach())
 
 

@@ -151,8 +151,8 @@ def test_impala_learns_v_traces_targets_of_what_an_older_policy_acted(
     columns = random_columns(older(impala.policy), 3, absent=True)
     target, advantage, weight = as_case(impala.policy, columns, IMPALAConfig(**settings)).expected()
     seen: list[Batch] = []
-    loss = impala.loss
-    monkeypatch.setattr(impala, "loss", lambda batch: (seen.append(batch), loss(batch))[1])  # type: ignore[func-returns-value]
+    loss = impala._loss
+    monkeypatch.setattr(impala, "_loss", lambda batch: (seen.append(batch), loss(batch))[1])  # type: ignore[func-returns-value]
     metrics = impala.update(of(columns), Counters())
     (batch,), mask = seen, columns["mask"]
     assert len(batch) == mask.sum() < mask.size

@@ -258,13 +258,13 @@ def test_every_row_is_used_once_in_each_epoch_also_with_a_remainder(
     columns = random_columns(ppo.policy, 7)
     columns["log_prob"] += np.arange(32, dtype=np.float32).reshape(8, 4) * 1e-3
     seen: list[list[float]] = []
-    loss = ppo.loss
+    loss = ppo._loss
 
     def noting(batch: Batch, clip: float) -> Any:
         seen.append(batch.log_prob.tolist())
         return loss(batch, clip)
 
-    monkeypatch.setattr(ppo, "loss", noting)
+    monkeypatch.setattr(ppo, "_loss", noting)
     assert ppo.update(of(columns), Counters())["train/gradient_steps"] == 2 * len(sizes)
     assert [len(rows) for rows in seen] == sizes * 2
     epochs = [[row for rows in part for row in rows] for part in (seen[: len(sizes)], seen[len(sizes) :])]
@@ -288,8 +288,8 @@ def test_learning_rate_and_clip_range_follow_their_schedules() -> None:
         clip_range={"kind": "linear", "start": 0.4, "end": 0.1, "over": "100 env_steps"},
     )
     clips: list[float] = []
-    loss = ppo.loss
-    ppo.loss = lambda batch, clip: (clips.append(clip), loss(batch, clip))[1]  # type: ignore[method-assign, func-returns-value]
+    loss = ppo._loss
+    ppo._loss = lambda batch, clip: (clips.append(clip), loss(batch, clip))[1]  # type: ignore[func-returns-value]
     metrics = ppo.update(of(random_columns(ppo.policy, 1)), Counters(updates=5, env_steps=50))
     assert metrics["train/learning_rate"] == pytest.approx(5e-3)
     assert metrics["train/clip_range"] == pytest.approx(0.25) and set(clips) == {metrics["train/clip_range"]}

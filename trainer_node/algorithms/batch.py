@@ -51,8 +51,8 @@ class Batch:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Self:
         """With all its tensors changed so, and without figures."""
-        changed = {item.name: _each(getattr(self, item.name), change) for item in fields(self)}
-        return replace(self, **changed | {"figures": {}})
+        names = [item.name for item in fields(self) if item.name != "figures"]
+        return replace(self, **{name: _each(getattr(self, name), change) for name in names}, figures={})
 
     def counted(self, tensor: Tensor) -> Tensor:
         """Of a tensor with the shape of `log_prob` (and more axes), the transitions that count."""

@@ -19,6 +19,7 @@ from shared.spaces import Columns
 from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.compiling import compiled
 from trainer_node.algorithms.critics import Critics
 from trainer_node.algorithms.descent import follow
 from trainer_node.algorithms.off_policy import Lesson, Minibatch
@@ -89,6 +90,7 @@ class CQL(SAC):
     def __init__(self, policy: Actor, config: CQLConfig, setting: Setting) -> None:
         super().__init__(policy, config, setting)
         self._conservative = config
+        self._penalised_loss = compiled(self.penalised_loss, setting, {config.minibatch_size})
         self._clones = config.cloning_steps > 0
         """In this gradient step."""
         self.soft_maximum: SoftMaximum = Summed(policy)
@@ -109,6 +111,13 @@ class CQL(SAC):
         """`[C, B]`, eq. 4: the soft maximum less the `values` `[C, B]` of what the data did."""
         return self.soft_maximum.of(self.critics, batch, drawn) - values
 
+    def penalised_loss(self, batch: Minibatch, noise: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """SAC's of the critics and the weighted gaps; the values, the errors and the gaps, `[C, B]`."""
+        loss, values, errors = self.critic_loss(batch, noise)
+        gaps = self.gaps(batch, values, drawn)
+        penalty = self.log_conservatism.exp() * (batch.weight * gaps).mean(dim=1).sum()
+        return loss + penalty, values, errors, gaps
+
     def actor_loss(self, batch: Minibatch, noise: Tensor) -> tuple[Tensor, Tensor]:
         """SAC's; in the steps of cloning, −ln π of the data's action stands for −Q."""
         if not self._clones:
@@ -126,9 +135,8 @@ class CQL(SAC):
         self._clones = self.done < self._conservative.cloning_steps
         noise = [self.actions.noise(len(batch), generator).to(device) for _ in range(2)]
         drawn = self.soft_maximum.draw(len(batch), generator).to(device)
-        loss, values, errors = self.critic_loss(batch, noise[0])
-        gaps, weight = self.gaps(batch, values, drawn), self.log_conservatism.exp()
-        loss = loss + weight * (batch.weight * gaps).mean(dim=1).sum()
+        loss, values, errors, gaps = self._penalised_loss(batch, noise[0], drawn)
+        weight = self.log_conservatism.exp()
         metrics = self._move_critics(loss, values, errors, counters) | self._move_policy(batch, noise[1], counters)
         metrics |= {"train/conservative_gap": gaps.detach().mean(), "train/conservatism": weight}
         self._move_conservatism(gaps.detach().mean())
