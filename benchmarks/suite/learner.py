@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from shared.policies.registry import build_policies
 from shared.spaces import Columns, Leaf, PolicySpaces, SpaceSpec
 from shared.steps import Counters
 from trainer_node.algorithms.algorithm import Setting
+from trainer_node.algorithms.compiling import compiler
 from trainer_node.algorithms.experience import Experience
 from trainer_node.algorithms.registry import make_algorithm
 
@@ -99,7 +101,7 @@ def measure(options: Options) -> Result:
         medium = "SAC, 256×256: matmul_precision medium"
         if options.wants(medium):
             calls[medium] = _line(_ours("SAC, 256×256"), seconds, precision="medium")
-        for name in _COMPILED:
+        for name in _compiled(options):
             if options.wants(f"{name}: compiled"):
                 update = _ours(name, compile=True)
                 update()  # compiles
@@ -140,6 +142,13 @@ def _measure(name: str, values: list[float], samples: dict[str, list[float]]) ->
     if "fused" in name and "PPO, minibatch 512: plain loop" in samples:
         return Measure(name, unit, values, against="PPO, minibatch 512: plain loop")
     return Measure(name, unit, values)
+
+
+def _compiled(options: Options) -> tuple[str, ...]:
+    """Of which ours is compiled as well: of none where nothing can be."""
+    if shutil.which(compiler()) is None:
+        return ()
+    return _COMPILED[:1] if options.quick else _COMPILED
 
 
 def _line(update: Callable[[], int], seconds: float, precision: str = "highest") -> Callable[[], float]:

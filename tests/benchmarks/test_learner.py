@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 
 from tests.benchmarks.conftest import MeasureQuickly
+from trainer_node.algorithms.compiling import compiler
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 @pytest.mark.timeout(240)
 def test_each_algorithm_is_measured_beside_its_plain_loop(measure_quickly: MeasureQuickly) -> None:
     result = measure_quickly("learner", "PPO, minibatch 512", "DQN", "SAC, 64", "TD3", "A2C")
@@ -18,4 +21,6 @@ def test_each_algorithm_is_measured_beside_its_plain_loop(measure_quickly: Measu
     for name in ("PPO, minibatch 512", "DQN", "DQN, images", "SAC, 64×64"):
         assert lines[name].against == f"{name}: plain loop" and lines[name].aim == 1.0
         assert all(math.isfinite(ratio) for ratio in result.ratios(lines[name]))
+    if shutil.which(compiler()):
+        assert lines["PPO, minibatch 512: compiled"].against == "PPO, minibatch 512"
     assert lines["TD3, 64×64"].against == ""

@@ -69,7 +69,7 @@ def test_a_run_is_submitted_followed_scaled_stopped_and_seen_from_another_place(
 def test_a_coordinator_that_dies_is_replaced_by_attach_and_nothing_is_lost(
     laptop: CommandLine, cluster: RayCluster
 ) -> None:
-    config = write_config(laptop, cluster, stop_at={"updates": 600})
+    config = write_config(laptop, cluster, stop_at={"updates": 150})
     assert laptop.run("train", config, "--address", cluster.dashboard, "--run-id", "dies", "--detach").code == 0
     status = laptop.until("dies", "training", lambda status: status.live and status.version > 3)
     coordinator = next(beat for beat in status.roles if beat.role == "coordinator")
