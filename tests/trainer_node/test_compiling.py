@@ -158,6 +158,7 @@ def test_a_run_knows_how_large_its_full_updates_are(monkeypatch: pytest.MonkeyPa
 def test_equal_parts_are_those_that_tensors_are_split_into(count: int, size: int) -> None:
     parts = torch.arange(count).tensor_split(-(-count // size))
     assert equal_parts(count, size) == {len(part) for part in parts}
+    assert equal_parts(0, size) == set()
 
 
 def how(batch: Tensor, factor: float = 1.0) -> tuple[bool, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,9 @@ def test_a_restart_drops_the_rows_of_the_future_that_it_undid(
     for steps in (64, 128, 192, 256):
         first.write(row(steps, train__loss=1.0), steps)
     first.close()
+    began = int(time.time())
+    while int(time.time()) == began:  # TensorBoard reads files in the order of the seconds in which they begin
+        time.sleep(0.02)
     second = Signals(redis_client, unique_run_id, SignalsConfig(), tmp_path)
     second.start(128)
     assert [found["time/env_steps"] for found in rows_of(tmp_path)] == ["64.0", "128.0"]

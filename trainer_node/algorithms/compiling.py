@@ -30,9 +30,9 @@ _ELSE = "or begin a new run with trainer.compile=false (`initialize_from` takes 
 
 
 def equal_parts(count: int, size: int) -> set[int]:
-    """How large the minibatches are that `count` transitions make, of at most `size` each."""
+    """How large the minibatches are that `count` transitions make, of at most `size` each; nothing makes none."""
     parts = -(-count // size)
-    return {count // parts, -(-count // parts)}
+    return {count // parts, -(-count // parts)} if parts else set()
 
 
 def compiled(loss: Callable[..., Answer], setting: Setting, sizes: Iterable[int]) -> Callable[..., Answer]:
