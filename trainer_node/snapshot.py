@@ -226,12 +226,14 @@ def _provenance(
 
 def computed_with(learner: Learner, config: TrainerConfig) -> dict[str, str]:
     """What the bits of sums depend on, beside the log."""
-    code = f"{compiler_version()} for {torch.backends.cpu.get_cpu_capability()}"
     devices = {parameter.device.type for policy in learner.policies.values() for parameter in policy.parameters()}
-    return {
+    found = {
         "torch": torch.__version__, "device": ", ".join(sorted(devices)), "threads": str(torch.get_num_threads()),
         "ranks": str(config.ranks),
-    } | ({"compiled": code} if config.compile else {})  # fmt: skip
+    }  # fmt: skip
+    if config.compile:
+        found["compiled"] = f"{compiler_version()} for {torch.backends.cpu.get_cpu_capability()}"
+    return found
 
 
 @functools.cache

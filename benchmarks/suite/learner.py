@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +21,7 @@ from shared.policies.registry import build_policies
 from shared.spaces import Columns, Leaf, PolicySpaces, SpaceSpec
 from shared.steps import Counters
 from trainer_node.algorithms.algorithm import Setting
-from trainer_node.algorithms.compiling import compiler
+from trainer_node.algorithms.compiling import has_compiler
 from trainer_node.algorithms.experience import Experience
 from trainer_node.algorithms.registry import make_algorithm
 
@@ -146,7 +145,7 @@ def _measure(name: str, values: list[float], samples: dict[str, list[float]]) ->
 
 def _compiled(options: Options) -> tuple[str, ...]:
     """Of which ours is compiled as well: of none where nothing can be."""
-    if shutil.which(compiler()) is None:
+    if not has_compiler():
         return ()
     return _COMPILED[:1] if options.quick else _COMPILED
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import shutil
 
 import pytest
 
 from tests.benchmarks.conftest import MeasureQuickly
-from trainer_node.algorithms.compiling import compiler
+from trainer_node.algorithms.compiling import has_compiler
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
@@ -21,6 +20,6 @@ def test_each_algorithm_is_measured_beside_its_plain_loop(measure_quickly: Measu
     for name in ("PPO, minibatch 512", "DQN", "DQN, images", "SAC, 64×64"):
         assert lines[name].against == f"{name}: plain loop" and lines[name].aim == 1.0
         assert all(math.isfinite(ratio) for ratio in result.ratios(lines[name]))
-    if shutil.which(compiler()):
+    if has_compiler():
         assert lines["PPO, minibatch 512: compiled"].against == "PPO, minibatch 512"
     assert lines["TD3, 64×64"].against == ""

@@ -94,6 +94,11 @@ def compiler() -> str:
     return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
 
 
+def has_compiler() -> bool:
+    """Whether it is on this machine."""
+    return shutil.which(compiler()) is not None
+
+
 @functools.cache
 def compiler_version() -> str:
     """Of the compiler here, as it says it; empty where it does not."""
@@ -113,7 +118,7 @@ def check_compiling(here: bool = True) -> None:
     for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"):
         if os.environ.get(name, "0") not in ("", "0"):
             raise ConfigError(f"trainer.compile with {name}={os.environ[name]} in the environment; unset it, {_ELSE}")
-    if here and shutil.which(compiler()) is None:
+    if here and not has_compiler():
         raise ConfigError(
             f"trainer.compile needs a C++ compiler where the trainer runs, and {compiler()} is not there; install it "
             f"(on Debian: apt-get install g++), name another in CXX, {_ELSE}"

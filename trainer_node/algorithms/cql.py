@@ -19,7 +19,6 @@ from shared.spaces import Columns
 from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
-from trainer_node.algorithms.compiling import compiled
 from trainer_node.algorithms.critics import Critics
 from trainer_node.algorithms.descent import follow
 from trainer_node.algorithms.off_policy import Lesson, Minibatch
@@ -90,7 +89,7 @@ class CQL(SAC):
     def __init__(self, policy: Actor, config: CQLConfig, setting: Setting) -> None:
         super().__init__(policy, config, setting)
         self._conservative = config
-        self._penalised_loss = compiled(self.penalised_loss, setting, {config.minibatch_size})
+        self._penalised_loss = self.compiled(self.penalised_loss)
         self._clones = config.cloning_steps > 0
         """In this gradient step."""
         self.soft_maximum: SoftMaximum = Summed(policy)

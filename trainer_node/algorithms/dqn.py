@@ -20,7 +20,6 @@ from trainer_node.algorithms import distributional
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.bootstrap_masks import bootstrap_masks
-from trainer_node.algorithms.compiling import compiled
 from trainer_node.algorithms.descent import descend, follow
 from trainer_node.algorithms.named_arrays import load_network_state, network_state, part
 from trainer_node.algorithms.off_policy import Lesson, Minibatch, OffPolicy
@@ -43,7 +42,7 @@ class DQN(OffPolicy):
         self.target.normaliser = self.policy.normaliser
         self._parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         self._optimiser = Adam(self._parameters, config.adam_epsilon)
-        self._loss = compiled(self.loss, setting, {config.minibatch_size})
+        self._loss = self.compiled(self.loss)
 
     @torch.no_grad()
     def bootstrap(self, batch: Minibatch, choosing: Noise, bootstrapping: Noise) -> Tensor:

@@ -20,7 +20,6 @@ from shared.spaces import Columns
 from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
-from trainer_node.algorithms.compiling import compiled
 from trainer_node.algorithms.critics import Critics
 from trainer_node.algorithms.descent import descend, follow
 from trainer_node.algorithms.experience import update_seed
@@ -43,9 +42,8 @@ class IQL(OffPolicy):
         self.targets = copy.deepcopy(self.critics)
         self._policy_optimiser = Adam(self.policy.parameters(), config.adam_epsilon)
         self._critic_optimiser = Adam(self.critics.parameters(), config.adam_epsilon)
-        sizes = {config.minibatch_size}
-        self._policy_loss = compiled(self.policy_loss, setting, sizes)
-        self._critic_loss = compiled(self.critic_loss, setting, sizes)
+        self._policy_loss = self.compiled(self.policy_loss)
+        self._critic_loss = self.compiled(self.critic_loss)
 
     def policy_loss(self, batch: Minibatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Of the value (eq. 5 of the paper) and of the policy (eq. 7), and their terms."""

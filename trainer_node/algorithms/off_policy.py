@@ -7,7 +7,7 @@ generator that is seeded with the number of the update: no random state is carri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from shared.spaces import Array, Columns
 from shared.steps import Counters
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.cloning import make_cloning
+from trainer_node.algorithms.compiling import Answer, compiled
 from trainer_node.algorithms.computing import computing, to_device
 from trainer_node.algorithms.experience import Experience, side_by_side, update_seed
 from trainer_node.algorithms.named_arrays import part
@@ -121,6 +122,10 @@ class OffPolicy:
             if self.memory.has_priorities:
                 self.memory.update_priorities(drawn.row, lesson.td_error.detach().cpu().numpy())
             yield lesson
+
+    def compiled(self, loss: Callable[..., Answer]) -> Callable[..., Answer]:
+        """`loss(minibatch, …)`, compiled for whole minibatches where the setting says so."""
+        return compiled(loss, self._setting, {self._section.minibatch_size})
 
     def imitating(self, actor_loss: Tensor) -> Terms:
         """The loss of a step of the policy, with what is cloned beside it, and the metrics of that."""

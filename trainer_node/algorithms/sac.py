@@ -25,7 +25,6 @@ from shared.spaces import Columns
 from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
-from trainer_node.algorithms.compiling import compiled
 from trainer_node.algorithms.critics import Critics
 from trainer_node.algorithms.descent import descend, follow
 from trainer_node.algorithms.experience import update_seed
@@ -151,9 +150,8 @@ class SAC(OffPolicy):
             "critics": Adam(self.critics.parameters(), config.adam_epsilon),
             "temperature": Adam([self.log_temperature], config.adam_epsilon),
         }
-        sizes = {config.minibatch_size}
-        self._critic_loss = compiled(self.critic_loss, setting, sizes)
-        self._actor_loss = compiled(self.actor_loss, setting, sizes)
+        self._critic_loss = self.compiled(self.critic_loss)
+        self._actor_loss = self.compiled(self.actor_loss)
 
     def targets_of(self, batch: Minibatch, noise: Tensor) -> Tensor:
         """`[B]`, eq. 2 and 3 of the paper: r + γ E[min Q' − α ln π]."""

@@ -18,7 +18,6 @@ from shared.spaces import Columns
 from shared.steps import Counters
 from trainer_node.algorithms.adam import Adam
 from trainer_node.algorithms.algorithm import Setting
-from trainer_node.algorithms.compiling import compiled
 from trainer_node.algorithms.critics import Critics
 from trainer_node.algorithms.descent import descend, follow
 from trainer_node.algorithms.experience import update_seed
@@ -44,9 +43,8 @@ class TD3(OffPolicy):
             "actor": Adam(policy.parameters(), config.adam_epsilon),
             "critics": Adam(self.critics.parameters(), config.adam_epsilon),
         }
-        sizes = {config.minibatch_size}
-        self._critic_loss = compiled(self.critic_loss, setting, sizes)
-        self._actor_loss = compiled(self.actor_loss, setting, sizes)
+        self._critic_loss = self.compiled(self.critic_loss)
+        self._actor_loss = self.compiled(self.actor_loss)
 
     def targets_of(self, batch: Minibatch, noise: Tensor) -> Tensor:
         """`[B]`, eq. 14 and 15: r + γ min Q'(s', π'(s') + clipped noise); `noise` `[B, D]` is standard normal."""
