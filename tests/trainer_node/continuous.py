@@ -12,9 +12,11 @@ from rollout_worker.making import describe_space
 from shared.algorithm_configs.registry import ALGORITHMS
 from shared.config import PolicyConfig
 from shared.fragment import expected_columns
+from shared.policies.codec import state_arrays
 from shared.policies.policy import Policy
 from shared.policies.registry import build_policies
 from shared.spaces import Array, Columns, PolicySpaces
+from shared.steps import Counters
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.experience import Experience
 from trainer_node.algorithms.off_policy import Minibatch
@@ -33,6 +35,29 @@ def made(name: str, described: PolicySpaces = BOXES, policy: dict[str, Any] | No
     networks = {"p": PolicyConfig.model_validate({"hidden_sizes": (6, 5), **(policy or {})})}
     built = build_policies({"p": described}, networks, config, seed=3)["p"]
     return make_algorithm(built, config, Setting(torch.device("cpu"), 3, STEPS, SLOTS))
+
+
+def any_algorithm(name: str, **setting: Any) -> Any:
+    """The algorithm of that name on a network of two layers, in this setting, with actions that it has losses for."""
+    fields = ALGORITHMS[name].model_fields
+    section: dict[str, Any] = {"minibatch_size": 4, "epochs": 2}
+    if "memory" in fields:
+        section = {"minibatch_size": 16, "memory": {"kind": "uniform", "capacity": 20 * STEPS * SLOTS}}
+    config = ALGORITHMS[name].model_validate({"name": name} | {k: v for k, v in section.items() if k in fields})
+    network = PolicyConfig(hidden_sizes=(16, 16))
+    described = BOXES if name in {"sac", "td3", "ddpg", "cql"} else CHOICE
+    policy = build_policies({"p": described}, {"p": network}, config, seed=3)["p"]
+    return make_algorithm(policy, config, Setting(torch.device("cpu"), 3, STEPS, SLOTS, **setting))
+
+
+def learnt(algorithm: Any) -> Columns:
+    """The weights after three updates."""
+    counters = Counters()
+    for number in range(3):
+        counters.env_steps += STEPS * SLOTS
+        algorithm.update([fragment(algorithm.policy, number)], counters)
+        counters.updates += 1
+    return state_arrays(algorithm.policy)
 
 
 def fragment(policy: Policy, seed: int, *, terminated: float = 0.1, truncated: float = 0.1) -> Experience:

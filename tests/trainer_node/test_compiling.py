@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,20 +21,15 @@ from torch import Tensor
 from coordinator.preparation import check
 from rollout_worker.making import describe_environment
 from shared.algorithm_configs.registry import ALGORITHMS
-from shared.config import PolicyConfig
 from shared.errors import ConfigError
-from shared.policies.codec import state_arrays
-from shared.policies.registry import build_policies
-from shared.spaces import Columns
 from shared.steps import Counters, Phase
 from tests.conftest import minimal_config
-from tests.trainer_node.continuous import BOXES, CHOICE, SLOTS, STEPS, fragment
+from tests.trainer_node.continuous import any_algorithm, fragment, learnt
 from tests.trainer_node.game import NewGame, small
-from tests.trainer_node.test_ranks import Side, experience, gradients, learn
+from tests.trainer_node.test_ranks import Side, experience, have_the_same_gradients, learn
 from tests.trainer_node.test_resuming_every_algorithm import goes_on_exactly, run
 from trainer_node.algorithms.algorithm import Setting
-from trainer_node.algorithms.compiling import check_compiling, compiled, equal_parts
-from trainer_node.algorithms.registry import make_algorithm
+from trainer_node.algorithms.compiling import check_compiling, compiled, equal_parts, has_compiler
 from trainer_node.algorithms.share import Whole
 from trainer_node.learner import make_learner, set_up_torch
 from trainer_node.local_ranks import local_ranks
@@ -43,34 +37,13 @@ from trainer_node.local_ranks import local_ranks
 ELSEWHERE = {
     "ray": {"address": "auto"}, "redis": {"url": "redis://there"}, "store": {"url": "s3://there"},
 }  # fmt: skip
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler")
 pytestmark = [
     pytest.mark.timeout(300),  # where nothing is in its cache
     pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # PyTorch's own, as it loads its compiler
 ]
 CPU = torch.device("cpu")
-REPLAY: dict[str, Any] = {"minibatch_size": 16, "memory": {"kind": "uniform", "capacity": 20 * STEPS * SLOTS}}
 TWO_LOSSES = {"td3", "ddpg", "sac", "cql", "iql"}
-CONTINUOUS = {"td3", "ddpg", "sac", "cql"}
-
-
-def make(name: str, compile: bool) -> Any:
-    fields = ALGORITHMS[name].model_fields
-    section = REPLAY if "memory" in fields else {"minibatch_size": 6} if "minibatch_size" in fields else {}
-    config = ALGORITHMS[name].model_validate({"name": name, **section})
-    network, described = PolicyConfig(hidden_sizes=(16, 16)), BOXES if name in CONTINUOUS else CHOICE
-    policy = build_policies({"p": described}, {"p": network}, config, seed=3)["p"]
-    return make_algorithm(policy, config, Setting(CPU, 3, STEPS, SLOTS, compile=compile))
-
-
-def learnt(algorithm: Any) -> Columns:
-    """The weights after two updates."""
-    counters = Counters()
-    for number in range(2):
-        counters.env_steps += STEPS * SLOTS
-        algorithm.update([fragment(algorithm.policy, number)], counters)
-        counters.updates += 1
-    return state_arrays(algorithm.policy)
 
 
 @needs_compiler
@@ -78,7 +51,7 @@ def learnt(algorithm: Any) -> Columns:
 def test_every_algorithm_learns_nearly_the_same_and_the_same_each_time(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = learnt(make(name, compile=False))
+    plain = learnt(any_algorithm(name, compile=False))
     losses = []
     fused = torch.compile
 
@@ -92,7 +65,7 @@ def test_every_algorithm_learns_nearly_the_same_and_the_same_each_time(
         return call
 
     monkeypatch.setattr(torch, "compile", counting)
-    first, again = (learnt(make(name, compile=True)) for _ in range(2))
+    first, again = (learnt(any_algorithm(name, compile=True)) for _ in range(2))
     assert len(set(losses)) == (2 if name in TWO_LOSSES else 1), losses
     assert all(np.array_equal(first[key], again[key]) for key in first)
     assert all(np.allclose(first[key], plain[key], atol=1e-5) for key in first)
@@ -112,7 +85,7 @@ def test_what_a_batch_carries_beside_tensors_is_no_code_of_its_own() -> None:
         def rows(self, count: int) -> slice:
             return slice(0, count // 2)
 
-    algorithm, counters = make("impala", compile=True), Counters()
+    algorithm, counters = any_algorithm("impala", compile=True), Counters()
     algorithm.share = Half()
     for number in range(12):
         algorithm.update([fragment(algorithm.policy, number)], counters)
@@ -131,11 +104,7 @@ def test_the_gradients_of_two_ranks_are_those_of_one_that_compiles_nothing() -> 
     ):
         found = learn(together.learner, fragments)
     assert found == pytest.approx(learn(alone.learner, fragments), rel=1e-3, abs=1e-5)
-    several, one = gradients(together.learner), gradients(alone.learner)
-    assert set(one) == set(several)
-    assert any(abs(array).max() > 1e-3 for array in one.values())
-    for name, array in one.items():
-        assert several[name] == pytest.approx(array, rel=1e-3, abs=1e-5), name
+    have_the_same_gradients(together, alone)
 
 
 def test_a_run_knows_how_large_its_full_updates_are(monkeypatch: pytest.MonkeyPatch) -> None:

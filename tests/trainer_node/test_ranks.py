@@ -108,6 +108,15 @@ def gradients(learner: Learner) -> Columns:
     }
 
 
+def have_the_same_gradients(together: Side, alone: Side) -> None:
+    """But for rounding."""
+    one, several = gradients(alone.learner), gradients(together.learner)
+    assert set(one) == set(several)
+    assert any(abs(array).max() > 1e-3 for array in one.values())
+    for name, array in one.items():
+        assert several[name] == pytest.approx(array, rel=1e-3, abs=1e-5), name
+
+
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "uneven slices, terms of every kind": (
         3, {"algorithm": {"minibatch_size": 64, "clip_range_value": 0.1, "entropy_coefficient": 0.01}},
@@ -157,12 +166,7 @@ def test_the_gradients_of_several_ranks_are_those_of_one(case: str) -> None:
             expected = learn(alone.learner, fragments)
             assert set(found) == set(expected)
             assert found == pytest.approx(expected, rel=1e-3, abs=1e-5, nan_ok=True)
-            one = gradients(alone.learner)
-            several = gradients(together.learner)
-            assert set(one) == set(several)
-            assert any(abs(array).max() > 1e-3 for array in one.values())
-            for name, array in one.items():
-                assert several[name] == pytest.approx(array, rel=1e-3, abs=1e-5), name
+            have_the_same_gradients(together, alone)
 
 
 def test_three_ranks_come_to_the_same_bits_in_every_life_wherever_it_begins() -> None:
