@@ -11,16 +11,18 @@ import hashlib
 import json
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from shared.errors import CheckpointDamaged, CheckpointNotFound, ManifestUnreadable, ObjectMissing
 
 if TYPE_CHECKING:
     from shared.object_store import ObjectStore  # whoever only acts with a policy has no S3 client
 
+T = TypeVar("T")
 FORMAT = 1
 CONFIG, ENVIRONMENT, READY, POINTER = "config.yaml", "environment.json", ".ready", ".checkpoint"
 PROMOTED, MARKS = ".promoted", ("latest", "best", "final", "promoted")
@@ -29,7 +31,7 @@ UNREADABLE = "manifest.unreadable"
 """Where bytes are kept that stood in a manifest's place and were none."""
 
 _NAME = re.compile(r"(\d+)_Step-(\d+)\.ckpt")
-_POINTER_TRIES = 5
+_READ_TRIES = 5
 
 
 def checkpoint_name(version: int, env_steps: int) -> str:
@@ -113,6 +115,13 @@ class Checkpoint:
     objects: dict[str, bytes]
 
 
+def _json_object(data: bytes) -> dict[str, Any]:
+    content = json.loads(data)
+    if not isinstance(content, dict):
+        raise ValueError("another kind of JSON")
+    return content
+
+
 class CheckpointStore:
     """Writes and reads the checkpoints and sync files of one run."""
 
@@ -192,39 +201,32 @@ class CheckpointStore:
 
     def marker(self, key: str) -> dict[str, Any] | None:
         """The content of a sync file, or None where it isn't there; raises `CheckpointDamaged` for other bytes."""
-        try:
-            content = json.loads(self.store.get(key))
-        except ObjectMissing:
-            return None
-        except ValueError:
-            raise CheckpointDamaged(f"{key} of run {self.run_id} is not JSON") from None
-        if not isinstance(content, dict):
-            raise CheckpointDamaged(f"{key} of run {self.run_id} is not a JSON object")
-        return content
+        return self._replaceable(key, _json_object, f"{key} of run {self.run_id} is not a JSON object")
 
     def pointer(self) -> Pointer | None:
-        """The pointer, or None where no checkpoint is complete yet. Read again while it is being replaced."""
-        for attempt in range(_POINTER_TRIES):
-            try:
-                return Pointer.model_validate_json(self.store.get(POINTER))
-            except ObjectMissing:
-                return None
-            except ValidationError:
-                time.sleep(0.05 * (attempt + 1))
-        raise CheckpointDamaged(
-            f"{POINTER} of run {self.run_id} cannot be read; the checkpoints beside it may be intact"
-        )
+        """The pointer, or None where no checkpoint is complete yet; raises `CheckpointDamaged`."""
+        hint = f"{POINTER} of run {self.run_id} cannot be read; the checkpoints beside it may be intact"
+        return self._replaceable(POINTER, Pointer.model_validate_json, hint)
 
     def promotion(self) -> Promotion | None:
         """What is promoted, if anything; raises `CheckpointDamaged` where the mark cannot be read."""
-        try:
-            return Promotion.model_validate_json(self.store.get(PROMOTED))
-        except ObjectMissing:
-            return None
-        except ValidationError:
-            raise CheckpointDamaged(
-                f"{PROMOTED} of run {self.run_id} cannot be read; promote a checkpoint anew, or clear the mark"
-            ) from None
+        hint = f"{PROMOTED} of run {self.run_id} cannot be read; promote a checkpoint anew, or clear the mark"
+        return self._replaceable(PROMOTED, Promotion.model_validate_json, hint)
+
+    def _replaceable(self, key: str, parse: Callable[[bytes], T], otherwise: str) -> T | None:
+        """What `key` says, None where it isn't there; raises `CheckpointDamaged` with the line `otherwise`.
+
+        Some stores write in place (the embedded one does), so what is half there is read again: it may be being
+        written at this moment.
+        """
+        for attempt in range(_READ_TRIES):
+            try:
+                return parse(self.store.get(key))
+            except ObjectMissing:
+                return None
+            except ValueError:
+                time.sleep(0.05 * (attempt + 1))
+        raise CheckpointDamaged(otherwise)
 
     def marked(self, mark: str) -> str | None:
         """The checkpoint that one of `MARKS` stands for, if any."""

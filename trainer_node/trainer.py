@@ -351,7 +351,7 @@ class Trainer:
         """Redis came back with less than it had (its file is synced each second): the trainer knows better."""
         self._know_redis()
         if not self._role.flow.holds(self._epoch):
-            raise Fenced(f"epoch {self._epoch}: another trainer has taken over")
+            raise Fenced(f"epoch {self._epoch}: a newer trainer has taken over")
         self._fragments.clear()
         self._intake.restore(self._intake.committed)
         if self._role.flow.read().version > self.version:  # it has all that this trainer has come to in reading again
@@ -383,7 +383,7 @@ class Trainer:
         """What everyone else did meanwhile: took over, came back with less, or waits for room."""
         state = self._role.flow.read()
         if state.epoch > self._epoch:
-            raise Fenced(f"epoch {self._epoch}: the trainer of epoch {state.epoch} has taken over")
+            raise Fenced(f"epoch {self._epoch}: a newer trainer has taken over, that of epoch {state.epoch}")
         if state.epoch < self._epoch or state.version < self.version or self._redis_restarted():
             self._redis_came_back()
         full = state.memory_full or self._schedule.log_half_full(state.log_bytes)

@@ -122,8 +122,12 @@ class CommandLine:
             time.sleep(0.1)
 
     def marker(self, run_id: str, name: str) -> Any:
-        """The JSON content of a sync file of an embedded run, read as a plain file."""
-        return json.loads((self.store(run_id) / name).read_text())
+        """The JSON content of a sync file of an embedded run, read as a plain file; the server may be writing it."""
+        for _ in range(50):
+            with contextlib.suppress(ValueError):
+                return json.loads((self.store(run_id) / name).read_text())
+            time.sleep(0.1)
+        raise AssertionError(f"{name} of run {run_id} is not JSON")
 
     def store(self, run_id: str) -> Path:
         """The folder of an embedded run's objects."""
