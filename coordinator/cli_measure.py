@@ -33,7 +33,7 @@ def profile(
 
 def show_profile(run: Run, out: Path | None = None, as_json: bool = False) -> None:
     """The table, and the timeline into a file; raises `UserError` where the run has left none."""
-    found = RunProfile.read(run.checkpoint_store().store, run.run_id)
+    found = RunProfile.read(run.checkpoint_store())
     path = out or run.folder.path / TRACE
     found.write(path)
     if as_json:

@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
+from shared.checkpoint import CheckpointStore
 from shared.errors import UserError
-from shared.object_store import ObjectStore
 from shared.profile import FOLDER
 
 TRACE = "profile.json"
@@ -26,12 +26,16 @@ class RunProfile:
     """`process / thread` → stage → seconds; several lives of one role are added up."""
 
     @classmethod
-    def read(cls, store: ObjectStore, run_id: str) -> RunProfile:
-        """From the store; raises `UserError` where there is none."""
+    def read(cls, checkpoints: CheckpointStore) -> RunProfile:
+        """From the run's store; raises `UserError` where there is none, and for one that cannot be read."""
+        run_id = checkpoints.run_id
         events: list[dict[str, Any]] = []
         seconds: dict[str, dict[str, float]] = {}
-        for key in sorted(store.keys(f"{FOLDER}/"), key=lambda key: ("trainer" not in key, key)):
-            found = json.loads(store.get(key))
+        for key in sorted(checkpoints.store.keys(f"{FOLDER}/"), key=lambda key: ("trainer" not in key, key)):
+            try:
+                found = checkpoints.read_whole(key, json.loads)
+            except ValueError:
+                raise UserError(f"{key} of run {run_id!r} was cut off; without it the others can be read") from None
             events += found["traceEvents"]
             for thread, stages in found["otherData"]["seconds"].items():
                 line = seconds.setdefault(f"{found['otherData']['name']} / {thread}", {})

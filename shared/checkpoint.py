@@ -7,6 +7,7 @@ objects, each verified, so that half a checkpoint can never be seen. There is no
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -31,7 +32,7 @@ UNREADABLE = "manifest.unreadable"
 """Where bytes are kept that stood in a manifest's place and were none."""
 
 _NAME = re.compile(r"(\d+)_Step-(\d+)\.ckpt")
-_READ_TRIES = 5
+_READ_PAUSES_SECONDS = (0.05, 0.1, 0.15, 0.2)
 
 
 def checkpoint_name(version: int, env_steps: int) -> str:
@@ -201,32 +202,37 @@ class CheckpointStore:
 
     def marker(self, key: str) -> dict[str, Any] | None:
         """The content of a sync file, or None where it isn't there; raises `CheckpointDamaged` for other bytes."""
-        return self._replaceable(key, _json_object, f"{key} of run {self.run_id} is not a JSON object")
+        return self._sync_file(key, _json_object, f"{key} of run {self.run_id} is not a JSON object")
 
     def pointer(self) -> Pointer | None:
         """The pointer, or None where no checkpoint is complete yet; raises `CheckpointDamaged`."""
         hint = f"{POINTER} of run {self.run_id} cannot be read; the checkpoints beside it may be intact"
-        return self._replaceable(POINTER, Pointer.model_validate_json, hint)
+        return self._sync_file(POINTER, Pointer.model_validate_json, hint)
 
     def promotion(self) -> Promotion | None:
         """What is promoted, if anything; raises `CheckpointDamaged` where the mark cannot be read."""
         hint = f"{PROMOTED} of run {self.run_id} cannot be read; promote a checkpoint anew, or clear the mark"
-        return self._replaceable(PROMOTED, Promotion.model_validate_json, hint)
+        return self._sync_file(PROMOTED, Promotion.model_validate_json, hint)
 
-    def _replaceable(self, key: str, parse: Callable[[bytes], T], otherwise: str) -> T | None:
-        """What `key` says, None where it isn't there; raises `CheckpointDamaged` with the line `otherwise`.
+    def _sync_file(self, key: str, parse: Callable[[bytes], T], otherwise: str) -> T | None:
+        try:
+            return self.read_whole(key, parse)
+        except ObjectMissing:
+            return None
+        except ValueError:
+            raise CheckpointDamaged(otherwise) from None
 
-        Some stores write in place (the embedded one does), so what is half there is read again: it may be being
-        written at this moment.
+    def read_whole(self, key: str, parse: Callable[[bytes], T]) -> T:
+        """What `parse` makes of the object; raises `ObjectMissing`, and the `ValueError` of `parse` if it stays so.
+
+        Some stores write in place (the embedded one does) and show an object that is empty or half there before it is
+        whole. So what cannot be parsed is read again, for half a second.
         """
-        for attempt in range(_READ_TRIES):
-            try:
+        for pause in _READ_PAUSES_SECONDS:
+            with contextlib.suppress(ValueError):
                 return parse(self.store.get(key))
-            except ObjectMissing:
-                return None
-            except ValueError:
-                time.sleep(0.05 * (attempt + 1))
-        raise CheckpointDamaged(otherwise)
+            time.sleep(pause)
+        return parse(self.store.get(key))
 
     def marked(self, mark: str) -> str | None:
         """The checkpoint that one of `MARKS` stands for, if any."""
@@ -272,15 +278,13 @@ class CheckpointStore:
     def read_manifest(self, name: str) -> tuple[bytes, Manifest]:
         """The manifest of `name` and its bytes, whose hash the pointer holds."""
         try:
-            data = self.store.get(f"{CHECKPOINTS}{name}/{MANIFEST}")
-        except ObjectMissing:
-            raise CheckpointNotFound(f"run {self.run_id} has no (complete) checkpoint {name}") from None
-        try:
-            raw = json.loads(data)
+            data, raw = self.read_whole(f"{CHECKPOINTS}{name}/{MANIFEST}", lambda data: (data, json.loads(data)))
             if raw.get("format") != FORMAT:
                 kind = CheckpointDamaged if isinstance(raw.get("format"), int) else ManifestUnreadable
                 raise kind(f"{name} has format {raw.get('format')!r}; this version of Stagecoach reads format {FORMAT}")
             manifest = Manifest.model_validate(raw)
+        except ObjectMissing:
+            raise CheckpointNotFound(f"run {self.run_id} has no (complete) checkpoint {name}") from None
         except (ValueError, AttributeError) as error:
             raise ManifestUnreadable(f"the manifest of {name} cannot be read: {' '.join(str(error).split())}") from None
         if manifest.run_id != self.run_id or manifest.name != name:

@@ -98,11 +98,9 @@ def write_export(checkpoints: CheckpointStore, export: Export, files: Mapping[st
 def read_export(checkpoints: CheckpointStore, name: str) -> Export | None:
     """The export of a checkpoint, None where it has none; raises `CheckpointDamaged` for a record of something else."""
     try:
-        data = checkpoints.store.get(f"{CHECKPOINTS}{name}/{RECORD}")
+        export = checkpoints.read_whole(f"{CHECKPOINTS}{name}/{RECORD}", Export.model_validate_json)
     except ObjectMissing:
         return None
-    try:
-        export = Export.model_validate_json(data)
     except ValidationError:
         raise CheckpointDamaged(f"{name}/{RECORD} cannot be read") from None
     manifest = hashlib.sha256(checkpoints.read_manifest(name)[0]).hexdigest()

@@ -74,11 +74,9 @@ def read_description(checkpoints: CheckpointStore) -> EnvironmentDescription:
     Raises `RunNotFound`, `CheckpointDamaged`, or what the store raises while it is away (see `insist`).
     """
     try:
-        data = checkpoints.store.get(ENVIRONMENT)
+        return EnvironmentDescription.from_dict(checkpoints.read_whole(ENVIRONMENT, json.loads))
     except ObjectMissing:
         raise RunNotFound(f"the store has no run {checkpoints.run_id!r} ({ENVIRONMENT} is missing)") from None
-    try:
-        return EnvironmentDescription.from_dict(json.loads(data))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointDamaged(
             f"{ENVIRONMENT} of run {checkpoints.run_id} is not what was written there "

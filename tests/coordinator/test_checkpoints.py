@@ -201,7 +201,7 @@ def test_an_upload_that_was_cut_off_is_no_damage(checkpoints: CheckpointStore) -
 
 
 def test_damaged_sync_files_are_named(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.checkpoint._READ_TRIES", 1)
+    monkeypatch.setattr("shared.checkpoint._READ_PAUSES_SECONDS", ())
     promote(checkpoints, NAMES[0], live=False)
     checkpoints.delete(NAMES[0])
     found = verify(checkpoints)[-1]
@@ -345,7 +345,7 @@ def test_a_pruning_that_is_cut_off_anywhere_leaves_no_damage_and_is_completed_by
 def test_where_the_newest_is_damaged_or_a_mark_cannot_be_read_nothing_is_pruned(
     files: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.checkpoint._READ_TRIES", 1)
+    monkeypatch.setattr("shared.checkpoint._READ_PAUSES_SECONDS", ())
     whole = listing(files)
     for key in (at(STATE, NAMES[-1]), at(MANIFEST, NAMES[-1]), POINTER, PROMOTED):
         files.store.put(key, b"garbage")

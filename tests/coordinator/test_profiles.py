@@ -31,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_each_process_has_left_its_stages(run: Run) -> None:
-    found = RunProfile.read(run.checkpoint_store().store, run.run_id)
+    found = RunProfile.read(run.checkpoint_store())
     assert found.seconds.keys() == ROLES
     assert {"update", "publish", "observe", "decode", "read", "report", "checkpoint"} <= found.seconds[
         "trainer / training"
@@ -59,10 +59,19 @@ def test_a_run_without_one_is_told_how_to_get_it(run: Run) -> None:
         store.delete(key)
     try:
         with pytest.raises(UserError, match="train --profile"):
-            RunProfile.read(store, run.run_id)
+            RunProfile.read(run.checkpoint_store())
     finally:
         for key, data in kept.items():
             store.put(key, data)
+
+
+def test_one_that_was_cut_off_is_named(run: Run) -> None:
+    run.checkpoint_store().store.put("profile/worker-9.json", b'{"traceEvents": [')
+    try:
+        with pytest.raises(UserError, match=r"profile/worker-9\.json of run 'profiled' was cut off"):
+            RunProfile.read(run.checkpoint_store())
+    finally:
+        run.checkpoint_store().store.delete("profile/worker-9.json")
 
 
 def test_one_line_has_the_largest_shares_of_the_time_after_the_start() -> None:

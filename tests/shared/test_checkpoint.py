@@ -374,6 +374,7 @@ def test_what_is_half_written_at_this_moment_is_read_again(
         FINISHED: lambda: checkpoints.marker(FINISHED),
         POINTER: checkpoints.pointer,
         PROMOTED: checkpoints.promotion,
+        at(name, MANIFEST): lambda: checkpoints.manifest(name),
     }
     for key, read in reads.items():
         wanted, whole = read(), checkpoints.store.get(key)

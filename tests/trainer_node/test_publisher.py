@@ -215,7 +215,7 @@ def test_the_status_file_lists_what_is_kept_with_steps_returns_scores_and_sizes(
 def test_a_sync_file_that_is_lost_or_damaged_is_made_anew(
     make_role: MakeRole, start_publisher: StartPublisher, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.checkpoint._READ_TRIES", 1)
+    monkeypatch.setattr("shared.checkpoint._READ_PAUSES_SECONDS", ())
     role = make_role()
     publisher = start_publisher(role)
     names = publish(publisher, role, 1)
