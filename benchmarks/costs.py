@@ -146,7 +146,9 @@ class Costs:
         )  # fmt: skip
 
     def _memory(self) -> int:
-        return int(dict(self._role.redis.info("memory"))["used_memory"])
+        """Without what waits for the disk."""
+        found = self._role.redis.info()
+        return int(found["used_memory"]) - int(found.get("aof_buffer_length", 0))
 
 
 def _redis_seconds(client: redis.Redis) -> float:

@@ -40,7 +40,7 @@ from trainer_node.retention import going, prune, status_entries, take_stock
 
 OK, DAMAGED, CUT_OFF, BEING_WRITTEN = "ok", "damaged", "cut off", "being written"
 _POLICY = "policy.safetensors"
-_LOOKS = 5
+_LOOKS = 20
 _LOOK_SECONDS = 0.3
 
 
@@ -138,8 +138,11 @@ def _examine(checkpoints: CheckpointStore, name: str, hashes: dict[str, dict[str
         if expected != digest
     ]
     problems += _problems(checkpoints, manifest)
-    if problems and live and name not in checkpoints.names():
-        return None
+    if problems and live:
+        try:
+            checkpoints.read_manifest(name)
+        except CheckpointNotFound:
+            return _without_manifest(checkpoints, name, live)  # it was pruned meanwhile, manifest first
     state = DAMAGED if problems else OK
     return Verdict(name, state, tuple(problems), len(manifest.objects), manifest.total_bytes)
 

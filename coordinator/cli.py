@@ -410,7 +410,7 @@ def _tend(begin: Any, background: bool = False, detach: bool = False, where: str
     def ended() -> bool:
         nonlocal asked
         if received and not asked:
-            with contextlib.suppress(StagecoachError):  # at its end, or Redis is slow: the next look tries again
+            with contextlib.suppress(StagecoachError, redis.RedisError):  # ending, or Redis is slow: tried again
                 run.stop()
                 asked = True
                 _console.print("ending with a last checkpoint; Ctrl-C again ends at once, and what is durable stays")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import redis
@@ -55,12 +55,17 @@ class LiveView:
     def _show_plain(self, ended: Callable[[], bool]) -> None:
         printed = 0.0
         while not ended():
-            for event in self._look():
-                self._console.print(f"{event.kind:<11} {event.text}", highlight=False, soft_wrap=True)
+            self._print(self._look())
             if self._status is not None and time.monotonic() - printed >= _PLAIN_SECONDS:
                 printed = time.monotonic()
                 self._console.print(_one_line(self._status), highlight=False, soft_wrap=True)
             time.sleep(_REFRESH_SECONDS)
+        with contextlib.suppress(StagecoachError, redis.RedisError):
+            self._print(self._run.events(self._after))  # what came after the last look
+
+    def _print(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self._console.print(f"{event.kind:<11} {event.text}", highlight=False, soft_wrap=True)
 
     def _look(self) -> list[Event]:
         """Takes in the newest status and events; a run that is just starting or ending has none."""

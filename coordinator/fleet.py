@@ -267,7 +267,8 @@ class Fleet:
         emit(self._role.redis, self._role.run_id, "worker", text)
         ray.kill(member.actor, no_restart=False)
         member.life, member.due = None, time.monotonic() + pause
-        member.pid, member.started = None, time.monotonic() + pause
+        member.change_process(None)
+        member.started = time.monotonic() + pause
 
     def _restart(self, member: Member, error: str) -> None:
         """A role that raised gets another life, within the rate; beyond it, it is given up."""
@@ -319,18 +320,22 @@ class Fleet:
         """Counts deaths, which Ray makes good without end, and ends a process that is there but says nothing."""
         if beat is None or member.life is None:
             return
-        if beat.ended:
-            member.last_words, member.silent_looks = beat.ended, 0
-            return
-        if member.pid not in (None, beat.pid):
-            words = member.last_words.removeprefix(_FAILED) if member.last_words.startswith(_FAILED) else ""
-            if self._failed_too_often(member, sterile=bool(words) and not member.fruit):
-                self._give_up(member, words or "its process dies again and again; see its log")
+        if beat.process not in member.former:
+            if beat.ended:
+                member.last_words, member.silent_looks = beat.ended, 0
                 return
-        if (beat.pid, beat.stamp) != (member.pid, member.stamp):
-            member.silent_looks = 0
-        member.pid, member.stamp, member.last_words = beat.pid, beat.stamp, ""
-        member.fruit = member.fruit or fruitful(beat)
+            if member.process not in (None, beat.process):
+                words = member.last_words.removeprefix(_FAILED) if member.last_words.startswith(_FAILED) else ""
+                if self._failed_too_often(member, sterile=bool(words) and not member.fruit):
+                    self._give_up(member, words or "its process dies again and again; see its log")
+                    return
+            if (beat.process, beat.stamp) != (member.process, member.stamp):
+                member.silent_looks = 0
+            member.change_process(beat.process)
+            member.stamp, member.last_words = beat.stamp, ""
+            member.fruit = member.fruit or fruitful(beat)
+        if member.name in self._unplaced:
+            member.silent_looks = 0  # Ray is starting it: it cannot say anything yet
         member.silent_looks += 1  # looks, not seconds: whatever keeps us from looking keeps the others from beating
         if member.silent_looks * _LOOK_SECONDS > self._config.rollout.silent_seconds:
             self._replace_silent(member, beat)
@@ -340,7 +345,7 @@ class Fleet:
         member.silent_looks = 0
         text = f"{member.name} has been silent for {seconds:.0f} s; its process is replaced"
         emit(self._role.redis, self._role.run_id, "worker", text)
-        if not kill_here(beat):
+        if beat.process in member.former or not kill_here(beat):
             ray.kill(member.actor, no_restart=False)
         self._role.flow.release(member.name)  # another worker may act its claim at once
 
@@ -348,10 +353,11 @@ class Fleet:
         """Who has fallen silent since its machine is gone, and has no place on another one yet."""
         if self._head.embedded:
             return []
+        last = [(member, beats[member.name]) for member in self._members() if member.name in beats]
         silent = {
             member.name: member.actor
-            for member in self._members()
-            if member.name in beats and beats[member.name].ended is None and not beats[member.name].alive
+            for member, beat in last
+            if not beat.alive and (beat.ended is None or beat.process in member.former)
         }
         return [name for name, node in nodes_of(silent).items() if node is None]
 

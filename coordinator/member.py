@@ -32,8 +32,10 @@ class Member:
     due: float | None = None
     """When its place is filled again."""
     started: float = field(default_factory=time.monotonic)
-    pid: int | None = None
-    """Its process, by its last heartbeat; another one means that the former died."""
+    process: str | None = None
+    """By its last heartbeat; another one means that the former died."""
+    former: set[str] = field(default_factory=set)
+    """Processes that it had before. One whose machine was cut off may beat again, in turns with its successor."""
     stamp: str = ""
     """Of its last heartbeat."""
     last_words: str = ""
@@ -44,6 +46,12 @@ class Member:
     """Lives in a row that failed before they had done anything."""
     silent_looks: int = 0
     """Looks at Redis since that stamp changed."""
+
+    def change_process(self, process: str | None) -> None:
+        """It has another process now, or none yet."""
+        if self.process is not None and self.process != process:
+            self.former.add(self.process)
+        self.process = process
 
 
 def fruitful(beat: Beat) -> bool:

@@ -15,7 +15,7 @@ import torch
 from rollout_worker.evaluation import evaluation_environment
 from rollout_worker.making import describe_environment, make, make_native
 from shared.bodies import bytes_by_shard
-from shared.checkpoint import CONFIG, ENVIRONMENT, FINISHED, STATUS, Checkpoint, checkpoint_name
+from shared.checkpoint import CONFIG, ENVIRONMENT, FINISHED, Checkpoint, checkpoint_name
 from shared.config import Config, StopConfig
 from shared.config_sources import dump_config
 from shared.connection import Address, check_shards, connect_redis
@@ -45,6 +45,7 @@ from trainer_node.learner import make_learner
 from trainer_node.onnx_export import require_onnx
 from trainer_node.rebase import initialised, rebased
 from trainer_node.recollection import restore_whole
+from trainer_node.retention import status_file
 
 FIRST_CHECKPOINT = checkpoint_name(0, 0)
 _LOOK_SECONDS = 0.3
@@ -144,8 +145,8 @@ def check_services(config: Config) -> None:
 
 
 def impatient(config: Config) -> Config:
-    """The same, but with one short try to reach Redis."""
-    quick = config.redis.model_copy(update={"timeout_seconds": 3.0, "retry_seconds": 0.0})
+    """The same, but with one try to reach Redis; not a short one, since it answers late while its disk stalls."""
+    quick = config.redis.model_copy(update={"retry_seconds": 0.0})
     return config.model_copy(update={"redis": quick})
 
 
@@ -314,7 +315,7 @@ def create_flow(role: Role) -> bool:
 
 
 def _refuse_reached(role: Role, origin: Checkpoint | None, before: StopConfig | None) -> None:
-    finished, status = role.checkpoints.marker(FINISHED) or {}, role.checkpoints.marker(STATUS) or {}
+    finished, status = role.checkpoints.marker(FINISHED) or {}, status_file(role.checkpoints)
     newest: dict[str, Any] = next(reversed(status.get("checkpoints", [])), {})
     reached = (finished.get("counters") or {}).get("train") or newest
     if origin is not None:

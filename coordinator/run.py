@@ -46,6 +46,7 @@ from shared.errors import (
     UserError,
 )
 from shared.events import Event, read_events, recent_events
+from shared.experience_log import id_order
 from shared.exports import Export
 from shared.flow import Flow
 from shared.fragment import Fragment
@@ -369,7 +370,9 @@ class Run:
             self.folder.unlock()
 
     def events(self, after: str = "0-0") -> list[Event]:
-        """What has happened in a live run since the event with this id."""
+        """What has happened since the event with this id, in a live run or in one that was started here and is over."""
+        if isinstance(self._coordinator, Coordinator) and self._coordinator.outcome is not None:
+            return [event for event in self._coordinator.events if id_order(event.id) > id_order(after)]
         client = self._connect()
         return [] if client is None else read_events(client, self.run_id, after)
 

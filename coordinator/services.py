@@ -25,7 +25,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from shared.child import end_with_parent
+from shared.child import end_with_parent, signals_after
 from shared.errors import StagecoachError, UserError
 
 BUCKET = "stagecoach"
@@ -126,12 +126,7 @@ def start_redis(folder: Path, log: Path, password: str) -> Service:
             f"logfile {_quoted(log)}",
             "appendonly yes", "appendfsync everysec", 'save ""', "maxmemory-policy noeviction", "daemonize no",
         ]  # fmt: skip
-        process = _spawn([redis_binary(), "-"], log, stdin=subprocess.PIPE)
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write("\n".join(lines).encode() + b"\n")
-            process.stdin.close()
-        return process
+        return _spawn([redis_binary(), "-"], log, given="\n".join(lines).encode() + b"\n")
 
     def ready(port: int) -> bool:
         once = Retry(NoBackoff(), 0)  # by default a refused connection is tried again a second later
@@ -324,14 +319,28 @@ def _until_ready(service: Service) -> bool:
 
 
 def _spawn(
-    command: list[str], log: Path, *, stdin: int = subprocess.DEVNULL, environment: dict[str, str] | None = None
+    command: list[str], log: Path, *, given: bytes = b"", environment: dict[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
+    """A process that is given these bytes to read, whole even if Ctrl-C comes in the midst of it."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as output:
-        return subprocess.Popen(
-            command, stdin=stdin, stdout=output, stderr=output, env={**os.environ, **(environment or {})},
-            start_new_session=True, preexec_fn=end_with_parent(signal.SIGTERM),
-        )  # fmt: skip
+    process = None
+    try:
+        with log.open("ab") as output, signals_after():
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=output, stderr=output,
+                env={**os.environ, **(environment or {})}, start_new_session=True,
+                preexec_fn=end_with_parent(signal.SIGTERM),
+            )  # fmt: skip
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(given)
+                process.stdin.close()
+        return process
+    except BaseException:
+        if process is not None:  # nobody else knows of it
+            process.kill()
+            process.wait()
+        raise
 
 
 def free_port() -> int:

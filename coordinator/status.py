@@ -13,12 +13,13 @@ import redis
 
 from coordinator.room import room_of
 from shared.bodies import bytes_by_shard
-from shared.checkpoint import FINISHED, STATUS, CheckpointStore
+from shared.checkpoint import FINISHED, CheckpointStore
 from shared.events import read_evaluations
 from shared.flow import Flow, FlowState
 from shared.heartbeat import Beat, read_heartbeats
 from shared.ledger import read_books
 from shared.redis_keys import RunKeys
+from trainer_node.retention import status_file
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ def _scaling(flow: FlowState, beats: list[Beat]) -> dict[str, Any]:
 def ended_status(checkpoints: CheckpointStore) -> Status:
     """From the store's sync files, which need no server."""
     finished = checkpoints.marker(FINISHED)
-    kept = checkpoints.marker(STATUS) or {"checkpoints": []}
-    entries = kept["checkpoints"]
+    kept = status_file(checkpoints)
+    entries = kept.get("checkpoints", [])
     last = entries[-1] if entries else {}
     train = ((finished or {}).get("counters") or {}).get("train", {})
     scores = [entry["evaluation"] for entry in entries if entry.get("evaluation")]

@@ -37,10 +37,11 @@ command+=(--config "$config" --redis "$STAGECOACH__REDIS__URL" --store "$STAGECO
 
 child='' leaving='' deaths=0
 trap 'leaving=1; [[ -z $child ]] || kill -TERM "$child" 2>/dev/null || true' TERM INT
-while true; do
+while [[ -z $leaving ]]; do
   started=$SECONDS code=0
   "${STAGECOACH_PYTHON:-python}" -m "${command[@]}" &
   child=$!
+  [[ -z $leaving ]] || kill -TERM "$child" 2>/dev/null || true # the signal came before the trap knew the child
   wait "$child" || code=$?
   if [[ -n $leaving ]]; then # the signal ended that wait, not the role
     code=0

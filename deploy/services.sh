@@ -29,11 +29,13 @@ wait_for() {
   local name=$1 host=$2 port=$3 tried
   for tried in $(seq 300); do
     if (: <>"/dev/tcp/$host/$port") 2>/dev/null && alive "$name"; then
+      sleep 0.2 # whoever answered may be another that has this port: ours then ends
+      alive "$name" || break
       echo "$name serves on $host:$port, its log is $folder/$name.log"
       return
     fi
     sleep 0.2
-    ((tried < 15)) || alive "$name" || break  # a daemon writes its process id a moment after it was started
+    ((tried < 15)) || alive "$name" || [[ ! -e $folder/$name.pid && $tried -lt 100 ]] || break # a daemon writes it late
   done
   echo "Error: $name does not serve on $host:$port; the end of $folder/$name.log:" >&2
   tail -n 5 "$folder/$name.log" >&2
@@ -89,6 +91,10 @@ stop() {
         alive "$name" || break
         sleep 0.1
       done
+      if alive "$name"; then
+        echo "Error: $name does not end; its process is $(cat "$folder/$name.pid")" >&2
+        exit 1
+      fi
       echo "$name has ended"
     fi
   done

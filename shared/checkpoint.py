@@ -32,7 +32,7 @@ UNREADABLE = "manifest.unreadable"
 """Where bytes are kept that stood in a manifest's place and were none."""
 
 _NAME = re.compile(r"(\d+)_Step-(\d+)\.ckpt")
-_READ_PAUSES_SECONDS = (0.05, 0.1, 0.15, 0.2)
+_READ_PAUSES_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 def checkpoint_name(version: int, env_steps: int) -> str:
@@ -226,7 +226,7 @@ class CheckpointStore:
         """What `parse` makes of the object; raises `ObjectMissing`, and the `ValueError` of `parse` if it stays so.
 
         Some stores write in place (the embedded one does) and show an object that is empty or half there before it is
-        whole. So what cannot be parsed is read again, for half a second.
+        whole. So what cannot be parsed is read again, for some 1.5 s.
         """
         for pause in _READ_PAUSES_SECONDS:
             with contextlib.suppress(ValueError):

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import random
+import secrets
 import socket
 import threading
 import time
@@ -29,6 +30,7 @@ from shared.stages import Stages
 
 _LOGGER = logging.getLogger("stagecoach.wait")
 _CHANCE = random.Random()  # of its own: nothing that is learnt may depend on it
+_PROCESS = secrets.token_hex(4)
 T = TypeVar("T")
 BEAT_SECONDS = 1.0
 """Time between two heartbeats."""
@@ -63,6 +65,8 @@ class Beat:
     """Seconds waited since its process began, the present wait included, by the wait's name."""
     stages: dict[str, float] = field(default_factory=dict)
     """Where its main thread's seconds since then went; waits are `wait(NAME)`."""
+    process: str = ""
+    """Its process, of all that there ever were; a `pid` comes again."""
 
     @property
     def alive(self) -> bool:
@@ -167,6 +171,7 @@ class Heartbeat:
                 waited[wait.name] = waited.get(wait.name, 0.0) + wait.seconds
         data = {
             "pid": os.getpid(),
+            "process": f"{os.getpid()}-{_PROCESS}",
             "host": socket.gethostname(),
             "address": self._address,
             "ended": self._ended,

@@ -38,7 +38,7 @@ from shared.s3_errors import FAILURES, NotUnderstood, Request, named, not_s3
 from shared.services_config import StoreConfig
 
 _TEMPORARY = ".partial-"
-_READ_TRIES = 5
+_READ_TRIES = 12
 _PROOF = {"get_object": "ETag", "put_object": "ETag", "list_objects_v2": "IsTruncated"}
 """What every S3 server answers to these, and a web page that answers 200 in its place does not."""
 _LENGTH = {"content-length", "transfer-encoding"}
@@ -102,7 +102,8 @@ class S3Store:
     def get(self, key: str) -> bytes:
         broken = ""
         for attempt in range(_READ_TRIES):  # boto3 retries a request, but not a body that breaks off
-            time.sleep(0.02 * attempt)
+            if attempt:
+                time.sleep(0.02 * attempt)
             answer = self._call("get_object", key)
             if not _LENGTH & answer["ResponseMetadata"]["HTTPHeaders"].keys():
                 broken = "the server does not say how long it is"

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,8 @@ class RedisServer:
 
     def client(self) -> redis.Redis:
         """A new connection."""
-        return redis.Redis.from_url(self.url, password=self.password)
+        # so patient that nothing is sent twice, and counted twice, where the server's disk stalls
+        return redis.Redis.from_url(self.url, password=self.password, socket_timeout=60)
 
 
 @pytest.fixture(scope="session")
@@ -94,11 +96,13 @@ def redis_client(redis_server: RedisServer) -> Iterator[redis.Redis]:
 @pytest.fixture(scope="session")
 def s3_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[str, str, str]]]:
     """Two S3 servers: name → endpoint, access key, secret key. Both have the bucket."""
+    from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
 
     folder = tmp_path_factory.mktemp("s3")
     access, secret = new_secret(), new_secret()
     rclone = start_s3(folder / "data", folder / "rclone.log", access, secret)
+    _one_at_a_time(S3Response, "put_object")  # moto looks for an object and stores it later, so that two could win
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     moto.start()
     host, port = moto.get_host_and_port()
@@ -111,6 +115,16 @@ def s3_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, t
     rclone.stop()
 
 
+def _one_at_a_time(owner: Any, name: str) -> None:
+    lock, method = threading.Lock(), getattr(owner, name)
+
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return method(*args, **kwargs)
+
+    setattr(owner, name, locked)
+
+
 def minimal_config(**sections: Any) -> Config:
     """A small valid config; `sections` replace or add top-level keys."""
     data: dict[str, Any] = {
@@ -121,7 +135,9 @@ def minimal_config(**sections: Any) -> Config:
         "evaluation": {"episodes": 4, "final_wait_seconds": 30},
         "stop_at": {"updates": 4},
     }
-    return parse_config(data | sections)
+    data |= sections
+    data["rollout"] = {"catch_up_seconds": 600} | data["rollout"]  # a machine that stands still is no slow environment
+    return parse_config(data)
 
 
 @pytest.fixture

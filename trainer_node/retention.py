@@ -86,13 +86,17 @@ def take_stock(
     return Stock(names, entries, cut_off)
 
 
-def status_entries(checkpoints: CheckpointStore) -> dict[str, dict[str, Any]]:
-    """What the status file says, by name; nothing where it is lost or damaged (it is made anew)."""
+def status_file(checkpoints: CheckpointStore) -> dict[str, Any]:
+    """What the status file says; nothing where it is lost or damaged, since the next checkpoint makes it anew."""
     try:
-        status = checkpoints.marker(STATUS) or {}
+        return checkpoints.marker(STATUS) or {}
     except CheckpointDamaged:
         return {}
-    return {entry["name"]: entry for entry in status.get("checkpoints", [])}
+
+
+def status_entries(checkpoints: CheckpointStore) -> dict[str, dict[str, Any]]:
+    """What the status file says, by name."""
+    return {entry["name"]: entry for entry in status_file(checkpoints).get("checkpoints", [])}
 
 
 def going(stock: Stock, pointer: Pointer, config: CheckpointConfig, protected: Collection[str]) -> list[str]:

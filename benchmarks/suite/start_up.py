@@ -36,10 +36,10 @@ _LINES = {
     "roles are asked for": ("coordinator", "starting roles"),
     "the trainer's process has its imports": ("trainer", "trainer begins"),
     "the trainer is ready": ("trainer", "trainer of run"),
-    "the first worker's process has its imports": ("worker-0", "worker-0 begins"),
-    "the first worker has joined": ("worker-0", "joined run"),
+    "the first worker's process has its imports": ("worker-*", "begins"),
+    "the first worker has joined": ("worker-*", "joined run"),
 }
-"""Milestone → log and line of it that tell when it was reached."""
+"""Milestone → logs and the line of them that tells when it was reached first."""
 
 
 def measure(options: Options) -> Result:
@@ -76,7 +76,7 @@ def milestones() -> dict[str, float]:
         with started("PPO", folder) as process:
             reached = _watched(folder, process)
         logs = folder / _RUN / LOGS
-        reached |= {name: _logged(logs / f"{log}.log", line) for name, (log, line) in _LINES.items()}
+        reached |= {name: _logged(logs, log, line) for name, (log, line) in _LINES.items()}
     return {name: round(moment - began, 3) for name, moment in reached.items()}
 
 
@@ -91,7 +91,8 @@ def _watched(folder: Path, process: subprocess.Popen[bytes]) -> dict[str, float]
                 if client.exists(RunKeys(_RUN).produced):
                     reached.setdefault("first fragment", time.time())
                 if Flow(client, _RUN).read().version > 0:
-                    return reached | {_FIRST_UPDATE: time.time()}
+                    now = time.time()
+                    return {"first fragment": now} | reached | {_FIRST_UPDATE: now}
         time.sleep(0.01 if client is not None else 0.1)
     raise RuntimeError(f"no first update within {_MOST_SECONDS:g} s; the run's process says {process.poll()}")
 
@@ -102,9 +103,11 @@ def _connected(folder: Path) -> redis.Redis | None:
     return None if address is None else connect_redis(address, run.config(), "viewer")
 
 
-def _logged(log: Path, line: str) -> float:
-    """When a line was logged first, in seconds since the epoch."""
-    found = re.search(rf"^([\d-]+ [\d:]+,\d+) .*{re.escape(line)}", log.read_text(), re.MULTILINE)
-    if found is None:
-        raise RuntimeError(f"{log.name} has no line with {line!r}: {log.read_text()[-500:]}")
-    return datetime.datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").astimezone().timestamp()
+def _logged(logs: Path, name: str, line: str) -> float:
+    """When a line was logged first in any log of that name, in seconds since the epoch."""
+    texts = [path.read_text() for path in logs.glob(f"{name}.log")]
+    found = [re.search(rf"^([\d-]+ [\d:]+,\d+) .*{re.escape(line)}", text, re.MULTILINE) for text in texts]
+    if not any(found):
+        raise RuntimeError(f"{name}.log has no line with {line!r}: {[text[-500:] for text in texts]}")
+    first = min(match[1] for match in found if match)
+    return datetime.datetime.strptime(first, "%Y-%m-%d %H:%M:%S,%f").astimezone().timestamp()

@@ -11,7 +11,7 @@ from benchmarks.suite.moving_square import make
 from benchmarks.suite.pinning import two_cores
 from tests.benchmarks.conftest import MeasureQuickly
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 ALGORITHMS = [
     "vectors: PPO",
     "lockstep: PPO",

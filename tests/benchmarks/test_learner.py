@@ -11,7 +11,7 @@ from trainer_node.algorithms.compiling import has_compiler
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_each_algorithm_is_measured_beside_its_plain_loop(measure_quickly: MeasureQuickly) -> None:
     result = measure_quickly("learner", "PPO, minibatch 512", "DQN", "SAC, 64", "TD3", "A2C")
     lines = {measure.what: measure for measure in result.measures}

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.suite.framework_cost import CLOCKS, FRAMEWORK, TRAINER_PARTS, WORKER_PARTS, Clock
 from tests.benchmarks.conftest import MeasureQuickly
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def _busy(seconds: float) -> None:

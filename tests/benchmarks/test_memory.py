@@ -9,7 +9,7 @@ from benchmarks.suite.memory_filling import fragments, spaces_of
 from tests.benchmarks.conftest import MeasureQuickly
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_lines_of_memories_and_draws(measure_quickly: MeasureQuickly) -> None:
     found = measure_quickly("memory", "Atari", "uniform", "hindsight", "draw")
     lines = {measure.what: measure for measure in found.measures}

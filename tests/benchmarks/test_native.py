@@ -7,7 +7,7 @@ import pytest
 from benchmarks.suite.native import AIM, Alone, Sizes
 from tests.benchmarks.conftest import MeasureQuickly
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = pytest.mark.timeout(300)
 
 
 def test_every_part_is_measured_with_the_whole_path(measure_quickly: MeasureQuickly) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ _FAKE = "tests.benchmarks.fake_contestant"
 _TIMES = Times(warm=0.2, window=0.3, tried_warm=0.1, tried_window=0.1, at_most=60.0)
 PINNED = sorted(path.stem for path in REQUIREMENTS.glob("*.txt"))
 
-pytestmark = pytest.mark.timeout(110)
+pytestmark = pytest.mark.timeout(300)
 
 
 def fake(**settings: Any) -> Program:
@@ -54,8 +56,11 @@ def test_a_program_that_fails_says_what_it_said_last() -> None:
 
 def test_nothing_that_a_program_started_outlives_it(tmp_path: Path) -> None:
     env_steps_per_second(fake(child=str(tmp_path / "child")), 0.1, 0.1)
-    child = Path("/proc") / (tmp_path / "child").read_text()
-    assert not child.exists() or ") Z " in (child / "stat").read_text()  # nobody may wait for it in a container
+    child, deadline = Path("/proc") / (tmp_path / "child").read_text() / "stat", time.monotonic() + 30
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        while ") Z " not in child.read_text():  # nobody may wait for it in a container
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_the_best_knobs_are_taken_and_ratios_are_to_the_best_of_a_library(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.benchmarks.conftest import MeasureQuickly
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_it_measures(measure_quickly: MeasureQuickly) -> None:
     result = measure_quickly("recovery", "worker")
     assert {measure.what for measure in result.measures} == {"worker-0, p50", "worker-0, p95"}

@@ -11,7 +11,7 @@ from shared.config_sources import parse_config
 from shared.policies.registry import build_policies
 from tests.benchmarks.conftest import MeasureQuickly
 
-pytestmark = pytest.mark.timeout(115)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.parametrize(("family", "lines", "beyond"), [("workers", 1, 0), ("networks", 2, 1)])

@@ -14,7 +14,7 @@ from shared.redis_keys import RunKeys
 
 pytestmark = pytest.mark.timeout(240)
 SMALL = (
-    "--workers 20 --processes 2 --seconds 3 --per-update 4 --steps 16 --envs 2 --think-ms 10 --lease-seconds 1 "
+    "--workers 20 --processes 2 --seconds 8 --per-update 4 --steps 16 --envs 2 --think-ms 10 --lease-seconds 1 "
     "--leaves-per-minute 300 --deaths-per-minute 300 --crash"
 )
 

@@ -8,7 +8,7 @@ from benchmarks.suite.tuning import SETTINGS
 from tests.benchmarks.conftest import MeasureQuickly
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_a_setting_is_a_real_run(measure_quickly: MeasureQuickly) -> None:
     result = measure_quickly("tuning", "slow: 1 × 8 × 64, async")
     (line,) = result.measures

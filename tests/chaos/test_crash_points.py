@@ -21,7 +21,7 @@ from trainer_node.replay import replay
 
 NewRun = Callable[..., Run]
 _DIGITS = re.compile(r"\d+")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture

@@ -95,8 +95,14 @@ def suffer(terminal: CommandLine, watched: Watched, process: subprocess.Popen[st
     chance = random.Random(7)
     for way, kind in chance.sample(FAULTS + STOPS, len(FAULTS + STOPS)):
         time.sleep(chance.uniform(0.0, 1.0))
-        terminal.wait_until(f"a process: {kind}", lambda kind=kind: kind in watched.processes())  # type: ignore[misc]
-        name, pid = watched.processes()[kind][0]
+        there: dict[str, list[tuple[str, int]]] = {}
+
+        def seen(kind: str = kind, there: dict[str, list[tuple[str, int]]] = there) -> bool:
+            there.update(watched.processes())
+            return kind in there
+
+        terminal.wait_until(f"a process: {kind}", seen)
+        name, pid = there[kind][0]
         if (way, kind) == (kill, "Redis"):
             terminal.wait_until("Redis to write at once", partial(writes_at_once, watched))
         fault = way(watched, kind, name, pid)
@@ -131,7 +137,7 @@ def test_whatever_is_killed_or_stopped_the_weights_are_those_of_a_run_that_nothi
     process.send_signal(signal.SIGINT)
     done = terminal.ended(process)
     assert done.code == 0, done
-    assert terminal.left() == {}
+    terminal.check_nothing_left()
     finished = terminal.marker(RUN, ".finished")
     check_ledger(finished)
     assert "lost" not in finished["ledger"]["total"]["dropped"]

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from shared.ledger import read_books
 from tests.chaos.memory import new_role, pump
 from tests.conftest import RedisServer
+
+pytestmark = pytest.mark.timeout(300)
 
 FRAGMENTS = 16_000
 GROWN = 1.5

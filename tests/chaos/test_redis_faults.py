@@ -166,7 +166,7 @@ def test_a_redis_that_has_forgotten_the_scripts_gets_them_again_in_one_command(p
 
 
 def test_redis_that_loads_its_data_is_waited_for(tmp_path: Path, undisturbed: str) -> None:
-    place = Place(tmp_path, **{"key-load-delay": 4000})
+    place = Place(tmp_path, **{"key-load-delay": 20000})
     try:
         game = place.game()
         game.play_to(2)
@@ -180,7 +180,7 @@ def test_redis_that_loads_its_data_is_waited_for(tmp_path: Path, undisturbed: st
         refusals = []
 
         def look() -> None:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 60
             while time.monotonic() < deadline:
                 try:
                     place.redis.command("HGETALL", "x")

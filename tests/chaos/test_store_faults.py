@@ -209,23 +209,25 @@ def test_training_goes_on_through_a_fault_at_each_stage_of_a_checkpoint_and_ends
         here.proxy.fail(fault, "PUT", "/.ready")
     starting = Background(here.game)
     if fault != faults.CUT_DOWNLOAD:
-        eventually(lambda: re.search(words, here.status().store.get("error", "")))
-        assert starting.runs, "nobody acts before the first checkpoint is ready"
-        assert here.status().bottleneck.startswith("the store: ") or "starting" in here.status().bottleneck
+        eventually(lambda: re.search(words, here.status().store.get("error", "")) or not starting.runs)
+        if fault != faults.LOSE_ANSWER:  # there the second try finds it done
+            assert starting.runs, "nobody acts before the first checkpoint is ready"
+            assert here.status().bottleneck.startswith("the store: ") or "starting" in here.status().bottleneck
     here.proxy.heal()
     game: Game = starting.result()
 
     for turn, (method, key) in enumerate(stages):
         game.durable()
-        durable = here.status().latest
+        durable, told = here.status().latest, len(game.events("store"))
         here.proxy.fail(fault, method, key)
         game.play_to(2 * turn + 1)
-        eventually(lambda: re.search(words, here.status().store.get("error", "")))
+        eventually(lambda told=told: re.search(words, game.events("store")[told:]))  # type: ignore[misc]
         game.play_to(2 * turn + 2)  # goes on although nothing can be stored
         here.nothing_is_half_visible()
-        store = here.status().store
-        assert (store["waiting_for"], store["durable"]) == ("the store", durable)
-        assert store["attempts"] >= 1 and abs(time.time() - store["since"]) < PATIENCE
+        if fault != faults.LOSE_ANSWER:
+            store = here.status().store
+            assert (store["waiting_for"], store["durable"]) == ("the store", durable)
+            assert store["attempts"] >= 1 and abs(time.time() - store["since"]) < PATIENCE
         here.proxy.heal()
         game.durable()
         assert here.status().store == {"durable": f"{game.trainer.version}_Step-{64 * game.trainer.version}.ckpt"}

@@ -9,6 +9,7 @@ import yaml
 
 from coordinator.status import Status, live_status
 from shared.errors import RunNotFound
+from shared.events import read_events
 from shared.flow import Flow
 from shared.heartbeat import Beat
 from tests.cluster.hosts import HOME, Host
@@ -103,6 +104,11 @@ class SeenRun:
             f"{count} workers",
             lambda status: {beat.id for beat in status.roles if beat.role == "worker" and beat.alive} == names,
         )
+
+    def given_up(self) -> list[str]:
+        """What the fleet has told of roles that it does not start again."""
+        with self._cluster.services.redis() as client:
+            return [event.text for event in read_events(client, self.run_id) if "given up" in event.text]
 
     def epochs(self) -> list[tuple[int, int]]:
         """Version and epoch of each kept checkpoint, in the order of versions."""

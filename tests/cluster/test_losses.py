@@ -92,6 +92,7 @@ def test_a_host_is_cut_off_and_comes_back(cluster: RayCluster, run: SeenRun, who
     cluster.stagecoach("scale", RUN, "2")
     run.until_workers(2)
     assert all(line["balances"] for line in run.status().ledger.values())
+    assert run.given_up() == []
 
 
 def test_at_its_end_all_is_accounted_for(cluster: RayCluster, run: SeenRun) -> None:

@@ -198,7 +198,7 @@ def test_an_environment_that_raises_at_once_is_restarted_within_limits_by_ray_to
         assert "no rollout worker is left" in done.err
         for worker in ("worker-0", "worker-1"):
             assert f"{worker} is given up: it failed too often" in done.out
-        assert terminal.left() == {}
+        terminal.check_nothing_left()
     finally:
         terminal.close()
 

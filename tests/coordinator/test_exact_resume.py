@@ -44,18 +44,19 @@ def final_policy(line: CommandLine, run_id: str) -> str:
 def test_killed_and_stopped_and_resumed_it_is_the_run_that_was_never_disturbed(line: CommandLine) -> None:
     assert line.run("train", "config.yaml", "--inline", "--run-id", "whole").code == 0
     expected = final_policy(line, "whole")
-    process = line.start("train", "config.yaml", "--inline", "--run-id", "broken")
+    endless = f"stop_at.updates={1_000_000}"  # or it could be over before somebody looks
+    process = line.start("train", "config.yaml", "--inline", "--run-id", "broken", "--set", endless)
     for version in (9, 23):
-        line.until("broken", f"version {version}", lambda status, at=version: status.version >= at)  # type: ignore[misc]
+        line.until("broken", f"version {version}", lambda status, at=version: status.live and status.version >= at)  # type: ignore[misc]
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         line.wait_until("all of it is gone", lambda: not line.left())
         process = line.start("resume", "broken", "--inline")
-    line.until("broken", "version 40", lambda status: status.version >= 40)
+    line.until("broken", "version 40", lambda status: status.live and status.version >= 40)
     process.send_signal(signal.SIGINT)
     assert line.ended(process).code == 0
     assert line.marker("broken", ".finished")["reason"] == "stopped"
-    assert line.run("resume", "broken", "--inline").code == 0
+    assert line.run("resume", "broken", "--inline", "--set", f"stop_at.updates={UPDATES}").code == 0
     assert final_policy(line, "broken") == expected
     done = line.json("replay", "broken")
     assert done["equal"] and done["sha256"]["default/policy.safetensors"] == expected

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
@@ -17,9 +17,11 @@ from coordinator.ray_head import RayHead
 from coordinator.run import Run
 from coordinator.status import Status
 from shared.config import Config
+from shared.connection import connect_redis
 from shared.errors import UserError
 from shared.heartbeat import Wait
 from shared.launch import LOGS
+from shared.redis_keys import RunKeys
 from tests.conftest import minimal_config
 from tests.environments_for_tests import MODULE
 
@@ -127,11 +129,36 @@ def test_a_silent_worker_is_replaced(config: MakeConfig, running: ExitStack) -> 
     assert outcome.status.ledger["total"]["balances"]
 
 
+def test_a_process_that_was_cut_off_and_beats_in_turns_with_its_successor_is_no_death(
+    config: MakeConfig, running: ExitStack
+) -> None:
+    """As after its machine came back: for some seconds both are there, under one name."""
+    run = start(config(stop_at={"updates": 10**6}, rollout={"restarts_allowed": 2}), running)
+    before = until(run, lambda status: status.version > 2 and pid_of(status, "worker-0") is not None)
+    pid, key, address = pid_of(before, "worker-0"), RunKeys("a").heartbeats, run.folder.live_address()
+    assert pid is not None and address is not None
+    with connect_redis(address, run.config) as client:
+        beat = cast(bytes, client.hget(key, "worker:worker-0")).decode().partition(" ")[2]
+        os.kill(pid, signal.SIGKILL)
+        until(run, lambda status: pid_of(status, "worker-0") not in (None, pid))
+        for _ in range(12):
+            seconds, micros = cast(tuple[int, int], client.time())
+            client.hset(key, "worker:worker-0", f"{seconds}.{micros:06d} {beat}")
+            time.sleep(0.6)  # the fleet looks each 0.2 s
+            until(run, lambda status: pid_of(status, "worker-0") not in (None, pid))
+    assert not [event for event in run.events() if "given up" in event.text]
+    version = run.status().version
+    until(run, lambda status: status.version > version)
+    run.stop()
+
+
 def test_a_trainer_that_dies_again_and_again_ends_the_run_which_says_so(config: MakeConfig, running: ExitStack) -> None:
     run = start(config(stop_at={"updates": 10**6}, rollout={"restarts_allowed": 1}), running)
     former = None
-    for _ in range(2):
-        status = until(run, lambda status, former=former: pid_of(status, "trainer") not in (None, former))  # type: ignore[misc]
+    for _ in range(5):  # two are enough, where the fleet has seen each of them
+        status = until(run, lambda s, former=former: run.ended or pid_of(s, "trainer") not in (None, former))  # type: ignore[misc]
+        if run.ended:
+            break
         former = pid_of(status, "trainer")
         assert former is not None
         os.kill(former, signal.SIGKILL)
@@ -140,7 +167,10 @@ def test_a_trainer_that_dies_again_and_again_ends_the_run_which_says_so(config: 
     assert outcome.status.state == "finished"
 
 
-def test_the_evaluator_begins_once_trainer_and_a_worker_are_there(config: MakeConfig, running: ExitStack) -> None:
+def test_the_evaluator_begins_once_trainer_and_a_worker_are_there(
+    config: MakeConfig, running: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.fleet._OTHERS_FIRST_SECONDS", 120.0)
     run = start(config(stop_at={"updates": 10**6}), running)
     until(run, lambda status: pid_of(status, "evaluator") is not None)
     logs = run.folder.path / LOGS
@@ -170,7 +200,7 @@ def test_a_role_whose_machine_is_taken_away_goes_on_in_a_new_process(config: Mak
 def hanging(tally: Path, times: int) -> dict[str, Any]:
     environment = {"id": f"{MODULE}:Hangs", "kwargs": {"tally": str(tally), "times": times}, "num_envs": 2}
     return {
-        "environment": environment | {"step_deadline_seconds": 1.0},
+        "environment": environment | {"step_deadline_seconds": 3.0},
         "evaluation": {"episodes": 1, "kwargs": {"times": 0}},
     }
 
@@ -179,9 +209,9 @@ def test_a_worker_whose_environment_hangs_is_replaced_and_the_run_reaches_its_go
     config: MakeConfig, tmp_path: Path, running: ExitStack
 ) -> None:
     run = start(config(**hanging(tmp_path / "tally", times=1)), running)
-    until(run, lambda status: any("worker-0 hangs in step of its environments" in event.text for event in run.events()))
     outcome = run.wait(120)
     assert outcome.reason == "exhausted"
+    assert any("worker-0 hangs in step of its environments" in event.text for event in run.events())
     assert outcome.status.ledger["total"]["balances"]
 
 

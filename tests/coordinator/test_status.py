@@ -158,6 +158,17 @@ def test_a_run_without_an_end_was_interrupted_and_says_how_to_go_on(store: Check
     assert (status.version, status.env_steps) == (4, 256)
 
 
+def test_a_status_file_that_is_damaged_is_as_one_that_is_lost(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next checkpoint makes it anew; until then `.finished` tells the rest."""
+    monkeypatch.setattr("shared.checkpoint._READ_PAUSES_SECONDS", ())
+    store.store.put(STATUS, b"{")
+    assert ended_status(store).state == "interrupted"
+    store.write_marker(FINISHED, {"reason": "solved", "version": 7, "counters": None})
+    assert (ended_status(store).reason, ended_status(store).version) == ("solved", 7)
+
+
 def test_a_run_that_failed_before_anything_was_learnt_has_a_status(store: CheckpointStore) -> None:
     store.write_marker(FINISHED, {"reason": "failed: no luck", "version": -1, "counters": None, "ledger": {}})
     status = ended_status(store)

@@ -286,10 +286,11 @@ def test_a_slurm_job_trains_with_a_redis_and_a_folder_of_its_own(head: Head) -> 
     (head.folder / "bin").mkdir()
     (head.folder / "bin" / "srun").write_text(SRUN)
     (head.folder / "bin" / "srun").chmod(0o755)
+    port = next(port for port in iter(free_port, 0) if 20_000 <= port < 30_000)  # 20000 and the job's last four digits
     environ = {**os.environ} | {
         "CONFIG": str(path), "RUN": RUN, "STAGECOACH_ENV": str(head.folder / "stagecoach.env"),
         "STAGECOACH_DEPLOY": str(DEPLOY), "STAGECOACH_PYTHON": sys.executable, "PYTHONPATH": str(ROOT),
-        "SLURM_JOB_ID": str(free_port()), "SLURM_NTASKS": "4", "SLURM_SUBMIT_DIR": str(head.folder),
+        "SLURM_JOB_ID": str(port), "SLURM_NTASKS": "4", "SLURM_SUBMIT_DIR": str(head.folder),
         "PATH": f"{head.folder}/bin:{os.environ['PATH']}",
     }  # fmt: skip
     try:

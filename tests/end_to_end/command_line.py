@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import redis
 import yaml
 
 from coordinator.run import Run
@@ -109,7 +110,7 @@ class CommandLine:
                 if done(status):
                     return status
                 seen = str(status)
-            except (StagecoachError, FileNotFoundError) as error:  # it is just starting, or ending
+            except (StagecoachError, FileNotFoundError, redis.RedisError) as error:  # it is just starting, or ending
                 seen = str(error)
             time.sleep(0.2)
         raise AssertionError(f"never saw: {what}; last: {seen}; {self._tails()}")
@@ -120,6 +121,10 @@ class CommandLine:
         while not done():
             assert time.monotonic() < deadline, f"never saw: {what}; {self._tails()}"
             time.sleep(0.1)
+
+    def check_nothing_left(self) -> None:
+        """All that belonged to this folder ends; what was killed may be there for another moment."""
+        self.wait_until("the end of all processes", lambda: not self.left())
 
     def marker(self, run_id: str, name: str) -> Any:
         """The JSON content of a sync file of an embedded run, read as a plain file; the server may be writing it."""

@@ -17,7 +17,18 @@ from tests.end_to_end.command_line import CommandLine, check_ledger
 from tests.end_to_end.ray_cluster import RayCluster
 
 pytestmark = pytest.mark.timeout(240)
-ENVIRONMENT = "import gymnasium\n\ndef make():\n    return gymnasium.make('CartPole-v1')\n"
+ENVIRONMENT = """
+import time
+import gymnasium
+
+class Slow(gymnasium.Wrapper):  # or a short run is over before somebody looks
+    def step(self, action):
+        time.sleep(0.001)
+        return self.env.step(action)
+
+def make():
+    return Slow(gymnasium.make("CartPole-v1"))
+"""
 
 
 @pytest.fixture(scope="module")

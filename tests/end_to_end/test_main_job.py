@@ -166,7 +166,7 @@ def test_every_role_and_service_has_its_log(folder: Path) -> None:
 
 
 def test_nothing_runs_any_more_and_no_temporary_folder_is_left(terminal: CommandLine, folder: Path) -> None:
-    assert terminal.left() == {}
+    terminal.check_nothing_left()
     assert list(terminal.temporary.glob("sc-*")) == []
     assert not (folder / "services.json").exists()
 

@@ -40,4 +40,4 @@ def test_a_run_with_two_ranks_survives_the_death_of_one(terminal: CommandLine) -
     check_ledger(finished)
     shown = terminal.run("checkpoints", "show", RUN)
     assert "ranks 2" in shown.out, shown
-    assert terminal.left() == {}
+    terminal.check_nothing_left()

@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 def hanging(tally: Path, place: str, **fields: Any) -> Config:
     kwargs = {"tally": str(tally), "times": 1, "place": place}
-    environment = {"id": f"{MODULE}:Hangs", "num_envs": 2, "kwargs": kwargs, "step_deadline_seconds": 1.0}
+    environment = {"id": f"{MODULE}:Hangs", "num_envs": 2, "kwargs": kwargs, "step_deadline_seconds": 3.0}
     return minimal_config(environment=environment | fields)
 
 
@@ -72,7 +72,7 @@ def left_behind(folder: Path) -> list[str]:
 def test_environments_that_hang_end_the_process_which_says_where(
     make_role: MakeRole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, vectorization: str, where: str
 ) -> None:
-    seconds = 12.0 if vectorization == "async" else 1.0  # the start of its processes counts as well
+    seconds = 12.0 if vectorization == "async" else 3.0  # the start of its processes counts as well
     config = hanging(tmp_path / "tally", place, vectorization=vectorization, step_deadline_seconds=seconds)
     monkeypatch.setenv("THIS_TEST", str(tmp_path))
     if place == "start":

@@ -27,7 +27,8 @@ words = st.text(st.characters(codec="ascii", categories=["L", "N", "P"]), min_si
 def shards(redis_server: RedisServer) -> Iterator[dict[str, redis.Redis]]:
     """Other databases of the tests' Redis."""
     found = {
-        f"shard/{db}": redis.Redis.from_url(redis_server.url, password=redis_server.password, db=db) for db in DATABASES
+        f"shard/{db}": redis.Redis.from_url(redis_server.url, password=redis_server.password, db=db, socket_timeout=60)
+        for db in DATABASES
     }
     yield found
     for client in found.values():

@@ -31,6 +31,7 @@ from tests.role_processes import ended, events, start_process
 MakeRole = Callable[..., Role]
 Start = Callable[..., subprocess.Popen[str]]
 FOR_EVER = {"updates": 10**6}
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def test_a_worker_finishes_its_fragment_before_it_leaves(make_role: MakeRole, st
     role = make_role(slow(0.5, stop_at=FOR_EVER))
     start(role, "trainer_node")
     worker = start(role, "rollout_worker", "--index", "0")
-    until(lambda: acts(role))
+    until(lambda: acts(role) or read_books(role.redis, role.run_id)["total"].produced.fragments > 0)
     worker.send_signal(signal.SIGTERM)
     done = ended(worker)
     assert (done.returncode, done.stdout.strip()) == (0, "left"), done

@@ -471,7 +471,8 @@ def test_the_protocol_keeps_its_bounds_and_its_books_in_every_order(
 def test_so_it_does_with_the_bodies_on_shards(client: redis.Redis, redis_server: RedisServer, tmp_path: Path) -> None:
     """Other databases of the same server: to everybody they are other servers."""
     others = {
-        f"shard/{db}": redis.Redis.from_url(redis_server.url, password=redis_server.password, db=db) for db in (1, 2)
+        f"shard/{db}": redis.Redis.from_url(redis_server.url, password=redis_server.password, db=db, socket_timeout=60)
+        for db in (1, 2)
     }
 
     class Sharded(Protocol):

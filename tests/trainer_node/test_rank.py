@@ -35,7 +35,7 @@ from trainer_node.group import Invitation
 from trainer_node.rendezvous import Rendezvous
 from trainer_node.replay import replay
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 _DEADLINE_SECONDS = 150.0
 
 
