@@ -152,7 +152,7 @@ def test_ray_starts_in_a_folder_whose_modules_have_names_that_it_uses(
 def test_ctrl_c_in_the_midst_of_starting_a_process_comes_when_it_is_there_and_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else nobody knows of the process, and a Redis that has only half of its settings takes those it has by default."""
+    """Else nobody knows of the process, and a Redis that has half of its settings takes defaults for the others."""
     started: list[subprocess.Popen[bytes]] = []
 
     class Interrupted(subprocess.Popen[bytes]):
@@ -162,7 +162,7 @@ def test_ctrl_c_in_the_midst_of_starting_a_process_comes_when_it_is_there_and_en
             started.append(self)
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(services.subprocess, "Popen", Interrupted)
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         start_redis(tmp_path / "data", tmp_path / "redis.log", "secret")
