@@ -153,7 +153,9 @@ def test_events_tell_what_happened(config: MakeConfig) -> None:
     assert [event.id for event in run.events(events[2].id)][: len(events) - 3] == [event.id for event in events[3:]]
     run.stop()
     finish(run)
-    assert run.events() == []
+    assert run.events()[: len(events)] == events, "what was started here can be asked afterwards"
+    assert run.events(events[-1].id) == run.events()[len(events) :]
+    assert Run.attach("a", run.folder.path.parent).events() == []
 
 
 def test_a_run_that_exists_is_not_started_again(config: MakeConfig) -> None:
