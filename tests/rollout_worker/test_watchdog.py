@@ -143,7 +143,7 @@ def test_resident_bytes_count_the_children() -> None:
 
 def test_who_gets_on_or_waits_is_left_alone(make_role: MakeRole, monkeypatch: pytest.MonkeyPatch) -> None:
     """The looks are called by hand, so that no time passes."""
-    role = make_role(hanging(Path("/nowhere"), "none"))
+    role = make_role(hanging(Path("/nowhere"), "none", step_deadline_seconds=1.0))
     heartbeat = Heartbeat(role.redis, role.run_id, "worker", "worker-0")
     orders: list[str] = []
     watchdog = Watchdog("worker-0", role.config, heartbeat, orders.append)
