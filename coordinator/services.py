@@ -35,6 +35,7 @@ LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _START_SECONDS = 60.0
 _TRIES = 5
 _FIRST_PORT, _PORTS = 12_000, 20_000
+_GIVEN: set[int] = set()
 _RAY_FOLDER, _OWNER = "sc-", "owner"
 
 
@@ -347,11 +348,17 @@ def free_port() -> int:
     """A port on loopback that was free a moment ago.
 
     It is below those that the kernel gives to clients: one that tries to reach a dead server could otherwise be given
-    that very port, be connected to itself, and keep the server from coming back.
+    that very port, be connected to itself, and keep the server from coming back. No two calls of a process get the same
+    one: the first may not have bound it yet.
     """
     while True:
         port = _FIRST_PORT + secrets.randbelow(_PORTS)
+        if len(_GIVEN) > _PORTS // 2:
+            _GIVEN.clear()
+        if port in _GIVEN:
+            continue
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            _GIVEN.add(port)
             return port
 
 
