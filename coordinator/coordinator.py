@@ -19,14 +19,14 @@ import redis
 
 from coordinator.inline import InlineRoles, refuse_ranks
 from coordinator.keeper import Keeper
-from coordinator.preparation import impatient, record_failure
+from coordinator.preparation import connect_once, record_failure
 from coordinator.ray_head import RayHead
 from coordinator.run_folder import RunFolder
 from coordinator.services import BUCKET, Service, start_redis, start_s3
 from coordinator.status import Status, ended_status, live_status
 from shared.checkpoint import CheckpointStore
 from shared.config import Config
-from shared.connection import Address, connect_redis
+from shared.connection import Address
 from shared.errors import EnvironmentFailure, StagecoachError
 from shared.events import Event, read_events, recent_events
 from shared.heartbeat import Wait, poll
@@ -147,7 +147,7 @@ class Coordinator:
                 record_failure(role, reason)
                 with suppress(StagecoachError, redis.RedisError):  # the store may be what failed, and cannot tell then
                     status = dataclasses.replace(live_status(role.redis, run_id), live=False)
-            with suppress(StagecoachError, redis.RedisError), _viewer(role) as client:
+            with suppress(StagecoachError, redis.RedisError), connect_once(role, "viewer") as client:
                 self.events = read_events(client, run_id, self.first_event)
             running.close()
             address = self._folder.offline_address(self._config)
@@ -169,11 +169,6 @@ class Coordinator:
         poll(Wait(f"run {self._folder.run_id} to end", timeout_seconds), lambda: not thread.is_alive(), 0.05)
         assert self.outcome is not None
         return self.outcome
-
-
-def _viewer(role: Role) -> redis.Redis:
-    """A client with one try, since Redis may be what failed."""
-    return connect_redis(role.address, impatient(role.config), "viewer")
 
 
 def _start_services(folder: RunFolder, config: Config, logs: Path, running: ExitStack) -> tuple[Address, Keeper]:

@@ -223,11 +223,19 @@ class JobCoordinator:
 
     def until_live(self) -> None:
         """Waits until the run trains; raises `UserError` or `StagecoachError` with what a job said that has ended."""
-        marker = f"run {self._folder.run_id}; its folder is"
+        marker, missed = f"run {self._folder.run_id}; its folder is", 0
 
         def live() -> bool:
-            state, code = self._jobs.state(self._job)
-            if marker in self._jobs.said(self._job):
+            nonlocal missed
+            try:
+                (state, code), said = self._jobs.state(self._job), self._jobs.said(self._job)
+                missed = 0
+            except StagecoachError:  # a job server that is away for a while, as in `_follow`
+                missed += 1
+                if missed == _GONE_LOOKS:
+                    raise
+                return False
+            if marker in said:
                 return True
             if state in _ENDED:
                 kind = UserError if code == 2 else StagecoachError

@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 
 import redis
 
+from coordinator.preparation import connect_once
 from coordinator.services import Service, ServiceError
 from shared.config import Config
+from shared.errors import RedisUnavailable
 from shared.events import emit
 from shared.rate import Rate
 from shared.role import Role
@@ -70,6 +72,7 @@ class Keeper:
             return
         try:
             text = f"{service.name} ended (code {code}) and was started again over its data"
-            emit(role.redis, role.run_id, "service", text)
-        except redis.RedisError as error:
+            with connect_once(role, "coordinator") as client:  # if Redis is gone again, nobody else brings it back
+                emit(client, role.run_id, "service", text)
+        except (RedisUnavailable, redis.RedisError) as error:
             _LOGGER.warning("the event could not be told: %s", error)

@@ -256,7 +256,7 @@ class Publisher:
         self._store.ask()
         pointer = self._pointer()
         if pointer is not None and pointer.epoch > self._epoch:
-            raise Fenced(f"epoch {self._epoch}: the pointer was written by epoch {pointer.epoch}")
+            raise Fenced(f"epoch {self._epoch}: a newer trainer has taken over (pointer: {pointer.epoch})")
         evaluations = read_evaluations(self._role.redis, self._role.run_id)
         stock = take_stock(self._checkpoints, evaluations, latest)
         newest = latest or (pointer.latest if pointer else None) or final
