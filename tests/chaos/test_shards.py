@@ -576,8 +576,7 @@ def test_a_full_shard_makes_a_worker_wait_until_a_checkpoint_has_freed_it(place:
                 game.worker.step(0)
                 full = full or game.worker._held is not None
             game.trainer.finish("exhausted")
-        assert full or not room
-        assert room or not full or mode == "threads", "there a shard that answers late is waited for as well"
+        assert full == bool(room)
         assert game.finished()["counters"]["train"]["updates"] == 12
         assert not balanced(game)["total"]["dropped"]
         hashes.append(game.policy_hash())

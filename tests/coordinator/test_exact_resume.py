@@ -44,7 +44,7 @@ def final_policy(line: CommandLine, run_id: str) -> str:
 def test_killed_and_stopped_and_resumed_it_is_the_run_that_was_never_disturbed(line: CommandLine) -> None:
     assert line.run("train", "config.yaml", "--inline", "--run-id", "whole").code == 0
     expected = final_policy(line, "whole")
-    endless = f"stop_at.updates={1_000_000}"  # or it could be over before somebody looks
+    endless = "stop_at.updates=1000000"  # or it could be over before somebody looks
     process = line.start("train", "config.yaml", "--inline", "--run-id", "broken", "--set", endless)
     for version in (9, 23):
         line.until("broken", f"version {version}", lambda status, at=version: status.live and status.version >= at)  # type: ignore[misc]
