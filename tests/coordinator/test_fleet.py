@@ -141,11 +141,13 @@ def test_a_process_that_was_cut_off_and_beats_in_turns_with_its_successor_is_no_
         beat = cast(bytes, client.hget(key, "worker:worker-0")).decode().partition(" ")[2]
         os.kill(pid, signal.SIGKILL)
         until(run, lambda status: pid_of(status, "worker-0") not in (None, pid))
-        for _ in range(12):
-            seconds, micros = cast(tuple[int, int], client.time())
-            client.hset(key, "worker:worker-0", f"{seconds}.{micros:06d} {beat}")
-            time.sleep(0.6)  # the fleet looks each 0.2 s
+        for _ in range(6):
+            for _ in range(20):  # a second long, in which the fleet looks five times
+                seconds, micros = cast(tuple[int, int], client.time())
+                client.hset(key, "worker:worker-0", f"{seconds}.{micros:06d} {beat}")
+                time.sleep(0.05)
             until(run, lambda status: pid_of(status, "worker-0") not in (None, pid))
+            time.sleep(0.5)
     assert not [event for event in run.events() if "given up" in event.text]
     version = run.status().version
     until(run, lambda status: status.version > version)
