@@ -72,6 +72,8 @@ class Worker:
         self._superseded = False
         self.incarnation = -1
         self._seq = 0
+        self._refusals = 0
+        """How often this incarnation has heard that its push came too late."""
         self._watchdog = Watchdog(self.id, self._config, self._heartbeat, self._last_orders)
         self._leaving: str | None = None
         self._recording: Recording | None = None
@@ -243,7 +245,7 @@ class Worker:
         place = self.id, self.incarnation, self._seq, claim.epoch
         # in the one-process mode the trainer has its turn before, so that the claim is for what it publishes then
         claiming = self._role.flow.claiming(self.id, self.incarnation, self._seq + 1) if wait_seconds > 0 else None
-        push = partial(self._log.push, *place, header.transitions, blob, left, length, claiming)
+        push = partial(self._log.push, *place, header.transitions, blob, left, length, claiming, self._refusals)
         try:
             with self._stages.during("push"):
                 word = push()
@@ -262,8 +264,10 @@ class Worker:
         if word != "stale":
             self._seq += 1
             self._ahead = claiming.answer if claiming is not None else None
-        elif claiming is not None:  # its number stays the next one's
-            self._role.flow.release(f"{self.id}:{self.incarnation}")
+        else:  # its number stays the next one's
+            self._refusals += 1
+            if claiming is not None:
+                self._role.flow.release(f"{self.id}:{self.incarnation}")
         progress = self._heartbeat.progress
         self._heartbeat.progress = progress | {
             "fragments": progress["fragments"] + 1,
@@ -298,7 +302,7 @@ class Worker:
     def _register_again(self) -> str:
         """Redis was set back in time: what it knows of this worker may be wrong."""
         self.incarnation, self._epoch = self._role.flow.register(self.id, self.incarnation + 1)
-        self._seq, self._ahead = 0, None
+        self._seq, self._refusals, self._ahead = 0, 0, None
         return "waited"
 
     def _bootstrap(self) -> None:

@@ -192,7 +192,7 @@ class Needed:
             {
                 name.decode(): int(value)
                 for name, value in cast(dict[bytes, bytes], index.hgetall(key)).items()
-                if value.isdigit()  # the hash of what is refused is none
+                if value.isdigit()  # `tries` may be below zero
             }
             for key in (keys.incarnations, keys.pushed)
         )

@@ -86,6 +86,7 @@ class ExperienceLog:
         trail: bytes = b"",
         trail_length: int = 0,
         then: Call[Any] | None = None,
+        refusals: int = 0,
     ) -> str:
         """Appends one fragment and honours its claim, in one step; safe to repeat. Its body is on a shard before.
 
@@ -94,7 +95,9 @@ class ExperienceLog:
 
         Answers `pushed`, `duplicate` (it was there already), `stale` (its lease ran out and the place is taken; it is
         counted as dropped), `superseded` (a newer incarnation acts in its place), `epoch` (Redis was set back in time:
-        register again) or `finished`. `then` is run right after it in the same round trip, whatever that answers.
+        register again) or `finished`. `refusals` is how often this incarnation has heard `stale`: it tells another
+        fragment under the same number from one that is sent again. `then` is run right after it in the same round trip,
+        whatever that answers.
         """
         keys = [
             self._keys.flow, self._keys.claims, self._keys.log, self._keys.pushed, self._keys.produced,
@@ -105,7 +108,8 @@ class ExperienceLog:
             place = self._put(worker, incarnation, seq, fragment)
             field, value = "body", place.encode()
         arguments: list[Any] = [
-            worker, incarnation, seq, epoch, transitions, value, trail, trail_length, field, len(fragment)
+            worker, incarnation, seq, epoch, transitions, value, trail, trail_length, field, len(fragment),
+            refusals,
         ]  # fmt: skip
         pushing = Call(self._push, keys, arguments, bytes.decode)
         word = pushing.run() if then is None else run_both(self._redis, pushing, then)[0]

@@ -69,8 +69,9 @@ class RunKeys:
 
     @property
     def pushed(self) -> str:
-        """Hash; worker:incarnation → last sequence number pushed, so that repeats and gaps show; worker:tries → how
-        many incarnations have died since the last push, while they acted. Writers: push, worker."""
+        """Hash; worker:incarnation → last sequence number pushed, so that repeats and gaps show;
+        worker:incarnation:refused → how many of its pushes were stale; worker:tries → how many incarnations have died
+        since the last push, while they acted. Writers: push, worker."""
         return self.prefix + "pushed"
 
     @property

@@ -85,6 +85,7 @@ local kept = tonumber(ARGV[3])
 for old = math.max(0, incarnation - 2 * kept), incarnation - kept do
   redis.call('HDEL', KEYS[5], ARGV[1] .. ':' .. old, ARGV[1] .. ':' .. old .. ':refused')
 end
+redis.call('HDEL', KEYS[5], ARGV[1] .. ':' .. incarnation .. ':refused')  -- of another process, before a set-back
 local prefix = ARGV[1] .. ':'
 for _, id in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
   if string.sub(id, 1, #prefix) == prefix then
@@ -178,9 +179,11 @@ PUSH = (
     + """
 -- KEYS flow, claims, log, pushed, produced, incarnations, trail. ARGV: worker, incarnation, seq, epoch, transitions,
 -- blob, entry of the trail, entries of it to keep, the blob's field in the log ('fragment', or 'body' where the blob is
--- the place of one on a shard), bytes of the fragment. Answers 'pushed', 'duplicate' (a resend), 'stale' (its claim was
--- given away and there is no room), 'superseded' (a newer incarnation acts the same in its place), 'epoch' (this Redis
--- is older than the claim: it was restored from the past), or 'finished'.
+-- the place of one on a shard), bytes of the fragment, how many pushes of this incarnation were 'stale' as far as the
+-- worker has heard. Answers 'pushed', 'duplicate' (a resend), 'stale' (its claim was given away and there is no room),
+-- 'superseded' (a newer incarnation acts the same in its place), 'epoch' (this Redis is older than the claim: it was
+-- restored from the past), or 'finished'. What was refused stays refused: the same number is that of another fragment
+-- once the worker has heard of it, and that of the same fragment before.
 local flow = redis.call('HMGET', KEYS[1], 'state', 'epoch', 'claimed', 'consumed', 'fragments_per_update',
   'max_policy_lag')
 if not flow[1] then return redis.error_reply('NORUN no such run') end
@@ -195,6 +198,8 @@ end
 if flow[1] == 'finished' then return 'finished' end
 local lives = tonumber(redis.call('HGET', KEYS[6], ARGV[1]) or '0')
 if tonumber(ARGV[2]) < lives - 1 then return 'superseded' end
+local heard = tonumber(ARGV[11])
+if tonumber(redis.call('HGET', KEYS[4], from .. ':refused') or '0') > heard then return 'stale' end  -- sent again
 local function leave_trail()  -- also of a fragment that is refused: its environments have moved on
   redis.call('HDEL', KEYS[4], ARGV[1] .. ':tries')
   if ARGV[8] == '0' then
@@ -210,13 +215,10 @@ local function produced(fate, fragments)
 end
 if redis.call('ZREM', KEYS[2], from .. ':' .. ARGV[3]) == 0 then
   if tonumber(flow[3]) - tonumber(flow[4]) >= (tonumber(flow[6]) + 1) * tonumber(flow[5]) then
-    local digest = redis.sha1hex(ARGV[6])
-    if redis.call('HGET', KEYS[4], from .. ':refused') ~= digest then  -- else it is sent again
-      redis.call('HSET', KEYS[4], from .. ':refused', digest)
-      produced('', 1)
-      produced(':stale', 1)
-      leave_trail()
-    end
+    redis.call('HSET', KEYS[4], from .. ':refused', heard + 1)
+    produced('', 1)
+    produced(':stale', 1)
+    leave_trail()
     return 'stale'
   end
   redis.call('HINCRBY', KEYS[1], 'claimed', 1)

@@ -141,7 +141,7 @@ def test_a_push_that_is_refused_takes_its_body_back(make_role: MakeRole, redis_s
     assert worker.push() == word
     assert fields(role) == set()
     if word == "stale":
-        assert worker.push(b"another") == "stale"
+        assert worker.send(b"another") == "stale"
         assert worker.push(b"another") == "stale"
         assert role.redis.hget(RunKeys(role.run_id).produced, "worker-0:fragments:stale") == b"2"
 

@@ -138,11 +138,47 @@ def test_a_stale_fragment_that_is_sent_again_is_counted_once_and_another_one_too
     assert slow.claim().granted
     lease_runs_out(slow)
     other.work()
-    assert [slow.push(b"one"), slow.push(b"one")] == ["stale", "stale"]
+    assert [slow.send(b"one"), slow.push(b"one")] == ["stale", "stale"]
     assert books(role)["worker-0"].dropped == {"stale": Count(1, SIZE)}
     assert slow.push(b"another") == "stale"
     assert books(role)["worker-0"].dropped == {"stale": Count(2, 2 * SIZE)}
     assert books(role)["worker-0"].produced == Count(2, 2 * SIZE)
+
+
+@pytest.mark.parametrize("claimed_again", [False, True])
+def test_a_fragment_that_was_refused_is_not_learnt_when_it_is_sent_again(role: Role, claimed_again: bool) -> None:
+    """The answer was lost, and there is room by then; or a copy of the command comes while the next claim is held."""
+    trainer, slow, other = begin(role), SmallWorker(role), SmallWorker(role, "worker-1")
+    assert slow.claim().granted
+    lease_runs_out(slow)
+    other.work()
+    assert slow.send(b"late") == "stale"
+    assert trainer.take() is not None
+    trainer.publish()
+    if claimed_again:
+        assert slow.claim().granted
+    assert slow.send(b"late") == "stale"
+    assert len(slow.log) == 1 and role.flow.read().in_flight == claimed_again
+    line = books(role)["worker-0"]
+    assert line.produced == Count(1, SIZE) and line.dropped == {"stale": Count(1, SIZE)}
+    slow.refusals += 1
+    slow.work(version=1)
+    assert books(role)["worker-0"].produced == Count(2, 2 * SIZE)
+
+
+def test_a_worker_whose_number_redis_has_given_before_is_not_taken_for_the_one_that_was_refused(role: Role) -> None:
+    """Redis was set back to before a worker registered, and refused it then; its successor gets the same number."""
+    trainer, slow, other = begin(role), SmallWorker(role), SmallWorker(role, "worker-1")
+    assert slow.claim().granted
+    lease_runs_out(slow)
+    other.work()
+    role.redis.hdel(RunKeys(role.run_id).incarnations, "worker-0")
+    assert slow.push() == "stale"
+    assert trainer.take() is not None
+    trainer.publish()
+    successor = SmallWorker(role)
+    assert successor.incarnation == slow.incarnation
+    successor.work(version=1)
 
 
 def test_a_worker_goes_on_after_a_stale_fragment(role: Role) -> None:

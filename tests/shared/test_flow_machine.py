@@ -52,6 +52,8 @@ class Acted:
     worker: SmallWorker
     seq: int
     version: int
+    refused: bool = False
+    """Whether Redis has refused it as stale; it stays so."""
 
     @property
     def claim(self) -> str:
@@ -99,7 +101,6 @@ class Model:
     taken: list[Entry] = field(default_factory=list)
     trimmed: int = 0
     refused: int = 0
-    last_refused: dict[tuple[str, int], bytes] = field(default_factory=dict)
     draining: set[str] = field(default_factory=set)
     pushed: dict[tuple[str, int], int] = field(default_factory=dict)
 
@@ -221,7 +222,8 @@ class Protocol(RuleBasedStateMachine):
         assert (answer.word, answer.version) == (expected, model.version)
         if answer.granted:
             model.claims[claim] = False
-            acted = Acted(worker, worker.seq, answer.version)
+            refused = any(item.refused for item in self.acting if item.claim == claim)  # it has not heard of that
+            acted = Acted(worker, worker.seq, answer.version, refused)
             self.acting = [item for item in self.acting if item.claim != claim] + [acted]
         return answer.word
 
@@ -230,14 +232,14 @@ class Protocol(RuleBasedStateMachine):
     def push(self, data: st.DataObject, kind: str, again: bool) -> None:
         """A worker pushes what it acted: in time, late, or from a grave; the first answer may get lost on its way."""
         acted = data.draw(st.sampled_from(self.acting))
-        self.expect_push(acted, kind)
+        self.expect_push(acted, kind, heard=not again)
         if again and self.model.pushed.get((acted.worker.name, acted.worker.incarnation), -1) >= acted.seq:
             acted.worker.seq = acted.seq
             assert acted.worker.push(b"a resend") == "duplicate"
             acted.worker.seq = acted.seq + 1
 
-    def expect_push(self, acted: Acted, kind: str) -> None:
-        """Pushes and compares with the model."""
+    def expect_push(self, acted: Acted, kind: str, heard: bool = True) -> None:
+        """Pushes and compares with the model; what was refused stays with the worker until it has `heard` of it."""
         model, worker = self.model, acted.worker
         version = model.version if kind == "newest" else acted.version
         blob = b"not a fragment" if kind == "bad" else fragment.encode(worker.act(version, seq=acted.seq))
@@ -246,13 +248,17 @@ class Protocol(RuleBasedStateMachine):
             self.acting.remove(acted)
             return
         held = acted.claim in model.claims
-        room = held or model.in_flight < model.window
-        assert worker.push(blob) == ("pushed" if room else "stale")
+        room = not acted.refused and (held or model.in_flight < model.window)
+        word = worker.send(blob)
+        assert word == ("pushed" if room else "stale")
         if not room:
-            source = (worker.name, worker.incarnation)
-            model.refused += model.last_refused.get(source) != blob  # else the same is sent again
-            model.last_refused[source] = blob
+            model.refused += not acted.refused  # else the same is sent again
+            acted.refused = True
+            if heard:
+                worker.refusals += 1
+                self.acting.remove(acted)
             return
+        worker.seq += 1
         model.claims.pop(acted.claim, None)
         source = (worker.name, worker.incarnation)
         model.pushed[source] = acted.seq

@@ -43,7 +43,7 @@ class SmallWorker:
     """Registers, claims, acts zeros and pushes: a rollout worker without an environment."""
 
     def __init__(self, role: Role, name: str = "worker-0") -> None:
-        self.role, self.name, self.seq = role, name, 0
+        self.role, self.name, self.seq, self.refusals = role, name, 0, 0
         self.log = role.log()
         self.incarnation, self.epoch = role.flow.register(name)
 
@@ -75,10 +75,15 @@ class SmallWorker:
     def push(self, blob: bytes | None = None, version: int = 0) -> str:
         """Pushes `blob` (by default a valid fragment) as the next of this worker."""
         blob = fragment.encode(self.act(version)) if blob is None else blob
-        word = self.log.push(self.name, self.incarnation, self.seq, self.epoch, SIZE, blob)
-        if word == "pushed":
-            self.seq += 1
+        word = self.send(blob)
+        self.seq += word == "pushed"
+        self.refusals += word == "stale"
         return word
+
+    def send(self, blob: bytes) -> str:
+        """Pushes, and does not hear the answer."""
+        place = self.name, self.incarnation, self.seq, self.epoch
+        return self.log.push(*place, SIZE, blob, refusals=self.refusals)
 
     def work(self, version: int = 0, blob: bytes | None = None) -> None:
         """One turn that must succeed."""
