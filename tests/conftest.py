@@ -25,6 +25,7 @@ from shared.config_sources import parse_config
 from shared.connection import Address
 from shared.object_store import ObjectStore, open_store, s3_client
 from shared.role import Role, open_role
+from tests.support import groups, speed
 
 logging.getLogger("stagecoach").propagate = True
 for _name in ("COLUMNS", "LINES"):  # readline gives a terminal's to all children; tests say how wide theirs is
@@ -34,24 +35,53 @@ for _name in ("COLUMNS", "LINES"):  # readline gives a terminal's to all childre
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `-n`, whatever `--dist` says."""
-    from tests.processes import WholeFiles
+    from tests.support.processes import WholeFiles
 
     config.option.loadscopereorder = False
     return WholeFiles(config, log)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Which part of the tests, and until when."""
+    groups.add_options(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """A process of pytest-xdist has no terminal, so that pytest-timeout could not say where a test hangs."""
-    if hasattr(config, "workerinput"):
+    """Groups, and the machine's speed; the processes of pytest-xdist inherit that from the first."""
+    groups.configure(config)
+    speed.measure()
+    if hasattr(config, "workerinput"):  # it has no terminal, so that pytest-timeout could not say where a test hangs
         config.get_terminal_writer = lambda: create_terminal_writer(config, sys.__stderr__)  # type: ignore[method-assign]
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """There also: the same order in each; a file's tests keep theirs."""
-    if hasattr(config, "workerinput"):
-        from tests.processes import FOLDERS
+def pytest_report_header() -> list[str]:
+    """What the results depend on."""
+    return [f"limits are stretched by {speed.measure()}", *groups.header()]
 
-        items.sort(key=lambda item: (*FOLDERS, item.path.parent.name).index(item.path.parent.name))
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Selects, stretches, and orders: with `-n` alike in each process; a file's tests keep their order."""
+    groups.select(config, items)
+    for item in items:
+        limit = item.get_closest_marker("timeout")
+        seconds = float(limit.args[0] if limit else config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(speed.stretched(seconds)), append=False)
+    if hasattr(config, "workerinput"):
+        from tests.support.processes import turn
+
+        items.sort(key=turn)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test whose turn comes too late is skipped."""
+    groups.skip_if_too_late(item)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Names the tests without a turn."""
+    groups.name_those_without_a_turn(terminalreporter)
 
 
 @pytest.fixture(autouse=True, scope="session")

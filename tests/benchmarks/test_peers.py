@@ -17,6 +17,7 @@ from benchmarks.contest.virtual_environments import REQUIREMENTS, NotInstalled, 
 from benchmarks.contest.watching import Program, ProgramFailed, env_steps_per_second, seconds_to
 from benchmarks.kit.options import Options
 from benchmarks.suite.peers import Times, contest
+from tests.support.speed import stretched
 
 _FAKE = "tests.benchmarks.fake_contestant"
 _TIMES = Times(warm=0.2, window=0.3, tried_warm=0.1, tried_window=0.1, at_most=60.0)
@@ -56,7 +57,7 @@ def test_a_program_that_fails_says_what_it_said_last() -> None:
 
 def test_nothing_that_a_program_started_outlives_it(tmp_path: Path) -> None:
     env_steps_per_second(fake(child=str(tmp_path / "child")), 0.1, 0.1)
-    child, deadline = Path("/proc") / (tmp_path / "child").read_text() / "stat", time.monotonic() + 30
+    child, deadline = Path("/proc") / (tmp_path / "child").read_text() / "stat", time.monotonic() + stretched(30)
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         while ") Z " not in child.read_text():  # nobody may wait for it in a container
             assert time.monotonic() < deadline

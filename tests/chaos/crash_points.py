@@ -38,6 +38,7 @@ from shared.object_store import ObjectStore
 from shared.redis_keys import RunKeys
 from shared.role import Role, open_role
 from tests.conftest import RedisServer, create_flow
+from tests.support.speed import stretched
 from trainer_node.trainer import Trainer
 
 _SCRIPTS = {
@@ -51,7 +52,7 @@ _READS = {
     "EXISTS", "LRANGE", "XREAD", "XRANGE", "XREVRANGE", "XLEN", "SMEMBERS", "SISMEMBER", "ZRANGE", "ZCARD",
 }  # fmt: skip
 """Whatever is not named here counts as a write."""
-_PATIENCE_SECONDS = 30.0
+_PATIENCE_SECONDS = stretched(30.0)
 SPOILT_AT = 2
 """The policy version at which one fragment is lost and the one after it is no fragment at all."""
 

@@ -17,6 +17,7 @@ from redis.retry import Retry
 
 from coordinator.services import free_port, new_secret, redis_binary
 from tests.conftest import RedisServer
+from tests.support.speed import stretched
 
 _START_SECONDS = 20.0
 
@@ -53,7 +54,7 @@ class OwnRedis:
 
     def wait_ready(self) -> None:
         """Until it serves."""
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + stretched(_START_SECONDS)
         while time.monotonic() < deadline:
             try:
                 with self.client() as client:

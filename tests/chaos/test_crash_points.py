@@ -15,13 +15,14 @@ from shared.bodies import Needed
 from shared.config import Config
 from tests.chaos.crash_points import Life, Run
 from tests.conftest import RedisServer
+from tests.support.groups import thinned
 from tests.trainer_node.game import small
 from trainer_node import publisher
 from trainer_node.replay import replay
 
 NewRun = Callable[..., Run]
 _DIGITS = re.compile(r"\d+")
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.thinned]
 
 
 @pytest.fixture
@@ -76,11 +77,11 @@ def test_a_trainer_that_dies_between_any_two_writes(new_run: NewRun) -> None:
     config = crashing()
     expected, whole = undisturbed(new_run, config)
     courses: dict[tuple[str, ...], int] = {}
-    for first in range(len(whole.done)):
+    for first in thinned(range(len(whole.done))):
         course = die_and_come_through(new_run(config), expected, first)
         courses.setdefault(course, first)
     points = [(first, second) for course, first in courses.items() for second in range(len(course))]
-    for first, second in points:
+    for first, second in thinned(points):
         die_and_come_through(new_run(config), expected, first, second)
     print(f"{len(whole.done)} writes of a run; {len(points)} writes of {len(courses)} courses of a restart")
 
@@ -88,7 +89,7 @@ def test_a_trainer_that_dies_between_any_two_writes(new_run: NewRun) -> None:
 def test_a_trainer_that_publishes_through_the_store_dies_between_any_two_writes(new_run: NewRun) -> None:
     config = crashing("object_store", updates=2)
     expected, whole = undisturbed(new_run, config)
-    for point in range(len(whole.done)):
+    for point in thinned(range(len(whole.done))):
         die_and_come_through(new_run(config), expected, point)
     print(f"{len(whole.done)} writes of a run")
 
@@ -126,7 +127,7 @@ def test_a_trainer_that_dies_while_it_goes_back_to_an_older_checkpoint(new_run: 
         return last
 
     points = len(go_back().start)
-    for point in range(points):
+    for point in thinned(range(points)):
         go_back(point)
     print(f"{points} points")
 
@@ -136,7 +137,7 @@ def test_a_trainer_that_dies_while_its_publisher_is_behind(new_run: NewRun) -> N
     config = crashing()
     expected, whole = undisturbed(new_run, config)
     points = range(whole.behind_at["start"], whole.behind_at["end"])
-    for held in points:
+    for held in thinned(points):
         run = new_run(config)
         assert not run.train(Life(hold=held, glance=run.glance), updates_while_held=3)
         act_alone(run)
@@ -149,7 +150,7 @@ def test_a_trainer_that_comes_back_after_its_successor_has_ended_the_run(new_run
     """Cut off before each of its writes and let go later: it ends that one request, and is refused the next."""
     config = crashing()
     expected, whole = undisturbed(new_run, config)
-    for point in range(1, len(whole.done)):
+    for point in thinned(range(1, len(whole.done))):
         run, old = new_run(config), Life(pause=point)
         thread = run.partitioned(old)
         act_alone(run)
@@ -173,7 +174,7 @@ def test_a_worker_that_dies_between_any_two_writes(new_run: NewRun) -> None:
     run = new_run(config)
     assert run.train(Life())
     expected, writes = learnt(run), run.worker_life.done
-    for point in range(len(writes)):
+    for point in thinned(range(len(writes))):
         run = new_run(config)
         run.worker_life = Life(point)
         assert run.train(Life(glance=run.glance))
@@ -199,7 +200,7 @@ def test_who_dies_between_any_two_writes_of_a_run_with_shards(
     expected, writes = learnt(run), (life if who == "trainer" else run.worker_life).done
     assert {"worker": "HSET", "trainer": "HDEL"}[who] in writes
     first = writes.index("PUSH") + 1 if who == "worker" else 0
-    for point in range(first, len(writes)):
+    for point in thinned(range(first, len(writes))):
         run = new_run(sharded)
         if who == "worker":
             run.worker_life = Life(point)
@@ -237,7 +238,7 @@ def test_an_evaluator_that_dies_between_any_two_writes(new_run: NewRun) -> None:
     run = new_run(config)
     assert run.train(Life())
     writes = run.evaluator_life.done
-    for point in range(len(writes)):
+    for point in thinned(range(len(writes))):
         run = new_run(config)
         run.evaluator_life = Life(point)
         assert run.train(Life(glance=run.glance))

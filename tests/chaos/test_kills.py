@@ -21,7 +21,8 @@ from tests.chaos.faults import AWAY, Fault, Watched, go_on, kill, stop
 from tests.end_to_end.command_line import DEADLINE_SECONDS, CommandLine, check_ledger
 
 RUN, UNDISTURBED = "killed", "undisturbed"
-FAULTS = [(kill, kind) for kind in ("trainer", "worker", "evaluator", "Redis", "store", "Ray", "coordinator")]
+ROLES = [(kill, kind) for kind in ("trainer", "worker", "evaluator")]
+FAULTS = [*ROLES, *((kill, kind) for kind in ("Redis", "store", "Ray", "coordinator"))]
 STOPS = [(stop, kind) for kind in ("trainer", "worker", "evaluator", "Redis", "store", "coordinator")]
 ENVIRONMENT = """
 import time
@@ -90,10 +91,12 @@ def writes_at_once(watched: Watched) -> bool:
         return False
 
 
-def suffer(terminal: CommandLine, watched: Watched, process: subprocess.Popen[str]) -> subprocess.Popen[str]:
+def suffer(
+    terminal: CommandLine, watched: Watched, process: subprocess.Popen[str], faults: list[tuple[Any, str]]
+) -> subprocess.Popen[str]:
     """Every fault once, at random times, each until the run is well again; answers the process that has the run."""
     chance = random.Random(7)
-    for way, kind in chance.sample(FAULTS + STOPS, len(FAULTS + STOPS)):
+    for way, kind in chance.sample(faults, len(faults)):
         time.sleep(chance.uniform(0.0, 1.0))
         there: dict[str, list[tuple[str, int]]] = {}
 
@@ -127,13 +130,20 @@ def final_weights(terminal: CommandLine, run_id: str) -> dict[str, str]:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "faults",
+    [
+        pytest.param(ROLES, marks=pytest.mark.essential, id="each role is killed"),
+        pytest.param(FAULTS + STOPS, id="all"),
+    ],
+)
 def test_whatever_is_killed_or_stopped_the_weights_are_those_of_a_run_that_nothing_happened_to(
-    terminal: CommandLine,
+    terminal: CommandLine, faults: list[tuple[Any, str]]
 ) -> None:
     path = config(terminal, 0.003, stop_at={"updates": 10**6})
     process = terminal.start("train", path, "--run-id", RUN)
     terminal.until(RUN, "training", lambda status: status.version > 1)
-    process = suffer(terminal, Watched(terminal, RUN), process)
+    process = suffer(terminal, Watched(terminal, RUN), process, faults)
     process.send_signal(signal.SIGINT)
     done = terminal.ended(process)
     assert done.code == 0, done

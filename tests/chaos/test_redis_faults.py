@@ -27,6 +27,7 @@ from shared.ledger import read_books
 from shared.redis_keys import RunKeys
 from tests.chaos.fault_proxy import FaultProxy
 from tests.chaos.own_redis import OwnRedis
+from tests.support.speed import stretched
 from tests.trainer_node.game import Game, balanced, make_game, small
 
 UPDATES = 6
@@ -180,7 +181,7 @@ def test_redis_that_loads_its_data_is_waited_for(tmp_path: Path, undisturbed: st
         refusals = []
 
         def look() -> None:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + stretched(60)
             while time.monotonic() < deadline:
                 try:
                     place.redis.command("HGETALL", "x")
@@ -210,7 +211,7 @@ def link(server: OwnRedis) -> dict[str, Any]:
 
 
 def wait_until(done: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + stretched(seconds)
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -461,7 +462,7 @@ def test_a_run_in_a_small_memory_goes_on_by_checkpoints_that_free_it(tmp_path: P
             game.play_to(1)
             if room:
                 fill(place, room)
-            words, deadline = [], time.monotonic() + 100
+            words, deadline = [], time.monotonic() + stretched(100)
             while game.trainer.step(0.0) != "ended" and time.monotonic() < deadline:
                 words.append(game.worker._claim(0).word)
                 game.worker.step(0)

@@ -30,6 +30,7 @@ from shared.redis_keys import RunKeys
 from shared.role import Role, open_role
 from tests.chaos.own_redis import OwnRedis
 from tests.chaos.test_redis_faults import meanwhile, wait_until
+from tests.support.speed import stretched
 from tests.trainer_node.game import Game, balanced, make_game, small
 from trainer_node.replay import replay
 
@@ -563,7 +564,7 @@ def test_a_full_shard_makes_a_worker_wait_until_a_checkpoint_has_freed_it(place:
             while not over.is_set() and not game.worker.step(0.2).startswith("end:"):
                 pass
 
-        full, deadline = False, time.monotonic() + 100
+        full, deadline = False, time.monotonic() + stretched(100)
         if mode == "threads":
             with meanwhile(act):
                 while game.trainer.step(0.2) != "ended" and time.monotonic() < deadline:

@@ -31,10 +31,11 @@ from tests.chaos import store_faults as faults
 from tests.chaos.store_faults import Fault, StoreFaults
 from tests.conftest import RedisServer, create_flow, minimal_config
 from tests.end_to_end.command_line import check_ledger
+from tests.support.speed import stretched
 from tests.trainer_node.game import POLICY, Game, balanced, make_game, small
 from trainer_node.trainer import Trainer
 
-PATIENCE = 60.0
+PATIENCE = stretched(60.0)
 OBJECT, READ_BACK = ("PUT", "policy.safetensors"), ("GET", "policy.safetensors")
 NEW_MANIFEST, MANIFEST_READ, LISTING = ("PUT", MANIFEST), ("GET", MANIFEST), ("GET", "list-type")
 MOVED_POINTER, STATUS_FILE, PRUNING = ("PUT", "/.checkpoint"), ("PUT", "training_status.json"), ("DELETE", MANIFEST)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.child import end_with_parent
+from tests.support.speed import stretched
 
 SOURCE = Path(__file__).resolve().parent.parent.parent
 HOME = Path(pwd.getpwuid(os.getuid()).pw_dir)  # where sshd takes a user to, whatever HOME says here
@@ -181,7 +182,7 @@ class Host:
         command(*inside, "route", "add", "default", "via", str(self._network.gateway))
 
     def _wait_for_ssh(self) -> None:
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + stretched(_START_SECONDS)
         while True:
             with contextlib.suppress(OSError), socket.create_connection((self.address, 22), timeout=1) as client:
                 if client.recv(4) == b"SSH-":
@@ -249,7 +250,8 @@ def command(*arguments: str) -> str:
 
 def _only_child(process: subprocess.Popen[bytes]) -> int:
     """The process id of the one that it forks, which is made after the namespaces."""
-    children, deadline = Path(f"/proc/{process.pid}/task/{process.pid}/children"), time.monotonic() + _START_SECONDS
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + stretched(_START_SECONDS)
     while True:
         found = children.read_text().split() if process.poll() is None else []
         if found:

@@ -18,7 +18,7 @@ from tests.cluster.services import Services
 from tests.end_to_end.command_line import check_ledger
 
 RUN = "cartpole"
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.essential]
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ def isolated() -> list[str]:
     return _ISOLATED
 
 
+@pytest.mark.ray
 @pytest.mark.timeout(_SECONDS + 20)
 def test_what_the_autoscaler_may_add_counts(isolated: list[str]) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where `ray` is

@@ -29,6 +29,7 @@ from shared.object_store import FileStore, ObjectStore
 from shared.policies.codec import decode_policy, encode_policy
 from shared.policies.deployed import load_policy
 from tests.conftest import minimal_config
+from tests.support.speed import stretched
 from trainer_node.retention import going, prune, take_stock
 
 POLICY, STATE = "default/policy.safetensors", "trainer/state.json"
@@ -463,7 +464,7 @@ def test_a_live_run_is_verified_promoted_and_exported_while_it_prunes(tmp_path: 
 
 
 def wait_for(run: Run, version: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + stretched(60)
     while run.status(books=False).version < version:
         assert time.monotonic() < deadline and not run.ended
         time.sleep(0.02)

@@ -183,6 +183,7 @@ def check_failed(done: Ended, folder: Path, text: str) -> None:
     assert text in finished["reason"]
 
 
+@pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_an_environment_that_raises_at_once_is_restarted_within_limits_by_ray_too(tmp_path: Path) -> None:
     terminal = CommandLine(tmp_path)

@@ -16,6 +16,7 @@ from shared.config import Config
 from shared.errors import RedisUnavailable, RunNotFound, StoreUnavailable, UserError
 from shared.heartbeat import Wait, poll
 from tests.conftest import RedisServer, minimal_config
+from tests.support.speed import stretched
 
 RUN = "far"
 
@@ -76,7 +77,7 @@ def test_it_is_live_while_its_coordinator_beats_and_obeys_from_here(
         assert here.status().desired_workers == 3
         with pytest.raises(UserError, match=r"is live, and its trainer prunes by itself"):
             here.prune()
-    poll(Wait("its silence to be seen", 30), lambda: not here.live)
+    poll(Wait("its silence to be seen", stretched(30)), lambda: not here.live)
 
 
 def test_a_redis_that_cannot_be_reached_from_here_is_said_and_hides_nothing(

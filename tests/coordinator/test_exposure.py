@@ -27,6 +27,7 @@ from shared.config import Config
 from shared.config_sources import dump_config
 from tests.conftest import RedisServer, minimal_config
 from tests.deploy.acl_server import ROLES, acl_server
+from tests.support.speed import stretched
 
 ACCESS, SECRET = new_secret(), new_secret()
 Findings = Callable[[Config], dict[str, Finding]]
@@ -183,6 +184,7 @@ def test_a_public_bucket(
         client.delete_bucket_policy(Bucket=BUCKET)
 
 
+@pytest.mark.ray
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("guarded", [True, False], ids=["token", "no token"])
 def test_a_ray_with_and_without_token(
@@ -242,7 +244,7 @@ class RayWithDashboard:
         self._wait(port, folder / "ray.log")
 
     def _wait(self, port: int, log: Path) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + stretched(120)
         while True:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
             with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):

@@ -24,8 +24,9 @@ from shared.launch import LOGS
 from shared.redis_keys import RunKeys
 from tests.conftest import minimal_config
 from tests.environments_for_tests import MODULE
+from tests.support.speed import stretched
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.ray]
 MakeConfig = Callable[..., Config]
 ROLLOUT = {"workers": 1, "fragment_steps": 8, "fragments_per_update": 2}
 
@@ -65,7 +66,7 @@ def start(config: Config, running: ExitStack) -> Run:
 
 
 def until(run: Run, done: Callable[[Status], bool]) -> Status:
-    wait = Wait("what was to be seen", 120)
+    wait = Wait("what was to be seen", stretched(120))
     while not done(status := run.status()):
         wait.check()
         time.sleep(0.05)

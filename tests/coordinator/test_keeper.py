@@ -24,6 +24,7 @@ from shared.connection import Address
 from shared.events import read_events
 from shared.role import Role, open_role
 from tests.conftest import minimal_config
+from tests.support.speed import stretched
 
 
 @dataclass
@@ -70,7 +71,7 @@ def kill(service: Service) -> int:
     """Ends its process as a fault does, and waits until a new one serves in its place."""
     before = service.process.pid
     os.kill(before, signal.SIGKILL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + stretched(60)
     while service.process.pid == before or not serves(service):
         assert time.monotonic() < deadline
         time.sleep(0.02)

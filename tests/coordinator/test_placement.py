@@ -19,8 +19,9 @@ from coordinator.run import Run
 from coordinator.services import new_secret
 from shared.errors import UserError
 from tests.conftest import minimal_config
+from tests.support.speed import stretched
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.ray]
 MEMORY = 80_000_000
 
 
@@ -55,7 +56,7 @@ class Anybody:
 
 def wait_for(done: Callable[[], Any]) -> Any:
     """What `done` answers, once that is something."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + stretched(120)
     while not (found := done()):
         assert time.monotonic() < deadline
         time.sleep(0.1)

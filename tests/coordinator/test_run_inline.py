@@ -25,6 +25,7 @@ from shared.redis_keys import RunKeys
 from tests.conftest import minimal_config
 from tests.end_to_end.command_line import check_ledger
 from tests.environments_for_tests import MODULE
+from tests.support.speed import stretched
 
 MakeConfig = Callable[..., Any]
 FOR_EVER = {"updates": 10**6}
@@ -67,7 +68,7 @@ def finish(run: Run) -> Outcome:
 
 
 def until(run: Run, done: Callable[[Status], bool]) -> Status:
-    wait = Wait("what was to be seen", 120)
+    wait = Wait("what was to be seen", stretched(120))
     while not done(status := run.status()):
         wait.check()
         time.sleep(0.02)

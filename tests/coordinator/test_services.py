@@ -22,6 +22,7 @@ from redis.retry import Retry
 from coordinator import services
 from coordinator.services import BUCKET, ServiceError, free_port, new_secret, start_ray, start_redis, start_s3
 from shared.errors import UserError
+from tests.support.speed import stretched
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + stretched(60)
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -20,6 +20,7 @@ from redis.retry import Retry
 from coordinator.services import free_port, new_secret, redis_binary
 from shared.connection import RoleName
 from tests.authority import Authority
+from tests.support.speed import stretched
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 ROLES: tuple[RoleName, ...] = get_args(RoleName)
@@ -104,7 +105,7 @@ def acl_server(folder: Path, *arguments: str, authority: Authority | None = None
 
 
 def _wait_ready(server: AclServer, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + stretched(30)
     while time.monotonic() < deadline and process.poll() is None:
         try:
             with server.client(ADMIN) as client:

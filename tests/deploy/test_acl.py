@@ -49,6 +49,7 @@ from tests.authority import Authority
 from tests.conftest import minimal_config
 from tests.deploy.acl_server import ADMIN, DEPLOY, ROLES, AclServer, acl_server, filled_acl
 from tests.end_to_end.command_line import check_ledger
+from tests.support.speed import stretched
 from trainer_node.group import Invitation
 from trainer_node.rendezvous import Rendezvous
 from trainer_node.trainer import Trainer
@@ -120,7 +121,7 @@ def test_a_run_and_its_resume_from_the_command_lines_side(config: Config) -> Non
     endless = config.model_copy(update={"stop_at": config.stop_at.model_copy(update={"updates": 10**6})})
     run = Run.start(endless, "whole", inline=True)
     try:
-        wait = Wait("the run to go on", 100)
+        wait = Wait("the run to go on", stretched(100))
         poll(wait, lambda: run.status().version >= 4, 0.05)
         run.scale(1)
         poll(wait, lambda: "worker-1 ended: drain" in " ".join(event.text for event in run.events()), 0.05)
@@ -135,7 +136,8 @@ def test_a_run_and_its_resume_from_the_command_lines_side(config: Config) -> Non
     older = run.checkpoints()[-2]["name"]
     back = Run.resume("whole", config.runs_dir, ("stop_at.updates=1000",), origin=older, inline=True)
     try:
-        poll(Wait("the resumed run", 100), lambda: "goes on as" in " ".join(e.text for e in back.events()), 0.05)
+        wait = Wait("the resumed run", stretched(100))
+        poll(wait, lambda: "goes on as" in " ".join(e.text for e in back.events()), 0.05)
         back.stop()
         assert back.wait(100).reason == "stopped"
     finally:

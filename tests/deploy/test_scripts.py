@@ -223,6 +223,7 @@ def until(what: str, done: Callable[[], Any], logs: Path | None = None) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.cluster
 @pytest.mark.timeout(400)
 def test_a_run_by_ssh_alone_trains_leaves_goes_on_and_ends(head: Head, sshd: str) -> None:
     assert head.bash("services.sh", "start", "redis", "s3").returncode == 0
@@ -277,6 +278,7 @@ exit "${code:-0}"
 """Stands in for SLURM alone; Redis, store and roles are real."""
 
 
+@pytest.mark.cluster
 @pytest.mark.timeout(300)
 def test_a_slurm_job_trains_with_a_redis_and_a_folder_of_its_own(head: Head) -> None:
     path = head.folder / "code" / "config.yaml"

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from coordinator.services import Service, free_port, new_secret, start_redis, start_s3
 from shared.child import end_with_parent
+from tests.support.speed import stretched
 
 _SECONDS = 90.0
 
@@ -76,7 +77,7 @@ class RayCluster:
 
     def _until_up(self, token: str) -> None:
         request = urllib.request.Request(f"{self.dashboard}/api/version", headers={"Authorization": f"Bearer {token}"})
-        deadline = time.monotonic() + _SECONDS
+        deadline = time.monotonic() + stretched(_SECONDS)
         while True:
             try:
                 urllib.request.urlopen(request, timeout=5).close()

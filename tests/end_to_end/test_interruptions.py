@@ -53,6 +53,7 @@ def check_stopped(terminal: CommandLine, reason: str = "stopped") -> dict[str, A
     return finished
 
 
+@pytest.mark.essential
 def test_one_signal_ends_it_with_a_last_checkpoint(terminal: CommandLine) -> None:
     """Ctrl-C, and SIGTERM on the run that is resumed after it."""
     process = train(terminal)

@@ -21,7 +21,7 @@ import yaml
 from tests.end_to_end.command_line import SOURCE, CommandLine, Ended, check_ledger
 
 RUN = "main-job"
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.essential]
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from shared.role import Role, open_role
 from tests.conftest import RedisServer, minimal_config
 from tests.environments_for_tests import MODULE
 from tests.role_processes import ended, events, start_process
+from tests.support.speed import stretched
 
 MakeRole = Callable[..., Role]
 Start = Callable[..., subprocess.Popen[str]]
@@ -50,7 +51,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + stretched(100)
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.02)

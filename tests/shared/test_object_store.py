@@ -20,6 +20,7 @@ from shared.object_store import ObjectStore, open_store
 from tests.chaos import store_faults as faults
 from tests.chaos.store_faults import Fault, StoreFaults
 from tests.conftest import minimal_config
+from tests.support.speed import stretched
 
 Servers = dict[str, tuple[str, str, str]]
 OpenS3 = Callable[..., ObjectStore]
@@ -361,7 +362,7 @@ def test_an_upload_that_is_cut_is_never_seen_half(s3_servers: Servers, open_s3: 
             with pytest.raises(StoreError, match=f"put_object {key} on .* failed"):
                 store.put(key, bytes(300_000))
         proxy.heal()
-        left, deadline = ["key"] if server == "moto" else [], time.monotonic() + 30
+        left, deadline = ["key"] if server == "moto" else [], time.monotonic() + stretched(30)
         while store.keys("") != left:  # rclone sees a moment later that its client is gone
             assert time.monotonic() < deadline, store.keys("")
             time.sleep(0.05)

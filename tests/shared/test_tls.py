@@ -25,6 +25,7 @@ from shared.launch import launch_from_arguments, role_arguments
 from shared.object_store import ObjectStore, open_store
 from tests.authority import Authority, Certificate, tls_before
 from tests.conftest import RedisServer, minimal_config
+from tests.support.speed import stretched
 
 ACCESS, KEY = new_secret(), new_secret()
 
@@ -173,7 +174,7 @@ def s3_over_tls(folder: Path, certificate: Certificate | None) -> Iterator[int]:
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + stretched(30)
         while True:
             try:
                 socket.create_connection(("127.0.0.1", port), timeout=2).close()

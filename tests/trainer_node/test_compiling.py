@@ -39,6 +39,7 @@ ELSEWHERE = {
 }  # fmt: skip
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler")
 pytestmark = [
+    pytest.mark.compile,
     pytest.mark.timeout(300),  # where nothing is in its cache
     pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # PyTorch's own, as it loads its compiler
 ]

@@ -15,12 +15,13 @@ from coordinator.checkpoints import verify
 from shared.checkpoint import CHECKPOINTS
 from shared.exports import RECORD, Export, read_export, read_file
 from tests.coordinator.own_algorithm_elsewhere import TEXT
+from tests.support.speed import stretched
 from tests.trainer_node.game import Game, NewGame, small
 from trainer_node import exporter
 from trainer_node.exporter import Exporter
 from trainer_node.replay import replay
 
-PATIENCE = 200.0
+PATIENCE = stretched(200.0)
 pytestmark = pytest.mark.timeout(300)
 
 

@@ -32,10 +32,11 @@ from shared.object_store import ObjectStore
 from shared.redis_keys import RunKeys
 from shared.role import Role
 from tests.conftest import MakeRole, minimal_config
+from tests.support.speed import stretched
 from trainer_node.publisher import Publisher
 from trainer_node.snapshot import Snapshot
 
-PATIENCE = 60.0
+PATIENCE = stretched(60.0)
 StartPublisher = Callable[..., Publisher]
 
 

@@ -30,13 +30,14 @@ from shared.heartbeat import Beat, read_heartbeats
 from shared.ledger import read_books
 from shared.role import open_role
 from tests.conftest import RedisServer, create_flow
+from tests.support.speed import stretched
 from tests.trainer_node.game import POLICY, small
 from trainer_node.group import Invitation
 from trainer_node.rendezvous import Rendezvous
 from trainer_node.replay import replay
 
 pytestmark = pytest.mark.timeout(600)
-_DEADLINE_SECONDS = 150.0
+_DEADLINE_SECONDS = stretched(150.0)
 
 
 class Crew:

@@ -19,6 +19,7 @@ from shared.config import Config
 from shared.errors import ArchiveIncomplete, StoreUnavailable
 from shared.experience_log import id_order
 from shared.redis_keys import RunKeys
+from tests.support.speed import stretched
 from tests.trainer_node.game import Game, NewGame, balanced, small
 from trainer_node.rebase import rebased
 from trainer_node.replay import replay
@@ -141,7 +142,7 @@ def test_what_the_archive_has_not_yet_comes_from_the_log(
     monkeypatch.setattr(game.trainer._publisher._archiver, "store", away)
     game.play_to(4)
     store = game.role.checkpoints.store
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + stretched(30)
     while game.role.checkpoints.names()[-1][:2] != "4_":
         assert time.monotonic() < deadline
         time.sleep(0.02)

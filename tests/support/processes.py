@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-FOLDERS = ("cluster", "end_to_end", "deploy", "chaos", "coordinator", "learning", "trainer_node", "rollout_worker")
-"""In which order they are taken up: first what takes longest and waits most, beside tests that start no Ray; then those
-that may; and last the many short ones, so that all processes end at once."""
+from tests.support.groups import GROUPS, group_of
+
 WHOLE = ("tests/cluster", "tests/end_to_end")
 """Folders of which one test at a time is enough for a machine: each has a Ray, or three."""
 APART = "tests/learning"
 """The tests of this one compute for long and share nothing."""
+
+
+def turn(item: pytest.Item) -> int:
+    """The place of a test in the order of all.
+
+    The groups come first, most valuable first, since they wait more than they compute; then the many short tests, so
+    that all processes end at once.
+    """
+    return (*GROUPS, None).index(group_of(item))
 
 
 class WholeFiles(LoadScopeScheduling):  # type: ignore[misc,unused-ignore]  # where it is not installed, it is of any type
