@@ -87,7 +87,8 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     part = config.getoption("part")
     if part is None:
         return
-    kept, others = [], []
+    kept: list[pytest.Item] = []
+    others: list[pytest.Item] = []
     for item in items:
         quick = group_of(item) is None or item.get_closest_marker("essential") is not None
         both = item.get_closest_marker("thinned") is not None
