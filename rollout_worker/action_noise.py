@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from rollout_worker.exploration import Exploration, bounds_of
 from shared.policies.actor import Certain
-from shared.policies.policy import Policy
+from shared.policies.policy import Policy, copy_sharing_buffers
 from shared.spaces import Leaf
 
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
@@ -125,7 +124,7 @@ class ParameterNoise(Exploration):
         return disturbed.distribution.mode(params), params
 
     def _disturb(self, policy: Policy, generator: torch.Generator) -> Policy:
-        disturbed = copy.deepcopy(policy)
+        disturbed = copy_sharing_buffers(policy)
         for parameter in disturbed.parameters():
             noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
             parameter.data.add_(noise, alpha=self._sigma)

@@ -26,6 +26,9 @@ VAGUE_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 EXECUTING_FORMATS = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 EXECUTING_CALLS = {"torch.load", "torch.save", "yaml.unsafe_load", "yaml.full_load"}
 KEYS_MODULE = Path("shared/redis_keys.py")
+MAY_DEEPCOPY = {"shared/policies/policy.py", "rollout_worker/parallel_environments.py", "trainer_node/onnx_export.py"}
+"""The rule itself; observations; a copy that is only translated. Elsewhere it would be a network without the policy's
+statistics: `copy_sharing_buffers` is for those."""
 
 Rule = Callable[[Path], list[str]]
 
@@ -97,6 +100,10 @@ def formats_that_execute(root: Path) -> list[str]:
     return found
 
 
+def networks_copied_with_their_statistics(root: Path) -> list[str]:
+    return [str(path) for path, text in modules(root) if "deepcopy" in text and path.as_posix() not in MAY_DEEPCOPY]
+
+
 def init_files_with_code(root: Path) -> list[str]:
     found = []
     for path, text in modules(root):
@@ -142,6 +149,7 @@ BREAKS: list[tuple[Rule, str, str]] = [
     (formats_that_execute, "trainer_node/a.py", "import torch\nweights = torch.load('x')\n"),
     (formats_that_execute, "trainer_node/a.py", "from torch import load\n"),
     (formats_that_execute, "trainer_node/a.py", "np.load(x, allow_pickle=True)\n"),
+    (networks_copied_with_their_statistics, "trainer_node/a.py", "target = copy.deepcopy(policy)\n"),
     (init_files_with_code, "shared/__init__.py", '"""Shared."""\nfrom shared.config import Config\n'),
     (init_files_with_code, "shared/__init__.py", ""),
     (modules_without_a_docstring, "shared/a.py", "x = 1\n"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from shared.config import PolicyConfig
 from shared.policies.encoders import ObservationNormaliser
 from shared.spaces import PolicySpaces
+
+Network = TypeVar("Network", bound=nn.Module)
 
 
 class Distribution(Protocol):
@@ -74,3 +77,12 @@ class Policy(nn.Module):
     def step(self, observations: Mapping[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
         """`[B, P]` for `self.distribution` from observations and state `[B, state_size]`; and the state after them."""
         return self.action_parameters(observations), state
+
+
+def copy_sharing_buffers(network: Network) -> Network:
+    """A copy with weights of its own that has the buffers of `network`: observation statistics and constants.
+
+    Every copy that acts or learns beside the original is made here (target networks, disturbed policies). Statistics
+    move with each batch; a copy with statistics of its own would see observations that are scaled as they once were.
+    """
+    return copy.deepcopy(network, {id(buffer): buffer for buffer in network.buffers()})

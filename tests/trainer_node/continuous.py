@@ -37,17 +37,20 @@ def made(name: str, described: PolicySpaces = BOXES, policy: dict[str, Any] | No
     return make_algorithm(built, config, Setting(torch.device("cpu"), 3, STEPS, SLOTS))
 
 
-def any_algorithm(name: str, **setting: Any) -> Any:
+def any_algorithm(
+    name: str, fields: dict[str, Any] | None = None, policy: dict[str, Any] | None = None, **setting: Any
+) -> Any:
     """The algorithm of that name on a network of two layers, in this setting, with actions that it has losses for."""
-    fields = ALGORITHMS[name].model_fields
+    known = ALGORITHMS[name].model_fields
     section: dict[str, Any] = {"minibatch_size": 4, "epochs": 2}
-    if "memory" in fields:
+    if "memory" in known:
         section = {"minibatch_size": 16, "memory": {"kind": "uniform", "capacity": 20 * STEPS * SLOTS}}
-    config = ALGORITHMS[name].model_validate({"name": name} | {k: v for k, v in section.items() if k in fields})
-    network = PolicyConfig(hidden_sizes=(16, 16))
+    section = {key: value for key, value in section.items() if key in known} | (fields or {})
+    config = ALGORITHMS[name].model_validate({"name": name} | section)
+    network = PolicyConfig.model_validate({"hidden_sizes": (16, 16)} | (policy or {}))
     described = BOXES if name in {"sac", "td3", "ddpg", "cql"} else CHOICE
-    policy = build_policies({"p": described}, {"p": network}, config, seed=3)["p"]
-    return make_algorithm(policy, config, Setting(torch.device("cpu"), 3, STEPS, SLOTS, **setting))
+    built = build_policies({"p": described}, {"p": network}, config, seed=3)["p"]
+    return make_algorithm(built, config, Setting(torch.device("cpu"), 3, STEPS, SLOTS, **setting))
 
 
 def learnt(algorithm: Any) -> Columns:

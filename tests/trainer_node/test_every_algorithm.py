@@ -1,6 +1,7 @@
 """What is promised of every algorithm, in tables that name them all: none can be added without it.
 
-Gradients are those of finite differences, and what lies behind a truncation is valued and behind a termination is not.
+All networks see observations by the policy's statistics, gradients are those of finite differences, and what lies
+behind a truncation is valued and behind a termination is not.
 (That a run goes on exactly is test_resuming_every_algorithm.py; of on-policy values, test_on_policy.py.)
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from rollout_worker.environments import make_vector
 from rollout_worker.exploration import RandomActing
@@ -23,11 +25,14 @@ from shared.algorithm_configs.off_policy import OffPolicyConfig
 from shared.algorithm_configs.on_policy import OnPolicyConfig
 from shared.algorithm_configs.registry import ALGORITHMS
 from shared.config import PolicyConfig
+from shared.policies.codec import load_state_arrays, state_arrays
+from shared.policies.encoders import Encoder
+from shared.policies.normaliser import RunningMoments
 from shared.policies.registry import build_policies
 from shared.spaces import PolicySpaces
 from shared.steps import Counters
 from tests.environments_for_tests import MODULE
-from tests.trainer_node.continuous import BOXES, CHOICE, made, minibatch, moved_apart
+from tests.trainer_node.continuous import BOXES, CHOICE, any_algorithm, fragment, made, minibatch, moved_apart
 from tests.trainer_node.game import small
 from tests.trainer_node.test_on_policy import SMALL
 from tests.trainer_node.test_ppo import CPU, random_batch
@@ -172,6 +177,52 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
                         parameter.add_(gradient, alpha=shift / length)
                 sides.append(float(loss().detach()))
             assert length > 1e-2 and (sides[0] - sides[1]) / 4e-3 == pytest.approx(length, rel=0.02)
+
+
+SLOW_TARGETS: dict[str, dict[str, Any]] = {"appo": {"target_updates": 9}}
+"""Fields with which a target network stays behind the policy for more than one update."""
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_network_sees_observations_by_the_statistics_of_the_policy(name: str) -> None:
+    """As they are at that moment, also after a restore; and the policy's file alone holds them."""
+
+    def moving(algorithm: Any, number: int) -> Experience:
+        found = fragment(algorithm.policy, number)
+        for column in ("obs", "final_obs", "bootstrap_obs"):
+            found.columns[column] = found.columns[column] * (number + 1) + 100
+        return found
+
+    def play(algorithm: Any, updates: range) -> None:
+        (now,) = algorithm.policy.normaliser.moments.values()
+        seen = 0
+
+        def look(module: nn.Module, given: tuple[Any, ...]) -> None:
+            nonlocal seen
+            if isinstance(module, Encoder):
+                assert given[1] is not None, "a network sees raw observations"
+            if isinstance(module, RunningMoments):
+                seen += 1
+                for buffer in ("mean", "scale"):
+                    assert torch.equal(module.get_buffer(buffer), now.get_buffer(buffer))
+
+        hook = register_module_forward_pre_hook(look)
+        try:
+            for number in updates:
+                algorithm.update([moving(algorithm, number)], Counters(env_steps=12 * (number + 1), updates=number))
+        finally:
+            hook.remove()
+        assert seen and int(now.get_buffer("count")) == 12 * updates.stop
+
+    fields = SLOW_TARGETS.get(name)
+    first, second = (any_algorithm(name, fields, {"normalise_observations": True}) for _ in range(2))
+    play(first, range(4))
+    load_state_arrays(second.policy, state_arrays(first.policy))
+    second.load_state(first.state())
+    if hasattr(second, "memory"):
+        second.remember([moving(second, number) for number in range(4)])
+    play(second, range(4, 6))
+    assert not [key for key in first.state() if "moments" in key]
 
 
 TABULAR: dict[str, Any] = {"gamma": 0.5, "minibatch_size": 32, "gradient_steps_per_env_step": 1.0}

@@ -6,7 +6,6 @@ al. 2020). Order of the file: target network, batch, loss, state; the update is 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -14,12 +13,14 @@ from torch import Tensor
 
 from shared.algorithm_configs.appo import APPOConfig
 from shared.policies.actor_critic import ActorCritic
-from shared.policies.codec import load_state_arrays, state_arrays
+from shared.policies.policy import copy_sharing_buffers
 from shared.spaces import Array, Columns
 from shared.steps import Counters
 from trainer_node.algorithms.algorithm import Setting
 from trainer_node.algorithms.batch import Batch
 from trainer_node.algorithms.clipped import Clipped
+from trainer_node.algorithms.descent import follow
+from trainer_node.algorithms.named_arrays import load_network_state, network_state
 
 _TARGET = "target/"
 
@@ -30,12 +31,12 @@ class APPO(Clipped):
     def __init__(self, policy: ActorCritic, config: APPOConfig, setting: Setting) -> None:
         super().__init__(policy, config, setting)
         self._config = config
-        self._target = copy.deepcopy(self.policy).requires_grad_(False)
+        self._target = copy_sharing_buffers(self.policy).requires_grad_(False)
 
     def _begin(self, counters: Counters) -> None:
-        """The target network becomes the policy, observation statistics included, when it is due."""
+        """The target network becomes the policy when it is due."""
         if counters.updates % self._config.target_updates == 0:
-            self._target.load_state_dict(self.policy.state_dict())
+            follow(self._target, self.policy, 1.0)
 
     def _batch(self, tensors: Mapping[str, Tensor]) -> Batch:
         found, log_prob, trace = self._by_vtrace(tensors, self._target, self._config)
@@ -57,10 +58,9 @@ class APPO(Clipped):
 
     def state(self) -> Columns:
         """The optimiser's state, and the target network under `target/`."""
-        return super().state() | {_TARGET + name: array for name, array in state_arrays(self._target).items()}
+        return super().state() | network_state(self._target, _TARGET)
 
     def load_state(self, arrays: Mapping[str, Array]) -> None:
         """The inverse of `state`."""
-        target = {name.removeprefix(_TARGET): array for name, array in arrays.items() if name.startswith(_TARGET)}
         super().load_state({name: array for name, array in arrays.items() if not name.startswith(_TARGET)})
-        load_state_arrays(self._target, target)
+        load_network_state(self._target, _TARGET, arrays)

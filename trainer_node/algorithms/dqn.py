@@ -5,7 +5,6 @@ Order of the file: target, loss, gradient step, state. Memory and minibatches ar
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from shared.algorithm_configs.dqn import QLearningConfig
 from shared.policies.noisy import LayerNoise
+from shared.policies.policy import copy_sharing_buffers
 from shared.policies.q_network import QNetwork
 from shared.spaces import Columns
 from shared.steps import Counters
@@ -37,9 +37,8 @@ class DQN(OffPolicy):
     def __init__(self, policy: QNetwork, config: QLearningConfig, setting: Setting) -> None:
         super().__init__(policy, config, setting)
         self._config = config
-        self.target = copy.deepcopy(self.policy).requires_grad_(False)
-        """The network that bootstraps. Observations are normalised for both as they are now."""
-        self.target.normaliser = self.policy.normaliser
+        self.target = copy_sharing_buffers(self.policy).requires_grad_(False)
+        """The network that bootstraps."""
         self._parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         self._optimiser = Adam(self._parameters, config.adam_epsilon)
         self._loss = self.compiled(self.loss)

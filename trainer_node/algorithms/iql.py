@@ -6,7 +6,6 @@ functions and their targets belong to the algorithm. No action is ever asked for
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from shared.algorithm_configs.iql import IQLConfig
 from shared.policies.actor_critic import ActorCritic
 from shared.policies.encoders import flat, flat_size
+from shared.policies.policy import copy_sharing_buffers
 from shared.policies.registry import borrowed_random_state
 from shared.spaces import Columns
 from shared.steps import Counters
@@ -39,7 +39,7 @@ class IQL(OffPolicy):
         with borrowed_random_state(update_seed(setting.seed, 0)):
             made = Critics(policy.spaces.observation, policy.config, count=2, action_size=size)
         self.critics = made.to(setting.device)
-        self.targets = copy.deepcopy(self.critics)
+        self.targets = copy_sharing_buffers(self.critics)
         self._policy_optimiser = Adam(self.policy.parameters(), config.adam_epsilon)
         self._critic_optimiser = Adam(self.critics.parameters(), config.adam_epsilon)
         self._policy_loss = self.compiled(self.policy_loss)

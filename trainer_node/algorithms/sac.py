@@ -6,7 +6,6 @@ for both: expectations over the policy's actions are taken over one that is draw
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from shared.algorithm_configs.sac import SoftConfig
 from shared.errors import UnsupportedSpace
 from shared.exploration_config import Sampling
 from shared.policies.actor import Actor, SquashedGaussian
+from shared.policies.policy import copy_sharing_buffers
 from shared.policies.registry import borrowed_random_state
 from shared.spaces import Columns
 from shared.steps import Counters
@@ -141,7 +141,7 @@ class SAC(OffPolicy):
                 )
         with borrowed_random_state(update_seed(setting.seed, 0)):
             self.critics = self.actions.make_critics().to(setting.device)
-        self.targets = copy.deepcopy(self.critics)
+        self.targets = copy_sharing_buffers(self.critics)
         initial = math.log(config.initial_temperature)
         self.log_temperature = torch.tensor(initial, device=setting.device, requires_grad=True)
         self.target_entropy = self.actions.target_entropy if config.target_entropy is None else config.target_entropy

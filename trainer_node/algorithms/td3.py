@@ -5,14 +5,13 @@ Order of the file: losses, one gradient step, state.
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor
 
 from shared.algorithm_configs.ddpg import DDPGConfig
 from shared.algorithm_configs.td3 import TD3Config
 from shared.policies.actor import Deterministic
+from shared.policies.policy import copy_sharing_buffers
 from shared.policies.registry import borrowed_random_state
 from shared.spaces import Columns
 from shared.steps import Counters
@@ -37,8 +36,8 @@ class TD3(OffPolicy):
                 policy.spaces.observation, policy.config, count=config.critics, action_size=policy.bounds.size
             )
         self.critics = made.to(setting.device)
-        self.targets = copy.deepcopy(self.critics)
-        self.target_policy = copy.deepcopy(policy)
+        self.targets = copy_sharing_buffers(self.critics)
+        self.target_policy = copy_sharing_buffers(policy)
         self._optimisers = {
             "actor": Adam(policy.parameters(), config.adam_epsilon),
             "critics": Adam(self.critics.parameters(), config.adam_epsilon),
