@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import redis
 import typer
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from coordinator import cli_checkpoints, cli_measure
 from coordinator.cli_options import RUNS as _RUNS
-from coordinator.cli_options import EndpointUrl, Json, PlaceArgument, RedisUrl, RunArgument, RunsDir
+from coordinator.cli_options import EndpointUrl, Json, PlaceArgument, PrintableConsole, RedisUrl, RunArgument, RunsDir
 from coordinator.cli_options import console as _console
 from coordinator.cli_options import example as _example
 from coordinator.cli_options import print_json as _print_json
@@ -37,6 +36,7 @@ from shared.config import Config
 from shared.config_sources import dump_config, load_config
 from shared.errors import RunExists, StagecoachError, UserError
 from shared.launch import LOGS, extend_imports
+from shared.printable import complain, printable
 
 if TYPE_CHECKING:
     from coordinator.evaluate import Evaluation
@@ -424,7 +424,7 @@ def _tend(begin: Any, background: bool = False, detach: bool = False, where: str
     else:
         where = f"run {run.run_id}; its folder is {run.folder.path}"
         _console.print(where, highlight=False, soft_wrap=True)
-    LiveView(run, Console(quiet=True, markup=False) if background else _console, run.first_event).show(ended)
+    LiveView(run, PrintableConsole(quiet=True) if background else _console, run.first_event).show(ended)
     outcome = run.wait()
     print_summary(run, outcome, _console)
     if run.config.signals.profile:
@@ -434,7 +434,7 @@ def _tend(begin: Any, background: bool = False, detach: bool = False, where: str
         raise typer.Exit(130)
     if outcome.failed:
         reason = outcome.reason.splitlines()[0]
-        print(f"Error: run {run.run_id} {reason}; the whole story is in {run.folder.path / LOGS}", file=sys.stderr)
+        complain(f"run {run.run_id} {reason}; the whole story is in {run.folder.path / LOGS}")
         raise typer.Exit(2 if outcome.users_fault else 1)
 
 
@@ -451,7 +451,7 @@ def _detach(arguments: list[str], run_id: str) -> None:
     )
     assert process.stdout is not None and process.stderr is not None
     if not any(line.strip() == _LIVE for line in process.stdout):  # modules may print while they are imported
-        print(process.stderr.read().strip(), file=sys.stderr)
+        print(printable(process.stderr.read().strip(), lines=True), file=sys.stderr)
         raise typer.Exit(process.wait() or 1)
     _tell_detached(run_id, f"in the background (process {process.pid})")
 
@@ -477,13 +477,13 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        print(f"Error: {error}", file=sys.stderr)
+        complain(error)
         sys.exit(2)
     except StagecoachError as error:
-        print(f"Error: {error}", file=sys.stderr)
+        complain(error)
         sys.exit(1)
     except redis.RedisError as error:
-        print(f"Error: Redis: {error}", file=sys.stderr)
+        complain(f"Redis: {error}")
         sys.exit(1)
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)

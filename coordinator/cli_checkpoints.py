@@ -196,7 +196,7 @@ def _books(consumed: Count, dropped: dict[str, Count]) -> str:
 
 
 def _score(score: dict[str, Any]) -> str:
-    return f"{figure(score['mean_return'])} over {score['episodes']} episodes"
+    return f"{figure(score['mean_return'])} over {score.get('episodes', '–')} episodes"
 
 
 def _lags(histogram: dict[str, int]) -> str:

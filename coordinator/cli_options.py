@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from shared.printable import printable
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's id; `stagecoach runs` lists them.")]
 PlaceArgument = Annotated[
@@ -24,7 +29,28 @@ RunsDir = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 RUNS = Path("runs")
-console = Console(markup=False)  # names, reasons and paths may hold brackets
+
+
+class PrintableConsole(Console):
+    """A console on which text from outside stays text: no markup, and nothing that a terminal would obey."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, **options)  # names, reasons and paths may hold brackets
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Before it is measured, so that what is escaped finds its place."""
+        return super().render_str(printable(text, len(text), lines=True), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Everything that is printed comes through here, whatever it is made of."""
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text == "\n" or segment.text.isprintable():
+                yield segment
+            else:
+                yield Segment(printable(segment.text, len(segment.text), lines=True), segment.style)
+
+
+console = PrintableConsole()
 
 
 def example(text: str) -> str:

@@ -177,7 +177,9 @@ def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
 
 
 def _score(score: dict[str, Any]) -> str:
-    return f"{figure(score['mean_return'])} ± {figure(score['std_return'])} over {score['episodes']} episodes"
+    return (
+        f"{figure(score['mean_return'])} ± {figure(score.get('std_return'))} over {score.get('episodes', '–')} episodes"
+    )
 
 
 def ledger_line(line: dict[str, Any]) -> str:
@@ -215,8 +217,8 @@ def print_status(status: Status, console: Console) -> None:
     if status.ledger:
         console.print(books)
     if status.store.get("error"):
-        seconds = max(0.0, time.time() - status.store["since"])
-        tries = f"{status.store['attempts']} tries in {seconds:.0f} s have failed"
+        seconds = max(0.0, time.time() - status.store.get("since", time.time()))
+        tries = f"{status.store.get('attempts', 0)} tries in {seconds:.0f} s have failed"
         console.print(f"store: {status.store['error']} ({tries}; training goes on until the log is full)")
     if failed := status.store.get("export"):
         console.print(f"export: {failed['checkpoint']} could not be exported: {failed['error']}", soft_wrap=True)

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from shared.errors import UserError
+from shared.foreign import left_out
 from shared.heartbeat import Beat
 
 NO_BOUND = 10_000
@@ -51,11 +54,18 @@ class Room:
         return f"{self.now} workers" if self.later == self.now else f"{self.now} workers ({more})"
 
 
+_ROOM = TypeAdapter(Room)
+
+
 def room_of(beats: Sequence[Beat]) -> Room | None:
     """What the coordinator last said; None where it is silent, or there is no Ray."""
     coordinator = next((beat for beat in beats if beat.role == "coordinator" and beat.alive), None)
     said = coordinator.progress.get("room") if coordinator is not None else None
-    return Room(**said) if said else None
+    try:
+        return _ROOM.validate_python(said) if said else None
+    except ValidationError as error:
+        left_out("the room that the coordinator tells of", error.errors()[0]["msg"])
+        return None
 
 
 def refuse_order(run_id: str, workers: int | None, min_workers: int | None, max_workers: int | None) -> None:

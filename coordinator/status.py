@@ -5,17 +5,18 @@ It names the party that everyone waits for.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 import redis
+from pydantic import BaseModel, TypeAdapter
 
 from coordinator.room import room_of
 from shared.bodies import bytes_by_shard
 from shared.checkpoint import FINISHED, CheckpointStore
 from shared.events import read_evaluations
 from shared.flow import Flow, FlowState
+from shared.foreign import foreign
 from shared.heartbeat import Beat, read_heartbeats
 from shared.ledger import read_books
 from shared.redis_keys import RunKeys
@@ -59,6 +60,25 @@ class Status:
         return {**asdict(self), "roles": [beat.as_dict() for beat in self.roles]}
 
 
+class _Export(BaseModel, extra="allow"):
+    checkpoint: str
+    error: str
+
+
+class _StoreStatus(BaseModel, extra="allow"):
+    """Of what the trainer tells of the store, that which is shown."""
+
+    durable: str = ""
+    waiting_for: str = ""
+    error: str = ""
+    since: float = 0.0
+    attempts: int = 0
+    export: _Export | None = None
+
+
+_FIGURES, _STORE = TypeAdapter(dict[str, float | None]), TypeAdapter(_StoreStatus)
+
+
 def live_status(client: redis.Redis, run_id: str, books: bool = True) -> Status:
     """From Redis; raises `RunNotFound` where it does not know the run."""
     keys = RunKeys(run_id)
@@ -66,10 +86,14 @@ def live_status(client: redis.Redis, run_id: str, books: bool = True) -> Status:
     beats = read_heartbeats(client, run_id)
     evaluations = read_evaluations(client, run_id)
     raw = cast(list[bytes | None], client.mget([keys.signals, keys.store_status]))
-    signals, store = (json.loads(text) if text else {} for text in raw)
+    signals = foreign(_FIGURES, raw[0] or b"{}", f"the figures of run {run_id}") or {}
+    told = foreign(_STORE, raw[1] or b"{}", f"the store's status of run {run_id}")
+    store = told.model_dump(exclude_unset=True) if told else {}
     trainer = next((beat.progress for beat in beats if beat.role == "trainer"), {})
-    newest = next(reversed(evaluations.values()), None)
-    best = max(evaluations.values(), key=lambda item: (float(item["mean_return"]), item["version"]), default=None)
+    newest = next(({**item, "checkpoint": name} for name, item in reversed(evaluations.items())), None)
+    best = max(
+        evaluations, key=lambda name: (evaluations[name]["mean_return"], evaluations[name]["version"]), default=None
+    )
     return Status(
         run_id=run_id, state=flow.state, reason=flow.reason, live=True, version=flow.version,
         env_steps=int(trainer.get("env_steps", 0)), updates=int(trainer.get("updates", 0)),
@@ -80,7 +104,7 @@ def live_status(client: redis.Redis, run_id: str, books: bool = True) -> Status:
         log={"entries": client.xlen(keys.log), "bytes": flow.log_bytes, "max_bytes": flow.max_log_bytes},
         shards=dict.fromkeys(flow.shards, 0) | (bytes_by_shard(client, run_id) if books and flow.shards else {}),
         flow={"in_flight": flow.in_flight, "window": flow.window, "max_policy_lag": flow.max_policy_lag},
-        signals=signals, store=store, latest=store.get("durable"), best=best["checkpoint"] if best else None,
+        signals=signals, store=store, latest=store.get("durable"), best=best,
         evaluation=newest,
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from rollout_worker.worker import Worker
 from shared.departure import leaves_on_signal
 from shared.errors import StagecoachError, UserError
 from shared.launch import launch_from_arguments, role_arguments
+from shared.printable import complain
 
 
 def main() -> int:
@@ -34,7 +35,7 @@ def main() -> int:
         print(ended)
         return 1 if ended == OUTGROWN else 0
     except StagecoachError as error:
-        print(f"Error: {error}", file=sys.stderr)
+        complain(error)
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         return 130

@@ -21,6 +21,7 @@ from rollout_worker.trail import Past
 from rollout_worker.vector import Place, Step, VectorEnvironment
 from shared.config import Config
 from shared.heartbeat import Heartbeat
+from shared.printable import complain
 from shared.spaces import Array, Columns
 
 _LOGGER = logging.getLogger("stagecoach.worker")
@@ -107,7 +108,7 @@ class Watchdog:
     def _end(self, reason: str) -> None:
         """Ends this process and its environments' processes, after the last orders, which may fail."""
         _LOGGER.error("%s; its process ends", reason)
-        print(f"Error: {reason}", file=sys.stderr, flush=True)
+        complain(reason)
         try:
             self._last_orders(reason)
         except Exception:

@@ -1,22 +1,30 @@
 """What happened in a run, for people and for the evaluator: a short Redis stream of JSON events.
 
-Events inform; nothing that is learnt depends on them. Kinds: `checkpoint`, `evaluation`, `worker`, `trainer`,
+Events inform; nothing that is learnt depends on them, and none of the writers here raises into the role that tells:
+what cannot be told is in its log. Kinds: `checkpoint`, `evaluation`, `worker`, `trainer`,
 `environment`, `store`, `export`, `service`, `scaling`, `state`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, cast
 
 import redis
+from pydantic import BaseModel, NonNegativeInt, TypeAdapter
 
+from shared.checkpoint import checkpoint_version
+from shared.foreign import foreign, left_out
+from shared.printable import printable, printable_data
 from shared.redis_keys import RunKeys
 from shared.scripts import write_small
 
+_LOGGER = logging.getLogger("stagecoach.events")
 _KEPT = 1000
+_DATA_CHARACTERS = 100_000
 _EVALUATIONS_KEPT = 100
 
 
@@ -30,10 +38,29 @@ class Event:
     data: dict[str, Any]
 
 
+class _Scores(BaseModel, extra="allow"):
+    """What every reader counts on, and what is shown where it is there."""
+
+    version: NonNegativeInt
+    mean_return: float
+    checkpoint: str = ""
+    std_return: float = 0.0
+    episodes: int = 0
+
+
+_SCORES, _DATA = TypeAdapter(_Scores), TypeAdapter(dict[str, Any])
+
+
 def emit(client: redis.Redis, run_id: str, kind: str, text: str, **data: Any) -> None:
-    """Adds an event; only the newest thousand or so are kept."""
-    fields = ["kind", kind, "text", text, "data", json.dumps(data)]
-    write_small(client, RunKeys(run_id).flow, RunKeys(run_id).events, "XADD", "MAXLEN", "~", _KEPT, "*", *fields)
+    """Adds an event of printable text; only the newest thousand or so are kept. It never raises but for programming."""
+    shown = json.dumps(printable_data(data))
+    if len(shown) > _DATA_CHARACTERS:
+        shown = json.dumps({"left_out": f"{len(shown)} characters of data"})
+    fields = ["kind", printable(kind), "text", printable(text), "data", shown]
+    try:
+        write_small(client, RunKeys(run_id).flow, RunKeys(run_id).events, "XADD", "MAXLEN", "~", _KEPT, "*", *fields)
+    except redis.RedisError as error:
+        _LOGGER.warning("Redis does not take the event %r: %s", printable(text), error)
 
 
 def read_events(client: redis.Redis, run_id: str, after: str = "0-0", block_seconds: float = 0.0) -> list[Event]:
@@ -43,10 +70,16 @@ def read_events(client: redis.Redis, run_id: str, after: str = "0-0", block_seco
     if not answer:
         return []
     entries = answer[0][1] if isinstance(answer, list) else next(iter(answer.values()))[0]
-    return [
-        Event(id_.decode(), fields[b"kind"].decode(), fields[b"text"].decode(), json.loads(fields[b"data"]))
-        for id_, fields in entries
-    ]
+    return [_event(run_id, id_.decode(), fields) for id_, fields in entries]
+
+
+def _event(run_id: str, id_: str, fields: dict[bytes, bytes]) -> Event:
+    """One that is malformed keeps its place, so that a reader gets past it."""
+    data = foreign(_DATA, fields.get(b"data", b""), f"event {id_} of run {run_id}")
+    if data is None or not {b"kind", b"text"} <= fields.keys():
+        return Event(id_, "malformed", "somebody wrote an event that is none of ours", {})
+    kind, text = (printable(fields[name].decode(errors="replace")) for name in (b"kind", b"text"))
+    return Event(id_, kind, text, data)
 
 
 def recent_events(client: redis.Redis, run_id: str, count: int) -> str:
@@ -57,7 +90,8 @@ def recent_events(client: redis.Redis, run_id: str, count: int) -> str:
 
 def record_evaluation(client: redis.Redis, run_id: str, checkpoint: str, scores: dict[str, Any]) -> None:
     """Keeps the scores of one checkpoint."""
-    write_small(client, RunKeys(run_id).flow, RunKeys(run_id).evaluations, "HSET", checkpoint, json.dumps(scores))
+    text = json.dumps(printable_data(scores))
+    write_small(client, RunKeys(run_id).flow, RunKeys(run_id).evaluations, "HSET", checkpoint, text)
 
 
 def prune_evaluations(client: redis.Redis, run_id: str, keep: Collection[str]) -> None:
@@ -69,7 +103,14 @@ def prune_evaluations(client: redis.Redis, run_id: str, keep: Collection[str]) -
 
 
 def read_evaluations(client: redis.Redis, run_id: str) -> dict[str, dict[str, Any]]:
-    """Checkpoint name → scores, in the order of their policy versions."""
+    """Checkpoint name → scores, in the order of their policy versions; with `version` and a finite `mean_return`."""
     raw = cast(dict[bytes, bytes], client.hgetall(RunKeys(run_id).evaluations))
-    scores = {name.decode(): json.loads(text) for name, text in raw.items()}
-    return dict(sorted(scores.items(), key=lambda item: int(item[1]["version"])))
+    scores = {}
+    for name, text in raw.items():
+        checkpoint = name.decode(errors="replace")
+        found = foreign(_SCORES, text, f"the score of {checkpoint} of run {run_id}")
+        if found is not None and checkpoint_version(checkpoint) is None:
+            left_out(f"the score of {checkpoint} of run {run_id}", "there is no checkpoint of such a name")
+        elif found is not None:
+            scores[checkpoint] = found.model_dump(exclude_unset=True)
+    return dict(sorted(scores.items(), key=lambda item: (item[1]["version"], item[0])))

@@ -16,6 +16,7 @@ import redis
 
 from shared import scripts
 from shared.errors import Fenced, RunNotFound, WorkerSuperseded
+from shared.printable import printable
 from shared.redis_keys import RunKeys
 from shared.script_calls import Call, Step
 
@@ -220,7 +221,7 @@ class Flow:
 
         A trainer gives its `epoch`: an older one may not end the run, and gets `Fenced`.
         """
-        arguments = [state, reason, expected, "" if epoch is None else epoch]
+        arguments = [state, printable(reason, lines=True), expected, "" if epoch is None else epoch]
         changed = int(self._run("SET_STATE", [self._keys.flow, self._keys.wakeups], arguments))
         if changed < 0:
             raise Fenced(f"epoch {epoch} may not set the run {state}; a newer trainer has taken over")

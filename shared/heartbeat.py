@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import random
+import re
 import secrets
 import socket
 import threading
@@ -17,13 +18,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import redis
+from pydantic import BaseModel, BeforeValidator, TypeAdapter
 
 from shared import scripts
 from shared.connection import own_address
 from shared.errors import StoreError, StoreUnavailable, WaitTimeout
+from shared.foreign import foreign, left_out
+from shared.printable import NAME_CHARACTERS, printable, printable_data
 from shared.redis_keys import RunKeys
 from shared.script_calls import Step
 from shared.stages import Stages
@@ -31,11 +35,32 @@ from shared.stages import Stages
 _LOGGER = logging.getLogger("stagecoach.wait")
 _CHANCE = random.Random()  # of its own: nothing that is learnt may depend on it
 _PROCESS = secrets.token_hex(4)
+_STAMP = re.compile(rb"\d{1,12}\.\d{6}")
 T = TypeVar("T")
 BEAT_SECONDS = 1.0
 """Time between two heartbeats."""
 DEAD_AFTER_SECONDS = 10.0
 """A heartbeat older than this counts as silence."""
+
+
+class _Progress(BaseModel, extra="allow"):
+    """Of a role's own figures those that others count on."""
+
+    version: int = -1
+    env_steps: int = 0
+    updates: int = 0
+    episodes: int = 0
+    fragments: int = 0
+    evaluations: int = 0
+    evaluating: str = ""
+    phase: str = ""
+    reads_again: bool = False
+    unplaced: list[str] = []
+
+    @classmethod
+    def checked(cls, said: object) -> dict[str, Any]:
+        """All that was said, with these of their types."""
+        return cls.model_validate(said).model_dump(exclude_unset=True)
 
 
 @dataclass(frozen=True)
@@ -55,7 +80,7 @@ class Beat:
     waiting_seconds: float
     deadline_seconds: float
     """After so many seconds of waiting it gives up and says so; 0 where it waits for nothing."""
-    progress: dict[str, Any]
+    progress: Annotated[dict[str, Any], BeforeValidator(_Progress.checked)]
     """The role's own figures: fragments, incarnation, seconds per stage …"""
     trouble: str | None = None
     """What the last try of the present wait met, where it tries and fails."""
@@ -183,22 +208,31 @@ class Heartbeat:
             "waited": {name: round(seconds, 3) for name, seconds in waited.items()},
             "stages": {name: round(seconds, 3) for name, seconds in self.stages.seconds().items()},
         }
-        self._script(keys=[self._keys.heartbeats], args=[self._name, json.dumps(data)])
+        self._script(keys=[self._keys.heartbeats], args=[self._name, json.dumps(printable_data(data))])
+
+
+_BEAT = TypeAdapter(Beat)
 
 
 def read_heartbeats(client: redis.Redis, run_id: str) -> list[Beat]:
-    """The last beat of every role of the run, trainer first."""
+    """The last beat of every role of the run, trainer first; what is no heartbeat is left out."""
     raw = cast(dict[bytes, bytes], client.hgetall(RunKeys(run_id).heartbeats))
     seconds, micros = client.time()
-    beats = []
-    for name, value in raw.items():
-        stamp, _, text = value.decode().partition(" ")
-        role, _, id_ = name.decode().partition(":")
-        beats.append(
-            Beat(role=role, id=id_, stamp=stamp, age_seconds=seconds + micros / 1e6 - float(stamp), **json.loads(text))
-        )
+    beats = [_beat(run_id, name, value, seconds + micros / 1e6) for name, value in raw.items()]
     order = {"coordinator": 0, "trainer": 1, "rank": 2, "evaluator": 3, "worker": 4}
-    return sorted(beats, key=lambda beat: (order.get(beat.role, 5), len(beat.id), beat.id))
+    found = [beat for beat in beats if beat is not None]
+    return sorted(found, key=lambda beat: (order.get(beat.role, 5), len(beat.id), beat.id))
+
+
+def _beat(run_id: str, name: bytes, value: bytes, now: float) -> Beat | None:
+    role, _, id_ = printable(name.decode(errors="replace"), NAME_CHARACTERS).partition(":")
+    stamp, _, text = value.partition(b" ")
+    what = f"the heartbeat of {role}:{id_} of run {run_id}"
+    if not _STAMP.fullmatch(stamp):
+        left_out(what, "it has no time stamp")
+        return None
+    when = stamp.decode()
+    return foreign(_BEAT, text, what, role=role, id=id_, stamp=when, age_seconds=now - float(when))
 
 
 def forget_heartbeat(client: redis.Redis, run_id: str, role: str, id_: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any, cast
 from shared.config_sources import load_config, parse_config
 from shared.connection import Address, RoleName
 from shared.errors import RunNotFound
+from shared.printable import PrintableFormatter
 from shared.redis_keys import check_run_id
 from shared.role import Role, open_role
 
@@ -54,9 +55,11 @@ def log_to_file(run_folder: str | None, name: str) -> None:
     """Sends this process's log to `<run>/logs/<name>.log`, or to standard error where there is no such folder."""
     folder = Path(run_folder) / LOGS if run_folder else None
     handler: logging.Handler = (
-        logging.FileHandler(folder / f"{name}.log") if folder and folder.is_dir() else logging.StreamHandler()
+        logging.FileHandler(folder / f"{name}.log", encoding="utf-8")
+        if folder and folder.is_dir()
+        else logging.StreamHandler()
     )
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("stagecoach")
     for old in logger.handlers[:]:
         logger.removeHandler(old)

@@ -7,6 +7,7 @@ import sys
 
 from shared.errors import ConfigError, StagecoachError, UserError
 from shared.launch import launch_from_arguments, role_arguments
+from shared.printable import complain
 from trainer_node.lives import learn_along, train
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -27,7 +28,7 @@ def main() -> int:
             raise ConfigError(f"--rank {rank}: this run has trainer.ranks={ranks}, which are 0 to {ranks - 1}")
         print(learn_along(launch, rank, _SIGNALS) if rank else train(launch, _SIGNALS))
     except StagecoachError as error:
-        print(f"Error: {error}", file=sys.stderr)
+        complain(error)
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         return 130

@@ -20,6 +20,7 @@ from shared.config import Config
 from shared.config_sources import parse_config
 from shared.errors import StagecoachError, UserError
 from shared.policies.registry import torch_device
+from shared.printable import complain
 from shared.spaces import EnvironmentDescription
 from trainer_node.group import GroupBroken, Invitation, Opening, join
 from trainer_node.learner import Learner, set_up_torch
@@ -93,7 +94,7 @@ def main() -> int:
     except GroupBroken:
         return 1  # rank 0 tells why
     except StagecoachError as error:
-        print(f"rank {told['rank']}: {error}", file=sys.stderr)
+        complain(f"rank {told['rank']}: {error}")
         return 1
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from shared import fragment, tensor_blob
 from shared.errors import Fenced
+from shared.events import read_events
 from shared.flow import Claim
 from shared.fragment import Fragment, FragmentHeader
 from shared.ledger import Count, Ledger, LedgerLine, read_books
@@ -428,6 +430,18 @@ def test_a_header_that_lies_in_its_metadata_only_is_corrupt(make_role: MakeRole)
     worker.work(blob=changed)
     assert trainer.take() is None
     assert books(role)["worker-0"].dropped == {"corrupt": Count(1, SIZE)}
+
+
+def test_a_header_whose_text_no_encoder_takes_is_dropped_and_told(make_role: MakeRole) -> None:
+    role = make_role(small_config())
+    trainer, worker = begin(role), SmallWorker(role)
+    arrays, header = tensor_blob.decode(fragment.encode(worker.act()))
+    worker.work(blob=tensor_blob.encode(arrays, header | {os.fsdecode(b"caf\xe9\x1b]52;c;"): 1}))
+    worker.work()
+    assert trainer.take() is not None
+    (event,) = read_events(role.redis, role.run_id)
+    assert event.kind == "dropped" and "is schema" in event.text and "caf\\udce9\\x1b]52" in event.text
+    assert books(role)["total"].balances
 
 
 def test_every_reason_of_the_ledger_has_a_test_here() -> None:

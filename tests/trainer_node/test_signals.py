@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import csv
+import errno
+import io
 import json
+import mmap
+import os
 import time
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 
 from shared.config import SignalsConfig
+from shared.events import read_events
 from shared.redis_keys import RunKeys
-from trainer_node.signals import Signals
+from trainer_node import signals as module
+from trainer_node.signals import FigureTable, Signals
 
 Row = dict[str, float]
 
@@ -132,3 +140,145 @@ def test_without_files_only_redis_is_written(redis_client: redis.Redis, unique_r
         signals.close()
     assert list(tmp_path.iterdir()) == []
     assert redis_client.get(RunKeys(unique_run_id).signals)
+
+
+def test_names_that_an_environment_makes_up_reach_all_writers_as_printable_text(
+    redis_client: redis.Redis, unique_run_id: str, tmp_path: Path
+) -> None:
+    name = "environment/" + os.fsdecode(b"caf\xe9") + '\x1b]52;c;\x07,"\n'
+    signals = Signals(redis_client, unique_run_id, SignalsConfig(), tmp_path)
+    signals.start(0)
+    signals.write({**row(64), name: 2.5, "x" * 1000: 1.0}, 64)
+    signals.close()
+    shown = 'environment/caf\\udce9\\x1b]52;c;\\x07,"\\n'
+    (found,) = rows_of(tmp_path)
+    assert found[shown] == "2.5" and max(map(len, found)) < 150
+    assert scalars_of(tmp_path, shown) == [(64, 2.5)]
+    assert not signals.failures
+
+
+def test_a_writer_that_fails_is_counted_and_told_once_and_nothing_is_raised(
+    redis_client: redis.Redis, unique_run_id: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.csv").mkdir()
+    redis_client.rpush(RunKeys(unique_run_id).flow, "no hash")  # each script's first command is one on the flow
+    signals = Signals(redis_client, unique_run_id, SignalsConfig(tensorboard=False), tmp_path)
+    signals.start(0)
+    signals.write(row(64), 64)
+    redis_client.delete(RunKeys(unique_run_id).flow)
+    signals.write(row(128), 128)
+    signals.close()
+    assert signals.failures == {"train.csv": 3, "Redis": 1}
+    assert read_events(redis_client, unique_run_id) == []  # Redis took none at that time
+
+    other = Signals(redis_client, unique_run_id, SignalsConfig(tensorboard=False), tmp_path)
+    other.start(0)
+    other.write(row(64), 64)
+    (event,) = read_events(redis_client, unique_run_id)
+    assert event.kind == "signals" and event.text.startswith("train.csv cannot be written, training continues")
+
+
+def test_a_disk_that_is_full_leaves_no_half_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = FigureTable(tmp_path / "train.csv")
+    table.start(0)
+    table.append(row(64))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_line", lambda fields: b"128.0")  # the part that still went onto it
+        patch.setattr(Path, "open", failing_open)
+        with pytest.raises(OSError, match="No space left"):
+            table.append(row(128))
+    table.append(row(192))
+    assert [found["time/env_steps"] for found in rows_of(tmp_path)] == ["64.0", "192.0"]
+
+
+def failing_open(path: Path, mode: str = "r", **options: Any) -> Any:
+    """As on a disk that has room for what is written and for no more."""
+
+    class Full(io.FileIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    return Full(path, mode.replace("b", ""))
+
+
+def test_there_is_a_bound_on_names(
+    redis_client: redis.Redis, unique_run_id: str, tmp_path: Path, table_only: SignalsConfig
+) -> None:
+    signals = Signals(redis_client, unique_run_id, table_only, tmp_path)
+    signals.start(0)
+    signals.write(row(64) | {f"environment/{number}": 1.0 for number in range(2000)}, 64)
+    signals.write(row(128, train__loss=1.0), 128)
+    found = rows_of(tmp_path)
+    assert [len(item) for item in found] == [1000, 1000]
+    assert found[1]["time/env_steps"] == "128.0" and found[1]["environment/5"] == ""
+    assert signals.failures == {"the figures": 2}
+
+
+def many_rows(path: Path, count: int) -> Path:
+    """A table as a long run leaves it."""
+    path.mkdir()
+    with (path / "train.csv").open("w", newline="") as file:
+        file.write("train/updates,time/env_steps,train/loss\r\n")
+        file.writelines(f"{number},{64.0 * number},0.12345678901\r\n" for number in range(1, count + 1))
+    return path
+
+
+def test_what_a_restart_costs_does_not_depend_on_the_age_of_the_run(
+    redis_client: redis.Redis, unique_run_id: str, tmp_path: Path, table_only: SignalsConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    asked: list[int] = []
+
+    class CountedMap(mmap.mmap):
+        """Counts what is looked at."""
+
+        def rfind(self, *arguments: object) -> int:
+            found = super().rfind(*arguments)  # type: ignore[arg-type]
+            asked.append(found)
+            return found
+
+    monkeypatch.setattr(mmap, "mmap", CountedMap)
+    costs = []
+    for updates in (10_000, 1_000_000):
+        folder = many_rows(tmp_path / str(updates), updates)
+        signals = Signals(redis_client, unique_run_id, table_only, folder)
+        asked.clear()
+        tracemalloc.start()
+        signals.start(64 * (updates - 20))
+        signals.write(row(64 * updates, train__loss=1.0), 64 * updates)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        looked_at = (folder / "train.csv").stat().st_size - min(asked)
+        costs.append((len(asked), looked_at < 2000, peak < 1_000_000))
+        assert not signals.failures
+        with (folder / "train.csv").open() as file:
+            assert sum(1 for _ in file) == 1 + updates - 20 + 1
+    assert costs[0] == costs[1] and costs[0][1:] == (True, True)
+
+
+def test_a_restart_looks_at_the_end_alone(tmp_path: Path) -> None:
+    """Of a table of a terabyte, of which the middle was never written; who reads all of it is not done in a day."""
+    path = many_rows(tmp_path / "long", 10) / "train.csv"
+    begin = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(1 << 40)
+        file.write(
+            b"\r\n" + b"".join(b"%d,%d.0,0.5\r\n" % (number, 64 * number) for number in range(11, 31)) + b"31,19"
+        )
+    table = FigureTable(path)
+    table.start(64 * 25)
+    assert begin < path.stat().st_size < (1 << 40) + 1000
+    with path.open("rb") as file:
+        file.seek(-20, os.SEEK_END)
+        assert file.read().endswith(b"25,1600.0,0.5\r\n")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a,b\r\n1,2\r\n", "train/updates,time/env_ste", "time/env_steps\r\n", "\x00" * 100]
+)
+def test_a_table_that_was_cut_off_in_its_first_line_or_is_none_of_ours_begins_anew(tmp_path: Path, text: str) -> None:
+    (tmp_path / "train.csv").write_text(text)
+    table = FigureTable(tmp_path / "train.csv")
+    table.start(100)
+    table.append({"time/env_steps": 64.0})
+    assert rows_of(tmp_path) == [{"time/env_steps": "64.0"}]

@@ -1,0 +1,117 @@
+"""Text from outside: whatever it holds, what is shown of it can be encoded, obeys no terminal, and has a bound."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import redis
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from coordinator.cli_options import PrintableConsole
+from shared.events import emit, read_evaluations, read_events, record_evaluation
+from shared.heartbeat import Heartbeat, read_heartbeats
+from shared.launch import LOGS, log_to_file
+from shared.printable import complain, printable, printable_data
+from tests.conftest import MakeRole, create_flow, minimal_config
+
+HOSTILE = "\x1b]52;c;cm0gLXJm\x07\x9b31m\u202etxt\x00" + os.fsdecode(b"caf\xe9")
+"""Sets a terminal's clipboard (OSC 52), colours it (C1), turns the direction, ends a C string, and is no UTF-8."""
+ANY_TEXT = st.text(
+    st.characters(codec=None, categories=None) | st.characters(min_codepoint=0xD800, max_codepoint=0xDFFF)
+)
+
+
+def harmless(text: str) -> bool:
+    """Whether a terminal shows it as it is."""
+    text.encode()
+    return text.replace("\n", "").isprintable()
+
+
+@given(ANY_TEXT, st.booleans())
+def test_any_text_becomes_printable_and_what_is_printable_stays(text: str, lines: bool) -> None:
+    shown = printable(text, lines=lines)
+    assert harmless(shown.replace("\t", "") if lines else shown)
+    assert lines or "\n" not in shown
+    assert printable(shown, lines=lines) == shown
+    assert (shown == text) == all(one.isprintable() or (lines and one in "\n\t") for one in text)
+
+
+def test_what_is_too_long_is_cut_and_says_so() -> None:
+    assert printable("x" * 2001) == "x" * 2000 + "… (1 more characters)"
+    assert printable("x" * 2001, lines=True) == "x" * 2001
+    assert len(printable("\x00" * 10**6)) < 10_000
+    assert printable_data({"\x1b": ["\x1b", ("\x1b", 1.5, None)]}) == {"\\x1b": ["\\x1b", ["\\x1b", 1.5, None]]}
+
+
+def test_events_scores_heartbeats_and_the_reason_of_a_run_take_any_text(make_role: MakeRole) -> None:
+    role = make_role(minimal_config())
+    create_flow(role)
+    emit(role.redis, role.run_id, HOSTILE, HOSTILE, **{HOSTILE: HOSTILE})
+    (event,) = read_events(role.redis, role.run_id)
+    (name,) = event.data
+    record_evaluation(role.redis, role.run_id, "1_Step-1.ckpt", {"version": 1, "mean_return": 1.0, HOSTILE: HOSTILE})
+    (scores,) = read_evaluations(role.redis, role.run_id).values()
+    heartbeat = Heartbeat(role.redis, role.run_id, "worker", "worker-0")
+    heartbeat.progress = {"at": HOSTILE}
+    heartbeat.stop(HOSTILE)
+    (beat,) = read_heartbeats(role.redis, role.run_id)
+    role.flow.set_state("finished", HOSTILE)
+    reason = role.flow.read().reason
+    told = [event.kind, event.text, name, event.data[name], *scores, beat.ended or "", beat.progress["at"], reason]
+    assert all(map(harmless, map(str, told)))
+    assert sum("caf\\udce9" in text for text in map(str, told)) == 8
+
+
+def test_an_event_that_redis_does_not_take_ends_nothing(
+    redis_client: redis.Redis, unique_run_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    redis_client.set(f"stagecoach:{{{unique_run_id}}}:events", "somebody's own")
+    emit(redis_client, unique_run_id, "worker", "joined")
+    assert "Redis does not take the event 'joined'" in caplog.text
+
+
+def test_a_log_takes_any_text_and_no_text_forges_a_record(tmp_path: Path) -> None:
+    (tmp_path / LOGS).mkdir()
+    logger = logging.getLogger("stagecoach.test")
+    try:
+        log_to_file(str(tmp_path), "worker-0")
+        try:
+            raise ValueError(HOSTILE)
+        except ValueError:
+            logger.exception("it met %s\n2026-01-01 00:00:00,000 INFO stagecoach.trainer: all is well", HOSTILE)
+        text = (tmp_path / LOGS / "worker-0.log").read_text(encoding="utf-8")
+    finally:
+        log_to_file(None, "tests")
+        logging.getLogger("stagecoach").propagate = True
+    assert harmless(text) and text.count("caf\\udce9") == 2
+    first, *rest = text.splitlines()
+    assert "it met" in first and rest and all(line.startswith("    ") for line in rest)
+
+
+def test_the_console_and_the_last_line_of_a_command_show_text_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    file = io.StringIO()
+    console = PrintableConsole(file=file, width=200, force_terminal=False)
+    table = Table("name", title=HOSTILE)
+    table.add_row(f"[bold]{HOSTILE}[/red]")
+    console.print(table)
+    console.print(Panel(Text(HOSTILE), title=HOSTILE))
+    console.print(f"{HOSTILE} [link=x]", soft_wrap=True)
+    complain(HOSTILE)
+    shown, said = file.getvalue(), capsys.readouterr().err
+    assert harmless(shown) and harmless(said)
+    assert shown.count("caf\\udce9") == 5 and "[bold]" in shown and "[link=x]" in shown and "caf\\udce9" in said
+
+
+def test_colours_of_our_own_reach_a_terminal() -> None:
+    file = io.StringIO()
+    console = PrintableConsole(file=file, force_terminal=True, color_system="standard")
+    console.print("ok\x1b[31m", style="green", highlight=False)
+    assert file.getvalue() == "\x1b[32mok\\x1b[31m\x1b[0m\n"
