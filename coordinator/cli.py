@@ -35,6 +35,7 @@ from coordinator.run_folder import list_folders
 from shared.config import Config
 from shared.config_sources import dump_config, load_config
 from shared.errors import RunExists, StagecoachError, UserError
+from shared.events import confirmed_return
 from shared.launch import LOGS, extend_imports
 from shared.printable import complain, printable
 
@@ -226,7 +227,7 @@ def runs(runs_dir: RunsDir = _RUNS, as_json: Json = False) -> None:
             handle = Run.attach(folder.run_id, runs_dir)
             found = handle.status()
             best = next((entry for entry in handle.checkpoints() if "best" in entry["marks"]), None)
-            score = best["evaluation"]["mean_return"] if best and best["evaluation"] else None
+            score = confirmed_return(best["evaluation"]) if best and best["evaluation"] else None
             row = _run_row(folder.run_id, found.state, found.reason, found.env_steps, score)
         except StagecoachError as error:
             row = _run_row(folder.run_id, "unreadable", str(error))

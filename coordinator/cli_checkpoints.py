@@ -19,10 +19,11 @@ from coordinator.run import Run
 from shared.checkpoint import MARKS, Manifest
 from shared.config import Config
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
+from shared.events import confirmed_return
 from shared.exports import Export, ExportedPolicy, read_export
 from shared.ledger import Count, Ledger
 
-_COLUMNS = ("checkpoint", "env steps", "return", "evaluated", "KiB")
+_COLUMNS = ("checkpoint", "env steps", "return", "evaluated", "confirmed", "KiB")
 _MARKS = ", ".join(MARKS)
 Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help=f"A checkpoint's name, or {_MARKS}.")]
 
@@ -55,9 +56,10 @@ def list_(run: RunArgument, runs_dir: RunsDir = RUNS, as_json: Json = False) -> 
     table = Table(*(Column(title, no_wrap=True) for title in _COLUMNS), "")
     for entry in entries:
         training = figure(entry["mean_return"])
-        evaluated = figure(entry["evaluation"]["mean_return"] if entry["evaluation"] else None)
+        scores = entry["evaluation"] or {}
+        evaluated = figure(scores.get("mean_return")), figure(confirmed_return(scores))
         marks = ", ".join([*entry["marks"], *_short(exports[entry["name"]])])
-        table.add_row(entry["name"], f"{entry['env_steps']:,}", training, evaluated, _kib(entry["bytes"], ""), marks)
+        table.add_row(entry["name"], f"{entry['env_steps']:,}", training, *evaluated, _kib(entry["bytes"], ""), marks)
     console.print(table)
     console.print(f"in {handle.store_location}", soft_wrap=True)
 
@@ -196,7 +198,9 @@ def _books(consumed: Count, dropped: dict[str, Count]) -> str:
 
 
 def _score(score: dict[str, Any]) -> str:
-    return f"{figure(score['mean_return'])} over {score.get('episodes', '–')} episodes"
+    confirmation = score.get("confirmation")
+    again = f", and {figure(confirmation['mean_return'])} from as many other starts" if confirmation else ""
+    return f"{figure(score['mean_return'])} over {score.get('episodes', '–')} episodes{again}"
 
 
 def _lags(histogram: dict[str, int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import redis
@@ -147,21 +147,15 @@ def _one_line(status: Status) -> str:
 
 
 def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
-    """Score, steps, time, where the checkpoints are, the ledger."""
+    """The best checkpoint and the last one, steps, time, where the checkpoints are, the ledger."""
     status = outcome.status
-    best: dict[str, Any] | None = None
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")  # a path that is cut cannot be copied
     table.add_row("run", f"{run.run_id}: {outcome.reason.splitlines()[0]}")
     with contextlib.suppress(StagecoachError):  # a summary without a score is better than none
-        best = next((entry for entry in run.checkpoints() if "best" in entry["marks"]), None)
-    if best is not None and best["evaluation"]:
-        score = best["evaluation"]
-        table.add_row(
-            "score",
-            f"{_score(score)}, {best['name']}",
-        )
+        for title, text in scores_of_note(run.checkpoints()):
+            table.add_row(title, text)
     table.add_row(
         "trained", f"{status.env_steps:,} env steps, {status.updates:,} updates, {status.episodes:,} episodes"
     )
@@ -176,10 +170,22 @@ def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
     console.print(Panel(table, title="summary", expand=False))
 
 
-def _score(score: dict[str, Any]) -> str:
-    return (
-        f"{figure(score['mean_return'])} ± {figure(score.get('std_return'))} over {score.get('episodes', '–')} episodes"
-    )
+def scores_of_note(entries: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Rows for the summary: the best checkpoint with the score that confirmed it, and the last one with its own."""
+    for title, mark, said in (
+        ("result", "best", "the best, by its second evaluation"),
+        ("last", "latest", "the last"),
+    ):
+        for entry in entries:
+            if mark in entry["marks"] and (scores := entry["evaluation"]):
+                counted = (scores.get("confirmation") or scores) if mark == "best" else scores
+                yield title, f"{score_text(counted)}, {entry['name']} ({said})"
+
+
+def score_text(scores: dict[str, Any]) -> str:
+    """One evaluation, for people."""
+    episodes = scores.get("episodes", "–")
+    return f"{figure(scores['mean_return'])} ± {figure(scores.get('std_return'))} over {episodes} episodes"
 
 
 def ledger_line(line: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.find import find_checkpoint
-from rollout_worker.evaluation import evaluate_policies
+from rollout_worker.evaluation import CONFIRMING, evaluate_policies, evaluation_seed
 from rollout_worker.making import describe_environment
 from shared.config import Config, WrapperConfig
 from shared.errors import EnvironmentUnusable
@@ -36,6 +36,9 @@ def evaluate(
 ) -> Evaluation:
     """Plays `target`: a run (its promoted checkpoint, else its best, else its newest), `RUN/NAME`, or a folder.
 
+    The starts are those by which the best checkpoint was confirmed: its score comes out again, and any other is played
+    from starts that its own score does not come from.
+
     `show` renders for people, as fast as the environment does that; `stochastic` draws actions as in training.
 
     With `video`, each episode is recorded there as MP4. Raises `CheckpointNotFound`, `CheckpointDamaged`,
@@ -54,7 +57,8 @@ def evaluate(
         config = _with_video(config, video, name)
     elif show:
         config = _rendered(config, "human")
-    scores = evaluate_policies(config, description, policies, episodes).as_dict()
+    seed = evaluation_seed(config, name, CONFIRMING)
+    scores = evaluate_policies(config, description, policies, seed, episodes).as_dict()
     videos = _videos(video, name, int(scores["episodes"])) if video is not None else ()
     return Evaluation(name, scores, videos)
 

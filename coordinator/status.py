@@ -20,7 +20,7 @@ from shared.foreign import foreign
 from shared.heartbeat import Beat, read_heartbeats
 from shared.ledger import read_books
 from shared.redis_keys import RunKeys
-from trainer_node.retention import status_file
+from trainer_node.retention import best_checkpoints, confirmed_returns, status_file
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,7 @@ def live_status(client: redis.Redis, run_id: str, books: bool = True) -> Status:
     store = told.model_dump(exclude_unset=True) if told else {}
     trainer = next((beat.progress for beat in beats if beat.role == "trainer"), {})
     newest = next(({**item, "checkpoint": name} for name, item in reversed(evaluations.items())), None)
-    best = max(
-        evaluations, key=lambda name: (evaluations[name]["mean_return"], evaluations[name]["version"]), default=None
-    )
+    best = next(iter(best_checkpoints(confirmed_returns(evaluations), evaluations)), None)
     return Status(
         run_id=run_id, state=flow.state, reason=flow.reason, live=True, version=flow.version,
         env_steps=int(trainer.get("env_steps", 0)), updates=int(trainer.get("updates", 0)),

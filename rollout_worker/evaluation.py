@@ -9,18 +9,23 @@ from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 from typing import Any
 
+import numpy as np
 import torch
 
 from rollout_worker.environments import make_vector
 from rollout_worker.exploration import Greedy, Sampling
 from rollout_worker.vector import VectorEnvironment
 from rollout_worker.watchdog import Watchdog, WatchedEnvironment
+from shared.checkpoint import checkpoint_version
 from shared.config import Config, EnvironmentConfig
 from shared.errors import EnvironmentFailure
 from shared.fragment import EpisodeRecord
 from shared.policies.policy import Policy
 from shared.policies.stateful import with_states
 from shared.spaces import EnvironmentDescription
+
+SCORING, CONFIRMING = 0, 1
+"""The rounds of a checkpoint's evaluation: every one is scored; what may be the best is confirmed from other starts."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,17 @@ class Scores:
                 for name in names
             },
         }
+
+
+def evaluation_seed(config: Config, checkpoint: str, evaluation_round: int) -> int:
+    """The seed of the first environment's first episode, 32 bits.
+
+    Another one for each checkpoint and round, and the same whenever that is played again; with `evaluation.seed` the
+    same for all checkpoints.
+    """
+    fixed = config.evaluation.seed
+    whose = [config.seed, checkpoint_version(checkpoint) or 0] if fixed is None else [fixed]
+    return int(np.random.SeedSequence([*whose, evaluation_round]).generate_state(1)[0])
 
 
 def evaluation_environment(config: Config, episodes: int | None = None) -> EnvironmentConfig:
@@ -110,10 +126,11 @@ def evaluate_policies(
     config: Config,
     description: EnvironmentDescription,
     policies: Mapping[str, Policy],
+    seed: int,
     episodes: int | None = None,
     watchdog: Watchdog | None = None,
 ) -> Scores:
-    """Makes the evaluation environments, plays, and closes them; raises `EnvironmentFailure`."""
+    """Makes the evaluation environments, plays from the starts of `seed`, closes them; raises `EnvironmentFailure`."""
     evaluation = config.evaluation
 
     def make() -> VectorEnvironment:
@@ -126,7 +143,7 @@ def evaluate_policies(
             policies,
             episodes or evaluation.episodes,
             greedy=evaluation.greedy,
-            seed=evaluation.seed,
+            seed=seed,
             deadline_seconds=evaluation.deadline_seconds,
         )
     finally:

@@ -1,24 +1,28 @@
 """The evaluator: plays each new checkpoint from the store, reports the score, and sees when the run is solved.
 
-Where checkpoints come faster than they can be played, it plays the newest. Its scores choose the best checkpoint and
-may end the run; they never change what is learnt.
+Where checkpoints come faster than they can be played, it plays the newest. What may be the best is played once more,
+from other starts, before it counts as such. The scores choose the best checkpoint and may end the run; they never
+change what is learnt.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from rollout_worker.evaluation import evaluate_policies
+from rollout_worker.evaluation import CONFIRMING, SCORING, evaluate_policies, evaluation_seed
 from rollout_worker.watchdog import Watchdog
 from shared.checkpoint import checkpoint_version
 from shared.departure import LEFT
 from shared.errors import CheckpointError, EnvironmentFailure, StoreError, StoreUnavailable
-from shared.events import emit, read_evaluations, read_events, record_evaluation
+from shared.events import confirmed_return, emit, reaches, read_evaluations, read_events, record_evaluation
 from shared.heartbeat import Heartbeat, insist
 from shared.policies.codec import decode_policy
+from shared.policies.policy import Policy
 from shared.profile import Profile
 from shared.role import Role
 
@@ -115,8 +119,9 @@ class Evaluator:
         try:
             checkpoint = role.checkpoints.load(name, only="policy.safetensors")
             policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
-            with self._stages.during("evaluate"):
-                scores = evaluate_policies(role.config, self._description, policies, watchdog=self._watchdog).as_dict()
+            scores = self._play(name, policies, SCORING)
+            if self._may_be_best(scores["mean_return"]):
+                scores["confirmation"] = self._play(name, policies, CONFIRMING)
         except _PASSING as error:
             _LOGGER.warning("cannot evaluate %s: %s", name, error)  # pruned meanwhile, or damaged: the next one counts
             time.sleep(_POLL_SECONDS)
@@ -133,20 +138,39 @@ class Evaluator:
         scores |= {"version": checkpoint_version(name), "checkpoint": name}
         scores |= {"env_steps": checkpoint.manifest.provenance["counters"]["train"]["env_steps"]}
         record_evaluation(role.redis, role.run_id, name, scores)
-        text = (
-            f"{name} scores {scores['mean_return']:.1f} ± {scores['std_return']:.1f} over {scores['episodes']} episodes"
-        )
+        text = f"{name} scores {_spread(scores)} over {scores['episodes']} episodes"
+        if confirmation := scores.get("confirmation"):
+            text += f", and {_spread(confirmation)} from as many other starts"
         emit(role.redis, role.run_id, "evaluation", text, **scores)
         progress = {"evaluations": self._heartbeat.progress["evaluations"] + 1, "checkpoint": name}
         self._heartbeat.progress = progress | {"seconds": round(time.monotonic() - started, 3)}
         self._check_solved()
 
+    def _play(self, name: str, policies: Mapping[str, Policy], evaluation_round: int) -> dict[str, Any]:
+        """One evaluation of a checkpoint."""
+        config = self._role.config
+        seed = evaluation_seed(config, name, evaluation_round)
+        with self._stages.during("evaluate"):
+            scores = evaluate_policies(config, self._description, policies, seed, watchdog=self._watchdog)
+        return scores.as_dict()
+
+    def _may_be_best(self, mean_return: float) -> bool:
+        """Whether a checkpoint with this score would be among the best that are kept; of equals the newest is."""
+        config, kept = self._role.config.checkpoint, self._role.checkpoints.names()
+        known = read_evaluations(self._role.redis, self._role.run_id)
+        confirmed = [confirmed_return(known[name]) for name in kept if name in known]
+        best = sorted((value for value in confirmed if value is not None), reverse=True)[: config.keep_best]
+        return len(best) < config.keep_best or mean_return >= best[-1]
+
     def _check_solved(self) -> None:
-        """Ends the run once the mean of the last evaluations reaches the target."""
+        """Ends the run once each of the last evaluations reaches the target."""
         stop = self._role.config.stop_at
         if stop.mean_return is None:
             return
-        scores = [item["mean_return"] for item in read_evaluations(self._role.redis, self._role.run_id).values()]
-        last = scores[-stop.evaluations :]
-        if len(last) == stop.evaluations and sum(last) / len(last) >= stop.mean_return:
+        last = list(read_evaluations(self._role.redis, self._role.run_id).values())[-stop.evaluations :]
+        if len(last) == stop.evaluations and all(reaches(scores, stop.mean_return) for scores in last):
             self._role.flow.set_state("stopping", "solved", expected="running")
+
+
+def _spread(scores: Mapping[str, Any]) -> str:
+    return f"{scores['mean_return']:.1f} ± {scores['std_return']:.1f}"

@@ -251,7 +251,7 @@ class CheckpointConfig(Section):
     keep_last: int = Field(4, ge=1)
     """The newest k are kept."""
     keep_best: int = Field(1, ge=1)
-    """The best b by evaluation are kept."""
+    """The best b by evaluation, each confirmed by a second one from other starts, are kept."""
     keep_every: int | None = Field(None, ge=1)
     """Every m-th checkpoint (by policy version) is kept for good."""
     export: Annotated[Literal["off", "onnx"], BeforeValidator(lambda value: "off" if value is False else value)] = "off"
@@ -278,7 +278,11 @@ class ArchiveConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """The evaluator plays checkpoints greedily; what it finds never changes what is learnt."""
+    """The evaluator plays checkpoints greedily; what it finds never changes what is learnt.
+
+    One that may be the best is played a second time, from other starts: of many scores the highest is partly luck, and
+    only what the second evaluation says counts for the best.
+    """
 
     episodes: int = Field(20, ge=1)
     """Episodes per evaluation."""
@@ -286,8 +290,9 @@ class EvaluationConfig(Section):
     """Environment copies that play them."""
     greedy: bool = True
     """The most probable action; `false` samples as in training."""
-    seed: int = Field(10_000, ge=0)
-    """First environment seed, so that every checkpoint meets the same starts."""
+    seed: int | None = Field(None, ge=0)
+    """By default each evaluation has starts of its own, which follow from the run's seed and the checkpoint. With a
+    number all checkpoints meet the same ones: they compare better, but a policy may be good at just these."""
     kwargs: dict[str, Any] = {}
     """Environment arguments that replace those of training."""
     num_cpus: float = Field(0.5, ge=0)
@@ -312,9 +317,9 @@ class StopConfig(Section):
     hours: float | None = Field(None, gt=0)
     """Wall clock since this start of the trainer."""
     mean_return: float | None = None
-    """Solved when the evaluated mean return is at least this."""
-    evaluations: int = Field(1, ge=1)
-    """The mean return is taken over this many last evaluations."""
+    """Solved when the mean return of `evaluations` evaluated checkpoints in a row is at least this, of each of them."""
+    evaluations: int = Field(3, ge=1)
+    """How many evaluations in a row have to reach `mean_return`: a single one may be lucky, and the next may fall."""
 
     @property
     def bounded(self) -> bool:

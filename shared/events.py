@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -38,14 +38,20 @@ class Event:
     data: dict[str, Any]
 
 
-class _Scores(BaseModel, extra="allow"):
-    """What every reader counts on, and what is shown where it is there."""
+class _Returns(BaseModel, extra="allow"):
+    """One evaluation: what every reader counts on, and what is shown where it is there."""
 
-    version: NonNegativeInt
     mean_return: float
-    checkpoint: str = ""
     std_return: float = 0.0
     episodes: int = 0
+
+
+class _Scores(_Returns):
+    """What is known of a checkpoint."""
+
+    version: NonNegativeInt
+    checkpoint: str = ""
+    confirmation: _Returns | None = None
 
 
 _SCORES, _DATA = TypeAdapter(_Scores), TypeAdapter(dict[str, Any])
@@ -89,7 +95,7 @@ def recent_events(client: redis.Redis, run_id: str, count: int) -> str:
 
 
 def record_evaluation(client: redis.Redis, run_id: str, checkpoint: str, scores: dict[str, Any]) -> None:
-    """Keeps the scores of one checkpoint."""
+    """Keeps the scores of one checkpoint, `version` among them; as `confirmation` those of a second evaluation."""
     text = json.dumps(printable_data(scores))
     write_small(client, RunKeys(run_id).flow, RunKeys(run_id).evaluations, "HSET", checkpoint, text)
 
@@ -114,3 +120,14 @@ def read_evaluations(client: redis.Redis, run_id: str) -> dict[str, dict[str, An
         elif found is not None:
             scores[checkpoint] = found.model_dump(exclude_unset=True)
     return dict(sorted(scores.items(), key=lambda item: (item[1]["version"], item[0])))
+
+
+def confirmed_return(scores: Mapping[str, Any]) -> float | None:
+    """The mean return by which a checkpoint may be the best: that of its second evaluation, None where it had none."""
+    confirmation = scores.get("confirmation")
+    return float(confirmation["mean_return"]) if confirmation else None
+
+
+def reaches(scores: Mapping[str, Any], mean_return: float) -> bool:
+    """Whether a checkpoint has at least this mean return in each of its evaluations."""
+    return all(float(one["mean_return"]) >= mean_return for one in (scores, scores.get("confirmation") or scores))

@@ -14,6 +14,7 @@ from typing import Any
 from shared.checkpoint import STATUS, CheckpointStore, Pointer, checkpoint_version
 from shared.config import CheckpointConfig
 from shared.errors import CheckpointDamaged, CheckpointNotFound
+from shared.events import confirmed_return
 from shared.experience_log import id_order
 
 
@@ -30,9 +31,9 @@ class Stock:
 
     @property
     def scores(self) -> dict[str, float]:
-        """Mean return of those that were evaluated."""
+        """Confirmed mean return of those that have one."""
         evaluated = {name: entry["evaluation"] for name, entry in self.entries.items() if entry["evaluation"]}
-        return {name: float(evaluation["mean_return"]) for name, evaluation in evaluated.items()}
+        return confirmed_returns(evaluated)
 
     @property
     def readable(self) -> list[str]:
@@ -50,8 +51,14 @@ def memory_from(entries: Mapping[str, Mapping[str, Any]], keep_last: int) -> str
     return min((position for position in positions if position), key=id_order, default=None)
 
 
+def confirmed_returns(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Checkpoint name → the mean return that ranks it, of those whose score a second evaluation has confirmed."""
+    found = {name: confirmed_return(evaluation) for name, evaluation in evaluations.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def best_checkpoints(scores: Mapping[str, float], names: Collection[str]) -> list[str]:
-    """The evaluated ones among `names`, best mean return first; of equals the newest first."""
+    """The scored ones among `names`, best confirmed mean return first; of equals the newest first."""
     evaluated = [name for name in names if math.isfinite(scores.get(name, math.nan))]
     return sorted(evaluated, key=lambda name: (-scores[name], -(checkpoint_version(name) or 0)))
 

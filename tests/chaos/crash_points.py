@@ -303,7 +303,8 @@ class Run:
         pointer = self.role.checkpoints.pointer()
         if pointer is not None and pointer.latest not in read_evaluations(self.role.redis, self.role.run_id):
             version = int(pointer.latest.partition("_")[0])
-            scores = {"version": version, "mean_return": version * 7 % 11}
+            mean_return = version * 7 % 11
+            scores = {"version": version, "mean_return": mean_return, "confirmation": {"mean_return": mean_return}}
             record_evaluation(self.role.redis, self.role.run_id, pointer.latest, scores)
 
     def _spoil(self) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from coordinator.console import figure, ledger_line, print_status, print_summary
+from coordinator.console import figure, ledger_line, print_status, print_summary, scores_of_note
 from coordinator.coordinator import Outcome
 from coordinator.run import Run
 from coordinator.run_folder import RunFolder
@@ -59,6 +60,22 @@ def test_an_export_that_failed_is_told(console: Console) -> None:
 )
 def test_scores_keep_four_digits(value: float | None, text: str) -> None:
     assert figure(value) == text
+
+
+def test_the_result_is_the_best_checkpoint_with_its_confirmed_score_and_the_last_stands_beside_it() -> None:
+    lucky = {"mean_return": 500.0, "std_return": 0.0, "episodes": 20}
+    held = {"mean_return": 481.0, "std_return": 9.0, "episodes": 20}
+    poor = {"mean_return": 166.0, "std_return": 3.0, "episodes": 20}
+    entries: list[dict[str, Any]] = [
+        {"name": "2_Step-64.ckpt", "marks": ["best"], "evaluation": lucky | {"confirmation": held}},
+        {"name": "3_Step-96.ckpt", "marks": ["latest", "final"], "evaluation": poor},
+    ]
+    assert list(scores_of_note(entries)) == [
+        ("result", "481 ± 9 over 20 episodes, 2_Step-64.ckpt (the best, by its second evaluation)"),
+        ("last", "166 ± 3 over 20 episodes, 3_Step-96.ckpt (the last)"),
+    ]
+    entries[1]["evaluation"] = None
+    assert [title for title, _ in scores_of_note(entries)] == ["result"]
 
 
 def test_books_that_do_not_balance_say_so() -> None:

@@ -40,7 +40,7 @@ def test_a_run_is_judged_by_its_best_checkpoint(run: Run) -> None:
     found = evaluate("a", runs(run))
     entry = next(entry for entry in run.checkpoints() if "best" in entry["marks"])
     assert found.checkpoint == entry["name"]
-    assert found.scores["mean_return"] == entry["evaluation"]["mean_return"]
+    assert found.scores["mean_return"] == entry["evaluation"]["confirmation"]["mean_return"]
     assert found.scores["episodes"] == run.config.evaluation.episodes
     assert found.videos == ()
 

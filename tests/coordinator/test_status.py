@@ -104,13 +104,16 @@ def test_a_live_run_is_read_from_redis(make_role: MakeRole) -> None:
     trainer.progress = {"env_steps": 640, "updates": 10, "episodes": 4}
     trainer.start()
     for name, version, score in (("5_Step-320.ckpt", 5, 90.0), ("10_Step-640.ckpt", 10, 80.0)):
-        record_evaluation(role.redis, role.run_id, name, {"checkpoint": name, "version": version, "mean_return": score})
+        scores = {"checkpoint": name, "version": version, "mean_return": score, "confirmation": {"mean_return": score}}
+        record_evaluation(role.redis, role.run_id, name, scores)
+    newest = {"checkpoint": "15_Step-960.ckpt", "version": 15, "mean_return": 99.0}
+    record_evaluation(role.redis, role.run_id, "15_Step-960.ckpt", newest)
     status = live_status(role.redis, role.run_id)
     trainer.stop("stopped")
     assert (status.state, status.live, status.desired_workers) == ("running", True, 3)
     assert (status.env_steps, status.updates, status.episodes) == (640, 10, 4)
     assert status.best == "5_Step-320.ckpt"
-    assert status.evaluation == {"checkpoint": "10_Step-640.ckpt", "version": 10, "mean_return": 80.0}
+    assert status.evaluation == newest, "the newest score, which nothing has confirmed"
     assert status.flow == {"in_flight": 0, "window": 4, "max_policy_lag": 1}
     plain = status.as_dict()
     assert [role["id"] for role in plain["roles"]] == ["trainer"]

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from shared.events import confirmed_return
 from tests.end_to_end.command_line import SOURCE, CommandLine, Ended, check_ledger
 
 RUN = "main-job"
@@ -57,7 +58,7 @@ def test_it_is_solved_and_the_summary_says_so(trained: Ended) -> None:
     assert trained.code == 0, trained.err
     assert trained.err == ""
     assert f"{RUN}: solved" in trained.out
-    for word in ("score", "trained", "time", "checkpoints", "store", "balances"):
+    for word in ("result", "last", "trained", "time", "checkpoints", "store", "balances"):
         assert word in trained.out.rpartition("summary")[2]
 
 
@@ -86,9 +87,9 @@ def test_the_ledger_balances_and_nothing_was_lost(objects: Path) -> None:
 def test_a_checkpoint_reached_475(objects: Path) -> None:
     status, pointer = read(objects / "training_status.json"), read(objects / ".checkpoint")
     judged = {entry["name"]: entry["evaluation"] for entry in status["checkpoints"] if entry["evaluation"]}
-    scores = {name: evaluation["mean_return"] for name, evaluation in judged.items()}
-    assert scores[pointer["best"]] == max(scores.values()) >= 475
-    assert {status[mark] for mark in ("latest", "best", "final")} <= set(scores)
+    confirmed = {name: confirmed_return(evaluation) for name, evaluation in judged.items()}
+    assert confirmed[pointer["best"]] == max(value or 0.0 for value in confirmed.values()) >= 475
+    assert {status[mark] for mark in ("latest", "best", "final")} <= set(judged)
     assert {evaluation["episodes"] for evaluation in judged.values()} == {20}
 
 
@@ -198,7 +199,7 @@ def test_evaluate_plays_the_best_checkpoint_as_the_run_did(terminal: CommandLine
     again = terminal.json("evaluate", RUN)
     assert again["checkpoint"] == status["best"]
     assert {name: again[name] for name in ("mean_return", "episodes")} == {
-        name: entry["evaluation"][name] for name in ("mean_return", "episodes")
+        name: entry["evaluation"]["confirmation"][name] for name in ("mean_return", "episodes")
     }
 
 

@@ -10,9 +10,18 @@ import pytest
 import torch
 
 from rollout_worker.environments import make_vector
-from rollout_worker.evaluation import Scores, evaluate_policies, evaluation_environment, play
+from rollout_worker.evaluation import (
+    CONFIRMING,
+    SCORING,
+    Scores,
+    evaluate_policies,
+    evaluation_environment,
+    evaluation_seed,
+    play,
+)
 from rollout_worker.making import describe_environment
 from rollout_worker.trail import episode_seed
+from shared.checkpoint import checkpoint_name
 from shared.config import Config
 from shared.errors import EnvironmentFailure
 from shared.fragment import EpisodeRecord
@@ -32,8 +41,10 @@ def policies_of(config: Config) -> dict[str, Policy]:
     return build_policies(describe_environment(config).policies, config.policies, config.algorithm, seed=0)
 
 
-def scores_of(config: Config, episodes: int | None = None, policies: dict[str, Policy] | None = None) -> Scores:
-    return evaluate_policies(config, describe_environment(config), policies or policies_of(config), episodes)
+def scores_of(
+    config: Config, episodes: int | None = None, policies: dict[str, Policy] | None = None, seed: int = 10_000
+) -> Scores:
+    return evaluate_policies(config, describe_environment(config), policies or policies_of(config), seed, episodes)
 
 
 @pytest.mark.parametrize(("episodes", "copies"), [(1, 4), (5, 4), (8, 4), (7, 3)])
@@ -59,8 +70,21 @@ def test_the_same_seeds_give_the_same_episodes() -> None:
     config = config_of({"id": "CartPole-v1"}, episodes=6, greedy=False)
     policies = policies_of(config)
     assert scores_of(config, policies=policies) == scores_of(config, policies=policies)
-    other = config_of({"id": "CartPole-v1"}, episodes=6, greedy=False, seed=5)
-    assert scores_of(other, policies=policies) != scores_of(config, policies=policies)
+    assert scores_of(config, policies=policies, seed=5) != scores_of(config, policies=policies)
+
+
+def test_each_checkpoint_and_round_begins_elsewhere_unless_the_seed_is_fixed() -> None:
+    names = [checkpoint_name(version, 64 * version) for version in range(3)]
+
+    def seeds(**sections: Any) -> list[int]:
+        config = minimal_config(**sections)
+        found = [evaluation_seed(config, name, turn) for name in names for turn in (SCORING, CONFIRMING)]
+        assert found == [evaluation_seed(config, name, turn) for name in names for turn in (SCORING, CONFIRMING)]
+        return found
+
+    assert len({*seeds(seed=1), *seeds(seed=2)}) == 12
+    fixed = seeds(evaluation={"seed": 7})
+    assert fixed[:2] * 3 == fixed and fixed[0] != fixed[1], "the same for all checkpoints, others to confirm"
 
 
 def test_the_global_random_state_does_not_matter() -> None:
@@ -137,7 +161,7 @@ def test_a_policy_with_a_core_remembers_within_each_episode_and_not_across() -> 
     returns = []
     for copy, share in enumerate((2, 2, 3)):
         env = gym.make("Pendulum-v1", max_episode_steps=30)
-        acting, first = DeployedPolicy(policies["default"], 0), config.evaluation.seed + copy
+        acting, first = DeployedPolicy(policies["default"], 0), 10_000 + copy
         for episode in range(share):
             acting.reset()
             observation, _ = env.reset(seed=episode_seed(first, episode))

@@ -135,5 +135,5 @@ def test_it_comes_to_play_what_was_recorded(new_game: NewGame, tmp_path: Path) -
     )
     game = new_game(config)
     game.finish()
-    scores = evaluate_policies(config, game.role.description(), game.trainer._learner.policies, episodes=8).as_dict()
+    scores = evaluate_policies(config, game.role.description(), game.trainer._learner.policies, 0, 8).as_dict()
     assert scores["mean_return"] >= 400

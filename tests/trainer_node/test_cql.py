@@ -290,7 +290,7 @@ def score(new_game: NewGame, path: Path, algorithm: dict[str, Any]) -> float:
     )
     game = new_game(config)
     game.finish()
-    found = evaluate_policies(config, game.role.description(), game.trainer._learner.policies, episodes=8)
+    found = evaluate_policies(config, game.role.description(), game.trainer._learner.policies, 0, 8)
     return float(found.as_dict()["mean_return"])
 
 

@@ -110,5 +110,5 @@ def test_it_does_better_than_who_acted_its_data(new_game: NewGame, tmp_path: Pat
     config = config.model_copy(update={"algorithm": section.model_copy(update=faster)})
     game = new_game(config)
     game.finish()
-    scores = evaluate_policies(config, game.role.description(), game.trainer._learner.policies, episodes=8).as_dict()
+    scores = evaluate_policies(config, game.role.description(), game.trainer._learner.policies, 0, 8).as_dict()
     assert scores["mean_return"] > 2 * mean

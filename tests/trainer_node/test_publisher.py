@@ -79,10 +79,12 @@ def publish(publisher: Publisher, role: Role, *versions: int) -> list[str]:
     return [snapshot.manifest.name for snapshot in snapshots]
 
 
-def score(role: Role, name: str, mean_return: float) -> None:
-    """What the evaluator says about a checkpoint."""
+def score(role: Role, name: str, mean_return: float, confirmed: float | None = None) -> None:
+    """What the evaluator says about a checkpoint; its second evaluation says the same, unless `confirmed` is given."""
     version = int(name.partition("_")[0])
-    record_evaluation(role.redis, role.run_id, name, {"version": version, "mean_return": mean_return})
+    confirmation = {"mean_return": mean_return if confirmed is None else confirmed}
+    scores = {"version": version, "mean_return": mean_return, "confirmation": confirmation}
+    record_evaluation(role.redis, role.run_id, name, scores)
 
 
 def fill_log(role: Role) -> list[str]:
@@ -209,7 +211,8 @@ def test_the_status_file_lists_what_is_kept_with_steps_returns_scores_and_sizes(
         "created": 1003.0, "mean_return": 3.0, "evaluation": None, "memory_from": None,
         "bytes": snapshot_of(role, 3).manifest.total_bytes, "manifest_sha256": hashlib.sha256(manifest).hexdigest(),
     }  # fmt: skip
-    assert entries[checkpoint_name(2, 128)]["evaluation"] == {"version": 2, "mean_return": 50.0}
+    expected = {"version": 2, "mean_return": 50.0, "confirmation": {"mean_return": 50.0}}
+    assert entries[checkpoint_name(2, 128)]["evaluation"] == expected
 
 
 @pytest.mark.parametrize("key", [STATUS, POINTER, READY])
@@ -270,6 +273,22 @@ def test_a_score_that_arrives_while_nothing_is_published_moves_the_best(
     for turn, name in enumerate((names[0], names[1], names[1])):
         score(role, name, 10.0 + turn)
         eventually(lambda name=name: best() == name)  # type: ignore[misc]
+
+
+def test_the_best_is_ranked_by_its_second_evaluation_and_is_none_without_one(
+    make_role: MakeRole, start_publisher: StartPublisher
+) -> None:
+    role = make_role(minimal_config(checkpoint={"every": "1 updates", "keep_last": 1}))
+    publisher = start_publisher(role)
+    (held,) = publish(publisher, role, 1)
+    score(role, held, 80.0)
+    (lucky,) = publish(publisher, role, 2)
+    score(role, lucky, 100.0, confirmed=20.0)
+    (unconfirmed,) = publish(publisher, role, 3)
+    record_evaluation(role.redis, role.run_id, unconfirmed, {"version": 3, "mean_return": 500.0})
+    publish(publisher, role, 4)
+    assert role.checkpoints.marked("best") == held
+    assert role.checkpoints.names() == [held, checkpoint_name(4, 256)]
 
 
 def test_the_best_survives_pruning_a_new_publisher_and_a_redis_that_forgot_the_scores(
