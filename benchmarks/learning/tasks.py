@@ -36,7 +36,7 @@ class Task(Section):
     environment: str
     """As the report shows it."""
     reach: float
-    """The gate: the mean over a checkpoint's greedy episodes."""
+    """The gate: the mean over a checkpoint's greedy episodes, at the last checkpoint or at three in a row."""
     measure: Literal["mean_return", "success_rate"] = "mean_return"
     """What of an evaluation counts."""
     within: int = Field(ge=1)

@@ -292,11 +292,27 @@ def test_interrupted_it_ends_what_it_started_and_keeps_nothing_of_it(tmp_path: P
 # The report
 
 
-def test_the_gate_counts_within_its_env_steps_only() -> None:
+@pytest.mark.parametrize(
+    ("scores", "within", "expected"),
+    [
+        ([1, 500, 9, 9, 9], 256, None),  # the luckiest of all
+        ([1, 10, 11, 9, 9], 256, None),  # two in a row
+        ([1, 10, 11, 12, 9], 256, 150),  # three
+        ([1, 9, 9, 9, 10], 256, 200),  # the last
+        ([1, 9, 9, 9, 10], 199, None),  # within its env steps only
+        ([1, 9, 10, 10, 10], 199, 150),
+        ([10], 256, 0),
+    ],
+)
+def test_the_gate_counts_by_the_last_checkpoint_or_three_in_a_row(
+    scores: list[float], within: int, expected: float | None
+) -> None:
+    found = result(task(), [(50 * turn, score) for turn, score in enumerate(scores)])
+    assert found.reached_at(task(within=within)) == (float("inf") if expected is None else expected)
+
+
+def test_the_score_is_that_of_the_last_checkpoint_within_the_tasks_env_steps() -> None:
     found = result(task(), [(0, 1.0), (100, 9.9), (200, 10.0), (256, 5.0), (257, 11.0)])
-    assert found.reached_at(task()) == 200
-    assert found.reached_at(task(reach=11)) == float("inf")
-    assert found.reached_at(task(reach=11, within=257)) == 257
     assert found.score(task()) == 5.0
     assert found.mean_score(task()) == pytest.approx((1 + 9.9 + 10 + 5) / 4)
 
@@ -326,12 +342,12 @@ def test_the_report_shows_gates_controls_and_parity(tmp_path: Path) -> None:
     report = (tmp_path / "README.md").read_text()
     inline, distributed, parity = rows(report, "gate")
     # of inline seeds, only 1 and 2 have a second checkpoint within 256 env steps; the first of them is below the gate
-    assert inline[3:7] == ["10 within 256", "inline", "1 of 5", "NO"]
-    assert inline[8] == "–"
-    assert distributed[4:7] == ["distributed", "5 of 5", "yes"]
-    assert distributed[7].startswith("113 [")
-    assert distributed[8] == "100"
-    assert rows(report, "control")[0][3:7] == ["below 10 within 256", "inline", "0 of 5", "yes"]
+    assert inline[3:8] == ["10 within 256", "inline", "1 of 5", "NO", "1 of 5"]
+    assert inline[9] == "–"
+    assert distributed[4:8] == ["distributed", "5 of 5", "yes", "5 of 5"]
+    assert distributed[8].startswith("113 [")
+    assert distributed[9] == "100"
+    assert rows(report, "control")[0][3:8] == ["below 10 within 256", "inline", "0 of 5", "yes", "0 of 5"]
     assert parity[3] == "no"
     assert float(parity[4].strip("[]").split(",")[0]) > 0
     assert "not run yet\n\nempty\n" in report
