@@ -172,7 +172,9 @@ def _onnx(export: Export | None) -> list[tuple[str, str]]:
 
 def _origin(said: dict[str, Any] | None) -> str:
     """Where a run's first checkpoint has its weights from."""
-    return f"none: it began with {said['checkpoint']} of run {said['run_id']}" if said else "none: it is the first"
+    if not said:
+        return "none: it is the first"
+    return f"none: it began with {said['checkpoint']} of run {said['run_id']}; {said.get('summary', '')}"
 
 
 def _ledger(said: dict[str, Any]) -> list[tuple[str, str]]:

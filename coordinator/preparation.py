@@ -172,10 +172,14 @@ def prepare_new(role: Role, description: EnvironmentDescription, source: Checkpo
     try:
         store.put(ENVIRONMENT, json.dumps(description.as_dict(), indent=1).encode())
         store.put(CONFIG, dump_config(config).encode())
-        if source is not None:
-            first = initialised(role, source)
+        first = None if source is None else initialised(role, source)
+        if first is not None:
             role.checkpoints.write(first.manifest, first.objects)
         create_flow(role)
+        if first is not None:
+            said = first.manifest.provenance["initialized_from"]
+            text = f"begins with {said['checkpoint']} of run {said['run_id']}; {said['summary']}"
+            emit(role.redis, role.run_id, "trainer", text)
     except StagecoachError:
         with contextlib.suppress(StagecoachError):
             if source is not None:

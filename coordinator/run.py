@@ -480,7 +480,7 @@ def _source(config: Config) -> Checkpoint | None:
         return None
     found = find_checkpoint(config.initialize_from, config.runs_dir)
     try:
-        return found.store.load(found.name, only="policy.safetensors")
+        return found.store.load(found.name, only=("policy.safetensors", "algorithm.safetensors", "rewards.safetensors"))
     except CheckpointDamaged as error:
         raise UserError(f"initialize_from={config.initialize_from}: {error}; choose another checkpoint") from None
 

@@ -303,7 +303,7 @@ class CheckpointStore:
             raise CheckpointDamaged(f"the manifest of {pointer.latest} is not the one that the pointer names")
         return self.load(pointer.latest, only)
 
-    def load(self, name: str, only: str = "") -> Checkpoint:
+    def load(self, name: str, only: str | tuple[str, ...] = "") -> Checkpoint:
         """The checkpoint `name`, every object verified; `only` restricts it to objects that end so."""
         manifest = self.manifest(name)
         objects = {}

@@ -380,7 +380,8 @@ class Config(Section):
     policy_versions: PolicyVersionsConfig = PolicyVersionsConfig()
     initialize_from: str | None = None
     """Begin with the weights and observation statistics of another run's policies: a run (what is promoted there, else
-    its best), `RUN/CHECKPOINT`, or a checkpoint's folder. Counters and optimiser begin anew; it is only read."""
+    its best), `RUN/CHECKPOINT`, or a checkpoint's folder. Where the same algorithm learnt it, critics, temperature and
+    reward statistics are taken, too; counters and optimizers begin anew. An event says so. The source is only read."""
     heatup: DurationField = Duration(0, "env_steps")
     """Random acting at the start, observed (normalisers, counters) but not trained on."""
     trainer: TrainerConfig = TrainerConfig()

@@ -7,7 +7,7 @@ or clock here: equal fragments in equal order make equal learners.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -118,10 +118,16 @@ def set_up_torch(config: TrainerConfig) -> None:
         check_compiling()
 
 
-def make_learner(config: Config, description: EnvironmentDescription) -> Learner:
-    """An untrained learner, decided by the config and its seed alone."""
+def make_learner(
+    config: Config, description: EnvironmentDescription, begin: Callable[[Mapping[str, Policy]], None] = lambda _: None
+) -> Learner:
+    """An untrained learner, decided by the config and its seed alone.
+
+    `begin` may give the policies other weights, before algorithms make target networks of them.
+    """
     device, algorithm = torch_device(config.trainer.device), config.algorithm.resolved()
     policies = build_policies(description.policies, config.policies, algorithm, config.seed)
+    begin(policies)
     rewards = {
         policy_id: made
         for policy_id in sorted(policies)

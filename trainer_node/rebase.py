@@ -6,18 +6,23 @@ which the books are settled; a trainer that starts then finds it as it finds any
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from shared import tensor_blob
 from shared.checkpoint import Checkpoint, checkpoint_version
+from shared.config import Config
 from shared.errors import CheckpointDamaged, CheckpointError, ConfigError
 from shared.ledger import Ledger
 from shared.policies.codec import decode_policy, load_state_arrays, state_arrays
 from shared.policies.policy import Policy
 from shared.redis_keys import RunKeys
 from shared.role import Role
+from shared.spaces import Columns
 from trainer_node import snapshot
+from trainer_node.algorithms.off_policy import OffPolicy
 from trainer_node.intake import Committed
-from trainer_node.learner import make_learner
+from trainer_node.learner import Learner, make_learner
 from trainer_node.schedule import RunSchedule
 from trainer_node.snapshot import Line, Progress, Snapshot
 
@@ -38,20 +43,29 @@ def rebased(role: Role, checkpoint: Checkpoint, epoch: int = 0) -> Snapshot:
 
 
 def initialised(role: Role, source: Checkpoint) -> Snapshot:
-    """Version 0 of a new run with the policies (weights, observation statistics) of another run's checkpoint.
+    """Version 0 of a new run with what another run's checkpoint has learnt; its provenance says what that is.
 
-    Counters, optimiser and reward scaling begin anew. Raises `ConfigError` where the policies do not fit.
+    Policies (weights, observation statistics) are taken, and target networks begin as they are. Of a run of the same
+    algorithm so is what it learns beside the policy, and reward statistics; counters and optimizers begin anew.
+    Raises `ConfigError` where the policies do not fit.
     """
     description = role.description()
-    learner = make_learner(role.config, description)
-    for policy_id, policy in learner.policies.items():
-        _take_over(policy_id, policy, source)
+
+    def begin(policies: Mapping[str, Policy]) -> None:
+        for policy_id, policy in policies.items():
+            _take_over(policy_id, policy, source)
+
+    learner = make_learner(role.config, description, begin)
+    said = {policy_id: _take_over_rest(policy_id, learner, role.config, source) for policy_id in learner.policies}
     phase = RunSchedule(role.config).phase(learner.counters)
     progress = Progress(0, phase, 0, None, "0-0", 0, Line())
     taken = snapshot.take(
         learner, description, role.config, role.run_id, progress, Committed("0-0", Ledger().as_json(), {})
     )
-    origin = {"run_id": source.manifest.run_id, "checkpoint": source.manifest.name, "created": source.manifest.created}
+    origin = {
+        "run_id": source.manifest.run_id, "checkpoint": source.manifest.name, "created": source.manifest.created,
+        "summary": "; ".join(f"{name}: {text}" if len(said) > 1 else text for name, text in said.items()),
+    }  # fmt: skip
     provenance = taken.manifest.provenance | {"initialized_from": origin}
     return Snapshot.of(taken.manifest.model_copy(update={"provenance": provenance}), taken.objects)
 
@@ -65,12 +79,44 @@ def _take_over(policy_id: str, policy: Policy, source: Checkpoint) -> None:
     found, _ = decode_policy(data)
     if found.spaces != policy.spaces:
         raise ConfigError(f"initialize_from: {policy_id!r} of {name} has other observation or action spaces")
+    another = f"initialize_from: {policy_id!r} of {name} is another network than policies.{policy_id} asks for"
+    if found.config.activation != policy.config.activation:  # the same weights would compute something else
+        raise ConfigError(f"{another}: activation {found.config.activation}, not {policy.config.activation}")
     try:
         load_state_arrays(policy, state_arrays(found))
     except CheckpointDamaged as error:
-        raise ConfigError(
-            f"initialize_from: {policy_id!r} of {name} is another network than policies.{policy_id} asks for: {error}"
-        ) from None
+        raise ConfigError(f"{another}: {error}") from None
+
+
+def _take_over_rest(policy_id: str, learner: Learner, config: Config, source: Checkpoint) -> str:
+    """What is learnt beside the policy, where the same algorithm learnt it; returns what is taken and what is not."""
+    algorithm, policy = learner.algorithms[policy_id], learner.policies[policy_id]
+    taken = ["policy"] if policy.normaliser is None else ["policy", "observation statistics"]
+    anew = ["optimizers", "counters"]
+    if isinstance(algorithm, OffPolicy):
+        anew.append("replay buffer")
+        beside, here = list(algorithm.beside_policy), config.algorithm.name
+        there = source.manifest.provenance.get("algorithm", "an unknown algorithm")
+        try:
+            if there != here:
+                raise ValueError(f"learnt by {there} there, by {here} here")
+            algorithm.begin_with(_arrays(source, snapshot.ALGORITHM.format(policy_id)))
+            taken += beside
+        except (KeyError, ValueError) as error:
+            anew = [f"{' and '.join(beside)} ({error})", *anew] if beside else anew
+    if getattr(config.algorithm, "reward_signals", None) is not None:
+        anew.append("reward signals")
+    if policy_id in learner.rewards:
+        try:
+            learner.rewards[policy_id].begin_with(_arrays(source, snapshot.REWARDS.format(policy_id)))
+            taken.append("reward statistics")
+        except KeyError:
+            anew.append("reward statistics")
+    return f"taken: {', '.join(taken)}; begins anew: {', '.join(anew)}"
+
+
+def _arrays(source: Checkpoint, name: str) -> Columns:
+    return tensor_blob.decode(source.objects[name])[0]
 
 
 def _newest(role: Role) -> tuple[int, Committed]:

@@ -10,6 +10,7 @@ import numpy as np
 from shared.spaces import Array, Columns
 
 _EPSILON = 1e-8
+_RUNNING = "running/"
 _CLIP = 10.0
 
 
@@ -36,6 +37,10 @@ class RewardFilter:
     def load_state(self, arrays: Columns) -> None:
         """The inverse of `state`."""
         raise NotImplementedError
+
+    def begin_with(self, arrays: Columns) -> None:
+        """The statistics of another run, whose episodes are not ours; raises `KeyError` for those of another filter."""
+        self.load_state({name: array for name, array in arrays.items() if not name.startswith(_RUNNING)})
 
 
 class RewardScaling(RewardFilter):
@@ -83,10 +88,9 @@ class RewardScaling(RewardFilter):
 
     def state(self) -> Columns:
         """Named arrays."""
-        return {"moments": self._moments.copy()} | {f"running/{key}": value for key, value in self._running.items()}
+        return {"moments": self._moments.copy()} | {_RUNNING + key: value for key, value in self._running.items()}
 
     def load_state(self, arrays: Columns) -> None:
         """The inverse of `state`."""
         self._moments = np.array(arrays["moments"])
-        prefix = "running/"
-        self._running = {k.removeprefix(prefix): np.array(v) for k, v in arrays.items() if k.startswith(prefix)}
+        self._running = {k.removeprefix(_RUNNING): np.array(v) for k, v in arrays.items() if k.startswith(_RUNNING)}

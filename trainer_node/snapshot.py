@@ -39,7 +39,7 @@ from trainer_node.learner import Learner
 
 CODE_VERSION = "STAGECOACH_CODE_VERSION"
 """The environment variable that tells code without an installation which version it is."""
-_STATE, _ALGORITHM, _REWARDS, _MEMORY = (
+_STATE, ALGORITHM, REWARDS, _MEMORY = (
     "trainer/state.json",
     "trainer/{}.algorithm.safetensors",
     "trainer/{}.rewards.safetensors",
@@ -183,9 +183,9 @@ def _encoded(copies: _Copies, version: int) -> dict[str, bytes]:
     objects: dict[str, bytes] = {}
     for policy_id, policy in copies.policies.items():
         objects[f"{policy_id}/policy.safetensors"] = encode_policy(policy, version, copies.weights[policy_id])
-        objects[_ALGORITHM.format(policy_id)] = tensor_blob.encode(copies.algorithms[policy_id], {})
+        objects[ALGORITHM.format(policy_id)] = tensor_blob.encode(copies.algorithms[policy_id], {})
         if policy_id in copies.rewards:
-            objects[_REWARDS.format(policy_id)] = tensor_blob.encode(copies.rewards[policy_id], {})
+            objects[REWARDS.format(policy_id)] = tensor_blob.encode(copies.rewards[policy_id], {})
     if copies.remembered is not None:
         positions = np.array([id_order(position) for position in copies.remembered], np.int64).reshape(-1, 2)
         objects[_MEMORY] = tensor_blob.encode({"positions": positions}, {})
@@ -211,6 +211,7 @@ def _provenance(
     return {
         "code_version": code_version(),
         "computed_with": copies.computed_with,
+        "algorithm": config.algorithm.name,
         "config_hash": config.hash(),
         "seed": config.seed,
         "phase": progress.phase.value,
@@ -291,8 +292,8 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
             name: _decode_fitting(objects[f"{name}/policy.safetensors"], learner.policies[name])
             for name in learner.policies
         }
-        algorithms = {name: tensor_blob.decode(objects[_ALGORITHM.format(name)])[0] for name in learner.policies}
-        rewards = {name: tensor_blob.decode(objects[_REWARDS.format(name)])[0] for name in learner.rewards}
+        algorithms = {name: tensor_blob.decode(objects[ALGORITHM.format(name)])[0] for name in learner.policies}
+        rewards = {name: tensor_blob.decode(objects[REWARDS.format(name)])[0] for name in learner.rewards}
         counters = PhaseCounters.from_dict(state["counters"])
         episodes = [EpisodeRecord(**record) for record in state["episodes"]]
         remembered = _positions(objects[_MEMORY]) if learner.remembered.maxlen else []

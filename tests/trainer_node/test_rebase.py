@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from shared import tensor_blob
 from shared.checkpoint import Checkpoint
 from shared.errors import ConfigError
-from shared.policies.codec import state_arrays
+from shared.policies.codec import decode_policy, state_arrays
 from shared.redis_keys import RunKeys
+from shared.spaces import Columns
 from tests.conftest import create_flow
 from tests.trainer_node.game import POLICY, Game, NewGame, balanced, small
 from tests.trainer_node.test_recovery import restore_redis
+from tests.trainer_node.test_resuming_every_algorithm import run
 from tests.trainer_node.test_trainer import STEPS_PER_UPDATE
+from trainer_node.algorithms.named_arrays import part
 from trainer_node.rebase import initialised, rebased
 from trainer_node.replay import replay
+from trainer_node.snapshot import Snapshot
 
 KEEP = {"every": "2 updates", "keep_last": 9}
 
@@ -143,10 +149,60 @@ def test_a_run_that_begins_from_another_has_its_policies_and_nothing_else_of_it(
     assert {key: source.role.checkpoints.store.get(key) for key in source.role.checkpoints.store.keys("")} == before
 
 
+def networks(taken: Snapshot | Checkpoint) -> tuple[Columns, Columns]:
+    """The policy's arrays, and the algorithm's."""
+    policy, _ = decode_policy(taken.objects[POLICY])
+    return state_arrays(policy), tensor_blob.decode(taken.objects["trainer/default.algorithm.safetensors"])[0]
+
+
+@pytest.mark.parametrize("case", ["appo", "dqn", "rainbow", "sac", "discrete sac", "td3", "ddpg", "cql", "iql"])
+def test_targets_begin_as_what_they_follow_and_critics_as_the_same_algorithm_left_them(
+    new_game: NewGame, tmp_path: Path, case: str
+) -> None:
+    source = new_game(run(case, tmp_path, heatup="0 env_steps"))
+    source.play_to(3)
+    there = source.trainer._snapshot()
+    then, learnt = networks(there)
+    game = new_game(run(case, tmp_path, heatup="0 env_steps", seed=7))
+    begun = initialised(game.role, Checkpoint(there.manifest, there.objects))
+    policy, beside = networks(begun)
+    online = {"target/": policy, "target_policy/": policy, "targets/": part(learnt, "critics/")}
+    online["critics/"] = online["targets/"]
+    for name, array in beside.items():
+        prefix = name[: name.find("/") + 1]
+        if prefix in online:
+            assert np.array_equal(array, online[prefix][name.removeprefix(prefix)]), name
+    assert all(np.array_equal(then[name], array) for name, array in policy.items())
+    said = begun.manifest.provenance["initialized_from"]["summary"]
+    assert ("critics" in said.partition(";")[0]) == ("critics/weights.0" in beside)
+    if "log_temperature" in beside:
+        assert beside["log_temperature"] == learnt["log_temperature"] != 0 and "temperature" in said.partition(";")[0]
+    assert not any(name.startswith(("adam/", "optimiser/")) and array.any() for name, array in beside.items())
+
+
+def test_critics_that_another_algorithm_learnt_begin_anew_and_the_line_says_so(
+    new_game: NewGame, tmp_path: Path
+) -> None:
+    policies = {"default": {"hidden_sizes": [8], "normalise_rewards": True}}
+    source = new_game(run("discrete sac", tmp_path, heatup="0 env_steps", policies=policies))
+    source.play_to(2)
+    there = source.trainer._snapshot()
+    game = new_game(run("cql", tmp_path, seed=7, policies=policies))
+    before = networks(game.trainer._snapshot())[1]
+    begun = initialised(game.role, Checkpoint(there.manifest, there.objects))
+    _, beside = networks(begun)
+    assert all(np.array_equal(before[name], array) for name, array in beside.items())
+    assert begun.manifest.provenance["initialized_from"]["summary"] == (
+        "taken: policy, reward statistics; begins anew: critics and temperature and conservatism (learnt by sac there, "
+        "by cql here), optimizers, counters, replay buffer"
+    )
+
+
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
         ({"policies": {"default": {"hidden_sizes": [9]}}}, "another network than policies.default asks for"),
+        ({"policies": {"default": {"hidden_sizes": [8], "activation": "relu"}}}, "activation tanh, not relu"),
         ({"environment": {"id": "Acrobot-v1", "num_envs": 2}}, "other observation or action spaces"),
         ({"policies": {"other": {"hidden_sizes": [8]}}}, "has no policy 'other'; it has default"),
     ],

@@ -64,12 +64,3 @@ def test_the_policy_and_the_targets_move_at_every_third_step() -> None:
                 if name.startswith("critics/"):
                     target = name.replace("critics/", "targets/")
                     np.testing.assert_allclose(after[target], 0.75 * before[target] + 0.25 * after[name], atol=1e-6)
-
-
-def test_the_target_policy_begins_as_the_policy_that_was_put_in() -> None:
-    """As `initialize_from` does, after the algorithm was made."""
-    td3 = made("td3", policy_delay=100)
-    moved_apart(td3.policy)
-    td3.learn(minibatch(BOXES), Counters(), torch.Generator().manual_seed(1))
-    for ours, theirs in zip(td3.policy.parameters(), td3.target_policy.parameters(), strict=True):
-        assert torch.equal(ours, theirs)

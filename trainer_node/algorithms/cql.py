@@ -151,6 +151,12 @@ class CQL(SAC):
         self._optimisers["conservatism"].step(config.conservatism_learning_rate)
         self.log_conservatism.clamp_(*_LOG_WEIGHT_BOUNDS)
 
+    @property
+    def beside_policy(self) -> dict[str, str]:
+        """SAC's; the weight of the penalty where it is learnt."""
+        learnt = self._conservative.largest_gap is not None
+        return super().beside_policy | ({"conservatism": "log_conservatism"} if learnt else {})
+
     def networks(self) -> Columns:
         """SAC's, and the weight of the penalty."""
         return super().networks() | {"log_conservatism": self.log_conservatism.cpu().numpy().copy()}

@@ -87,6 +87,11 @@ class IQL(OffPolicy):
         follow(self.targets, self.critics, config.target_rate)
         return Lesson(metrics | {"train/critic_loss": critic_loss.detach()}, td_error)
 
+    @property
+    def beside_policy(self) -> dict[str, str]:
+        """The critics."""
+        return {"critics": "critics/"}
+
     def networks(self) -> Columns:
         """The Q functions, their targets, and both optimisers."""
         optimisers = {"policy_optimiser/": self._policy_optimiser, "critic_optimiser/": self._critic_optimiser}

@@ -84,6 +84,27 @@ class OffPolicy:
         """The inverse of `networks`; raises `KeyError`, `IndexError` or `ValueError` where it is another network's."""
         raise NotImplementedError
 
+    @property
+    def beside_policy(self) -> dict[str, str]:
+        """What is learnt beside the policy and worth keeping in another run: word → names' beginning in `networks`."""
+        return {}
+
+    def begin_with(self, arrays: Columns) -> None:
+        """Takes `beside_policy` from the `state` of another run of this algorithm; target networks begin as the others.
+
+        Raises `KeyError` or `ValueError` where it is another network's, and then changes nothing.
+        """
+        if not self.beside_policy:
+            return
+        own = self.networks()
+        for name in own:
+            source = name.replace("targets/", "critics/", 1) if name.startswith("targets/") else name
+            if source.startswith(tuple(self.beside_policy.values())):
+                if arrays[source].shape != own[name].shape:
+                    raise ValueError(f"{source} has the shape {arrays[source].shape}, expected {own[name].shape}")
+                own[name] = arrays[source]
+        self.load_networks(own)
+
     def update(self, experience: Sequence[Experience], counters: Counters) -> dict[str, float]:
         """Takes the fragments in, then does all gradient steps that are due; answers the metrics' means."""
         self.observe(experience)

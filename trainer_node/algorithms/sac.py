@@ -212,6 +212,11 @@ class SAC(OffPolicy):
         self.log_temperature.grad = entropy - self.target_entropy
         self._optimisers["temperature"].step(learning_rate)
 
+    @property
+    def beside_policy(self) -> dict[str, str]:
+        """The critics; the temperature where it is learnt."""
+        return {"critics": "critics/"} | ({"temperature": "log_temperature"} if self._config.learn_temperature else {})
+
     def networks(self) -> Columns:
         """Critics, their targets, the temperature and all optimisers."""
         arrays = network_state(self.critics, "critics/") | network_state(self.targets, "targets/")

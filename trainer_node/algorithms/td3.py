@@ -73,8 +73,6 @@ class TD3(OffPolicy):
         """One step of the critics, and at every `policy_delay`-th one of the policy and the targets."""
         config, optimisers = self._config, self._optimisers
         rate = config.learning_rate.value(counters)
-        if self.done == 0:  # the policy may have begun with another run's weights
-            follow(self.target_policy, self.policy, 1.0)
         noise = torch.randn(len(batch), self._bounds.size, generator=generator).to(self._setting.device)
         loss, values, errors = self._critic_loss(batch, noise)
         critic_rate = config.critic_learning_rate.value(counters) if config.critic_learning_rate else rate
@@ -93,6 +91,11 @@ class TD3(OffPolicy):
             follow(self.targets, self.critics, config.tau)
             follow(self.target_policy, self.policy, config.tau)
         return Lesson(metrics, errors.detach().abs().mean(dim=0))
+
+    @property
+    def beside_policy(self) -> dict[str, str]:
+        """The critics."""
+        return {"critics": "critics/"}
 
     def networks(self) -> Columns:
         """Critics, all targets and both optimisers."""
