@@ -117,9 +117,8 @@ class GymnasiumEnvironments:
         final, final_slots = self._no_final, self._no_slots
         episodes: list[tuple[int, EpisodeRecord]] = []
         if len(ended := done.nonzero()[0]):
-            if truncated.any():
-                final_slots = np.flatnonzero(truncated).astype(np.int32)
-                final = self._final_obs(observations, infos, final_slots)
+            final_slots = ended.astype(np.int32)
+            final = self._final_obs(observations, infos, final_slots)
             episodes = self._records(ended, infos)
             self._returns[ended] = 0
             self._lengths[ended] = 0

@@ -122,7 +122,8 @@ class ParallelEnvironments:
             self._returns[index][agent] += float(rewards.get(agent, 0.0))
             if step.truncated[slot] and agent not in observations:
                 raise failure(index, "step", KeyError(f"no last observation of {agent}"))
-            if step.truncated[slot]:  # copied at once: the environment may use its array again
+            if (step.terminated[slot] or step.truncated[slot]) and agent in observations:
+                # copied at once: the environment may use its array again
                 finals[policy_id].append((slot, copy.deepcopy(observations[agent])))
             self._infos[index][agent] = dict(infos.get(agent, {}))
         self._observations[index] = dict(observations)

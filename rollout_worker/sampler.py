@@ -21,7 +21,7 @@ from shared.fragment import STATE, EpisodeRecord, expected_columns
 from shared.policies.policy import Policy
 from shared.policies.registry import torch_device
 from shared.policies.stateful import with_states
-from shared.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
+from shared.spaces import Array, Columns, EnvironmentDescription, PolicySpaces, SpaceSpec
 from shared.stages import Stages
 
 
@@ -153,7 +153,7 @@ class _Recorder:
     """The preallocated columns of one policy id."""
 
     def __init__(self, spaces: PolicySpaces, steps: int, slots: int, state_size: int) -> None:
-        self._observation_names = spaces.observation.column_names("obs")
+        self._observation = spaces.observation
         expected = expected_columns(spaces, steps, slots, state_size)
         growing = {leaf.column("final_obs") for leaf in spaces.observation.leaves} | {"final_index"}
         self.columns: Columns = {
@@ -175,9 +175,11 @@ class _Recorder:
         for name in ("reward", "terminated", "truncated", "mask"):
             self.columns[name][step] = getattr(result, name)
         if result.final_slots.size:
+            slots = result.final_slots
+            kept = result.truncated[slots] | _holdable(self._observation, result.final_obs)
             for name, array in result.final_obs.items():
-                self._final[name].append(array)
-            index = np.stack([np.full_like(result.final_slots, step), result.final_slots], axis=1)
+                self._final[name].append(array[kept])
+            index = np.stack([np.full_like(slots, step), slots], axis=1)[kept]
             self._final["final_index"].append(index.astype(np.int32))
 
     def finish(self, policy: Policy, exploration: Exploration, bootstrap: Columns) -> Columns:
@@ -193,8 +195,27 @@ class _Recorder:
             self.columns["log_prob"] = log_prob.reshape(steps, slots).to(torch.float32).cpu().numpy()
         else:
             self.columns["log_prob"][:] = 0.0
-        for name in self._observation_names:
+        for name in self._observation.column_names("obs"):
             self.columns["bootstrap_" + name][:] = bootstrap[name]
         for name, parts in self._final.items():
             self.columns[name] = np.concatenate(parts) if parts else self._empty[name]
         return self.columns
+
+
+def _holdable(spec: SpaceSpec, final: Columns) -> Array:
+    """`[M]`: which last observations `final_obs…` a fragment can hold.
+
+    A simulator that fell over may terminate with NaN, a table of states with one state too many. Nothing is
+    bootstrapped from these: they are left out as unknown instead of costing the fragment.
+    """
+    found = np.ones(len(next(iter(final.values()))), np.bool_)
+    for leaf in spec.leaves:
+        array = final[leaf.column("final_obs")]
+        if leaf.kind != "box":
+            good = (array >= 0) & (array < np.asarray(leaf.nvec).reshape(leaf.shape))
+        elif array.dtype.kind == "f":
+            good = np.isfinite(array)
+        else:
+            continue
+        found &= good.reshape(len(found), -1).all(axis=1)
+    return found

@@ -1,7 +1,7 @@
 """What the sampler steps: the face of all vectorised environments, and what their steps and episodes are.
 
-Every step tells apart `terminated` and `truncated`, hands over the true last observation of truncated slots, and has
-already reset what ended. `mask` is false where there was nothing to act for (an absent agent; the extra step in which
+Every step tells apart `terminated` and `truncated`, hands over the true last observation of what ended, and has already
+reset it. `mask` is false where there was nothing to act for (an absent agent; the extra step in which
 a native vector environment resets itself).
 """
 
@@ -32,7 +32,7 @@ class PolicyStep:
     truncated: Array
     mask: Array
     final_obs: Columns
-    """`[M, …]`: the true last observation of each truncated slot."""
+    """`[M, …]`: the true last observation of each slot whose episode ended; a terminated one may be missing."""
     final_slots: Array
     """`[M]`, int32."""
 

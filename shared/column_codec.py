@@ -1,7 +1,8 @@
 """Smaller columns for images: each stacked frame once, and optional compression. Lossless, and driven by the data.
 
 Stacked frames: in `[T, S, k, …]` an observation usually repeats k−1 frames of the one before. Where it does, only its
-newest frame is kept; where it does not (a reset), the whole stack. Both are verified while encoding.
+newest frame is kept; where it does not (a reset), the whole stack. Likewise of the last observations of episodes,
+`final_obs…`, which repeat frames of the observation before them. All of it is verified while encoding.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ Layout = dict[str, dict[str, Any]]
 
 _MAX_STACK = 16
 _MAX_UNPACKED_BYTES = 1 << 32
-_FRAMES, _FIRST, _WHOLE, _WHERE = "#frames", "#first", "#whole", "#where"
+_FRAMES, _FIRST, _WHOLE, _WHERE, _NEWEST = "#frames", "#first", "#whole", "#where", "#newest"
 
 
 def pack(columns: Columns, compression: Compression) -> tuple[Columns, Layout]:
     """Columns to send, and the layout that `unpack` needs; only byte images are changed."""
-    packed: Columns = {}
+    packed = dict(columns)
     layout: Layout = {}
     for name, array in columns.items():
-        parts = {name: array}
         if array.dtype == np.uint8 and array.ndim >= 5 and 2 <= array.shape[2] <= _MAX_STACK:
             parts = _split_stack(name, array)
             if len(parts) > 1:
                 layout[name] = {"stack": array.shape[2]}
-        for part, value in parts.items():
-            if compression != "none" and value.dtype == np.uint8 and value.ndim >= 3:
-                layout.setdefault(part, {}).update(codec=compression, shape=list(value.shape))
-                value = np.frombuffer(_compress(value, compression), np.uint8)
-            packed[part] = value
+                del packed[name]
+                packed |= parts
+                _split_finals(name, columns, packed, layout)
+    for part, value in packed.items():
+        if compression != "none" and value.dtype == np.uint8 and value.ndim >= 3:
+            layout.setdefault(part, {}).update(codec=compression, shape=list(value.shape))
+            packed[part] = np.frombuffer(_compress(value, compression), np.uint8)
     return packed, layout
 
 
@@ -55,6 +57,9 @@ def unpack(packed: Columns, layout: Layout) -> Columns:
     for name, how in layout.items():
         if "stack" in how:
             columns[name] = _join_stack(name, int(how["stack"]), columns)
+    for name, how in layout.items():
+        if "after" in how:
+            columns[name] = _join_finals(name, how["after"], columns)
     return columns
 
 
@@ -72,6 +77,32 @@ def _split_stack(name: str, array: Array) -> Columns:
         name + _WHOLE: array[where[:, 0], where[:, 1]],
         name + _WHERE: where,
     }
+
+
+def _split_finals(name: str, columns: Columns, packed: Columns, layout: Layout) -> None:
+    """Of the last observations that go with the stacks `name`, keeps the newest frames where all others are there."""
+    final, index = _finals_of(name)
+    if final not in columns or not len(columns[final]):
+        return
+    step, slot = columns[index].T
+    if (columns[final][:, :-1] == columns[name][step, slot, 1:]).all():
+        layout[final] = {"after": name}
+        packed[final + _NEWEST] = packed.pop(final)[:, -1]
+
+
+def _join_finals(name: str, stacks: str, columns: Columns) -> Array:
+    if _finals_of(stacks)[0] != name:
+        raise ValueError(f"{name} does not go with {stacks}")
+    newest, earlier, (step, slot) = columns.pop(name + _NEWEST), columns[stacks], columns[_finals_of(stacks)[1]].T
+    if newest.dtype != earlier.dtype or newest.shape != step.shape + earlier.shape[3:]:
+        raise ValueError(f"{name}: {newest.dtype}{newest.shape} are not the newest frames of {len(step)} stacks")
+    return np.concatenate([earlier[step, slot, 1:], newest[:, None]], axis=1)
+
+
+def _finals_of(name: str) -> tuple[str, str]:
+    """The columns of the last observations that go with `policy/obs…`, and of their places."""
+    policy, _, column = name.partition("/")
+    return f"{policy}/final_{column}", f"{policy}/final_index"
 
 
 def _join_stack(name: str, stack: int, columns: Columns) -> Array:

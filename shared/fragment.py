@@ -12,12 +12,15 @@ Columns, per policy id, with S slots (environments × agents of that policy):
 | `reward`, `log_prob` | T × S | float32 |
 | `terminated`, `truncated`, `mask` | T × S | bool; `mask` is false where an agent was absent |
 | `bootstrap_obs…` | S × … | observation after the last step |
-| `final_obs…` | M × … | last observation of each truncated slot |
+| `final_obs…` | M × … | true last observation of each episode that ended (terminated: where it is known) |
 | `final_index` | M × 2 | int32: step, slot of each `final_obs` row |
 | `state_in` | S × state size | float32: what a policy with a core remembers before the first step; absent for others |
 
 Within the fragment that state follows from the columns: it begins at zero again after each step that ended an episode,
 or that nobody acted.
+
+Nothing is bootstrapped from the last observation of an episode that terminated: its value is 0, also where the step was
+truncated as well. Wire version 2, whose fragments had no such observations, is still read.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ from shared.errors import FragmentError
 from shared.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
 from shared.steps import Phase
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
+_READABLE = (2, WIRE_VERSION)
+"""Archives, and the log of a run that is resumed, may hold older fragments; columns mean the same in all of these."""
 STATE = "state_in"
 REASONS = (
     "undecodable",
@@ -129,8 +134,9 @@ def decode(blob: bytes) -> Fragment:
         packed, header = tensor_blob.decode(blob)
     except tensor_blob.BlobError as error:
         raise FragmentError(error.reason, error.detail) from None
-    if header.get("wire_version") != WIRE_VERSION:
-        raise FragmentError("wire_version", f"found {header.get('wire_version')!r}, this trainer reads {WIRE_VERSION}")
+    if header.get("wire_version") not in _READABLE:
+        readable = " and ".join(map(str, _READABLE))
+        raise FragmentError("wire_version", f"found {header.get('wire_version')!r}, this trainer reads {readable}")
     try:
         layout = header.pop("layout")
         episodes = tuple(EpisodeRecord(**record) for record in header.pop("episodes"))
@@ -236,8 +242,10 @@ def _check_columns(
         raise FragmentError("schema", f"{policy_id}/final_index points outside of {steps} × {slots}")
     covered = np.zeros((steps, slots), np.bool_)
     covered[where[:, 0], where[:, 1]] = True
-    if rows != int(columns["truncated"].sum()) or (covered != columns["truncated"]).any():
-        raise FragmentError("schema", f"{policy_id}: final_obs does not cover the truncated slots")
+    if rows != int(covered.sum()) or (columns["truncated"] & ~covered).any():
+        raise FragmentError("schema", f"{policy_id}: final_obs does not cover each truncated slot once")
+    if (covered & ~(columns["terminated"] | columns["truncated"])).any():
+        raise FragmentError("schema", f"{policy_id}: final_obs of a slot whose episode goes on")
 
 
 def _check_choices(columns: Mapping[str, Array], spaces: PolicySpaces, policy_id: str) -> None:

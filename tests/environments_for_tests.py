@@ -217,6 +217,28 @@ class Doorstep(gym.Env[Any, Any]):
         )
 
 
+class Overshoots(gym.Env[Any, Any]):
+    """Terminates after two steps with an observation that is not in its space: NaN, or one choice too many."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, choices: bool) -> None:
+        self._choices = choices
+        self.observation_space: spaces.Space[Any] = spaces.Discrete(2) if choices else spaces.Box(-1.0, 1.0, (2,))
+
+    def _observation(self) -> Any:
+        return self._steps if self._choices else np.array([0.0, np.nan if self._steps == 2 else 0.5], np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps = 0
+        return self._observation(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._steps += 1
+        return self._observation(), 1.0, self._steps == 2, False, {}
+
+
 class CountingVector(gym.vector.VectorEnv[Array, Array, Array]):
     """`Counting` in native form, in any of gymnasium's three ways of starting again; environment i is 2 + i long."""
 

@@ -73,20 +73,24 @@ def _follows(before: Columns, after: Columns) -> bool:
 def _table(line: list[Columns], slot: int, spaces: PolicySpaces, whole: bool) -> Table:
     """All steps of one slot; what was masked (a native environment's reset) is left out.
 
-    What is observed after a step that terminated is not in a fragment: there it is what was observed before.
+    What was observed after a step that terminated may not be in a fragment.
     """
 
     def steps(name: str) -> Array:
         return np.concatenate([columns[name][:, slot] for columns in line])
 
     acted = steps("mask")
+    next_known = []
+    for columns in line:
+        final = columns["final_index"]
+        known = ~columns["terminated"][:, slot]
+        known[final[final[:, 1] == slot, 0]] = True
+        next_known.append(known)
     obs, next_obs = {}, {}
     for name in spaces.observation.column_names("obs"):
         after = []
         for columns in line:
             follows = np.concatenate([columns[name][1:, slot], columns[f"bootstrap_{name}"][None, slot]])
-            ended = columns["terminated"][:, slot]
-            follows[ended] = columns[name][ended, slot]
             mine = columns["final_index"][:, 1] == slot
             follows[columns["final_index"][mine, 0]] = columns[f"final_{name}"][mine]
             after.append(follows)
@@ -95,5 +99,6 @@ def _table(line: list[Columns], slot: int, spaces: PolicySpaces, whole: bool) ->
     found = {name: steps(name)[acted] for name in names}
     action = {name: found[name] for name in spaces.action.column_names("action")}
     return Table(
-        obs, action, found["reward"], found["terminated"], found["truncated"], found["log_prob"], next_obs, whole=whole
-    )
+        obs, action, found["reward"], found["terminated"], found["truncated"], found["log_prob"], next_obs,
+        whole=whole, next_known=np.concatenate(next_known)[acted],
+    )  # fmt: skip

@@ -34,6 +34,9 @@ class Episode:
     """Whether the last step ended it; otherwise it was truncated, or the data end there."""
     record: EpisodeRecord | None
     """None where its beginning or its end is not in the data."""
+    last_known: bool = True
+    """Whether the data have what was observed after the last step. Where they do not the step terminated, and the row
+    before stands there again."""
 
     def __len__(self) -> int:
         return len(self.reward)
@@ -60,6 +63,7 @@ class Recording:
         self._starts = np.cumsum(lengths) - lengths
         self._ends = np.cumsum(lengths) - 1
         self._terminated = np.array([episode.terminated for episode in kept])
+        self._last_known = np.array([episode.last_known for episode in kept])
         self.records = tuple(episode.record for episode in kept)
 
     def __len__(self) -> int:
@@ -70,7 +74,7 @@ class Recording:
     def sha256(self) -> str:
         """Of all that is learnt from (64 hex digits): the same for the same transitions in any format."""
         found = hashlib.sha256()
-        arrays = self.columns | {"ends": self._ends, "terminated": self._terminated}
+        arrays = self.columns | {"ends": self._ends, "terminated": self._terminated, "last_known": self._last_known}
         for name, array in sorted(arrays.items()):
             found.update(f"{name} {array.dtype.str} {array.shape};".encode())
             found.update(np.ascontiguousarray(array).data)
@@ -88,6 +92,7 @@ class Recording:
                 self.columns["log_prob"][steps],
                 bool(self._terminated[number]),
                 self.records[number],
+                bool(self._last_known[number]),
             )
 
     def pieces(self, steps: int) -> int:
@@ -107,18 +112,18 @@ class Recording:
         ended = mask & (step == self._ends[episode])
         terminated = self._terminated[episode]
         columns: Columns = {"mask": mask, "terminated": ended & terminated, "truncated": ended & ~terminated}
-        cut_off = np.argwhere(columns["truncated"])
+        final = np.argwhere(ended & self._last_known[episode])
         after = step + episode + 1
         for name in self.spaces.observation.column_names("obs"):
             rows = self.columns[name]
             columns[name] = rows[step + episode]
             columns[f"bootstrap_{name}"] = rows[after[-1]]
-            columns[f"final_{name}"] = rows[after[cut_off[:, 0], cut_off[:, 1]]]
+            columns[f"final_{name}"] = rows[after[final[:, 0], final[:, 1]]]
         for name in self.spaces.action.column_names("action"):
             columns[name] = self.columns[name][step]
         for name in ("reward", "log_prob"):
             columns[name] = np.where(mask, self.columns[name][step], np.float32(0))
-        columns["final_index"] = cut_off.astype(np.int32)
+        columns["final_index"] = final.astype(np.int32)
         known = [self.records[number] for number in episode[ended].tolist()]
         return columns, [record for record in known if record is not None]
 

@@ -30,14 +30,16 @@ class Table:
     """After which rows another episode begins, though the row neither terminated nor truncated."""
     whole: bool = True
     """Whether the first row begins an episode."""
+    next_known: Array | None = None
+    """`[M]`, bool: where `next_obs` means something; it may not where a step terminated. None: everywhere."""
 
 
 def episodes_of(table: Table) -> Iterator[Episode]:
     """The episodes of it.
 
-    Without `next_obs` nobody knows what was observed after the last step of an episode. Where that step terminated,
-    nothing depends on it. Elsewhere it would be bootstrapped from, so the step is left out and the episode is
-    truncated where it was last observed; its return is still that of all its steps.
+    Without `next_obs` it is not known what was observed after the last step of an episode. Where that step terminated,
+    nothing is bootstrapped from it. Elsewhere the step is left out and the episode is truncated where it was last
+    observed; its return is still that of all its steps.
     """
     ends = table.terminated | table.truncated
     bounds = ends if table.cut_after is None else ends | table.cut_after
@@ -54,9 +56,10 @@ def episodes_of(table: Table) -> Iterator[Episode]:
 
 def _episode(table: Table, first: int, last: int, record: EpisodeRecord | None) -> Episode:
     terminated = bool(table.terminated[last])
+    told = table.next_obs if table.next_known is None or table.next_known[last] else None
     observed = {name: array[first : last + 1] for name, array in table.obs.items()}
-    if table.next_obs is not None:
-        after = {name: array[last : last + 1] for name, array in table.next_obs.items()}
+    if told is not None:
+        after = {name: array[last : last + 1] for name, array in told.items()}
     elif terminated:
         after = {name: array[-1:] for name, array in observed.items()}
     else:
@@ -70,6 +73,7 @@ def _episode(table: Table, first: int, last: int, record: EpisodeRecord | None) 
         np.zeros(last + 1 - first, np.float32) if table.log_prob is None else table.log_prob[steps],
         terminated,
         record,
+        told is not None or not terminated,
     )
 
 

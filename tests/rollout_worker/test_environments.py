@@ -64,8 +64,7 @@ def test_each_step_tells_ends_apart_and_starts_again_at_once(vectorization: str,
         assert told.reward.tolist() == [2.0, 2.0] and told.mask.all()
         assert told.terminated.tolist() == [ends == "terminated"] * 2
         assert told.truncated.tolist() == [ends == "truncated"] * 2
-        assert told.final_slots.tolist() == ([0, 1] if ends == "truncated" else [])
-        assert told.final_obs["final_obs"].tolist() == ([[2, 0], [2, 0]] if ends == "truncated" else [])
+        assert told.final_slots.tolist() == [0, 1] and told.final_obs["final_obs"].tolist() == [[2, 0], [2, 0]]
         record = EpisodeRecord(3.0, 2, success=False, metrics={"depth": 20.0})
         assert step.episodes == [(0, record), (1, record)]
         act(vector, 0)
@@ -120,7 +119,7 @@ def test_native_environments_tell_the_same_whatever_way_they_start_again(mode: s
         assert len(rows[index]) == (12 - 12 // (length + 1) if mode == "NEXT_STEP" else 12)
         for number, row in enumerate(rows[index]):
             over, episode = number % length == length - 1, number // length
-            final = [length, episode] if over and ends == "truncated" else None
+            final = [length, episode] if over else None
             assert row == (number % length + 1, over and ends == "terminated", over and ends == "truncated", final)
         expected = EpisodeRecord(length * (length + 1) / 2, length, metrics={"depth": 10.0 * length})
         assert records[index] == [expected] * (len(rows[index]) // length)
@@ -143,7 +142,8 @@ def test_cartpoles_own_vector_version_masks_the_step_in_which_it_resets() -> Non
                 assert record.episode_return == record.length == returns[index] <= 12
                 assert told.truncated[index] == (record.length == 12) or told.terminated[index]
                 returns[index] = 0
-            assert np.array_equal(told.final_obs["final_obs"], told.obs["obs"][told.final_slots])
+            assert np.array_equal(told.final_slots, np.flatnonzero(over))
+            assert np.array_equal(told.final_obs["final_obs"], told.obs["obs"][over])
             seen = {name: count + int(getattr(told, name).sum()) for name, count in seen.items()}
             observation = told.obs["obs"]
         assert observation.shape == (4, 4) and min(seen.values()) > 3
@@ -207,6 +207,7 @@ def test_agents_of_a_parallel_environment_end_each_at_their_own_time() -> None:
         cat_ends = chase(vector, [0, 1], [0.5, 0.5])
         hunter, prey = cat_ends.policies["hunter"], cat_ends.policies["prey"]
         assert hunter.terminated.tolist() == [True, True] and hunter.reward.tolist() == [1.0, 2.0]
+        assert hunter.final_slots.tolist() == [0, 1] and hunter.final_obs["final_obs"][:, :2].tolist() == [[1, 0]] * 2
         assert prey.mask.all() and not prey.truncated.any() and not cat_ends.episodes
         alone = chase(vector, [1, 1], [0.0, 3.0])
         hunter, prey = alone.policies["hunter"], alone.policies["prey"]

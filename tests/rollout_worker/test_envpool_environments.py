@@ -96,7 +96,7 @@ def test_ends_are_told_apart_and_the_step_that_starts_again_is_masked(ends: str)
         over = step == LENGTH
         assert its.truncated.tolist() == [over and ends == "truncated"] * 2
         assert its.terminated.tolist() == [over and ends == "terminated"] * 2
-        assert its.final_obs["final_obs"].tolist() == ([[7, LENGTH]] * 2 if its.truncated.any() else [])
+        assert its.final_obs["final_obs"].tolist() == ([[7, LENGTH]] * 2 if over else [])
     assert masks == [[True, True]] * 3 + [[False, False], [True, True]]
     assert [(index, record.episode_return, record.length) for index, record in episodes] == [(0, 3.0, 3), (1, 9.0, 3)]
     assert episodes[0][1].metrics == {"lives": 0.0}, "what the environment tells, without EnvPool's own"
@@ -158,8 +158,9 @@ def test_envpools_cartpole_moves_as_gymnasiums() -> None:
             limit = lengths[index] == 25
             assert bool(told.truncated[index]) == limit and bool(told.terminated[index]) == (fell and not limit)
         assert not told.reward[over].any() and (np.abs(told.obs["obs"][over]) <= 0.05).all()
-        assert np.array_equal(told.final_obs["final_obs"], told.obs["obs"][told.final_slots])
         over = told.terminated | told.truncated
+        assert np.array_equal(told.final_slots, np.flatnonzero(over))
+        assert np.array_equal(told.final_obs["final_obs"], told.obs["obs"][over])
         assert {index for index, _ in step.episodes} == set(np.flatnonzero(over).tolist())
         assert all(record.length == lengths[index] == record.episode_return for index, record in step.episodes)
         ended = {name: count + int(getattr(told, name).sum()) for name, count in ended.items()}

@@ -168,7 +168,9 @@ def test_two_agents_fill_the_columns_of_their_policies() -> None:
     assert hunter["mask"][:, 0].tolist() == [True, True, False, False] * 2 + [True]
     assert hunter["terminated"][:, 0].tolist() == [False, True, False, False] * 2 + [False]
     assert prey["mask"].all() and prey["truncated"][:, 1].tolist() == [False, False, False, True] * 2 + [False]
-    assert prey["final_index"].tolist() == [[3, 0], [3, 1], [7, 0], [7, 1]] and not len(hunter["final_index"])
+    assert prey["final_index"].tolist() == [[3, 0], [3, 1], [7, 0], [7, 1]]
+    assert hunter["final_index"].tolist() == [[1, 0], [1, 1], [5, 0], [5, 1]]
+    assert hunter["final_obs"][:, :2].tolist() == [[2, 0], [2, 0], [2, 1], [2, 1]], "the cat's terminated"
     assert prey["final_obs"].tolist() == [[4, 0], [4, 0], [4, 1], [4, 1]]
     assert not hunter["obs"][~hunter["mask"]].any()
     assert [record.length for record in sample.episodes] == [4] * 4
@@ -176,6 +178,12 @@ def test_two_agents_fill_the_columns_of_their_policies() -> None:
         assert record.episode_return == pytest.approx(sum(record.agent_returns.values()))
     total = hunter["reward"][:8].sum() + prey["reward"][:8].sum()
     assert sum(record.episode_return for record in sample.episodes) == pytest.approx(float(total), rel=1e-5)
+
+
+@pytest.mark.parametrize("choices", [False, True], ids=["NaN", "one choice too many"])
+def test_a_last_observation_beyond_its_space_is_unknown_and_costs_nothing_else(choices: bool) -> None:
+    columns = Stage({"id": f"{MODULE}:Overshoots", "kwargs": {"choices": choices}}).sample(6).columns["default"]
+    assert columns["terminated"][:, 0].tolist() == [False, True] * 3 and not len(columns["final_index"])
 
 
 def test_agents_of_one_policy_are_slots_beside_each_other() -> None:

@@ -60,6 +60,47 @@ def test_stacked_frames_come_back_whatever_the_resets(
     assert_lossless({"obs": stacked(steps, slots, stack, resets, seed, frame)}, compression)
 
 
+def with_finals(steps: int, slots: int, stack: int, seed: int, fresh: bool = False) -> Columns:
+    """Stacks, and the last ones of some episodes: gone on with by a frame each, or `fresh` ones."""
+    random, array = np.random.default_rng(seed), stacked(steps, slots, stack, 0.1, seed)
+    index = np.argwhere(random.random((steps, slots)) < 0.2).astype(np.int32)
+    last = random.integers(0, 256, (len(index), stack, 6, 6)).astype(np.uint8)
+    if not fresh:
+        last[:, :-1] = array[index[:, 0], index[:, 1], 1:]
+    return {"p/obs": array, "p/final_obs": last, "p/final_index": index}
+
+
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(
+    steps=st.integers(1, 12), slots=st.integers(1, 4), stack=st.integers(1, 5), seed=st.integers(0, 2**32),
+    fresh=st.booleans(), compression=st.sampled_from(COMPRESSIONS),
+)  # fmt: skip
+def test_last_observations_come_back_whatever_they_go_on_with(
+    steps: int, slots: int, stack: int, seed: int, fresh: bool, compression: Compression
+) -> None:
+    assert_lossless(with_finals(steps, slots, stack, seed, fresh), compression)
+
+
+def test_of_last_observations_only_the_newest_frames_are_sent() -> None:
+    columns = with_finals(32, 4, 4, 0)
+    packed = assert_lossless(columns, "none")
+    assert packed["p/final_obs#newest"].nbytes * 4 == columns["p/final_obs"].nbytes and "p/final_obs" not in packed
+    assert "p/final_obs" in assert_lossless(with_finals(32, 4, 4, 0, fresh=True), "none")
+
+
+@pytest.mark.parametrize("shape", [(3, 6, 6), (10**9, 0, 6), (0,)])
+def test_newest_frames_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
+    packed, layout = column_codec.pack(with_finals(32, 4, 4, 0), "none")
+    packed["p/final_obs#newest"] = np.zeros(shape, np.uint8)
+    with pytest.raises(ValueError, match="not the newest frames of"):
+        column_codec.unpack(packed, layout)
+    with pytest.raises(ValueError, match="does not go with"):
+        column_codec.unpack(packed, layout | {"p/final_obs": {"after": "p/reward"}})
+    del packed["p/final_obs#newest"]
+    with pytest.raises(KeyError, match="newest"):
+        column_codec.unpack(packed, layout)
+
+
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(
     array=st.sampled_from([np.uint8, np.bool_, np.float32, np.int64]).flatmap(

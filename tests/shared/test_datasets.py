@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def assert_same(found: Recording, listed: Sequence[Episode]) -> None:
                 assert array.dtype == getattr(theirs, part)[name].dtype
         np.testing.assert_array_equal(mine.reward, theirs.reward)
         np.testing.assert_array_equal(mine.log_prob, theirs.log_prob)
-        assert (mine.terminated, mine.record) == (theirs.terminated, theirs.record)
+        assert (mine.terminated, mine.record, mine.last_known) == (theirs.terminated, theirs.record, theirs.last_known)
 
 
 every_space = pytest.mark.parametrize(
@@ -120,10 +121,6 @@ def test_an_archive_gives_back_the_episodes_that_were_acted(tmp_path: Path) -> N
     found = list(read(tmp_path / "a-run", description).episodes())
     assert [len(episode) for episode in found] == [5, 1, 6, 1, 4, 6, 1], "slot 0 ends within the third episode"
     assert [episode.record is not None for episode in found] == [True, True, False, True, True, True, True]
-    for episode in listed:
-        if episode.terminated:
-            for array in episode.observations.values():
-                array[-1] = array[-2]  # the last observation is not in a fragment
     assert_same(Recording(spaces_of(description), found[:2] + found[4:], ""), listed[:2] + listed[3:])
     np.testing.assert_array_equal(found[2].observations["obs.cam"], listed[2].observations["obs.cam"][:7])
 
@@ -136,6 +133,7 @@ def test_an_archive_with_gaps_repeats_masks_and_a_late_start(tmp_path: Path) -> 
     wide = {name: np.insert(array, 1, array[1], axis=0) for name, array in pieces[5].items() if len(array) == 4}
     resets = pieces[5] | wide
     resets["mask"] = np.array([[True], [False], [True], [True], [True]])
+    resets["final_index"] = resets["final_index"] + np.array([1, 0], np.int32)
     sent = [(0, pieces[0]), (1, pieces[1]), (1, pieces[1]), (3, pieces[3]), (4, pieces[4]), (5, resets)]
     write_archive(tmp_path, [fragment_of(columns, seq) for seq, columns in sent])
     found = list(read(tmp_path / "a-run", description).episodes())
@@ -143,7 +141,25 @@ def test_an_archive_with_gaps_repeats_masks_and_a_late_start(tmp_path: Path) -> 
     assert [episode.record for episode in found] == [None, None, listed[2].record], (
         "the gap hides the third's beginning"
     )
-    np.testing.assert_array_equal(found[2].observations["obs"][:-1], listed[2].observations["obs"][:-1])
+    np.testing.assert_array_equal(found[2].observations["obs"], listed[2].observations["obs"])
+
+
+def test_an_archive_of_the_wire_version_before_has_no_last_observation_of_what_terminated(tmp_path: Path) -> None:
+    description = described()
+    listed = episodes(spaces_of(description), (5, 4, 7), "tTt")
+    older = []
+    for seq, columns in enumerate(Recording(spaces_of(description), listed, "memory").fragments(4)):
+        kept = columns["truncated"][tuple(columns["final_index"].T)]
+        columns |= {name: columns[name][kept] for name in ("final_index", "final_obs")}
+        made = fragment_of(columns, seq)
+        older.append(dataclasses.replace(made, header=dataclasses.replace(made.header, wire_version=2)))
+    write_archive(tmp_path, older)
+    found = list(read(tmp_path / "a-run", description).episodes())
+    assert [episode.last_known for episode in found] == [False, True, False]
+    for mine, theirs in zip(found, listed, strict=True):
+        last = len(theirs) + mine.last_known
+        np.testing.assert_array_equal(mine.observations["obs"][:last], theirs.observations["obs"][:last])
+        assert (mine.terminated, mine.record) == (theirs.terminated, theirs.record)
 
 
 def test_without_next_observations_the_unknown_is_not_made_up(tmp_path: Path) -> None:
@@ -159,6 +175,9 @@ def test_without_next_observations_the_unknown_is_not_made_up(tmp_path: Path) ->
     assert [episode.terminated for episode in found] == [True, True, False]
     np.testing.assert_array_equal(found[2].observations["obs"], listed[3].observations["obs"][:4])
     np.testing.assert_array_equal(found[0].observations["obs"][:-1], listed[0].observations["obs"][:-1])
+    assert [episode.last_known for episode in found] == [False, False, True]
+    recording = Recording(spaces_of(description), found, "memory")
+    assert recording.cut([0], 20)[0]["final_index"].tolist() == [[14, 0]], "only the one that was stopped"
 
 
 def test_fragments_cut_from_it_are_what_the_log_takes() -> None:
@@ -193,7 +212,7 @@ def test_cut_agrees_with_a_walk_through_the_episodes() -> None:
                 assert (columns["terminated"][row, 0], columns["truncated"][row, 0]) == (
                     last and terminated, last and not terminated
                 )  # fmt: skip
-            after = [item[1] for item in expected if item[4] and not item[5]]
+            after = [item[1] for item in expected if item[4]]
             np.testing.assert_array_equal(columns["final_obs"], np.array(after, np.float32).reshape(-1, 3))
             if columns["mask"].all():
                 np.testing.assert_array_equal(columns["bootstrap_obs"][0], expected[-1][1])

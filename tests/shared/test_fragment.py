@@ -22,8 +22,9 @@ from shared.fragment import EpisodeRecord, Fragment, FragmentHeader
 from shared.spaces import Columns, EnvironmentDescription, PolicySpaces
 from shared.steps import Phase
 
-GOLDEN = Path(__file__).parent / "golden" / "fragment-2.bin"
-GOLDEN_STATE = GOLDEN.with_name("fragment-2-state.bin")
+GOLDEN = Path(__file__).parent / "golden" / "fragment-3.bin"
+GOLDEN_STATE = GOLDEN.with_name("fragment-3-state.bin")
+GOLDEN_BEFORE = GOLDEN.with_name("fragment-2.bin")
 RUN = "run-1"
 FUZZ = settings(deadline=None, derandomize=True, max_examples=60)
 
@@ -41,14 +42,15 @@ def describe(
 def make_fragment(
     description: EnvironmentDescription, steps: int = 3, num_envs: int = 2, seed: int = 0, **header: Any
 ) -> Fragment:
-    """A valid fragment with random contents (some rows truncated)."""
+    """A valid fragment with random contents: some rows truncated, of those terminated some with a last observation."""
     random = np.random.default_rng(seed)
     columns: dict[str, Columns] = {}
     for policy_id, its in description.policies.items():
         slots = num_envs * description.slots(policy_id)
         part: Columns = {}
-        truncated = random.random((steps, slots)) < 0.3
-        rows = int(truncated.sum())
+        truncated, terminated, known = random.random((3, steps, slots)) < np.array([0.3, 0.3, 0.6])[:, None, None]
+        final = np.argwhere(truncated | (terminated & known)).astype(np.int32)
+        rows = len(final)
         choices = {
             leaf.column(prefix): np.asarray(leaf.nvec, np.int64).reshape(leaf.shape)
             for spec, prefixes in ((its.observation, ("obs", "bootstrap_obs", "final_obs")), (its.action, ("action",)))
@@ -65,8 +67,7 @@ def make_fragment(
                 part[name] = random.standard_normal(size).astype(dtype)
             else:
                 part[name] = (numbers % 2 if dtype.kind == "b" else numbers % 100).astype(dtype)
-        part["truncated"] = truncated
-        part["final_index"] = np.argwhere(truncated).astype(np.int32)
+        part |= {"truncated": truncated, "terminated": terminated, "final_index": final}
         columns[policy_id] = part
     fields: dict[str, Any] = {
         "run_id": RUN, "worker_id": "w0", "incarnation": 1, "seq": 7, "phase": Phase.TRAIN,
@@ -131,7 +132,8 @@ def golden_fragment() -> Fragment:
             )
     flags = np.array([[False, True], [False, False]])
     part |= {"terminated": flags[::-1], "truncated": flags, "mask": ~flags, "action": np.array([[0, 1], [1, 0]])}
-    part |= {"final_index": np.array([[0, 1]], np.int32), "final_obs": np.array([[1, 2, 3]], np.float32)}
+    part["final_index"] = np.array([[0, 1], [1, 1]], np.int32)
+    part["final_obs"] = np.array([[1, 2, 3], [4, 5, 6]], np.float32)
     return made
 
 
@@ -145,9 +147,17 @@ def with_state() -> Fragment:
 def test_the_bytes_on_the_wire_are_the_golden_ones() -> None:
     # After a change of the format: raise WIRE_VERSION, write encode(golden_fragment()) to golden/fragment-<version>.bin
     # and point GOLDEN to it. A change here without a new version breaks runs that are going on.
-    assert fragment.WIRE_VERSION == 2
+    assert fragment.WIRE_VERSION == 3
     assert fragment.encode(golden_fragment()) == GOLDEN.read_bytes()
     assert fragment.encode(with_state()) == GOLDEN_STATE.read_bytes()
+
+
+def test_the_bytes_of_the_version_before_are_read_without_what_they_do_not_hold() -> None:
+    expected = golden_fragment()
+    part = expected.columns["default"]
+    part |= {name: part[name][:1] for name in ("final_index", "final_obs")}
+    header = dataclasses.replace(expected.header, wire_version=2)
+    assert_same(read(GOLDEN_BEFORE.read_bytes(), SIMPLE), Fragment(header, expected.columns))
 
 
 def test_the_golden_bytes_are_read() -> None:
@@ -379,6 +389,7 @@ def test_an_episode_record_that_is_not_finite_is_named_so(field: str, value: flo
     assert reason_of(with_header(episodes=[changed]), SIMPLE) == "not_finite"
 
 
+MALFORMED_SEED = 2
 Change = Callable[[Columns], object]
 MALFORMED: dict[str, Change] = {
     "a missing column": lambda part: part.pop("reward"),
@@ -399,13 +410,21 @@ MALFORMED: dict[str, Change] = {
     ),
     "fewer rows than places": lambda part: part.update(final_obs=part["final_obs"][1:]),
     "no truncated slots": lambda part: part["truncated"].fill(False),
+    "a last observation of an episode that goes on": lambda part: part.update(
+        final_index=np.vstack([part["final_index"], np.argwhere(~(part["truncated"] | part["terminated"]))[:1]]).astype(
+            np.int32
+        ),
+        final_obs=np.vstack([part["final_obs"], part["final_obs"][:1]]),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_columns_are_a_schema_error(name: str) -> None:
-    made = make_fragment(SIMPLE, seed=2)
-    assert made.columns["default"]["truncated"].sum() >= 2
+    made = make_fragment(SIMPLE, seed=MALFORMED_SEED)
+    part = made.columns["default"]
+    ended = part["truncated"] | part["terminated"]
+    assert part["truncated"].sum() >= 2 and part["truncated"][tuple(part["final_index"][0])] and not ended.all()
     read(fragment.encode(made), SIMPLE)
     MALFORMED[name](made.columns["default"])
     assert reason_of(fragment.encode(made), SIMPLE) == "schema"

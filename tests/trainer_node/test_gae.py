@@ -75,7 +75,7 @@ def random_case(seed: int, steps: int, slots: int, ends: float = 0.3, absent: fl
     terminated = (random.random((steps, slots)) < ends) & mask
     truncated = (random.random((steps, slots)) < ends) & mask
     values = random.normal(size=(3, steps, slots)) * 5
-    final = {(int(t), int(s)): float(values[2, t, s]) for t, s in np.argwhere(truncated)}
+    final = {(int(t), int(s)): float(values[2, t, s]) for t, s in np.argwhere(truncated | terminated)}
     return Case(
         values[0], values[1], random.normal(size=slots), terminated, truncated, mask, final,
         float(random.choice([0.0, 0.9, 1.0])), float(random.choice([0.0, 0.95, 1.0])),

@@ -55,7 +55,8 @@ def random_columns(policy: ActorCritic, seed: int, steps: int = 8, slots: int = 
             mask[step] = ~over[step - 1]
     terminated = over & (random.random((steps, slots)) < 0.5)
     truncated = over & ~terminated
-    index = np.argwhere(truncated).astype(np.int32)
+    last_known = over & (random.random((steps, slots)) < 0.5)
+    index = np.argwhere(truncated | last_known).astype(np.int32)
     columns: Columns = {
         "obs": random.normal(size=(steps, slots, 3)).astype(np.float32),
         "bootstrap_obs": random.normal(size=(slots, 3)).astype(np.float32),

@@ -94,7 +94,7 @@ def random_case(seed: int, steps: int, slots: int, away: float = 1.0) -> Case:
     terminated = (random.random((steps, slots)) < 0.2) & mask
     truncated = (random.random((steps, slots)) < 0.2) & mask
     values = random.normal(size=(4, steps, slots)) * 5
-    final = {(int(t), int(s)): float(values[2, t, s]) for t, s in np.argwhere(truncated)}
+    final = {(int(t), int(s)): float(values[2, t, s]) for t, s in np.argwhere(truncated | terminated)}
     return Case(
         away * values[3] / 5, values[0], values[1], random.normal(size=slots), terminated, truncated, mask, final,
         gamma=float(random.choice([0.0, 0.9, 1.0])), vtrace_lambda=float(random.choice([0.0, 0.95, 1.0])),

@@ -54,8 +54,8 @@ def advantages(
     """Advantages `[T, S]`, zero where `mask` is false.
 
     `reward`, `value`, `terminated`, `truncated`, `mask`: `[T, S]`; `bootstrap_value`: `[S]`, the value after the last
-    step; `final_index`: `[M, 2]` (step, slot) and `final_value`: `[M]`, the value of each truncated slot's true last
-    observation. The value that follows a step is 0 after termination, `final_value` after truncation, and otherwise
+    step; `final_index`: `[M, 2]` (step, slot) and `final_value`: `[M]`, the value of each true last observation.
+    The value that follows a step is 0 after termination, `final_value` after truncation, and otherwise
     the next step's: δ_t = r_t + γ V_{t+1} − V_t, and A_t = δ_t + γ λ A_{t+1} inside an episode.
     """
     following = following_values(value, bootstrap_value, terminated, final_index, final_value)

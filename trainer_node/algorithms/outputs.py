@@ -19,14 +19,14 @@ CHUNK = 8192
 
 @dataclass(frozen=True)
 class Outputs:
-    """Of T steps of S slots, of which M were truncated."""
+    """Of T steps of S slots, of which M ended with an observation that is known."""
 
     value: Tensor
     """`[T, S]`."""
     bootstrap_value: Tensor
     """`[S]`, after the last step."""
     final_value: Tensor
-    """`[M]`, of the last observations of truncated slots."""
+    """`[M]`, of these last observations. Those of terminated episodes count for nothing: `gae.following_values`."""
     params: Tensor | None = None
     """`[T, S, P]`, for the policy's distribution, where they were asked for."""
 
@@ -63,7 +63,7 @@ def in_chunks(computed: Callable[[Mapping[str, Tensor]], Tensor], observations: 
 
 
 def _remembering(policy: RecurrentActorCritic, tensors: Mapping[str, Tensor]) -> Outputs:
-    """The value after a truncated step is that of its last observation with what was remembered then; likewise after
+    """The value after a step that ended is that of its last observation with what was remembered then; likewise after
     the last step.
     """
     names = policy.spaces.observation.column_names("obs")

@@ -16,7 +16,8 @@ class Batch:
     actions: Columns
     """`action…` `[B, …]`."""
     next_observations: Columns
-    """`obs…` `[B, …]`: what is bootstrapped from; without meaning where `discount` is 0."""
+    """`obs…` `[B, …]`: what is bootstrapped from. Where `discount` is 0, what was observed last, or without meaning if
+    that is not known (shared/fragment.py)."""
     reward: Array
     """`[B]`, float32: the discounted sum over the steps."""
     discount: Array
@@ -38,7 +39,7 @@ class Sequences:
     actions: Columns
     """`action…` `[L, B, …]`."""
     next_observations: Columns
-    """`obs…` `[L, B, …]`; without meaning after termination."""
+    """`obs…` `[L, B, …]`; without meaning where a step terminated with an observation that is not known."""
     reward: Array
     """`[L, B]`, float32."""
     terminated: Array

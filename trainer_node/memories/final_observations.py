@@ -1,4 +1,4 @@
-"""The true last observations of truncated steps: few, so they lie in a pool of their own that grows as it must.
+"""The true last observations of episodes that ended: few, so they lie in a pool of their own that grows as it must.
 
 Fragments leave the ring in the order in which they came, so the pool is a ring as well. An observation is known by its
 number since the start (its lowest 31 bits, which a resize does not change).

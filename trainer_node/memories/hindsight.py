@@ -1,9 +1,11 @@
 """Hindsight experience replay (Andrychowicz et al. 2017) for goal environments.
 
 Of each batch a fraction is drawn as if another goal had been desired: one that was achieved after a step of the same
-episode. Reward and termination under it follow from what is achieved after each step. What a terminated step led to is
-in no fragment, so such a step keeps its goal, gives none, and a relabelled n-step return ends before it. Of an episode
-that is still going on, or whose beginning has left the memory, the part that is known counts as the episode.
+episode. Reward and termination under it follow from what is achieved after each step: an episode that ended because its
+own goal was reached goes on under another one; one that terminated for another reason ends there under any. Where it is
+not known what a terminated step led to, such a step keeps its goal, gives none, and a relabelled n-step return ends
+before it. Of an episode that is still going on, or whose beginning has left the memory, the part that is known counts
+as the episode.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ class HindsightMemory(ReplayMemory):
         goals = self.ring.next_observations(sources, ACHIEVED)[ACHIEVED]
         if len(which):
             valid[:, which], reward[:, which], over[:, which] = self._again(
-                path[:, which], valid[:, which] & ~over[:, which], goals
+                path[:, which], valid[:, which] & ~self.ring.next_unknown(path[:, which]), goals
             )
         reward = reward if as_now is None else as_now(reward)
         depth, columns = valid.sum(axis=0) - 1, np.arange(count)
@@ -81,10 +83,10 @@ class HindsightMemory(ReplayMemory):
     def _sources(self, rows: Array, generator: np.random.Generator) -> tuple[Array, Array]:
         """Which of the batch get another goal, and the steps after which these were achieved."""
         chosen, share = generator.random((2, len(rows)))
-        which = np.flatnonzero((chosen < self._fraction) & ~self.ring.column("terminated", rows))
+        which = np.flatnonzero((chosen < self._fraction) & ~self.ring.next_unknown(rows))
         rows, share = rows[which], share[which]
         end, ahead = self._spans.ends(rows)
-        ahead = ahead - self.ring.column("terminated", end)
+        ahead = ahead - self.ring.next_unknown(end)
         if self._strategy == "final":
             return which, self._spans.later(rows, ahead)
         if self._strategy == "future":
@@ -94,13 +96,22 @@ class HindsightMemory(ReplayMemory):
 
     def _again(self, path: Array, valid: Array, goals: Array) -> tuple[Array, Array, Array]:
         """What the steps `[n, M]` would have been with these goals `[M, …]`: valid, reward, terminated."""
-        achieved = self.ring.next_observations(path.reshape(-1), ACHIEVED)[ACHIEVED]
+        rows = path.reshape(-1)
+        achieved = self.ring.next_observations(rows, ACHIEVED)[ACHIEVED]
         desired = np.broadcast_to(goals, (*path.shape, *goals.shape[1:])).reshape(achieved.shape)
-        reward, over = (np.asarray(part) for part in self._reward(achieved, desired))
-        if reward.shape != (path.size,) or over.shape != (path.size,):
-            raise ValueError(f"the goal reward answered {path.size} goals with {reward.shape} and {over.shape}")
-        over = over.reshape(path.shape).astype(np.bool_)
+        reward, over = self._judged(achieved, desired)
+        if len(ended := np.flatnonzero(self.ring.column("terminated", rows))):
+            own = self.ring.observations(rows[ended])[DESIRED]
+            over[ended] |= ~self._judged(achieved[ended], own)[1]
+        over = over.reshape(path.shape)
         valid = valid.copy()
         for step in range(1, len(path)):
             valid[step] &= valid[step - 1] & ~over[step - 1]
-        return valid, reward.reshape(path.shape).astype(np.float32), over
+        return valid, reward.reshape(path.shape), over
+
+    def _judged(self, achieved: Array, desired: Array) -> tuple[Array, Array]:
+        """Reward (float32) and whether the goal ends the episode (bool), both `[B]`, of goals `[B, …]`."""
+        reward, over = (np.asarray(part) for part in self._reward(achieved, desired))
+        if reward.shape != (len(achieved),) or over.shape != (len(achieved),):
+            raise ValueError(f"the goal reward answered {len(achieved)} goals with {reward.shape} and {over.shape}")
+        return reward.astype(np.float32), over.astype(np.bool_)

@@ -105,7 +105,7 @@ class ReplayMemory:
             ring.observations(path),
             {name: ring.column(name, path) for name in ring.spaces.action.column_names("action")},
             ring.next_observations(path),
-            ring.column("reward", path), ring.column("terminated", path), ring.truncated(path),
+            ring.column("reward", path), ring.column("terminated", path), ring.column("truncated", path),
             ring.column("log_prob", path), valid, path,
         )  # fmt: skip
 

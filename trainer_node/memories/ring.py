@@ -1,8 +1,8 @@
 """The ring of fragments: preallocated columns, and for each step the row of the step that follows it.
 
 With F fragments of T steps × S slots, a row is (fragment · T + step) · S + slot. Observations are stored once: those of
-fragment f are steps 0 … T of `[F, T + 1, S, …]`, the last being what was observed after it; a truncated step's true
-last observation is in the pool of `FinalObservations`. Of stacked images each frame is stored once (`FrameStacks`).
+fragment f are steps 0 … T of `[F, T + 1, S, …]`, the last being what was observed after it; the true last observations
+of episodes are in the pool of `FinalObservations`. Of stacked images each frame is stored once (`FrameStacks`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FragmentRing:
         self.spaces, self.steps, self.slots, self.fragments = spaces, steps, slots, fragments
         self.rows_each = steps * slots
         expected = expected_columns(spaces, steps, slots)
-        self._names = ("reward", "log_prob", "terminated", "mask", *spaces.action.column_names("action"))
+        self._names = ("reward", "log_prob", "terminated", "truncated", "mask", *spaces.action.column_names("action"))
         self._columns = {name: _zeros(fragments, *expected[name]) for name in self._names}
         leaves = {leaf.column("obs"): leaf for leaf in spaces.observation.leaves}
         self._stacks = {
@@ -137,7 +137,7 @@ class FragmentRing:
     def _link(self, place: int, before: int) -> None:
         """Which step follows which, within the fragment in `place` and from the one before it."""
         first, rows = place * self.rows_each, self.rows_each
-        over = self._columns["terminated"][place] | (self._final[place] != NOTHING)
+        over = self._columns["terminated"][place] | self._columns["truncated"][place]
         goes_on = ~over & self._columns["mask"][place]
         numbers = np.arange(first + self.slots, first + rows, dtype=np.int32).reshape(-1, self.slots)
         self._next[place, :-1] = np.where(goes_on[:-1] & self._columns["mask"][place, 1:], numbers, NOTHING)
@@ -145,7 +145,7 @@ class FragmentRing:
         if before == NOTHING:
             return
         self.following[before], self.preceding[place] = place, before
-        over = self._columns["terminated"][before, -1] | (self._final[before, -1] != NOTHING)
+        over = self._columns["terminated"][before, -1] | self._columns["truncated"][before, -1]
         goes_on = ~over & self._columns["mask"][before, -1] & self._columns["mask"][place, 0]
         self._next[before, -1] = np.where(goes_on, np.arange(first, first + self.slots), NOTHING)
 
@@ -157,16 +157,16 @@ class FragmentRing:
         return found
 
     def column(self, name: str, rows: Array) -> Array:
-        """`reward`, `log_prob`, `terminated`, `mask` or `action…` of these rows (of any shape)."""
+        """`reward`, `log_prob`, `terminated`, `truncated`, `mask` or `action…` of these rows (of any shape)."""
         return self._flat[name].take(rows, axis=0)
 
     def held(self, name: str, place: int) -> Array:
         """A whole column of the fragment in `place`, `[T · S, …]`; not to be written to."""
         return _flat(self._columns[name][place], 2)
 
-    def truncated(self, rows: Array) -> Array:
-        """Whether these steps were cut off."""
-        found: Array = self._flat_final.take(rows) != NOTHING
+    def next_unknown(self, rows: Array) -> Array:
+        """Whether these steps terminated, and what they led to is not known."""
+        found: Array = self._flat["terminated"].take(rows) & (self._flat_final.take(rows) == NOTHING)
         return found
 
     def next_rows(self, rows: Array) -> Array:
@@ -181,7 +181,7 @@ class FragmentRing:
         }
 
     def next_observations(self, rows: Array, *names: str) -> Columns:
-        """`obs…` (or only these columns) that these steps led to; after termination they mean nothing."""
+        """`obs…` (or only these columns) that these steps led to; they mean nothing where `next_unknown`."""
         where = rows + (rows // self.rows_each + 1) * self.slots
         names = names or self.spaces.observation.column_names("obs")
         found = {name: self._at(name, where) for name in names}

@@ -22,7 +22,7 @@ class Rows:
     actions: dict[str, Tensor]
     """`action…`."""
     next_observations: dict[str, Tensor]
-    """`obs…` after the step; after a termination it is not known, and what stands there means nothing."""
+    """`obs…` after the step; where it terminated and that is not known, what stands there means nothing."""
 
     def __len__(self) -> int:
         return len(next(iter(self.observations.values())))
@@ -36,7 +36,7 @@ class Signal(nn.Module):
     """Base of all signals. A subclass computes `reward` and `loss`; parameters that want gradients are learnt."""
 
     needs_next: ClassVar[bool] = True
-    """Whether it asks for next observations; then steps that terminate an episode are neither rewarded nor learnt."""
+    """Whether it asks for next observations; then steps whose next one is not known are neither rewarded nor learnt."""
     scaled: ClassVar[bool] = True
     """Whether its rewards are divided by the running deviation of their discounted returns."""
 

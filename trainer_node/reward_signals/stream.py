@@ -56,7 +56,11 @@ class Stream:
         """Works out the rewards of `rows` `[T × S]`, whose columns are `tensors` `[T, S, …]`."""
         self._tensors, self._rows = tensors, rows
         self._ends = _ends(tensors, episodic=self._config.episodic)
-        self._known = tensors["mask"] & ~(tensors["terminated"] & self.signal.needs_next)
+        self._known = tensors["mask"]
+        if self.signal.needs_next:
+            unknown = tensors["terminated"].clone()
+            unknown[tuple(tensors["final_index"].to(torch.int64).unbind(dim=1))] = False
+            self._known = self._known & ~unknown
         reward = torch.zeros_like(tensors["reward"])
         reward[self._known] = self._rewards(rows.take(self._known.flatten()))
         self._reward = reward if self._scaling is None else self._scaled(self._scaling, experience, reward)

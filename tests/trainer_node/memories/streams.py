@@ -35,7 +35,7 @@ class Step:
     truncated: bool
     mask: bool
     led_to: dict[str, Array] = field(default_factory=dict)
-    """The observation after it, where it did not terminate."""
+    """The observation after it; empty where it terminated and that is not known."""
     after: Step | None = None
     """The step that its episode goes on with."""
 
@@ -57,7 +57,7 @@ class Stream:
     def __init__(self, seed: int, spaces: PolicySpaces, steps: int, slots: int) -> None:
         self.random = np.random.default_rng(seed)
         self.spaces, self.steps, self.slots = spaces, steps, slots
-        self.ends, self.absent, self.lost, self.sources = 0.15, 0.1, 0.1, 2
+        self.ends, self.absent, self.lost, self.sources, self.last_known = 0.15, 0.1, 0.1, 2, 0.6
         self.made: list[Made] = []
         self._numbers = 0
         self._standing: dict[str, list[Step]] = {}
@@ -100,7 +100,7 @@ class Stream:
         for _ in range(self.steps):
             following = [self._step() for _ in range(self.slots)]
             for step, after in zip(now, following, strict=True):
-                if step.truncated:
+                if step.truncated or (step.terminated and self.random.random() < self.last_known):
                     step.led_to = self._step().obs
                 elif not step.terminated:
                     step.led_to = after.obs
@@ -118,15 +118,18 @@ class Stream:
         return columns
 
     def _values(self, name: str, steps: list[list[Step]], bootstrap: list[Step]) -> list[object]:
-        cut = [(t, s) for t, row in enumerate(steps) for s, step in enumerate(row) if step.truncated]
+        final = [
+            (t, s) for t, row in enumerate(steps) for s, step in enumerate(row)
+            if (step.terminated or step.truncated) and step.led_to
+        ]  # fmt: skip
         if name.startswith("obs"):
             return [[step.obs[name] for step in row] for row in steps]
         if name.startswith("bootstrap_"):
             return [step.obs[name.removeprefix("bootstrap_")] for step in bootstrap]
         if name.startswith("final_obs"):
-            return [steps[t][s].led_to[name.removeprefix("final_")] for t, s in cut]
+            return [steps[t][s].led_to[name.removeprefix("final_")] for t, s in final]
         if name == "final_index":
-            return list(cut)
+            return list(final)
         return [[getattr(step, name) for step in row] for row in steps]
 
 
@@ -164,7 +167,7 @@ def n_steps(step: Step, n: int, gamma: float) -> tuple[float, float, dict[str, A
         total += factor * step.reward
         factor *= gamma
         if step.terminated:
-            return total, 0.0, None
+            return total, 0.0, step.led_to or None
         if step.after is None or number == n - 1:
             return total, factor, step.led_to
         step = step.after

@@ -76,10 +76,10 @@ class Camera:
         now = self._standing.get(source)
         rows = [np.array([self._reset() for _ in range(self.slots)]) if now is None else now]
         terminated, truncated = random.random(shape) < self.resets / 2, random.random(shape) < self.resets / 2
-        finals = []
+        final, finals = truncated | (terminated & (random.random(shape) < 0.5)), []
         for step in range(self.steps):
-            cut = np.flatnonzero(truncated[step])
-            finals += [self._reset() if random.random() < 0.3 else self._after(rows[-1][slot]) for slot in cut]
+            ended = np.flatnonzero(final[step])
+            finals += [self._reset() if random.random() < 0.3 else self._after(rows[-1][slot]) for slot in ended]
             over = terminated[step] | truncated[step]
             rows.append(
                 np.array([self._reset() if end else self._after(row) for row, end in zip(rows[-1], over, strict=True)])
@@ -88,7 +88,7 @@ class Camera:
         made = {"obs.camera": np.array(rows[:-1]), "bootstrap_obs.camera": rows[-1]}
         made["final_obs.camera"] = np.array(finals, np.uint8).reshape(-1, self.stack, self.side, self.side)
         made |= {"terminated": terminated, "truncated": truncated, "mask": random.random(shape) > 0.05}
-        made["final_index"] = np.argwhere(truncated).astype(np.int32)
+        made["final_index"] = np.argwhere(final).astype(np.int32)
         for name, (full, dtype) in expected_columns(self.spaces, self.steps, self.slots).items():
             size = tuple(len(finals) if number == -1 else number for number in full)
             made.setdefault(name, (random.integers(0, 3, size) * ("speed" not in name)).astype(dtype))

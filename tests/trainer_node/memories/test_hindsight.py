@@ -57,10 +57,10 @@ def episode_of(step: Step, steps: dict[int, Step]) -> tuple[list[Step], int]:
 
 def possible(step: Step, steps: dict[int, Step], strategy: Strategy) -> list[Step]:
     """After which steps a goal for this one may have been achieved; none where it cannot be relabelled."""
-    if step.terminated:
+    if not step.led_to:
         return []
     episode, place = episode_of(step, steps)
-    told = [item for item in episode if not item.terminated]
+    told = [item for item in episode if item.led_to]
     return {"future": told[place:], "final": told[-1:], "episode": told}[strategy]
 
 
@@ -72,9 +72,10 @@ def relabelled(step: Step, goal: Array, n: int, gamma: float) -> tuple[float, fl
         total += factor * float(reward)
         factor *= gamma
         n -= 1
-        if over:
+        fallen = step.terminated and not made_for_tests(step.led_to[ACHIEVED][None], step.obs[DESIRED][None])[1][0]
+        if over or fallen:
             return total, 0.0, step
-        if not n or step.after is None or step.after.terminated:
+        if not n or step.after is None or not step.after.led_to:
             return total, factor, step
         step = step.after
 
@@ -140,6 +141,34 @@ def test_each_goal_of_an_episode_is_as_probable(strategy: Strategy) -> None:
         squares = sum((times - each) ** 2 / each for times in found.values())
         assert squares <= len(expected) + 6 * len(expected) ** 0.5
     assert strategy == "final" or max(lengths) > 3  # across fragments
+
+
+@pytest.mark.parametrize("reached", [True, False], ids=["it reached its goal", "it fell"])
+def test_what_a_terminated_episode_came_to_is_a_goal_like_any(reached: bool) -> None:
+    """Three steps along a line, to 1, 2, 3: under the goal 2 it goes on from 3, unless it ended for another reason."""
+    line = np.stack([np.arange(3), np.zeros(3)], axis=1).astype(np.float32)[:, None]
+    desired = np.full((3, 1, 2), [3.0 if reached else 9.0, 0.0], np.float32)
+    last, last_seen = np.array([[False], [False], [True]]), np.array([[3, 0]], np.float32)
+    columns = {
+        "obs.achieved_goal": line, "obs.desired_goal": desired, "obs.observation": line,
+        "bootstrap_obs.achieved_goal": 7 + line[0], "bootstrap_obs.desired_goal": desired[0],
+        "bootstrap_obs.observation": 7 + line[0], "final_obs.achieved_goal": last_seen,
+        "final_obs.desired_goal": desired[2], "final_obs.observation": last_seen,
+        "final_index": np.array([[2, 0]], np.int32), "action": np.zeros((3, 1), np.int64),
+        "reward": np.zeros((3, 1), np.float32), "log_prob": np.zeros((3, 1), np.float32),
+        "terminated": last, "truncated": np.zeros_like(last), "mask": np.ones_like(last),
+    }  # fmt: skip
+    memory = HindsightMemory(
+        GOALS, 3, 1, 3, strategy="episode", relabelled_fraction=1.0, reward=sparse(0.5, terminates=True)
+    )
+    memory.add("w0:0.0", columns)
+    batch = memory.sample(300, np.random.default_rng(0), gamma=0.5)
+    place, goal = batch.observations["obs.observation"][:, 0], batch.observations[DESIRED][:, 0]
+    assert set(zip(place.tolist(), goal.tolist(), strict=True)) == {(p, g) for p in (0, 1, 2) for g in (1, 2, 3)}
+    assert np.array_equal(batch.next_observations["obs.observation"][:, 0], place + 1), "also after termination"
+    assert np.array_equal(batch.reward, np.where(goal == place + 1, 0, -1))
+    ends = (goal == place + 1) | ((place == 2) & (not reached))
+    assert np.array_equal(batch.discount, np.where(ends, 0, 0.5))
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 0.8])

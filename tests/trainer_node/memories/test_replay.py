@@ -168,7 +168,7 @@ def test_sequences_stay_in_one_episode(seed: int, steps: int, slots: int, places
             assert found.reward[row, column] == np.float32(step.reward)
             assert (found.terminated[row, column], found.truncated[row, column]) == (step.terminated, step.truncated)
             assert (found.actions["action"][row, column], found.log_prob[row, column]) == (step.action, step.log_prob)
-            if not step.terminated:
+            if step.led_to:
                 assert np.array_equal(found.next_observations["obs"][row, column], step.led_to["obs"])
             step = step.after
 

@@ -46,11 +46,18 @@ def advantages_of(algorithm: OnPolicy, columns: Columns) -> tuple[Array, Array]:
     return batch.advantage.numpy(), batch.target.numpy()
 
 
+def led_to_what_is_known(columns: Columns) -> Array:
+    """`[T, S]`: all steps but those that terminated without a last observation."""
+    known: Array = ~columns["terminated"]
+    known[tuple(columns["final_index"].T)] = True
+    return known
+
+
 def slow_rnd(algorithm: OnPolicy, columns: Columns, episodic: bool, ratio: Array | None = None) -> tuple[Array, Array]:
     """Advantages and targets `[T, S]` of RND alone."""
     state = {name.removeprefix("signals/rnd/"): array for name, array in algorithm.state().items()}
     reward = np.zeros(columns["reward"].shape)
-    for step, slot in np.argwhere(columns["mask"] & ~columns["terminated"]):
+    for step, slot in np.argwhere(columns["mask"] & led_to_what_is_known(columns)):
         seen = slow.normalised(state, "signal/", slow.next_observation(columns, step, slot))
         predicted, wanted = (slow.mlp(state, f"signal/{net}.", seen, "relu") for net in ("predictor", "target"))
         reward[step, slot] = np.mean((predicted - wanted) ** 2)
@@ -131,12 +138,12 @@ def test_the_deviation_is_that_of_all_returns_so_far_whichever_fragment_they_are
     np.testing.assert_allclose(stream._reward, expected[len(raw[0]) :], rtol=1e-4)
 
 
-def test_steps_that_terminate_are_neither_rewarded_nor_learnt_and_absent_ones_neither() -> None:
+def test_steps_that_terminate_are_rewarded_where_what_they_led_to_is_known_and_absent_ones_never() -> None:
     """What comes after the end is the next episode's, whatever it looks like."""
     results = []
     for garbage in (0, 1):
         algorithm = with_rnd()
-        columns = random_columns(algorithm.policy, 5, absent=True)
+        columns = random_columns(algorithm.policy, 6, absent=True)
         absent, random = ~columns["mask"], np.random.default_rng(garbage)
         for name in ("obs", "reward", "log_prob"):
             columns[name][absent] = random.normal(size=columns[name][absent].shape) * 1e6
@@ -145,8 +152,9 @@ def test_steps_that_terminate_are_neither_rewarded_nor_learnt_and_absent_ones_ne
     assert results[0] == results[1]
     assert algorithm._signals is not None
     stream = algorithm._signals._streams["rnd"]
-    assert columns["terminated"].any() and not stream._reward.numpy()[columns["terminated"] | absent].any()
-    assert (stream._reward.numpy()[~(columns["terminated"] | absent)] > 0).all()
+    rewarded = led_to_what_is_known(columns) & ~absent
+    assert (columns["terminated"] & rewarded).any() and (columns["terminated"] & ~rewarded).any()
+    assert ((stream._reward.numpy() > 0) == rewarded).all() and stream._known.tolist() == rewarded.tolist()
 
 
 def test_the_value_of_a_signal_learns_its_own_targets() -> None:
