@@ -58,7 +58,7 @@ class LiveView:
             self._print(self._look())
             if self._status is not None and time.monotonic() - printed >= _PLAIN_SECONDS:
                 printed = time.monotonic()
-                self._console.print(_one_line(self._status), highlight=False, soft_wrap=True)
+                self._console.print(one_line(self._status), highlight=False, soft_wrap=True)
             time.sleep(_REFRESH_SECONDS)
         with contextlib.suppress(StagecoachError, redis.RedisError):
             self._print(self._run.events(self._after))  # what came after the last look
@@ -83,7 +83,7 @@ class LiveView:
         title = Text(self._run.run_id, style="bold")
         if self._status is None:
             return Panel(Text("starting Redis, the store, Ray and the roles …"), title=title)
-        parts: list[Any] = [_progress(self._status, self._run.config), _figures(self._status)]
+        parts: list[Any] = [_progress(self._status, self._run.config), figures_table(self._status)]
         parts.append(Text(f"waits for: {self._status.bottleneck}", style="dim"))
         parts += [Text(f"  {event.kind:<11} {event.text}", overflow="ellipsis", no_wrap=True) for event in self._events]
         seconds = time.monotonic() - self._started
@@ -112,7 +112,7 @@ def _bound(status: Status, config: Config) -> tuple[int | None, int, str]:
     return None, status.env_steps, "env steps"
 
 
-def _figures(status: Status) -> Table:
+def figures_table(status: Status) -> Table:
     signals = status.signals
     alive = sum(1 for beat in status.roles if beat.role == "worker" and beat.alive)
     evaluation = status.evaluation
@@ -136,7 +136,7 @@ def figure(value: float | None) -> str:
     return "–" if value is None else f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _one_line(status: Status) -> str:
+def one_line(status: Status) -> str:
     signals = status.signals
     score = f" · evaluated {figure(status.evaluation['mean_return'])}" if status.evaluation else ""
     return (
@@ -202,7 +202,7 @@ def ledger_line(line: dict[str, Any]) -> str:
 
 def print_status(status: Status, console: Console) -> None:
     """Everything `status` knows, for people."""
-    console.print(Panel(_figures(status), title=Text(status.run_id, style="bold"), expand=False))
+    console.print(Panel(figures_table(status), title=Text(status.run_id, style="bold"), expand=False))
     console.print(f"waits for: {status.bottleneck}")
     roles = Table("role", "state", "waits for", "for", "pid", "host", "address", title="roles", title_justify="left")
     for beat in status.roles:

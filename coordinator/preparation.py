@@ -234,7 +234,7 @@ def _forget_trails(role: Role) -> None:
     """Of workers that the run no longer has; they would stay in Redis."""
     keys, wanted = RunKeys(role.run_id), {f"worker-{index}" for index in range(role.config.rollout.workers)}
     known: Any = role.redis.hkeys(keys.incarnations)
-    for worker in {name.decode() for name in known} - wanted:
+    for worker in {name.decode(errors="replace") for name in known} - wanted:
         ExperienceLog(role.redis, role.run_id).forget_trail(worker)
 
 

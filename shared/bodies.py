@@ -9,6 +9,7 @@ fencing: it looks at the shards first and at the log second, and what is not nee
 from __future__ import annotations
 
 import logging
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ end)
 return named
 """
 )
+_MOST_DIGITS = 16
+_SIZE = re.compile("[0-9]{1,15}")
 _PAGE = 512
 """Bodies removed with one command."""
 
@@ -61,7 +64,7 @@ class BodyPlace:
     def decode(cls, text: bytes) -> BodyPlace | None:
         """None for what somebody else wrote."""
         parts = text.decode(errors="replace").split(" ")
-        return cls(parts[0], parts[1], int(parts[2])) if len(parts) == 3 and parts[2].isdecimal() else None
+        return cls(parts[0], parts[1], int(parts[2])) if len(parts) == 3 and _SIZE.fullmatch(parts[2]) else None
 
 
 class Bodies:
@@ -123,7 +126,8 @@ class Bodies:
 
         A shard that is away is left to the next sweep.
         """
-        workers = [name.decode() for name in cast(dict[bytes, bytes], index.hgetall(self._keys.incarnations))]
+        known = cast(dict[bytes, bytes], index.hgetall(self._keys.incarnations))
+        workers = [name.decode(errors="replace") for name in known]
         held = {shard: self._held(shard, workers) for shard in self._shards}
         needed = Needed.read(index, self._keys.run_id)
         removed = 0
@@ -190,9 +194,9 @@ class Needed:
         keys = RunKeys(run_id)
         lives, pushed = (
             {
-                name.decode(): int(value)
+                name.decode(errors="replace"): int(value)
                 for name, value in cast(dict[bytes, bytes], index.hgetall(key)).items()
-                if value.isdigit()  # `tries` may be below zero
+                if value.isdigit() and len(value) < _MOST_DIGITS  # `tries` may be below zero
             }
             for key in (keys.incarnations, keys.pushed)
         )

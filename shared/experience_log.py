@@ -128,7 +128,9 @@ class ExperienceLog:
         """What the incarnations of `worker` before this one have left."""
         trail = cast(list[bytes], self._redis.lrange(self._keys.trail(worker), 0, -1))
         tries = cast(bytes | None, self._redis.hget(self._keys.pushed, f"{worker}:tries"))
-        return Left(trail, int(tries or 0), bool(self._redis.hexists(self._keys.produced, f"{worker}:fragments")))
+        return Left(
+            trail, whole_number(tries or b""), bool(self._redis.hexists(self._keys.produced, f"{worker}:fragments"))
+        )
 
     def trying(self, worker: str, count: int) -> None:
         """`worker` begins (1) something that it may not outlive, or has outlived it (-1); a push counts as both."""

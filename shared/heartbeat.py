@@ -231,8 +231,11 @@ def _beat(run_id: str, name: bytes, value: bytes, now: float) -> Beat | None:
     if not _STAMP.fullmatch(stamp):
         left_out(what, "it has no time stamp")
         return None
-    when = stamp.decode()
-    return foreign(_BEAT, text, what, role=role, id=id_, stamp=when, age_seconds=now - float(when))
+    when, age = stamp.decode(), now - float(stamp)
+    if age < -DEAD_AFTER_SECONDS:  # else its role would seem to be alive until then
+        left_out(what, f"its time stamp is {-age:.0f} s in the future")
+        return None
+    return foreign(_BEAT, text, what, role=role, id=id_, stamp=when, age_seconds=age)
 
 
 def forget_heartbeat(client: redis.Redis, run_id: str, role: str, id_: str) -> None:

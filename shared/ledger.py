@@ -8,6 +8,7 @@ equation can fail and is worth checking.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +18,11 @@ import redis
 from shared import scripts
 from shared.errors import Fenced
 from shared.experience_log import whole_number
+from shared.foreign import left_out
 from shared.redis_keys import RunKeys
 from shared.script_calls import Step
+
+_NUMBER = re.compile("-?[0-9]{1,18}")
 
 
 @dataclass
@@ -138,10 +142,11 @@ def read_books(client: redis.Redis, run_id: str) -> dict[str, LedgerLine]:
     """The books of a run at one instant: a line per worker, and `total`."""
     keys = RunKeys(run_id)
     answer = Step(client, scripts.IN_FLIGHT)([keys.flow, keys.log, keys.produced, keys.ledger], [])
-    ledger = Ledger.from_json(answer[1].decode())
-    pairs = [item.decode() for item in answer[2]]
+    text = _sound(answer[1], run_id)
+    ledger = Ledger.from_json(text)
+    pairs = [item.decode(errors="replace") for item in answer[2]]
     produced, refused = _produced(dict(zip(pairs[::2], pairs[1::2], strict=True)))
-    flight = _in_flight(answer[1].decode(), answer[3])
+    flight = _in_flight(text, answer[3])
     lines = {}
     for worker in sorted({*ledger.accounts, *produced, *flight}):
         account = ledger.accounts.get(worker, WorkerAccount())
@@ -180,6 +185,17 @@ def set_forward(client: redis.Redis, run_id: str, epoch: int, position: str, led
         raise Fenced(f"epoch {epoch} may not set Redis forward; a newer trainer has taken over")
 
 
+def _sound(ledger: bytes, run_id: str) -> str:
+    """The ledger as Redis holds it; empty where it is none, so that the books show that they do not balance."""
+    try:
+        text = ledger.decode()
+        Ledger.from_json(text)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        left_out(f"the ledger of run {run_id}", f"{type(error).__name__}: {error}")
+        return ""
+    return text
+
+
 def _in_flight(ledger: str, entries: list[bytes]) -> dict[str, Count]:
     """By worker: the entries that the ledger does not account for yet, and the losses that it will find before them."""
     seen, flight = Ledger.from_json(ledger), dict[str, Count]()
@@ -199,6 +215,9 @@ def _produced(raw: Mapping[str, str]) -> tuple[dict[str, Count], dict[str, Count
     for name, value in raw.items():
         stale = name.endswith(":stale")
         worker, _, unit = name.removesuffix(":stale").rpartition(":")
+        if unit not in vars(Count()) or not _NUMBER.fullmatch(value):
+            left_out(f"what {worker} has produced", f"{name} is {value!r}")
+            continue
         count = (refused if stale else produced).setdefault(worker, Count())
         setattr(count, unit, int(value))
     return produced, refused

@@ -14,9 +14,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from pydantic import TypeAdapter
+
 from shared import scripts
 from shared.errors import Fenced
-from shared.experience_log import START, id_order
+from shared.experience_log import START, id_order, whole_number
+from shared.foreign import foreign
 from shared.heartbeat import Wait, read_heartbeats
 from shared.policies.registry import torch_device
 from shared.redis_keys import RunKeys
@@ -34,6 +37,9 @@ class Call:
 
     epoch: int
     invitation: Invitation | None
+
+
+_INVITATION = TypeAdapter(Invitation)
 
 
 class Rendezvous:
@@ -61,8 +67,10 @@ class Rendezvous:
             return None
         id_, fields = found[0][1][0]
         self._after = id_.decode()
-        text = fields[b"invitation"]
-        return Call(int(fields[b"epoch"]), Invitation(**json.loads(text)) if text else None)
+        text, epoch = fields.get(b"invitation", b""), whole_number(fields.get(b"epoch", b""))
+        what = f"the call {self._after} to the ranks of run {self._keys.run_id}"
+        invitation = foreign(_INVITATION, text, what) if text else None
+        return Call(epoch, invitation) if epoch and (invitation or not text) else None
 
     def own_address(self) -> str:
         """The address with which this machine reaches Redis: loopback where all of the run is on one machine."""
