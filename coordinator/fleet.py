@@ -1,25 +1,28 @@
 """The fleet: Ray actors for the trainer, the evaluator and the rollout workers; placed, watched, replaced, scaled.
 
-Ray restarts an actor whose process dies (it registers as a new incarnation). The fleet restarts a role that raised,
-within the configured rate, fills the place of one that left, drains workers that are too many, and knows when the
+The fleet gives a role that raised or whose process died another one, as long as they make progress (a worker's
+registers as a new incarnation), fills the place of one that left, drains workers that are too many, and knows when the
 trainer is done.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import ray
 import ray.exceptions
 
 from coordinator.capacity import Additions, room
-from coordinator.member import Member, cause, fruitful, kill_here
+from coordinator.member import ENVIRONMENT, Member, cause, kill_here
 from coordinator.placement import Places, evaluator_options, nodes_of, trainer_options, worker_options
 from coordinator.ray_head import RayHead
+from coordinator.ray_logs import how_it_died
 from coordinator.room import NO_BOUND
 from coordinator.scaling import Scaling
 from rollout_worker.actor import EvaluatorActor, WorkerActor
@@ -30,7 +33,7 @@ from shared.events import emit
 from shared.flow import FlowState
 from shared.heartbeat import BEAT_SECONDS, Beat, Heartbeat, forget_heartbeat, read_heartbeats
 from shared.launch import RoleLaunch
-from shared.rate import Rate
+from shared.restarts import Progress, RestartBound, acting_progress, evaluation_progress, learning_progress
 from shared.role import Role
 from trainer_node.actor import RankActor, TrainerActor
 from trainer_node.rendezvous import rank_id
@@ -42,13 +45,11 @@ _READING_SHARE = 0.1
 """Of the processor, that reading heartbeats may take; ten thousand of them take a tenth of a second."""
 _CLUSTER_SECONDS = 2.0
 """How often machines are counted."""
-_FRUITLESS_LIVES = 3
-"""So many lives may end before their first fragment (or score); more of the same will not help."""
 _OTHERS_FIRST_SECONDS = 15.0
 """So long the evaluator waits for the others to be there: it has nothing to do before, and they need the cores."""
 _FAILED = "failed: "
 """How the last heartbeat of a process begins that its own watchdog has ended."""
-_FOR_EVER = {"max_restarts": -1, "max_task_retries": -1}
+_LOGGER = logging.getLogger("stagecoach.coordinator")
 
 
 class RayLost(StagecoachError):
@@ -76,9 +77,10 @@ class Fleet:
         self._next_count = 0.0
         self._beats: Mapping[str, Beat] = {}
         self._next_read = 0.0
-        self._trainer = self._start("trainer", TrainerActor, trainer_options(role.config), launch)
+        learning, options = partial(learning_progress, role.redis, role.run_id), trainer_options(role.config)
+        self._trainer = self._start("trainer", learning, options, TrainerActor, launch)
         self._ranks = [
-            self._start(rank_id(rank), RankActor, trainer_options(role.config), launch, rank)
+            self._start(rank_id(rank), learning, options, RankActor, launch, rank)
             for rank in range(1, role.config.trainer.ranks)
         ]
         self._evaluator: Member | None = None
@@ -107,7 +109,7 @@ class Fleet:
         """One turn: who has ended, who must be restarted, how many workers there shall be."""
         for member in self._members():
             if member.due is not None and time.monotonic() >= member.due:
-                member.due, member.life = None, member.actor.run.remote()
+                self._begin(member)
         members = {member.life: member for member in self._members() if member.life is not None}
         if members:
             ended, _ = ray.wait(list(members), num_returns=1, timeout=_LOOK_SECONDS)
@@ -118,8 +120,9 @@ class Fleet:
         if self.outcome is None:
             beats = self._read_beats()
             if self._evaluator is None and self._others_are_there(beats):
+                scored = partial(evaluation_progress, self._role.redis, self._role.run_id)
                 options = evaluator_options(self._config)
-                self._evaluator = self._start("evaluator", EvaluatorActor, options, self._launch)
+                self._evaluator = self._start("evaluator", scored, options, EvaluatorActor, self._launch)
             for member in self._members():
                 self._watch(member, beats.get(member.name))
             self._count_machines()
@@ -178,10 +181,25 @@ class Fleet:
         evaluator = [] if self._evaluator is None else [self._evaluator]
         return [self._trainer, *self._ranks, *evaluator, *self._workers.values()]
 
-    def _start(self, name: str, actor: Any, options: dict[str, Any], *arguments: Any) -> Member:
-        made = actor.options(**_FOR_EVER, **options).remote(*arguments)
-        bounds = self._config.rollout.restarts_allowed, self._config.rollout.restart_window_seconds
-        return Member(name, made, made.run.remote(), Rate(*bounds), Rate(*bounds))
+    def _start(
+        self, name: str, progress: Callable[[], Progress], options: dict[str, Any], actor: Any, *arguments: Any
+    ) -> Member:
+        def make(options: dict[str, Any]) -> Any:
+            return actor.options(**options).remote(*arguments)
+
+        member = Member(name, make, RestartBound(self._config.rollout.restarts_allowed), progress)
+        member.bound.saw(progress())
+        member.begin(options)
+        return member
+
+    def _begin(self, member: Member) -> None:
+        """Another process for this role, wherever there is room by now."""
+        if member in self._workers.values():
+            member.begin(worker_options(self._config) | Places(self._config, self._trainer_node).next())
+        else:
+            member.begin(
+                evaluator_options(self._config) if member is self._evaluator else trainer_options(self._config)
+            )
 
     def _scale(self, desired: int, beats: Mapping[str, Beat]) -> None:
         """Starts the workers that are missing, lowest number first; lets those go that are too many."""
@@ -189,9 +207,11 @@ class Fleet:
         if missing and (self._trainer_node is not None or not self._config.rollout.avoid_trainer_node):
             places = Places(self._config, self._trainer_node)
             for index in missing:
-                self._role.flow.undrain(f"worker-{index}")
+                name = f"worker-{index}"
+                self._role.flow.undrain(name)
                 options = worker_options(self._config) | places.next()
-                self._workers[index] = self._start(f"worker-{index}", WorkerActor, options, self._launch, index)
+                acted = partial(acting_progress, self._role.redis, self._role.run_id, name)
+                self._workers[index] = self._start(name, acted, options, WorkerActor, self._launch, index)
         self._given_up = {index: error for index, error in self._given_up.items() if index < desired}
         too_many = [member for index, member in self._workers.items() if index >= desired]
         for index, member in self._workers.items():
@@ -234,17 +254,20 @@ class Fleet:
                 self._role.flow.drain(name)  # and its place is filled elsewhere
 
     def _ended(self, member: Member) -> None:
+        died = False
         try:
             reason, error = ray.get(member.life), None
         except ray.exceptions.TaskCancelledError:  # how Ray tells that a second signal ended it at once
             reason, error = LEFT, None
-        except ray.exceptions.RayError as caught:
-            if not isinstance(caught, ray.exceptions.RayTaskError) and self._head.lost(notice=True):
-                raise RayLost("Ray has died") from caught
+        except ray.exceptions.RayTaskError as caught:
             reason, error = "failed", cause(caught)
+        except ray.exceptions.RayError as caught:
+            if self._head.lost(notice=True):
+                raise RayLost("Ray has died") from caught
+            reason, error, died = "failed", self._death(member, caught), True
         if reason in (LEFT, OUTGROWN):
             self._fill_again(member, reason)
-        elif member is self._trainer:
+        elif member is self._trainer and not died:
             member.life = None
             if error is not None and error.startswith(Fenced.__name__):
                 text = "another trainer has taken over; the fleet works on for it"
@@ -252,52 +275,61 @@ class Fleet:
             else:
                 self.outcome = reason if error is None else f"failed: {error}"
         elif error is not None:
-            self._restart(member, error)
+            self._restart(member, error, died)
         elif member is self._evaluator or member in self._ranks:
             member.life = None
         else:
             self._remove(member)
 
+    def _death(self, member: Member, error: ray.exceptions.RayError) -> str:
+        """Why its process has died, in one line: what its own watchdog said, else how it ended and its last words.
+
+        One that ended itself did what was run in it: in a worker or the evaluator that is the environment.
+        """
+        beats = read_heartbeats(self._role.redis, self._role.run_id)
+        last = next((beat for beat in beats if beat.id == member.name and beat.process not in member.former), None)
+        if last is not None and (last.ended or "").startswith(_FAILED):
+            return (last.ended or "").removeprefix(_FAILED)
+        how, words = how_it_died(error)
+        _LOGGER.warning("%s: %s%s", member.name, how, "".join(f"\n  {line}" for line in words.lines))
+        of_itself = words.how is not None and (member is self._evaluator or member in self._workers.values())
+        said = f"; it said last: {' | '.join(line.strip() for line in words.lines)}" if words.lines else ""
+        return f"{ENVIRONMENT if of_itself else ''}{member.name}: {how}{said}"
+
     def _fill_again(self, member: Member, reason: str) -> None:
         """A role that left goes on in a new process, wherever Ray has room: no failure, but not too often."""
-        pause = member.departures.pause_seconds()
-        member.departures.exceeded()
+        pause = member.pause_seconds()
         later = f" in {pause:.0f} s" if pause else ""
         text = f"{member.name} {reason}; it goes on in a new process{later}"
         emit(self._role.redis, self._role.run_id, "worker", text)
-        ray.kill(member.actor, no_restart=False)
-        member.life, member.due = None, time.monotonic() + pause
-        member.change_process(None)
-        member.started = time.monotonic() + pause
+        member.leave(time.monotonic() + pause)
 
-    def _restart(self, member: Member, error: str) -> None:
-        """A role that raised gets another life, within the rate; beyond it, it is given up."""
+    def _restart(self, member: Member, error: str, died: bool) -> None:
+        """A role that raised, or whose process died, gets another life, as long as its lives make progress."""
         emit(self._role.redis, self._role.run_id, "worker", f"{member.name} failed: {error.splitlines()[0]}")
-        beats = {beat.id: beat for beat in read_heartbeats(self._role.redis, self._role.run_id)}
-        if (last := beats.get(member.name)) is not None:
-            member.fruit = fruitful(last)
-        if self._failed_too_often(member, sterile=not member.fruit):
+        member.bound.saw(member.progress())
+        if member.bound.ended():
             self._give_up(member, error)
+        elif died:
+            self._begin(member)
         else:
             member.life = member.actor.run.remote()
 
-    def _failed_too_often(self, member: Member, sterile: bool) -> bool:
-        member.fruitless = member.fruitless + 1 if sterile else 0
-        member.fruit = False
-        return member.failures.exceeded() or member.fruitless > _FRUITLESS_LIVES
-
     def _give_up(self, member: Member, error: str) -> None:
-        emit(self._role.redis, self._role.run_id, "worker", f"{member.name} is given up: it failed too often")
+        often = f"it failed {member.bound.ends} times in a row without progress (rollout.restarts_allowed)"
+        emit(self._role.redis, self._role.run_id, "worker", f"{member.name} is given up: {often}")
         if member is self._trainer or member in self._ranks:
             ray.kill(self._trainer.actor, no_restart=True)  # or it would go on while the failure is recorded
-            name = "the trainer" if member is self._trainer else member.name
-            self.outcome = f"failed: {name}: {error}"
+            self.outcome = f"failed: {error}; {often}"
             return
         if member is self._evaluator:
             ray.kill(member.actor, no_restart=True)
             member.life = None
             if not self._config.stop_at.bounded:
-                reason = f"failed: the evaluator, which alone could end the run, is given up: {error}"
+                whose, rest = (
+                    (ENVIRONMENT, error.removeprefix(ENVIRONMENT)) if error.startswith(ENVIRONMENT) else ("", error)
+                )
+                reason = f"failed: {whose}the evaluator, which alone could end the run, is given up: {rest}"
                 self._role.flow.set_state("stopping", reason, "running")
             return
         index = self._remove(member)
@@ -317,23 +349,15 @@ class Fleet:
         return index
 
     def _watch(self, member: Member, beat: Beat | None) -> None:
-        """Counts deaths, which Ray makes good without end, and ends a process that is there but says nothing."""
+        """Ends a process that is there but says nothing."""
         if beat is None or member.life is None:
             return
         if beat.process not in member.former:
-            if beat.ended:
-                member.last_words, member.silent_looks = beat.ended, 0
-                return
-            if member.process not in (None, beat.process):
-                words = member.last_words.removeprefix(_FAILED) if member.last_words.startswith(_FAILED) else ""
-                if self._failed_too_often(member, sterile=bool(words) and not member.fruit):
-                    self._give_up(member, words or "its process dies again and again; see its log")
-                    return
-            if (beat.process, beat.stamp) != (member.process, member.stamp):
+            if beat.ended or (beat.process, beat.stamp) != (member.process, member.stamp):
                 member.silent_looks = 0
-            member.change_process(beat.process)
-            member.stamp, member.last_words = beat.stamp, ""
-            member.fruit = member.fruit or fruitful(beat)
+            member.process, member.stamp = beat.process, beat.stamp
+            if beat.ended:
+                return
         if member.name in self._unplaced:
             member.silent_looks = 0  # Ray is starting it: it cannot say anything yet
         member.silent_looks += 1  # looks, not seconds: whatever keeps us from looking keeps the others from beating
@@ -342,12 +366,13 @@ class Fleet:
 
     def _replace_silent(self, member: Member, beat: Beat) -> None:
         seconds = member.silent_looks * _LOOK_SECONDS
-        member.silent_looks = 0
-        text = f"{member.name} has been silent for {seconds:.0f} s; its process is replaced"
-        emit(self._role.redis, self._role.run_id, "worker", text)
-        if beat.process in member.former or not kill_here(beat):
-            ray.kill(member.actor, no_restart=False)
+        if beat.process not in member.former:
+            kill_here(beat)  # one that is stopped does not hear what Ray tells it
         self._role.flow.release(member.name)  # another worker may act its claim at once
+        text = (
+            f"{member.name}: its process has been silent for {seconds:.0f} s (rollout.silent_seconds) and is replaced"
+        )
+        self._restart(member, text, died=True)
 
     def _without_machine(self, beats: Mapping[str, Beat]) -> list[str]:
         """Who has fallen silent since its machine is gone, and has no place on another one yet."""

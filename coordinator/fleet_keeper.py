@@ -15,7 +15,7 @@ from coordinator.ray_head import RayHead
 from shared.errors import StagecoachError
 from shared.events import emit
 from shared.launch import RoleLaunch
-from shared.rate import Rate
+from shared.restarts import RestartBound, learning_progress
 from shared.role import Role
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
@@ -29,8 +29,8 @@ class FleetKeeper:
         self._launch = launch
         self._head = head
         self._additions = additions
-        rollout = role.config.rollout
-        self._rate = Rate(rollout.restarts_allowed, rollout.restart_window_seconds)
+        self._bound = RestartBound(role.config.rollout.restarts_allowed)
+        self._bound.saw(learning_progress(role.redis, role.run_id))
         self._fleet: Fleet | None = Fleet(role, launch, head, additions)
 
     def run(self, abandon: threading.Event) -> str:
@@ -54,8 +54,10 @@ class FleetKeeper:
 
     def _restart_ray(self, error: Exception) -> None:
         text = str(error) if isinstance(error, RayLost) else "Ray has died"
-        if self._rate.exceeded():
-            raise RayLost(f"{text}; it dies again and again, see its log") from error
+        self._bound.saw(learning_progress(self._role.redis, self._role.run_id))
+        if self._bound.ended():
+            often = f"{self._bound.ends} times in a row without progress of the run (rollout.restarts_allowed)"
+            raise RayLost(f"{text}, {often}; see its log") from error
         _LOGGER.warning("%s; starting it again", text)
         emit(self._role.redis, self._role.run_id, "service", f"{text}; it is started again, with new roles")
         try:

@@ -1,78 +1,146 @@
-"""The keeper of the embedded Redis and S3 server: one that dies is started again on its port, over its data.
+"""The keeper of the embedded Redis and S3 server: one that dies or hangs is started again on its port, over its data.
 
-It has a thread of its own, because whoever else could look after them waits for Redis while that is gone. The roles
-ride it out: they try again for `redis.retry_seconds`, and the trainer's uploads without end.
+Each has a thread of its own, because whoever else could look after them waits for Redis while that is gone. The roles
+wait it out: for Redis `redis.retry_seconds`, and the trainer's uploads without end.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import redis
 
 from coordinator.preparation import connect_once
 from coordinator.services import Service, ServiceError
 from shared.config import Config
-from shared.errors import RedisUnavailable
+from shared.errors import StagecoachError
 from shared.events import emit
-from shared.rate import Rate
+from shared.restarts import RestartBound, learning_progress
 from shared.role import Role
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 _LOOK_SECONDS = 0.1
+_ASK_SECONDS = 1.0
+"""Time between two questions to a service whether it still serves."""
 
 
 class Keeper:
-    """Watches services of this process; gives up on one that dies too often."""
+    """Watches services of this process; gives up on one that dies again and again while the run gets nowhere."""
 
     def __init__(self, services: Sequence[Service], config: Config) -> None:
-        rollout = config.rollout
-        self._rates = [
-            (service, Rate(rollout.restarts_allowed, rollout.restart_window_seconds)) for service in services
-        ]
+        self._services = services
+        self._config = config
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self.failure: str | None = None
         """Why the run cannot go on."""
 
     def start(self, role: Role, give_up: Callable[[], None]) -> None:
-        """Begins to watch; `give_up` is called once, when a service cannot be kept alive."""
-        self._thread = threading.Thread(target=self._run, args=(role, give_up), name="keeper", daemon=True)
-        self._thread.start()
+        """Begins to watch; `give_up` is called when a service cannot be kept alive."""
+        for service in self._services:
+            watched = _Watched(service, role, self._config, self._stop)
+            arguments = (watched, give_up)
+            thread = threading.Thread(target=self._run, args=arguments, name=f"keeper-{service.name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def stop(self) -> None:
-        """Ends the watching. What was started again ends with this thread, so nobody may need it any more."""
+        """Ends the watching. What was started again ends with its thread, so nobody may need it any more."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
-    def _run(self, role: Role, give_up: Callable[[], None]) -> None:
+    def _run(self, watched: _Watched, give_up: Callable[[], None]) -> None:
         try:
-            while not self._stop.wait(_LOOK_SECONDS):
-                for service, rate in self._rates:
-                    if not service.alive:
-                        self._start_again(service, rate, role)
+            watched.run()
         except Exception as error:
             _LOGGER.exception("an embedded service is given up")
-            self.failure = str(error)
+            self.failure = self.failure or str(error)
             give_up()
             self._stop.wait()
 
-    def _start_again(self, service: Service, rate: Rate, role: Role) -> None:
-        code, words = service.process.returncode, service.last_words()
-        if rate.exceeded():
-            raise ServiceError(f"{service.name} ends again and again (code {code}); it says: {words}")
-        _LOGGER.warning("%s ended with code %s: %s", service.name, code, words)
+
+class _Watched:
+    """One service, and what is known of it."""
+
+    def __init__(self, service: Service, role: Role, config: Config, stop: threading.Event) -> None:
+        self._service, self._role, self._stop = service, role, stop
+        self._bound = RestartBound(config.rollout.restarts_allowed)
+        self._patience = config.rollout.service_silent_seconds
+        self._asked, self._silent = 0.0, 0.0
+
+    def run(self) -> None:
+        """Until the keeper is stopped; raises `ServiceError` where the service is given up."""
+        while not self._stop.wait(_LOOK_SECONDS):
+            if not self._service.alive:
+                self._start_again(f"ended (code {self._service.process.returncode})")
+            elif time.monotonic() - self._asked >= _ASK_SECONDS:
+                self._ask()
+
+    def _ask(self) -> None:
+        """Whether it serves, and how far the run has come with it.
+
+        What counts is the time that it was asked and did not answer: a machine that stands still asks nothing. One that
+        waits for its disk has not hung, and could not be ended either.
+        """
+        self._asked = time.monotonic()
         try:
-            service.start_again()
+            with suppress(redis.BusyLoadingError):
+                self._service.ready(self._service.port)
+            self._silent = 0.0
+        except (OSError, redis.RedisError):
+            if self._service.alive and not _waits_for_disk(self._service.process.pid):
+                self._silent += time.monotonic() - self._asked
+            self._asked = time.monotonic()
+            if self._silent >= self._patience:
+                self._end_the_hung()
+            return
+        self._notice_progress()
+
+    def _end_the_hung(self) -> None:
+        seconds, self._silent = self._silent, 0.0
+        _LOGGER.warning("%s has hung: it has not answered for %.0f s", self._service.name, seconds)
+        with suppress(ProcessLookupError):
+            os.kill(self._service.process.pid, signal.SIGKILL)  # one that is stopped hears nothing else
+        self._service.process.wait()
+        self._start_again(f"hung (no answer for {seconds:.0f} s, rollout.service_silent_seconds)")
+
+    def _notice_progress(self) -> None:
+        with suppress(StagecoachError, redis.RedisError), connect_once(self._role, "coordinator") as client:
+            self._bound.saw(learning_progress(client, self._role.run_id))
+
+    def _start_again(self, how: str) -> None:
+        name, words = self._service.name, self._service.last_words()
+        if self._bound.ended():
+            raise ServiceError(
+                f"{name} {how}, {self._bound.ends} times in a row without progress of the run "
+                f"(rollout.restarts_allowed); it says: {words}"
+            )
+        _LOGGER.warning("%s %s: %s", name, how, words)
+        try:
+            self._service.start_again()
         except ServiceError as error:
-            _LOGGER.warning("%s", error)  # the next look tries again, within the rate
+            _LOGGER.warning("%s", error)  # the next look tries again, within the bound
             return
         try:
-            text = f"{service.name} ended (code {code}) and was started again over its data"
-            with connect_once(role, "coordinator") as client:  # if Redis is gone again, nobody else brings it back
-                emit(client, role.run_id, "service", text)
-        except (RedisUnavailable, redis.RedisError) as error:
+            with connect_once(
+                self._role, "coordinator"
+            ) as client:  # if Redis is gone again, nobody else brings it back
+                emit(client, self._role.run_id, "service", f"{name} {how} and was started again over its data")
+        except (StagecoachError, redis.RedisError) as error:
             _LOGGER.warning("the event could not be told: %s", error)
+
+
+def _waits_for_disk(pid: int) -> bool:
+    """Whether the kernel holds it in the midst of reading or writing; False where /proc does not tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "D"
+    except (OSError, IndexError):
+        return False

@@ -6,15 +6,20 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shared.errors import EnvironmentFailure, Fenced, StagecoachError
-from shared.heartbeat import Beat
-from shared.rate import Rate
+import ray
 
-_ENVIRONMENT = "environment: "
+from shared.errors import EnvironmentFailure, Fenced, StagecoachError
+from shared.heartbeat import Beat, growing_pauses
+from shared.restarts import Progress, RestartBound
+
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
+"""Between processes that leave again and again without having done anything."""
+ENVIRONMENT = "environment: "
 """How the error of an environment begins, in a reason."""
 
 
@@ -23,40 +28,51 @@ class Member:
     """One role of the fleet: its actor and the call that is its life."""
 
     name: str
-    actor: Any
-    life: Any
+    make: Callable[[dict[str, Any]], Any]
+    """A new actor with these options, in a process of its own."""
+    bound: RestartBound
+    progress: Callable[[], Progress]
+    """How far the role has come, whatever its process is."""
+    actor: Any = None
+    life: Any = None
     """None once it has ended for good, or until its place is filled again."""
-    failures: Rate
-    departures: Rate
-    """Of processes that left on purpose."""
+    pauses: Iterator[float] | None = None
+    """Before its place is filled again, while its processes leave without having done anything."""
     due: float | None = None
     """When its place is filled again."""
     started: float = field(default_factory=time.monotonic)
     process: str | None = None
-    """By its last heartbeat; another one means that the former died."""
+    """By the last heartbeat of its present life."""
     former: set[str] = field(default_factory=set)
     """Processes that it had before. One whose machine was cut off may beat again, in turns with its successor."""
     stamp: str = ""
     """Of its last heartbeat."""
-    last_words: str = ""
-    """Why its last process has ended, where that could say so."""
-    fruit: bool = False
-    """Whether its present life has brought forth anything."""
-    fruitless: int = 0
-    """Lives in a row that failed before they had done anything."""
     silent_looks: int = 0
     """Looks at Redis since that stamp changed."""
 
-    def change_process(self, process: str | None) -> None:
-        """It has another process now, or none yet."""
-        if self.process is not None and self.process != process:
+    def begin(self, options: dict[str, Any]) -> None:
+        """A new process in the place of the former one, if there was any."""
+        self.leave()
+        self.actor, self.due = self.make(options), None
+        self.life = self.actor.run.remote()
+        self.started = time.monotonic()
+
+    def leave(self, due: float | None = None) -> None:
+        """Its process goes; `due` is when the next one is to come."""
+        if self.actor is not None:
+            ray.kill(self.actor, no_restart=True)
+        if self.process is not None:
             self.former.add(self.process)
-        self.process = process
+        self.life, self.due, self.process, self.stamp, self.silent_looks = None, due, None, "", 0
 
-
-def fruitful(beat: Beat) -> bool:
-    """Whether its role has brought forth anything."""
-    return bool(beat.progress.get("fragments") or beat.progress.get("evaluations"))
+    def pause_seconds(self) -> float:
+        """After a process that left on purpose: none where it has done something, else longer each time."""
+        self.bound.saw(self.progress())
+        if self.bound.progressed:
+            self.pauses = None
+            return 0.0
+        self.pauses = self.pauses or growing_pauses(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
+        return next(self.pauses)
 
 
 def kill_here(beat: Beat) -> bool:
@@ -74,5 +90,5 @@ def cause(error: Exception) -> str:
     if isinstance(raised, Fenced):
         return f"{Fenced.__name__}: {raised}"
     if isinstance(raised, EnvironmentFailure):
-        return f"{_ENVIRONMENT}{raised}"
+        return f"{ENVIRONMENT}{raised}"
     return str(raised) if isinstance(raised, StagecoachError) else str(error)

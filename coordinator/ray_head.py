@@ -5,6 +5,7 @@ Ray itself is imported while an embedded head starts, which takes long enough.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -22,11 +23,12 @@ _EMBEDDED_CPUS = 64
 _SETTINGS = {
     # Nobody reads Ray's record of its tasks, and a driver that leaves a dead Ray would wait for it to be taken.
     "RAY_task_events_report_interval_ms": "0",
-    # A role that dies a few times would be called again only 5 s after its new process is there: Ray doubles the pause.
-    "RAY_task_actor_unavailable_retry_max_delay_ms": "200",
 }
 _NOTICE_SECONDS = 3.0
 """`ray start --block` looks once a second whether the raylet and the GCS are alive, and ends when one is not."""
+_SETTLE_SECONDS = 0.2
+"""A role that ends with its Ray may be gone a moment before that is."""
+_PARTS = {"raylet", "gcs_server"}
 _LEAVE_SECONDS = 50.0
 """Leaving a dead Ray takes its driver ten seconds; after sixty without a GCS it would end this process."""
 
@@ -70,11 +72,31 @@ class RayHead:
         return self._head is not None
 
     def lost(self, notice: bool = False) -> bool:
-        """Whether embedded Ray has died; with `notice` it is given the time to see that a part of it has."""
-        deadline = time.monotonic() + (_NOTICE_SECONDS if notice else 0.0)
-        while self._head is not None and self._head.service.alive and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return self._head is not None and not self._head.service.alive
+        """Whether embedded Ray has died; with `notice` also where only a part of it has, just now."""
+        if self._head is None:
+            return False
+        deadline = time.monotonic() + (_SETTLE_SECONDS if notice else 0.0)
+        while (whole := self._whole()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if whole is None:  # nobody can tell us here: it ends by itself, where it is to
+            deadline = time.monotonic() + (_NOTICE_SECONDS if notice else 0.0)
+            while self._head.service.alive and time.monotonic() < deadline:
+                time.sleep(0.1)
+        return not self._head.service.alive or (notice and whole is False)
+
+    def _whole(self) -> bool | None:
+        """Whether raylet and GCS are there; None where /proc does not tell."""
+        assert self._head is not None
+        pid, alive = self._head.service.process.pid, set()
+        try:
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        except OSError:
+            return None if self._head.service.alive else False
+        for child in children:
+            with contextlib.suppress(OSError):
+                name, _, rest = Path(f"/proc/{child}/stat").read_text().partition("(")[2].rpartition(")")
+                alive |= {name} if rest.split()[0] not in "ZX" else set()
+        return alive >= _PARTS
 
     def start_again(self) -> None:
         """Leaves the Ray that has died and joins a new one; raises `ServiceError` or `UserError`."""

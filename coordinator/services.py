@@ -8,6 +8,7 @@ standard input or environment, never as arguments.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import secrets
 import shutil
@@ -33,6 +34,8 @@ BUCKET = "stagecoach"
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Set to 0 before Ray is imported, it keeps a driver on loopback; by default Ray talks over the machine's address."""
 _START_SECONDS = 60.0
+_ASK_SECONDS = 2.0
+"""Time for one answer of a service of ours, whether it serves."""
 _TRIES = 5
 _FIRST_PORT, _PORTS = 12_000, 20_000
 _GIVEN: set[int] = set()
@@ -131,7 +134,7 @@ def start_redis(folder: Path, log: Path, password: str) -> Service:
 
     def ready(port: int) -> bool:
         once = Retry(NoBackoff(), 0)  # by default a refused connection is tried again a second later
-        with redis.Redis(port=port, password=password, socket_timeout=2, retry=once) as client:
+        with redis.Redis(port=port, password=password, socket_timeout=_ASK_SECONDS, retry=once) as client:
             return bool(client.ping())
 
     return _start("Redis", log, launch, ready)
@@ -156,8 +159,14 @@ def start_s3(folder: Path, log: Path, access_key: str, secret_key: str) -> Servi
         return _spawn(command, log, environment=environment)
 
     def ready(port: int) -> bool:
-        with socket.create_connection(("127.0.0.1", port), timeout=2):
-            return True
+        asking = http.client.HTTPConnection("127.0.0.1", port, timeout=_ASK_SECONDS)
+        try:  # a refusal is an answer; the kernel takes connections for a server that has hung
+            asking.request("GET", "/")
+            return bool(asking.getresponse().status)
+        except http.client.HTTPException as error:
+            raise ConnectionError(str(error)) from None
+        finally:
+            asking.close()
 
     return _start("S3 server", log, launch, ready)
 

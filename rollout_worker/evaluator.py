@@ -24,6 +24,7 @@ from shared.heartbeat import Heartbeat, insist
 from shared.policies.codec import decode_policy
 from shared.policies.policy import Policy
 from shared.profile import Profile
+from shared.restarts import RestartBound
 from shared.role import Role
 
 _LOGGER = logging.getLogger("stagecoach.evaluator")
@@ -42,7 +43,8 @@ class Evaluator:
         self._profile = Profile(role.checkpoints.store, "evaluator", role.config.signals.profile)
         self._stages = self._profile.add("evaluating", self._heartbeat.stages)
         self._after = "0-0"
-        self._failures = 0
+        self._failures = RestartBound(role.config.environment.failures_allowed)
+        self._failures.saw((0,))
         self._watchdog = Watchdog("evaluator", role.config, self._heartbeat, self._last_orders)
 
     def run(self) -> str:
@@ -129,12 +131,11 @@ class Evaluator:
         except EnvironmentFailure as error:
             _LOGGER.error("evaluation of %s failed: %s", name, error)
             emit(role.redis, role.run_id, "environment", f"evaluator: {str(error).splitlines()[0]}")
-            self._failures += 1
-            if self._failures > role.config.environment.failures_allowed:
+            if self._failures.ended():
                 raise
             time.sleep(_POLL_SECONDS)
             return
-        self._failures = 0
+        self._failures.saw((self._heartbeat.progress["evaluations"] + 1,))
         scores |= {"version": checkpoint_version(name), "checkpoint": name}
         scores |= {"env_steps": checkpoint.manifest.provenance["counters"]["train"]["env_steps"]}
         record_evaluation(role.redis, role.run_id, name, scores)

@@ -34,7 +34,7 @@ from shared.policies.codec import load_state_arrays
 from shared.policies.registry import build_policies, torch_device
 from shared.policy_board import PolicyBoard, PolicyVersion, version_of
 from shared.profile import Profile
-from shared.rate import Rate
+from shared.restarts import RestartBound
 from shared.role import Role
 from shared.steps import Phase
 
@@ -61,8 +61,8 @@ class Worker:
         self._heartbeat = Heartbeat(role.redis, role.run_id, "worker", self.id)
         self._profile = Profile(role.checkpoints.store, self.id, role.config.signals.profile)
         self._stages = self._profile.add("acting", self._heartbeat.stages)
-        environment = role.config.environment
-        self._failures = Rate(environment.failures_allowed, environment.failure_window_seconds)
+        self._failures = RestartBound(role.config.environment.failures_allowed)
+        self._failures.saw((0,))
         self._held: tuple[Claim, Sample] | None = None
         """What was acted, and waits for memory on a shard where nobody may block for it (the one-process mode)."""
         self._ahead: Claim | None = None
@@ -269,6 +269,7 @@ class Worker:
             if claiming is not None:
                 self._role.flow.release(f"{self.id}:{self.incarnation}")
         progress = self._heartbeat.progress
+        self._failures.saw((progress["fragments"] + 1,))
         self._heartbeat.progress = progress | {
             "fragments": progress["fragments"] + 1,
             "transitions": progress["transitions"] + header.transitions,
@@ -382,7 +383,7 @@ class Worker:
         return None
 
     def _begin_anew(self, life: Life) -> Sampler | DatasetSampler:
-        """Also an environment that raises in its first reset is started again, within the configured rate."""
+        """Also an environment that raises in its first reset is started again, as often as is configured."""
         while True:
             try:
                 return self._make_sampler(life)
@@ -391,19 +392,18 @@ class Worker:
                 life = life.next()
 
     def _restart_environment(self, error: EnvironmentFailure) -> None:
-        """Starts the environments again, within the configured rate; beyond it, raises what the environment raised."""
+        """Starts the environments again; raises what the environment raised where that happens too often."""
         self._count_failure(error)
         self._sampler.close()
         self._sampler = self._begin_anew(self._sampler.life.next())
 
     def _count_failure(self, error: EnvironmentFailure) -> None:
-        """Tells what the environment raised; raises it where that happens too often."""
-        environment = self._config.environment
+        """Tells what the environment raised; raises it where that happens too often without a fragment between."""
         first_line = f"{self.id}: {str(error).splitlines()[0]}"
         _LOGGER.error("%s: %s", self.id, error)
-        if self._failures.exceeded():
+        if self._failures.ended():
             raise EnvironmentFailure(
-                f"{self.id}: {error}\n{self._failures.count} failures within {environment.failure_window_seconds:g} s; "
-                f"environment.failures_allowed is {environment.failures_allowed}"
+                f"{self.id}: {error}\n{self._failures.ends} failures in a row without a fragment between them; "
+                f"environment.failures_allowed is {self._config.environment.failures_allowed}"
             )
         emit(self._role.redis, self._role.run_id, "environment", f"{first_line}; starting it again")

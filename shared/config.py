@@ -56,9 +56,8 @@ class EnvironmentConfig(Section):
     max_episode_steps: int | None = Field(None, ge=1)
     """Truncate episodes after this many steps; the default is what the environment registers."""
     failures_allowed: int = Field(3, ge=0)
-    """How often an environment may raise within `failure_window_seconds` before its worker gives up."""
-    failure_window_seconds: float = Field(300.0, gt=0)
-    """The window for `failures_allowed`."""
+    """How often in a row an environment may raise, without a fragment (or an evaluation) between, before its process
+    gives up. Counted by progress: a slow environment is given up as surely as a fast one."""
     step_deadline_seconds: float = Field(120.0, ge=1)
     """One step, reset or start of a process's environments that takes longer is taken for hung, and the process is
     replaced; the evaluator's as well. Much more than any healthy step takes: nothing else is lost by waiting."""
@@ -174,11 +173,14 @@ class RolloutConfig(Section):
     unless that would take longer than this; then, and with 0, it begins new episodes."""
     silent_seconds: float = Field(30.0, gt=10)
     """A role whose heartbeat has stopped for this long is ended and started anew, whatever it is."""
-    restarts_allowed: int = Field(10, ge=0)
-    """How often one role, one embedded service or embedded Ray may die within `restart_window_seconds` before it is
-    given up."""
-    restart_window_seconds: float = Field(120.0, gt=0)
-    """The window for `restarts_allowed`."""
+    service_silent_seconds: float = Field(60.0, gt=0)
+    """An embedded Redis or S3 server that was asked for this long and has not answered is ended and started again over
+    its data. Time in which it waits for the disk does not count, nor time in which this machine stood still."""
+    restarts_allowed: int = Field(4, ge=0)
+    """How often in a row a role, an embedded service or embedded Ray may end without progress before it is given up:
+    without a fragment (worker), a score (evaluator), or a log entry learnt or dropped (the others). What made progress
+    counts anew, and an outage does not count. After three deaths within one fragment a worker begins new episodes, so
+    less than four gives up before that is tried."""
     memory_limit_bytes: int | None = Field(None, ge=1 << 28)
     """A worker whose process and children hold more than this (resident, in bytes) is replaced after its fragment; at
     half as much again it is ended at once. For environments that leak; a worker itself takes 300 MB. Linux only."""

@@ -15,6 +15,7 @@ from typing import Any, cast
 from shared.config_sources import load_config, parse_config
 from shared.connection import Address, RoleName
 from shared.errors import RunNotFound
+from shared.last_words import tell_of_exits
 from shared.printable import PrintableFormatter
 from shared.redis_keys import check_run_id
 from shared.role import Role, open_role
@@ -38,6 +39,7 @@ class RoleLaunch:
         """Sets up this process's imports and log file, then connects as `worker-3`, `trainer` …"""
         extend_imports(self.import_path)
         log_to_file(self.run_folder, name)
+        tell_of_exits()
         _LOGGER.info("%s begins", name)
         kind = name.partition("-")[0]
         user = "trainer" if kind == "rank" else kind  # one learner, whatever the number of its processes

@@ -7,6 +7,7 @@ They are classes or functions at module level, so that processes that gymnasium 
 from __future__ import annotations
 
 import copy
+import ctypes
 import os
 import time
 from pathlib import Path
@@ -31,7 +32,7 @@ class Counting(gym.Env[Array, Any]):
         self,
         length: int = 3,
         ends: Literal["terminated", "truncated", "never"] = "terminated",
-        fails: Literal["", "reset", "step", "action", "process"] = "",
+        fails: Literal["", "reset", "step", "action", "exit", "crash"] = "",
         fails_at: int = 0,
         message: str = "the gripper is stuck",
         render_mode: str | None = None,
@@ -57,8 +58,10 @@ class Counting(gym.Env[Array, Any]):
     def step(self, action: int) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         self._fail("step", self._steps)
         self._fail("action", int(action) - 1)
-        if self.fails == "process" and self._steps >= self.fails_at:
+        if self.fails == "exit" and self._steps >= self.fails_at:
             os._exit(3)
+        if self.fails == "crash" and self._steps >= self.fails_at:
+            ctypes.string_at(0)
         self._steps += 1
         over = self._steps == self.length
         info: dict[str, Any] = {"depth": 10.0 * self._steps, "note": "text is no metric"}
@@ -68,6 +71,11 @@ class Counting(gym.Env[Array, Any]):
             self._observation(), float(self._steps), over and self.ends == "terminated",
             over and self.ends == "truncated", info,
         )  # fmt: skip
+
+
+def end_this_process(columns: dict[str, Array]) -> dict[str, Array]:
+    """A transform of experience that ends the trainer."""
+    os._exit(4)
 
 
 class FailsAFewTimes(Counting):

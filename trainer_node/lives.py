@@ -7,7 +7,7 @@ import signal
 from shared.departure import LEFT, leaves_on_signal
 from shared.freed_memory import keep_freed_memory
 from shared.launch import RoleLaunch
-from shared.rate import Rate
+from shared.restarts import RestartBound, learning_progress
 from trainer_node.group import GroupBroken
 from trainer_node.rank import Rank
 from trainer_node.rendezvous import rank_id
@@ -20,19 +20,20 @@ def train(launch: RoleLaunch, numbers: tuple[signal.Signals, ...] = _DEFAULT) ->
     """Trains until the run is to end; answers the reason, or `left` where its machine is taken away.
 
     Where the group of its ranks breaks, the next trainer takes up the run from the newest checkpoint and the log, in
-    this same process; not too often.
+    this same process, as long as that makes progress.
     """
     keep_freed_memory()
     role = launch.open("trainer")
-    rollout = role.config.rollout
-    rate = Rate(rollout.restarts_allowed, rollout.restart_window_seconds)
+    bound = RestartBound(role.config.rollout.restarts_allowed)
+    bound.saw(learning_progress(role.redis, role.run_id))
     trainer = Trainer(role, launch.run_folder)
     with leaves_on_signal(lambda: trainer.ask_to_leave(), role.config.trainer.grace_seconds, numbers):
         while not trainer.leaving:
             try:
                 return trainer.run()
             except GroupBroken as error:
-                if rate.exceeded():
+                bound.saw(learning_progress(role.redis, role.run_id))
+                if bound.ended():
                     trainer.fail(error)
                     raise
                 leaving = trainer.leaving

@@ -22,6 +22,7 @@ from coordinator.preparation import create_flow
 from coordinator.services import BUCKET, Service, start_redis, start_s3
 from shared.connection import Address
 from shared.events import read_events
+from shared.redis_keys import RunKeys
 from shared.role import Role, open_role
 from tests.conftest import minimal_config
 from tests.support.speed import stretched
@@ -71,11 +72,15 @@ def kill(service: Service) -> int:
     """Ends its process as a fault does, and waits until a new one serves in its place."""
     before = service.process.pid
     os.kill(before, signal.SIGKILL)
+    until(lambda: service.process.pid != before and serves(service))
+    return before
+
+
+def until(done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + stretched(60)
-    while service.process.pid == before or not serves(service):
+    while not done():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    return before
 
 
 def serves(service: Service) -> bool:
@@ -116,13 +121,54 @@ def test_an_s3_server_that_is_killed_comes_back_with_its_objects(keep: Callable[
     assert {item["Key"] for item in listed} == {"kept/before", "kept/after"}
 
 
+@pytest.mark.parametrize("which", ["redis", "s3"])
+def test_one_that_hangs_is_started_again(keep: Callable[..., Kept], which: str) -> None:
+    kept = keep(service_silent_seconds=3)
+    service: Service = getattr(kept, which)
+    kept.role.checkpoints.store.put("before", b"1")
+    kept.role.redis.config_set("appendfsync", "always")
+    kept.role.flow.set_state("stopping", "a reason")
+    before = service.process.pid
+    os.kill(before, signal.SIGSTOP)
+    until(lambda: service.process.pid != before and serves(service))
+    assert kept.role.flow.read().reason == "a reason"
+    assert kept.role.checkpoints.store.get("before") == b"1"
+    told = [event.text for event in read_events(kept.role.redis, "kept", block_seconds=5.0) if event.kind == "service"]
+    assert told and f"{service.name} hung (no answer for " in told[0]
+    assert kept.keeper.failure is None
+
+
+def test_one_that_is_stopped_for_a_moment_is_not_taken_for_hung(keep: Callable[..., Kept]) -> None:
+    kept = keep(service_silent_seconds=30)
+    before = kept.redis.process.pid
+    for _ in range(2):
+        os.kill(before, signal.SIGSTOP)
+        time.sleep(3.0)
+        os.kill(before, signal.SIGCONT)
+        assert kept.role.flow.read().state == "running"
+    assert kept.redis.process.pid == before
+
+
+def test_what_dies_again_and_again_while_the_run_makes_progress_is_started_again(keep: Callable[..., Kept]) -> None:
+    kept = keep(restarts_allowed=0)
+    for number in range(4):
+        kept.role.redis.hset(RunKeys("kept").flow, "settled_id", f"{number}-0")  # a fragment was learnt from
+        time.sleep(2.5)  # the keeper looks once a second
+        if number:
+            kill(kept.s3)
+    assert kept.keeper.failure is None
+
+
 def test_one_that_dies_again_and_again_is_given_up_with_its_last_words(keep: Callable[..., Kept]) -> None:
     kept = keep(restarts_allowed=1)
     kill(kept.s3)
     assert kept.keeper.failure is None
     os.kill(kept.s3.process.pid, signal.SIGKILL)
     assert kept.given_up.wait(60)
-    assert "S3 server ends again and again (code -9); it says:" in str(kept.keeper.failure)
+    assert (
+        "S3 server ended (code -9), 2 times in a row without progress of the run (rollout.restarts_allowed); it says:"
+        in str(kept.keeper.failure)
+    )
     assert "Starting s3 server" in str(kept.keeper.failure)
     assert kept.redis.alive
 

@@ -171,7 +171,7 @@ def test_an_environment_that_raises_in_reset_is_named_with_its_traceback(vectori
 
 
 def test_a_process_that_dies_is_a_failure_and_the_others_are_closed() -> None:
-    with started(counting(fails="process", fails_at=1) | {"vectorization": "async"}) as vector:
+    with started(counting(fails="exit", fails_at=1) | {"vectorization": "async"}) as vector:
         vector.reset([1, 2])
         act(vector, 0)
         with pytest.raises(EnvironmentFailure, match="in step: "):
