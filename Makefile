@@ -54,7 +54,7 @@ soak: $(VENV)/.installed-dev
 
 $(VENV)/.installed-learning: $(VENV)/.installed-dev
 	@echo "installing the environments of the learning table …"
-	@$(PIP) --editable '.[dev,box2d]'
+	@$(PIP) --editable '.[dev,box2d,mujoco,robotics]'
 	@touch $@
 
 learning: $(VENV)/.installed-learning

@@ -60,7 +60,9 @@ class Task(Section):
     config: dict[str, Any]
     """The run's config, without what all tasks have in common."""
     teacher: dict[str, Any] | None = None
-    """The config of another run, made first (inline, same seed): all that it went through is this run's dataset."""
+    """The config of another run, made first (inline, same seed): all that it went through is this run's `taught_by`."""
+    taught_by: Literal["dataset", "demonstrations"] = "dataset"
+    """The section of the config that names the teacher's experience."""
 
     @property
     def missing(self) -> list[str]:
@@ -70,7 +72,7 @@ class Task(Section):
     @property
     def settings(self) -> dict[str, Any]:
         """The config as plain data, without seed and folder."""
-        taught = {} if self.teacher is None else {"dataset": {"path": "of the teacher"}}
+        taught = {} if self.teacher is None else {self.taught_by: {"path": "of the teacher"}}
         return _merged(
             taught
             | {
@@ -94,7 +96,7 @@ class Task(Section):
         more: dict[str, Any] = {"stop_at": {"mean_return": self.reach}} if until_reached else {}
         if self.teacher is not None:
             teacher = self.teacher_id(seed)
-            more["dataset"] = {"path": str(runs_dir / teacher / "s3" / "stagecoach" / teacher)}
+            more[self.taught_by] = {"path": str(runs_dir / teacher / "s3" / "stagecoach" / teacher)}
         return {"seed": seed, "runs_dir": str(runs_dir)} | _merged(self.settings, more)
 
     def teacher_id(self, seed: int) -> str:

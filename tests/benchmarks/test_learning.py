@@ -102,6 +102,11 @@ def test_a_task_with_a_teacher_has_its_experience_as_the_dataset(tmp_path: Path)
     assert dataset.path == str(tmp_path / "tiny-teacher-3" / "s3" / "stagecoach" / "tiny-teacher-3")
     assert parse_config(taught.teacher_data(3, tmp_path) | {"stop_at": {"updates": 1}}).archive.keep == "all"
     assert "tiny" not in json.dumps(taught.settings), "they are the same for all seeds, and name no place"
+    algorithm = {"minibatch_size": 16, "reward_signals": {"gail": {}}}
+    imitating = {"algorithm": algorithm, "demonstrations": {"min_return": 9}}
+    shown = task(config=TINY | imitating, teacher=TINY, taught_by="demonstrations").parse(3, tmp_path)
+    assert shown.dataset is None and shown.demonstrations is not None
+    assert (shown.demonstrations.path, shown.demonstrations.min_return) == (dataset.path, 9.0)
 
 
 def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
