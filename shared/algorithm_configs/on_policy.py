@@ -49,7 +49,8 @@ class ClippedConfig(BatchOfUpdate, OnPolicyConfig):
     normalise_advantages: bool = True
     """Zero mean, unit variance per minibatch."""
     target_kl: float | None = Field(None, gt=0)
-    """Stop the epochs of an update once the approximate KL divergence exceeds 1.5 × this."""
+    """Stop the epochs of an update once the approximate KL divergence of the policy from what it was when the update
+    began exceeds 1.5 × this; not from the policy that acted, which may be older (`rollout.max_policy_lag`)."""
 
 
 class VTraceConfig(Section):

@@ -22,8 +22,9 @@ class SoftConfig(ActorConfig):
     learn_temperature: bool = True
     """Move α such that the entropy comes to `target_entropy`; else it stays."""
     target_entropy: float | None = None
-    """In nats, of actions in [-1, 1]. By default −1 for each element of the action, and 0.98 · ln(choices) of a
-    discrete one."""
+    """In nats, of actions in [-1, 1]. By default −1 for each element of the action; of a discrete one, that of
+    ε-greedy acting with ε = 0.1 (0.20 for two choices, 0.58 for 18). The paper's 0.98 · ln(choices) is nearly uniform
+    acting, which the temperature then enforces."""
     exploration: NoiseField = Sampling()
     """How workers act: `sampling` from the policy; with any noise, that is added to what was drawn."""
 

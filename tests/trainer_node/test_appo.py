@@ -136,6 +136,19 @@ def test_the_target_network_follows_in_steps() -> None:
     assert targets[0] == targets[1] != targets[2] == targets[3]
 
 
+@pytest.mark.parametrize("algorithm", ["ppo", "behaviour", "target"])
+def test_how_far_the_policy_may_move_does_not_depend_on_how_old_the_one_that_acted_is(algorithm: str) -> None:
+    """`target_kl` counts from where the update begins, also where the target network is older than that."""
+    fields: dict[str, Any] = {"target_kl": 0.05, "epochs": 10, "learning_rate": 0.05}
+    found: Any = make_ppo(**fields)
+    if algorithm != "ppo":
+        found = make(clip_against=algorithm, target_updates=9, **fields)
+    for update in range(4):
+        metrics = found.update(of(random_columns(older(found.policy), update)), Counters(updates=update))
+        assert 1 < metrics["train/gradient_steps"] < 20 and metrics["train/update_kl"] < 1.5 * 0.05
+    assert metrics["train/approx_kl"] > metrics["train/update_kl"], "from the one that acted, or the target network"
+
+
 @against_both
 def test_it_goes_on_from_its_state_with_the_same_bits(against: str) -> None:
     def fresh() -> APPO:

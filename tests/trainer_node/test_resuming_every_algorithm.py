@@ -45,7 +45,7 @@ SIGNALS = {"extrinsic": {"strength": 0.5}, "rnd": {"strength": 0.3}, "icm": {"st
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ppo": ("ppo", {"minibatch_size": 20, "epochs": 2, "clip_range": changing(0.3, 0.1)}, {}),
     "ppo with signals": ("ppo", {"minibatch_size": 20, "epochs": 2, "reward_signals": SIGNALS}, {}),
-    "ppo with a core": ("ppo", {"minibatch_size": 20, "epochs": 2}, REMEMBERING),
+    "ppo with a core": ("ppo", {"minibatch_size": 20, "epochs": 2, "target_kl": 0.05}, REMEMBERING),
     "a2c": ("a2c", {}, {}),
     "impala": ("impala", {"vtrace_lambda": 0.9}, {}),
     "impala with a core": ("impala", {"vtrace_lambda": 0.9}, REMEMBERING),

@@ -150,9 +150,10 @@ def test_a_temperature_that_is_not_learnt_stays() -> None:
     assert float(sac.log_temperature.detach().exp()) == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize(("described", "expected"), [(BOXES, -2.0), (CHOICE, 0.98 * math.log(4))])
-def test_the_default_target_is_the_papers(described: PolicySpaces, expected: float) -> None:
-    assert made("sac", described).target_entropy == pytest.approx(expected)
+def test_the_default_target_is_the_papers_and_that_of_nearly_greedy_acting_for_a_choice() -> None:
+    assert made("sac", BOXES).target_entropy == -2.0
+    greedy = np.array([0.925, 0.025, 0.025, 0.025])
+    assert made("sac", CHOICE).target_entropy == pytest.approx(-(greedy * np.log(greedy)).sum())
 
 
 @pytest.mark.parametrize("name", ["sac", "td3", "ddpg", "cql"])

@@ -27,6 +27,8 @@ class Batch:
     target: Tensor
     anchor_params: Tensor | None = None
     """`[B, P]`: outputs of another network, which the policy is to stay close to."""
+    start_log_prob: Tensor | None = None
+    """`[B]`: of the actions, by the policy as it is when the update begins; only where `target_kl` needs it."""
     figures: dict[str, float] = field(default_factory=dict)
     """Metrics of the whole batch, beside those of the gradient steps."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from trainer_node.algorithms.compiling import compiled, equal_parts
 from trainer_node.algorithms.descent import figures
 from trainer_node.algorithms.experience import update_seed
 from trainer_node.algorithms.on_policy import OnPolicy
+from trainer_node.algorithms.outputs import log_probs, outputs
 
 _KL_SLACK = 1.5
 
@@ -42,12 +45,20 @@ class Clipped(OnPolicy):
             for minibatch in batch.shuffled(order, minibatches):
                 loss, terms = self._forward(self._loss, minibatch, clip)
                 if config.target_kl is not None:
-                    divergence = float(self.share.total(terms["train/approx_kl"]))
+                    divergence = float(self.share.total(terms["train/update_kl"]))
                     if divergence > _KL_SLACK * config.target_kl:
                         return figures(self.share, history or [terms], {"train/grad_norm": norms})
                 norms.append(self._descend(loss, learning_rate))
                 history.append(terms)
         return figures(self.share, history, {"train/grad_norm": norms})
+
+    def _start_log_prob(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """What `target_kl` is measured against; the policy that acted may be older (`rollout.max_policy_lag`)."""
+        if self._clipped.target_kl is None:
+            return None
+        found = outputs(self.policy, tensors, with_params=True)
+        assert found.params is not None
+        return log_probs(self.policy, tensors, found.params)
 
     def loss(self, batch: Batch, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
         """The scalar loss of a minibatch (eq. 9 of the paper, signs turned) and its terms; of them, what is our share.
@@ -77,6 +88,9 @@ class Clipped(OnPolicy):
         )
         with torch.no_grad():
             terms["train/approx_kl"] = mean((ratio - 1) - log_ratio, rows)
+            if batch.start_log_prob is not None:
+                moved = log_prob - batch.start_log_prob
+                terms["train/update_kl"] = mean((moved.exp() - 1) - moved, rows)
             terms["train/clip_fraction"] = mean(((ratio - 1).abs() > clip).to(torch.float32), rows)
         return loss, terms
 

@@ -27,7 +27,7 @@ from trainer_node.algorithms.descent import descend
 from trainer_node.algorithms.experience import Experience, side_by_side
 from trainer_node.algorithms.gae import Estimate, by_gae
 from trainer_node.algorithms.named_arrays import part
-from trainer_node.algorithms.outputs import Outputs, outputs
+from trainer_node.algorithms.outputs import Outputs, log_probs, outputs
 from trainer_node.algorithms.sequences import sequences
 from trainer_node.algorithms.share import Share, Terms, Whole
 from trainer_node.algorithms.vtrace import VTrace, vtrace
@@ -123,11 +123,16 @@ class OnPolicy:
         spaces = self.policy.spaces
         observations = {name: tensors[name] for name in spaces.observation.column_names("obs")}
         actions = {name: tensors[name] for name in spaces.action.column_names("action")}
-        batch = Batch(observations, actions, tensors["log_prob"], value, advantage, target, anchor_params)
+        start = self._start_log_prob(tensors)
+        batch = Batch(observations, actions, tensors["log_prob"], value, advantage, target, anchor_params, start)
         if self.policy.state_size:
             return sequences(batch, tensors)
         keep = tensors["mask"].flatten()
         return batch.each(lambda tensor: tensor.flatten(0, 1)[keep])
+
+    def _start_log_prob(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """`[T, S]`: `Batch.start_log_prob`, where the objective needs it."""
+        return None
 
     def _by_gae(self, tensors: Mapping[str, Tensor], gae_lambda: float) -> Batch:
         """With advantages and targets by generalised advantage estimation."""
@@ -142,8 +147,7 @@ class OnPolicy:
         """The outputs of `policy`, its log-probabilities `[T, S]`, and what V-trace makes of them."""
         found = outputs(policy, tensors, with_params=True)
         assert found.params is not None
-        actions = {name: tensors[name].flatten(0, 1) for name in policy.spaces.action.column_names("action")}
-        log_prob = policy.distribution.log_prob(found.params.flatten(0, 1), actions).reshape(found.value.shape)
+        log_prob = log_probs(policy, tensors, found.params)
         log_ratio = log_prob - tensors["log_prob"]
         traced: Callable[..., VTrace] = partial(
             vtrace, log_ratio=log_ratio, vtrace_lambda=config.vtrace_lambda, rho_bar=config.rho_bar, c_bar=config.c_bar

@@ -52,6 +52,12 @@ def outputs(policy: Heads, tensors: Mapping[str, Tensor], *, with_params: bool) 
     return Outputs(both[..., -1], bootstrap, final, both[..., :-1])
 
 
+def log_probs(policy: Heads, tensors: Mapping[str, Tensor], params: Tensor) -> Tensor:
+    """`[T, S]`: of the actions in the columns, where `params` `[T, S, P]` are the policy's outputs."""
+    actions = {name: tensors[name].flatten(0, 1) for name in policy.spaces.action.column_names("action")}
+    return policy.distribution.log_prob(params.flatten(0, 1), actions).reshape(params.shape[:2])
+
+
 def in_chunks(computed: Callable[[Mapping[str, Tensor]], Tensor], observations: Mapping[str, Tensor]) -> Tensor:
     """What is computed of each row, so many rows at a time."""
     first = next(iter(observations.values()))

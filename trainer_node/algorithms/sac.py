@@ -31,8 +31,8 @@ from trainer_node.algorithms.experience import update_seed
 from trainer_node.algorithms.named_arrays import load_network_state, network_state, part
 from trainer_node.algorithms.off_policy import Lesson, Minibatch, OffPolicy
 
-_DISCRETE_SHARE = 0.98
-"""Of the greatest entropy, as in the paper of the discrete version."""
+_DISCRETE_EPSILON = 0.1
+"""The target entropy of one choice is that of ε-greedy acting with this ε, as DQN explores in the end."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,9 @@ class Counted:
                 f"{sum(len(leaf.nvec) for leaf in leaves)} choices; use algorithm: ppo, or iql for recorded experience"
             )
         self._policy, self._name, self._choices = policy, leaves[0].column("action"), leaves[0].nvec[0]
-        self.target_entropy = _DISCRETE_SHARE * math.log(self._choices)
+        other = _DISCRETE_EPSILON / self._choices
+        best = 1.0 - _DISCRETE_EPSILON + other
+        self.target_entropy = -best * math.log(best) - (self._choices - 1) * other * math.log(other)
 
     def make_critics(self) -> Critics:
         return Critics(self._policy.spaces.observation, self._policy.config, count=2, outputs=self._choices)
