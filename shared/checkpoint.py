@@ -14,9 +14,9 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
 
 from shared.errors import CheckpointDamaged, CheckpointNotFound, ManifestUnreadable, ObjectMissing
 
@@ -46,6 +46,27 @@ def checkpoint_version(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def _check_name(name: str) -> str:
+    """A checkpoint's name, and nothing that leads elsewhere."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not the name of a checkpoint, like {checkpoint_name(12, 24576)}")
+    return name
+
+
+def _check_object_name(name: str) -> str:
+    """A path within the checkpoint's folder, on every kind of store."""
+    parts = name.split("/")
+    if not name.isprintable() or "\\" in name or not {"", ".", ".."}.isdisjoint(parts):
+        raise ValueError(f"{name!r} is not the name of an object within a checkpoint")
+    return name
+
+
+CheckpointName = Annotated[str, AfterValidator(_check_name)]
+ObjectName = Annotated[str, AfterValidator(_check_object_name)]
+UnixTime = Annotated[FiniteFloat, Field(ge=0, le=1e11)]
+"""Seconds; what a clock can have said."""
+
+
 class StoredObject(BaseModel):
     """One object of a checkpoint."""
 
@@ -67,13 +88,12 @@ class Manifest(BaseModel):
     """Policy version."""
     epoch: int
     """The trainer that wrote it."""
-    created: float
-    """Unix time, seconds."""
+    created: UnixTime
     log_position: str
     """The last log entry that is part of it."""
     parent: str | None
     """The checkpoint that this one was trained from."""
-    objects: dict[str, StoredObject]
+    objects: dict[ObjectName, StoredObject]
     provenance: dict[str, Any]
     """Code version, what it was computed with, config hash, seed, log range, policy versions, lag histogram, ledger
     through the position, counters; newest score and books when it was written."""
@@ -89,9 +109,9 @@ class Pointer(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    latest: str
-    best: str | None = None
-    final: str | None = None
+    latest: CheckpointName
+    best: CheckpointName | None = None
+    final: CheckpointName | None = None
     epoch: int
     manifest_sha256: str
 
@@ -102,10 +122,9 @@ class Promotion(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    checkpoint: str
+    checkpoint: CheckpointName
     manifest_sha256: str
-    time: float
-    """Unix time, seconds."""
+    time: UnixTime
 
 
 @dataclass(frozen=True)
@@ -117,7 +136,10 @@ class Checkpoint:
 
 
 def _json_object(data: bytes) -> dict[str, Any]:
-    content = json.loads(data)
+    try:
+        content = json.loads(data)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deep") from None
     if not isinstance(content, dict):
         raise ValueError("another kind of JSON")
     return content
@@ -278,14 +300,14 @@ class CheckpointStore:
     def read_manifest(self, name: str) -> tuple[bytes, Manifest]:
         """The manifest of `name` and its bytes, whose hash the pointer holds."""
         try:
-            data, raw = self.read_whole(f"{CHECKPOINTS}{name}/{MANIFEST}", lambda data: (data, json.loads(data)))
+            data, raw = self.read_whole(f"{CHECKPOINTS}{name}/{MANIFEST}", lambda data: (data, _json_object(data)))
             if raw.get("format") != FORMAT:
                 kind = CheckpointDamaged if isinstance(raw.get("format"), int) else ManifestUnreadable
                 raise kind(f"{name} has format {raw.get('format')!r}; this version of Stagecoach reads format {FORMAT}")
             manifest = Manifest.model_validate(raw)
         except ObjectMissing:
             raise CheckpointNotFound(f"run {self.run_id} has no (complete) checkpoint {name}") from None
-        except (ValueError, AttributeError) as error:
+        except ValueError as error:
             raise ManifestUnreadable(f"the manifest of {name} cannot be read: {' '.join(str(error).split())}") from None
         if manifest.run_id != self.run_id or manifest.name != name:
             raise CheckpointDamaged(

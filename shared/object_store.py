@@ -42,6 +42,8 @@ _READ_TRIES = 12
 _PROOF = {"get_object": "ETag", "put_object": "ETag", "list_objects_v2": "IsTruncated"}
 """What every S3 server answers to these, and a web page that answers 200 in its place does not."""
 _LENGTH = {"content-length", "transfer-encoding"}
+_NO_LINKS = {errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+"""What file systems without hard links say."""
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -254,11 +256,7 @@ class FileStore:
                 file.flush()
                 os.fsync(file.fileno())
             os.chmod(temporary, _FILE_MODE)
-            if if_absent:
-                os.link(temporary, path)
-                os.unlink(temporary)
-            else:
-                os.replace(temporary, path)
+            _name_anew(temporary, path) if if_absent else os.replace(temporary, path)
         except OSError:
             Path(temporary).unlink(missing_ok=True)
             raise
@@ -308,6 +306,28 @@ def _remove_leftovers(folder: Path, deep: bool) -> bool:
     if folder.is_dir():
         folder.rmdir()
     return True
+
+
+def _name_anew(temporary: str, path: Path) -> None:
+    """Gives the file its name unless that is taken (`FileExistsError`).
+
+    Not every file system has hard links (FAT, exFAT, some network and FUSE ones have none). There an empty file takes
+    the name first, which only one writer can create, and is replaced. A reader that comes in between reads again;
+    what a writer leaves there that dies in between is a manifest that is none, and is written anew.
+    """
+    try:
+        os.link(temporary, path)
+        os.unlink(temporary)
+        return
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    try:
+        os.replace(temporary, path)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _sync_folder(folder: Path) -> None:

@@ -146,13 +146,14 @@ def prune(
 
 def _entry(checkpoints: CheckpointStore, name: str) -> dict[str, Any]:
     data, manifest = checkpoints.read_manifest(name)
-    return {
-        "name": name,
-        "version": manifest.version,
-        **manifest.provenance["counters"]["train"],
-        "created": manifest.created,
-        "bytes": manifest.total_bytes,
-        "mean_return": manifest.provenance["mean_return"],
-        "memory_from": manifest.provenance.get("memory_from"),
-        "manifest_sha256": hashlib.sha256(data).hexdigest(),
-    }
+    provenance = manifest.provenance
+    try:
+        oldest = provenance.get("memory_from")
+        if oldest is not None:
+            id_order(oldest)
+        told = {**provenance["counters"]["train"], "mean_return": provenance["mean_return"], "memory_from": oldest}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        text = f"{type(error).__name__}: {error}"
+        raise CheckpointDamaged(f"the provenance of {name} makes no sense ({text})") from None
+    own = {"name": name, "version": manifest.version, "created": manifest.created, "bytes": manifest.total_bytes}
+    return told | own | {"manifest_sha256": hashlib.sha256(data).hexdigest()}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from shared.checkpoint import (
     CHECKPOINTS,
@@ -27,7 +31,8 @@ from shared.checkpoint import (
     describe_objects,
 )
 from shared.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ObjectMissing
-from shared.object_store import ObjectStore
+from shared.object_store import FileStore, ObjectStore
+from trainer_node.retention import take_stock
 
 RUN = "the-run"
 POLICY, STATE = "default/policy.safetensors", "trainer/state.json"
@@ -212,6 +217,17 @@ def alter(field: str, value: Any) -> Callable[[bytes], bytes]:
     return lambda data: json.dumps(json.loads(data) | {field: value}).encode()
 
 
+def renamed(name: str) -> Callable[[bytes], bytes]:
+    """A manifest that names one of its objects so."""
+
+    def change(data: bytes) -> bytes:
+        content = json.loads(data)
+        content["objects"][name] = content["objects"].pop(POLICY)
+        return json.dumps(content).encode()
+
+    return change
+
+
 DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes | None], str]] = {
     "tampered object": (POLICY, lambda data: data[:-1] + b"?", "was altered: its SHA-256 is not the manifest's"),
     "truncated object": (POLICY, lambda data: data[: len(data) // 2], "was altered"),
@@ -223,13 +239,28 @@ DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes | None], str]] = {
     "no format": (MANIFEST, alter("format", None), "has format None"),
     "unknown field": (MANIFEST, alter("surprise", 1), "the manifest of .* cannot be read"),
     "garbage manifest": (MANIFEST, lambda _: b"\x00\xff{", "the manifest of .* cannot be read"),
+    "object above the checkpoint": (
+        MANIFEST,
+        renamed("../../../etc/passwd"),
+        "is not the name of an object",
+    ),
+    "object outside": (MANIFEST, renamed("/etc/passwd"), "is not the name of an object within a checkpoint"),
+    "object with NUL": (MANIFEST, renamed("default/\0"), r"'default/.x00' is not the name of an object"),
+    "object with a backslash": (MANIFEST, renamed("..\\policy"), "is not the name of an object within a checkpoint"),
+    "object without a name": (MANIFEST, renamed("default//policy"), "is not the name of an object within a checkpoint"),
+    "time of no clock": (MANIFEST, alter("created", 1e300), "cannot be read: .* created"),
+    "provenance of another kind": (MANIFEST, alter("provenance", [1]), "cannot be read: .* provenance"),
+    "endless nesting": (MANIFEST, lambda _: b"[" * 100_000, "the manifest of .* cannot be read"),
     "manifest that is a list": (MANIFEST, lambda _: b"[1]", "the manifest of .* cannot be read"),
     "truncated manifest": (MANIFEST, lambda data: data[: len(data) // 2], "the manifest of .* cannot be read"),
     "empty manifest": (MANIFEST, lambda _: b"", "the manifest of .* cannot be read"),
 }
 
 
-def test_damage_is_named_the_one_before_is_found_and_reading_writes_nothing(checkpoints: CheckpointStore) -> None:
+def test_damage_is_named_the_one_before_is_found_and_reading_writes_nothing(
+    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)
     publish(checkpoints, 1)
     name = publish(checkpoints, 2)
     for damage, (key, change, message) in DAMAGES.items():
@@ -504,3 +535,45 @@ def test_a_checkpoint_that_is_gone_is_missing_in_the_store_too(checkpoints: Chec
     checkpoints.delete(name)
     with pytest.raises(ObjectMissing):
         checkpoints.store.get(at(name, MANIFEST))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.sampled_from([*Manifest.model_fields])
+
+
+@given(
+    damage=st.binary() | JSON.map(json.dumps).map(str.encode) | st.dictionaries(FIELDS, JSON),
+    objects=st.none() | st.dictionaries(st.text() | st.sampled_from(["..", "a/..", "/a", "\0"]), JSON, max_size=3),
+)
+@settings(
+    max_examples=150, deadline=None, derandomize=True, database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+def test_whatever_stands_in_a_manifests_place_is_damage_or_can_be_looked_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Any, objects: Any
+) -> None:
+    """Bytes, JSON, and a manifest of which some fields are something else: nothing but a named error ever comes."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    (tmp_path / "store").mkdir(exist_ok=True)
+    store = FileStore(tmp_path / "store", RUN)
+    intact = manifest_of(1, objects_of(1))
+    if isinstance(damage, dict):
+        content = json.loads(intact.model_dump_json()) | damage | ({} if objects is None else {"objects": objects})
+        damage = json.dumps(content).encode()
+    store.put(at(intact.name, MANIFEST), damage)
+    checkpoints = CheckpointStore(store, RUN)
+    try:
+        checkpoints.load(intact.name)
+    except CheckpointDamaged as error:
+        str(error).encode()
+    with contextlib.suppress(CheckpointDamaged):
+        take_stock(checkpoints, {})
+    store.put(POINTER, damage)
+    store.put(PROMOTED, damage)
+    for mark in MARKS:
+        with contextlib.suppress(CheckpointError):
+            checkpoints.load(checkpoints.resolve(mark))

@@ -124,6 +124,27 @@ def test_a_store_that_claims_conditional_writes_lets_exactly_one_of_many_win(any
     assert any_store.get("contested") == winners[0].encode()
 
 
+@pytest.mark.parametrize("word", ["EPERM", "EOPNOTSUPP", "ENOSYS"])
+def test_a_folder_without_hard_links_lets_exactly_one_of_many_win_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    def no_links(*paths: object) -> None:
+        raise OSError(getattr(errno, word), "no hard links here")
+
+    monkeypatch.setattr(os, "link", no_links)
+    test_if_absent_writes_once_and_keeps_the_first(file_store(tmp_path))
+    for _ in range(20):
+        store = file_store(tmp_path)
+        store.delete("contested")
+        test_a_store_that_claims_conditional_writes_lets_exactly_one_of_many_win(store)
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", no_links)
+    with pytest.raises(StoreError, match=r"writing another to .* failed: .*no hard links here"):
+        store.put("another", b"1", if_absent=True)
+    monkeypatch.setattr(os, "replace", replace)
+    assert [path.name for path in sorted(tmp_path.rglob("*")) if path.is_file()] == ["contested", "manifest.json"]
+
+
 def test_finding_out_about_conditional_writes_leaves_nothing_behind(any_store: ObjectStore) -> None:
     assert any_store.conditional_writes == any_store.conditional_writes
     assert any_store.keys("") == []
