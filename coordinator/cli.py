@@ -15,14 +15,15 @@ import threading
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import redis
 import typer
+import typer.core
 from rich.progress import Progress
 from rich.table import Table
 
-from coordinator import cli_checkpoints, cli_measure
+from coordinator import cli_checkpoints, cli_evaluate, cli_measure
 from coordinator.cli_options import RUNS as _RUNS
 from coordinator.cli_options import EndpointUrl, Json, PlaceArgument, PrintableConsole, RedisUrl, RunArgument, RunsDir
 from coordinator.cli_options import console as _console
@@ -34,16 +35,26 @@ from coordinator.run import Run, new_run_id
 from coordinator.run_folder import list_folders
 from shared.config import Config
 from shared.config_sources import dump_config, load_config
-from shared.errors import RunExists, StagecoachError, UserError
+from shared.errors import EnvironmentFailure, RunExists, StagecoachError, UserError, headline
 from shared.events import confirmed_return
 from shared.launch import LOGS, extend_imports
 from shared.printable import complain, printable
 
-if TYPE_CHECKING:
-    from coordinator.evaluate import Evaluation
+
+class _Commands(typer.core.TyperGroup):
+    """Says that it was interrupted, which Typer on its own ends without a word."""
+
+    def invoke(self, context: Any) -> Any:
+        try:
+            return super().invoke(context)
+        except KeyboardInterrupt:
+            print("Interrupted.", file=sys.stderr)
+            raise typer.Exit(130) from None
+
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown",
+    cls=_Commands, no_args_is_help=True, add_completion=False,
+    pretty_exceptions_enable=False, rich_markup_mode="markdown",
     help="Distributed reinforcement learning: rollout workers, an experience log, checkpoints, exact resume.",
 )  # fmt: skip
 app.add_typer(cli_checkpoints.app, name="checkpoints")
@@ -211,7 +222,8 @@ def attach(
 
 def _watch(handle: Run) -> None:
     try:
-        LiveView(handle, _console, handle.recent(_HISTORY)).show(lambda: not handle.live)
+        hint = "Ctrl-C ends the watching, not the run"
+        LiveView(handle, _console, handle.recent(_HISTORY), hint).show(lambda: not handle.live)
     except KeyboardInterrupt:
         _console.print("watching ended; the run goes on")
         return
@@ -277,54 +289,7 @@ def stop(run: RunArgument, runs_dir: RunsDir = _RUNS) -> None:
     _console.print(f"{run}: {handle.wait().reason}")
 
 
-_Target = Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT", help="RUN (its best), RUN/NAME, or a folder.")]
-_Stochastic = Annotated[bool, typer.Option("--stochastic", help="Draw actions as in training.")]
-
-
-@app.command(epilog=_example("stagecoach evaluate my-run --episodes 20 --video videos"))
-def evaluate(
-    target: _Target,
-    episodes: Annotated[
-        int | None, typer.Option(min=1, help="How many; by default what the run's config says.")
-    ] = None,
-    video: Annotated[Path | None, typer.Option(metavar="DIR", help="Record each episode there as MP4.")] = None,
-    stochastic: _Stochastic = False,
-    runs_dir: RunsDir = _RUNS,
-    as_json: Json = False,
-) -> None:
-    """Play a checkpoint, greedily unless told otherwise, and print its score."""
-    from coordinator.evaluate import evaluate as score
-
-    found = score(target, runs_dir, episodes, video, stochastic=stochastic)
-    if as_json:
-        _print_json({"checkpoint": found.checkpoint, **found.scores, "videos": [str(path) for path in found.videos]})
-        return
-    _print_scores(found)
-
-
-@app.command(epilog=_example("stagecoach play my-run --episodes 3"))
-def play(
-    target: _Target,
-    episodes: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
-    stochastic: _Stochastic = False,
-    runs_dir: RunsDir = _RUNS,
-) -> None:
-    """Watch a checkpoint play: the environment shows itself (render_mode=human)."""
-    from coordinator.evaluate import evaluate as score
-
-    _print_scores(score(target, runs_dir, episodes, show=True, stochastic=stochastic))
-
-
-def _print_scores(found: Evaluation) -> None:
-    scores = {name: figure(value) for name, value in found.scores.items() if isinstance(value, float)}
-    _console.print(
-        f"{found.checkpoint}: {scores['mean_return']} ± {scores['std_return']} over {found.scores['episodes']} "
-        f"episodes (min {scores['min_return']}, max {scores['max_return']}, mean length {scores['mean_length']})",
-        highlight=False,
-        soft_wrap=True,
-    )
-    for path in found.videos:
-        _console.print(f"video: {path}", soft_wrap=True)
+app.registered_commands += cli_evaluate.app.registered_commands
 
 
 @app.command(epilog=_example("stagecoach init my-run.yaml"))
@@ -387,13 +352,16 @@ def _tend(begin: Any, background: bool = False, detach: bool = False, where: str
     """
 
     received: list[int] = []
-    roles_start = threading.Event()
+    roles_start, there = threading.Event(), threading.Event()
     asked = False
 
     def on_signal(number: int, _: Any) -> None:
         received.append(number)
         if not roles_start.is_set() or len(received) > 2:  # Ray does not survive an exception in the midst of joining
+            os.write(2, b"interrupted: what was started is being ended\n")  # print may have been what was interrupted
             raise KeyboardInterrupt
+        if not there.is_set():
+            os.write(2, b"interrupted: it ends with a last checkpoint once its roles have started\n")
 
     def listen() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -403,6 +371,7 @@ def _tend(begin: Any, background: bool = False, detach: bool = False, where: str
     if not background:
         _console.print(f"{where or 'checking'}, then starting Redis, the store, Ray and the roles …", style="dim")
     run: Run = begin(begun=roles_start.set)
+    there.set()
     if detach:
         _tell_detached(run.run_id, "on the cluster")
         return
@@ -451,7 +420,13 @@ def _detach(arguments: list[str], run_id: str) -> None:
         text=True,
     )
     assert process.stdout is not None and process.stderr is not None
-    if not any(line.strip() == _LIVE for line in process.stdout):  # modules may print while they are imported
+    try:
+        live = any(line.strip() == _LIVE for line in process.stdout)  # modules may print while they are imported
+    except KeyboardInterrupt:  # its session is its own: it has not heard of it
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+        raise
+    if not live:
         print(printable(process.stderr.read().strip(), lines=True), file=sys.stderr)
         raise typer.Exit(process.wait() or 1)
     _tell_detached(run_id, f"in the background (process {process.pid})")
@@ -480,15 +455,15 @@ def main() -> None:
     except UserError as error:
         complain(error)
         sys.exit(2)
+    except EnvironmentFailure as error:
+        complain(headline(error))
+        sys.exit(2)
     except StagecoachError as error:
         complain(error)
         sys.exit(1)
     except redis.RedisError as error:
         complain(f"Redis: {error}")
         sys.exit(1)
-    except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,15 @@ _EVENTS_SHOWN = 8
 class LiveView:
     """Shows one run until `ended` says so, with its events from the id `after` on."""
 
-    def __init__(self, run: Run, console: Console, after: str = "0-0") -> None:
+    def __init__(
+        self,
+        run: Run,
+        console: Console,
+        after: str = "0-0",
+        on_interrupt: str = "Ctrl-C ends it with a last checkpoint",
+    ) -> None:
         self._run = run
+        self._on_interrupt = on_interrupt
         self._console = console
         self._events: deque[Event] = deque(maxlen=_EVENTS_SHOWN)
         self._after = after
@@ -87,7 +94,7 @@ class LiveView:
         parts.append(Text(f"waits for: {self._status.bottleneck}", style="dim"))
         parts += [Text(f"  {event.kind:<11} {event.text}", overflow="ellipsis", no_wrap=True) for event in self._events]
         seconds = time.monotonic() - self._started
-        return Panel(Group(*parts), title=title, subtitle=f"{seconds:.0f} s · Ctrl-C ends it with a last checkpoint")
+        return Panel(Group(*parts), title=title, subtitle=f"{seconds:.0f} s · {self._on_interrupt}")
 
 
 def _progress(status: Status, config: Config) -> Any:

@@ -27,7 +27,7 @@ from coordinator.status import Status, ended_status, live_status
 from shared.checkpoint import CheckpointStore
 from shared.config import Config
 from shared.connection import Address
-from shared.errors import EnvironmentFailure, StagecoachError
+from shared.errors import EnvironmentFailure, StagecoachError, headline
 from shared.events import Event, read_events, recent_events
 from shared.heartbeat import Wait, poll
 from shared.launch import LOGS, RoleLaunch, log_to_file
@@ -140,7 +140,7 @@ class Coordinator:
                 reason = supervise(self._abandon)
             except BaseException as error:
                 _LOGGER.exception("the coordinator failed")
-                reason = f"failed: {'environment: ' if isinstance(error, EnvironmentFailure) else ''}{error}"
+                reason = f"failed: {'environment: ' if isinstance(error, EnvironmentFailure) else ''}{headline(error)}"
             if keeper.failure is not None:
                 reason = f"failed: {keeper.failure}"
             if reason.startswith("failed"):

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from coordinator.find import find_checkpoint
 from rollout_worker.evaluation import CONFIRMING, evaluate_policies, evaluation_seed
-from rollout_worker.making import describe_environment
+from rollout_worker.making import describe_environment, make
 from shared.config import Config, WrapperConfig
-from shared.errors import EnvironmentUnusable
+from shared.errors import EnvironmentUnusable, headline
 from shared.launch import extend_imports
 from shared.policies.codec import decode_policy
 
@@ -54,27 +56,48 @@ def evaluate(
     if stochastic:
         config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"greedy": False})})
     if video is not None:
-        config = _with_video(config, video, name)
+        _require_recorder()
+        config = _with_video(_rendered(config, "rgb_array", "--video"), video, name)
     elif show:
-        config = _rendered(config, "human")
+        config = _rendered(config, "human", "play")
     seed = evaluation_seed(config, name, CONFIRMING)
     scores = evaluate_policies(config, description, policies, seed, episodes).as_dict()
     videos = _videos(video, name, int(scores["episodes"])) if video is not None else ()
     return Evaluation(name, scores, videos)
 
 
+def _not_drawing(made: Any, mode: str) -> str | None:
+    """Why nothing could be seen of it; None where something can."""
+    named = (getattr(made, "metadata", None) or {}).get("render_modes")
+    if named and mode not in named:
+        return f"its metadata names only render_modes={list(named)}"
+    if (found := getattr(made, "render_mode", None)) != mode:
+        return f"it has render_mode={found!r} after it was made with that; keep the argument as self.render_mode"
+    if mode == "rgb_array":
+        made.reset(seed=0)
+        frame = made.render()
+        if not isinstance(frame, np.ndarray) or frame.ndim != 3:
+            shape = f" of shape {frame.shape}" if isinstance(frame, np.ndarray) else ""
+            return f"render() returned {type(frame).__name__}{shape}, expected an array of height × width × 3"
+    return None
+
+
 def _videos(folder: Path, name: str, episodes: int) -> tuple[Path, ...]:
     """The recordings of the episodes that count; the environment began one more after the last."""
     (folder / f"{name}-episode-{episodes}.mp4").unlink(missing_ok=True)
-    return tuple(folder / f"{name}-episode-{index}.mp4" for index in range(episodes))
+    return tuple(path for index in range(episodes) if (path := folder / f"{name}-episode-{index}.mp4").exists())
+
+
+def _require_recorder() -> None:
+    """Gymnasium's recorder needs it, and says so only after the first episode."""
+    try:
+        import moviepy  # noqa: F401
+    except ImportError:
+        raise EnvironmentUnusable("--video needs moviepy: pip install -c constraints.txt -e '.[video]'") from None
 
 
 def _with_video(config: Config, folder: Path, name: str) -> Config:
-    """One environment at a time, rendered, every episode recorded."""
-    try:
-        import moviepy  # noqa: F401 - gymnasium's recorder needs it, and says so only after the first episode
-    except ImportError:
-        raise EnvironmentUnusable("--video needs moviepy: pip install -c constraints.txt -e '.[video]'") from None
+    """Every episode recorded."""
     recorder = WrapperConfig(
         path="gymnasium.wrappers:RecordVideo",
         kwargs={
@@ -85,11 +108,26 @@ def _with_video(config: Config, folder: Path, name: str) -> Config:
         },
     )
     environment = config.environment.model_copy(update={"wrappers": (recorder, *config.environment.wrappers)})
-    return _rendered(config.model_copy(update={"environment": environment}), "rgb_array")
+    return config.model_copy(update={"environment": environment})
 
 
-def _rendered(config: Config, mode: str) -> Config:
-    """One environment at a time, which draws what happens."""
-    kwargs = {**config.evaluation.kwargs, "render_mode": mode}
+def _rendered(config: Config, mode: str, command: str) -> Config:
+    """One environment at a time, which draws what happens; raises `EnvironmentUnusable` where it cannot."""
+    name, kwargs = config.environment.id, {**config.evaluation.kwargs, "render_mode": mode}
+    if mode == "rgb_array" and config.environment.api == "pettingzoo":
+        raise EnvironmentUnusable(
+            f"{command} records Gymnasium environments only, and {name} is a PettingZoo one; `stagecoach play` shows it"
+        )
+    made = None
+    try:
+        made = make(config.environment, **kwargs)
+        problem = _not_drawing(made, mode)
+    except Exception as error:
+        problem = headline(error)
+    finally:
+        if made is not None:
+            made.close()
+    if problem is not None:
+        raise EnvironmentUnusable(f"{command} needs an environment that draws with render_mode={mode!r}: {problem}")
     evaluation = config.evaluation.model_copy(update={"num_envs": 1, "kwargs": kwargs})
     return config.model_copy(update={"evaluation": evaluation})

@@ -261,6 +261,7 @@ class Fleet:
             reason, error = LEFT, None
         except ray.exceptions.RayTaskError as caught:
             reason, error = "failed", cause(caught)
+            _LOGGER.error("%s failed: %s", member.name, caught)
         except ray.exceptions.RayError as caught:
             if self._head.lost(notice=True):
                 raise RayLost("Ray has died") from caught

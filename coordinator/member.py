@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from shared.errors import EnvironmentFailure, Fenced, StagecoachError
+from shared.errors import EnvironmentFailure, Fenced, headline
 from shared.heartbeat import Beat, growing_pauses
 from shared.restarts import Progress, RestartBound
 
@@ -85,10 +85,8 @@ def kill_here(beat: Beat) -> bool:
 
 
 def cause(error: Exception) -> str:
-    """What a role raised, without Ray's frame around it."""
-    raised = getattr(error, "cause", None)
+    """What a role raised, in one line and without Ray's frame around it."""
+    raised = getattr(error, "cause", None) or error
     if isinstance(raised, Fenced):
-        return f"{Fenced.__name__}: {raised}"
-    if isinstance(raised, EnvironmentFailure):
-        return f"{ENVIRONMENT}{raised}"
-    return str(raised) if isinstance(raised, StagecoachError) else str(error)
+        return f"{Fenced.__name__}: {headline(raised)}"
+    return f"{ENVIRONMENT if isinstance(raised, EnvironmentFailure) else ''}{headline(raised)}"

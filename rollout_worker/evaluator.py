@@ -18,7 +18,7 @@ from rollout_worker.evaluation import CONFIRMING, SCORING, evaluate_policies, ev
 from rollout_worker.watchdog import Watchdog
 from shared.checkpoint import checkpoint_version
 from shared.departure import LEFT
-from shared.errors import CheckpointError, EnvironmentFailure, StoreError, StoreUnavailable
+from shared.errors import CheckpointError, EnvironmentFailure, StoreError, StoreUnavailable, headline
 from shared.events import confirmed_return, emit, reaches, read_evaluations, read_events, record_evaluation
 from shared.heartbeat import Heartbeat, insist
 from shared.policies.codec import decode_policy
@@ -130,7 +130,7 @@ class Evaluator:
             return
         except EnvironmentFailure as error:
             _LOGGER.error("evaluation of %s failed: %s", name, error)
-            emit(role.redis, role.run_id, "environment", f"evaluator: {str(error).splitlines()[0]}")
+            emit(role.redis, role.run_id, "environment", f"evaluator: {headline(error)}")
             if self._failures.ended():
                 raise
             time.sleep(_POLL_SECONDS)

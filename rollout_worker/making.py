@@ -194,10 +194,14 @@ class Guarded(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def failure(index: int | None, place: str, error: Exception) -> EnvironmentFailure:
-    """The named error for what environment `index` raised (None: a vectorised one, which doesn't say which copy)."""
+    """The named error for what environment `index` raised (None: a vectorised one, which doesn't say which copy).
+
+    Its first line tells what and where; the traceback follows, for the log.
+    """
     trace = "".join(traceback.format_exception(error))
     which = "the vectorised environment" if index is None else f"environment {index}"
-    return EnvironmentFailure(f"{which} raised {type(error).__name__} in {place}: {error}\n{trace}")
+    said = " ".join(str(error).split())
+    return EnvironmentFailure(f"{which} raised {type(error).__name__} in {place}: {said}\n{trace}")
 
 
 def describe_space(space: spaces.Space[Any]) -> SpaceSpec:

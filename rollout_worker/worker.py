@@ -26,7 +26,7 @@ from shared.checkpoint import READY
 from shared.datasets.reading import read_dataset
 from shared.datasets.recording import Recording
 from shared.departure import LEFT
-from shared.errors import CheckpointError, EnvironmentFailure, ShardFull, ShardUnavailable, WorkerSuperseded
+from shared.errors import CheckpointError, EnvironmentFailure, ShardFull, ShardUnavailable, WorkerSuperseded, headline
 from shared.events import emit
 from shared.flow import Claim
 from shared.heartbeat import Heartbeat, insist, poll
@@ -399,11 +399,11 @@ class Worker:
 
     def _count_failure(self, error: EnvironmentFailure) -> None:
         """Tells what the environment raised; raises it where that happens too often without a fragment between."""
-        first_line = f"{self.id}: {str(error).splitlines()[0]}"
         _LOGGER.error("%s: %s", self.id, error)
+        what = f"{self.id}: {headline(error)}"
         if self._failures.ended():
             raise EnvironmentFailure(
-                f"{self.id}: {error}\n{self._failures.ends} failures in a row without a fragment between them; "
-                f"environment.failures_allowed is {self._config.environment.failures_allowed}"
+                f"{what}; {self._failures.ends} failures in a row without a fragment between them, "
+                f"environment.failures_allowed is {self._config.environment.failures_allowed}\n{error}"
             )
-        emit(self._role.redis, self._role.run_id, "environment", f"{first_line}; starting it again")
+        emit(self._role.redis, self._role.run_id, "environment", f"{what}; starting it again")

@@ -305,6 +305,40 @@ def counting_vector(num_envs: int | None = None, **kwargs: Any) -> gym.Env[Array
     return Counting() if num_envs is None else CountingVector(num_envs, **kwargs)
 
 
+class Painter(gym.Env[Array, Any]):
+    """CartPole's spaces and a reward of 1 for five steps. It can be drawn as `modes` says, if it keeps its render mode
+    and its frames are good; `fails` says whether a step raises."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (4,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(
+        self,
+        render_mode: str | None = None,
+        modes: tuple[str, ...] = ("human", "rgb_array"),
+        keeps: bool = True,
+        frames: bool = True,
+        fails: bool = False,
+    ) -> None:
+        self.metadata = {"render_modes": list(modes), "render_fps": 30}
+        self.render_mode = render_mode if keeps else None
+        self._frames, self._fails = frames, fails
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps = 0
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action: int) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        if self._fails:
+            raise RuntimeError("no display\nat :0")
+        self._steps += 1
+        return np.zeros(4, np.float32), 1.0, self._steps == 5, False, {}
+
+    def render(self) -> Any:
+        return np.zeros((8, 8, 3), np.uint8) if self._frames else None
+
+
 class AddOne(gym.RewardWrapper[Any, Any]):
     """Adds `amount` to every reward."""
 

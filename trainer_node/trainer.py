@@ -22,6 +22,7 @@ from shared.errors import (
     StoreUnavailable,
     WaitTimeout,
     WeightsNotFinite,
+    headline,
 )
 from shared.events import emit
 from shared.experience_log import id_order
@@ -244,7 +245,7 @@ class Trainer:
         """
         _LOGGER.exception("the trainer failed")
         self._ranks.leave()
-        reason = f"failed: {error}"
+        reason = f"failed: {headline(error)}"
         try:
             if self._epoch > 0 and self._role.flow.holds(self._epoch):
                 self._role.flow.set_state("finished", reason, epoch=self._epoch)

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -168,6 +170,10 @@ def test_an_environment_that_raises_fails_the_run_in_one_line(stagecoach: Stagec
     settings = [f"--set=environment.id={ENVIRONMENTS}:Counting", "--set=environment.kwargs={fails: step, fails_at: 1}"]
     done = stagecoach("train", "config.yaml", "--run-id", "a", "--inline", *settings)
     check_failed(done, tmp_path, "raised ValueError in step: the gripper is stuck")
+    for shown in (stagecoach("runs"), stagecoach("status", "a")):
+        assert (shown.code, shown.err) == (0, "")
+        assert "the gripper is stuck" in " ".join(shown.out.replace("│", " ").split())
+        assert "Traceback" not in shown.out
 
 
 def check_failed(done: Ended, folder: Path, text: str) -> None:
@@ -181,6 +187,8 @@ def check_failed(done: Ended, folder: Path, text: str) -> None:
     finished = json.loads((folder / "runs" / "a" / "s3" / BUCKET / "a" / ".finished").read_text())
     assert finished["reason"].startswith("failed: ")
     assert text in finished["reason"]
+    assert "\n" not in finished["reason"]
+    assert "Traceback" not in done.out
 
 
 @pytest.mark.ray
@@ -216,6 +224,24 @@ def test_every_command_helps_with_an_example(stagecoach: Stagecoach, monkeypatch
         done = stagecoach(command, "--help")
         assert done.code == 0
         assert f"Example: stagecoach {command}" in done.out.replace("`", ""), done.out
+
+
+@pytest.mark.parametrize("module", ["coordinator.cli", "torch"])
+def test_ctrl_c_while_it_imports_is_told_in_one_word(module: str, tmp_path: Path) -> None:
+    """The signal comes just as `module` is looked for."""
+    code = f"""
+import importlib.abc, os, signal, sys
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+sys.argv = ["stagecoach", "runs"]
+from coordinator.start import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "Interrupted.\n")
 
 
 @pytest.mark.parametrize("arguments", [["frobnicate"], ["train"], ["scale", "a", "many"], ["status", "a", "--nosuch"]])

@@ -6,13 +6,16 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from coordinator.evaluate import evaluate
 from coordinator.run import Run
 from shared.errors import CheckpointDamaged, CheckpointNotFound, EnvironmentUnusable, RunNotFound
 from tests.conftest import minimal_config
+from tests.coordinator.terminal import Stagecoach, check_refused
 
 LAST = "4_Step-256.ckpt"
 
@@ -99,6 +102,62 @@ def test_each_episode_becomes_a_video(run: Run, tmp_path: Path) -> None:
     assert [path.name for path in found.videos] == sorted(path.name for path in (tmp_path / "videos").iterdir())
     assert len(found.videos) == 2
     assert all(b"ftyp" in path.read_bytes()[:16] for path in found.videos)
+
+
+PAINTER, TARGET = "tests.environments_for_tests:Painter", "tests.environments_for_tests:Target"
+UNSEEN: dict[str, tuple[dict[str, Any], str]] = {
+    "takes no render_mode": ({"id": TARGET}, "Target cannot be made: TypeError: Target"),
+    "forgets it": ({"id": PAINTER, "kwargs": {"keeps": False}}, r"has render_mode=None after .* as self\.render_mode"),
+    "cannot": ({"id": PAINTER, "kwargs": {"modes": ["ansi"]}}, r"its metadata names only render_modes=\['ansi'\]"),
+}
+
+
+@pytest.mark.parametrize("case", UNSEEN)
+@pytest.mark.parametrize("command", ["play", "--video"])
+def test_what_does_not_draw_is_told_before_it_plays(checkpoints: Path, tmp_path: Path, case: str, command: str) -> None:
+    environment, words = UNSEEN[case]
+    other_environment(checkpoints, environment)
+    pytest.importorskip("moviepy")
+    video = tmp_path / "videos" if command == "--video" else None
+    with pytest.raises(EnvironmentUnusable, match=rf"^{command} needs an environment that draws .*{words}"):
+        evaluate(str(checkpoints / LAST), Path("nowhere"), 1, video, show=video is None)
+    assert not (tmp_path / "videos").exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"id": PAINTER, "kwargs": {"frames": False}}, r"render\(\) returned NoneType, expected an array"),
+        (
+            {"id": "tests.environments_for_tests:Twins", "api": "pettingzoo"},
+            "Twins is a PettingZoo one; `stagecoach play`",
+        ),
+    ],
+)
+def test_what_cannot_be_recorded_leaves_no_video(
+    checkpoints: Path, tmp_path: Path, environment: dict[str, Any], words: str
+) -> None:
+    pytest.importorskip("moviepy")
+    other_environment(checkpoints, environment)
+    with pytest.raises(EnvironmentUnusable, match=f"^--video .*{words}"):
+        evaluate(str(checkpoints / LAST), Path("nowhere"), 1, tmp_path / "videos")
+    assert not (tmp_path / "videos").exists()
+
+
+def other_environment(checkpoints: Path, environment: dict[str, Any]) -> None:
+    """As if the run had been trained in it."""
+    path = checkpoints.parent / "config.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"environment": {"num_envs": 4} | environment}))
+
+
+def test_one_episode_is_told_as_one_and_a_failure_in_one_line(stagecoach: Stagecoach, checkpoints: Path) -> None:
+    target = str(checkpoints / LAST)
+    other_environment(checkpoints, {"id": PAINTER})
+    assert stagecoach("play", target).out == f"{LAST}: 5 in one episode of 5 steps\n"
+    assert " over 2 episodes (" in stagecoach("play", target, "--episodes", "2").out
+    other_environment(checkpoints, {"id": PAINTER, "kwargs": {"fails": True}})
+    done = stagecoach("evaluate", target)
+    check_refused(done, "environment 0 raised RuntimeError in step: no display at :0")
 
 
 def test_it_can_be_watched_and_draws_the_same_episodes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

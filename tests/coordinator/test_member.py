@@ -14,4 +14,6 @@ def test_what_a_role_raised_is_told_without_rays_frame() -> None:
 
     assert cause(failed(StoreError("no room"))) == "no room"
     assert cause(failed(EnvironmentFailure("stuck"))) == "environment: stuck"
-    assert cause(failed(ValueError("odd"))) == "Ray's long text"
+    assert cause(failed(EnvironmentFailure("stuck\nTraceback\n  odd"))) == "environment: stuck"
+    assert cause(failed(ValueError("odd\nand long"))) == "ValueError: odd"
+    assert cause(failed(AssertionError())) == "AssertionError"

@@ -5,6 +5,7 @@ depends on seed and log alone: same seed, same hash; interrupted anywhere and re
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,10 @@ from typing import Any
 import gymnasium as gym
 import pytest
 import redis
+from rich.console import Console
+from rich.panel import Panel
 
+from coordinator.console import LiveView
 from coordinator.coordinator import Coordinator, Outcome
 from coordinator.run import Run
 from coordinator.services import start_redis
@@ -23,6 +27,7 @@ from shared.errors import CheckpointNotFound, RunExists, UserError, WaitTimeout
 from shared.heartbeat import Wait
 from shared.redis_keys import RunKeys
 from tests.conftest import minimal_config
+from tests.coordinator.terminal import Stagecoach
 from tests.end_to_end.command_line import check_ledger
 from tests.environments_for_tests import MODULE
 from tests.support.speed import stretched
@@ -279,6 +284,8 @@ def test_a_run_whose_environment_fails_has_an_end(config: MakeConfig) -> None:
     status = Run.attach("a", config().runs_dir).status()
     assert status.state == "finished"
     assert "the gripper is stuck" in status.reason
+    assert "\n" not in outcome.reason + status.reason
+    assert "Traceback" in (config().runs_dir / "a" / "logs" / "coordinator.log").read_text()
 
 
 def test_an_environment_that_fails_now_and_then_does_not_end_the_run(config: MakeConfig, tmp_path: Path) -> None:
@@ -289,6 +296,28 @@ def test_an_environment_that_fails_now_and_then_does_not_end_the_run(config: Mak
     assert finish(run).reason == "exhausted"
     assert (tmp_path / "tally").read_text() == "xx"
     check_ledger(marker(run, ".finished"))
+
+
+def test_ctrl_c_is_said_to_end_the_watching_where_it_does(
+    config: MakeConfig, stagecoach: Stagecoach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a terminal; the run goes on, which `train`'s own view would end."""
+    made, screen = config(stop_at=FOR_EVER), io.StringIO()
+    monkeypatch.setattr("coordinator.cli._console", Console(file=screen, force_terminal=True, width=120))
+    run = Run.start(made, "a", inline=True)
+    shown = LiveView._panel
+
+    def interrupted(view: LiveView) -> Panel:
+        if "Ctrl-C" in screen.getvalue():
+            raise KeyboardInterrupt
+        return shown(view)
+
+    monkeypatch.setattr(LiveView, "_panel", interrupted)
+    assert stagecoach("watch", "a", "--runs-dir", str(made.runs_dir)).code == 0
+    assert "Ctrl-C ends the watching, not the run" in screen.getvalue()
+    assert "watching ended; the run goes on" in screen.getvalue()
+    assert "last checkpoint" not in screen.getvalue()
+    assert run.live
 
 
 def test_an_interrupted_run_is_not_resumed_for_a_goal_that_it_has_passed(config: MakeConfig) -> None:
