@@ -37,8 +37,9 @@ from shared.config import Config
 from shared.config_sources import dump_config, load_config
 from shared.errors import EnvironmentFailure, RunExists, StagecoachError, UserError, headline
 from shared.events import confirmed_return
-from shared.launch import LOGS, extend_imports
+from shared.launch import LOGS
 from shared.printable import complain, printable
+from shared.user_code import extend_imports
 
 
 class _Commands(typer.core.TyperGroup):
@@ -410,7 +411,7 @@ def _tend(begin: Any, background: bool = False, detach: bool = False, where: str
 
 def _detach(arguments: list[str], run_id: str) -> None:
     """The same command in a session of its own; returns when it trains, or with its error."""
-    command = [sys.executable, "-m", "coordinator.cli", *arguments, "--background"]
+    command = [sys.executable, "-P", "-m", "coordinator.cli", *arguments, "--background"]
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

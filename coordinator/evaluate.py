@@ -14,8 +14,8 @@ from rollout_worker.evaluation import CONFIRMING, evaluate_policies, evaluation_
 from rollout_worker.making import describe_environment, make
 from shared.config import Config, WrapperConfig
 from shared.errors import EnvironmentUnusable, headline
-from shared.launch import extend_imports
 from shared.policies.codec import decode_policy
+from shared.user_code import extend_imports
 
 
 @dataclass(frozen=True)

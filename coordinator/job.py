@@ -132,7 +132,7 @@ class JobServer:
         try:
             return str(
                 self._client.submit_job(
-                    entrypoint=shlex.join(["python", "-m", "coordinator.cli", *sent.command]),
+                    entrypoint=shlex.join(["python", "-P", "-m", "coordinator.cli", *sent.command]),
                     submission_id=f"{name}-{os.urandom(2).hex()}",
                     runtime_env={
                         "working_dir": sent.working_dir,

@@ -22,8 +22,9 @@ from shared.config_sources import parse_config
 from shared.connection import check_shards, connect_redis
 from shared.errors import StagecoachError, UserError
 from shared.heartbeat import Wait, poll
-from shared.launch import RoleLaunch, extend_imports
+from shared.launch import RoleLaunch
 from shared.object_store import open_store
+from shared.user_code import extend_imports
 
 _SECONDS = 120.0
 _LOOK_SECONDS = 0.2

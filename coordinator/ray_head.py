@@ -11,12 +11,14 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from coordinator.services import LOOPBACK_VARIABLE, RayService, ServiceError, StartingRay, begin_ray, new_secret
 from shared.config import Config
 from shared.errors import UserError
+from shared.user_code import SOURCE
 
 _EMBEDDED_CPUS = 64
 """On one machine the operating system shares the cores: Ray's count shall not keep workers from starting."""
@@ -118,7 +120,7 @@ class RayHead:
         ray = _ray()
         ray._private.worker.print_to_stdstream = _to_log
         try:
-            ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR, job_config=_own_path(ray))
         except ray.exceptions.AuthenticationError:
             raise UserError(
                 f"Ray at {self._address} refuses the token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN (or "
@@ -146,6 +148,18 @@ def _to_log(said: dict[str, Any], ignore_prefix: bool) -> None:
     """What Ray would print in the midst of the live view, whatever it is told: that a process has died, mostly."""
     for line in said["lines"]:
         _LOGGER.warning("Ray: %s", line)
+
+
+class _Fixed(list[str]):
+    """A list to which nothing is added: Ray would put the folder where the user stands before all others."""
+
+    def extend(self, folders: Iterable[str]) -> None:
+        pass
+
+
+def _own_path(ray: Any) -> Any:
+    """Where the processes of Ray find Stagecoach, whatever is called `shared` in the folder where the user stands."""
+    return ray.job_config.JobConfig(_py_driver_sys_path=_Fixed([str(SOURCE)]))
 
 
 def _ray() -> Any:

@@ -51,11 +51,11 @@ from shared.exports import Export
 from shared.flow import Flow
 from shared.fragment import Fragment
 from shared.heartbeat import Wait, poll, read_heartbeats
-from shared.launch import extend_imports
 from shared.object_store import open_store
 from shared.policies.deployed import DeployedPolicy, load_policy
 from shared.redis_keys import check_run_id
 from shared.role import open_role, read_description
+from shared.user_code import extend_imports
 from trainer_node.replay import BEGINNING, Replayed, replay
 
 if TYPE_CHECKING:

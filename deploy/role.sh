@@ -39,7 +39,7 @@ child='' leaving='' deaths=0
 trap 'leaving=1; [[ -z $child ]] || kill -TERM "$child" 2>/dev/null || true' TERM INT
 while [[ -z $leaving ]]; do
   started=$SECONDS code=0
-  "${STAGECOACH_PYTHON:-python}" -m "${command[@]}" &
+  "${STAGECOACH_PYTHON:-python}" -P -m "${command[@]}" & # -P: no module of this folder takes the place of ours
   child=$!
   [[ -z $leaving ]] || kill -TERM "$child" 2>/dev/null || true # the signal came before the trap knew the child
   wait "$child" || code=$?

@@ -5,6 +5,9 @@ from __future__ import annotations
 import signal
 import sys
 
+if not sys.flags.safe_path:  # `python -m` puts the folder where the user stands before all others
+    sys.path.append(sys.path.pop(0))
+
 from rollout_worker.evaluator import Evaluator
 from rollout_worker.watchdog import OUTGROWN
 from rollout_worker.worker import Worker

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import traceback
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -16,6 +15,7 @@ from rollout_worker.envpool_environments import is_envpool, make_envpool, make_e
 from shared.config import Config, EnvironmentConfig
 from shared.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, UnsupportedSpace
 from shared.spaces import EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
+from shared.user_code import import_object
 
 SINGLE_AGENT = "default"
 """The name of the only agent of a gymnasium environment."""
@@ -66,7 +66,7 @@ def make(config: EnvironmentConfig, **overrides: Any) -> Any:
     if is_envpool(config.id):
         env: Any = make_envpool(config.id, config.max_episode_steps, kwargs)
     elif is_factory(config.id):
-        env = _call(import_object(config.id, "environment.id"), kwargs, config.id)
+        env = _call(_imported(config.id, "environment.id"), kwargs, config.id)
     else:
         limit: dict[str, Any] = {"max_episode_steps": config.max_episode_steps} if config.max_episode_steps else {}
         env = _registered(lambda: gym.make(config.id, **limit, **kwargs), config.id)
@@ -79,7 +79,7 @@ def make(config: EnvironmentConfig, **overrides: Any) -> Any:
     if is_factory(config.id) and config.max_episode_steps and config.api == "gymnasium":
         env = gym.wrappers.TimeLimit(env, config.max_episode_steps)
     for wrapper in config.wrappers:
-        env = _call(import_object(wrapper.path, "environment.wrappers"), {"env": env, **wrapper.kwargs}, wrapper.path)
+        env = _call(_imported(wrapper.path, "environment.wrappers"), {"env": env, **wrapper.kwargs}, wrapper.path)
     return env
 
 
@@ -90,9 +90,7 @@ def make_native(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any
     if is_envpool(config.id):
         return make_envpool_vector(config.id, config.num_envs, config.max_episode_steps, config.kwargs)
     if is_factory(config.id):
-        made = _call(
-            import_object(config.id, "environment.id"), {"num_envs": config.num_envs, **config.kwargs}, config.id
-        )
+        made = _call(_imported(config.id, "environment.id"), {"num_envs": config.num_envs, **config.kwargs}, config.id)
         if not isinstance(made, gym.vector.VectorEnv):
             raise EnvironmentUnusable(
                 f"{config.id} returned a {type(made).__name__}; native expects a gymnasium VectorEnv"
@@ -118,23 +116,9 @@ def is_factory(name: str) -> bool:
     return ":" in name and not re.search(r"-v\d+$", name) and not is_envpool(name)
 
 
-def import_object(path: str, field: str) -> Callable[..., Any]:
-    """`package.module:name` → the object; raises `EnvironmentUnusable`."""
-    module_name, _, name = path.partition(":")
-    if not name:
-        raise EnvironmentUnusable(f"{field}: expected 'package.module:name', found {path!r}")
-    try:
-        found = getattr(importlib.import_module(module_name), name)
-    except ModuleNotFoundError as error:
-        raise EnvironmentUnusable(
-            f"{field}: {path!r}: {error}; install it or start from the folder that holds it"
-        ) from None
-    except AttributeError:
-        raise EnvironmentUnusable(f"{field}: module {module_name!r} has no {name!r}") from None
-    except Exception as error:
-        text = " ".join(str(error).split())
-        raise EnvironmentUnusable(f"{field}: importing {path!r} failed: {type(error).__name__}: {text}") from error
-    return cast(Callable[..., Any], found)
+def _imported(path: str, field: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = import_object(path, field, EnvironmentUnusable, "factory")
+    return found
 
 
 def _registered(make_it: Callable[[], Any], name: str) -> Any:

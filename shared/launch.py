@@ -6,8 +6,6 @@ import argparse
 import json
 import logging
 import os
-import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +17,7 @@ from shared.last_words import tell_of_exits
 from shared.printable import PrintableFormatter
 from shared.redis_keys import check_run_id
 from shared.role import Role, open_role
+from shared.user_code import extend_imports
 
 _LOGGER = logging.getLogger("stagecoach.launch")
 SERVICES, RESOLVED_CONFIG, LOGS = "services.json", "config.yaml", "logs"
@@ -46,11 +45,6 @@ class RoleLaunch:
         config = parse_config(self.config)
         config.algorithm.resolved()  # a user's own brings its kind of policy with it
         return open_role(config, self.address, cast(RoleName, user))
-
-
-def extend_imports(folders: Iterable[str]) -> None:
-    """Makes the user's own modules importable, before those of installed packages."""
-    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
 
 
 def log_to_file(run_folder: str | None, name: str) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import signal
 import sys
 
+if not sys.flags.safe_path:  # `python -m` puts the folder where the user stands before all others
+    sys.path.append(sys.path.pop(0))
+
 from shared.errors import ConfigError, StagecoachError, UserError
 from shared.launch import launch_from_arguments, role_arguments
 from shared.printable import complain

@@ -216,7 +216,7 @@ def _started(request: Request, manifest_sha256: str) -> _Child:
             os.nice(_NICE)
 
         process = subprocess.Popen(
-            [sys.executable, "-m", "trainer_node.export_child"], stdin=told, stdout=out, stderr=said, env=environ,
+            [sys.executable, "-P", "-m", "trainer_node.export_child"], stdin=told, stdout=out, stderr=said, env=environ,
             preexec_fn=begin,
         )  # fmt: skip
     return _Child(request.manifest, manifest_sha256, tuple(request.policies), process, out, said, time.monotonic())

@@ -6,7 +6,6 @@ normalisers) belongs to the policy version or to the checkpoint.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from shared.config import PolicyConfig
 from shared.errors import ConfigError
 from shared.spaces import Columns
+from shared.user_code import import_object
 
 Transform = Callable[[Columns], Columns]
 
@@ -24,7 +24,9 @@ class ExperienceFilter:
     def __init__(self, config: PolicyConfig, field: str) -> None:
         self._scale, self._clip = config.reward_scale, config.reward_clip
         self._where = f"{field}.transform={config.transform}"
-        self._transform = None if config.transform is None else _imported(config.transform, self._where)
+        self._transform = (
+            None if config.transform is None else import_object(config.transform, f"{field}.transform", kind="function")
+        )
 
     def __call__(self, columns: Columns) -> Columns:
         """The columns of a fragment (shared/fragment.py) as they are to be learnt from; they are not changed.
@@ -56,12 +58,3 @@ class ExperienceFilter:
                 f"{self._where} must answer the same columns with the same shapes and dtypes, all finite; not so: {odd}"
             )
         return found
-
-
-def _imported(path: str, where: str) -> Transform:
-    module, _, name = path.partition(":")
-    try:
-        found: Transform = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{where} cannot be imported: {error}; expected package.module:function") from None
-    return found

@@ -66,7 +66,7 @@ def local_ranks(
 
 def _started(invitation: Invitation, rank: int, config: Config) -> subprocess.Popen[str]:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", __name__]
+    command = [sys.executable, "-P", "-m", __name__]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environ, text=True)
     assert process.stdin is not None
     with process.stdin as told:

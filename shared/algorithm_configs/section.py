@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -11,6 +10,7 @@ from shared.errors import ConfigError
 from shared.exploration_config import ExplorationConfig, Sampling
 from shared.schedules import Schedule, ScheduleField
 from shared.section import Section
+from shared.user_code import import_object
 
 if TYPE_CHECKING:
     from shared.config import Config
@@ -79,7 +79,7 @@ class OwnAlgorithm(AlgorithmConfig):
 
     def resolved(self) -> AlgorithmConfig:
         """The section as the class's `Config`; raises `ConfigError` where that cannot be."""
-        section = getattr(import_algorithm(self.name), "Config", None)
+        section = getattr(import_object(self.name, "algorithm.name", kind="Class"), "Config", None)
         if not (isinstance(section, type) and issubclass(section, AlgorithmConfig)):
             raise ConfigError(
                 f"algorithm.name={self.name}: the class has no `Config`; let it have one that derives from "
@@ -92,18 +92,6 @@ class OwnAlgorithm(AlgorithmConfig):
             lines = [f"algorithm.{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
             raise ConfigError("; ".join(lines)) from None
         return found
-
-
-def import_algorithm(name: str) -> Any:
-    """The class behind `package.module:Class`; raises `ConfigError`."""
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"algorithm.name={name} cannot be imported: {error}; expected package.module:Class, importable from the "
-            f"config's folder or the working directory"
-        ) from None
 
 
 class BatchOfUpdate:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
 import numpy as np
 
-from shared.errors import ConfigError
 from shared.memory_config import HindsightMemory
 from shared.spaces import Array
+from shared.user_code import import_object
 
 GoalReward = Callable[[Array, Array], tuple[Array, Array]]
 """`(achieved [B, …], desired [B, …])` → `(reward [B], terminated [B])`, for the goal achieved after the step."""
@@ -19,14 +18,7 @@ def goal_reward(config: HindsightMemory) -> GoalReward:
     """The function that the config names; raises `ConfigError` where it cannot be imported."""
     if config.reward == "sparse":
         return sparse(config.threshold, config.terminates)
-    module, _, attribute = config.reward.partition(":")
-    try:
-        found: GoalReward = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"algorithm.memory.reward={config.reward} cannot be imported: {error}; expected sparse or module:function, "
-            f"importable from the config's folder or the working directory"
-        ) from None
+    found: GoalReward = import_object(config.reward, "algorithm.memory.reward", kind="function")
     return found
 
 
