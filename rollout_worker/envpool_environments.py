@@ -142,7 +142,7 @@ def _imported(name: str) -> Any:
             import envpool
     except ImportError as error:
         raise EnvironmentUnusable(
-            f"{name} needs EnvPool, which cannot be imported ({error}); install the extra 'envpool' (Linux, macOS on Apple silicon; 750 MB)"
+            f"{name} needs EnvPool, which cannot be imported ({error}); install the extra 'envpool' (750 MB)"
         ) from None
     return envpool
 
