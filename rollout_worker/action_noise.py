@@ -21,7 +21,7 @@ class _ActionNoise(Exploration):
 
     def act(
         self, policy: Policy, observations: Mapping[str, Tensor], generator: torch.Generator
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
+    ) -> tuple[dict[str, Tensor], Tensor]:
         params = policy.action_parameters(observations)
         actions = policy.distribution.sample(params, generator)
         for leaf in policy.spaces.action.leaves:
@@ -59,7 +59,7 @@ class TruncatedGaussianNoise(Exploration):
 
     def act(
         self, policy: Policy, observations: Mapping[str, Tensor], generator: torch.Generator
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
+    ) -> tuple[dict[str, Tensor], Tensor]:
         params = policy.action_parameters(observations)
         actions = policy.distribution.sample(params, generator)
         for leaf in policy.spaces.action.leaves if self._sigma else ():
@@ -116,7 +116,7 @@ class ParameterNoise(Exploration):
 
     def act(
         self, policy: Policy, observations: Mapping[str, Tensor], generator: torch.Generator
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
+    ) -> tuple[dict[str, Tensor], Tensor]:
         if id(policy) not in self._disturbed:
             self._disturbed[id(policy)] = self._disturb(policy, generator)
         disturbed = self._disturbed[id(policy)]

@@ -30,7 +30,7 @@ class EpsilonGreedy(Exploration):
 
     def act(
         self, policy: Policy, observations: Mapping[str, Tensor], generator: torch.Generator
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
+    ) -> tuple[dict[str, Tensor], Tensor]:
         params = self.values(policy, observations, generator)
         best = policy.distribution.mode(params)
         rows, device = len(params), params.device
@@ -97,7 +97,7 @@ class Boltzmann(Exploration):
 
     def act(
         self, policy: Policy, observations: Mapping[str, Tensor], generator: torch.Generator
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
+    ) -> tuple[dict[str, Tensor], Tensor]:
         values = policy.exploring_parameters(observations, generator)
         gumbel = -torch.empty_like(values).exponential_(generator=generator).log_()
         return policy.distribution.mode(values / self._temperature + gumbel), values

@@ -7,6 +7,7 @@ follows from the fragment's number and from its episodes' seeds, whoever acts it
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 
 import torch
@@ -27,13 +28,13 @@ class Exploration:
 
     def act(
         self, policy: Policy, observations: Mapping[str, Tensor], generator: torch.Generator
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Action columns `[S, …]`, and what `log_prob` needs to know of each `[S, P]`; None where it is not known."""
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Action columns `[S, …]`, and what `log_prob` needs to know of each `[S, P]`."""
         raise NotImplementedError
 
     def log_prob(self, policy: Policy, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
-        """`[B]`: of taking `actions` where `act` answered `params`; 0 where that is not known."""
-        return params.new_zeros(len(params))
+        """`[B]`: of taking `actions` where `act` answered `params`; NaN where that is not known."""
+        return params.new_full((len(params),), math.nan)
 
 
 class Sampling(Exploration):
@@ -41,11 +42,13 @@ class Sampling(Exploration):
 
     def act(
         self, policy: Policy, observations: Mapping[str, Tensor], generator: torch.Generator
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
+    ) -> tuple[dict[str, Tensor], Tensor]:
         params = policy.exploring_parameters(observations, generator)
         return policy.distribution.sample(params, generator), params
 
     def log_prob(self, policy: Policy, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
+        if policy.network.get("noisy"):  # what is random is in the weights: no probability of the action itself
+            return super().log_prob(policy, params, actions)
         return policy.distribution.log_prob(params, actions)
 
 
@@ -54,7 +57,7 @@ class Greedy(Exploration):
 
     def act(
         self, policy: Policy, observations: Mapping[str, Tensor], generator: torch.Generator
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
+    ) -> tuple[dict[str, Tensor], Tensor]:
         params = policy.action_parameters(observations)
         return policy.distribution.mode(params), params
 
@@ -64,7 +67,7 @@ class RandomActing(Exploration):
 
     def act(
         self, policy: Policy, observations: Mapping[str, Tensor], generator: torch.Generator
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
+    ) -> tuple[dict[str, Tensor], Tensor]:
         example = next(iter(observations.values()))
         rows, device = len(example), example.device
         actions = {}
@@ -78,7 +81,22 @@ class RandomActing(Exploration):
                 actions[leaf.column("action")] = torch.where(bounded, low + uniform * (high - low), noise)
             else:
                 actions[leaf.column("action")] = uniform_choice(leaf, uniform)
-        return actions, None
+        return actions, torch.zeros(rows, 0, device=device)
+
+    def log_prob(self, policy: Policy, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
+        """Of boxes the density of what was drawn, in the environment's units, as that of a policy."""
+        total = params.new_zeros(len(params))
+        for leaf in policy.spaces.action.leaves:
+            if leaf.kind != "box":
+                total -= sum(math.log(choices) for choices in leaf.nvec)
+                continue
+            low, high = bounds_of(leaf, params.device)
+            width = high - low
+            normal = -0.5 * actions[leaf.column("action")].square() - 0.5 * math.log(2 * math.pi)
+            density = torch.where(torch.isfinite(width), -width.log(), normal)
+            density = density.masked_fill(width == 0, math.nan)  # a single value has none
+            total += density.reshape(len(params), -1).sum(dim=1)
+        return total
 
 
 @functools.lru_cache(maxsize=64)

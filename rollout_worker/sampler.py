@@ -163,13 +163,12 @@ class _Recorder:
         self._empty = {name: np.zeros((0, *expected[name][0][1:]), expected[name][1]) for name in growing}
         self._params: list[Tensor] = []
 
-    def acted(self, step: int, observations: Columns, actions: Columns, params: Tensor | None) -> None:
+    def acted(self, step: int, observations: Columns, actions: Columns, params: Tensor) -> None:
         for name, array in observations.items():
             self.columns[name][step] = array
         for name, array in actions.items():
             self.columns[name][step] = array
-        if params is not None:
-            self._params.append(params)
+        self._params.append(params)
 
     def stepped(self, step: int, result: PolicyStep) -> None:
         for name in ("reward", "terminated", "truncated", "mask"):
@@ -185,16 +184,13 @@ class _Recorder:
     def finish(self, policy: Policy, exploration: Exploration, bootstrap: Columns) -> Columns:
         """Log-probabilities for all steps at once, the observation after the last step, and the final ones."""
         steps, slots = self.columns["reward"].shape
-        if self._params:
-            actions = {
-                name: torch.from_numpy(array).flatten(0, 1).to(self._params[0].device)
-                for name, array in self.columns.items()
-                if name.startswith("action")
-            }
-            log_prob = exploration.log_prob(policy, torch.cat(self._params), actions)
-            self.columns["log_prob"] = log_prob.reshape(steps, slots).to(torch.float32).cpu().numpy()
-        else:
-            self.columns["log_prob"][:] = 0.0
+        actions = {
+            name: torch.from_numpy(array).flatten(0, 1).to(self._params[0].device)
+            for name, array in self.columns.items()
+            if name.startswith("action")
+        }
+        log_prob = exploration.log_prob(policy, torch.cat(self._params), actions)
+        self.columns["log_prob"] = log_prob.reshape(steps, slots).to(torch.float32).cpu().numpy()
         for name in self._observation.column_names("obs"):
             self.columns["bootstrap_" + name][:] = bootstrap[name]
         for name, parts in self._final.items():

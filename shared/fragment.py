@@ -9,7 +9,8 @@ Columns, per policy id, with S slots (environments × agents of that policy):
 |---|---|---|
 | `obs…` | T × S × … | as the space says |
 | `action…` | T × S × … | as the space says (float32 for boxes) |
-| `reward`, `log_prob` | T × S | float32 |
+| `reward` | T × S | float32 |
+| `log_prob` | T × S | float32: of the action as it was acted, for boxes a density; NaN where it is not known |
 | `terminated`, `truncated`, `mask` | T × S | bool; `mask` is false where an agent was absent |
 | `bootstrap_obs…` | S × … | observation after the last step |
 | `final_obs…` | M × … | true last observation of each episode that ended (terminated: where it is known) |
@@ -20,7 +21,7 @@ Within the fragment that state follows from the columns: it begins at zero again
 or that nobody acted.
 
 Nothing is bootstrapped from the last observation of an episode that terminated: its value is 0, also where the step was
-truncated as well. Wire version 2, whose fragments had no such observations, is still read.
+truncated as well. Wire version 2 is still read: it has no such observations, and a `log_prob` of 0 where it is unknown.
 """
 
 from __future__ import annotations
@@ -180,11 +181,17 @@ def _check_record(record: EpisodeRecord) -> None:
 
 
 def check(
-    fragment: Fragment, run_id: str, description: EnvironmentDescription, state_sizes: Mapping[str, int] | None = None
+    fragment: Fragment,
+    run_id: str,
+    description: EnvironmentDescription,
+    state_sizes: Mapping[str, int] | None = None,
+    *,
+    by_log_prob: bool = False,
 ) -> None:
     """Refuses what does not belong to this run: `foreign_run`, `schema`, `not_finite`.
 
-    `state_sizes`: policy id → `PolicyConfig.state_size`, of policies that remember something.
+    `state_sizes`: policy id → `PolicyConfig.state_size`, of policies that remember something. `by_log_prob`: what is
+    learnt from the fragment depends on its `log_prob`, so that none may be unknown.
     """
     if fragment.header.run_id != run_id:
         raise FragmentError("foreign_run", f"fragment of run {fragment.header.run_id!r} in the log of {run_id!r}")
@@ -200,6 +207,8 @@ def check(
             columns, expected_columns(spaces, header.steps, slots, (state_sizes or {}).get(policy_id, 0)), policy_id
         )
         _check_choices(columns, spaces, policy_id)
+        if by_log_prob and np.isnan(columns["log_prob"]).any():
+            raise FragmentError("not_finite", f"{policy_id}/log_prob is not known, and the algorithm learns by it")
 
 
 def expected_columns(
@@ -222,6 +231,11 @@ def expected_columns(
     return expected
 
 
+def holdable(name: str, array: Array) -> bool:
+    """Whether all numbers in a column are finite; a `log_prob` may be NaN."""
+    return array.dtype.kind != "f" or bool((np.isfinite(array) | (np.isnan(array) & (name == "log_prob"))).all())
+
+
 def _check_columns(
     columns: Mapping[str, Array], expected: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]], policy_id: str
 ) -> None:
@@ -234,7 +248,7 @@ def _check_columns(
         wanted = tuple(rows if size == -1 else size for size in shape)
         if array.shape != wanted or array.dtype != dtype:
             raise FragmentError("schema", f"{policy_id}/{name} is {array.dtype}{array.shape}, expected {dtype}{wanted}")
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
+        if not holdable(name, array):
             raise FragmentError("not_finite", f"{policy_id}/{name} holds NaN or infinite values")
     steps, slots = columns["reward"].shape
     where = columns["final_index"]

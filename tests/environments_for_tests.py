@@ -225,6 +225,20 @@ class Doorstep(gym.Env[Any, Any]):
         )
 
 
+class Lever(gym.Env[Any, Any]):
+    """One step long; pays 1 for action 1."""
+
+    observation_space = spaces.Box(-1.0, 1.0, (1,))
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return np.zeros(1, np.float32), float(action), True, False, {}
+
+
 class Overshoots(gym.Env[Any, Any]):
     """Terminates after two steps with an observation that is not in its space: NaN, or one choice too many."""
 

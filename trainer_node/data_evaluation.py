@@ -60,7 +60,13 @@ class DataEvaluation:
             return []
         listed = list(recording.episodes())
         count = min(self._dataset.evaluation.episodes, len(listed))
-        return [listed[number * len(listed) // count] for number in range(count)]
+        chosen = [listed[number * len(listed) // count] for number in range(count)]
+        if unknown := sum(bool(np.isnan(episode.log_prob).any()) for episode in chosen):
+            _LOGGER.warning(
+                "off-policy evaluation: %d of %d episodes have steps whose log_prob is not known; all estimates but "
+                "ope/dm leave them out", unknown, count
+            )  # fmt: skip
+        return chosen
 
 
 def evaluate(
@@ -70,8 +76,7 @@ def evaluate(
     device = next(policy.parameters()).device
     data = _transitions(episodes, gamma, device)
     fitted = fit(policy, data, gamma, gradient_steps, seed)
-    known = any(episode.log_prob.any() for episode in episodes)
-    return estimates(_evidence(policy, fitted, episodes, data, gamma, seed), known)
+    return estimates(_evidence(policy, fitted, episodes, data, gamma, seed))
 
 
 def _transitions(episodes: Sequence[Episode], gamma: float, device: torch.device) -> Transitions:

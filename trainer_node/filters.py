@@ -12,6 +12,7 @@ import numpy as np
 
 from shared.config import PolicyConfig
 from shared.errors import ConfigError
+from shared.fragment import holdable
 from shared.spaces import Columns
 from shared.user_code import import_object
 
@@ -48,7 +49,7 @@ class ExperienceFilter:
                 name
                 for name, array in columns.items()
                 if (found[name].shape, found[name].dtype) != (array.shape, array.dtype)
-                or (array.dtype.kind == "f" and not np.isfinite(found[name]).all())
+                or not holdable(name, found[name])
             ]
         except Exception as error:
             raise ConfigError(f"{self._where} failed: {type(error).__name__}: {error}") from error

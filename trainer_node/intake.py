@@ -109,6 +109,7 @@ class Intake:
         self._rollout = config.rollout
         self._num_envs = config.environment.num_envs
         self._state_sizes = config.state_sizes
+        self._own_policy_only = not config.algorithm.learns_from_others
         self._log = log
         self._settlement = settlement
         self._buffer: deque[LogEntry] = deque()
@@ -158,7 +159,8 @@ class Intake:
             if entry.fragment is None:
                 raise FragmentError("lost_body", f"{entry.place.shard if entry.place else 'its shard'} has it no more")
             parsed = fragment.decode(entry.fragment)
-            fragment.check(parsed, self._run_id, self._description, self._state_sizes)
+            by_log_prob = self._own_policy_only and phase is Phase.TRAIN
+            fragment.check(parsed, self._run_id, self._description, self._state_sizes, by_log_prob=by_log_prob)
             self._check_source(entry, parsed)
             self._check_lag(parsed, version, phase)
         except FragmentError as error:

@@ -11,12 +11,13 @@ The value estimated is the expected discounted return of the target policy from 
 | `dr` | mean of v(s_0) + Σ γ^t ρ_{0:t} r_t − ρ_0 q(s_0, a_0) | doubly robust (the same), an episode as one round |
 | `sequential_dr` | mean of V_0, with V_t = v(s_t) + ρ_t (r_t + γ V_{t+1} − q(s_t, a_t)) | Jiang and Li 2016, eq. 10 |
 
-`ips`, `dr` and `sequential_dr` are unbiased where b is right, whatever q is; `dm` is as good as its q.
+`ips`, `dr` and `sequential_dr` are unbiased where b is right, whatever q is; `dm` is as good as its q. All but `dm`
+leave out episodes with a step of which b is not known.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -36,6 +37,7 @@ class Evidence:
 
     target_log_prob: Array
     behaviour_log_prob: Array
+    """NaN where it is not known."""
     reward: Array
     q: Array
     """Estimated return of the action taken, and the target policy from there on."""
@@ -43,6 +45,11 @@ class Evidence:
     """Estimated return of the target policy."""
     mask: Array
     gamma: float
+
+    def of(self, which: Array) -> Evidence:
+        """Of these episodes alone; `[E]`, bool."""
+        arrays = {name: value[which] for name, value in vars(self).items() if name != "gamma"}
+        return replace(self, **arrays)
 
     @property
     def log_ratio(self) -> Array:
@@ -104,15 +111,17 @@ def effective_episodes(evidence: Evidence) -> float:
     return float(weight.sum() ** 2 / (weight**2).sum())
 
 
-def estimates(evidence: Evidence, behaviour_known: bool = True) -> dict[str, float]:
-    """All of them as metrics; where the behaviour's probabilities are not known, what can do without."""
-    found = {"ope/dm": dm(evidence)}
-    if behaviour_known:
+def estimates(evidence: Evidence) -> dict[str, float]:
+    """All of them as metrics, and how many episodes are left out; where these are all, only what can do without b."""
+    known = ~np.asarray((np.isnan(evidence.behaviour_log_prob) & evidence.mask).any(axis=1))
+    found = {"ope/dm": dm(evidence), "ope/episodes_left_out": float((~known).sum())}
+    if known.any():
+        weighed = evidence.of(known)
         found |= {
-            "ope/ips": ips(evidence),
-            "ope/wis": wis(evidence),
-            "ope/dr": dr(evidence),
-            "ope/sequential_dr": sequential_dr(evidence),
-            "ope/effective_episodes": effective_episodes(evidence),
+            "ope/ips": ips(weighed),
+            "ope/wis": wis(weighed),
+            "ope/dr": dr(weighed),
+            "ope/sequential_dr": sequential_dr(weighed),
+            "ope/effective_episodes": effective_episodes(weighed),
         }
     return found

@@ -41,6 +41,8 @@ def _fitting(fragments: Iterable[Fragment], location: str, description: Environm
         try:
             for columns in item.columns.values():
                 columns.pop(STATE, None)  # what another policy remembered is no experience
+                if item.header.wire_version == 2:
+                    columns["log_prob"] = np.where(columns["log_prob"] == 0, np.float32(np.nan), columns["log_prob"])
             check(item, item.header.run_id, description)
         except FragmentError as error:
             raise DatasetError(

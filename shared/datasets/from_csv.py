@@ -7,7 +7,7 @@
 | `reward`, `terminated` | of the step; `terminated` is 1 (or `true`) where it ended the episode |
 | `truncated` | optional: 1 where the episode was stopped here by something else |
 | `next_obs.0`, … | optional: the observation after the step |
-| `log_prob` | optional: natural logarithm of the probability (density) that the action was chosen with |
+| `log_prob` | optional: natural logarithm of the probability (density) that the action was chosen with; nan: unknown |
 | `episode`, `step` | optional: an id that changes with each episode; 0, 1, … in it |
 """
 
@@ -96,13 +96,14 @@ def _table(path: Path, cells: _Cells, spaces: PolicySpaces) -> Table:
     none = np.zeros(cells.rows)
     terminated = flags(cells.number("terminated"), cells.rows, f"{path}: terminated")
     truncated = flags(cells.number("truncated") if "truncated" in cells else none, cells.rows, f"{path}: truncated")
+    log_prob = cells.number("log_prob") if "log_prob" in cells else np.full(cells.rows, np.nan)
     table = Table(
         obs,
         action,
         numbers(cells.number("reward"), cells.rows, f"{path}: reward"),
         terminated,
         truncated,
-        numbers(cells.number("log_prob"), cells.rows, f"{path}: log_prob") if "log_prob" in cells else None,
+        numbers(log_prob, cells.rows, f"{path}: log_prob", unknown=True),
         space_columns(spaces.observation, "obs", find("next_obs")) if told else None,
         _changes(cells),
     )

@@ -108,7 +108,7 @@ def _table(group: _Group, spaces: PolicySpaces) -> Table:
         numbers(rewards, rows, f"{group.where}: rewards"),
         flags(group.array("terminals"), rows, f"{group.where}: terminals"),
         flags(timeouts, rows, f"{group.where}: timeouts"),
-        None if log_prob is None else numbers(group.array(log_prob), rows, f"{group.where}: {log_prob}"),
+        None if log_prob is None else numbers(group.array(log_prob), rows, f"{group.where}: {log_prob}", unknown=True),
         next_obs,
     )
 
@@ -127,7 +127,9 @@ def _episode(group: _Group, spaces: PolicySpaces) -> Episode:
     _check_rows(group, actions, steps, "actions")
     ended = bool((terminated | truncated)[-1:].any())
     record = EpisodeRecord(float(reward.sum(dtype=np.float64)), steps) if ended else None
-    return Episode(observations, actions, reward, np.zeros(steps, np.float32), bool(terminated[-1:].any()), record)
+    return Episode(
+        observations, actions, reward, np.full(steps, np.nan, np.float32), bool(terminated[-1:].any()), record
+    )
 
 
 def _check_rows(group: _Group, columns: Columns, rows: int, name: str) -> None:

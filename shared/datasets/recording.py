@@ -29,7 +29,7 @@ class Episode:
     reward: Array
     """`[L]`, float32."""
     log_prob: Array
-    """`[L]`, float32; 0 where it is not known."""
+    """`[L]`, float32; NaN where it is not known."""
     terminated: bool
     """Whether the last step ended it; otherwise it was truncated, or the data end there."""
     record: EpisodeRecord | None

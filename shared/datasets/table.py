@@ -24,6 +24,7 @@ class Table:
     terminated: Array
     truncated: Array
     log_prob: Array | None = None
+    """NaN where it is not known. None: nowhere."""
     next_obs: Columns | None = None
     """`obs…`: what was observed after each step."""
     cut_after: Array | None = None
@@ -70,20 +71,20 @@ def _episode(table: Table, first: int, last: int, record: EpisodeRecord | None) 
         {name: np.concatenate([array, after[name]]) for name, array in observed.items()},
         {name: array[steps] for name, array in table.action.items()},
         table.reward[steps],
-        np.zeros(last + 1 - first, np.float32) if table.log_prob is None else table.log_prob[steps],
+        np.full(last + 1 - first, np.nan, np.float32) if table.log_prob is None else table.log_prob[steps],
         terminated,
         record,
         told is not None or not terminated,
     )
 
 
-def numbers(values: Array, rows: int, name: str) -> Array:
-    """`[M]` float32; raises `DatasetError`."""
+def numbers(values: Array, rows: int, name: str, *, unknown: bool = False) -> Array:
+    """`[M]` float32, NaN only where `unknown` allows for it; raises `DatasetError`."""
     if values.dtype.kind not in "biuf" or values.size != rows:
         raise DatasetError(f"{name} is {values.dtype}{values.shape}, expected {rows} numbers, one for each row")
     with np.errstate(over="ignore"):
         column = values.reshape(rows).astype(np.float32)
-    refuse_infinite(column, name)
+    refuse_infinite(np.where(np.isnan(column), 0, column) if unknown else column, name)
     return column
 
 

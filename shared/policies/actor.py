@@ -84,8 +84,8 @@ class Certain:
         return self.bounds.columns(torch.tanh(params))
 
     def log_prob(self, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
-        """It has no density: 0, which stands for unknown."""
-        return params.new_zeros(len(params))
+        """It has no density: NaN, which stands for unknown."""
+        return params.new_full((len(params),), math.nan)
 
 
 class Actor(Policy):

@@ -82,6 +82,13 @@ def test_a_temperature_falls_with_the_counters_and_may_not_come_to_nothing() -> 
         exploring(kind="boltzmann", temperature={"kind": "linear", "start": 1, "end": 0, "over": "5 updates"})
 
 
+@torch.no_grad()
+def test_of_noise_on_the_weights_no_probability_is_known() -> None:
+    policy, sampling = q_network(noisy=True), exploring(kind="sampling")
+    actions, params = sampling.act(policy, observations(9), generator())
+    assert sampling.log_prob(policy, params, actions).isnan().all()
+
+
 @pytest.mark.parametrize("fields", [{}, {"head": "qr", "quantiles": 3, "dueling": True}, {"prior_scale": 2.0}], ids=str)
 @torch.no_grad()
 def test_ucb_takes_the_largest_mean_and_deviations_over_the_heads(fields: dict[str, Any]) -> None:

@@ -57,8 +57,7 @@ def test_greedy_takes_the_most_probable_action_every_time() -> None:
 @pytest.mark.parametrize("name", ACTIONS)
 def test_random_acting_stays_in_the_space_and_reaches_all_of_it(name: str) -> None:
     policy = policy_for(ACTIONS[name])
-    actions, params = RandomActing().act(policy, observations(500), generator())
-    assert params is None
+    actions, _ = RandomActing().act(policy, observations(500), generator())
     for leaf in policy.spaces.action.leaves:
         column = actions[leaf.column("action")].numpy()
         assert column.shape == (500, *leaf.shape)
@@ -79,6 +78,41 @@ def test_random_acting_without_bounds_is_standard_normal() -> None:
     assert column.shape == (4000, 2)
     torch.testing.assert_close(column.mean(0), torch.zeros(2), rtol=0, atol=0.1)
     torch.testing.assert_close(column.std(0), torch.ones(2), rtol=0, atol=0.1)
+
+
+FREE = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+HALF = spaces.Box(np.array([0, -1, -3e38], np.float32), np.array([np.inf, 2, 3e38], np.float32))
+SINGLE = spaces.Box(np.array([0, 2], np.float32), np.array([1, 2], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("action", "volume"),
+    [
+        (ACTIONS["discrete"], 4), (ACTIONS["multi_discrete_matrix"], 120), (ACTIONS["multi_binary"], 16),
+        (ACTIONS["box"], 1.0), (ACTIONS["box64"], 0.04), (ACTIONS["dict"], 0.2**4 * 2), (ACTIONS["tuple"], 12),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_random_acting_tells_one_over_the_volume_of_the_space(action: spaces.Space[object], volume: float) -> None:
+    policy = policy_for(action)
+    actions, params = RandomActing().act(policy, observations(50), generator())
+    told = RandomActing().log_prob(policy, params, actions)
+    assert told.shape == (50,) and told.tolist() == pytest.approx([-np.log(volume)] * 50, rel=1e-5, abs=1e-5)
+
+
+def test_where_a_box_has_no_bounds_it_tells_the_normal_density_and_of_a_single_value_nothing() -> None:
+    def told(action: spaces.Space[object]) -> tuple[torch.Tensor, torch.Tensor]:
+        policy = policy_for(action)
+        actions, params = RandomActing().act(policy, observations(50), generator())
+        return actions["action"], RandomActing().log_prob(policy, params, actions)
+
+    normal = torch.distributions.Normal(0.0, 1.0)
+    drawn, found = told(FREE)
+    torch.testing.assert_close(found, normal.log_prob(drawn).sum(dim=1))  # type: ignore[no-untyped-call]
+    drawn, found = told(HALF)
+    expected = normal.log_prob(drawn[:, [0, 2]]).sum(dim=1) - np.log(3)  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(found, expected)
+    assert told(SINGLE)[1].isnan().all()
 
 
 @pytest.mark.parametrize("exploration", [Sampling(), RandomActing()])

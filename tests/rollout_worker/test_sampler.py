@@ -123,8 +123,9 @@ def test_log_probabilities_are_those_of_the_acting_policy() -> None:
     assert np.abs(columns["action"]).max() > 1, "the action as sampled; only the environment sees it clipped"
 
 
-def test_random_acting_has_no_log_probability() -> None:
-    assert not Stage({"id": f"{MODULE}:Noise"}).sample(3, RandomActing()).columns["default"]["log_prob"].any()
+def test_random_acting_knows_its_density() -> None:
+    columns = Stage({"id": f"{MODULE}:Noise"}).sample(3, RandomActing()).columns["default"]
+    np.testing.assert_allclose(columns["log_prob"], -np.log(4))
 
 
 def as_bytes(sample: Sample) -> dict[str, bytes]:

@@ -54,7 +54,7 @@ def episodes(
     generator, found = np.random.default_rng(0), []
     for length, end in zip(lengths, ends, strict=True):
         reward = generator.integers(-8, 8, length).astype(np.float32) / 4
-        chosen = -generator.random(length, np.float32) if log_prob else np.zeros(length, np.float32)
+        chosen = -generator.random(length, np.float32) if log_prob else np.full(length, np.nan, np.float32)
         record = None if end == "c" else EpisodeRecord(float(reward.sum()), length)
         observations = values(spaces.observation, "obs", length + 1, generator)
         actions = values(spaces.action, "action", length, generator)

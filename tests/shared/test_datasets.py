@@ -162,6 +162,25 @@ def test_an_archive_of_the_wire_version_before_has_no_last_observation_of_what_t
         assert (mine.terminated, mine.record) == (theirs.terminated, theirs.record)
 
 
+@pytest.mark.usefixtures("needs_h5py")
+def test_a_probability_may_be_unknown_of_a_step_and_of_all(tmp_path: Path) -> None:
+    description = described()
+    listed = episodes(spaces_of(description))
+    listed[1].log_prob[0] = np.nan
+    write_csv(tmp_path / "data.csv", spaces_of(description), listed)
+    write_d4rl(tmp_path / "data.h5", spaces_of(description), listed)
+    for name in ("data.csv", "data.h5"):
+        assert_same(read(tmp_path / name, description), listed)
+    write_csv(tmp_path / "data.csv", spaces_of(description), listed, log_prob=["inf"] * ROWS)
+    with pytest.raises(DatasetError, match="log_prob holds NaN or infinite"):
+        read(tmp_path / "data.csv", description)
+    header, *rows = (tmp_path / "data.csv").read_text().splitlines()
+    place = header.split(",").index("log_prob")
+    without = [[cell for number, cell in enumerate(row.split(",")) if number != place] for row in (header, *rows)]
+    (tmp_path / "data.csv").write_text("\n".join(",".join(row) for row in without))
+    assert np.isnan(read(tmp_path / "data.csv", description).columns["log_prob"]).all()
+
+
 def test_without_next_observations_the_unknown_is_not_made_up(tmp_path: Path) -> None:
     description = described()
     listed = episodes(spaces_of(description))

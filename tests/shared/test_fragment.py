@@ -442,12 +442,27 @@ def test_a_choice_that_does_not_exist_is_found_in_every_column(column: str) -> N
     assert reason_of(fragment.encode(made), MIXED) == "schema"
 
 
-@pytest.mark.parametrize("column", ["obs", "bootstrap_obs", "final_obs", "reward", "log_prob"])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *itertools.product(["obs", "bootstrap_obs", "final_obs", "reward"], [np.nan, np.inf, -np.inf]),
+        ("log_prob", np.inf), ("log_prob", -np.inf),
+    ],
+)  # fmt: skip
 def test_numbers_that_are_not_finite_are_named_so(column: str, value: float) -> None:
     made = make_fragment(SIMPLE, seed=2)
     made.columns["default"][column].flat[-1] = value
     assert reason_of(fragment.encode(made), SIMPLE) == "not_finite"
+
+
+def test_a_log_prob_may_be_unknown_but_not_where_it_is_learnt_by() -> None:
+    made = make_fragment(SIMPLE, seed=2)
+    made.columns["default"]["log_prob"][1, 0] = np.nan
+    found = read(fragment.encode(made), SIMPLE)
+    assert_same(found, made)
+    with pytest.raises(FragmentError, match="default/log_prob is not known, and the algorithm learns by it") as caught:
+        fragment.check(found, RUN, SIMPLE, by_log_prob=True)
+    assert caught.value.reason == "not_finite"
 
 
 def test_the_version_of_a_fragment_is_its_oldest() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,20 @@ import numpy as np
 import pytest
 import torch
 
+from rollout_worker.environments import make_vector
+from rollout_worker.exploration import RandomActing, Sampling
 from rollout_worker.making import describe_environment
+from rollout_worker.sampler import Sampler
+from rollout_worker.trail import Life
 from shared.config import PolicyConfig
 from shared.datasets.recording import Episode
+from shared.fragment import WIRE_VERSION
 from shared.policies.actor_critic import ActorCritic
 from shared.spaces import Array
 from tests.balancing import RULE, played, write_played
 from tests.conftest import minimal_config
+from tests.environments_for_tests import MODULE
+from tests.shared.datasets import fragment_of, write_archive
 from tests.swinging import swung, write_swung
 from tests.trainer_node.continuous import made
 from trainer_node.data_evaluation import DataEvaluation, evaluate
@@ -65,7 +73,7 @@ def test_a_better_and_a_worse_policy_are_told_apart(recorded: list[Episode], sha
     assert found["ope/dm"] == pytest.approx(truth, abs=0.7)
     assert found["ope/sequential_dr"] == pytest.approx(truth, abs=0.7)
     assert 1 <= found["ope/effective_episodes"] < 20, "so far from what acted that weights alone tell little"
-    assert all(np.isfinite(value) for value in found.values()) and len(found) == 6
+    assert all(np.isfinite(value) for value in found.values()) and len(found) == 7
 
 
 def settings(path: Path, **evaluation: Any) -> DataEvaluation:
@@ -86,10 +94,37 @@ def test_it_is_due_every_so_many_updates_and_says_the_same_again(tmp_path: Path)
 
 def test_without_the_datas_probabilities_only_the_model_is_asked(recorded: list[Episode]) -> None:
     unknown = [
-        Episode(item.observations, item.actions, item.reward, np.zeros_like(item.log_prob), item.terminated, None)
+        Episode(
+            item.observations, item.actions, item.reward, np.full_like(item.log_prob, np.nan), item.terminated, None
+        )
         for item in recorded[:5]
     ]
-    assert set(evaluate(policy_of(1.0), unknown, GAMMA, 10, seed=1)) == {"ope/dm"}
+    found = evaluate(policy_of(1.0), unknown, GAMMA, 10, seed=1)
+    assert set(found) == {"ope/dm", "ope/episodes_left_out"} and found["ope/episodes_left_out"] == 5
+
+
+@pytest.mark.parametrize("version", [2, WIRE_VERSION])
+def test_heat_up_counts_with_its_own_probabilities_or_not_at_all(tmp_path: Path, version: int) -> None:
+    """A lever pays 1, and the policy pulls it with probability 0.9; half of the archive is heat-up, half another's."""
+    config = minimal_config(environment={"id": f"{MODULE}:Lever", "num_envs": 50})
+    description = describe_environment(config)
+    policy, acting = (ActorCritic(description.policies["default"], PolicyConfig(hidden_sizes=())) for _ in range(2))
+    with torch.no_grad():
+        for made, chance in ((policy, 0.9), (acting, 0.7)):
+            made.head.bias.copy_(torch.tensor([np.log(1 - chance), np.log(chance)]))
+    sampler = Sampler(make_vector(config.environment, description), description, Life(1, 0, 0, 0))
+    fragments = []
+    for seq, exploration in enumerate([RandomActing(), Sampling()] * 5):
+        columns = sampler.sample({"default": acting}, exploration, 8).columns["default"]
+        if version == 2 and seq % 2 == 0:
+            columns["log_prob"][:] = 0.0
+        item = fragment_of(columns, seq)
+        fragments.append(replace(item, header=replace(item.header, wire_version=version)))
+    write_archive(tmp_path, fragments)
+    found = settings(tmp_path / "a-run", every_updates=1, gradient_steps=200, episodes=4000).figures(policy, 1)
+    assert found["ope/episodes_left_out"] == (2000 if version == 2 else 0)
+    for name in ("ips", "wis", "dr", "sequential_dr"):
+        assert found[f"ope/{name}"] == pytest.approx(0.9, abs=0.05), name
 
 
 def test_a_dataset_that_is_gone_ends_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -29,7 +29,7 @@ BAD = ["undecodable", "corrupt", "wire_version", "schema", "foreign_run", "not_f
 """What `damaged` can make; `duplicate`, `lost` and `lost_body` are the log's faults, not a fragment's."""
 
 
-def small_config(fragments_per_update: int = 2, max_policy_lag: int = 0, **rollout: Any) -> Any:
+def small_config(fragments_per_update: int = 2, max_policy_lag: int = 0, algorithm: str = "ppo", **rollout: Any) -> Any:
     """A config with small fragments."""
     return minimal_config(
         environment={"id": "CartPole-v1", "num_envs": ENVS},
@@ -37,7 +37,7 @@ def small_config(fragments_per_update: int = 2, max_policy_lag: int = 0, **rollo
             "fragment_steps": STEPS, "fragments_per_update": fragments_per_update, "max_policy_lag": max_policy_lag,
             **rollout,
         },
-        algorithm={"minibatch_size": SIZE},
+        algorithm={"name": algorithm, "minibatch_size": SIZE},
     )  # fmt: skip
 
 
@@ -201,6 +201,21 @@ def test_drops_a_bad_fragment_counts_it_and_gives_its_credit_again(make_role: Ma
     trainer.publish()
     line = books(role)["worker-0"]
     assert line.consumed == Count(1, SIZE) and line.dropped == {reason: Count(1, SIZE)}
+
+
+@pytest.mark.parametrize(("algorithm", "phase", "dropped"), [
+    ("ppo", Phase.TRAIN, True), ("ppo", Phase.HEATUP, False), ("dqn", Phase.TRAIN, False),
+])  # fmt: skip
+def test_an_unknown_log_prob_is_dropped_where_the_algorithm_learns_by_it(
+    make_role: MakeRole, algorithm: str, phase: Phase, dropped: bool
+) -> None:
+    role = make_role(small_config(algorithm=algorithm))
+    trainer, worker = begin(role), SmallWorker(role)
+    made = worker.act(phase=phase)
+    made.columns["default"]["log_prob"][0, 0] = np.nan
+    worker.work(blob=fragment.encode(made))
+    assert (trainer.intake.take(0, phase, 0.0) is None) == dropped
+    assert trainer.intake.ledger.of("worker-0").dropped == ({"not_finite": Count(1, SIZE)} if dropped else {})
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -216,5 +217,15 @@ def test_ratios_beyond_all_bounds_stay_finite() -> None:
 
 
 def test_without_the_behaviours_probabilities_only_the_model_tells() -> None:
-    assert set(estimates(random_evidence(), behaviour_known=False)) == {"ope/dm"}
-    assert len(estimates(random_evidence())) == 6
+    unknown = replace(evidence := random_evidence(), behaviour_log_prob=np.full(evidence.mask.shape, np.nan))
+    assert estimates(unknown) == {"ope/dm": dm(evidence), "ope/episodes_left_out": len(evidence.mask)}
+    assert len(estimates(evidence)) == 7 and estimates(evidence)["ope/episodes_left_out"] == 0
+
+
+def test_an_episode_with_one_unknown_step_counts_for_the_model_alone_and_what_lies_behind_an_end_for_nothing() -> None:
+    evidence = random_evidence((4, 1, 6, 3))
+    behaviour = np.where(evidence.mask, evidence.behaviour_log_prob, np.nan)
+    behaviour[2, 3] = np.nan
+    found = estimates(replace(evidence, behaviour_log_prob=behaviour))
+    rest = estimates(evidence.of(np.array([True, True, False, True])))
+    assert found == rest | {"ope/dm": dm(evidence), "ope/episodes_left_out": 1}

@@ -68,7 +68,7 @@ def test_what_the_policy_is_worth_is_estimated_and_changes_nothing(new_game: New
         game.play_to(version)
         rows.append(json.loads(cast(bytes, game.role.redis.get(RunKeys(game.role.run_id).signals))))
     told = [{name for name in row if name.startswith("ope/")} for row in rows]
-    assert [len(names) for names in told] == [0, 0, 0, 6, 0, 0, 0, 6]
+    assert [len(names) for names in told] == [0, 0, 0, 7, 0, 0, 0, 7]
     silent = new_game(offline(data, dataset={"path": str(data), "evaluation": {"every_updates": 0}}))
     assert game.finish() == silent.finish()
 

@@ -205,7 +205,7 @@ def test_heat_up_acts_at_random_counts_apart_learns_the_normaliser_and_no_weight
     headers = [fragment.decode(entry.fragment or b"").header for entry in entries]
     assert [header.phase for header in headers] == [Phase.HEATUP] * 4
     columns = [fragment.decode(entry.fragment or b"").columns["default"] for entry in entries]
-    assert all(not item["log_prob"].any() for item in columns), "no policy's distribution stands behind the actions"
+    assert all(np.allclose(item["log_prob"], -np.log(2)) for item in columns), "both actions are as probable"
     assert {int(action) for item in columns for action in item["action"].flat} == {0, 1}
     counters = game.trainer._learner.counters
     assert (counters.heatup.env_steps, counters.heatup.updates) == (2 * STEPS_PER_UPDATE, 0)

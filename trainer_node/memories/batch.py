@@ -23,7 +23,7 @@ class Batch:
     discount: Array
     """`[B]`, float32: gamma to the number of steps; 0 after termination."""
     log_prob: Array
-    """`[B]`, float32: of the action, as it was acted; 0 where unknown."""
+    """`[B]`, float32: of the action, as it was acted; NaN where that is not known."""
     weight: Array
     """`[B]`, float32: of each transition in the loss; 1 unless drawn by priority."""
     row: Array
@@ -47,7 +47,7 @@ class Sequences:
     truncated: Array
     """`[L, B]`, bool."""
     log_prob: Array
-    """`[L, B]`, float32."""
+    """`[L, B]`, float32; NaN where it is not known."""
     valid: Array
     """`[L, B]`, bool: false after the last step that is known; what stands in the other columns there is no data."""
     row: Array
