@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ class ParallelEnvironments:
 
     def __init__(self, config: EnvironmentConfig, description: EnvironmentDescription) -> None:
         self.num_envs = config.num_envs
+        self._most_steps = config.max_episode_steps or sys.maxsize
         self._description = description
         self._envs = [make(config) for _ in range(self.num_envs)]
         self._slots: dict[str, list[str]] = {policy_id: [] for policy_id in description.policies}
@@ -113,6 +115,8 @@ class ParallelEnvironments:
         except Exception as error:
             raise failure(index, "step", error) from None
         self._lengths[index] += 1
+        if self._lengths[index] >= self._most_steps:
+            truncated = {agent: bool(truncated.get(agent)) or not terminated.get(agent) for agent in acting}
         for agent, (policy_id, slot) in acting.items():
             step = steps[policy_id]
             step.mask[slot] = True

@@ -410,6 +410,8 @@ class Config(Section):
                 f"dataset.only_heatup=true with heatup={str(self.heatup)!r}: nothing of it would be learnt; say "
                 f"how much, such as heatup='10000 env_steps'"
             )
+        if self.dataset is not None:
+            self.dataset.evaluation.refuse(self.algorithm.name, self.algorithm.policy)
         if self.environment.wrappers and self.environment.vectorization == "native":
             raise ValueError(
                 f"environment.vectorization='native' cannot apply environment.wrappers="

@@ -14,12 +14,22 @@ DatasetFormat = Literal["archive", "minari", "hdf5", "csv"]
 class DataEvaluationConfig(Section):
     """Off-policy evaluation: what the policy is worth, estimated from the recorded experience (`ope/…`)."""
 
-    every_updates: int = Field(100, ge=0)
-    """Updates between two evaluations; 0: none. Each takes the trainer some seconds; none changes what is learnt."""
+    every_updates: int | None = Field(None, ge=0)
+    """Updates between two evaluations; 0: none. By default 100 for policies that sample their actions; those of DQN,
+    Rainbow, TD3 and DDPG have no probabilities to compare. Each takes the trainer some seconds; none changes what is
+    learnt."""
     episodes: int = Field(100, ge=1)
     """So many of the dataset's episodes, evenly spaced, are evaluated on."""
     gradient_steps: int = Field(2000, ge=1)
     """With which the model behind `ope/dm`, `ope/dr` and `ope/sequential_dr` is fitted, anew each time."""
+
+    def refuse(self, algorithm: str, policy: str) -> None:
+        """Raises `ValueError` where it is asked for and the algorithm's kind of policy has no probabilities."""
+        if self.every_updates != 0 and self != DataEvaluationConfig() and policy in ("q_network", "deterministic"):
+            raise ValueError(
+                f"dataset.evaluation compares probabilities of actions, and the policy of algorithm.name={algorithm} "
+                f"has none; leave it out, or use an algorithm whose policy samples (bc, iql, cql, sac)"
+            )
 
 
 class RecordedConfig(Section):

@@ -25,6 +25,7 @@ from trainer_node.fitted_q import FittedQ, Tensors, Transitions, fit
 from trainer_node.off_policy_evaluation import Evidence, estimates
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
+_EVERY_UPDATES = 100
 
 
 class DataEvaluation:
@@ -32,17 +33,19 @@ class DataEvaluation:
 
     def __init__(self, config: Config) -> None:
         self._dataset = config.dataset
+        every = config.dataset.evaluation.every_updates if config.dataset is not None else 0
+        self._every = _EVERY_UPDATES if every is None else every
         self._gamma = config.algorithm.gamma
         self._seed = config.seed
         self._episodes: list[Episode] | None = None
 
     def figures(self, policy: Policy, updates: int) -> dict[str, float]:
         """The metrics where an evaluation is due after this many updates; none where the dataset cannot be read."""
-        if self._dataset is None or not self._dataset.evaluation.every_updates:
+        if self._dataset is None or not self._every:
             return {}
         if not isinstance(policy.distribution, ActionDistribution | SquashedGaussian):
             return {}  # a greedy or noisy policy has no probabilities to compare
-        if updates == 0 or updates % self._dataset.evaluation.every_updates:
+        if updates == 0 or updates % self._every:
             return {}
         if self._episodes is None:
             self._episodes = self._read(policy)

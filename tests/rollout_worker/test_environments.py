@@ -226,6 +226,21 @@ def test_agents_of_a_parallel_environment_end_each_at_their_own_time() -> None:
         assert chase(vector, [0, 0], [0.0, 0.0]).policies["hunter"].mask.all()
 
 
+def test_a_parallel_environment_is_truncated_after_its_most_steps() -> None:
+    """The cat terminates just then; the mouse, which would go on to step 9, is cut off and has a last observation."""
+    limited = AGENTS | {"kwargs": {"cat_steps": 2, "mouse_steps": 9}, "max_episode_steps": 2}
+    with started(limited, **TWO_POLICIES) as vector:
+        vector.reset([1, 2])
+        first = chase(vector, [0, 0], [0.0, 0.0])
+        assert not first.episodes and not first.policies["prey"].truncated.any()
+        second = chase(vector, [0, 0], [0.0, 0.0])
+        hunter, prey = second.policies["hunter"], second.policies["prey"]
+        assert hunter.terminated.all() and not hunter.truncated.any()
+        assert prey.truncated.all() and not prey.terminated.any()
+        assert prey.final_obs["final_obs"].tolist() == [[2, 0], [2, 0]] and prey.obs["obs"].tolist() == [[0, 1], [0, 1]]
+        assert [record.length for _, record in second.episodes] == [2, 2]
+
+
 def test_a_parallel_environment_that_raises_is_named() -> None:
     with started(AGENTS | {"kwargs": {"fails_at": 0}}, **TWO_POLICIES) as vector:
         vector.reset([1, 2])

@@ -11,6 +11,7 @@ import pytest
 from shared import fragment
 from shared.archive import Archive
 from shared.config import Config
+from shared.config_sources import parse_config
 from shared.dataset_config import DatasetConfig
 from shared.datasets.reading import read_dataset
 from shared.errors import ConfigError, DatasetError
@@ -121,6 +122,20 @@ def test_data_for_nothing_are_refused(data: Path, change: dict[str, Any], said: 
     sections = {"dataset": {"path": str(data), "only_heatup": True}, "heatup": "96 env_steps"}
     with pytest.raises(ConfigError, match=said):
         offline(data, **{"algorithm": {"name": "dqn"}} | sections | change)
+
+
+@pytest.mark.parametrize("algorithm", ["dqn", "rainbow", "td3", "ddpg"])
+def test_an_evaluation_that_would_do_nothing_is_refused(data: Path, algorithm: str) -> None:
+    def made(**evaluation: int) -> Config:
+        environment = {"id": "CartPole-v1" if algorithm in ("dqn", "rainbow") else "Pendulum-v1", "num_envs": 4}
+        recorded = {"path": str(data), "evaluation": evaluation}
+        return offline(data, environment=environment, algorithm={"name": algorithm}, dataset=recorded)
+
+    for evaluation in ({"every_updates": 10}, {"episodes": 5}):
+        with pytest.raises(ConfigError, match=f"dataset.evaluation compares .*algorithm.name={algorithm} has none"):
+            made(**evaluation)
+    made(every_updates=0, episodes=5)
+    assert parse_config(made().model_dump(mode="json")) == made(), "as roles read it, with every field"
 
 
 def test_a_worker_whose_dataset_is_another_refuses_to_begin(new_game: NewGame, data: Path) -> None:
