@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from rollout_worker.watchdog import Watchdog, WatchedEnvironment
 from shared.checkpoint import checkpoint_version
 from shared.config import Config, EnvironmentConfig
 from shared.errors import EnvironmentFailure
-from shared.fragment import EpisodeRecord
+from shared.fragment import LARGEST_SHOWN, EpisodeRecord
 from shared.policies.policy import Policy
 from shared.policies.stateful import with_states
 from shared.spaces import EnvironmentDescription
@@ -117,8 +116,10 @@ def play(
             if len(records[index]) < shares[index]:
                 records[index].append(replace(record))
     played = tuple(record for done in records for record in done)
-    if not all(math.isfinite(record.episode_return) for record in played):
-        raise EnvironmentFailure("an evaluated episode returned NaN or infinity; look at the environment's rewards")
+    if not all(abs(record.episode_return) <= LARGEST_SHOWN for record in played):
+        raise EnvironmentFailure(
+            f"an evaluated episode returned NaN or more than {LARGEST_SHOWN:g}; look at the environment's rewards"
+        )
     return Scores(played)
 
 

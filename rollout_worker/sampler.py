@@ -17,7 +17,7 @@ from rollout_worker import trail
 from rollout_worker.exploration import Exploration
 from rollout_worker.trail import Life, Trail
 from rollout_worker.vector import PolicyStep, VectorEnvironment
-from shared.fragment import STATE, EpisodeRecord, expected_columns
+from shared.fragment import LARGEST, STATE, EpisodeRecord, expected_columns
 from shared.policies.policy import Policy
 from shared.policies.registry import torch_device
 from shared.policies.stateful import with_states
@@ -210,7 +210,7 @@ def _holdable(spec: SpaceSpec, final: Columns) -> Array:
         if leaf.kind != "box":
             good = (array >= 0) & (array < np.asarray(leaf.nvec).reshape(leaf.shape))
         elif array.dtype.kind == "f":
-            good = np.isfinite(array)
+            good = np.abs(array) <= LARGEST
         else:
             continue
         found &= good.reshape(len(found), -1).all(axis=1)

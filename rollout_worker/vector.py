@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from rollout_worker.trail import Past
-from shared.fragment import EpisodeRecord
+from shared.fragment import LARGEST_SHOWN, EpisodeRecord
 from shared.spaces import Array, Columns
 
 SUCCESS = ("is_success", "success")
@@ -102,8 +102,8 @@ def episode_record(
 
 
 def scalar(name: str, value: Any) -> dict[str, float]:
-    """`{name: float}` for a finite number, else nothing."""
-    if isinstance(value, bool | int | float | np.bool_ | np.number) and np.isfinite(float(value)):
+    """`{name: float}` for a number that a fragment may hold (finite, of a bounded magnitude), else nothing."""
+    if isinstance(value, bool | int | float | np.bool_ | np.number) and -LARGEST_SHOWN <= value <= LARGEST_SHOWN:
         return {name: float(value)}
     return {}
 

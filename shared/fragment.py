@@ -42,6 +42,11 @@ WIRE_VERSION = 3
 _READABLE = (2, WIRE_VERSION)
 """Archives, and the log of a run that is resumed, may hold older fragments; columns mean the same in all of these."""
 STATE = "state_in"
+LARGEST = 1e12
+"""The largest magnitude of a number that is learnt from. Its square, also of a sum over a million steps, stays below
+3.4e38, the end of float32: beyond that, one number makes all weights NaN."""
+LARGEST_SHOWN = 1e30
+"""The same for numbers of an episode (its return, the environment's own), which are only shown and averaged."""
 REASONS = (
     "undecodable",
     "corrupt",
@@ -49,6 +54,7 @@ REASONS = (
     "schema",
     "foreign_run",
     "not_finite",
+    "magnitude",
     "stale",
     "duplicate",
     "lost",
@@ -169,15 +175,17 @@ def _check_header(header: FragmentHeader) -> None:
 
 def _check_record(record: EpisodeRecord) -> None:
     """In plain loops: a fragment of many short episodes has thousands of these."""
-    finite = True
+    sound = True
     for number in (record.episode_return, *record.agent_returns.values(), *record.metrics.values()):
         if type(number) is not float and type(number) is not int:
             raise ValueError(f"episode record {record!r}")
-        finite = finite and math.isfinite(number)
+        sound = sound and -LARGEST_SHOWN <= number <= LARGEST_SHOWN
     if type(record.length) is not int or record.length < 1 or type(record.success) not in (bool, type(None)):
         raise ValueError(f"episode record {record!r}")
-    if not finite:
-        raise FragmentError("not_finite", f"episode record {record!r}")
+    if not sound:
+        numbers = (record.episode_return, *record.agent_returns.values(), *record.metrics.values())
+        reason = "magnitude" if all(map(math.isfinite, numbers)) else "not_finite"
+        raise FragmentError(reason, f"episode record {record!r}; numbers may be up to {LARGEST_SHOWN:g}")
 
 
 def check(
@@ -188,7 +196,7 @@ def check(
     *,
     by_log_prob: bool = False,
 ) -> None:
-    """Refuses what does not belong to this run: `foreign_run`, `schema`, `not_finite`.
+    """Refuses what does not belong to this run: `foreign_run`, `schema`, `not_finite`, `magnitude`.
 
     `state_sizes`: policy id → `PolicyConfig.state_size`, of policies that remember something. `by_log_prob`: what is
     learnt from the fragment depends on its `log_prob`, so that none may be unknown.
@@ -250,6 +258,7 @@ def _check_columns(
             raise FragmentError("schema", f"{policy_id}/{name} is {array.dtype}{array.shape}, expected {dtype}{wanted}")
         if not holdable(name, array):
             raise FragmentError("not_finite", f"{policy_id}/{name} holds NaN or infinite values")
+        _check_magnitude(array, f"{policy_id}/{name}")
     steps, slots = columns["reward"].shape
     where = columns["final_index"]
     if rows and ((where < 0).any() or (where >= np.array([steps, slots])).any()):
@@ -260,6 +269,16 @@ def _check_columns(
         raise FragmentError("schema", f"{policy_id}: final_obs does not cover each truncated slot once")
     if (covered & ~(columns["terminated"] | columns["truncated"])).any():
         raise FragmentError("schema", f"{policy_id}: final_obs of a slot whose episode goes on")
+
+
+def _check_magnitude(array: Array, name: str) -> None:
+    if not array.size or not (array.dtype.kind == "f" or array.dtype.itemsize == 8):
+        return
+    low, high = np.fmin.reduce(array, axis=None), np.fmax.reduce(array, axis=None)  # without NaN
+    if low < -LARGEST or high > LARGEST:
+        raise FragmentError(
+            "magnitude", f"{name} holds values from {low:g} to {high:g}, beyond {LARGEST:g}; scale them down in the env"
+        )
 
 
 def _check_choices(columns: Mapping[str, Array], spaces: PolicySpaces, policy_id: str) -> None:

@@ -92,6 +92,15 @@ class FailsAFewTimes(Counting):
             raise ValueError(f"failure number {done + 1}")
 
 
+class Hostile(Counting):
+    """Pays 3e38 once, in its second episode, and has a name in `info` that is no UTF-8."""
+
+    def step(self, action: int) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = super().step(action)
+        huge = self._episodes == 1 and self._steps == 1
+        return observation, 3e38 if huge else reward, terminated, truncated, info | {os.fsdecode(b"caf\xe9"): 3e38}
+
+
 class Noise(gym.Env[Array, Array]):
     """Observes random numbers drawn from its seed; pays the first; ends after 5 steps by truncation."""
 

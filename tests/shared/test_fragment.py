@@ -234,7 +234,7 @@ def test_every_fragment_comes_back_as_it_was(
 
 
 texts = st.text(max_size=20)
-numbers = st.floats(allow_nan=False, allow_infinity=False)
+numbers = st.floats(-fragment.LARGEST_SHOWN, fragment.LARGEST_SHOWN)
 records = st.builds(
     EpisodeRecord, numbers, st.integers(1, 2**40), st.sampled_from([None, True, False]),
     st.dictionaries(texts, numbers, max_size=2), st.dictionaries(texts, numbers, max_size=2),
@@ -463,6 +463,22 @@ def test_a_log_prob_may_be_unknown_but_not_where_it_is_learnt_by() -> None:
     with pytest.raises(FragmentError, match="default/log_prob is not known, and the algorithm learns by it") as caught:
         fragment.check(found, RUN, SIMPLE, by_log_prob=True)
     assert caught.value.reason == "not_finite"
+
+
+@pytest.mark.parametrize("column", ["obs", "bootstrap_obs", "final_obs", "reward", "log_prob"])
+@pytest.mark.parametrize("value", [3e38, -1.1e12])
+def test_numbers_of_a_magnitude_beyond_the_bound_are_named_so(column: str, value: float) -> None:
+    made = make_fragment(SIMPLE, seed=2)
+    made.columns["default"][column].flat[-1] = np.sign(value) * fragment.LARGEST
+    fragment.check(fragment.decode(fragment.encode(made)), made.header.run_id, SIMPLE)
+    made.columns["default"][column].flat[-1] = value
+    assert reason_of(fragment.encode(made), SIMPLE) == "magnitude"
+
+
+@pytest.mark.parametrize("field", ["episode_return", "metrics", "agent_returns"])
+def test_an_episode_record_of_a_magnitude_beyond_the_bound_is_named_so(field: str) -> None:
+    changed = EPISODE | {field: -2e30 if field == "episode_return" else {"x": -2e30}}
+    assert reason_of(with_header(episodes=[changed]), SIMPLE) == "magnitude"
 
 
 def test_the_version_of_a_fragment_is_its_oldest() -> None:

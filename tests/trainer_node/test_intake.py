@@ -25,7 +25,7 @@ from trainer_node.intake import Committed, Intake, RedisSettlement
 STEPS, ENVS = 2, 2
 SIZE = STEPS * ENVS
 """Transitions in a fragment of these tests."""
-BAD = ["undecodable", "corrupt", "wire_version", "schema", "foreign_run", "not_finite", "stale"]
+BAD = ["undecodable", "corrupt", "wire_version", "schema", "foreign_run", "not_finite", "magnitude", "stale"]
 """What `damaged` can make; `duplicate`, `lost` and `lost_body` are the log's faults, not a fragment's."""
 
 
@@ -166,6 +166,8 @@ def damaged(worker: SmallWorker, reason: str) -> bytes:
         return fragment.encode(worker.act(run_id="another-run"))
     if reason == "not_finite":
         good.columns["default"]["reward"][0, 0] = np.nan
+    if reason == "magnitude":
+        good.columns["default"]["reward"][0, 0] = 3e38
     if reason == "stale":
         return fragment.encode(worker.act(phase=Phase.HEATUP))
     return fragment.encode(good)

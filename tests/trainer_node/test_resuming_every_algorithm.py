@@ -9,10 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from shared import fragment
 from shared.algorithm_configs.registry import ALGORITHMS
 from shared.config import Config
+from shared.fragment import LARGEST, Fragment
 from tests.balancing import played, write_played
 from tests.trainer_node.game import NewGame, balanced, small
 from tests.trainer_node.test_remembering import ends_with
@@ -115,3 +118,27 @@ def goes_on_exactly(new_game: NewGame, config: Config) -> None:
         game.lose()
     assert ends_with(game) == whole
     balanced(game)
+
+
+@pytest.mark.parametrize("case", [*{name: case for case, (name, _, _) in reversed(CASES.items())}.values()])
+def test_numbers_of_the_largest_magnitude_that_is_learnt_from_leave_the_weights_finite(
+    new_game: NewGame, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, rng = fragment.encode, np.random.default_rng(3)
+
+    def extreme(made: Fragment, *options: Any) -> bytes:
+        for columns in made.columns.values():
+            for name, array in columns.items():
+                if array.dtype == np.float32 and name != "log_prob":
+                    some = rng.random(array.shape) < (0.0 if name.startswith("action") else 0.3)
+                    columns[name] = np.where(some, np.float32(LARGEST) * rng.choice([-1, 1], array.shape), array)
+                    columns[name] = columns[name].astype(np.float32)
+            columns["log_prob"][::2] = -LARGEST
+        return encode(made, *options)
+
+    monkeypatch.setattr(fragment, "encode", extreme)
+    policy = {"hidden_sizes": [8]} | CASES[case][2].get("policies", {}).get("default", {})
+    policy |= {"normalise_observations": False, "normalise_rewards": False}
+    game = new_game(run(case, tmp_path, policies={"default": policy}))
+    game.finish()
+    assert list(balanced(game)["total"]["dropped"]) in ([], ["stale"])

@@ -195,6 +195,16 @@ def test_weights_that_are_not_finite_end_the_run_with_a_diagnosis_and_reach_neit
     assert game.worker.step(0) == "end:finished"
 
 
+def test_a_finite_reward_beyond_the_bound_costs_its_fragment_and_not_the_run(new_game: NewGame) -> None:
+    environment = {"id": "tests.environments_for_tests:Hostile", "num_envs": 4}
+    game = new_game(small(environment=environment, policies={"default": {"hidden_sizes": [8]}}))
+    game.finish()
+    assert game.finished()["reason"] == "exhausted"
+    assert list(balanced(game)["total"]["dropped"]) == ["magnitude"]
+    told = game.events("dropped")
+    assert told.count("is magnitude") == 1 and "3e+38" in told
+
+
 def test_heat_up_acts_at_random_counts_apart_learns_the_normaliser_and_no_weight(new_game: NewGame) -> None:
     game = new_game(
         small(heatup=f"{2 * STEPS_PER_UPDATE} env_steps", checkpoint={"every": "1 updates", "keep_last": 9})

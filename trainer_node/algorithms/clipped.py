@@ -18,6 +18,8 @@ from trainer_node.algorithms.experience import update_seed
 from trainer_node.algorithms.on_policy import OnPolicy
 from trainer_node.algorithms.outputs import log_probs, outputs
 
+_LARGEST_LOG_RATIO = 20.0
+"""A step that has become e^20 times as likely is far beyond any clip; float32 has no e^89."""
 _KL_SLACK = 1.5
 
 
@@ -78,7 +80,7 @@ class Clipped(OnPolicy):
         """Of our part of a minibatch of `rows`, where the policy's outputs are `params` and `value`."""
         mean, advantage = self.share.mean, batch.advantage
         log_prob, entropy = self.policy.distribution.log_prob_and_entropy(params, batch.actions)
-        log_ratio = log_prob - batch.log_prob
+        log_ratio = (log_prob - batch.log_prob).clamp_max(_LARGEST_LOG_RATIO)
         ratio = log_ratio.exp()
         surrogate = torch.min(advantage * ratio, advantage * ratio.clamp(1 - clip, 1 + clip))
         loss, terms = self._total_loss(
