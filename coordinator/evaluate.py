@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.find import find_checkpoint
-from rollout_worker.evaluation import CONFIRMING, evaluate_policies, evaluation_seed
+from rollout_worker.evaluation import CONFIRMING, evaluate_policies, evaluation_environment, evaluation_seed
 from rollout_worker.making import describe_environment, make
 from shared.config import Config, WrapperConfig
 from shared.errors import EnvironmentUnusable, headline
@@ -107,8 +107,9 @@ def _with_video(config: Config, folder: Path, name: str) -> Config:
             "disable_logger": True,
         },
     )
-    environment = config.environment.model_copy(update={"wrappers": (recorder, *config.environment.wrappers)})
-    return config.model_copy(update={"environment": environment})
+    wrappers = (recorder, *evaluation_environment(config).wrappers)
+    evaluation = config.evaluation.model_copy(update={"wrappers": wrappers})
+    return config.model_copy(update={"evaluation": evaluation})
 
 
 def _rendered(config: Config, mode: str, command: str) -> Config:
@@ -120,7 +121,7 @@ def _rendered(config: Config, mode: str, command: str) -> Config:
         )
     made = None
     try:
-        made = make(config.environment, **kwargs)
+        made = make(evaluation_environment(config), **kwargs)
         problem = _not_drawing(made, mode)
     except Exception as error:
         problem = headline(error)

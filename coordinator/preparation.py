@@ -13,7 +13,7 @@ import redis
 import torch
 
 from rollout_worker.evaluation import evaluation_environment
-from rollout_worker.making import describe_environment, make, make_native
+from rollout_worker.making import describe_environment, make_native
 from shared.bodies import bytes_by_shard
 from shared.checkpoint import CONFIG, ENVIRONMENT, FINISHED, Checkpoint, checkpoint_name
 from shared.config import Config, StopConfig
@@ -75,7 +75,7 @@ def check(config: Config) -> EnvironmentDescription:
     del policies  # perhaps gigabytes
     if config.environment.vectorization == "native":
         make_native(config.environment).close()
-    make(evaluation_environment(config)).close()
+    _check_evaluation(config, description)
     _check_device(config)
     if config.checkpoint.export != "off" and config.ray.address == "embedded":
         require_onnx()  # elsewhere the trainer's machine has to have it
@@ -92,6 +92,29 @@ def check(config: Config) -> EnvironmentDescription:
             f"other for ever. Raise it, or lower rollout.fragment_steps or environment.num_envs"
         )
     return description
+
+
+def _check_evaluation(config: Config, description: EnvironmentDescription) -> None:
+    """Makes the evaluation's environment, and refuses one in which the policies could not act."""
+    played = config.model_copy(update={"environment": evaluation_environment(config)})
+    found = describe_environment(played)
+    if _arrays(found) != _arrays(description):
+        raise ConfigError(
+            f"the evaluation's environment (evaluation.wrappers, evaluation.kwargs) has other spaces than the one of "
+            f"training: {_arrays(found)}, expected {_arrays(description)}"
+        )
+
+
+def _arrays(description: EnvironmentDescription) -> dict[str, Any]:
+    """What each agent sees and does, without the bounds of what it sees."""
+    shown = {
+        policy_id: [(leaf.path, leaf.shape, leaf.dtype, leaf.nvec) for leaf in spaces.observation.leaves]
+        for policy_id, spaces in description.policies.items()
+    }
+    return {
+        agent: (shown[policy_id], description.policies[policy_id].action.leaves)
+        for agent, policy_id in description.agents.items()
+    }
 
 
 def _check_version_fits(size: int) -> None:

@@ -65,13 +65,14 @@ def evaluation_seed(config: Config, checkpoint: str, evaluation_round: int) -> i
 
 
 def evaluation_environment(config: Config, episodes: int | None = None) -> EnvironmentConfig:
-    """The training environment with the evaluation's arguments, and its copies, of which there are no more than
-    episodes; never native, whose episodes blend."""
+    """The training environment with the evaluation's arguments and wrappers, and its copies, of which there are no more
+    than episodes; never native, whose episodes blend."""
     evaluation = config.evaluation
     return config.environment.model_copy(
         update={
             "num_envs": min(evaluation.num_envs, episodes or evaluation.episodes),
             "kwargs": {**config.environment.kwargs, **evaluation.kwargs},
+            "wrappers": config.environment.wrappers if evaluation.wrappers is None else evaluation.wrappers,
             "vectorization": "sync",
         }
     )

@@ -68,7 +68,7 @@ def make(config: EnvironmentConfig, **overrides: Any) -> Any:
     elif is_factory(config.id):
         env = _call(_imported(config.id, "environment.id"), kwargs, config.id)
     else:
-        limit: dict[str, Any] = {"max_episode_steps": config.max_episode_steps} if config.max_episode_steps else {}
+        limit: dict[str, Any] = {"max_episode_steps": -1} if config.max_episode_steps else {}  # instead of its own
         env = _registered(lambda: gym.make(config.id, **limit, **kwargs), config.id)
     fits = hasattr(env, "possible_agents") if config.api == "pettingzoo" else isinstance(env, gym.Env)
     if not fits:
@@ -76,11 +76,17 @@ def make(config: EnvironmentConfig, **overrides: Any) -> Any:
         raise EnvironmentUnusable(
             f"{config.id} returned a {type(env).__name__}; environment.api={config.api} expects {expected}"
         )
-    if is_factory(config.id) and config.max_episode_steps and config.api == "gymnasium":
-        env = gym.wrappers.TimeLimit(env, config.max_episode_steps)
     for wrapper in config.wrappers:
-        env = _call(_imported(wrapper.path, "environment.wrappers"), {"env": env, **wrapper.kwargs}, wrapper.path)
+        given = _tuples(wrapper.kwargs) if wrapper.path.startswith("gymnasium.") else wrapper.kwargs
+        env = _call(_imported(wrapper.path, "environment.wrappers"), {"env": env, **given}, wrapper.path)
+    if config.max_episode_steps and config.api == "gymnasium" and not is_envpool(config.id):
+        env = gym.wrappers.TimeLimit(env, config.max_episode_steps)  # outermost: wrappers may repeat or skip steps
     return env
+
+
+def _tuples(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Gymnasium's wrappers ask for tuples, which YAML does not have."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in kwargs.items()}
 
 
 def make_native(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any]:

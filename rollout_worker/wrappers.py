@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import gymnasium as gym
 import numpy as np
@@ -71,3 +71,77 @@ class MapAction(gym.ActionWrapper[Any, Any, Any]):
 
     def action(self, action: Any) -> Any:
         return self._actions[int(action)]
+
+
+def _lives(info: dict[str, Any], wrapper: str) -> int:
+    if "lives" not in info:
+        raise EnvironmentUnusable(f"{wrapper} goes by info['lives'], as ALE's games tell it; found {sorted(info)}")
+    return int(info["lives"])
+
+
+class EpisodicLife(gym.Wrapper[Any, Any, Any, Any]):
+    """A lost life ends the episode (terminated), but not the game: the next episode goes on where the life was lost.
+
+    For training in games with several lives (Mnih et al. 2015): losing one is a loss, whatever can still be won. Only
+    the end of the game begins another one, so that what comes late in a game is seen too. Whole games are what an
+    evaluation scores: leave it out of `evaluation.wrappers`. Needs `info["lives"]`, as ALE has it; action 0 is the one
+    that does nothing.
+
+    Episodes after the first one of a game do not follow from their own seed and actions alone, so a worker that is
+    started again in one of them begins new games.
+    """
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self._left = 0
+        self._lost = False
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if self._lost:
+            observation, _, terminated, truncated, info = self.env.step(0)
+        if not self._lost or terminated or truncated:
+            observation, info = self.env.reset(seed=seed, options=options)
+        self._left, self._lost = _lives(info, "EpisodicLife"), False
+        return observation, info
+
+    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        left = _lives(info, "EpisodicLife")
+        # some games show no lives for some frames before they are over: only the game says that it is
+        self._lost = 0 < left < self._left and not terminated and not truncated
+        self._left = left
+        return observation, reward, terminated or self._lost, truncated, info
+
+
+class FireReset(gym.Wrapper[Any, Any, Any, Any]):
+    """Presses FIRE where a life begins, for games that stand still until then (Breakout): after each reset, and after a
+    life that was lost within the episode, so that whole games can be evaluated too.
+
+    What FIRE brings after a lost life is part of that step's reward. Needs an action 1 that is FIRE, as ALE has it.
+    """
+
+    _FIRE = 1
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        super().__init__(env)
+        tell = getattr(env.unwrapped, "get_action_meanings", list)
+        if list(tell())[self._FIRE : self._FIRE + 1] != ["FIRE"]:
+            raise EnvironmentUnusable(f"FireReset: action 1 has to be FIRE, found {list(tell())}; leave it out")
+        self._left = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.env.reset(seed=seed, options=options)
+        observation, _, terminated, truncated, info = self.env.step(self._FIRE)
+        if terminated or truncated:
+            observation, info = self.env.reset(seed=seed, options=options)
+        self._left = _lives(info, "FireReset")
+        return observation, info
+
+    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        left = _lives(info, "FireReset")
+        if left < self._left and not terminated and not truncated:
+            observation, more, terminated, truncated, info = self.env.step(self._FIRE)
+            reward = float(reward) + float(more)
+        self._left = _lives(info, "FireReset")
+        return observation, reward, terminated, truncated, info

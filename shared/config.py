@@ -54,7 +54,8 @@ class EnvironmentConfig(Section):
     """`sync`: one after another in the worker; `async`: a process each (slow environments); `native`: the environment's
     own vectorised version (a factory gets `num_envs`; without it, it shall make a single one)."""
     max_episode_steps: int | None = Field(None, ge=1)
-    """Truncate episodes after this many steps; the default is what the environment registers."""
+    """Truncate episodes after this many steps of the agent, whatever wrappers make of one (with a frame skip of 4 it is
+    four of the game's); the default is what the environment registers, in steps of its own."""
     failures_allowed: int = Field(3, ge=0)
     """How often in a row an environment may raise, without a fragment (or an evaluation) between, before its process
     gives up. Counted by progress: a slow environment is given up as surely as a fast one."""
@@ -297,6 +298,9 @@ class EvaluationConfig(Section):
     number all checkpoints meet the same ones: they compare better, but a policy may be good at just these."""
     kwargs: dict[str, Any] = {}
     """Environment arguments that replace those of training."""
+    wrappers: tuple[Annotated[WrapperConfig, BeforeValidator(_wrapper)], ...] | None = None
+    """Wrappers in place of `environment.wrappers`, for example without one that makes an episode of each life: what is
+    evaluated are whole games. The spaces have to be the same. By default those of training."""
     num_cpus: float = Field(0.5, ge=0)
     """Ray CPUs reserved for the evaluator."""
     resources: dict[str, float] = {}

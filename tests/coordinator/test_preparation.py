@@ -24,6 +24,14 @@ def test_a_version_that_no_value_holds_is_refused_and_the_store_takes_it(monkeyp
     check(of_width(2000, policy_versions={"transport": "object_store"}))
 
 
+def test_an_evaluation_with_other_spaces_is_refused() -> None:
+    wrapper = {"path": "rollout_worker.wrappers:MapAction", "kwargs": {"actions": [0, 1]}}
+    check(minimal_config(evaluation={"wrappers": [wrapper]}))
+    for wrapped in ({**wrapper, "kwargs": {"actions": [0]}}, "gymnasium.wrappers:TimeAwareObservation"):
+        with pytest.raises(ConfigError, match=r"evaluation\.wrappers.* has other spaces than the one of training"):
+            check(minimal_config(evaluation={"wrappers": [wrapped]}))
+
+
 def test_a_fragment_that_no_value_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "_MOST_VALUE_BYTES", 50_000)
     check(of_width(8, rollout={"fragment_steps": 64}))

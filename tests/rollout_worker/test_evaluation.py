@@ -117,6 +117,18 @@ def test_the_training_environment_is_taken_with_the_evaluations_arguments_and_co
     assert [record.length for record in scores_of(config).episodes] == [9, 9]
 
 
+def test_the_evaluations_wrappers_stand_in_place_of_those_of_training() -> None:
+    trained_in = {"id": f"{MODULE}:Counting", "wrappers": [f"{MODULE}:AddOne"]}
+
+    def returns(**evaluation: Any) -> list[float]:
+        scores = scores_of(config_of(trained_in, episodes=2, num_envs=2, **evaluation))
+        return [record.episode_return for record in scores.episodes]
+
+    assert returns() == [9.0, 9.0]
+    assert returns(wrappers=[]) == [6.0, 6.0]
+    assert returns(wrappers=[{"path": f"{MODULE}:AddOne", "kwargs": {"amount": 10.0}}]) == [36.0, 36.0]
+
+
 def test_scores_sum_up_what_was_played() -> None:
     records = (
         EpisodeRecord(1.0, 10, success=True, metrics={"depth": 2.0}),

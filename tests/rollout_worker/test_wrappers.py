@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 import yaml
 
+from coordinator.preparation import check
+from rollout_worker.evaluation import evaluation_environment
 from rollout_worker.making import make
-from rollout_worker.wrappers import ClipObservation, CropObservation, MapAction
+from rollout_worker.wrappers import ClipObservation, CropObservation, EpisodicLife, FireReset, MapAction
 from shared.config import EnvironmentConfig, PolicyConfig
+from shared.config_sources import load_config
 from shared.errors import EnvironmentUnusable
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "FILTERS.md").read_text()
+ROOT = Path(__file__).parent.parent.parent
+PAGE, BREAKOUT = (ROOT / "docs" / "FILTERS.md").read_text(), ROOT / "examples" / "breakout.yaml"
 
 
 class Picture(gym.Env[Any, Any]):
@@ -82,6 +86,149 @@ def test_actions_that_do_not_exist_are_refused(actions: list[Any]) -> None:
         MapAction(Picture(), actions)
 
 
+class Lives(gym.Env[Any, Any]):
+    """Three lives. Nothing moves until FIRE; then each step pays 1, and every third one costs a life."""
+
+    observation_space = gym.spaces.Box(0, 1000, (3,), np.float32)
+    action_space = gym.spaces.Discrete(3)
+
+    def __init__(self, meanings: tuple[str, ...] = ("NOOP", "FIRE", "LEFT"), late: int = 0) -> None:
+        self._meanings, self._late = meanings, late
+        self.games, self.lives, self.flying, self.shown = 0, 0, 0, 0
+
+    def get_action_meanings(self) -> list[str]:
+        return list(self._meanings)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.games, self.lives, self.flying, self.shown = self.games + 1, 3, 0, 0
+        return self._seen(), {"lives": self.lives}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        moves = self.flying > 0 or action == 1
+        self.flying = self.flying + 1 if moves else 0
+        if self.flying == 3:
+            self.lives, self.flying = self.lives - 1, 0
+        self.shown += self.lives == 0
+        over = self.shown > self._late  # some games go on for a while without a life
+        return self._seen(), float(moves), over, False, {"lives": self.lives}
+
+    def _seen(self) -> Any:
+        return np.array([self.games, self.lives, self.flying], np.float32)
+
+
+def test_a_lost_life_ends_the_episode_and_the_game_goes_on() -> None:
+    env = EpisodicLife(Lives())
+    for life in (3, 2, 1):
+        observation, info = env.reset(seed=life)
+        assert observation.tolist() == [1, life, 0] and info["lives"] == life
+        ends = [env.step(1)[2] for _ in range(3)]
+        assert ends == [False, False, True]
+    assert env.reset(seed=9)[0].tolist() == [2, 3, 0], "the game was over"
+
+
+def test_only_the_game_says_that_it_is_over() -> None:
+    env = EpisodicLife(Lives(late=2))
+    for _ in range(2):
+        env.reset()
+        assert [env.step(1)[2] for _ in range(3)][-1]
+    env.reset()
+    assert [env.step(1)[2] for _ in range(5)] == [False] * 4 + [True]
+
+
+def test_an_episode_that_was_cut_off_ends_the_game() -> None:
+    env = gym.wrappers.TimeLimit(EpisodicLife(Lives()), 2)
+    for game in (1, 2):
+        assert env.reset()[0].tolist() == [game, 3, 0]
+        assert [env.step(1)[2:4] for _ in range(2)] == [(False, False), (False, True)]
+
+
+def test_fire_is_pressed_where_a_life_begins_also_within_a_whole_game() -> None:
+    game = FireReset(Lives())
+    assert game.reset()[0].tolist() == [1, 3, 1]
+    paid, over = 0.0, False
+    while not over:
+        _, reward, over, _, _ = game.step(0)
+        paid += float(reward)
+    assert paid == 8, "all but the first FIRE, which is of no step"
+    lives = FireReset(EpisodicLife(Lives()))
+    for life in (3, 2, 1):
+        assert lives.reset()[0].tolist() == [1, life, 1]
+        assert [lives.step(0)[:3:2] for _ in range(2)][-1][1]
+
+
+def test_games_that_tell_no_lives_or_have_no_fire_are_refused() -> None:
+    with pytest.raises(EnvironmentUnusable, match=r"EpisodicLife goes by info\['lives'\]"):
+        EpisodicLife(Picture()).reset()
+    for env in (Picture(), Lives(meanings=("NOOP", "LEFT", "FIRE"))):
+        with pytest.raises(EnvironmentUnusable, match="FireReset: action 1 has to be FIRE, found"):
+            FireReset(env)
+
+
+class Fourfold(gym.Wrapper[Any, Any, Any, Any]):
+    """Each step is four of the environment's."""
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        return [self.env.step(action) for _ in range(4)][-1]
+
+
+@pytest.mark.parametrize(
+    ("id_", "wrappers", "steps"),
+    [
+        ("Pendulum-v1", [f"{__name__}:Fourfold"], 20),
+        (f"{__name__}:Lives", [f"{__name__}:Fourfold"], 20),
+        ("Pendulum-v1", [], 250),  # more than it registers
+    ],
+)
+def test_the_limit_of_an_episode_counts_the_agents_steps(id_: str, wrappers: list[str], steps: int) -> None:
+    data = {"id": id_, "wrappers": wrappers, "max_episode_steps": steps}
+    env = make(EnvironmentConfig.model_validate(data))
+    env.reset(seed=1)
+    action = env.action_space.sample() * 0  # moves nothing, so that no life is lost
+    assert [env.step(action)[2:4] for _ in range(steps)] == [(False, False)] * (steps - 1) + [(False, True)]
+
+
+def breakout(config: EnvironmentConfig, **changes: Any) -> Any:
+    """The example's environment; ALE's own frames, where opencv is not there to make them small."""
+    wrappers = [wrapper for wrapper in config.wrappers if wrapper.path.startswith("rollout_worker.")]
+    kwargs = config.kwargs | {"frameskip": 4}
+    return make(config.model_copy(update={"wrappers": tuple(wrappers), "kwargs": kwargs} | changes))
+
+
+def lives_of_a_game(env: Any) -> list[int]:
+    """The lives that are left where each episode ends, until a game is over."""
+    ends: list[int] = []
+    draw = np.random.default_rng(0)
+    while not ends or ends[-1]:
+        _, info = env.reset(seed=len(ends))
+        over = False
+        while not over:
+            _, _, terminated, truncated, info = env.step(int(draw.integers(4)))
+            over = terminated or truncated
+        ends.append(info["lives"])
+    return ends
+
+
+def test_the_example_trains_on_lives_and_evaluates_whole_games_of_ale() -> None:
+    config = load_config(BREAKOUT, environ={})
+    training, whole = config.environment, evaluation_environment(config)
+    assert lives_of_a_game(breakout(training)) == [4, 3, 2, 1, 0]
+    assert lives_of_a_game(breakout(whole)) == [0]
+    assert config.policies["default"].reward_clip == (-1.0, 1.0)
+    short = breakout(training, max_episode_steps=3)
+    short.reset(seed=1)
+    assert [short.step(0)[3] for _ in range(3)] == [False, False, True]
+
+
+def test_the_example_sees_stacked_frames_in_both() -> None:
+    pytest.importorskip("cv2", reason="the preprocessing needs opencv, 150 MB that only the extra `atari` installs")
+    config = load_config(BREAKOUT, environ={})
+    check(config)
+    env = make(config.environment)
+    observation, _ = env.reset(seed=1)
+    assert observation.shape == (4, 84, 84) and env.observation_space.contains(observation)
+
+
 WRITTEN = [yaml.safe_load(text) for text in re.findall(r"`(\{path: .*?\}\})`", PAGE)]
 WRITTEN += [{"path": text} for text in re.findall(r"`([\w.]+wrappers:\w+)`", PAGE)]
 
@@ -92,8 +239,9 @@ def test_what_the_page_writes_works(wrapper: dict[str, Any]) -> None:
     if name == "ResizeObservation":
         pytest.importorskip("cv2", reason="resizing needs opencv, which the extra `atari` installs")
     kwargs: dict[str, Any] = {"shape": (210, 160, 3)} if "Observation" in name else {}
+    kind = "Lives" if name in ("EpisodicLife", "FireReset") else "Picture"
     kwargs |= {"action": "box"} if name in ("RescaleAction", "DiscretizeAction") else {}
-    factory = f"{__name__}:Picture"
+    factory = f"{__name__}:{kind}"
     config = EnvironmentConfig.model_validate({"id": factory, "kwargs": kwargs, "wrappers": [wrapper]})
     env = make(config)
     observation, _ = env.reset(seed=1)
@@ -107,6 +255,8 @@ def test_the_page_writes_them_all() -> None:
     of_observations = {"Rescale", "FrameStack", "Crop", "Grayscale", "Resize", "Flatten", "Clip"}
     assert names == {f"{name}Observation" for name in of_observations} | {
         "DiscretizeAction",
+        "EpisodicLife",
+        "FireReset",
         "MapAction",
         "RescaleAction",
     }
