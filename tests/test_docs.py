@@ -136,6 +136,14 @@ def test_every_example_config_loads(path: Path) -> None:
     assert load_config(path, environ={}).stop_at.mean_return is not None or path.stem == "breakout"
 
 
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_no_example_goes_on_when_its_learning_rate_has_come_to_0(path: Path) -> None:
+    config = load_config(path, environ={})
+    rate = getattr(config.algorithm, "learning_rate", None)
+    if isinstance(rate, Schedule) and rate.over is not None and rate.end == 0 and rate.over.unit == "env_steps":
+        assert (config.stop_at.env_steps or 0) <= rate.over.amount
+
+
 def test_there_are_the_examples_that_the_readme_promises() -> None:
     assert {"cartpole", "own_environment"} <= {path.stem for path in EXAMPLES}
 
