@@ -100,6 +100,7 @@ class Costs:
         self.sizes["ledger"] = len(self._intake.ledger.as_json())
         self._each("publish", 1, lambda index: self._publish(1, self._workers))
         self._each("publish again", _FEW, lambda index: self._publish(index + 2, 0))
+        self._each("publish, one worker's account changed", _FEW, self._publish_one)
         self._each("books, none in flight", _FEW, lambda index: read_books(role.redis, run))
         self._each("trim", 1, lambda index: self._log.trim(self._epoch, self._intake.committed.position))
         books = {worker: line.as_dict() for worker, line in read_books(role.redis, run).items()}
@@ -138,11 +139,15 @@ class Costs:
     def _woken(self) -> None:
         self._role.flow.wait_for_wakeup(Claim("wait_credit", 0, 0, "0-0"), 1.0)
 
+    def _publish_one(self, index: int) -> None:
+        self._intake.ledger.of(self._names[0])
+        self._publish(index + _FEW + 2, 0)
+
     def _publish(self, version: int, consumed: int) -> None:
         self._intake.commit()
         self._board.publish(
             epoch=self._epoch, version=version, consumed=consumed, settled_id=self._intake.position,
-            ledger=self._intake.committed.ledger, header=self._header, blob=self._blob,
+            ledger=self._intake.ledger, header=self._header, blob=self._blob,
         )  # fmt: skip
 
     def _memory(self) -> int:

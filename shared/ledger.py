@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import redis
 
@@ -67,13 +67,44 @@ class WorkerAccount:
 
 @dataclass
 class Ledger:
-    """The trainer's side of the books, by worker id."""
+    """The trainer's side of the books, by worker id.
+
+    It knows what has changed since Redis was told last, so that not the whole of it travels each time.
+    """
 
     accounts: dict[str, WorkerAccount] = field(default_factory=dict)
+    _texts: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """Of the accounts that have not changed since they were written as JSON."""
+    _untold: set[str] | None = field(default=None, repr=False, compare=False)
+    """Whose accounts have changed since Redis was told; None where it is to be told everything."""
 
     def of(self, worker: str) -> WorkerAccount:
-        """The account of `worker`, opened when first seen."""
+        """The account of `worker`, opened when first seen; ask anew for each change, since it counts as one."""
+        self._texts.pop(worker, None)
+        if self._untold is not None:
+            self._untold.add(worker)
         return self.accounts.setdefault(worker, WorkerAccount())
+
+    def news(self) -> list[str]:
+        """For the scripts: `1` where it is the whole, then worker, account, … that Redis does not know yet."""
+        whole = self._untold is None
+        workers = self.accounts if self._untold is None else self._untold
+        return ["1" if whole else "", *(text for name in sorted(workers) for text in (name, self._text(name)))]
+
+    def told(self) -> None:
+        """Redis has all the news, or has settled more than this already."""
+        self._untold = set()
+
+    def _text(self, worker: str) -> str:
+        if worker not in self._texts:
+            account = self.accounts[worker]
+            data = {
+                "consumed": vars(account.consumed),
+                "dropped": {reason: vars(count) for reason, count in account.dropped.items()},
+                "high_water": {str(key): value for key, value in account.high_water.items()},
+            }
+            self._texts[worker] = json.dumps(data, separators=(",", ":"))
+        return self._texts[worker]
 
     def consume(self, worker: str, transitions: int) -> None:
         """One fragment became part of an update (or was observed in heat-up)."""
@@ -89,28 +120,20 @@ class Ledger:
 
     def as_json(self) -> str:
         """One line of JSON; the inverse is `from_json`."""
-        data = {
-            worker: {
-                "consumed": vars(account.consumed),
-                "dropped": {reason: vars(count) for reason, count in account.dropped.items()},
-                "high_water": {str(key): value for key, value in account.high_water.items()},
-            }
-            for worker, account in sorted(self.accounts.items())
-        }
-        return json.dumps(data, separators=(",", ":"))
+        return "{" + ",".join(f"{json.dumps(worker)}:{self._text(worker)}" for worker in sorted(self.accounts)) + "}"
 
     @classmethod
     def from_json(cls, text: str) -> Ledger:
         """The inverse of `as_json`; an empty text is an empty ledger."""
-        accounts = {
-            worker: WorkerAccount(
-                Count(**data["consumed"]),
-                {reason: Count(**count) for reason, count in data["dropped"].items()},
-                {int(key): value for key, value in data["high_water"].items()},
-            )
-            for worker, data in (json.loads(text) if text else {}).items()
-        }
-        return cls(accounts)
+        return cls({worker: _account(data) for worker, data in (json.loads(text) if text else {}).items()})
+
+
+def _account(data: Any) -> WorkerAccount:
+    return WorkerAccount(
+        Count(**data["consumed"]),
+        {reason: Count(**count) for reason, count in data["dropped"].items()},
+        {int(key): value for key, value in data["high_water"].items()},
+    )
 
 
 @dataclass(frozen=True)
@@ -142,12 +165,11 @@ def read_books(client: redis.Redis, run_id: str) -> dict[str, LedgerLine]:
     """The books of a run at one instant: a line per worker, and `total`."""
     keys = RunKeys(run_id)
     answer = Step(client, scripts.IN_FLIGHT)([keys.flow, keys.log, keys.produced, keys.ledger], [])
-    text = _sound(answer[1], run_id)
-    ledger = Ledger.from_json(text)
+    ledger = _sound(answer[1], run_id)
     pairs = [item.decode(errors="replace") for item in answer[2]]
     produced, refused = _produced(dict(zip(pairs[::2], pairs[1::2], strict=True)))
-    flight = _in_flight(text, answer[3])
     lines = {}
+    flight = _in_flight(_sound(answer[1], run_id), answer[3])
     for worker in sorted({*ledger.accounts, *produced, *flight}):
         account = ledger.accounts.get(worker, WorkerAccount())
         dropped = {reason: Count(count.fragments, count.transitions) for reason, count in account.dropped.items()}
@@ -181,24 +203,31 @@ def set_forward(client: redis.Redis, run_id: str, epoch: int, position: str, led
     """
     keys = RunKeys(run_id)
     names = [keys.flow, keys.log, keys.claims, keys.produced, keys.incarnations, keys.pushed, keys.ledger]
-    if not Step(client, scripts.SET_FORWARD)(names, [epoch, position, ledger.as_json()]):
+    if not Step(client, scripts.SET_FORWARD)(names, [epoch, position, *Ledger(ledger.accounts).news()]):
         raise Fenced(f"epoch {epoch} may not set Redis forward; a newer trainer has taken over")
 
 
-def _sound(ledger: bytes, run_id: str) -> str:
-    """The ledger as Redis holds it; empty where it is none, so that the books show that they do not balance."""
-    try:
-        text = ledger.decode()
-        Ledger.from_json(text)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        left_out(f"the ledger of run {run_id}", f"{type(error).__name__}: {error}")
-        return ""
-    return text
+def read_ledger(client: redis.Redis, run_id: str) -> Ledger:
+    """The trainer's side alone, through the position that is settled."""
+    pairs = cast(dict[bytes, bytes], client.hgetall(RunKeys(run_id).ledger))
+    return _sound([part for pair in pairs.items() for part in pair], run_id)
 
 
-def _in_flight(ledger: str, entries: list[bytes]) -> dict[str, Count]:
+def _sound(pairs: list[bytes], run_id: str) -> Ledger:
+    """The ledger as Redis holds it, without accounts that are none, so that the books show that they do not balance."""
+    ledger = Ledger()
+    for name, text in zip(pairs[::2], pairs[1::2], strict=True):
+        worker = name.decode(errors="replace")
+        try:
+            ledger.accounts[worker] = _account(json.loads(text))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            left_out(f"the account of {worker} in run {run_id}", f"{type(error).__name__}: {error}")
+    return ledger
+
+
+def _in_flight(seen: Ledger, entries: list[bytes]) -> dict[str, Count]:
     """By worker: the entries that the ledger does not account for yet, and the losses that it will find before them."""
-    seen, flight = Ledger.from_json(ledger), dict[str, Count]()
+    flight = dict[str, Count]()
     for name, incarnation, seq, lost, transitions in zip(*[iter(entries)] * 5, strict=True):
         worker, size, fragments = name.decode(errors="replace"), whole_number(transitions), 1
         if seq:

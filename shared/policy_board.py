@@ -15,6 +15,7 @@ import redis
 from shared import scripts
 from shared.checkpoint import Checkpoint, CheckpointStore
 from shared.errors import Fenced, RedisSetBack
+from shared.ledger import Ledger
 from shared.policies.codec import VersionHeader, decode_board, decode_policy, state_arrays
 from shared.redis_keys import RunKeys
 from shared.script_calls import Step
@@ -54,7 +55,7 @@ class PolicyBoard:
         version: int,
         consumed: int,
         settled_id: str,
-        ledger: str,
+        ledger: Ledger,
         header: VersionHeader,
         blob: bytes,
         checkpoint: str = "",
@@ -64,7 +65,8 @@ class PolicyBoard:
 
         Raises `RedisSetBack`, and changes nothing, where Redis may have lost what the ledger says: it is not `process`,
         or knows an older epoch.
-        `ledger` is its JSON. `blob` is empty and `checkpoint` names the weights under the transport `object_store`.
+        Of `ledger` only what Redis does not know yet travels. `blob` is empty and `checkpoint` names the weights under
+        the transport `object_store`.
         """
         keys = [self._keys.flow, self._keys.board, self._keys.ledger, self._keys.wakeups]
         args: list[Any] = [
@@ -72,17 +74,18 @@ class PolicyBoard:
             version,
             consumed,
             settled_id,
-            ledger,
             json.dumps(header.as_dict()),
             blob,
             checkpoint,
             process,
+            *ledger.news(),
         ]
         word, state, reason, log_bytes = cast(list[Any], self._publish(keys, args))
         if word == b"fenced":
             raise Fenced(f"epoch {epoch} may not publish version {version}; a newer trainer has taken over")
         if word == b"behind":
             raise RedisSetBack(f"version {version} is not published: Redis came back, perhaps without what came last")
+        ledger.told()
         return Published(word.decode(), state.decode(), reason.decode(), int(log_bytes))
 
     def fetch(self, checkpoints: CheckpointStore) -> PolicyVersion | None:

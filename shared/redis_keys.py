@@ -106,7 +106,7 @@ class RunKeys:
 
     @property
     def ledger(self) -> str:
-        """String, JSON; the trainer's ledger through flow.settled_id. Writer: trainer."""
+        """Hash; worker → JSON, its account in the trainer's ledger through flow.settled_id. Writer: trainer."""
         return self.prefix + "ledger"
 
     @property

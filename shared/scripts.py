@@ -56,6 +56,12 @@ local function fenced(epoch)  -- a lower epoch than one's own is that of a Redis
   local found = redis.call('HGET', KEYS[1], 'epoch')
   return not found or tonumber(found) > tonumber(epoch)
 end
+local function write_ledger(key, first)  -- ARGV from `first` on: '1' to begin anew, then worker, account, ...
+  if ARGV[first] == '1' then redis.call('DEL', key) end
+  for from = first + 1, #ARGV, 1000 do  -- unpack bears only some thousands
+    redis.call('HSET', key, unpack(ARGV, from, math.min(from + 999, #ARGV)))
+  end
+end
 local function behind(epoch, process)
   if number('epoch') < tonumber(epoch) then return true end
   return process ~= '' and process ~= string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
@@ -297,22 +303,22 @@ return 1
 PUBLISH = (
     COMMON
     + """
--- KEYS flow, board, ledger, wakeups. ARGV: epoch, version, fragments consumed for it, settled id, ledger JSON,
--- header JSON, blob, checkpoint name ('' unless the weights are in the store), the Redis process that the trainer's
--- books were matched with last ('' for any).
+-- KEYS flow, board, ledger, wakeups. ARGV: epoch, version, fragments consumed for it, settled id, header JSON, blob,
+-- checkpoint name ('' unless the weights are in the store), the Redis process that the trainer's books were matched
+-- with last ('' for any), then what has changed of the ledger: see write_ledger.
 -- One step: the board, the version, the credit and the ledger move together. A version that is there already
 -- (a restarted trainer arrives at it again) changes nothing. Answers {word, state, reason, bytes in the log}.
 if fenced(ARGV[1]) then return {'fenced', '', '', 0} end
-if behind(ARGV[1], ARGV[9]) then return {'behind', '', '', 0} end
+if behind(ARGV[1], ARGV[8]) then return {'behind', '', '', 0} end
 begin()
 local version, wanted = number('version'), tonumber(ARGV[2])
 local word = 'known'
 if wanted > version then
   word = 'published'
-  redis.call('HSET', KEYS[2], 'version', ARGV[2], 'header', ARGV[6], 'blob', ARGV[7], 'checkpoint', ARGV[8])
+  redis.call('HSET', KEYS[2], 'version', ARGV[2], 'header', ARGV[5], 'blob', ARGV[6], 'checkpoint', ARGV[7])
   redis.call('HSET', KEYS[1], 'version', ARGV[2], 'settled_id', ARGV[4])
   redis.call('HINCRBY', KEYS[1], 'consumed', ARGV[3])
-  redis.call('SET', KEYS[3], ARGV[5])
+  write_ledger(KEYS[3], 9)
   wake(KEYS[4])
 end
 local flow = redis.call('HMGET', KEYS[1], 'state', 'reason', 'pushed_bytes', 'trimmed_bytes')
@@ -323,21 +329,21 @@ return {word, flow[1], flow[2], tonumber(flow[3]) - tonumber(flow[4])}
 DROP = (
     COMMON
     + """
--- KEYS flow, ledger, wakeups, lost_bodies. ARGV: epoch, settled id, claims to give back, ledger JSON, Redis process as
--- for PUBLISH, '1' where it is for its lost body. The trainer dropped the entry at that id; its credit is given again.
--- Once per id. 'missed': it was settled otherwise, while its body was there.
+-- KEYS flow, ledger, wakeups, lost_bodies. ARGV: epoch, settled id, claims to give back, Redis process as for PUBLISH,
+-- '1' where it is for its lost body, then what has changed of the ledger: see write_ledger. The trainer dropped the
+-- entry at that id; its credit is given again. Once per id. 'missed': it was settled otherwise, with its body there.
 if fenced(ARGV[1]) then return 'fenced' end
-if behind(ARGV[1], ARGV[5]) then return 'behind' end
+if behind(ARGV[1], ARGV[4]) then return 'behind' end
 begin()
 local settled = redis.call('HGET', KEYS[1], 'settled_id')
-local lost = ARGV[6] == '1'
+local lost = ARGV[5] == '1'
 if not after(ARGV[2], settled) then
   return lost and redis.call('SISMEMBER', KEYS[4], ARGV[2]) == 0 and 'missed' or 'known'
 end
 if lost then redis.call('SADD', KEYS[4], ARGV[2]) end
 redis.call('HSET', KEYS[1], 'settled_id', ARGV[2])
 redis.call('HINCRBY', KEYS[1], 'claimed', 0 - ARGV[3])  -- not minus zero, which some servers refuse
-redis.call('SET', KEYS[2], ARGV[4])
+write_ledger(KEYS[2], 6)
 wake(KEYS[3])
 return 'dropped'
 """
@@ -378,7 +384,8 @@ return removed
 SET_FORWARD = (
     COMMON
     + """
--- KEYS flow, log, claims, produced, incarnations, pushed, ledger. ARGV: epoch, position, ledger JSON up to there.
+-- KEYS flow, log, claims, produced, incarnations, pushed, ledger. ARGV: epoch, position, '1', worker, its account in
+-- the ledger up to there, ...
 -- For a Redis that may know less than its trainer: epoch, books, credit and what was pushed become what the ledger, the
 -- log behind its position and the claims that are held say; the log goes on behind the position. Answers 1, or 0 if
 -- fenced.
@@ -389,7 +396,8 @@ local function book(worker, fragments, transitions)
   local line = books[worker] or {0, 0}
   books[worker] = {line[1] + fragments, line[2] + transitions}
 end
-for worker, account in pairs(cjson.decode(ARGV[3])) do
+for index = 4, #ARGV, 2 do
+  local worker, account = ARGV[index], cjson.decode(ARGV[index + 1])
   local lives = tonumber(redis.call('HGET', KEYS[5], worker) or '0')
   book(worker, account.consumed.fragments, account.consumed.transitions)
   for _, count in pairs(account.dropped) do book(worker, count.fragments, count.transitions) end
@@ -426,7 +434,7 @@ for worker, line in pairs(books) do
 end
 redis.call('HSET', KEYS[1], 'claimed', number('consumed') + credit + redis.call('ZCARD', KEYS[3]),
   'epoch', ARGV[1], 'settled_id', ARGV[2])
-redis.call('SET', KEYS[7], ARGV[3])
+write_ledger(KEYS[7], 3)
 return 1
 """
 )
@@ -446,7 +454,7 @@ return 1
 IN_FLIGHT = (
     COMMON
     + """
--- KEYS flow, log, produced, ledger. One consistent look at the books: {settled id, ledger JSON, produced pairs,
+-- KEYS flow, log, produced, ledger. One consistent look at the books: {settled id, ledger pairs, produced pairs,
 -- worker, incarnation, seq, lost, transitions, worker, ... of the entries after the settled id; no seq for strangers'}.
 local settled = redis.call('HGET', KEYS[1], 'settled_id') or '0-0'
 local flight = {}
@@ -457,7 +465,8 @@ each_entry(KEYS[2], settled, function(fields)
   flight[#flight + 1] = fields['lost'] or ''
   flight[#flight + 1] = fields['transitions'] or '0'
 end)
-return {settled, redis.call('GET', KEYS[4]) or '', redis.call('HGETALL', KEYS[3]), flight}
+local ledger = redis.pcall('HGETALL', KEYS[4])
+return {settled, ledger.err and {} or ledger, redis.call('HGETALL', KEYS[3]), flight}
 """
 )
 

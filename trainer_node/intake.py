@@ -73,15 +73,14 @@ class RedisSettlement:
         `BodyLost` where the entry was settled while its body was there.
         """
         keys = [self._keys.flow, self._keys.ledger, self._keys.wakeups, self._keys.lost_bodies]
-        word = self._drop(
-            keys, [self._epoch, position, claims, ledger.as_json(), self.process, "1" if lost_body else ""]
-        )
+        word = self._drop(keys, [self._epoch, position, claims, self.process, "1" if lost_body else "", *ledger.news()])
         if word == b"fenced":
             raise Fenced(f"epoch {self._epoch} may not settle fragments; a newer trainer has taken over")
         if word == b"behind":
             raise RedisSetBack(f"{position} is not settled: Redis came back, perhaps without what came last")
         if word == b"missed":
             raise BodyLost(f"the body of log entry {position}, which was learnt from already, is on no shard any more")
+        ledger.told()
         if lost_body:
             self.given_up.append(position)
         return bool(word == b"dropped")
@@ -154,7 +153,7 @@ class Intake:
             return None
         if entry.claimed:
             self._count_lost(entry, entry.seq - last - 1)
-            account.saw(entry.incarnation, entry.seq)
+            self.ledger.of(entry.worker).saw(entry.incarnation, entry.seq)
         try:
             if entry.fragment is None:
                 raise FragmentError("lost_body", f"{entry.place.shard if entry.place else 'its shard'} has it no more")

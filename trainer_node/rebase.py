@@ -7,16 +7,14 @@ which the books are settled; a trainer that starts then finds it as it finds any
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from shared import tensor_blob
 from shared.checkpoint import Checkpoint, checkpoint_version
 from shared.config import Config
 from shared.errors import CheckpointDamaged, CheckpointError, ConfigError
-from shared.ledger import Ledger
+from shared.ledger import Ledger, read_ledger
 from shared.policies.codec import decode_policy, load_state_arrays, state_arrays
 from shared.policies.policy import Policy
-from shared.redis_keys import RunKeys
 from shared.role import Role
 from shared.spaces import Columns
 from trainer_node import snapshot
@@ -130,5 +128,4 @@ def _newest(role: Role) -> tuple[int, Committed]:
         stored = None
     if stored is not None and stored.version > state.version:  # Redis is new, or has lost this run's past
         return version, stored.books
-    text: Any = role.redis.get(RunKeys(role.run_id).ledger)
-    return version, Committed(state.settled_id, Ledger.from_json((text or b"").decode()).as_json(), {})
+    return version, Committed(state.settled_id, read_ledger(role.redis, role.run_id).as_json(), {})

@@ -438,7 +438,7 @@ class Trainer:
         try:
             return self._board.publish(
                 epoch=self._epoch, version=self.version, consumed=consumed, settled_id=books.position,
-                ledger=books.ledger, header=header, blob=blob, checkpoint=name, process=self._redis_process,
+                ledger=self._intake.ledger, header=header, blob=blob, checkpoint=name, process=self._redis_process,
             )  # fmt: skip
         except RedisSetBack:
             return self._redis_came_back()

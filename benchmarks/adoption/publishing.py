@@ -100,8 +100,8 @@ class LockstepPublisher:
         self._version += 1
         self._board.publish(
             epoch=self._epoch, version=self._version, consumed=self._workers if self._version else 0,
-            settled_id=self._position, ledger="{}", header=VersionHeader(self._version, Phase.TRAIN, PhaseCounters()),
-            blob=blob,
+            settled_id=self._position, ledger=Ledger(), blob=blob,
+            header=VersionHeader(self._version, Phase.TRAIN, PhaseCounters()),
         )  # fmt: skip
 
     def _hear(self) -> list[tuple[str, int, int]]:

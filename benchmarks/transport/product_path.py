@@ -13,6 +13,7 @@ from shared import fragment
 from shared.experience_log import START, ExperienceLog, LogEntry
 from shared.flow import Claim
 from shared.launch import RoleLaunch
+from shared.ledger import Ledger
 from shared.policies.codec import VersionHeader, encode_board, state_arrays
 from shared.policies.registry import build_policies
 from shared.policy_board import PolicyBoard
@@ -85,7 +86,7 @@ class TakingTrainer:
         self._log = self._role.log()
         self._epoch = self._role.flow.take_over()
         self._publishing = _Publishing(self._role, self._epoch)
-        self._publishing.publish(0, START, "{}")
+        self._publishing.publish(0, START, Ledger())
 
     def take(self, count: int, decode: bool) -> float:
         """So many fragments; answers when the last was here.
@@ -107,7 +108,7 @@ class TakingTrainer:
             got += len(found)
             position = page[-1].id if page else position
             if len(page) == each or got == count:
-                self._publishing.publish(len(page), position, "{}")
+                self._publishing.publish(len(page), position, Ledger())
                 page = []
         return time.monotonic()
 
@@ -122,7 +123,7 @@ class TakingTrainer:
             taken += 1
             if taken == each or got == count:
                 intake.commit()
-                self._publishing.publish(taken, intake.committed.position, intake.committed.ledger)
+                self._publishing.publish(taken, intake.committed.position, intake.ledger)
                 taken = 0
         ended = time.monotonic()
         self._refuse_drops(intake)
@@ -150,7 +151,7 @@ class _Publishing:
         self._epoch = epoch
         self.version = -1
 
-    def publish(self, consumed: int, position: str, ledger: str) -> None:
+    def publish(self, consumed: int, position: str, ledger: Ledger) -> None:
         """The next version, behind so many fragments."""
         self.version += 1
         self._board.publish(

@@ -121,7 +121,7 @@ def in_figures(role: Role, name: bytes, value: bytes) -> None:
 
 def in_books(role: Role, name: bytes, value: bytes) -> None:
     keys = RunKeys(role.run_id)
-    role.redis.set(keys.ledger, value)
+    role.redis.hset(keys.ledger, mapping={name: value})
     role.redis.hset(keys.produced, mapping={name: value, b"worker-0:fragments": value})
     role.redis.hset(keys.incarnations, mapping={name: b"1"})
     role.redis.hset(keys.pushed, mapping={b"worker-0:tries": value})
@@ -177,5 +177,5 @@ def test_what_is_sound_is_read_beside_what_is_not_which_is_named_once(
 
 def test_books_that_somebody_has_spoilt_do_not_balance(role: Role) -> None:
     in_books(role, b"worker-1:fragments", b"3")
-    role.redis.set(RunKeys(role.run_id).ledger, b'{"worker-0": 5}')
+    role.redis.hset(RunKeys(role.run_id).ledger, "worker-0", b"5")
     assert not read_books(role.redis, role.run_id)["total"].balances

@@ -321,7 +321,7 @@ REFUSED: list[tuple[str, list[Any]]] = [
     *((role, ["DEL", KEYS.log]) for role in ROLES),
     *((role, ["DEL", KEYS.flow]) for role in ROLES),
     *((role, ["HSET", KEYS.board, "blob", "x"]) for role in ROLES if role != "trainer"),
-    *((role, ["SET", KEYS.ledger, "{}"]) for role in ROLES if role != "trainer"),
+    *((role, ["HSET", KEYS.ledger, "worker-0", "{}"]) for role in ROLES if role != "trainer"),
     *((role, ["XTRIM", KEYS.log, "MAXLEN", "0"]) for role in ROLES if role != "trainer"),
     *((role, ["XADD", KEYS.log, "*", "x", "1"]) for role in ("evaluator", "coordinator", "viewer")),
     *((role, ["HSET", KEYS.evaluations, "x", "{}"]) for role in ("worker", "trainer", "coordinator", "viewer")),
@@ -352,7 +352,7 @@ def test_a_worker_cannot_run_the_trainers_steps(server: AclServer, config: Confi
     before = roles.coordinator.flow.read()
     with pytest.raises(redis.exceptions.NoPermissionError):
         PolicyBoard(worker.redis, unique_run_id).publish(
-            epoch=9, version=0, consumed=0, settled_id="0-0", ledger="{}", header=header, blob=b"x"
+            epoch=9, version=0, consumed=0, settled_id="0-0", ledger=Ledger(), header=header, blob=b"x"
         )
     with pytest.raises(redis.exceptions.NoPermissionError):
         set_forward(worker.redis, unique_run_id, 9, "0-0", Ledger())

@@ -397,5 +397,5 @@ def test_a_run_has_the_documented_keys_and_no_others(role: Role, redis_server: R
         "stream",
         "hash",
         "zset",
-        "string",
+        "hash",
     )

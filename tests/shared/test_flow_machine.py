@@ -391,7 +391,7 @@ class Protocol(RuleBasedStateMachine):
             old.log.trim(old.epoch, "9999999999999-0")
         drop = self.server.register_script(scripts.DROP)
         keys = [self.keys.flow, self.keys.ledger, self.keys.wakeups]
-        assert drop(keys, [old.epoch, "9999999999999-0", 1, "{}"]) == b"fenced"
+        assert drop(keys, [old.epoch, "9999999999999-0", 1, "", "", ""]) == b"fenced"
         assert in_redis(self.role) == before
 
     # What always holds

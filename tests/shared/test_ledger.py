@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shared.errors import Fenced
 from shared.fragment import REASONS
-from shared.ledger import Count, Ledger, LedgerLine, WorkerAccount, read_books, set_forward, total
+from shared.ledger import Count, Ledger, LedgerLine, WorkerAccount, read_books, read_ledger, set_forward, total
 from shared.redis_keys import RunKeys
 from shared.role import Role
 from tests.conftest import MakeRole
@@ -150,7 +150,6 @@ def settled_elsewhere() -> Ledger:
 def test_a_redis_that_lost_its_past_is_set_forward_to_a_checkpoint(role: Role) -> None:
     trainer, ledger = begin(role), settled_elsewhere()
     set_forward(role.redis, role.run_id, trainer.epoch, "0-0", ledger)
-    role.redis.set(RunKeys(role.run_id).ledger, ledger.as_json())
     assert books(role)["worker-0"].produced == Count(3, 3 * SIZE)
     assert role.flow.read().in_flight == 0
     SmallWorker(role).work()
@@ -189,8 +188,7 @@ def test_going_on_from_settled_books_frees_the_credit_of_fragments_behind_no_ver
     worker.work()
     assert trainer.take() is not None and trainer.take() is not None
     second = SmallTrainer(role)
-    text: Any = role.redis.get(RunKeys(role.run_id).ledger)
-    settled, ledger = role.flow.read().settled_id, Ledger.from_json(text.decode())
+    settled, ledger = role.flow.read().settled_id, read_ledger(role.redis, role.run_id)
     second.intake.restore(Committed(settled, ledger.as_json(), {}))
     assert role.flow.read().in_flight == 2
     set_forward(role.redis, role.run_id, second.epoch, settled, ledger)
@@ -208,3 +206,48 @@ def test_an_older_trainer_sets_nothing_forward(role: Role) -> None:
     with pytest.raises(Fenced):
         set_forward(role.redis, role.run_id, old.epoch, "0-0", settled_elsewhere())
     assert in_redis(role) == before
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["consume", "drop", "saw", "heard", "lost"]))))
+def test_what_redis_is_told_adds_up_to_the_whole(steps: list[tuple[str, str]]) -> None:
+    """In whatever order: news that Redis got and whose answer was lost (`lost`) are told again."""
+    ledger, redis = Ledger(), dict[str, str]()
+    for number, (worker, step) in enumerate(steps):
+        if step == "consume":
+            ledger.consume(worker, SIZE)
+        elif step == "drop":
+            ledger.drop(worker, "stale", SIZE)
+        elif step == "saw":
+            ledger.of(worker).saw(0, number)
+        else:
+            whole, *news = ledger.news()
+            redis = ({} if whole else redis) | dict(zip(news[::2], news[1::2], strict=True))
+            assert ledger.as_json() == "{" + ",".join(f'"{name}":{redis[name]}' for name in sorted(redis)) + "}"
+            if step == "heard":
+                ledger.told()
+                assert ledger.news() == [""]
+
+
+def test_only_what_has_changed_travels(role: Role) -> None:
+    """A mark that stands in Redis for another worker's account stays, until all is written anew."""
+    trainer, workers = begin(role), [SmallWorker(role, f"worker-{index}") for index in range(3)]
+    marked = RunKeys(role.run_id).ledger
+
+    def turn(worker: SmallWorker, bad: bool = False) -> bytes | None:
+        worker.work(trainer.version, b"bad" if bad else None)
+        assert (trainer.take() is None) == bad
+        return cast(bytes | None, role.redis.hget(marked, "worker-1"))
+
+    turn(workers[1])
+    turn(workers[2])
+    trainer.publish()
+    role.redis.hset(marked, "worker-1", b"a mark")
+    assert turn(workers[0], bad=True) == b"a mark"
+    turn(workers[0])
+    turn(workers[2])
+    trainer.publish()
+    assert turn(workers[1], bad=True) != b"a mark"
+    assert read_ledger(role.redis, role.run_id) == trainer.intake.ledger
+    role.redis.hset(marked, mapping={"worker-1": b"a mark", "worker-9": b"gone"})
+    set_forward(role.redis, role.run_id, trainer.epoch, trainer.intake.position, trainer.intake.ledger)
+    assert read_ledger(role.redis, role.run_id) == trainer.intake.ledger

@@ -10,7 +10,7 @@ import redis
 import torch
 
 from shared.errors import Fenced
-from shared.ledger import Ledger
+from shared.ledger import Ledger, read_ledger
 from shared.policies.codec import VersionHeader, encode_board, state_arrays
 from shared.policies.registry import build_policies
 from shared.policy_board import PolicyBoard
@@ -40,7 +40,7 @@ def publish(role: Role, epoch: int, version: int, **changes: Any) -> str:
     counters.train.env_steps = 100 * version
     header = VersionHeader(version, Phase.TRAIN, counters)
     given: dict[str, Any] = {
-        "epoch": epoch, "version": version, "consumed": 0, "settled_id": "0-0", "ledger": "{}", "header": header,
+        "epoch": epoch, "version": version, "consumed": 0, "settled_id": "0-0", "ledger": Ledger(), "header": header,
         "blob": encode_board(policies(role), header),
     }  # fmt: skip
     return PolicyBoard(role.redis, role.run_id).publish(**given | changes).word
@@ -70,12 +70,12 @@ def test_version_credit_position_and_ledger_move_together(role: Role) -> None:
     worker.work()
     worker.work()
     assert trainer.take() is not None and trainer.take() is not None
-    assert role.flow.read().consumed == 0 and role.redis.get(RunKeys(role.run_id).ledger) == b"{}"
+    assert role.flow.read().consumed == 0 and read_ledger(role.redis, role.run_id) == Ledger()
     answer = trainer.publish()
     state = role.flow.read()
     assert (answer.word, answer.state, answer.reason, answer.log_bytes) == ("published", "running", "", state.log_bytes)
     assert (state.version, state.consumed, state.settled_id) == (1, 2, trainer.intake.position)
-    assert role.redis.get(RunKeys(role.run_id).ledger) == trainer.intake.ledger.as_json().encode()
+    assert read_ledger(role.redis, role.run_id) == trainer.intake.ledger
     assert role.redis.hget(RunKeys(role.run_id).board, "version") == b"1"
 
 
@@ -93,7 +93,7 @@ def test_a_known_version_changes_nothing(role: Role, version: int) -> None:
     before = in_redis(role)
     changed = Ledger()
     changed.consume("worker-0", 4)
-    others: dict[str, Any] = {"settled_id": "9-9", "ledger": changed.as_json(), "blob": b"others", "checkpoint": "x"}
+    others: dict[str, Any] = {"settled_id": "9-9", "ledger": changed, "blob": b"others", "checkpoint": "x"}
     word = publish(role, epoch, version, consumed=2, **others)
     assert word == "known" and in_redis(role) == before
 

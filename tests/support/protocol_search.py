@@ -22,7 +22,7 @@ from shared.errors import Fenced, RedisSetBack, WorkerSuperseded
 from shared.experience_log import ExperienceLog, LogEntry, id_order
 from shared.flow import Claim
 from shared.fragment import Fragment, FragmentHeader
-from shared.ledger import Ledger, read_books, set_forward
+from shared.ledger import Ledger, read_books, read_ledger, set_forward
 from shared.policies.codec import VersionHeader
 from shared.policy_board import PolicyBoard
 from shared.redis_keys import RunKeys
@@ -129,6 +129,8 @@ class TrainerState:
     committed: Books
     process: bool = True
     """Whether the Redis process is the one that its books were matched with."""
+    untold: tuple[str, ...] | None = None
+    """Whose accounts Redis does not know yet; None for all."""
     taken: tuple[str, ...] = ()
     learnt: tuple[str, ...] = ()
     exact: bool = True
@@ -214,7 +216,7 @@ class Search:
         trainer = TrainerState(epoch, 0, books, books)
         empty = Image((), (), ())
         world = World(empty, (), (trainer,), (Saved(0, books, (), True),), faults)
-        self._publish(trainer, 0)
+        world = _with_trainer(world, 0, self._publish(trainer, 0))
         workers = [f"worker-{index}" for index in range(self._workers)]
         registered = tuple(WorkerState(name, *self._flow.register(name)) for name in workers)
         return replace(world, redis=self._image(empty), workers=registered)
@@ -337,15 +339,18 @@ class Search:
         reader = _OneEntry(self._log)
         intake = Intake(self.role.run_id, self.role.config, self._description, reader, self._settlement(trainer))
         intake.restore(Committed(trainer.now.position, trainer.now.ledger, {}))
+        intake.ledger = _ledger_of(trainer)
         try:
             found = intake.take(trainer.version, Phase.TRAIN, 0.0)
         except Fenced:
             return _with_trainer(world, index, replace(trainer, alive=False))
         except RedisSetBack:
             return self._comes_back(world, index)
+        whole, *news = intake.ledger.news()
         now = Books(Position(intake.position), intake.ledger.as_json())
+        trainer = replace(trainer, now=now, untold=None if whole else tuple(news[::2]))
         if found is None:
-            return _with_trainer(world, index, replace(trainer, now=now))
+            return _with_trainer(world, index, trainer)
         lag, act = trainer.version - found.header.version, found.header.life
         if not 0 <= lag <= self._max_lag:
             raise Violation(f"{act} is learnt from with lag {lag}")
@@ -353,15 +358,17 @@ class Search:
             raise Violation(f"{act} is learnt from twice")
         if act in world.redis.refused and not world.set_back:
             raise Violation(f"{act} was refused and is learnt from all the same")
-        return _with_trainer(world, index, replace(trainer, now=now, taken=(*trainer.taken, act)))
+        return _with_trainer(world, index, replace(trainer, taken=(*trainer.taken, act)))
 
-    def _publish(self, trainer: TrainerState, consumed: int) -> str:
-        books = trainer.committed
-        return self._board.publish(
-            epoch=trainer.epoch, version=trainer.version, consumed=consumed, settled_id=books.position,
-            ledger=books.ledger, header=VersionHeader(trainer.version, Phase.TRAIN, PhaseCounters()), blob=b"weights",
+    def _publish(self, trainer: TrainerState, consumed: int) -> TrainerState:
+        assert trainer.now == trainer.committed
+        header = VersionHeader(trainer.version, Phase.TRAIN, PhaseCounters())
+        self._board.publish(
+            epoch=trainer.epoch, version=trainer.version, consumed=consumed, settled_id=trainer.now.position,
+            ledger=_ledger_of(trainer), header=header, blob=b"weights",
             process=self._process if trainer.process else _ANOTHER_PROCESS,
-        ).word  # fmt: skip
+        )  # fmt: skip
+        return replace(trainer, untold=())
 
     @staticmethod
     def _learned(trainer: TrainerState) -> TrainerState:
@@ -372,12 +379,11 @@ class Search:
         trainer = self._learned(world.trainers[index])
         world = _with_trainer(world, index, trainer)
         try:
-            self._publish(trainer, self._needed)
+            return _with_trainer(world, index, self._publish(trainer, self._needed))
         except Fenced:
             return _with_trainer(world, index, replace(trainer, alive=False))
         except RedisSetBack:
             return self._comes_back(world, index)
-        return world
 
     def _looks(self, world: World, index: int) -> World:
         trainer, state = world.trainers[index], self._flow.read()
@@ -392,17 +398,15 @@ class Search:
         trainer = world.trainers[index]
         if not self._flow.holds(trainer.epoch):
             return _with_trainer(world, index, replace(trainer, alive=False))
-        trainer = replace(trainer, process=True, taken=(), now=trainer.committed)
-        if self._flow.read().version > trainer.version:
-            self._publish(trainer, 0)
-        else:
-            self._set_forward(trainer)
+        trainer = replace(trainer, process=True, taken=(), now=trainer.committed, untold=None)
+        knows_more = self._flow.read().version > trainer.version
+        trainer = self._publish(trainer, 0) if knows_more else self._set_forward(trainer)
         return _with_trainer(world, index, trainer)
 
-    def _set_forward(self, trainer: TrainerState) -> None:
+    def _set_forward(self, trainer: TrainerState) -> TrainerState:
         books = trainer.committed
         set_forward(self.role.redis, self.role.run_id, trainer.epoch, books.position, Ledger.from_json(books.ledger))
-        self._publish(trainer, 0)
+        return self._publish(trainer, 0)
 
     def _starts(self, world: World) -> World:
         """Another trainer, from the newest checkpoint, as `Trainer._recover` does it; the old ones live on."""
@@ -417,12 +421,11 @@ class Search:
             epoch, newest.version, newest.books, newest.books, learnt=newest.learnt, exact=newest.exact
         )
         if state.version < trainer.version:
-            self._set_forward(trainer)
+            trainer = self._set_forward(trainer)
         return replace(world, trainers=(*world.trainers, trainer))
 
     def _ledger(self) -> str:
-        text: Any = self.role.redis.get(self._keys.ledger)
-        return Ledger.from_json(text.decode()).as_json()
+        return read_ledger(self.role.redis, self.role.run_id).as_json()
 
     def _saves(self, world: World, index: int, trim: bool) -> World:
         """Its version becomes durable, and what it covers is trimmed; or the trim comes later."""
@@ -623,6 +626,16 @@ class _OneEntry:
         """The next one, once."""
         given, self._given = self._given, True
         return [] if given else self._log.read(after, 1, 0)
+
+
+def _ledger_of(trainer: TrainerState) -> Ledger:
+    """As it has it in memory, with what it has not told yet."""
+    ledger = Ledger.from_json(trainer.now.ledger)
+    if trainer.untold is not None:
+        ledger.told()
+        for worker in trainer.untold:
+            ledger.of(worker)
+    return ledger
 
 
 def _with_worker(world: World, index: int, worker: WorkerState) -> World:

@@ -13,7 +13,7 @@ from shared.errors import Fenced
 from shared.events import read_events
 from shared.flow import Claim
 from shared.fragment import Fragment, FragmentHeader
-from shared.ledger import Count, Ledger, LedgerLine, read_books
+from shared.ledger import Count, Ledger, LedgerLine, read_books, read_ledger
 from shared.policies.codec import VersionHeader
 from shared.policy_board import PolicyBoard, Published
 from shared.redis_keys import RunKeys
@@ -120,7 +120,7 @@ class SmallTrainer:
         taken, self.taken = self.taken, 0
         return self.board.publish(
             epoch=self.epoch, version=self.version, consumed=taken, settled_id=self.intake.position,
-            ledger=self.intake.committed.ledger, header=header, blob=b"weights",
+            ledger=self.intake.ledger, header=header, blob=b"weights",
         )  # fmt: skip
 
 
@@ -320,8 +320,8 @@ def test_a_gap_is_counted_once_by_a_trainer_that_goes_on_from_the_settled_books(
     role.redis.xdel(RunKeys(role.run_id).log, worker.log.read("0-0", 1, 0)[0].id)
     assert trainer.take() is not None
     second = SmallTrainer(role)
-    text: Any = role.redis.get(RunKeys(role.run_id).ledger)
-    second.intake.restore(Committed(role.flow.read().settled_id, text.decode(), {}))
+    settled = read_ledger(role.redis, role.run_id).as_json()
+    second.intake.restore(Committed(role.flow.read().settled_id, settled, {}))
     assert second.take() is not None
     assert second.intake.ledger.of("worker-0").dropped == {"lost": Count(1, SIZE)}
     assert role.flow.read().claimed == 1
