@@ -174,7 +174,7 @@ class Coordinator:
 def _start_services(folder: RunFolder, config: Config, logs: Path, running: ExitStack) -> tuple[Address, Keeper]:
     services: list[Service] = []
     redis_url, store_url, endpoint_url = config.redis.url, config.store.url, config.store.endpoint_url
-    credentials_file = None
+    credentials_file = store_folder = None
     if "embedded" in {redis_url, store_url}:
         credentials_file, secret = folder.credentials(config)
     if redis_url == "embedded":
@@ -184,6 +184,7 @@ def _start_services(folder: RunFolder, config: Config, logs: Path, running: Exit
         redis_url = f"redis://127.0.0.1:{service.port}/0"
         _LOGGER.info("Redis serves")
     if store_url == "embedded":
+        store_folder = str(folder.path / "s3")
         service = start_s3(folder.path / "s3", logs / "s3.log", secret["s3_access_key"], secret["s3_secret_key"])
         running.callback(service.stop)
         services.append(service)
@@ -191,9 +192,8 @@ def _start_services(folder: RunFolder, config: Config, logs: Path, running: Exit
         _LOGGER.info("the S3 server serves")
     keeper = Keeper(services, config)
     running.callback(keeper.stop)
-    return Address(
-        folder.run_id, redis_url, store_url, endpoint_url, str(credentials_file) if credentials_file else None
-    ), keeper
+    keys = str(credentials_file) if credentials_file else None
+    return Address(folder.run_id, redis_url, store_url, endpoint_url, keys, store_folder), keeper
 
 
 def _begin_ray(config: Config, logs: Path, running: ExitStack) -> RayHead:

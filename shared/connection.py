@@ -54,6 +54,8 @@ class Address:
     store_url: str
     endpoint_url: str | None = None
     credentials_file: str | None = None
+    store_folder: str | None = None
+    """Where the embedded S3 server, which leaves it to the kernel when to write, keeps its buckets on this machine."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -81,10 +81,17 @@ class ObjectStore(Protocol):
 
 
 class S3Store:
-    """An S3 bucket, below a prefix. The client is made when it is needed, and anew when its credentials are refused."""
+    """An S3 bucket, below a prefix. The client is made when it is needed, and anew when its credentials are refused.
 
-    def __init__(self, bucket: str, prefix: str, make_client: Callable[[], Any], where: str) -> None:
+    `folder` is where a server on this machine keeps the bucket that leaves it to the kernel when to write: an object is
+    synced there once it is put, since what it makes superfluous (the log) may be gone from the disk a moment later.
+    """
+
+    def __init__(
+        self, bucket: str, prefix: str, make_client: Callable[[], Any], where: str, folder: Path | None = None
+    ) -> None:
         self._bucket = bucket
+        self._folder = folder
         self._prefix = prefix
         self._make_client = make_client
         self._client: Any = None
@@ -123,6 +130,11 @@ class S3Store:
             raise PreconditionFailed(f"{key} exists already in {self._where}")
         else:
             self._call("put_object", key, Body=data)
+        if self._folder is not None:
+            try:
+                _sync(self._folder / (self._prefix + key), self._folder)
+            except OSError as error:
+                raise StoreError(f"{key} may not be on the disk of {self._where}: {error}") from None
 
     def delete(self, key: str) -> None:
         try:
@@ -260,7 +272,8 @@ class FileStore:
         except OSError:
             Path(temporary).unlink(missing_ok=True)
             raise
-        _sync_folder(path.parent)
+        for folder in _up_to(self._root, path):
+            _sync_one(folder)
 
     def _check_root(self) -> None:
         """The folder is never made here: where it is not mounted, what was there would seem lost, not away."""
@@ -330,9 +343,20 @@ def _name_anew(temporary: str, path: Path) -> None:
         raise
 
 
-def _sync_folder(folder: Path) -> None:
-    """A rename outlives a power failure only once its folder is on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path, root: Path) -> None:
+    """The file, and its name; where it has been deleted meanwhile there is nothing to keep."""
+    with contextlib.suppress(FileNotFoundError):
+        for found in (path, *_up_to(root, path)):
+            _sync_one(found)
+
+
+def _up_to(root: Path, path: Path) -> list[Path]:
+    """The folders of `path`, through `root`: a name outlives a power failure only once its folder is on the disk."""
+    return [folder for folder in path.parents if folder.is_relative_to(root)]
+
+
+def _sync_one(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -376,7 +400,8 @@ def _open(address: Address, config: StoreConfig) -> ObjectStore:
     prefix = parts.path.strip("/")
     where = f"s3://{parts.netloc} at {address.endpoint_url or 'AWS'}"
     base = f"{prefix}/{address.run_id}/" if prefix else f"{address.run_id}/"
-    return S3Store(parts.netloc, base, lambda: s3_client(address, config), where)
+    folder = Path(address.store_folder, parts.netloc) if address.store_folder else None
+    return S3Store(parts.netloc, base, lambda: s3_client(address, config), where, folder)
 
 
 def s3_client(address: Address, config: StoreConfig) -> Any:

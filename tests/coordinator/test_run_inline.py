@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,7 +95,9 @@ def marker(run: Run, name: str) -> Any:
     return json.loads((objects(run) / name).read_text())
 
 
-def test_a_run_from_start_to_end(config: MakeConfig) -> None:
+def test_a_run_from_start_to_end(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
     every = {"transport": "object_store"}  # each version is a checkpoint; else one that still waits may be passed over
     run = Run.start(config(policy_versions=every), "a", inline=True)
     outcome = finish(run)
@@ -102,6 +105,8 @@ def test_a_run_from_start_to_end(config: MakeConfig) -> None:
     assert run.ended
     assert (outcome.status.state, outcome.status.updates, outcome.status.env_steps) == ("finished", 4, 4 * 2 * 8 * 4)
     check_ledger(marker(run, ".finished"))
+    final = objects(run) / "checkpoints" / marker(run, ".finished")["final"]
+    assert {str(path) for path in final.rglob("*")} < {*synced}, "before the log behind it is trimmed"
 
     again = Run.attach("a", run.config.runs_dir)
     assert again.config == run.config

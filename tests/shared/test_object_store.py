@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.services import BUCKET, free_port, new_secret
+from coordinator.services import BUCKET, free_port, new_secret, start_s3
 from shared.connection import Address
 from shared.errors import ObjectMissing, PreconditionFailed, StoreError, StoreUnavailable
 from shared.object_store import ObjectStore, open_store
@@ -602,3 +602,44 @@ def test_objects_get_the_permissions_of_ordinary_files(tmp_path: Path) -> None:
 def test_a_key_cannot_leave_the_run(tmp_path: Path, key: str) -> None:
     with pytest.raises(StoreError, match="leaves the store folder"):
         file_store(tmp_path).put(key, b"1")
+
+
+# A power failure
+
+
+def test_what_is_put_into_the_embedded_server_is_on_its_disk(
+    tmp_path: Path, unique_run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The object and the folders that name it: the server itself leaves it to the kernel."""
+    data, keys, secret = tmp_path / "data", tmp_path / "keys.json", new_secret()
+    keys.write_text(json.dumps({"s3_access_key": secret, "s3_secret_key": secret}))
+    service = start_s3(data, tmp_path / "log", secret, secret)
+    try:
+        endpoint = f"http://127.0.0.1:{service.port}"
+        address = Address(unique_run_id, "", f"s3://{BUCKET}", endpoint, str(keys), str(data))
+        store, synced = open_store(address, minimal_config(store=QUICK)), list[str]()
+        monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
+        for if_absent in (False, True):
+            store.put(f"a/{if_absent}", b"1", if_absent=if_absent)
+        run = data / BUCKET / unique_run_id
+        for name in ("a/False", "a/True", "a", ""):
+            assert str(run / name) in synced
+        assert str(data / BUCKET) in synced and str(data) not in synced
+
+        def fail(handle: int) -> None:
+            raise OSError(errno.EIO, "the disk is broken")
+
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.raises(StoreError, match=r"a/False may not be on the disk of s3://.*: .*the disk is broken"):
+            store.put("a/False", b"2")
+    finally:
+        service.stop()
+
+
+def test_the_folders_that_name_an_object_are_synced_up_to_the_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, synced = file_store(tmp_path), list[str]()
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
+    store.put("a/b/object", b"1")
+    assert synced[1:] == [str(tmp_path / name) for name in ("r/a/b", "r/a", "r", "")]
