@@ -5,41 +5,28 @@ Exit codes: 0 done, 1 the run (or the world) failed, 2 what was asked for cannot
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
-import threading
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import redis
 import typer
 import typer.core
-from rich.progress import Progress
-from rich.table import Table
 
-from coordinator import cli_checkpoints, cli_evaluate, cli_measure
+from coordinator import cli_evaluate, cli_measure
 from coordinator.cli_options import RUNS as _RUNS
-from coordinator.cli_options import EndpointUrl, Json, PlaceArgument, PrintableConsole, RedisUrl, RunArgument, RunsDir
+from coordinator.cli_options import EndpointUrl, Json, PlaceArgument, RedisUrl, RunArgument, RunsDir, figure
 from coordinator.cli_options import console as _console
 from coordinator.cli_options import example as _example
 from coordinator.cli_options import print_json as _print_json
-from coordinator.console import LiveView, figure, print_status, print_summary
-from coordinator.job import submission
-from coordinator.run import Run, new_run_id
-from coordinator.run_folder import list_folders
-from shared.config import Config
-from shared.config_sources import dump_config, load_config
 from shared.errors import EnvironmentFailure, RunExists, StagecoachError, UserError, headline
-from shared.events import confirmed_return
-from shared.launch import LOGS
-from shared.printable import complain, printable
-from shared.user_code import extend_imports
+from shared.printable import complain
+
+# What a command needs is imported when it is called: PyTorch, Ray and the config's models take seconds, and `--help`,
+# `--version` and `runs` need none of them.
 
 
 class _Commands(typer.core.TyperGroup):
@@ -53,25 +40,52 @@ class _Commands(typer.core.TyperGroup):
             raise typer.Exit(130) from None
 
 
+class _Checkpoints(typer.core.TyperGroup):
+    """`stagecoach checkpoints …`; `stagecoach checkpoints RUN` lists, as if `list` stood there."""
+
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        from coordinator.cli_checkpoints import app
+
+        self.commands = typer.main.get_group(app).commands
+        if arguments and arguments[0] not in self.commands and arguments[0] not in context.help_option_names:
+            arguments = ["list", *arguments]
+        return super().parse_args(context, arguments)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        import importlib.metadata
+
+        print(f"stagecoach {importlib.metadata.version('stagecoach')}")
+        raise typer.Exit
+
+
 app = typer.Typer(
-    cls=_Commands, no_args_is_help=True, add_completion=False,
-    pretty_exceptions_enable=False, rich_markup_mode="markdown",
+    cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown",
     help="Distributed reinforcement learning: rollout workers, an experience log, checkpoints, exact resume.",
 )  # fmt: skip
-app.add_typer(cli_checkpoints.app, name="checkpoints")
-app.registered_commands += cli_measure.app.registered_commands
+app.add_typer(
+    typer.Typer(cls=_Checkpoints, rich_markup_mode="markdown"), name="checkpoints", no_args_is_help=True,
+    help="List, verify, show, prune, promote or export the checkpoints of a run.",
+    epilog=_example("stagecoach checkpoints my-run"),
+)  # fmt: skip
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=c", help="Change one field of the config; may stand often.")
 ]
-_HISTORY = 10
-"""Past events that `watch` begins with."""
-_LIVE = "stagecoach: the run is live"
+_Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")]
 Detach = Annotated[bool, typer.Option("--detach", help="Return once it trains; it goes on without this terminal.")]
 
 
-@app.command(epilog=_example("stagecoach train examples/cartpole.yaml --set rollout.workers=4"))
+@app.callback()
+def _main(version: _Version = False) -> None:
+    """Options of `stagecoach` itself."""
+
+
+@app.command(epilog=_example("stagecoach train cartpole --set rollout.workers=4"))
 def train(
-    config: Annotated[Path, typer.Argument(help="The config file; `stagecoach init` writes one.")],
+    config: Annotated[
+        Path, typer.Argument(help="The config file (`stagecoach init` writes one), or a name of `stagecoach presets`.")
+    ],
     set_: Sets = None,
     run_id: Annotated[str | None, typer.Option("--run-id", help="Name of the run; by default one is made up.")] = None,
     initialize_from: Annotated[
@@ -81,6 +95,9 @@ def train(
     or_resume: Annotated[
         bool,
         typer.Option("--or-resume", help="Continue the run where it is there already; for job systems that retry."),
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Delete a run of this --run-id first, with everything that it has stored.")
     ] = False,
     address: Annotated[
         str | None,
@@ -99,19 +116,28 @@ def train(
     background: Annotated[bool, typer.Option("--background", hidden=True)] = False,
 ) -> None:
     """Train: start all that the run needs, show it live, and end it all with a summary."""
+    from coordinator import cli_live
+    from coordinator.job import submission
+    from coordinator.presets import config_file
+    from coordinator.run import Run, new_run_id
+    from shared.config_sources import load_config
+
+    config = config_file(config)
     sets = [*(set_ or ()), *([f"initialize_from={json.dumps(initialize_from)}"] if initialize_from else ())]
     sets += ["signals.profile=true"] if profile else []
     resolved = load_config(config, [*sets, *(["ray.address=auto"] if address else ())])
     name = new_run_id(resolved) if run_id is None else run_id
+    if force:
+        _delete_former(run_id, resolved.runs_dir)
     again = ["--or-resume"] if or_resume else []
     if address is not None:
         sent = submission(address, config, sets, name, working_dir, or_resume)
-        _tend(partial(Run.submit, sent, resolved, name), detach=detach, where=f"submitting to {address}")
+        cli_live.tend(partial(Run.submit, sent, resolved, name), detach=detach, where=f"submitting to {address}")
     elif detach:
-        _detach(["train", str(config), *(f"--set={item}" for item in sets), "--run-id", name, *again], name)
+        cli_live.detach(["train", str(config), *(f"--set={item}" for item in sets), "--run-id", name, *again], name)
     else:
         start = partial(Run.start, resolved, name, inline=inline, or_resume=or_resume)
-        _tend(partial(start, import_path=(str(config.resolve().parent),)), background)
+        cli_live.tend(partial(start, import_path=(str(config.resolve().parent),)), background)
 
 
 @app.command(epilog=_example("stagecoach prepare config.yaml --run-id my-run"))
@@ -121,6 +147,9 @@ def prepare(
     set_: Sets = None,
 ) -> None:
     """Record a new run in Redis and the store and start nothing: its roles come by SSH or SLURM (docs/DEPLOY.md)."""
+    from coordinator.run import Run
+    from shared.config_sources import load_config
+
     Run.prepare(load_config(config, set_ or ()), run_id, import_path=(str(config.resolve().parent),))
     _console.print(f"run {run_id} is prepared; its roles may start")
 
@@ -139,11 +168,14 @@ def resume(
     background: Annotated[bool, typer.Option("--background", hidden=True)] = False,
 ) -> None:
     """Continue an ended or interrupted run from its newest good checkpoint and the log behind it."""
+    from coordinator import cli_live
+    from coordinator.run import Run
+
     if detach:
         sets = [f"--set={item}" for item in set_ or ()]
-        _detach(["resume", run, "--from", origin, *sets, "--runs-dir", str(runs_dir)], run)
+        cli_live.detach(["resume", run, "--from", origin, *sets, "--runs-dir", str(runs_dir)], run)
     else:
-        _tend(partial(Run.resume, run, runs_dir, tuple(set_ or ()), origin=origin, inline=inline), background)
+        cli_live.tend(partial(Run.resume, run, runs_dir, tuple(set_ or ()), origin=origin, inline=inline), background)
 
 
 @app.command(epilog=_example("stagecoach replay my-run --from start --to best"))
@@ -155,6 +187,11 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Train again over the archived log (archive=all), and compare every object with a checkpoint of the run."""
+    from rich.progress import Progress
+
+    from coordinator.run import Run
+    from shared.user_code import extend_imports
+
     handle = Run.attach(run, runs_dir)
     extend_imports((os.getcwd(), *handle.folder.import_path()))
     with Progress(console=_console, transient=True, disable=as_json or not _console.is_terminal) as bar:
@@ -181,6 +218,8 @@ def replay(
 @app.command(epilog=_example("stagecoach status my-run --json"))
 def status(run: RunArgument, runs_dir: RunsDir = _RUNS, as_json: Json = False) -> None:
     """Show what a run is doing, the ledger, and the party that everyone waits for."""
+    from coordinator.console import print_status
+    from coordinator.run import Run
 
     found = Run.attach(run, runs_dir).status()
     if as_json:
@@ -197,7 +236,10 @@ def watch(
     redis_url: RedisUrl = None,
 ) -> None:
     """Watch a live run, checkpoints as they land; Ctrl-C ends the watching, not the run."""
-    _watch(Run.attach(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url))
+    from coordinator import cli_live
+    from coordinator.run import Run
+
+    cli_live.watch(Run.attach(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url))
 
 
 @app.command(epilog=_example("stagecoach attach s3://bucket/prefix/my-run"))
@@ -209,53 +251,89 @@ def attach(
     detach: Detach = False,
 ) -> None:
     """Take up a run again: watch it; where its coordinator has died, start another, which continues it exactly."""
+    from coordinator import cli_live
+    from coordinator.console import print_status
+    from coordinator.run import Run
+
     handle = Run.attach(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url)
     state = handle.status(books=False).state
     if handle.live and not detach:
-        _watch(handle)
+        cli_live.watch(handle)
     elif state == "interrupted" and handle.folder.elsewhere is None and detach:
-        _detach(["resume", handle.run_id, "--runs-dir", str(runs_dir)], handle.run_id)
+        cli_live.detach(["resume", handle.run_id, "--runs-dir", str(runs_dir)], handle.run_id)
     elif state == "interrupted":
-        _tend(handle.take_up, detach=detach)
+        cli_live.tend(handle.take_up, detach=detach)
     else:
         print_status(handle.status(), _console)
-
-
-def _watch(handle: Run) -> None:
-    try:
-        hint = "Ctrl-C ends the watching, not the run"
-        LiveView(handle, _console, handle.recent(_HISTORY), hint).show(lambda: not handle.live)
-    except KeyboardInterrupt:
-        _console.print("watching ended; the run goes on")
-        return
-    print_status(handle.status(), _console)
 
 
 @app.command(epilog=_example("stagecoach runs --json"))
 def runs(runs_dir: RunsDir = _RUNS, as_json: Json = False) -> None:
     """List the runs of this machine."""
-    table, rows = Table("run", "state", "env steps", "best", "reason"), []
-    for folder in list_folders(runs_dir):
-        try:
-            handle = Run.attach(folder.run_id, runs_dir)
-            found = handle.status()
-            best = next((entry for entry in handle.checkpoints() if "best" in entry["marks"]), None)
-            score = confirmed_return(best["evaluation"]) if best and best["evaluation"] else None
-            row = _run_row(folder.run_id, found.state, found.reason, found.env_steps, score)
-        except StagecoachError as error:
-            row = _run_row(folder.run_id, "unreadable", str(error))
-        rows.append(row)
-        table.add_row(folder.run_id, row["state"], f"{row['env_steps']:,}", figure(row["best"]), row["reason"])
+    from rich.table import Table
+
+    from coordinator.run_list import list_runs
+
+    rows = list_runs(runs_dir)
+    table = Table("run", "state", "env steps", "best", "reason")
+    for row in rows:
+        table.add_row(row.run_id, row.state, f"{row.env_steps:,}", figure(row.best), row.reason.partition("\n")[0])
     if as_json:
-        _print_json(rows)
+        _print_json([asdict(row) for row in rows])
     elif rows:
         _console.print(table)
     else:
-        _console.print(f"no runs in {runs_dir}; start one: stagecoach train examples/cartpole.yaml")
+        _console.print(f"no runs in {runs_dir}; start one: stagecoach train cartpole")
 
 
-def _run_row(run_id: str, state: str, reason: str, env_steps: int = 0, best: float | None = None) -> dict[str, Any]:
-    return {"run_id": run_id, "state": state, "env_steps": env_steps, "best": best, "reason": reason}
+@app.command(epilog=_example("stagecoach delete my-run --yes"))
+def delete(
+    run: RunArgument,
+    runs_dir: RunsDir = _RUNS,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete a run that is not live: its folder, and what it has in Redis and in the store, checkpoints included."""
+    from coordinator.run_deletion import Deletion
+
+    found = Deletion.of(run, runs_dir)
+    if not yes and not sys.stdin.isatty():
+        raise UserError(f"this would delete {found.what}; there is no terminal to ask at, so say --yes")
+    if not yes and not typer.confirm(f"delete {found.what}? This cannot be undone"):
+        raise typer.Exit(2)
+    found.carry_out()
+    _console.print(f"deleted {found.what}", highlight=False, soft_wrap=True)
+
+
+def _delete_former(run_id: str | None, runs_dir: Path) -> None:
+    """For `train --force`."""
+    from coordinator.run_deletion import Deletion
+    from shared.errors import RunNotFound
+
+    if run_id is None:
+        raise UserError("--force deletes the run that --run-id names; give that as well")
+    try:
+        found = Deletion.of(run_id, runs_dir)
+    except RunNotFound:
+        return
+    found.carry_out()
+    _console.print(f"deleted {found.what}", highlight=False, soft_wrap=True)
+
+
+@app.command(epilog=_example("stagecoach presets"))
+def presets(as_json: Json = False) -> None:
+    """List the configs that come with Stagecoach; `stagecoach train NAME` takes one, `config NAME` prints it."""
+    from rich.table import Table
+
+    from coordinator.presets import list_presets
+
+    found = list_presets()
+    if as_json:
+        _print_json([{"name": preset.name, "about": preset.about, "path": str(preset.path)} for preset in found])
+        return
+    table = Table("preset", "about")
+    for preset in found:
+        table.add_row(preset.name, preset.about)
+    _console.print(table)
 
 
 @app.command(epilog=_example("stagecoach scale my-run 4` or `stagecoach scale my-run auto --min 2 --max 16"))
@@ -278,6 +356,8 @@ def scale(
         raise typer.BadParameter("say how many (4), or auto, or bounds (--min 2 --max 16)")
     if workers is not None and workers != "auto" and not workers.lstrip("-").isdecimal():
         raise typer.BadParameter(f"expected a number of workers, or auto, found {workers!r}")
+    from coordinator.run import Run
+
     number = None if workers is None or workers == "auto" else int(workers)
     _console.print(f"{run}: scaling {Run.attach(run, runs_dir).scale(number, min_workers=least, max_workers=most)}")
 
@@ -285,6 +365,8 @@ def scale(
 @app.command(epilog=_example("stagecoach stop my-run"))
 def stop(run: RunArgument, runs_dir: RunsDir = _RUNS) -> None:
     """End a live run with a final checkpoint, and wait until it has ended."""
+    from coordinator.run import Run
+
     handle = Run.attach(run, runs_dir)
     handle.stop()
     _console.print(f"{run}: {handle.wait().reason}")
@@ -315,10 +397,14 @@ def config(
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of all fields.")] = False,
 ) -> None:
     """Print the resolved config (file, environment and --set put together), or the schema."""
+    from coordinator.presets import config_file
+    from shared.config import Config
+    from shared.config_sources import dump_config, load_config
+
     if schema or path is None:
         _print_json(Config.model_json_schema())
     else:
-        print(dump_config(load_config(path, set_ or ())), end="")
+        print(dump_config(load_config(config_file(path), set_ or ())), end="")
 
 
 @app.command(epilog=_example("stagecoach doctor examples/cartpole.yaml"))
@@ -329,7 +415,11 @@ def doctor(
 ) -> None:
     """Check Redis, store, Ray, versions and permissions, say what to do about what fails, and warn of what is open."""
     from coordinator.doctor import examine
+    from coordinator.presets import config_file
+    from shared.config_sources import load_config
+    from shared.user_code import extend_imports
 
+    path = config_file(path) if path else None
     extend_imports([os.getcwd(), *([str(path.resolve().parent)] if path else [])])
     findings = []
     for finding in examine(load_config(path, set_ or ()) if path else None):
@@ -346,107 +436,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _tend(begin: Any, background: bool = False, detach: bool = False, where: str = "") -> None:
-    """Starts (or resumes) a run, shows it until it ends, and turns signals into a clean end.
-
-    With `detach` it only sees the run begin, which then goes on without this process.
-    """
-
-    received: list[int] = []
-    roles_start, there = threading.Event(), threading.Event()
-    asked = False
-
-    def on_signal(number: int, _: Any) -> None:
-        received.append(number)
-        if not roles_start.is_set() or len(received) > 2:  # Ray does not survive an exception in the midst of joining
-            os.write(2, b"interrupted: what was started is being ended\n")  # print may have been what was interrupted
-            raise KeyboardInterrupt
-        if not there.is_set():
-            os.write(2, b"interrupted: it ends with a last checkpoint once its roles have started\n")
-
-    def listen() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, on_signal)
-
-    listen()
-    if not background:
-        _console.print(f"{where or 'checking'}, then starting Redis, the store, Ray and the roles …", style="dim")
-    run: Run = begin(begun=roles_start.set)
-    there.set()
-    if detach:
-        _tell_detached(run.run_id, "on the cluster")
-        return
-    listen()  # again: joining Ray has put a handler of its own for SIGTERM
-
-    def ended() -> bool:
-        nonlocal asked
-        if received and not asked:
-            with contextlib.suppress(StagecoachError, redis.RedisError):  # ending, or Redis is slow: tried again
-                run.stop()
-                asked = True
-                _console.print("ending with a last checkpoint; Ctrl-C again ends at once, and what is durable stays")
-        if len(received) > 1:
-            run.abandon()
-        return run.ended
-
-    if background:
-        _announce(run)
-        _console.quiet = True
-    else:
-        where = f"run {run.run_id}; its folder is {run.folder.path}"
-        _console.print(where, highlight=False, soft_wrap=True)
-    LiveView(run, PrintableConsole(quiet=True) if background else _console, run.first_event).show(ended)
-    outcome = run.wait()
-    print_summary(run, outcome, _console)
-    if run.config.signals.profile:
-        with contextlib.suppress(UserError):  # of one that never began
-            cli_measure.show_profile(run)
-    if outcome.reason == "abandoned":
-        raise typer.Exit(130)
-    if outcome.failed:
-        reason = outcome.reason.splitlines()[0]
-        complain(f"run {run.run_id} {reason}; the whole story is in {run.folder.path / LOGS}")
-        raise typer.Exit(2 if outcome.users_fault else 1)
-
-
-def _detach(arguments: list[str], run_id: str) -> None:
-    """The same command in a session of its own; returns when it trains, or with its error."""
-    command = [sys.executable, "-P", "-m", "coordinator.cli", *arguments, "--background"]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        text=True,
-    )
-    assert process.stdout is not None and process.stderr is not None
-    try:
-        live = any(line.strip() == _LIVE for line in process.stdout)  # modules may print while they are imported
-    except KeyboardInterrupt:  # its session is its own: it has not heard of it
-        process.send_signal(signal.SIGINT)
-        process.communicate()
-        raise
-    if not live:
-        print(printable(process.stderr.read().strip(), lines=True), file=sys.stderr)
-        raise typer.Exit(process.wait() or 1)
-    _tell_detached(run_id, f"in the background (process {process.pid})")
-
-
-def _tell_detached(run_id: str, where: str) -> None:
-    _console.print(f"run {run_id} is live {where}", highlight=False)
-    _console.print(
-        f"  stagecoach watch {run_id}    stagecoach scale {run_id} N    stagecoach stop {run_id}", highlight=False
-    )
-
-
-def _announce(run: Run) -> None:
-    """Tells the process that waits, and takes the output to the run's log from here on."""
-    print(f"\n{_LIVE}", flush=True)
-    log = os.open(run.folder.path / LOGS / "background.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    os.close(log)
+app.registered_commands += cli_measure.app.registered_commands
 
 
 def main() -> None:
@@ -462,7 +452,9 @@ def main() -> None:
     except StagecoachError as error:
         complain(error)
         sys.exit(1)
-    except redis.RedisError as error:
+    except Exception as error:
+        if "redis" not in sys.modules or not isinstance(error, sys.modules["redis"].RedisError):
+            raise
         complain(f"Redis: {error}")
         sys.exit(1)
 

@@ -10,11 +10,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Column, Table
-from typer.core import TyperGroup
 
 from coordinator.checkpoints import CUT_OFF, DAMAGED, OK, Verdict
-from coordinator.cli_options import RUNS, Json, RunArgument, RunsDir, console, example, print_json
-from coordinator.console import figure, ledger_line
+from coordinator.cli_options import RUNS, Json, RunArgument, RunsDir, console, example, figure, print_json
+from coordinator.console import ledger_line
 from coordinator.run import Run
 from shared.checkpoint import MARKS, Manifest
 from shared.config import Config
@@ -28,20 +27,7 @@ _MARKS = ", ".join(MARKS)
 Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help=f"A checkpoint's name, or {_MARKS}.")]
 
 
-class _ListByDefault(TyperGroup):
-    """`stagecoach checkpoints RUN` lists, as if `list` stood there."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
-            args = ["list", *args]
-        return super().parse_args(ctx, args)
-
-
-app = typer.Typer(
-    cls=_ListByDefault, no_args_is_help=True, rich_markup_mode="markdown",
-    help="List, verify, show, prune, promote or export the checkpoints of a run.",
-    epilog=example("stagecoach checkpoints my-run"),
-)  # fmt: skip
+app = typer.Typer(rich_markup_mode="markdown")
 
 
 @app.command("list", epilog=example("stagecoach checkpoints my-run --json"))

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordinator.cli_options import RUNS, Json, RunsDir, console, example, print_json
-from coordinator.console import figure
+from coordinator.cli_options import RUNS, Json, RunsDir, console, example, figure, print_json
 
 if TYPE_CHECKING:
     from coordinator.evaluate import Evaluation

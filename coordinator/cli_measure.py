@@ -5,14 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from coordinator.cli_options import RUNS, Json, RunArgument, RunsDir, console, example, print_json
-from coordinator.profiles import TRACE, RunProfile, stages_table
-from coordinator.run import Run
 from shared.errors import UserError
+
+if TYPE_CHECKING:
+    from coordinator.run import Run
 
 app = typer.Typer()
 _CHECKOUT = Path(__file__).parent.parent
@@ -22,17 +23,21 @@ _CHECKOUT = Path(__file__).parent.parent
 def profile(
     run: RunArgument,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help=f"The timeline; {TRACE} in the run's folder.")
+        Path | None, typer.Option(metavar="FILE", help="The timeline; profile.json in the run's folder by default.")
     ] = None,
     runs_dir: RunsDir = RUNS,
     as_json: Json = False,
 ) -> None:
     """Show where the time of a run with `--profile` went, and write the timeline for Perfetto or speedscope."""
+    from coordinator.run import Run
+
     show_profile(Run.attach(run, runs_dir), out, as_json)
 
 
 def show_profile(run: Run, out: Path | None = None, as_json: bool = False) -> None:
     """The table, and the timeline into a file; raises `UserError` where the run has left none."""
+    from coordinator.profiles import TRACE, RunProfile, stages_table
+
     found = RunProfile.read(run.checkpoint_store())
     path = out or run.folder.path / TRACE
     found.write(path)

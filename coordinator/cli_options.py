@@ -61,3 +61,8 @@ def example(text: str) -> str:
 def print_json(data: Any) -> None:
     """For scripts; what JSON does not know becomes text."""
     print(json.dumps(data, indent=1, default=str))
+
+
+def figure(value: float | None) -> str:
+    """A score with four significant digits, small or large."""
+    return "–" if value is None else f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"

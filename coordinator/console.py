@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from coordinator.cli_options import figure
 from coordinator.coordinator import Outcome
 from coordinator.profiles import in_one_line
 from coordinator.room import Room
@@ -136,11 +137,6 @@ def figures_table(status: Status) -> Table:
     score = f"{figure(evaluation['mean_return'])} ({evaluation['checkpoint']})" if evaluation else "–"
     table.add_row("evaluated", score, "checkpoint", status.latest or "–")
     return table
-
-
-def figure(value: float | None) -> str:
-    """A score with four significant digits, small or large."""
-    return "–" if value is None else f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def one_line(status: Status) -> str:

@@ -16,6 +16,7 @@ runs/<run_id>/
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import json
 import os
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.elsewhere import Elsewhere, read_elsewhere
+from coordinator.run_list import LOCK, is_locked, run_paths
 from coordinator.services import BUCKET, new_secret
 from shared.config import Config
 from shared.config_sources import dump_config, load_config
@@ -34,7 +36,7 @@ from shared.errors import RunExists, RunNotFound, UserError
 from shared.launch import LOGS, RESOLVED_CONFIG, SERVICES, read_launch
 from shared.redis_keys import check_run_id
 
-CREDENTIALS, LOCK, IMPORT_PATH = "credentials.json", "lock", "import_path.json"
+CREDENTIALS, IMPORT_PATH = "credentials.json", "import_path.json"
 _LOCK_TRIES = 10
 
 
@@ -78,10 +80,12 @@ class RunFolder:
         """The folder of an existing run; raises `RunNotFound` with the runs that there are."""
         path = runs_dir.expanduser().resolve() / check_run_id(run_id)
         if not (path / RESOLVED_CONFIG).is_file():
-            known = ", ".join(folder.run_id for folder in list_folders(runs_dir)) or "none"
+            known = [path.name for path in run_paths(runs_dir)]
+            nearest = ", ".join(difflib.get_close_matches(run_id, known, cutoff=0.5))
+            hint = f"did you mean {nearest}?" if nearest else f"runs there: {len(known)};"
             raise RunNotFound(
-                f"no run {run_id!r} in {runs_dir}; runs there: {known}; of one that lives elsewhere give its store's "
-                f"folder: s3://bucket/prefix/{run_id}"
+                f"no run {run_id!r} in {runs_dir}; {hint} `stagecoach runs` lists them; for one that lives elsewhere "
+                f"give its folder in the store: s3://bucket/prefix/{run_id}"
             )
         return cls(run_id, path)
 
@@ -139,17 +143,7 @@ class RunFolder:
         """Whether a coordinator holds the run right now (this process counts)."""
         if self.held:
             return True
-        try:
-            handle = os.open(self.path / LOCK, os.O_RDONLY)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(handle)
-        return False
+        return is_locked(self.path)
 
     def credentials(self, config: Config) -> tuple[Path, dict[str, str]]:
         """The secrets of the run's embedded services (of no others), made once."""
@@ -203,12 +197,3 @@ def _locked(handle: int) -> bool:
         except BlockingIOError:
             time.sleep(0.05 if attempt < _LOCK_TRIES - 1 else 0.0)
     return False
-
-
-def list_folders(runs_dir: Path) -> list[RunFolder]:
-    """All runs of this machine, oldest first."""
-    runs_dir = runs_dir.expanduser()
-    if not runs_dir.is_dir():
-        return []
-    paths = [path for path in runs_dir.resolve().iterdir() if (path / RESOLVED_CONFIG).is_file()]
-    return [RunFolder(path.name, path) for path in sorted(paths, key=lambda path: path.stat().st_ctime)]

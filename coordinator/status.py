@@ -12,6 +12,7 @@ import redis
 from pydantic import BaseModel, TypeAdapter
 
 from coordinator.room import room_of
+from coordinator.run_list import INTERRUPTED
 from shared.bodies import bytes_by_shard
 from shared.checkpoint import FINISHED, CheckpointStore
 from shared.events import read_evaluations
@@ -133,7 +134,7 @@ def ended_status(checkpoints: CheckpointStore) -> Status:
     return Status(
         run_id=checkpoints.run_id,
         state="finished" if finished else "interrupted",
-        reason=finished["reason"] if finished else "no coordinator is running it; continue it with `stagecoach resume`",
+        reason=finished["reason"] if finished else INTERRUPTED,
         live=False,
         version=int((finished or last).get("version", -1)),
         env_steps=int(train.get("env_steps", last.get("env_steps", 0))),

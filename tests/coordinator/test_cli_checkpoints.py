@@ -151,7 +151,7 @@ def test_what_cannot_be_done_says_why(stagecoach: Stagecoach, run: Path) -> None
 @pytest.mark.parametrize("command", ["list", "verify", "show", "prune", "promote", "export"])
 def test_a_run_that_is_not_there(stagecoach: Stagecoach, tmp_path: Path, command: str) -> None:
     rest = {"promote": ["latest"], "export": ["out"]}.get(command, [])
-    check_refused(stagecoach("checkpoints", command, "nobody", *rest), "no run 'nobody'", "runs there: none")
+    check_refused(stagecoach("checkpoints", command, "nobody", *rest), "no run 'nobody'", "runs there: 0")
     assert not (tmp_path / "runs").exists() and not (tmp_path / "out").exists()
 
 

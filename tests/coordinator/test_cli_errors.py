@@ -135,7 +135,7 @@ def test_a_resume_that_would_end_at_once(stagecoach: Stagecoach, tmp_path: Path)
 @pytest.mark.parametrize("command", ["status", "watch", "scale", "stop", "resume", "checkpoints", "evaluate"])
 def test_a_run_that_is_not_there(stagecoach: Stagecoach, tmp_path: Path, command: str) -> None:
     rest = ["2"] if command == "scale" else []
-    check_refused(stagecoach(command, "nobody", *rest), "no run 'nobody'", "runs there: none")
+    check_refused(stagecoach(command, "nobody", *rest), "no run 'nobody'", "runs there: 0")
     assert not (tmp_path / "runs").exists()
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from coordinator.console import figure, ledger_line, print_status, print_summary, scores_of_note
+from coordinator.cli_options import figure
+from coordinator.console import ledger_line, print_status, print_summary, scores_of_note
 from coordinator.coordinator import Outcome
 from coordinator.run import Run
 from coordinator.run_folder import RunFolder

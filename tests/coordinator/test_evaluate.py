@@ -65,7 +65,7 @@ def test_it_writes_nothing_into_the_run(run: Run) -> None:
 
 
 def test_an_unknown_run_or_checkpoint_is_not_found(run: Run, checkpoints: Path) -> None:
-    with pytest.raises(RunNotFound, match="runs there: a"):
+    with pytest.raises(RunNotFound, match="runs there: 1"):
         evaluate("nobody", runs(run))
     with pytest.raises(CheckpointNotFound, match=rf"no checkpoint '9_Step-9\.ckpt'; there are: .*{LAST}"):
         evaluate("a/9_Step-9.ckpt", runs(run))

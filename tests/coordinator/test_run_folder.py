@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.run_folder import RunFolder, list_folders
+from coordinator.run_folder import RunFolder
+from coordinator.run_list import run_paths
 from coordinator.services import BUCKET
 from shared.config import Config
 from shared.connection import Address
@@ -97,17 +98,20 @@ def test_the_lock_goes_with_the_process_that_holds_it(config: Config, runs: Path
 
 
 def test_what_is_not_there_is_not_found_with_what_is(config: Config, runs: Path) -> None:
-    with pytest.raises(RunNotFound, match=r"no run 'a' in .*; runs there: none"):
+    with pytest.raises(RunNotFound, match=r"no run 'a' in .*; runs there: 0"):
         RunFolder.find("a", runs)
     RunFolder.create(config, "b").unlock()
     (runs / "no-run").mkdir()
     (runs / "file").write_text("")
-    with pytest.raises(RunNotFound, match=r"no run 'a' in .*; runs there: b;"):
+    with pytest.raises(RunNotFound, match=r"no run 'a' in .*; runs there: 1"):
         RunFolder.find("a", runs)
     with pytest.raises(UserError, match=r"run id '\.\./b'"):
         RunFolder.find("../b", runs)
-    assert [folder.run_id for folder in list_folders(runs)] == ["b"]
-    assert list_folders(runs / "nowhere") == []
+    RunFolder.create(config, "cartpole-1").unlock()
+    with pytest.raises(RunNotFound, match=r"did you mean cartpole-1\?"):
+        RunFolder.find("cartpol-1", runs)
+    assert [path.name for path in run_paths(runs)] == ["b", "cartpole-1"]
+    assert run_paths(runs / "nowhere") == []
 
 
 def test_secrets_are_made_once_and_are_the_owners(config: Config, runs: Path) -> None:

@@ -1,0 +1,135 @@
+"""`runs`, `delete`, `--force`, presets and `--version`: what is told and done without what trains."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from coordinator.run import Run
+from coordinator.run_list import _asked, list_runs
+from shared.redis_keys import RunKeys
+from shared.user_code import SOURCE
+from tests.conftest import RedisServer, minimal_config
+from tests.coordinator.terminal import Stagecoach, check_refused
+
+HEAVY = {"torch", "ray", "redis", "boto3", "numpy", "gymnasium"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an ended run and one without `.finished`."""
+    folder = tmp_path_factory.mktemp("runs")
+    config = minimal_config(runs_dir=str(folder / "runs"))
+    Run.start(config, "ended", inline=True).wait(100)
+    shutil.copytree(folder / "runs" / "ended", folder / "runs" / "cut-off")
+    store = folder / "runs" / "cut-off" / "s3" / "stagecoach"
+    (store / "ended").rename(store / "cut-off")
+    (store / "cut-off" / ".finished").unlink()
+    return folder
+
+
+def test_what_the_files_tell_is_what_the_run_tells(folder: Path) -> None:
+    rows = {row.run_id: row for row in list_runs(folder / "runs")}
+    assert (rows["ended"].state, rows["cut-off"].state) == ("finished", "interrupted")
+    assert rows["ended"].best is not None and rows["ended"].env_steps > 0
+    assert rows == {name: _asked(folder / "runs" / name) for name in rows}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["runs"], ["train", "--help"], ["checkpoints"]])
+def test_what_needs_nothing_imports_nothing(folder: Path, arguments: list[str]) -> None:
+    program = (
+        "import sys; from coordinator.start import main; sys.argv[1:] = sys.argv[1:]\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        f"print(sorted({HEAVY!r} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=folder, capture_output=True, text=True, check=True
+    )
+    loaded = done.stdout.splitlines()[-1]
+    assert loaded == ("[]" if arguments != ["checkpoints"] else loaded)
+
+
+def test_a_damaged_run_says_why_and_keeps_the_others(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "runs", tmp_path / "runs")
+    (tmp_path / "runs" / "ended" / "config.yaml").write_text("[1, 2")
+    rows = {row.run_id: row for row in list_runs(tmp_path / "runs")}
+    assert rows["ended"].state == "unreadable" and rows["cut-off"].state == "interrupted"
+
+
+def test_delete_asks_and_takes_the_run_and_no_other(folder: Path, stagecoach: Stagecoach, tmp_path: Path) -> None:
+    shutil.copytree(folder / "runs", tmp_path / "runs")
+    check_refused(stagecoach("delete", "ended"), "would delete run ended", "--yes")
+    assert (tmp_path / "runs" / "ended").exists()
+    done = stagecoach("delete", "ended", "--yes")
+    assert done.code == 0 and "deleted run ended" in done.out
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["cut-off"]
+    check_refused(stagecoach("delete", "cutoff", "--yes"), "did you mean cut-off?")
+
+
+def test_delete_takes_what_a_run_has_in_redis_and_in_the_store(
+    redis_server: RedisServer,
+    stagecoach: Stagecoach,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    unique_run_id: str,
+) -> None:
+    monkeypatch.setenv("STAGECOACH_REDIS_PASSWORD", redis_server.password)
+    config = minimal_config(
+        runs_dir=str(tmp_path / "runs"), redis={"url": redis_server.url}, store={"url": f"file://{tmp_path / 'store'}"}
+    )
+    (tmp_path / "store").mkdir()
+    names = [f"{unique_run_id}-a", f"{unique_run_id}-ab"]
+    for name in names:
+        Run.start(config, name, inline=True).wait(100)
+    with redis_server.client() as client:
+        assert list(client.scan_iter(f"{RunKeys(names[0]).prefix}*"))
+        done = stagecoach("delete", names[0], "--yes")
+        assert done.code == 0, done
+        assert not list(client.scan_iter(f"{RunKeys(names[0]).prefix}*"))
+        assert list(client.scan_iter(f"{RunKeys(names[1]).prefix}*"))
+    left = {path.relative_to(tmp_path / "store").parts[0] for path in (tmp_path / "store").rglob("*") if path.is_file()}
+    assert left == {names[1]} and [path.name for path in (tmp_path / "runs").iterdir()] == [names[1]]
+
+
+def test_force_begins_a_run_anew(stagecoach: Stagecoach, tmp_path: Path) -> None:
+    check_refused(stagecoach("train", "config.yaml", "--inline", "--force"), "--run-id")
+    assert stagecoach("train", "config.yaml", "--inline", "--run-id", "a", "--force").code == 0
+    first = json.loads((tmp_path / "runs/a/s3/stagecoach/a/.finished").read_text())
+    check_refused(stagecoach("train", "config.yaml", "--inline", "--run-id", "a"), "exists")
+    assert (
+        stagecoach("train", "config.yaml", "--inline", "--run-id", "a", "--force", "--set", "stop_at.updates=3").code
+        == 0
+    )
+    second = json.loads((tmp_path / "runs/a/s3/stagecoach/a/.finished").read_text())
+    assert (first["version"], second["version"]) == (2, 3)
+
+
+def test_presets_are_the_examples_by_name(stagecoach: Stagecoach) -> None:
+    listed = {row["name"]: row for row in json.loads(stagecoach("presets", "--json").out)}
+    assert {"cartpole", "own_environment"} <= set(listed) and "bitflip" not in listed
+    assert all(row["about"] for row in listed.values())
+    assert "CartPole-v1" in stagecoach("config", "cartpole").out
+    check_refused(stagecoach("train", "cartpool"), "no file cartpool", "presets: ", "cartpole")
+
+
+def test_the_wheel_carries_them() -> None:
+    wheel = tomllib.loads((SOURCE / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["force-include"] == {"examples": "coordinator/presets"}
+    assert (SOURCE / "examples" / "cartpole.yaml").is_file()
+
+
+def test_the_version_is_the_installed_ones(stagecoach: Stagecoach) -> None:
+    version = tomllib.loads((SOURCE / "pyproject.toml").read_text())["project"]["version"]
+    assert stagecoach("--version").out == f"stagecoach {version}\n"
+
+
+def test_a_row_is_plain_data(folder: Path) -> None:
+    assert set(asdict(list_runs(folder / "runs")[0])) == {"run_id", "state", "env_steps", "best", "reason"}
