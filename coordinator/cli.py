@@ -22,6 +22,7 @@ from coordinator.cli_options import EndpointUrl, Json, PlaceArgument, RedisUrl, 
 from coordinator.cli_options import console as _console
 from coordinator.cli_options import example as _example
 from coordinator.cli_options import print_json as _print_json
+from shared.collector import interruptible
 from shared.errors import EnvironmentFailure, RunExists, StagecoachError, UserError, headline
 from shared.printable import complain
 
@@ -116,11 +117,12 @@ def train(
     background: Annotated[bool, typer.Option("--background", hidden=True)] = False,
 ) -> None:
     """Train: start all that the run needs, show it live, and end it all with a summary."""
-    from coordinator import cli_live
-    from coordinator.job import submission
-    from coordinator.presets import config_file
-    from coordinator.run import Run, new_run_id
-    from shared.config_sources import load_config
+    with interruptible():
+        from coordinator import cli_live
+        from coordinator.job import submission
+        from coordinator.presets import config_file
+        from coordinator.run import Run, new_run_id
+        from shared.config_sources import load_config
 
     config = config_file(config)
     sets = [*(set_ or ()), *([f"initialize_from={json.dumps(initialize_from)}"] if initialize_from else ())]
@@ -147,8 +149,9 @@ def prepare(
     set_: Sets = None,
 ) -> None:
     """Record a new run in Redis and the store and start nothing: its roles come by SSH or SLURM (docs/DEPLOY.md)."""
-    from coordinator.run import Run
-    from shared.config_sources import load_config
+    with interruptible():
+        from coordinator.run import Run
+        from shared.config_sources import load_config
 
     Run.prepare(load_config(config, set_ or ()), run_id, import_path=(str(config.resolve().parent),))
     _console.print(f"run {run_id} is prepared; its roles may start")
@@ -168,8 +171,9 @@ def resume(
     background: Annotated[bool, typer.Option("--background", hidden=True)] = False,
 ) -> None:
     """Continue an ended or interrupted run from its newest good checkpoint and the log behind it."""
-    from coordinator import cli_live
-    from coordinator.run import Run
+    with interruptible():
+        from coordinator import cli_live
+        from coordinator.run import Run
 
     if detach:
         sets = [f"--set={item}" for item in set_ or ()]
@@ -251,9 +255,10 @@ def attach(
     detach: Detach = False,
 ) -> None:
     """Take up a run again: watch it; where its coordinator has died, start another, which continues it exactly."""
-    from coordinator import cli_live
-    from coordinator.console import print_status
-    from coordinator.run import Run
+    with interruptible():
+        from coordinator import cli_live
+        from coordinator.console import print_status
+        from coordinator.run import Run
 
     handle = Run.attach(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url)
     state = handle.status(books=False).state
