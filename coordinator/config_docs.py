@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 import yaml
@@ -40,6 +41,7 @@ def config_markdown() -> str:
         "the environment as `STAGECOACH__SECTION__FIELD=value`, on the command line as `--set section.field=value`.",
         "Unknown keys are errors. Durations are written `10 updates`, `20000 env_steps` or `50 episodes`.",
     ]
+    _defaults(lines)
     _section(Config, "", lines)
     return "\n".join(lines) + "\n"
 
@@ -49,6 +51,33 @@ def commented_config() -> str:
     lines = ["# A Stagecoach run. Every field stands here with its default; delete what you don't change.", ""]
     _commented(Config, yaml.safe_load(dump_config(parse_config(_STARTER))), 0, lines)
     return "\n".join(lines) + "\n"
+
+
+def _defaults(lines: list[str]) -> None:
+    """What `AlgorithmConfig.defaults` says, a row for each algorithm that has any."""
+    lines += [
+        "",
+        "## Defaults that depend on the algorithm",
+        "",
+        "What is not said is as the algorithm has it, and else as the tables below say. `stagecoach config FILE` shows",
+        "what that comes to; a run keeps it in its `config.yaml`. An algorithm of your own (`module:Class`) has those",
+        "of the tables. With a `dataset` there is no heat-up by default.",
+        "",
+        "| `algorithm.name` | defaults |",
+        "|---|---|",
+    ]
+    for name, section in ALGORITHMS.items():
+        if section.defaults:
+            said = [f"`{path}: {value}`" for path, value in _leaves(section.defaults, "")]
+            lines.append(f"| `{name}` | {', '.join(said)} |")
+
+
+def _leaves(values: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}{'policies.<id>' if name == 'policies' else name}.")
+        else:
+            yield f"{path}{name}", value
 
 
 def _section(model: type[BaseModel], path: str, lines: list[str], which: str = "") -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from shared.algorithm_configs.ppo import PPOConfig
-from shared.algorithm_configs.registry import AlgorithmField
+from shared.algorithm_configs.registry import AlgorithmField, with_algorithm_defaults
 from shared.dataset_config import DatasetConfig, DemonstrationsConfig
 from shared.section import Section
 from shared.services_config import RayConfig, RedisConfig, StoreConfig
@@ -148,7 +149,8 @@ class RolloutConfig(Section):
     fragments_per_update: int = Field(4, ge=1)
     """Fragments that one update consumes (K), whatever the number of workers."""
     max_policy_lag: int = Field(0, ge=0)
-    """L: 0 is lockstep (on-policy); from 1 on acting and learning overlap, and no consumed fragment is older."""
+    """L: 0 is lockstep (on-policy); from 1 on acting and learning overlap, and no consumed fragment is older. At most
+    (L + 1) · K fragments are acted or learnt at once: with a replay memory, raise it for more workers."""
     lease_seconds: float = Field(30.0, gt=0)
     """A claim not honoured within this time is given to another worker."""
     max_log_bytes: int = Field(256 << 20, ge=MIN_LOG_BYTES)
@@ -389,7 +391,9 @@ class Config(Section):
     its best), `RUN/CHECKPOINT`, or a checkpoint's folder. Where the same algorithm learnt it, critics, temperature and
     reward statistics are taken, too; counters and optimizers begin anew. An event says so. The source is only read."""
     heatup: DurationField = Duration(0, "env_steps")
-    """Random acting at the start, observed (normalisers, counters) but not trained on."""
+    """Random acting at the start: normalisers and replay memory take it in, nothing is learnt from it yet. It counts
+    neither in `stop_at` nor in schedules. Algorithms that learn from a replay memory while they act have 1000 by
+    default (Stable-Baselines3 has 100; 5,000 to 25,000 are usual for MuJoCo and for Atari)."""
     trainer: TrainerConfig = TrainerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     archive: ArchiveConfig = ArchiveConfig()
@@ -399,6 +403,12 @@ class Config(Section):
     store: StoreConfig = StoreConfig()
     ray: RayConfig = RayConfig()
     signals: SignalsConfig = SignalsConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_algorithm(cls, data: Any) -> Any:
+        """What is not said is as `AlgorithmConfig.defaults` has it, and stands so in a resolved config."""
+        return with_algorithm_defaults(data) if isinstance(data, Mapping) else data
 
     @model_validator(mode="after")
     def _what_cannot_work_together(self) -> Self:

@@ -156,7 +156,10 @@ def _one_at_a_time(owner: Any, name: str) -> None:
 
 
 def minimal_config(**sections: Any) -> Config:
-    """A small valid config; `sections` replace or add top-level keys."""
+    """A small valid config; `sections` replace or add top-level keys.
+
+    In lockstep and without heat-up, whatever the algorithm has by default.
+    """
     data: dict[str, Any] = {
         "environment": {"id": "CartPole-v1", "num_envs": 4},
         "rollout": {"fragment_steps": 8, "fragments_per_update": 2},
@@ -164,9 +167,11 @@ def minimal_config(**sections: Any) -> Config:
         "checkpoint": {"every": "2 updates"},
         "evaluation": {"episodes": 4, "final_wait_seconds": 30},
         "stop_at": {"updates": 4},
+        "heatup": "0 env_steps",
     }
     data |= sections
-    data["rollout"] = {"catch_up_seconds": 600} | data["rollout"]  # a machine that stands still is no slow environment
+    patient = {"catch_up_seconds": 600}  # a machine that stands still is no slow environment
+    data["rollout"] = patient | {"max_policy_lag": 0} | data["rollout"]
     return parse_config(data)
 
 

@@ -107,6 +107,8 @@ class Intake:
         self._description = description
         self._rollout = config.rollout
         self._num_envs = config.environment.num_envs
+        self._learns_from_others = config.algorithm.resolved().learns_from_others
+        """Then what was acted at random and comes when heat-up is over is learnt from like anything else."""
         self._state_sizes = config.state_sizes
         self._own_policy_only = not config.algorithm.learns_from_others
         self._log = log
@@ -189,7 +191,7 @@ class Intake:
             raise FragmentError("schema", f"acted by version {parsed.header.version}, which does not exist yet")
         if lag > self._rollout.max_policy_lag:
             raise FragmentError("stale", f"lag {lag} is more than {self._rollout.max_policy_lag}")
-        if parsed.header.phase is not phase:
+        if parsed.header.phase is not phase and not self._learns_from_others:
             raise FragmentError("stale", f"acted in {parsed.header.phase}, the trainer is in {phase}")
 
     def _count_lost(self, entry: LogEntry, gap: int) -> None:

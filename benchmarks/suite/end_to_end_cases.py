@@ -89,6 +89,7 @@ def _case(
             "workers": 1, "max_policy_lag": 1, "fragments_per_update": 4, "lease_seconds": 600, "silent_seconds": 3600,
             "wait_deadline_seconds": 3600, "max_log_bytes": 1 << 29, **rollout,
         },
+        "heatup": "0 env_steps",
         "checkpoint": {"every": "200 updates"},
         "evaluation": {"episodes": 1, "num_envs": 1},
         "trainer": {"device": "cpu"},

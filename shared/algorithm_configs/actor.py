@@ -7,12 +7,15 @@ from pydantic import Field
 from shared.algorithm_configs.cloning import Cloning
 from shared.algorithm_configs.off_policy import OffPolicyConfig
 from shared.exploration_config import ExplorationConfig, GaussianNoise, NoiseField
+from shared.memory_config import MemoryField, UniformMemory
 from shared.schedules import ScheduleField
 
 
 class ActorConfig(Cloning, OffPolicyConfig):
     """The fields of actors and their critics."""
 
+    memory: MemoryField = UniformMemory(capacity=1_000_000)
+    """What is learnt from: the newest million of transitions, as in the papers and Stable-Baselines3."""
     minibatch_size: int = Field(256, ge=1)
     """Transitions in one gradient step."""
     max_grad_norm: float | None = Field(None, gt=0)

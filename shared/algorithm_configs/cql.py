@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from shared.algorithm_configs.off_policy import LARGE_NETWORK
 from shared.algorithm_configs.sac import SoftConfig
 
 
@@ -15,6 +17,7 @@ class CQLConfig(SoftConfig):
     It believes in no action that the data do not have. For boxes with bounds, or one discrete choice.
     """
 
+    defaults: ClassVar[Mapping[str, Any]] = {"policies": LARGE_NETWORK, "rollout": {"max_policy_lag": 1}}
     name: Literal["cql"]
     """The algorithm."""
     conservatism: float = Field(5.0, gt=0)

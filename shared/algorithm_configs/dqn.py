@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -19,9 +20,16 @@ class QLearningConfig(OffPolicyConfig):
     """The fields of all that learns the values of discrete actions."""
 
     policy = "q_network"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **OffPolicyConfig.defaults,
+        "policies": {"hidden_sizes": [120, 84], "activation": "relu"},  # CleanRL's
+    }
     exploration: ExplorationField = EpsilonGreedy()
     """How workers choose actions in training: `epsilon_greedy`, `boltzmann`, `parameter_noise`; `sampling`, which takes
     the best action of a noisy network and so needs `noisy`; `ucb` or `bootstrapped`, which need `heads`."""
+    gradient_steps_per_env_step: float = Field(0.25, gt=0, le=1000)
+    """Gradient steps for each env step trained on (the replay ratio): one for four, as in the paper. They are made in
+    one go after each update's fragments, as many as are due by then."""
     target_update_steps: int = Field(500, ge=1)
     """Gradient steps from one update of the target network to the next."""
     tau: float = Field(1.0, gt=0, le=1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
@@ -13,8 +14,22 @@ if TYPE_CHECKING:
     from shared.config import Config
 
 
+LARGE_NETWORK: Mapping[str, Any] = {"hidden_sizes": [256, 256], "activation": "relu"}
+"""Of actors and critics, as TD3's and SAC's authors, Stable-Baselines3 (SAC) and CleanRL have it."""
+FEW_STEPS_AHEAD: Mapping[str, Any] = {"fragment_steps": 8, "fragments_per_update": 1, "max_policy_lag": 2}
+"""Rollout of algorithms that learn while they act: little is acted by one version, and acting goes on during gradient
+steps, since a replay memory bears what an older version acted."""
+
+
 class OffPolicyConfig(AlgorithmConfig):
     """The fields that every algorithm with a replay memory has."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "policies": LARGE_NETWORK,
+        "heatup": "1000 env_steps",
+        "rollout": FEW_STEPS_AHEAD,
+        "checkpoint": {"every": "5000 env_steps"},
+    }
 
     memory: MemoryField = UniformMemory()
     """What is learnt from: the newest transitions, drawn by `kind` uniform, prioritised, hindsight or balanced."""

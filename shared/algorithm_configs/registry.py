@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Discriminator, Tag
@@ -42,6 +43,30 @@ def tag_of(value: Any) -> str:
     """Which section `algorithm` is, by its name: `ppo` where it has none."""
     name = value.get("name", "ppo") if isinstance(value, dict) else getattr(value, "name", value)
     return OWN if isinstance(name, str) and ":" in name else str(name)
+
+
+def with_algorithm_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's config as plain data, with the defaults that its algorithm has for other sections where it says nothing.
+
+    Nothing is known of a user's own algorithm here, since that would have to be imported.
+    """
+    section = ALGORITHMS.get(tag_of(data.get("algorithm", "ppo")))
+    if section is None:
+        return dict(data)
+    defaults, policies = dict(section.defaults), data.get("policies", {"default": {}})
+    each = defaults.pop("policies", {})
+    if isinstance(policies, Mapping):
+        defaults["policies"] = dict.fromkeys(policies, each)
+    if data.get("dataset") is not None:
+        defaults.pop("heatup", None)  # recorded experience is not acted at random
+    return dict(_below({**data, "policies": policies}, defaults))
+
+
+def _below(given: Any, defaults: Any) -> Any:
+    """`given`, and what `defaults` has beside it."""
+    if not (isinstance(given, Mapping) and isinstance(defaults, Mapping)):
+        return given
+    return {**defaults, **{name: _below(value, defaults.get(name)) for name, value in given.items()}}
 
 
 def _from_name(value: object) -> object:

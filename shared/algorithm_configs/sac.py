@@ -30,10 +30,7 @@ class SoftConfig(ActorConfig):
 
 
 class SACConfig(SoftConfig):
-    """Soft actor-critic (Haarnoja et al. 2018b), for boxes with bounds; Christodoulou (2019) for one choice.
-
-    Learns well with `policies.<id>.activation: relu`.
-    """
+    """Soft actor-critic (Haarnoja et al. 2018b), for boxes with bounds; Christodoulou (2019) for one choice."""
 
     name: Literal["sac"] = "sac"
     """The algorithm."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -25,6 +27,9 @@ class AlgorithmConfig(Section):
     """Whether it may learn from what its own policy did not act; needed for `dataset`."""
     recurrent_policy: ClassVar[str | None] = None
     """The kind that it learns where a policy has a `core`; None where it cannot learn sequences."""
+    defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """What other sections are by default in a run of this algorithm, as in a config's file; `policies` is for each of
+    them. What the user says counts before this, and this before the sections' own defaults."""
     name: str
     """The algorithm."""
     learning_rate: ScheduleField = Schedule(start=3e-4)

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import pytest
+import yaml
 from pydantic import BaseModel, ValidationError
 
+from shared.algorithm_configs.off_policy import OffPolicyConfig
 from shared.algorithm_configs.ppo import PPOConfig
+from shared.algorithm_configs.registry import ALGORITHMS
 from shared.config import Config
-from shared.config_sources import parse_config
+from shared.config_sources import dump_config, parse_config
 from shared.errors import ConfigError
 from shared.schedules import Schedule
+from shared.steps import Duration
 from tests.conftest import minimal_config
 
 ROOT = Path(__file__).parent.parent.parent
@@ -284,3 +288,56 @@ def test_a_field_that_nobody_reads_is_found() -> None:
 
 def test_every_field_says_what_it_is_for() -> None:
     assert [f"{section}.{name}" for section, name, text in fields(Config) if len(text) < 10 and name != "name"] == []
+
+
+BY_ALGORITHM: dict[str, tuple[list[int], str, int, tuple[int, int, int], str]] = {
+    **dict.fromkeys(("ppo", "a2c", "impala", "appo", "bc"), ([64, 64], "tanh", 0, (64, 4, 0), "10 updates")),
+    **dict.fromkeys(("dqn", "rainbow"), ([120, 84], "relu", 1000, (8, 1, 2), "5000 env_steps")),
+    **dict.fromkeys(("sac", "td3", "ddpg"), ([256, 256], "relu", 1000, (8, 1, 2), "5000 env_steps")),
+    **dict.fromkeys(("cql", "iql"), ([256, 256], "relu", 0, (64, 4, 1), "10 updates")),
+}
+"""Network, random steps, T × K and L, and when there is a checkpoint."""
+
+
+def short(algorithm: Any, **sections: Any) -> Config:
+    """A config that says no more than it must."""
+    needed = {"dataset": {"path": "data.csv"}} if algorithm == "bc" else {}
+    least = {"environment": {"id": "CartPole-v1"}, "stop_at": {"updates": 1}, "algorithm": algorithm}
+    return parse_config(least | needed | sections)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_what_is_not_said_is_as_the_algorithm_has_it(name: str) -> None:
+    config = short(name)
+    hidden, activation, random, (steps, fragments, lag), every = BY_ALGORITHM[name]
+    policy, rollout = config.policies["default"], config.rollout
+    assert (list(policy.hidden_sizes), policy.activation) == (hidden, activation)
+    assert config.heatup == Duration(random, "env_steps") and str(config.checkpoint.every) == every
+    assert (rollout.fragment_steps, rollout.fragments_per_update, rollout.max_policy_lag) == (steps, fragments, lag)
+    if isinstance(config.algorithm, OffPolicyConfig):
+        assert lag > 0, "acting goes on during gradient steps"
+        assert config.algorithm.memory.capacity == (100_000 if name in {"dqn", "rainbow"} else 1_000_000)
+    assert parse_config(yaml.safe_load(dump_config(config))) == config
+
+
+def test_what_is_said_counts_before_what_the_algorithm_has() -> None:
+    rollout = {"max_policy_lag": 0, "fragments_per_update": 3}
+    config = short("sac", heatup="0 env_steps", rollout=rollout, policies={"a": {"activation": "elu"}, "b": {}})
+    assert config.heatup.amount == config.rollout.max_policy_lag == 0
+    assert (config.rollout.fragments_per_update, config.rollout.fragment_steps) == (3, 8)
+    policies = {name: (policy.hidden_sizes, policy.activation) for name, policy in config.policies.items()}
+    assert policies == {"a": ((256, 256), "elu"), "b": ((256, 256), "relu")}
+    assert config.hash() != short("sac").hash()
+
+
+def test_recorded_experience_is_not_acted_at_random() -> None:
+    data = {"path": "data.csv"}
+    assert short("sac", dataset=data).heatup.amount == 0
+    with pytest.raises(ConfigError, match="say how much, such as heatup="):
+        short("sac", dataset=data | {"only_heatup": True})
+
+
+@pytest.mark.parametrize(("section", "value"), [("policies", None), ("policies", {"a": None}), ("rollout", 3)])
+def test_the_defaults_of_an_algorithm_hide_no_mistake(section: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=section):
+        short("sac", **{section: value})

@@ -47,7 +47,8 @@ def make_dqn(
     **fields: Any,
 ) -> DQN:
     memory = fields.pop("memory", {"kind": "uniform"}) | {"capacity": capacity}
-    config = section.model_validate({"minibatch_size": 8, "memory": memory, **fields})
+    fields = {"minibatch_size": 8, "gradient_steps_per_env_step": 1.0, "memory": memory} | fields
+    config = section.model_validate(fields)
     networks = {"p": PolicyConfig.model_validate({"hidden_sizes": (6,), **(policy or {})})}
     built = build_policies({"p": SPACES}, networks, config, seed=3)["p"]
     made = make_algorithm(built, config, Setting(torch.device("cpu"), 3, STEPS, SLOTS, rewards))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from shared import fragment, tensor_blob
+from shared.algorithm_configs.dqn import DQNConfig
 from shared.errors import Fenced
 from shared.events import read_events
 from shared.flow import Claim
@@ -264,6 +265,13 @@ def test_a_fragment_of_another_phase_is_stale(make_role: MakeRole) -> None:
     worker.work()
     assert trainer.take(Phase.HEATUP) is None
     assert books(role)["total"].dropped == {"stale": Count(1, SIZE)}
+
+
+def test_a_replay_memory_takes_what_was_acted_at_random_when_heat_up_is_over(make_role: MakeRole) -> None:
+    role = make_role(small_config().model_copy(update={"algorithm": DQNConfig()}))
+    trainer, worker = begin(role), SmallWorker(role)
+    worker.work(blob=fragment.encode(worker.act(phase=Phase.HEATUP)))
+    assert trainer.take(Phase.TRAIN) is not None and not books(role)["total"].dropped
 
 
 def test_a_repeat_in_the_log_is_a_duplicate_with_its_own_credit(make_role: MakeRole) -> None:
