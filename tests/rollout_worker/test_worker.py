@@ -152,7 +152,9 @@ def test_in_heat_up_it_acts_at_random(make_role: MakeRole) -> None:
         ]
         sent = fragments_of(role)
         assert [item.header.phase for item in sent] == [Phase.HEATUP, Phase.HEATUP, Phase.TRAIN]
-        assert not sent[0].columns["default"]["log_prob"].any() and sent[2].columns["default"]["log_prob"].all()
+        acted = [item.columns["default"]["log_prob"] for item in sent]
+        assert np.allclose(acted[0], -np.log(2)), "uniform over two actions"
+        assert not np.allclose(acted[2], -np.log(2)) and np.isfinite(acted[2]).all()
 
 
 @pytest.mark.parametrize("place", ["step", "reset"])
