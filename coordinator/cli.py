@@ -18,7 +18,16 @@ import typer.core
 
 from coordinator import cli_evaluate, cli_measure
 from coordinator.cli_options import RUNS as _RUNS
-from coordinator.cli_options import EndpointUrl, Json, PlaceArgument, RedisUrl, RunArgument, RunsDir, figure
+from coordinator.cli_options import (
+    EndpointUrl,
+    Json,
+    PlaceArgument,
+    RedisUrl,
+    RunArgument,
+    RunsDir,
+    TrustConfig,
+    figure,
+)
 from coordinator.cli_options import console as _console
 from coordinator.cli_options import example as _example
 from coordinator.cli_options import print_json as _print_json
@@ -187,6 +196,7 @@ def replay(
     run: RunArgument,
     start: Annotated[str, typer.Option("--from", metavar="CHECKPOINT|start", help="Where to begin.")] = "start",
     goal: Annotated[str, typer.Option("--to", metavar="CHECKPOINT", help="What must come out.")] = "latest",
+    trust_config: TrustConfig = False,
     runs_dir: RunsDir = _RUNS,
     as_json: Json = False,
 ) -> None:
@@ -200,7 +210,12 @@ def replay(
     extend_imports((os.getcwd(), *handle.folder.import_path()))
     with Progress(console=_console, transient=True, disable=as_json or not _console.is_terminal) as bar:
         task = bar.add_task("training again", total=None)
-        found = handle.replay(start, goal, lambda version, last: bar.update(task, completed=version, total=last))
+        found = handle.replay(
+            start,
+            goal,
+            lambda version, last: bar.update(task, completed=version, total=last),
+            trust_config=trust_config,
+        )
     if as_json:
         _print_json({**asdict(found), "equal": found.equal})
     else:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordinator.cli_options import RUNS, Json, RunsDir, console, example, figure, print_json
+from coordinator.cli_options import RUNS, Json, RunsDir, TrustConfig, console, example, figure, print_json
 
 if TYPE_CHECKING:
     from coordinator.evaluate import Evaluation
@@ -25,13 +25,14 @@ def evaluate(
     ] = None,
     video: Annotated[Path | None, typer.Option(metavar="DIR", help="Record each episode there as MP4.")] = None,
     stochastic: _Stochastic = False,
+    trust_config: TrustConfig = False,
     runs_dir: RunsDir = RUNS,
     as_json: Json = False,
 ) -> None:
     """Play a checkpoint, greedily unless told otherwise, and print its score."""
     from coordinator.evaluate import evaluate as score
 
-    found = score(target, runs_dir, episodes, video, stochastic=stochastic)
+    found = score(target, runs_dir, episodes, video, stochastic=stochastic, trust_config=trust_config)
     if as_json:
         print_json({"checkpoint": found.checkpoint, **found.scores, "videos": [str(path) for path in found.videos]})
         return
@@ -43,12 +44,13 @@ def play(
     target: _Target,
     episodes: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
     stochastic: _Stochastic = False,
+    trust_config: TrustConfig = False,
     runs_dir: RunsDir = RUNS,
 ) -> None:
     """Watch a checkpoint play: the environment shows itself (render_mode=human)."""
     from coordinator.evaluate import evaluate as score
 
-    _print_scores(score(target, runs_dir, episodes, show=True, stochastic=stochastic))
+    _print_scores(score(target, runs_dir, episodes, show=True, stochastic=stochastic, trust_config=trust_config))
 
 
 def _print_scores(found: Evaluation) -> None:

@@ -28,6 +28,9 @@ RunsDir = Annotated[
     Path, typer.Option("--runs-dir", envvar="STAGECOACH__RUNS_DIR", help="Folder of this machine's runs.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+TrustConfig = Annotated[
+    bool, typer.Option("--trust-config", help="Run the code that a config names which was not made on this machine.")
+]
 RUNS = Path("runs")
 
 

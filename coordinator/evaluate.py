@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.find import find_checkpoint
+from coordinator.trust import require_trust
 from rollout_worker.evaluation import CONFIRMING, evaluate_policies, evaluation_environment, evaluation_seed
 from rollout_worker.making import describe_environment, make
 from shared.config import Config, WrapperConfig
@@ -35,6 +36,7 @@ def evaluate(
     *,
     show: bool = False,
     stochastic: bool = False,
+    trust_config: bool = False,
 ) -> Evaluation:
     """Plays `target`: a run (its promoted checkpoint, else its best, else its newest), `RUN/NAME`, or a folder.
 
@@ -43,11 +45,13 @@ def evaluate(
 
     `show` renders for people, as fast as the environment does that; `stochastic` draws actions as in training.
 
-    With `video`, each episode is recorded there as MP4. Raises `CheckpointNotFound`, `CheckpointDamaged`,
+    With `video`, each episode is recorded there as MP4. With `trust_config`, a config that was not made on this machine
+    may name code to import. Raises `UserError` where one does without, `CheckpointNotFound`, `CheckpointDamaged`,
     `EnvironmentUnusable`.
     """
     found = find_checkpoint(target, runs_dir)
     config, name = found.config, found.name
+    require_trust(config, found.made_here, trust_config, target)
     extend_imports((os.getcwd(), *found.import_path))
     config.algorithm.resolved()
     checkpoint = found.store.load(name, only="policy.safetensors")

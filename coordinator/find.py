@@ -22,6 +22,8 @@ class Found:
     name: str
     import_path: tuple[str, ...]
     """Folders of the run's own modules."""
+    made_here: bool
+    """Whether the config was made on this machine; else it names code only with a person's consent (trust.py)."""
 
 
 def find_checkpoint(target: str, runs_dir: Path) -> Found:
@@ -44,7 +46,7 @@ def find_checkpoint(target: str, runs_dir: Path) -> Found:
     config = run.config()
     address = run.live_address() or run.offline_address(config)
     store = CheckpointStore(open_store(address, config), run_id)
-    return Found(config, store, store.resolve(name) if name else store.preferred(), run.import_path())
+    return Found(config, store, store.resolve(name) if name else store.preferred(), run.import_path(), run.made_here)
 
 
 def _in_folder(run_folder: Path, name: str | None) -> Found:
@@ -54,4 +56,4 @@ def _in_folder(run_folder: Path, name: str | None) -> Found:
         )
     config = load_config(run_folder / CONFIG, environ={})
     store = CheckpointStore(FileStore(run_folder.parent, run_folder.name), run_folder.name)
-    return Found(config, store, name or store.preferred(), ())
+    return Found(config, store, name or store.preferred(), (), made_here=False)

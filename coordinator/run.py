@@ -32,6 +32,7 @@ from coordinator.room import refuse_order, room_of
 from coordinator.run_folder import RunFolder
 from coordinator.services import BUCKET
 from coordinator.status import Status, ended_status, live_status, tended
+from coordinator.trust import require_trust
 from shared.archive import Archive, experience
 from shared.checkpoint import CONFIG, Checkpoint, CheckpointStore
 from shared.config import Config
@@ -403,13 +404,20 @@ class Run:
         return load_policy(data)
 
     def replay(
-        self, start: str, goal: str, progress: Callable[[int, int], None] = lambda version, last: None
+        self,
+        start: str,
+        goal: str,
+        progress: Callable[[int, int], None] = lambda version, last: None,
+        *,
+        trust_config: bool = False,
     ) -> Replayed:
         """Trains again from one checkpoint (or `start`) over the archived log, and compares with another one.
 
         Raises `ArchiveIncomplete`, `CheckpointNotFound`, `CheckpointDamaged`, or `UserError` where no straight line
-        leads from the one to the other. Nothing is written, and a live run is not disturbed.
+        leads from the one to the other, or a config that was not made on this machine names code to import and
+        `trust_config` is not given. Nothing is written, and a live run is not disturbed.
         """
+        require_trust(self.config, self.folder.made_here, trust_config, f"run {self.run_id}")
         store = self.checkpoint_store()
         begin = start if start == BEGINNING else store.resolve(start)
         return replay(store, self.config, read_description(store), begin, store.resolve(goal), progress)

@@ -117,6 +117,12 @@ class RunFolder:
         """Where the run lives, if not on this machine."""
         return read_elsewhere(self.path)
 
+    @property
+    def made_here(self) -> bool:
+        """Whether the run's config was made on this machine, and not taken from a store."""
+        elsewhere = self.elsewhere
+        return elsewhere is None or elsewhere.submission is not None
+
     def lock(self) -> None:
         """Holds the run for this process; raises `UserError` while another coordinator does."""
         handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

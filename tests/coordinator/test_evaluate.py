@@ -120,7 +120,7 @@ def test_what_does_not_draw_is_told_before_it_plays(checkpoints: Path, tmp_path:
     pytest.importorskip("moviepy")
     video = tmp_path / "videos" if command == "--video" else None
     with pytest.raises(EnvironmentUnusable, match=rf"^{command} needs an environment that draws .*{words}"):
-        evaluate(str(checkpoints / LAST), Path("nowhere"), 1, video, show=video is None)
+        evaluate(str(checkpoints / LAST), Path("nowhere"), 1, video, show=video is None, trust_config=True)
     assert not (tmp_path / "videos").exists()
 
 
@@ -140,7 +140,7 @@ def test_what_cannot_be_recorded_leaves_no_video(
     pytest.importorskip("moviepy")
     other_environment(checkpoints, environment)
     with pytest.raises(EnvironmentUnusable, match=f"^--video .*{words}"):
-        evaluate(str(checkpoints / LAST), Path("nowhere"), 1, tmp_path / "videos")
+        evaluate(str(checkpoints / LAST), Path("nowhere"), 1, tmp_path / "videos", trust_config=True)
     assert not (tmp_path / "videos").exists()
 
 
@@ -153,10 +153,10 @@ def other_environment(checkpoints: Path, environment: dict[str, Any]) -> None:
 def test_one_episode_is_told_as_one_and_a_failure_in_one_line(stagecoach: Stagecoach, checkpoints: Path) -> None:
     target = str(checkpoints / LAST)
     other_environment(checkpoints, {"id": PAINTER})
-    assert stagecoach("play", target).out == f"{LAST}: 5 in one episode of 5 steps\n"
-    assert " over 2 episodes (" in stagecoach("play", target, "--episodes", "2").out
+    assert stagecoach("play", target, "--trust-config").out == f"{LAST}: 5 in one episode of 5 steps\n"
+    assert " over 2 episodes (" in stagecoach("play", target, "--episodes", "2", "--trust-config").out
     other_environment(checkpoints, {"id": PAINTER, "kwargs": {"fails": True}})
-    done = stagecoach("evaluate", target)
+    done = stagecoach("evaluate", target, "--trust-config")
     check_refused(done, "environment 0 raised RuntimeError in step: no display at :0")
 
 
@@ -184,3 +184,25 @@ def test_it_may_draw_its_actions_as_in_training(run: Run) -> None:
 def test_a_folder_without_a_checkpoint_is_named_as_such(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFound, match=r"holds no checkpoint .manifest\.json is missing"):
         evaluate(str(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "play", "replay"])
+def test_code_that_a_foreign_config_names_is_run_only_where_it_is_trusted(
+    run: Run, stagecoach: Stagecoach, tmp_path: Path, checkpoints: Path, command: str
+) -> None:
+    """As someone who may write into a bucket would have it: what makes the environment makes a folder."""
+    proof = tmp_path / "it-ran"
+    other_environment(checkpoints, {"id": "os:mkdir", "kwargs": {"path": str(proof)}})
+    path = checkpoints.parent / "config.yaml"
+    path.write_text(
+        yaml.safe_dump(yaml.safe_load(path.read_text()) | {"store": {"url": f"file://{path.parent.parent}"}})
+    )
+    assert stagecoach("watch", f"file://{checkpoints.parent}").code == 0
+    targets = [checkpoints.parent.name] + ([str(checkpoints.parent)] if command != "replay" else [])
+    for target in targets:
+        refused = stagecoach(command, target)
+        check_refused(refused, "was not made on this machine", "environment.id=os:mkdir", "--trust-config")
+        assert not proof.exists()
+    if command == "evaluate":
+        stagecoach(command, targets[0], "--trust-config")
+        assert proof.exists()
