@@ -41,6 +41,10 @@ _GATES = """\
 | task | algorithm | environment | gate | mode | at the gate | passed | held | at the end [95 %] | steps | reference |
 |---|---|---|---|---|---|---|---|---|---|---|
 """
+_HOW = """\
+Nothing is known of these. `make learning LEARNING="--only NAME --mode inline"` runs one, where a run takes long with
+`--seeds 3`.
+"""
 _PARITY = """\
 ## Parity
 
@@ -139,7 +143,7 @@ def _pictures(tasks: Sequence[Task]) -> str:
 
 def _not_run(tasks: Sequence[Task], ran: Sequence[Task]) -> str:
     names = [task.name for task in tasks if task not in ran]
-    return f"## In the table, but not run yet\n\n{', '.join(names)}\n" if names else ""
+    return f"## In the table, but not run yet\n\n{', '.join(names)}\n\n{_HOW}" if names else ""
 
 
 def _measured(data: Data) -> str:
