@@ -92,7 +92,7 @@ class Ledger:
         return ["1" if whole else "", *(text for name in sorted(workers) for text in (name, self._text(name)))]
 
     def told(self) -> None:
-        """Redis has all the news, or has settled more than this already."""
+        """Redis has written down all the news; where it knew a position already, it wrote nothing."""
         self._untold = set()
 
     def _text(self, worker: str) -> str:

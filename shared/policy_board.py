@@ -85,7 +85,8 @@ class PolicyBoard:
             raise Fenced(f"epoch {epoch} may not publish version {version}; a newer trainer has taken over")
         if word == b"behind":
             raise RedisSetBack(f"version {version} is not published: Redis came back, perhaps without what came last")
-        ledger.told()
+        if word == b"published":
+            ledger.told()
         return Published(word.decode(), state.decode(), reason.decode(), int(log_bytes))
 
     def fetch(self, checkpoints: CheckpointStore) -> PolicyVersion | None:

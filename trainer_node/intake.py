@@ -80,7 +80,8 @@ class RedisSettlement:
             raise RedisSetBack(f"{position} is not settled: Redis came back, perhaps without what came last")
         if word == b"missed":
             raise BodyLost(f"the body of log entry {position}, which was learnt from already, is on no shard any more")
-        ledger.told()
+        if word == b"dropped":
+            ledger.told()
         if lost_body:
             self.given_up.append(position)
         return bool(word == b"dropped")

@@ -247,6 +247,12 @@ def test_only_what_has_changed_travels(role: Role) -> None:
     turn(workers[2])
     trainer.publish()
     assert turn(workers[1], bad=True) != b"a mark"
+    role.redis.set(marked, "what an earlier version wrote")
+    read_books(role.redis, role.run_id)
+    trainer.intake.restore(trainer.intake.committed)
+    workers[0].work(trainer.version)
+    assert trainer.take() is not None
+    trainer.publish()
     assert read_ledger(role.redis, role.run_id) == trainer.intake.ledger
     role.redis.hset(marked, mapping={"worker-1": b"a mark", "worker-9": b"gone"})
     set_forward(role.redis, role.run_id, trainer.epoch, trainer.intake.position, trainer.intake.ledger)

@@ -363,12 +363,12 @@ class Search:
     def _publish(self, trainer: TrainerState, consumed: int) -> TrainerState:
         assert trainer.now == trainer.committed
         header = VersionHeader(trainer.version, Phase.TRAIN, PhaseCounters())
-        self._board.publish(
+        published = self._board.publish(
             epoch=trainer.epoch, version=trainer.version, consumed=consumed, settled_id=trainer.now.position,
             ledger=_ledger_of(trainer), header=header, blob=b"weights",
             process=self._process if trainer.process else _ANOTHER_PROCESS,
         )  # fmt: skip
-        return replace(trainer, untold=())
+        return replace(trainer, untold=()) if published.word == "published" else trainer
 
     @staticmethod
     def _learned(trainer: TrainerState) -> TrainerState:
