@@ -24,6 +24,7 @@ from coordinator.ray_head import RayHead
 from coordinator.run_folder import RunFolder
 from coordinator.services import BUCKET, Service, start_redis, start_s3
 from coordinator.status import Status, ended_status, live_status
+from coordinator.tenure import Tenure
 from shared.checkpoint import CheckpointStore
 from shared.config import Config
 from shared.connection import Address
@@ -99,6 +100,7 @@ class Coordinator:
             role = open_role(config, address, "coordinator")
             running.callback(role.redis.close)
             keeper.start(role, made.abandon)
+            tenure = Tenure(role)
 
             # What Redis and the store hold of the run before any role starts; the last thing that may be refused
             role.checkpoints.store.check()
@@ -108,7 +110,11 @@ class Coordinator:
             launch = RoleLaunch(config.model_dump(mode="json"), address, folder.import_path(), str(folder.path))
             additions = None if ray_head is None else _join(ray_head, launch, config)
             made.first_event = recent_events(role.redis, role.run_id, 0)
+            tenure.take()
+            running.callback(tenure.release)
+            tenure.keep(made.abandon)
             prepare(role)
+            tenure.take()  # a new run is there only now
             _LOGGER.info("the run is prepared; starting roles")
 
             # Roles: Ray actors, or all in this process
@@ -124,14 +130,14 @@ class Coordinator:
             raise
         made._thread = threading.Thread(
             target=made._supervise,
-            args=(supervise, role, keeper, running),
+            args=(supervise, role, keeper, tenure, running),
             name=f"coordinator-{folder.run_id}",
             daemon=True,
         )
         made._thread.start()
         return made
 
-    def _supervise(self, supervise: Supervise, role: Role, keeper: Keeper, running: ExitStack) -> None:
+    def _supervise(self, supervise: Supervise, role: Role, keeper: Keeper, tenure: Tenure, running: ExitStack) -> None:
         """The coordinator's life: tend the roles, then take down what was started. Whatever fails, it has an end."""
         run_id = self._folder.run_id
         reason, status = "failed", Status(run_id, "interrupted", "", False, -1, 0, 0, 0, None, "")
@@ -143,7 +149,9 @@ class Coordinator:
                 reason = f"failed: {'environment: ' if isinstance(error, EnvironmentFailure) else ''}{headline(error)}"
             if keeper.failure is not None:
                 reason = f"failed: {keeper.failure}"
-            if reason.startswith("failed"):
+            if tenure.lost is not None:
+                reason = f"failed: {tenure.lost}; it goes on there"  # so nothing of this is recorded
+            elif reason.startswith("failed"):
                 record_failure(role, reason)
                 with suppress(StagecoachError, redis.RedisError):  # the store may be what failed, and cannot tell then
                     status = dataclasses.replace(live_status(role.redis, run_id), live=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import socket
 import time
 from typing import Any
 
@@ -32,7 +31,6 @@ from shared.errors import (
 )
 from shared.events import emit
 from shared.experience_log import ExperienceLog
-from shared.heartbeat import DEAD_AFTER_SECONDS, Wait, read_heartbeats
 from shared.ledger import read_books
 from shared.object_store import open_store
 from shared.policies.registry import build_policies
@@ -48,7 +46,6 @@ from trainer_node.recollection import restore_whole
 from trainer_node.retention import status_file
 
 FIRST_CHECKPOINT = checkpoint_name(0, 0)
-_LOOK_SECONDS = 0.3
 _MOST_VALUE_BYTES = 511 << 20
 """Redis refuses a value of more than 512 MiB (proto-max-bulk-len); names and a header come beside the arrays."""
 _LOGGER = logging.getLogger("stagecoach.coordinator")
@@ -219,7 +216,6 @@ def prepare_resume(role: Role, origin: str = "latest", before: StopConfig | None
     From the newest good checkpoint and the log behind it; or from `origin`, an older checkpoint, which then goes on as
     a new version: what was learnt since is left behind. Nothing is written before `origin` is found good.
     """
-    _refuse_tended(role)
     _refuse_unbegun(role)
     checkpoint = _older(role, origin)
     _refuse_reached(role, checkpoint, before)
@@ -275,26 +271,6 @@ def _older(role: Role, origin: str) -> Checkpoint | None:
     except (CheckpointDamaged, ArchiveIncomplete) as error:
         raise UserError(f"resume --from {origin}: {error}; nothing was changed, choose another checkpoint") from None
     return found
-
-
-def _refuse_tended(role: Role) -> None:
-    """A coordinator on another machine that still beats has the run; one that has just died is let fall silent.
-
-    On this machine the lock of the run's folder tells.
-    """
-    wait, first = Wait("the former coordinator to fall silent", 2 * DEAD_AFTER_SECONDS), ""
-    while True:
-        beats = [beat for beat in read_heartbeats(role.redis, role.run_id) if beat.role == "coordinator" and beat.alive]
-        beat = next((beat for beat in beats if beat.host != socket.gethostname()), None)
-        if beat is None:
-            return
-        if beat.stamp != (first := first or beat.stamp):
-            raise UserError(
-                f"run {role.run_id!r} is live already: its coordinator is process {beat.pid} on {beat.host}; "
-                f"`stagecoach watch` shows it"
-            )
-        wait.check()
-        time.sleep(_LOOK_SECONDS)
 
 
 def _refuse_unbegun(role: Role) -> None:

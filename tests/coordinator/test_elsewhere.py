@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,9 +15,12 @@ import pytest
 
 from coordinator.elsewhere import Elsewhere, Submission, read_elsewhere
 from coordinator.run import Run
+from coordinator.tenure import Tenure
 from shared.config import Config
+from shared.connection import Address
 from shared.errors import RedisUnavailable, RunNotFound, StoreUnavailable, UserError
 from shared.heartbeat import Wait, poll
+from shared.role import open_role
 from tests.conftest import RedisServer, minimal_config
 from tests.support.speed import stretched
 
@@ -139,17 +145,50 @@ def test_or_resume_starts_what_is_not_there_yet(services: tuple[str, str], tmp_p
     assert run.wait(60).reason == "exhausted"
 
 
-def test_a_coordinator_that_beats_elsewhere_keeps_its_run_and_a_dead_one_does_not(
-    far: Run, redis_server: RedisServer, tmp_path: Path, services: tuple[str, str]
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_a_coordinator_at_work_keeps_its_run_and_a_dead_one_does_not(
+    far: Run, tmp_path: Path, services: tuple[str, str], where: str
 ) -> None:
+    """Whatever folder of runs it has, and even where containers give all of them one name and one process id."""
     further = Config.model_validate(_config(tmp_path / "third", services).model_dump() | {"stop_at": {"updates": 4}})
     with (
-        _beating(redis_server, far.run_id),
-        pytest.raises(UserError, match=r"is live already: its coordinator is process \d+ on other"),
+        _other_coordinator(further, far.run_id, where) as other,
+        pytest.raises(UserError, match=rf"is live already: its coordinator is process {other.pid} on \S+;"),
     ):
         Run.start(further, far.run_id, inline=True, or_resume=True)
-    outcome = Run.start(further, far.run_id, inline=True, or_resume=True).wait(90)  # once it has fallen silent
+    outcome = Run.start(further, far.run_id, inline=True, or_resume=True).wait(90)  # elsewhere: once it falls silent
     assert outcome.reason == "exhausted"
+
+
+def test_a_coordinator_that_was_cut_off_lets_go_of_a_run_that_another_has_taken(
+    far: Run, services: tuple[str, str]
+) -> None:
+    address = Address(far.run_id, services[0], "s3://stagecoach", services[1])
+    taking = Tenure(open_role(far.config, address, "coordinator"))
+    with _other_coordinator(far.config, far.run_id, "elsewhere") as other:
+        assert other.stdout is not None
+        other.send_signal(signal.SIGSTOP)
+        taking.take()
+        taking.keep(lambda: None)
+        other.send_signal(signal.SIGCONT)
+        assert other.stdout.readline() == "lost\n"
+    taking.release()
+    assert taking.lost is None
+
+
+def test_two_that_take_a_run_at_once_are_told_apart(far: Run, services: tuple[str, str]) -> None:
+    address = Address(far.run_id, services[0], "s3://stagecoach", services[1])
+    tenures = [Tenure(open_role(far.config, address, "coordinator")) for _ in range(8)]
+
+    def took(tenure: Tenure) -> bool:
+        try:
+            tenure.take()
+        except UserError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(took, tenures)) == 1
 
 
 _OTHER_MACHINE = """
@@ -176,6 +215,44 @@ def _beating(server: RedisServer, run_id: str) -> Iterator[None]:
     try:
         assert process.stdout.readline() == "beating\n"
         yield
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+_OTHER_COORDINATOR = """
+import json, sys, time
+from coordinator import tenure
+from shared.config import Config
+from shared.connection import Address
+from shared.role import open_role
+told = json.load(sys.stdin)
+if told["where"] == "elsewhere":
+    tenure._machine = lambda: "another"
+config = Config.model_validate(told["config"])
+made = tenure.Tenure(open_role(config, Address(**told["address"]), "coordinator"))
+made.take()
+made.keep(lambda: print("lost", flush=True))
+print("at work", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def _other_coordinator(config: Config, run_id: str, where: str) -> Iterator[subprocess.Popen[str]]:
+    """In another process, which is killed in the end: its last sign is a moment old then."""
+    address = Address(run_id, config.redis.url, config.store.url, config.store.endpoint_url)
+    told = {"where": where, "config": config.model_dump(mode="json"), "address": address.as_dict()}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _OTHER_COORDINATOR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None and process.stdout is not None
+    json.dump(told, process.stdin)
+    process.stdin.close()
+    try:
+        assert process.stdout.readline() == "at work\n"
+        yield process
     finally:
         process.kill()
         process.wait()
