@@ -31,6 +31,7 @@ from coordinator.cli_options import (
 from coordinator.cli_options import console as _console
 from coordinator.cli_options import example as _example
 from coordinator.cli_options import print_json as _print_json
+from coordinator.ray_start import outlive_ray
 from shared.collector import interruptible
 from shared.errors import EnvironmentFailure, RunExists, StagecoachError, UserError, headline
 from shared.printable import complain
@@ -461,6 +462,7 @@ app.registered_commands += cli_measure.app.registered_commands
 
 def main() -> None:
     """The entry point: turns named errors into one line and an exit code."""
+    outlive_ray()  # before a user's module imports Ray
     try:
         app()
     except UserError as error:

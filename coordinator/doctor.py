@@ -217,7 +217,7 @@ def _embedded_ray() -> str:
         started = time.monotonic()
         head = start_ray(Path(folder) / "ray.log", 1, new_secret(), loopback=True)
         seconds = time.monotonic() - started
-        head.stop(Path(folder) / "logs")
+        head.stop()
     return f"a Ray of one's own starts in {seconds:.1f} s, on loopback and with a token, and ends"
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import http.client
 import ipaddress
-import os
 import socket
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 import redis
 from botocore.handlers import disable_signing
 
+from shared.child import child_environment
 from shared.config import Config
 from shared.connection import Address, connect_redis, tls_options
 from shared.object_store import open_store, s3_client
@@ -123,11 +123,10 @@ def open_ray(gcs_address: str, dashboard: str) -> list[str]:
 
 def _lets_in_without_token(gcs_address: str) -> bool:
     """Asks in a process of its own, since this one may hold the token, which Ray reads once."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
     command = [sys.executable, "-c", "import sys, ray; ray._raylet.GcsClient(address=sys.argv[1])", gcs_address]
     try:
         asked = subprocess.run(
-            command, env=environment | {"RAY_AUTH_MODE": "disabled"}, capture_output=True, timeout=_RAY_SECONDS
+            command, env=child_environment(RAY_AUTH_MODE="disabled"), capture_output=True, timeout=_RAY_SECONDS
         )
     except subprocess.TimeoutExpired:
         return False

@@ -31,7 +31,7 @@ from coordinator.run_folder import RunFolder
 from coordinator.services import free_port
 from coordinator.status import Status, ended_status
 from shared.checkpoint import CheckpointStore
-from shared.child import end_with_parent
+from shared.child import child_environment, end_with_parent
 from shared.config import Config
 from shared.config_sources import ENV_PREFIX
 from shared.errors import StagecoachError, UserError, WaitTimeout
@@ -193,6 +193,7 @@ class JobServer:
         process = subprocess.Popen(
             [ray, "dashboard", str(cluster), "--port", str(port)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, start_new_session=True, preexec_fn=end_with_parent(signal.SIGTERM),
+            env=child_environment("store", "ray"),  # Ray's launcher asks the cloud where the head is
         )  # fmt: skip
         self._open.callback(_end, process)
         said: list[str] = []

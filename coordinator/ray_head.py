@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from coordinator.ray_start import outlive_ray
 from coordinator.services import LOOPBACK_VARIABLE, RayService, ServiceError, StartingRay, begin_ray, new_secret
 from shared.config import Config
 from shared.errors import UserError
@@ -48,6 +49,8 @@ class RayHead:
         self._address = config.ray.address
         self._starting: StartingRay | None = None
         self._head: RayService | None = None
+        if self._owned:
+            outlive_ray()
         for name, value in _SETTINGS.items() if self._owned else ():
             os.environ.setdefault(name, value)
         if self._owned and self._address == "embedded":
@@ -108,7 +111,7 @@ class RayHead:
         leaving.join(_LEAVE_SECONDS)
         if leaving.is_alive():
             raise ServiceError(f"Ray died, and its driver did not let go within {_LEAVE_SECONDS:g} s")
-        self._head.stop(self._logs / "ray")
+        self._head.stop()
         self._begin()
         self.connect()
 
@@ -141,7 +144,7 @@ class RayHead:
         if self._starting is not None:
             self._starting.stop()
         if self._head is not None:
-            self._head.stop(self._logs / "ray")
+            self._head.stop()
 
 
 def _to_log(said: dict[str, Any], ignore_prefix: bool) -> None:

@@ -19,7 +19,9 @@ from __future__ import annotations
 import difflib
 import fcntl
 import json
+import logging
 import os
+import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -38,6 +40,8 @@ from shared.redis_keys import check_run_id
 
 CREDENTIALS, IMPORT_PATH = "credentials.json", "import_path.json"
 _LOCK_TRIES = 10
+_SECRET = re.compile(r"[0-9a-f]{32}")
+_LOGGER = logging.getLogger("stagecoach.coordinator")
 
 
 @dataclass
@@ -152,15 +156,31 @@ class RunFolder:
         return is_locked(self.path)
 
     def credentials(self, config: Config) -> tuple[Path, dict[str, str]]:
-        """The secrets of the run's embedded services (of no others), made once."""
+        """The secrets of the run's embedded services (of no others), made once; anew where the file is damaged.
+
+        The services take what they are given as they start, and keep no secret in their data.
+        """
         path = self.path / CREDENTIALS
-        if not path.exists():
-            names = ["redis_password"] if config.redis.url == "embedded" else []
-            names += ["s3_access_key", "s3_secret_key"] if config.store.url == "embedded" else []
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(handle, "w") as file:
-                json.dump({name: new_secret() for name in names}, file)
-        return path, json.loads(path.read_text())
+        names = ["redis_password"] if config.redis.url == "embedded" else []
+        names += ["s3_access_key", "s3_secret_key"] if config.store.url == "embedded" else []
+        try:
+            found = json.loads(path.read_text())
+            if isinstance(found, dict) and all(_SECRET.fullmatch(str(found.get(name))) for name in names):
+                return path, found
+            _LOGGER.warning("%s is not what was written there; new secrets are made", path)
+        except FileNotFoundError:
+            pass
+        except ValueError as error:
+            _LOGGER.warning("%s is damaged (%s); new secrets are made", path, error)
+        made = {name: new_secret() for name in names}
+        temporary = path.with_suffix(".partial")
+        temporary.unlink(missing_ok=True)
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(made, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        return path, made
 
     def write_services(self, address: Address, import_path: tuple[str, ...]) -> None:
         """Where the run's services are, for everybody on this machine; there while the run is live."""

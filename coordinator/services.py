@@ -8,12 +8,14 @@ standard input or environment, never as arguments.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import http.client
 import os
 import secrets
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -26,7 +28,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from shared.child import end_with_parent, signals_after
+from shared.child import child_environment, end_with_parent, signals_after
 from shared.errors import StagecoachError, UserError
 
 BUCKET = "stagecoach"
@@ -40,6 +42,12 @@ _TRIES = 5
 _FIRST_PORT, _PORTS = 12_000, 20_000
 _GIVEN: set[int] = set()
 _RAY_FOLDER, _OWNER = "sc-", "owner"
+_LONGEST_PARENT = 28
+"""With it, `/sc-12345678/r/session_2026-01-02_15-04-05_123456_1234567/sockets/plasma_store` has 106 characters."""
+_RAY_SESSIONS_KEPT = 5
+"""Of the logs of a run's former Rays; each start has one, and a few MB."""
+_NICENESS = "RAY_worker_niceness"
+"""By default Ray gives its workers 15: beside anything else on the machine, the run would stand still."""
 
 
 class ServiceError(StagecoachError):
@@ -143,7 +151,8 @@ def start_redis(folder: Path, log: Path, password: str) -> Service:
 def start_s3(folder: Path, log: Path, access_key: str, secret_key: str) -> Service:
     """`rclone serve s3` over `folder`; its buckets are plain folders."""
     (folder / BUCKET).mkdir(parents=True, exist_ok=True)
-    environment = {"RCLONE_AUTH_KEY": f'"{access_key},{secret_key}"', "RCLONE_CONFIG": "/dev/null"}
+    keys = f'"{access_key},{secret_key}"'
+    environment = child_environment(RCLONE_AUTH_KEY=keys, RCLONE_CONFIG="/dev/null")
 
     def launch(port: int) -> subprocess.Popen[bytes]:
         command = [
@@ -173,20 +182,16 @@ def start_s3(folder: Path, log: Path, access_key: str, secret_key: str) -> Servi
 
 @dataclass
 class RayService:
-    """An embedded Ray: its head process, its address, its short temporary folder."""
+    """An embedded Ray: its head process, its address, the folder of its sockets and logs."""
 
     service: Service
     address: str
-    temporary: Path
+    folder: _RayFolder
 
-    def stop(self, keep_logs_in: Path) -> None:
+    def stop(self) -> None:
         """Ends Ray, and moves its logs into the run's folder."""
         self.service.stop()
-        logs = next(iter(self.temporary.glob("session_2*/logs")), None)
-        if logs is not None:
-            with contextlib.suppress(OSError, shutil.Error):  # a full disk shall not keep the run from ending
-                shutil.copytree(logs, keep_logs_in, dirs_exist_ok=True, ignore_dangling_symlinks=True)
-        shutil.rmtree(self.temporary, ignore_errors=True)
+        self.folder.remove()
 
 
 @dataclass
@@ -194,21 +199,77 @@ class StartingRay:
     """An embedded Ray whose head is launched and does not serve yet."""
 
     head: Starting
-    temporary: Path
+    folder: _RayFolder
 
     def wait(self) -> RayService:
         """Until it serves; raises `ServiceError`."""
         try:
             service = self.head.wait()
         except BaseException:
-            shutil.rmtree(self.temporary, ignore_errors=True)
+            self.folder.remove()
             raise
-        return RayService(service, _ray_address(self.temporary).read_text().strip(), self.temporary)
+        return RayService(service, self.folder.address.read_text().strip(), self.folder)
 
     def stop(self) -> None:
         """Ends it; nobody has used it."""
         self.head.stop()
-        shutil.rmtree(self.temporary, ignore_errors=True)
+        self.folder.remove()
+
+
+class _RayFolder:
+    """Where an embedded Ray has its sockets and logs: a short path (Ray's sockets must stay under 107 characters), in
+    a folder that only its owner may enter. Ray's own folder in there is open to everybody, as Ray makes it: whoever
+    could enter it could put a socket of theirs in the place of Ray's.
+
+    The process that made it holds a lock in it. Where that was killed, the next start of any run removes the folder,
+    and moves the logs to where they belong.
+    """
+
+    def __init__(self, logs: Path) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=_RAY_FOLDER, dir=_short_folder()))  # with mode 0700
+        self.temporary = self.path / "r"
+        self.address = self.temporary / "ray_current_cluster"
+        """Where a Ray head writes its address once it serves."""
+        unheld = self.path / "new"
+        self._lock: int | None = os.open(unheld, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        os.write(self._lock, os.fsencode(logs.absolute()))
+        unheld.rename(self.path / _OWNER)  # from now on a sweep looks at it, and finds it held
+
+    def remove(self) -> None:
+        """Moves the logs to their place; removes all else, and lets go."""
+        _remove_ray_folder(self.path)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _sweep_ray_folders() -> None:
+    """Removes what killed coordinators of this user have left behind, but for its logs."""
+    for path in Path(_short_folder() or tempfile.gettempdir()).glob(f"{_RAY_FOLDER}*"):
+        with contextlib.suppress(OSError):  # held, removed meanwhile, or no folder of ours
+            found = path.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+                continue  # what others put there is not looked into
+            lock = os.open(path / _OWNER, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove_ray_folder(path)
+            finally:
+                os.close(lock)
+
+
+def _remove_ray_folder(path: Path) -> None:
+    with contextlib.suppress(OSError, shutil.Error):  # a full disk must not keep the run from ending
+        logs = Path(os.fsdecode((path / _OWNER).read_bytes()))
+        for session in path.glob("r/session_2*"):
+            if logs.parent.is_dir():  # the run is still there
+                shutil.copytree(
+                    session / "logs", logs / session.name, dirs_exist_ok=True, ignore_dangling_symlinks=True
+                )
+        for old in sorted(logs.glob("session_2*"))[:-_RAY_SESSIONS_KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def start_ray(log: Path, num_cpus: int, token: str, loopback: bool) -> RayService:
@@ -219,19 +280,19 @@ def start_ray(log: Path, num_cpus: int, token: str, loopback: bool) -> RayServic
 def begin_ray(log: Path, num_cpus: int, token: str, loopback: bool) -> StartingRay:
     """Launches a Ray head with token authentication, on loopback where the driver can follow it there.
 
-    Its workers inherit this process's environment.
+    Its workers inherit this process's environment. The logs of its session move to `ray/` beside `log` in the end.
     """
     _sweep_ray_folders()
-    temporary = Path(tempfile.mkdtemp(prefix=_RAY_FOLDER, dir=_short_folder()))
-    (temporary / _OWNER).write_text(str(os.getpid()))
+    folder = _RayFolder(log.parent / "ray")
     environment = {
         "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0",
         "AUTOSCALER_METRIC_PORT": "0", "DASHBOARD_METRIC_PORT": "0",
         "RAY_START_HOOK": "coordinator.ray_start.without_client_server",
+        _NICENESS: os.environ.get(_NICENESS, "0"),
     }  # fmt: skip
     if loopback:
         environment[LOOPBACK_VARIABLE] = "0"
-    current = _ray_address(temporary)
+    current = folder.address
 
     def launch(_: int) -> subprocess.Popen[bytes]:
         command = [
@@ -240,32 +301,18 @@ def begin_ray(log: Path, num_cpus: int, token: str, loopback: bool) -> StartingR
             *(["--node-ip-address=127.0.0.1"] if loopback else []),
             "--min-worker-port=0",
             "--max-worker-port=0", "--include-dashboard=false", "--no-monitor", "--include-log-monitor=false",
-            f"--temp-dir={temporary}", f"--num-cpus={num_cpus}",
+            f"--temp-dir={folder.temporary}", f"--num-cpus={num_cpus}",
             "--object-store-memory=100000000", "--disable-usage-stats",
         ]  # fmt: skip
-        return _spawn(command, log, environment=environment)
+        everything = child_environment("redis", "store", "ray", **environment)  # its workers are the roles
+        return _spawn(command, log, environment=everything)
 
     try:
         head = Starting("Ray", log, launch, lambda _: bool(current.exists() and current.read_text().strip()))
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        folder.remove()
         raise
-    return StartingRay(head, temporary)
-
-
-def _ray_address(temporary: Path) -> Path:
-    """Where a Ray head writes its address once it serves."""
-    return temporary / "ray_current_cluster"
-
-
-def _sweep_ray_folders() -> None:
-    """Removes what killed coordinators of this user have left behind."""
-    for owner in Path(_short_folder() or tempfile.gettempdir()).glob(f"{_RAY_FOLDER}*/{_OWNER}"):
-        with contextlib.suppress(PermissionError, FileNotFoundError, ValueError):
-            try:
-                os.kill(int(owner.read_text()), 0)
-            except ProcessLookupError:
-                shutil.rmtree(owner.parent, ignore_errors=True)
+    return StartingRay(head, folder)
 
 
 def redis_binary() -> str:
@@ -338,7 +385,7 @@ def _spawn(
         with log.open("ab") as output, signals_after():
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=output, stderr=output,
-                env={**os.environ, **(environment or {})}, start_new_session=True,
+                env=environment or child_environment(), start_new_session=True,
                 preexec_fn=end_with_parent(signal.SIGTERM),
             )  # fmt: skip
             assert process.stdin is not None
@@ -372,8 +419,8 @@ def free_port() -> int:
 
 
 def _short_folder() -> str | None:
-    """Ray puts sockets below its folder, and their paths must stay under 107 characters."""
-    return None if len(tempfile.gettempdir()) <= 30 else "/tmp"
+    """None for the usual place of temporary files, where that leaves room enough for the paths of Ray's sockets."""
+    return None if len(tempfile.gettempdir()) <= _LONGEST_PARENT else "/tmp"
 
 
 def _quoted(path: Path) -> str:

@@ -16,7 +16,7 @@ from rollout_worker.making import PAST, RETURN, Guarded, failure, make, make_nat
 from rollout_worker.parallel_environments import ParallelEnvironments
 from rollout_worker.trail import Past, episode_seed
 from rollout_worker.vector import Place, PolicyStep, Step, VectorEnvironment, episode_record, pick, scalar
-from shared.child import end_with_parent
+from shared.child import end_with_parent, forget_secrets
 from shared.config import EnvironmentConfig
 from shared.errors import EnvironmentFailure
 from shared.fragment import EpisodeRecord
@@ -191,6 +191,10 @@ def _guarded(config: EnvironmentConfig, index: int) -> Guarded:
 
 
 def _in_own_process(config: EnvironmentConfig, index: int) -> Guarded:
-    """An environment that hangs does not see that its worker is gone; the kernel shall end it."""
+    """An environment that hangs does not see that its worker is gone; the kernel ends it then.
+
+    It may read files of its own with the keys of the store, but what it starts needs neither Redis nor Ray.
+    """
     end_with_parent(signal.SIGKILL)()
+    forget_secrets("store")
     return _guarded(config, index)

@@ -25,7 +25,7 @@ import redis
 
 from shared import tensor_blob
 from shared.checkpoint import CheckpointStore, Manifest, Pointer
-from shared.child import end_with_parent
+from shared.child import child_environment, end_with_parent
 from shared.errors import CheckpointDamaged, Fenced, ShardUnavailable, StoreError, StoreUnavailable
 from shared.events import emit
 from shared.experience_log import START, ExperienceLog, before
@@ -208,7 +208,7 @@ def _started(request: Request, manifest_sha256: str) -> _Child:
     with tempfile.TemporaryFile() as told:
         told.write(request.encode())
         told.seek(0)
-        die, environ = end_with_parent(signal.SIGKILL), {**os.environ, "OMP_NUM_THREADS": "1"}
+        die, environ = end_with_parent(signal.SIGKILL), child_environment(OMP_NUM_THREADS="1")
         environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
 
         def begin() -> None:

@@ -16,6 +16,7 @@ from dataclasses import asdict
 
 import torch
 
+from shared.child import child_environment
 from shared.config import Config
 from shared.config_sources import parse_config
 from shared.errors import StagecoachError, UserError
@@ -65,7 +66,7 @@ def local_ranks(
 
 
 def _started(invitation: Invitation, rank: int, config: Config) -> subprocess.Popen[str]:
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environ = child_environment(PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
     command = [sys.executable, "-P", "-m", __name__]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environ, text=True)
     assert process.stdin is not None

@@ -23,6 +23,7 @@ import torch
 
 from shared import tensor_blob
 from shared.checkpoint import Checkpoint, Manifest, checkpoint_name, describe_objects
+from shared.child import child_environment
 from shared.config import Config, TrainerConfig
 from shared.errors import CheckpointDamaged
 from shared.experience_log import START, id_order
@@ -250,7 +251,7 @@ def code_version() -> str:
         return version
     command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True, env=child_environment())
     except (OSError, subprocess.SubprocessError):
         return version
     return f"{version}+{found.stdout.strip()}"

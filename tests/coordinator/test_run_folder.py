@@ -124,6 +124,20 @@ def test_secrets_are_made_once_and_are_the_owners(config: Config, runs: Path) ->
     folder.unlock()
 
 
+@pytest.mark.parametrize(
+    "damage", [b"", b'{"redis_passw', b"\xff\xfe", b"[]", b'{"redis_password": "", "s3_access_key": null}'],
+)  # fmt: skip
+def test_damaged_secrets_are_made_anew(config: Config, damage: bytes) -> None:
+    """As a full disk or a power cut left them; the services are told them as they start."""
+    folder = RunFolder.create(config, "a")
+    path, former = folder.credentials(config)
+    path.write_bytes(damage)
+    assert folder.credentials(config)[1].keys() == former.keys()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert folder.credentials(config)[1] == json.loads(path.read_text()) != former
+    folder.unlock()
+
+
 def test_there_are_secrets_of_embedded_services_only(tmp_path: Path) -> None:
     config = minimal_config(runs_dir=str(tmp_path), redis={"url": "redis://elsewhere:6379"})
     folder = RunFolder.create(config, "a")

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -93,8 +94,12 @@ def test_s3_keeps_objects_as_plain_files_and_refuses_other_keys(tmp_path: Path, 
         client("other").get_object(Bucket=BUCKET, Key="folder/object")
 
 
-def test_secrets_are_no_arguments(tmp_path: Path, running: ExitStack) -> None:
+def test_secrets_are_no_arguments_and_nobody_inherits_those_of_others(
+    tmp_path: Path, running: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     password, access, secret = new_secret(), new_secret(), new_secret()
+    for name in ("RAY_AUTH_TOKEN", "AWS_SECRET_ACCESS_KEY", "STAGECOACH_REDIS_PASSWORD", "RCLONE_S3_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "of another")
     started = [
         start_redis(tmp_path / "redis", tmp_path / "redis.log", password),
         start_s3(tmp_path / "s3", tmp_path / "s3.log", access, secret),
@@ -103,6 +108,7 @@ def test_secrets_are_no_arguments(tmp_path: Path, running: ExitStack) -> None:
         running.callback(service.stop)
         command = Path(f"/proc/{service.process.pid}/cmdline").read_text()
         assert not any(hidden in command + service.log.read_text() for hidden in (password, access, secret))
+        assert "of another" not in Path(f"/proc/{service.process.pid}/environ").read_text()
 
 
 def test_stop_ends_what_ignores_the_first_signal(tmp_path: Path) -> None:
@@ -146,8 +152,69 @@ def test_ray_starts_in_a_folder_whose_modules_have_names_that_it_uses(
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the module of the user')")
     monkeypatch.chdir(tmp_path)
     head = start_ray(tmp_path / "ray.log", 1, new_secret(), loopback=True)
-    head.stop(tmp_path / "logs")
+    head.stop()
     assert head.address.startswith("127.0.0.1:")
+
+
+RAY_STARTER = """
+import sys, time
+from pathlib import Path
+from coordinator.services import start_ray
+start_ray(Path(sys.argv[1]), 1, "ab" * 32, loopback=True)
+print("serves", flush=True)
+time.sleep(600)
+"""
+INTRUDER = """
+import glob, os, socket, sys
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+found = glob.glob(sys.argv[1] + "/sc-*/**/sockets/*", recursive=True)
+print(len(found))
+try:
+    os.rename(sys.argv[2], sys.argv[2] + ".mine")
+    print("replaced")
+except PermissionError:
+    print("kept out")
+try:
+    socket.socket(socket.AF_UNIX).connect(sys.argv[2])
+    print("connected")
+except PermissionError:
+    print("kept out")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user for a moment")
+def test_no_other_user_reaches_the_sockets_of_ray_and_a_killed_starter_leaves_its_logs_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as open_to_all:
+        os.chmod(open_to_all, 0o1777)  # as /tmp is
+        monkeypatch.setenv("TMPDIR", open_to_all)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        log = tmp_path / "ray.log"
+        command = [sys.executable, "-c", RAY_STARTER, str(log)]
+        starter = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert starter.stdout is not None
+        try:
+            assert starter.stdout.readline() == "serves\n"
+            (sock,) = Path(open_to_all).glob("sc-*/**/session_2*/sockets/raylet")
+            asked = [sys.executable, "-c", INTRUDER, open_to_all, str(sock)]
+            seen = subprocess.run(asked, text=True, capture_output=True)
+            assert (seen.stdout.split("\n"), seen.stderr) == (["0", "kept out", "kept out", ""], "")
+        finally:
+            starter.kill()
+            starter.wait()
+            starter.stdout.close()
+        fake = Path(open_to_all) / "sc-theirs"
+        fake.mkdir()
+        os.mkfifo(fake / "owner")  # whoever opened it to read would wait for ever
+        os.chown(fake, 65534, 65534)
+        assert not (tmp_path / "ray").exists()
+        head = start_ray(log, 1, new_secret(), loopback=True)
+        (former,) = (tmp_path / "ray").iterdir()
+        assert (former / "raylet.out").stat().st_size > 0
+        head.stop()
+        assert former in (tmp_path / "ray").iterdir() and len(list((tmp_path / "ray").iterdir())) == 2
+        assert list(Path(open_to_all).glob("sc-*")) == [fake]
 
 
 def test_ctrl_c_in_the_midst_of_starting_a_process_comes_when_it_is_there_and_ends_it(

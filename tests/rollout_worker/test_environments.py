@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -257,3 +259,14 @@ def test_starts_follow_from_the_seeds(environment: dict[str, Any]) -> None:
     assert np.array_equal(first([1, 2])["obs"], first([1, 2])["obs"])
     assert not np.array_equal(first([1, 2])["obs"], first([3, 4])["obs"])
     assert not np.array_equal(first([1, 2])["obs"][0], first([1, 2])["obs"][1])
+
+
+def test_what_an_environment_of_its_own_process_starts_inherits_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_TOKEN", "STAGECOACH_REDIS_PASSWORD", "STAGECOACH_WORKER_REDIS_PASSWORD_FILE", "OF_THE_USER"):
+        monkeypatch.setenv(name, f"value of {name}")
+    told = tmp_path / "environment"
+    environment = {"id": f"{MODULE}:StartsAProcess", "kwargs": {"path": str(told)}, "vectorization": "async"}
+    with started(environment):
+        assert re.findall("value of .*", told.read_text()) == ["value of OF_THE_USER"]
