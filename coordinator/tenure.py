@@ -18,7 +18,6 @@ from pathlib import Path
 import redis
 
 from coordinator.preparation import connect_once
-from shared import scripts
 from shared.errors import StagecoachError, UserError
 from shared.heartbeat import BEAT_SECONDS, DEAD_AFTER_SECONDS
 from shared.redis_keys import RunKeys
@@ -27,6 +26,18 @@ from shared.script_calls import Step
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 _LOOK_SECONDS = 0.3
+_TEND = """
+-- KEYS flow. ARGV: a coordinator ('' lets go), one that has ended ('' for none), seconds of silence after which one is
+-- taken for gone. Answers '' where the first is the run's coordinator now (or there is no run), else who is.
+redis.call('HDEL', KEYS[1], '')
+if redis.call('EXISTS', KEYS[1]) == 0 then return '' end
+local held, seen = unpack(redis.call('HMGET', KEYS[1], 'coordinator', 'coordinator_seen'))
+local now = redis.call('TIME')[1]
+if held and held ~= '' and held ~= ARGV[1] and held ~= ARGV[2]
+   and math.abs(tonumber(now) - (tonumber(seen) or 0)) < tonumber(ARGV[3]) then return held end
+redis.call('HSET', KEYS[1], 'coordinator', ARGV[1], 'coordinator_seen', now)
+return ''
+"""
 
 
 class Tenure:
@@ -76,7 +87,7 @@ class Tenure:
             self._thread.join()
         try:
             with connect_once(self._role, "coordinator") as client:
-                Step(client, scripts.TEND)([self._flow], ["", self.name, DEAD_AFTER_SECONDS])
+                Step(client, _TEND)([self._flow], ["", self.name, DEAD_AFTER_SECONDS])
         except (StagecoachError, redis.RedisError) as error:
             _LOGGER.warning("that the run has no coordinator any more could not be told: %s", error)
 
@@ -95,7 +106,7 @@ class Tenure:
 
     def _ask(self, client: redis.Redis, ended: str = "") -> str:
         """Takes or renews; the holder where that is another, else nothing."""
-        found = Step(client, scripts.TEND)([self._flow], [self.name, ended, DEAD_AFTER_SECONDS])
+        found = Step(client, _TEND)([self._flow], [self.name, ended, DEAD_AFTER_SECONDS])
         return bytes(found).decode(errors="replace")
 
     def _seen(self) -> object:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from dataclasses import dataclass
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,8 @@ from shared.user_code import extend_imports
 
 _LOGGER = logging.getLogger("stagecoach.launch")
 SERVICES, RESOLVED_CONFIG, LOGS = "services.json", "config.yaml", "logs"
+_LOG_BYTES, _LOGS_KEPT = 8 << 20, 3
+"""Some 60,000 lines each: more than a person reads, and 32 MiB for each role."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,13 @@ class RoleLaunch:
 
 
 def log_to_file(run_folder: str | None, name: str) -> None:
-    """Sends this process's log to `<run>/logs/<name>.log`, or to standard error where there is no such folder."""
+    """Sends this process's log to `<run>/logs/<name>.log`, or to standard error where there is no such folder.
+
+    The file is rotated (`<name>.log.1` is the one before), so that no run fills a disk with its logs.
+    """
     folder = Path(run_folder) / LOGS if run_folder else None
     handler: logging.Handler = (
-        logging.FileHandler(folder / f"{name}.log", encoding="utf-8")
+        RotatingFileHandler(folder / f"{name}.log", maxBytes=_LOG_BYTES, backupCount=_LOGS_KEPT, encoding="utf-8")
         if folder and folder.is_dir()
         else logging.StreamHandler()
     )

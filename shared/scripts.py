@@ -488,19 +488,6 @@ redis.call('HSET', KEYS[1], ARGV[1], t[1] .. '.' .. string.format('%06d', tonumb
 return 1
 """
 
-TEND = """
--- KEYS flow. ARGV: a coordinator ('' lets go), one that has ended ('' for none), seconds of silence after which one is
--- taken for gone. Answers '' where the first is the run's coordinator now (or there is no run), else who is.
-redis.call('HDEL', KEYS[1], '')
-if redis.call('EXISTS', KEYS[1]) == 0 then return '' end
-local held, seen = unpack(redis.call('HMGET', KEYS[1], 'coordinator', 'coordinator_seen'))
-local now = redis.call('TIME')[1]
-if held and held ~= '' and held ~= ARGV[1] and held ~= ARGV[2]
-   and math.abs(tonumber(now) - (tonumber(seen) or 0)) < tonumber(ARGV[3]) then return held end
-redis.call('HSET', KEYS[1], 'coordinator', ARGV[1], 'coordinator_seen', now)
-return ''
-"""
-
 
 def write_small(client: redis.Redis, flow: str, key: str, command: str, *arguments: str | int) -> Any:
     """A write of a few bytes to one of the run's keys, let through also when the memory of Redis is full."""

@@ -96,6 +96,20 @@ def test_a_log_takes_any_text_and_no_text_forges_a_record(tmp_path: Path) -> Non
     assert "it met" in first and rest and all(line.startswith("    ") for line in rest)
 
 
+def test_the_log_of_a_role_is_rotated(tmp_path: Path) -> None:
+    (tmp_path / LOGS).mkdir()
+    try:
+        log_to_file(str(tmp_path), "worker-0")
+        for number in range(50_000):
+            logging.getLogger("stagecoach.test").info("%d %s", number, "x" * 1000)
+    finally:
+        log_to_file(None, "tests")
+        logging.getLogger("stagecoach").propagate = True
+    files = sorted((tmp_path / LOGS).iterdir())
+    assert [path.name for path in files] == ["worker-0.log", *(f"worker-0.log.{n}" for n in (1, 2, 3))]
+    assert all(path.stat().st_size <= 8 << 20 for path in files) and ": 49999 x" in files[0].read_text()
+
+
 def test_the_console_and_the_last_line_of_a_command_show_text_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     file = io.StringIO()
     console = PrintableConsole(file=file, width=200, force_terminal=False)
