@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from coordinator import cli_evaluate, cli_measure
+from coordinator import cli_check, cli_evaluate, cli_measure
 from coordinator.cli_options import RUNS as _RUNS
 from coordinator.cli_options import (
     EndpointUrl,
@@ -393,7 +393,7 @@ def stop(run: RunArgument, runs_dir: RunsDir = _RUNS) -> None:
     _console.print(f"{run}: {handle.wait().reason}")
 
 
-app.registered_commands += cli_evaluate.app.registered_commands
+app.registered_commands += cli_evaluate.app.registered_commands + cli_check.app.registered_commands
 
 
 @app.command(epilog=_example("stagecoach init my-run.yaml"))

@@ -242,7 +242,7 @@ def _ray(config: Config, where: list[str]) -> str:
 
 def _environment(config: Config) -> str:
 
-    description = check(config)
+    description = check(config, strict=True)
     return (
         f"{config.environment.id}: agents {', '.join(description.agents)}; policies {', '.join(description.policies)}"
     )

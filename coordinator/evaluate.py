@@ -11,8 +11,8 @@ import numpy as np
 
 from coordinator.find import find_checkpoint
 from coordinator.trust import require_trust
-from rollout_worker.evaluation import CONFIRMING, evaluate_policies, evaluation_environment, evaluation_seed
-from rollout_worker.making import describe_environment, make
+from rollout_worker.evaluation import CONFIRMING, evaluate_policies, evaluation_seed
+from rollout_worker.making import describe_environment, evaluation_environment, make
 from shared.config import Config, WrapperConfig
 from shared.errors import EnvironmentUnusable, headline
 from shared.policies.codec import decode_policy

@@ -11,8 +11,8 @@ from typing import Any
 import redis
 import torch
 
-from rollout_worker.evaluation import evaluation_environment
-from rollout_worker.making import describe_environment, make_native
+from coordinator.environment_trial import try_environment
+from rollout_worker.making import check_evaluation, describe_environment, make_native
 from shared.bodies import bytes_by_shard
 from shared.checkpoint import CONFIG, ENVIRONMENT, FINISHED, Checkpoint, checkpoint_name
 from shared.config import Config, StopConfig
@@ -51,8 +51,11 @@ _MOST_VALUE_BYTES = 511 << 20
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 
 
-def check(config: Config) -> EnvironmentDescription:
-    """Makes the environment and the policies once, and refuses what would fail or wait for ever later on.
+def check(config: Config, inline: bool = False, strict: bool = False) -> EnvironmentDescription:
+    """Tries the environment and makes the policies once, and refuses what would fail or wait for ever later on.
+
+    The environment is tried in a process of its own; `inline` only makes it, here, where a debugger sees it.
+    With `strict` it may not even raise.
 
     Raises `EnvironmentUnusable`, `UnsupportedSpace` or `ConfigError`.
     """
@@ -62,7 +65,7 @@ def check(config: Config) -> EnvironmentDescription:
         algorithm.refuse_demonstrations(config)
     except ValueError as error:  # of a user's own: those that come with Stagecoach said so as the config was read
         raise ConfigError(str(error)) from None
-    description = describe_environment(config)
+    description = _make_here(config) if inline else try_environment(config).refuse(config, strict)
     for policy_id, policy in config.policies.items():
         ExperienceFilter(policy, f"policies.{policy_id}")
     policies = build_policies(description.policies, config.policies, algorithm, seed=0)
@@ -70,9 +73,6 @@ def check(config: Config) -> EnvironmentDescription:
         parts = (part for policy in policies.values() for part in (*policy.parameters(), *policy.buffers()))
         _check_version_fits(sum(part.nbytes for part in parts))
     del policies  # perhaps gigabytes
-    if config.environment.vectorization == "native":
-        make_native(config.environment).close()
-    _check_evaluation(config, description)
     _check_device(config)
     if config.checkpoint.export != "off" and config.ray.address == "embedded":
         require_onnx()  # elsewhere the trainer's machine has to have it
@@ -91,27 +91,12 @@ def check(config: Config) -> EnvironmentDescription:
     return description
 
 
-def _check_evaluation(config: Config, description: EnvironmentDescription) -> None:
-    """Makes the evaluation's environment, and refuses one in which the policies could not act."""
-    played = config.model_copy(update={"environment": evaluation_environment(config)})
-    found = describe_environment(played)
-    if _arrays(found) != _arrays(description):
-        raise ConfigError(
-            f"the evaluation's environment (evaluation.wrappers, evaluation.kwargs) has other spaces than the one of "
-            f"training: {_arrays(found)}, expected {_arrays(description)}"
-        )
-
-
-def _arrays(description: EnvironmentDescription) -> dict[str, Any]:
-    """What each agent sees and does, without the bounds of what it sees."""
-    shown = {
-        policy_id: [(leaf.path, leaf.shape, leaf.dtype, leaf.nvec) for leaf in spaces.observation.leaves]
-        for policy_id, spaces in description.policies.items()
-    }
-    return {
-        agent: (shown[policy_id], description.policies[policy_id].action.leaves)
-        for agent, policy_id in description.agents.items()
-    }
+def _make_here(config: Config) -> EnvironmentDescription:
+    description = describe_environment(config)
+    if config.environment.vectorization == "native":
+        make_native(config.environment).close()
+    check_evaluation(config, description)
+    return description
 
 
 def _check_version_fits(size: int) -> None:

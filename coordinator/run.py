@@ -99,7 +99,7 @@ class Run:
         """
         import_path = (os.getcwd(), *import_path)
         extend_imports(import_path)
-        description = check(config)
+        description = check(config, inline)
         config = with_recorded(config, description)
         check_services(config)
         name = new_run_id(config) if run_id is None else run_id
@@ -161,7 +161,7 @@ class Run:
             raise UserError(f"run {run_id!r} lives on other machines; `stagecoach attach {run_id}` takes it up there")
         config = folder.config(overrides)
         extend_imports(folder.import_path())
-        config = with_recorded(config, check(config))
+        config = with_recorded(config, check(config, inline))
         check_services(config)
         return cls._continue(folder, config, folder.config(), origin, inline, begun)
 

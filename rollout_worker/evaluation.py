@@ -13,10 +13,11 @@ import torch
 
 from rollout_worker.environments import make_vector
 from rollout_worker.exploration import Greedy, Sampling
+from rollout_worker.making import evaluation_environment
 from rollout_worker.vector import VectorEnvironment
 from rollout_worker.watchdog import Watchdog, WatchedEnvironment
 from shared.checkpoint import checkpoint_version
-from shared.config import Config, EnvironmentConfig
+from shared.config import Config
 from shared.errors import EnvironmentFailure
 from shared.fragment import LARGEST_SHOWN, EpisodeRecord
 from shared.policies.policy import Policy
@@ -62,20 +63,6 @@ def evaluation_seed(config: Config, checkpoint: str, evaluation_round: int) -> i
     fixed = config.evaluation.seed
     whose = [config.seed, checkpoint_version(checkpoint) or 0] if fixed is None else [fixed]
     return int(np.random.SeedSequence([*whose, evaluation_round]).generate_state(1)[0])
-
-
-def evaluation_environment(config: Config, episodes: int | None = None) -> EnvironmentConfig:
-    """The training environment with the evaluation's arguments and wrappers, and its copies, of which there are no more
-    than episodes; never native, whose episodes blend."""
-    evaluation = config.evaluation
-    return config.environment.model_copy(
-        update={
-            "num_envs": min(evaluation.num_envs, episodes or evaluation.episodes),
-            "kwargs": {**config.environment.kwargs, **evaluation.kwargs},
-            "wrappers": config.environment.wrappers if evaluation.wrappers is None else evaluation.wrappers,
-            "vectorization": "sync",
-        }
-    )
 
 
 @torch.inference_mode()

@@ -28,12 +28,23 @@ def describe_environment(config: Config) -> EnvironmentDescription:
     """
     env = make(config.environment)
     try:
+        return describe(config, env)
+    finally:
+        env.close()
+
+
+def describe(config: Config, env: Any) -> EnvironmentDescription:
+    """What `describe_environment` returns, of an environment that is there; raises as that does."""
+    try:
         if config.environment.api == "pettingzoo":
             found = {agent: (env.observation_space(agent), env.action_space(agent)) for agent in env.possible_agents}
         else:
             found = {SINGLE_AGENT: (env.observation_space, env.action_space)}
-    finally:
-        env.close()
+    except Exception as error:
+        raise EnvironmentUnusable(
+            f"{config.environment.id} does not tell its spaces ({type(error).__name__}: {error}); expected an "
+            f"observation_space and an action_space; set both in __init__ (PettingZoo: methods that take an agent)"
+        ) from None
     unknown = sorted(set(config.agents) - set(found))
     if unknown:
         raise ConfigError(f"agents names {unknown}, but the environment has {sorted(found)}")
@@ -70,12 +81,7 @@ def make(config: EnvironmentConfig, **overrides: Any) -> Any:
     else:
         limit: dict[str, Any] = {"max_episode_steps": -1} if config.max_episode_steps else {}  # instead of its own
         env = _registered(lambda: gym.make(config.id, **limit, **kwargs), config.id)
-    fits = hasattr(env, "possible_agents") if config.api == "pettingzoo" else isinstance(env, gym.Env)
-    if not fits:
-        expected = {"gymnasium": "a gymnasium.Env", "pettingzoo": "a PettingZoo parallel environment"}[config.api]
-        raise EnvironmentUnusable(
-            f"{config.id} returned a {type(env).__name__}; environment.api={config.api} expects {expected}"
-        )
+    _refuse_other_api(env, config)
     for wrapper in config.wrappers:
         given = _tuples(wrapper.kwargs) if wrapper.path.startswith("gymnasium.") else wrapper.kwargs
         env = _call(_imported(wrapper.path, "environment.wrappers"), {"env": env, **given}, wrapper.path)
@@ -87,6 +93,63 @@ def make(config: EnvironmentConfig, **overrides: Any) -> Any:
 def _tuples(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Gymnasium's wrappers ask for tuples, which YAML does not have."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in kwargs.items()}
+
+
+def _refuse_other_api(env: Any, config: EnvironmentConfig) -> None:
+    in_turns = hasattr(env, "agent_iter")  # PettingZoo's AEC, where one agent acts after another
+    parallel = hasattr(env, "possible_agents") and not in_turns
+    if parallel if config.api == "pettingzoo" else isinstance(env, gym.Env):
+        return
+    expected = {"gymnasium": "a gymnasium.Env", "pettingzoo": "a PettingZoo parallel environment"}[config.api]
+    hint = ""
+    if in_turns:
+        hint = (
+            "; it is an AEC environment: return pettingzoo.utils.aec_to_parallel(env), with environment.api=pettingzoo"
+        )
+    elif parallel:
+        hint = "; set environment.api=pettingzoo"
+    elif any(base.__module__.partition(".")[0] == "gym" for base in type(env).__mro__):
+        hint = "; it is one of old Gym, which nobody maintains: derive it from gymnasium.Env, or wrap it with shimmy"
+    raise EnvironmentUnusable(
+        f"{config.id} returned a {type(env).__name__}; environment.api={config.api} expects {expected}{hint}"
+    )
+
+
+def evaluation_environment(config: Config, episodes: int | None = None) -> EnvironmentConfig:
+    """The training environment with the evaluation's arguments and wrappers, and its copies, of which there are no more
+    than episodes; never native, whose episodes blend."""
+    evaluation = config.evaluation
+    return config.environment.model_copy(
+        update={
+            "num_envs": min(evaluation.num_envs, episodes or evaluation.episodes),
+            "kwargs": {**config.environment.kwargs, **evaluation.kwargs},
+            "wrappers": config.environment.wrappers if evaluation.wrappers is None else evaluation.wrappers,
+            "vectorization": "sync",
+        }
+    )
+
+
+def check_evaluation(config: Config, description: EnvironmentDescription) -> None:
+    """Makes the evaluation's environment, and refuses one in which the policies could not act."""
+    played = config.model_copy(update={"environment": evaluation_environment(config)})
+    found = describe_environment(played)
+    if _arrays(found) != _arrays(description):
+        raise ConfigError(
+            f"the evaluation's environment (evaluation.wrappers, evaluation.kwargs) has other spaces than the one of "
+            f"training: {_arrays(found)}, expected {_arrays(description)}"
+        )
+
+
+def _arrays(description: EnvironmentDescription) -> dict[str, Any]:
+    """What each agent sees and does, without the bounds of what it sees."""
+    shown = {
+        policy_id: [(leaf.path, leaf.shape, leaf.dtype, leaf.nvec) for leaf in spaces.observation.leaves]
+        for policy_id, spaces in description.policies.items()
+    }
+    return {
+        agent: (shown[policy_id], description.policies[policy_id].action.leaves)
+        for agent, policy_id in description.agents.items()
+    }
 
 
 def make_native(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any]:

@@ -12,8 +12,7 @@ import pytest
 
 from rollout_worker.environments import GymnasiumEnvironments
 from rollout_worker.envpool_environments import PREFIX, is_envpool, make_envpool
-from rollout_worker.evaluation import evaluation_environment
-from rollout_worker.making import describe_environment, is_factory, make, make_native
+from rollout_worker.making import describe_environment, evaluation_environment, is_factory, make, make_native
 from shared.config import Config
 from shared.errors import EnvironmentUnusable
 from tests.conftest import minimal_config

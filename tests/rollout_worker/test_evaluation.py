@@ -15,11 +15,10 @@ from rollout_worker.evaluation import (
     SCORING,
     Scores,
     evaluate_policies,
-    evaluation_environment,
     evaluation_seed,
     play,
 )
-from rollout_worker.making import describe_environment
+from rollout_worker.making import describe_environment, evaluation_environment
 from rollout_worker.trail import episode_seed
 from shared.checkpoint import checkpoint_name
 from shared.config import Config

@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from coordinator.preparation import check
-from rollout_worker.evaluation import evaluation_environment
-from rollout_worker.making import make
+from rollout_worker.making import evaluation_environment, make
 from rollout_worker.wrappers import ClipObservation, CropObservation, EpisodicLife, FireReset, MapAction
 from shared.config import EnvironmentConfig, PolicyConfig
 from shared.config_sources import load_config

@@ -1,0 +1,372 @@
+"""Trying an environment, in a process of its own: what its agents and spaces are, and everything that is wrong with it.
+
+In, on standard input, JSON: `config` (of the run), `steps`, `seed`, `deadline_seconds` for each call, `import_path`,
+`whole` (whether it is also to be seen if the environment follows its seed), and `alone` (no run is meant: each agent
+has a policy of its own). Out, on standard output, a line of JSON for each thing: what it is `doing`, a `problem`, the
+`description`, and `done`. A call that lasts longer than the deadline ends the process; its stack is on standard error.
+Imports neither torch nor ray, so that it begins within a moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.utils.env_checker import data_equivalence
+
+from rollout_worker.making import SINGLE_AGENT, check_evaluation, describe, is_factory, make, make_native
+from shared.config import Config, EnvironmentConfig, PolicyConfig
+from shared.config_sources import parse_config
+from shared.errors import StagecoachError, UserError
+from shared.last_words import tell_of_exits
+
+FATAL, RAISED, WRONG, NOTE = "fatal", "raised", "wrong", "note"
+"""A run cannot learn in it; it raised (`environment.failures_allowed` bears some); it is wrong; it does no harm."""
+_RESET = "reset() that returns (observation, info)"
+_STEP = "step() that returns (observation, reward, terminated, truncated, info)"
+_NO_WARNING = "no warning"
+_COMPARED_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with an environment."""
+
+    severity: str
+    found: str
+    expected: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.found}; expected {self.expected}; {self.remedy}"
+
+
+class Unsteppable(Exception):
+    """Nothing more can be found out: a problem was told that keeps from going on."""
+
+
+class Check:
+    """One environment that is being tried. A Gymnasium environment is one with a single agent."""
+
+    def __init__(self, config: Config, seed: int, deadline_seconds: float, tell: Callable[[dict[str, Any]], None]):
+        self._config = config
+        self._tell = tell
+        self._deadline = deadline_seconds
+        self._told: set[tuple[str, str]] = set()
+        self._many = config.environment.api == "pettingzoo"
+        self._random = np.random.default_rng(seed)
+        self._seed = seed
+        self._spaces: dict[str, tuple[spaces.Space[Any], spaces.Space[Any]]] = {}
+
+    def run(self, steps: int, whole: bool, alone: bool) -> None:
+        """Everything; problems are told as they are found."""
+        try:
+            self._make(alone)
+            ended = self._play(steps)
+            if whole:
+                self._look_at_seeds(steps)
+                if not ended and not self._config.environment.max_episode_steps:
+                    found = f"no episode ended within {steps} steps"
+                    self._add(NOTE, found, "episodes that end", "set environment.max_episode_steps if none ever does")
+            self._calling("close()", self._env.close)
+        except Unsteppable:
+            pass
+        except Exception as error:  # what it holds is such that it cannot even be looked at
+            with contextlib.suppress(Unsteppable):
+                self._raised("looking at it", error)
+
+    def _make(self, alone: bool) -> None:
+        environment = self._config.environment
+        try:
+            self._env = self._calling("its start (__init__)", lambda: make(_unlimited(environment)))
+            if alone and self._many:
+                each = {agent: agent for agent in self._env.possible_agents}
+                policies = dict.fromkeys(each, PolicyConfig())
+                self._config = self._config.model_copy(update={"agents": each, "policies": policies})
+            description = describe(self._config, self._env)
+            self._tell({"description": description.as_dict()})
+            if environment.vectorization == "native":
+                self._calling("the start of its native version", lambda: make_native(environment)).close()
+            self._calling("its start for evaluation", lambda: check_evaluation(self._config, description))
+        except StagecoachError as error:
+            self._tell({"error": type(error).__name__, "text": str(error)})
+            raise Unsteppable from None
+        for agent in description.agents:
+            observed, done = self._env.observation_space, self._env.action_space
+            self._spaces[agent] = (observed(agent), done(agent)) if self._many else (observed, done)
+
+    def _play(self, steps: int) -> bool:
+        """Random actions; whether an episode has ended."""
+        observations, ended = self._reset(self._seed), False
+        kept: tuple[Any, Any] | None = None
+        for step in range(steps):
+            self._look_at_reuse(kept)
+            kept = observations, _copied(observations)
+            observations, over = self._step(self._actions(observations))
+            if over and step < steps - 1:
+                ended, kept = True, None
+                observations = self._reset(self._seed + step + 1)
+        return ended
+
+    def _reset(self, seed: int) -> dict[str, Any]:
+        try:
+            result = self._calling("reset()", lambda: self._env.reset(seed=seed))
+        except TypeError as error:
+            if "seed" not in str(error):
+                self._raised("reset()", error)
+            self._add(
+                FATAL, f"reset() takes no seed ({error})", "reset(*, seed=None, options=None)", "add both arguments"
+            )
+            result = self._guarded("reset()", lambda: self._env.reset())
+        except Exception as error:
+            self._raised("reset()", error)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+            what = f"reset() returned {_shown(result)}"
+            self._add(FATAL, what, _RESET, "this is the interface of old Gym: return (observation, {})")
+            result = (result[0] if isinstance(result, tuple) and result else result), {}
+        return self._observed("reset()", result[0], self._alive())
+
+    def _alive(self) -> list[str]:
+        if not self._many:
+            return [SINGLE_AGENT]
+        agents = list(getattr(self._env, "agents", []))
+        if not agents or set(agents) - set(self._spaces):
+            self._fatal(
+                f"agents={agents} after reset()", f"some of possible_agents={list(self._spaces)}", "fill it in reset()"
+            )
+        return agents
+
+    def _observed(self, call: str, observation: Any, agents: list[str]) -> dict[str, Any]:
+        """Agent → observation, each held against its space."""
+        if self._many and not isinstance(observation, Mapping):
+            self._fatal(
+                f"{call} returned {_shown(observation)}", "a dict of observations by agent", "return such a dict"
+            )
+        found = dict(observation) if self._many else {SINGLE_AGENT: observation}
+        for agent in agents:
+            whose = f" for {agent}" if self._many else ""
+            if agent not in found:
+                self._fatal(f"{call} returned no observation{whose}", "one for each agent in agents", "add it")
+            self._look_at_value(f"{call} returned an observation{whose}", found[agent], self._spaces[agent][0])
+        return {agent: found[agent] for agent in agents}
+
+    def _actions(self, observations: Mapping[str, Any]) -> dict[str, Any]:
+        actions = {}
+        for agent in observations:
+            space = self._spaces[agent][1]
+            space.seed(int(self._random.integers(2**31)))
+            actions[agent] = space.sample()
+            if not space.contains(actions[agent]):
+                found = f"the action space {space} does not contain its own sample {_shown(actions[agent])}"
+                self._add(WRONG, found, "a space that contains what it samples", "correct its bounds and dtype")
+        return actions
+
+    def _step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """The observations of those who act on, and whether the episode is over."""
+        given = actions if self._many else actions[SINGLE_AGENT]
+        result = self._guarded("step()", lambda: self._env.step(given))
+        if isinstance(result, tuple) and len(result) == 4:
+            what = "step() returned 4 values (observation, reward, done, info)"
+            self._add(FATAL, what, _STEP, "this is the interface of old Gym: split done into terminated and truncated")
+            result = (*result[:3], False if not self._many else {}, result[3])
+        if not (isinstance(result, tuple) and len(result) == 5):
+            self._fatal(f"step() returned {_shown(result)}", _STEP, "return these five")
+        observation, *by_agent, info = result
+        if not isinstance(info, dict):
+            self._add(
+                FATAL, f"step() returned {_shown(info)} as info", "a dict", "return {} where there is nothing to say"
+            )
+        if self._many and (odd := [item for item in by_agent if not isinstance(item, Mapping)]):
+            self._fatal(f"step() returned {_shown(odd[0])}", "dicts by agent", "return one value per agent in each")
+        over = {}
+        for agent in actions:
+            values = [item.get(agent) for item in by_agent] if self._many else by_agent
+            over[agent] = self._look_at_outcome(f" for {agent}" if self._many else "", *values)
+        left = set(self._env.agents) if self._many else {SINGLE_AGENT}
+        on = [agent for agent in actions if not over[agent] and agent in left]
+        new = [agent for agent in left - set(actions) if self._many and agent in self._spaces]
+        return self._observed("step()", observation, [*on, *new] if self._many else [SINGLE_AGENT]), not (on or new)
+
+    def _look_at_outcome(self, whose: str, reward: Any, terminated: Any, truncated: Any) -> bool:
+        """Reward and both flags of one agent; whether its episode is over."""
+        try:
+            number, scalar = float(reward), np.ndim(reward) == 0
+        except (TypeError, ValueError):
+            number, scalar = 0.0, True
+            self._add(FATAL, f"step() returned {_shown(reward)} as reward{whose}", "a number", "return a float")
+        if not np.isfinite(number):
+            self._add(
+                FATAL, f"step() returned {number} as reward{whose}", "a finite number", "look for a division by zero"
+            )
+        if not scalar:
+            self._add(WRONG, f"step() returned {_shown(reward)} as reward{whose}", "a number", "return float(reward)")
+        for name, flag in (("terminated", terminated), ("truncated", truncated)):
+            if not isinstance(flag, bool | np.bool_):
+                usable = isinstance(flag, int | np.integer) or (isinstance(flag, np.ndarray) and flag.size == 1)
+                severity = WRONG if usable else FATAL
+                self._add(
+                    severity, f"step() returned {_shown(flag)} as {name}{whose}", "a bool", f"return bool({name})"
+                )
+        return bool(np.any(terminated)) or bool(np.any(truncated))
+
+    def _look_at_value(self, what: str, value: Any, space: spaces.Space[Any]) -> None:
+        """Where a value does not fit its space: structure, shape, dtype, NaN, bounds."""
+        remedy = "return what the space says, or correct observation_space"
+        if isinstance(space, spaces.Dict | spaces.Tuple):
+            parts = dict(space.spaces) if isinstance(space, spaces.Dict) else dict(enumerate(space.spaces))
+            given = dict(enumerate(value)) if isinstance(value, tuple | list) else value
+            if not isinstance(given, Mapping) or set(given) != set(parts):
+                keys = sorted(map(str, given)) if isinstance(given, Mapping) else _shown(value)
+                self._add(FATAL, f"{what} with {keys}", f"{sorted(map(str, parts))}", remedy)
+                return
+            for name, part in parts.items():
+                self._look_at_value(f"{what} ({name})", given[name], part)
+            return
+        try:
+            array = np.asarray(value)
+        except ValueError:
+            array = np.asarray(None)
+        if array.dtype.kind not in "buif" or array.shape != space.shape:
+            self._add(FATAL, f"{what}, {_shown(value)}", f"shape {space.shape} and dtype {space.dtype}", remedy)
+        elif array.dtype.kind == "f" and not np.isfinite(array).all():
+            self._add(FATAL, f"{what} with NaN or infinity", "finite numbers", "look for a division by zero")
+        elif space.dtype is not None and not np.can_cast(array.dtype, space.dtype, "same_kind"):
+            severity = FATAL if isinstance(space, spaces.Box) and array.dtype.kind == "f" else NOTE
+            self._add(severity, f"{what} of dtype {array.dtype}", f"{space.dtype}", remedy)
+        elif isinstance(space, spaces.Box) and space.dtype is not None:
+            if not np.can_cast(array.dtype, space.dtype):
+                self._add(NOTE, f"{what} of dtype {array.dtype}", f"{space.dtype} (it is converted)", remedy)
+            if (array < space.low).any() or (array > space.high).any():
+                found = f"{what} from {array.min():.6g} to {array.max():.6g}"
+                bounds = f"numbers within the space's bounds, {space.low.min():.6g} to {space.high.max():.6g}"
+                self._add(WRONG, found, bounds, remedy)
+        elif not space.contains(value) and not space.contains(array.astype(space.dtype)):
+            self._add(FATAL, f"{what}, {_shown(value)}", f"one of {space}", remedy)
+
+    def _look_at_reuse(self, kept: tuple[Any, Any] | None) -> None:
+        if kept is not None and not data_equivalence(_copied(kept[0]), kept[1]):
+            found = "an observation changed after it was returned: its array is used again"
+            self._add(NOTE, found, "a new array for each (Stagecoach copies them; others may not)", "return obs.copy()")
+
+    def _look_at_seeds(self, steps: int) -> None:
+        """Two episodes of one seed with the same actions."""
+        first, second = (self._episode(min(steps, _COMPARED_STEPS)) for _ in range(2))
+        for number, (one, other) in enumerate(zip(first, second, strict=False)):
+            if not data_equivalence(one, other):
+                where = "its first observations differ" if number == 0 else f"they differ after {number} steps"
+                found = f"two episodes with the seed {self._seed} and equal actions are not the same: {where}"
+                remedy = "draw from self.np_random after super().reset(seed=seed), and reset all that is random there"
+                self._add(WRONG, found, "an environment that follows its seed", remedy)
+                return
+
+    def _episode(self, steps: int) -> list[Any]:
+        self._random = np.random.default_rng(self._seed)
+        seen: list[Any] = [_copied(observations := self._reset(self._seed))]
+        for _ in range(steps):
+            observations, over = self._step(self._actions(observations))
+            seen.append(_copied(observations))
+            if over:
+                break
+        return seen
+
+    def _guarded(self, what: str, call: Callable[[], Any]) -> Any:
+        try:
+            return self._calling(what, call)
+        except Exception as error:
+            self._raised(what, error)
+
+    def _calling(self, what: str, call: Callable[[], Any]) -> Any:
+        """One call with its name and its deadline; warnings of Gymnasium's own checkers are told as notes."""
+        self._tell({"doing": what})
+        faulthandler.dump_traceback_later(self._deadline, exit=True)
+        try:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always", UserWarning)
+                return call()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            for item in said:
+                if issubclass(item.category, UserWarning):
+                    text = " ".join(str(item.message).split())
+                    text = text.removeprefix("\x1b[33mWARN:").removesuffix("\x1b[0m").strip()
+                    self._add(NOTE, f"{what} warns: {text}", _NO_WARNING, "see to it")
+
+    def _raised(self, what: str, error: Exception) -> None:
+        frames = traceback.extract_tb(error.__traceback__)
+        mine = [frame for frame in frames if frame.filename != __file__] or list(frames)
+        at = f"{mine[-1].filename}:{mine[-1].lineno}"
+        said = " ".join(str(error).split())
+        found = f"{what} raised {type(error).__name__}: {said} (at {at})"
+        self._add(RAISED, found, "no exception", "mend the environment")
+        raise Unsteppable from None
+
+    def _fatal(self, found: str, expected: str, remedy: str) -> None:
+        self._add(FATAL, found, expected, remedy)
+        raise Unsteppable
+
+    def _add(self, severity: str, found: str, expected: str, remedy: str) -> None:
+        """Tells it once, however often it is found."""
+        if (key := (expected, found if expected == _NO_WARNING else remedy)) not in self._told:
+            self._told.add(key)
+            self._tell({"problem": asdict(Problem(severity, found, expected, remedy))})
+
+
+def _unlimited(environment: EnvironmentConfig) -> EnvironmentConfig:
+    """Without a limit of ours around a factory's environment, which would fail in place of what it wraps."""
+    return environment.model_copy(update={"max_episode_steps": None}) if is_factory(environment.id) else environment
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _copied(item) for name, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_copied, value))
+    array = np.array(value)
+    return np.nan_to_num(array) if array.dtype.kind == "f" else array  # NaN is equal to NaN here
+
+
+def _shown(value: Any) -> str:
+    """Its type, and its shape or what it is where that is short."""
+    if isinstance(value, np.ndarray | np.generic):
+        return f"an array of shape {value.shape} and dtype {value.dtype}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return "None" if value is None else f"{type(value).__name__} {repr(value)[:60]}"
+
+
+def main() -> None:
+    """Reads what is asked, and tells what it finds; whatever the environment prints goes to standard error."""
+    asked = json.load(sys.stdin)
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    faulthandler.enable()
+    end = os._exit
+    tell_of_exits()
+
+    def tell(line: dict[str, Any]) -> None:
+        out.write(json.dumps(line) + "\n")
+
+    sys.path[:] = asked["import_path"]  # it finds the same modules as who asks
+    try:
+        config = parse_config(asked["config"])
+        Check(config, asked["seed"], asked["deadline_seconds"], tell).run(
+            asked["steps"], asked["whole"], asked["alone"]
+        )
+    except UserError as error:
+        tell({"error": type(error).__name__, "text": str(error)})
+    tell({"done": True})
+    end(0)  # not even its threads, or what it does at exit, may hold us up
+
+
+if __name__ == "__main__":
+    main()

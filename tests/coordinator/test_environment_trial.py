@@ -1,0 +1,131 @@
+"""`stagecoach check`, and what `train` and `doctor` refuse of an environment: all that is wrong is told at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.environment_trial import Trial, try_environment
+from shared.errors import EnvironmentUnusable
+from tests.broken_environments import MODULE
+from tests.conftest import minimal_config
+from tests.coordinator.terminal import Stagecoach, check_refused
+from tests.environments_for_tests import MODULE as WORKING
+
+OLD_RESET, OLD_STEP = "fatal: reset() returned an array of shape (2,)", "fatal: step() returned 4 values"
+WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "nothing": ({"id": "Good"}, []),
+    "old Gym": ({"id": "OldGym"}, ["fatal: reset() takes no seed", OLD_RESET, OLD_STEP, "wrong: two episodes with"]),
+    "many things": (
+        {"id": "ManyThings"},
+        ["fatal: reset() returned an observation, an array of shape (3,) and dtype float64",
+         "fatal: step() returned nan as reward", "wrong: step() returned int 1 as terminated",
+         "fatal: step() returned str 'no' as truncated", "fatal: step() returned None as info"],
+    ),
+    "NaN": ({"id": "NotANumber"}, ["fatal: reset() returned an observation with NaN or infinity"]),
+    "bounds": (
+        {"id": "OutOfBounds"},
+        ["note: reset() returned an observation of dtype float64", "wrong: reset() returned an observation from -"],
+    ),
+    "dtype": ({"id": "Fractions"}, ["fatal: reset() returned an observation of dtype float64"]),
+    "choice": ({"id": "Beyond"}, ["fatal: reset() returned an observation, int 3"]),
+    "dict": ({"id": "Parts"}, ["fatal: reset() returned an observation with ['here']"]),
+    "seed": ({"id": "Unseeded"}, ["wrong: two episodes with the seed 0 and equal actions are not the same: its first"]),
+    "array": ({"id": "OneArray"}, ["note: an observation changed after it was returned"]),
+    "actions": ({"id": "Picks"}, ["wrong: the action space Discrete(2) does not contain its own sample"]),
+    "raises": ({"id": "Raises"}, ["raised: step() raised ValueError: the gripper is stuck (at "]),
+    "hangs at its start": (
+        {"id": "Hangs", "kwargs": {"place": "start"}}, ["fatal: its start (__init__) hangs, at ", "in _wait"],
+    ),
+    "hangs in reset": ({"id": "Hangs", "kwargs": {"place": "reset"}}, ["fatal: reset() hangs, at ", "in _wait"]),
+    "hangs in step": ({"id": "Hangs", "kwargs": {"place": "step"}}, ["fatal: step() hangs, at ", "in _wait"]),
+    "exits": (
+        {"id": "Dies", "kwargs": {"how": "exit"}},
+        ["fatal: step() ended its process with exit code 3; it said last: ", "broken_environments.py"],
+    ),
+    "exits at its start": (
+        {"id": "Dies", "kwargs": {"how": "exit", "at_start": True}},
+        ["fatal: its start (__init__) ended its process with exit code 3"],
+    ),
+    "crashes": (
+        {"id": "Dies", "kwargs": {"how": "crash"}},
+        ["fatal: step() ended its process with SIGSEGV", "broken_environments.py"],
+    ),
+    "killed": (
+        {"id": "Dies", "kwargs": {"how": "kill"}},
+        ["fatal: step() ended its process with SIGKILL", "no licence found"],
+    ),
+    "several agents": ({"id": f"{WORKING}:Twins", "api": "pettingzoo"}, []),
+    "an agent": (
+        {"id": "SilentMouse", "api": "pettingzoo", "kwargs": {"counts": False}},
+        ["fatal: step() returned None as reward for mouse",
+         "fatal: step() returned an observation for mouse, an array of shape (5,)"],
+    ),
+}  # fmt: skip
+
+
+def told(trial: Trial) -> str:
+    assert trial.error is None
+    return "\n".join(f"{problem.severity}: {problem.found}" for problem in trial.problems)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_everything_that_is_wrong_is_told_and_nothing_else(case: str) -> None:
+    environment, words = WRONG[case]
+    name = environment["id"]
+    environment = environment | {"id": name if ":" in name else f"{MODULE}:{name}"}
+    found = try_environment(minimal_config(environment=environment), 40, deadline_seconds=5.0, whole=True, alone=True)
+    lines = told(found)
+    for word in words:
+        assert word in lines
+    headed = [word for word in words if word.partition(":")[0] in ("fatal", "wrong", "note", "raised")]
+    assert len(found.problems) == len(headed), lines
+    assert found.fine == all(word.startswith("note") for word in words)
+    assert ("hangs" in case) == bool(found.stack)
+
+
+def test_it_prints_a_list_or_json_and_its_exit_code_says_whether_all_is_well(stagecoach: Stagecoach) -> None:
+    fine = stagecoach("check", "CartPole-v1", "--steps", "20")
+    assert (fine.code, fine.err) == (0, "")
+    assert "CartPole-v1: nothing is wrong in 20 steps" in fine.out
+    wrong = stagecoach("check", f"{MODULE}:ManyThings")
+    assert wrong.code == 2
+    assert "5 things are wrong" in wrong.out and "expected a dict; return {}" in wrong.out
+    given = json.loads(
+        stagecoach("check", f"{MODULE}:Hangs", "--kwargs", '{"place": "step"}', "--deadline", "3", "--json").out
+    )
+    assert not given["fine"] and "in _wait" in given["stack"]
+    assert given["problems"][0]["expected"] == "a call that returns within 3 s"
+    check_refused(stagecoach("check", f"{MODULE}:Good", "--kwargs", "{"), "is not JSON")
+    unusable = stagecoach("check", f"{MODULE}:NoSpaces")
+    assert unusable.code == 2 and "does not tell its spaces" in unusable.out and "Traceback" not in unusable.out
+
+
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "old reset and step": ({"id": f"{MODULE}:OldGym"}, [OLD_RESET[7:], OLD_STEP[7:]]),
+    "no spaces": ({"id": f"{MODULE}:NoSpaces"}, ["does not tell its spaces", "observation_space"]),
+    "hangs": (
+        {"id": f"{MODULE}:Hangs", "kwargs": {"place": "start"}, "step_deadline_seconds": 3},
+        ["its start (__init__) hangs", "within 3 s"],
+    ),
+    "AEC": ({"id": f"{MODULE}:InTurns", "api": "pettingzoo"}, ["it is an AEC environment", "aec_to_parallel"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_train_and_doctor_refuse_it_before_anything_starts(stagecoach: Stagecoach, tmp_path: Path, case: str) -> None:
+    environment, words = REFUSED[case]
+    settings = [f"--set=environment.{name}={json.dumps(value)}" for name, value in environment.items()]
+    check_refused(stagecoach("train", "config.yaml", "--run-id", "a", *settings), *words)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_raises_now_and_then_may_train_and_doctor_tells() -> None:
+    raises = minimal_config(environment={"id": f"{MODULE}:Raises", "num_envs": 4})
+    found = try_environment(raises)
+    assert found.refuse(raises, strict=False).agents == {"default": "default"}
+    with pytest.raises(EnvironmentUnusable, match="step\\(\\) raised ValueError: the gripper is stuck"):
+        found.refuse(raises, strict=True)
