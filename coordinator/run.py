@@ -174,8 +174,8 @@ class Run:
         try:
             if config.hash() != before.hash():
                 raise ConfigError(
-                    "resume may change what does not decide the learning (stop_at, rollout.workers, checkpoint, …); "
-                    "something given here does; start a new run for that"
+                    f"{', '.join(config.decides_otherwise(before))} cannot change in a resume, because it decides the "
+                    f"learning (stop_at, rollout.workers, checkpoint … may change); start a new run for that"
                 )
             if not made_here:
                 folder.lock()

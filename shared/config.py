@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from shared.algorithm_configs.ppo import PPOConfig
 from shared.algorithm_configs.registry import AlgorithmField, with_algorithm_defaults
 from shared.dataset_config import DatasetConfig, DemonstrationsConfig
-from shared.section import Section
+from shared.section import Section, leaves
 from shared.services_config import RayConfig, RedisConfig, StoreConfig
 from shared.steps import Duration, DurationField
 
@@ -442,6 +442,8 @@ class Config(Section):
                 f"trainer.compile with policies.{remembering[0]}.core={self.policies[remembering[0]].core}: the length "
                 f"of what is learnt from changes there with every minibatch; set core=none or compile=false"
             )
+        if not self.policies:
+            raise ValueError("policies: there must be one at least; leave the section out for a single one")
         for policy_id in self.policies:
             if not policy_id.replace("-", "").replace("_", "").isalnum() or policy_id in {"trainer", "manifest"}:
                 raise ValueError(f"policies: {policy_id!r} is not a usable policy id; use letters, digits, - and _")
@@ -480,6 +482,11 @@ class Config(Section):
         """SHA-256 of what decides the learning (not where, by how many, or until when it runs): 64 hex digits."""
         data = self.model_dump(mode="json", include=_DECIDES_LEARNING)
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+    def decides_otherwise(self, other: Config) -> list[str]:
+        """The fields by which this config's hash is another than that of `other`, with dots."""
+        mine, theirs = (leaves(config.model_dump(mode="json", include=_DECIDES_LEARNING)) for config in (self, other))
+        return sorted(path for path in mine | theirs if mine.get(path) != theirs.get(path))
 
     def policy_of(self, agent: str) -> str:
         """The policy id that `agent` acts with; raises `KeyError` when nothing maps it."""

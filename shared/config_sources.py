@@ -66,8 +66,18 @@ def parse_config(data: Mapping[str, Any]) -> Config:
                 message = item["msg"].removeprefix("Value error, ")
                 lines.append(f"{where}: {message}" if where else message)
             else:
-                lines.append(f"{where}: {item['msg']}, found {_shown(item['input'])}")
+                expected = _PLAINLY.get(item.get("ctx", {}).get("pattern", ""), item["msg"])
+                lines.append(f"{where}: {expected}, found {_shown(item['input'])}")
         raise ConfigError("; ".join(lines)) from None
+
+
+_PLAINLY = {
+    r"^[\w.]+:\w+$": "expected package.module:function",
+    r"^(cpu|cuda(:\d+)?)$": "expected cpu, cuda or cuda:0, cuda:1 …",
+    r"^(auto|cpu|cuda(:\d+)?)$": "expected auto, cpu, cuda or cuda:0, cuda:1 …",
+    "^[0-9a-f]{64}$": "expected a SHA-256, 64 hexadecimal digits",
+}
+"""What the patterns of config fields mean in words."""
 
 
 def _shown(value: object) -> str:

@@ -9,7 +9,7 @@ import itertools
 import math
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from shared.steps import Counters, DurationField
 
@@ -92,5 +92,11 @@ def _from_number(value: object) -> object:
     return value
 
 
-ScheduleField = Annotated[Schedule, BeforeValidator(_from_number)]
-"""A number, or a `Schedule`, as a config field."""
+def _never_negative(schedule: Schedule) -> Schedule:
+    if schedule.least < 0:
+        raise ValueError(f"it must never be below 0, and would come to {schedule.least:g}")
+    return schedule
+
+
+ScheduleField = Annotated[Schedule, BeforeValidator(_from_number), AfterValidator(_never_negative)]
+"""A number, or a `Schedule`, as a config field; step sizes, bounds, probabilities and noise are never negative."""

@@ -45,7 +45,7 @@ def test_the_datasets_hash_is_part_of_the_run(tmp_path: Path) -> None:
         Run.resume(
             "a", tmp_path / "runs", (f"dataset.path={tmp_path / 'balanced.csv'}", "stop_at.updates=9"), inline=True
         )
-    with pytest.raises(UserError, match="something given here does"):
+    with pytest.raises(UserError, match="cannot change in a resume, because it decides the learning"):
         Run.start(offline(tmp_path), "a", inline=True, or_resume=True)
 
 
@@ -80,7 +80,7 @@ def test_the_demonstrations_hash_is_part_of_the_run(tmp_path: Path) -> None:
     write_played(tmp_path / "balanced.csv", played(5, steps=40))
     with pytest.raises(DatasetError, match=r"has the SHA-256 .*\(demonstrations.sha256\)"):
         Run.resume("a", tmp_path / "runs", (here, "stop_at.updates=9"), inline=True)
-    with pytest.raises(UserError, match="something given here does"):
+    with pytest.raises(UserError, match="cannot change in a resume, because it decides the learning"):
         Run.start(imitating(tmp_path), "a", inline=True, or_resume=True)
 
 

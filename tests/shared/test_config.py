@@ -93,6 +93,17 @@ def test_the_largest_minibatch_that_fits_is_accepted() -> None:
         ({"seed": "soon"}, "seed"),
         ({"environment": {"id": "X-v0", "num_envs": 0}}, "environment.num_envs"),
         ({"environment": {"id": "X-v0", "vectorization": "threads"}}, "environment.vectorization"),
+        ({"environment": {"id": "X-v0", "num_envs": True}}, "environment: num_envs is a number, found true"),
+        ({"algorithm": {"learning_rate": -0.1}}, "algorithm.learning_rate: it must never be below 0"),
+        (
+            {"algorithm": {"clip_range": {"kind": "linear", "start": 0.2, "end": -0.2, "over": "9 updates"}}},
+            "algorithm.clip_range: it must never be below 0, and would come to -0.2",
+        ),
+        ({"policies": {}}, "policies: there must be one at least"),
+        (
+            {"policies": {"default": {"transform": "double"}}},
+            "policies.default.transform: expected package.module:function, found 'double'",
+        ),
         ({"algorithm": {"gamma": 1.01}}, "algorithm.gamma"),
         ({"algorithm": {"gamma": float("nan")}}, "algorithm.gamma"),
         ({"algorithm": {"learning_rate": float("inf")}}, "algorithm.learning_rate"),
@@ -194,8 +205,12 @@ def test_agents_are_mapped_to_their_policies() -> None:
     ],
     ids=str,
 )
-def test_what_decides_the_learning_changes_the_hash(sections: dict[str, Any]) -> None:
-    assert minimal_config(**sections).hash() != minimal_config().hash()
+def test_what_decides_the_learning_changes_the_hash_and_is_named(sections: dict[str, Any]) -> None:
+    changed = minimal_config(**sections)
+    assert changed.hash() != minimal_config().hash()
+    named = changed.decides_otherwise(minimal_config())
+    assert named and {path.partition(".")[0] for path in named} <= {*sections, "algorithm", "rollout", "policies"}
+    assert changed.decides_otherwise(changed) == []
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_a_schedule_reads_what_it_writes(value: object) -> None:
         ({"kind": "linear", "start": 1.0, "end": 0.2, "over": "10 updates"}, 0.2),
         ({"kind": "cosine", "start": 0.1, "end": 3.0, "over": "10 updates"}, 0.1),
         ({"kind": "exponential", "start": 1.0, "end": 0.01, "over": "10 updates"}, 0.01),
-        ({"kind": "piecewise", "start": 1.0, "points": [["10 updates", -2.0], ["20 updates", 5.0]]}, -2.0),
+        ({"kind": "piecewise", "start": 1.0, "points": [["10 updates", 0.2], ["20 updates", 5.0]]}, 0.2),
     ],
 )
 def test_the_least_value_is_the_least_of_all_that_it_has(given: Any, least: float) -> None:
