@@ -78,8 +78,8 @@ class LiveView:
     def _look(self) -> list[Event]:
         """Takes in the newest status and events; a run that is just starting or ending has none."""
         try:
-            new = self._run.events(self._after)
             self._status = self._run.status(books=False)
+            new = self._run.events(self._after) if self._status.state != "paused" else []
         except (StagecoachError, redis.RedisError):
             return []
         if new:
@@ -140,6 +140,8 @@ def figures_table(status: Status) -> Table:
 
 
 def one_line(status: Status) -> str:
+    if status.state == "paused":
+        return f"{status.state:<11} {status.reason}"
     signals = status.signals
     score = f" · evaluated {figure(status.evaluation['mean_return'])}" if status.evaluation else ""
     return (

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ from coordinator.inline import InlineRoles, refuse_ranks
 from coordinator.keeper import Keeper
 from coordinator.preparation import connect_once, record_failure
 from coordinator.ray_head import RayHead
+from coordinator.redis_outage import tell_of_outages
 from coordinator.run_folder import RunFolder
 from coordinator.services import BUCKET, Service, start_redis, start_s3
 from coordinator.status import Status, ended_status, live_status
 from coordinator.tenure import Tenure
 from shared.checkpoint import CheckpointStore
 from shared.config import Config
-from shared.connection import Address
+from shared.connection import Address, hurry
 from shared.errors import EnvironmentFailure, StagecoachError, headline
 from shared.events import Event, read_events, recent_events
 from shared.heartbeat import Wait, poll
@@ -69,6 +71,8 @@ class Coordinator:
         self._started = time.monotonic()
         self._thread: threading.Thread | None = None
         self._abandon = threading.Event()
+        self._leave_redis: Callable[[], None] = lambda: None
+        """Ends the patience with a Redis that is away."""
         self.outcome: Outcome | None = None
         """How it ended, once it has."""
         self.first_event = "0-0"
@@ -99,6 +103,8 @@ class Coordinator:
             address, keeper = _start_services(folder, config, logs, running)
             role = open_role(config, address, "coordinator")
             running.callback(role.redis.close)
+            made._leave_redis = partial(hurry, role.redis)
+            tell_of_outages(role, folder.path, role.redis)
             keeper.start(role, made.abandon)
             tenure = Tenure(role)
 
@@ -121,7 +127,8 @@ class Coordinator:
             folder.write_services(address, launch.import_path)
             supervise: Supervise
             if ray_head is None:
-                supervise = InlineRoles(role, str(folder.path)).run
+                inline_roles = InlineRoles(role, str(folder.path))
+                supervise, made._leave_redis = inline_roles.run, inline_roles.leave_redis
             else:
                 supervise = _start_fleet(launch, role, ray_head, additions, running)
             running.callback(folder.forget_services)  # first of all, at the end: who looks then reads the store
@@ -169,6 +176,7 @@ class Coordinator:
     def abandon(self) -> None:
         """Ends the run at once, without a final checkpoint; what is durable stays."""
         self._abandon.set()
+        self._leave_redis()
 
     def wait(self, timeout_seconds: float) -> Outcome:
         """Until the run has ended and everything it started is gone; raises `WaitTimeout`."""

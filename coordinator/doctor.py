@@ -21,10 +21,10 @@ import redis
 from packaging.requirements import Requirement
 
 from coordinator.exposure import in_the_clear, open_bucket, open_ray, open_redis
-from coordinator.preparation import check, impatient
+from coordinator.preparation import check
 from coordinator.services import BUCKET, new_secret, start_ray, start_redis, start_s3
 from shared.config import Config
-from shared.connection import Address, connect_redis
+from shared.connection import Address, connect_redis, impatient
 from shared.errors import StagecoachError
 from shared.object_store import open_store
 from shared.redis_keys import redis_place

@@ -27,6 +27,7 @@ from coordinator.room import NO_BOUND
 from coordinator.scaling import Scaling
 from rollout_worker.actor import EvaluatorActor, WorkerActor
 from rollout_worker.watchdog import OUTGROWN
+from shared.connection import retries
 from shared.departure import LEFT
 from shared.errors import Fenced, StagecoachError
 from shared.events import emit
@@ -75,8 +76,11 @@ class Fleet:
         self._trainer_node: str | None = ray.get_runtime_context().get_node_id() if head.embedded else None
         self._room = NO_BOUND
         self._next_count = 0.0
+        self._away: str | None = None
+        """What the run waits for, as its roles say."""
         self._beats: Mapping[str, Beat] = {}
         self._next_read = 0.0
+        self._read_beats()  # those of a fleet before this one
         learning, options = partial(learning_progress, role.redis, role.run_id), trainer_options(role.config)
         self._trainer = self._start("trainer", learning, options, TrainerActor, launch)
         self._ranks = [
@@ -127,6 +131,7 @@ class Fleet:
                 self._watch(member, beats.get(member.name))
             self._count_machines()
             self._watch_placement(beats)
+            self._tell_of_outages(beats)
             self._follow(self._role.flow.read(), beats)
 
     def _others_are_there(self, beats: Mapping[str, Beat]) -> bool:
@@ -189,6 +194,9 @@ class Fleet:
 
         member = Member(name, make, RestartBound(self._config.rollout.restarts_allowed), progress)
         member.bound.saw(progress())
+        member.outages = self._outages()
+        if (last := self._beats.get(name)) is not None:  # of one that was removed under this name
+            member.former.add(last.process)
         member.begin(options)
         return member
 
@@ -309,12 +317,23 @@ class Fleet:
         """A role that raised, or whose process died, gets another life, as long as its lives make progress."""
         emit(self._role.redis, self._role.run_id, "worker", f"{member.name} failed: {error.splitlines()[0]}")
         member.bound.saw(member.progress())
-        if member.bound.ended():
+        if not self._in_outage(member) and member.bound.ended():
             self._give_up(member, error)
         elif died:
             self._begin(member)
         else:
             member.life = member.actor.run.remote()
+
+    def _in_outage(self, member: Member) -> bool:
+        """Whether its life saw a Redis or a store that is away, by its last heartbeat or our own eyes: no failure."""
+        seen, member.outages = member.outages, self._outages()
+        beats = read_heartbeats(self._role.redis, self._role.run_id)
+        last = next((beat for beat in beats if beat.id == member.name and beat.process not in member.former), None)
+        return member.outages > seen or (last is not None and last.outage)
+
+    def _outages(self) -> int:
+        found = retries(self._role.redis)
+        return found.outages if found is not None else 0
 
     def _give_up(self, member: Member, error: str) -> None:
         often = f"it failed {member.bound.ends} times in a row without progress (rollout.restarts_allowed)"
@@ -359,6 +378,8 @@ class Fleet:
             member.process, member.stamp = beat.process, beat.stamp
             if beat.ended:
                 return
+        if member.process is None:
+            return  # what is there is a former life's; this one is still starting, which may take long
         if member.name in self._unplaced:
             member.silent_looks = 0  # Ray is starting it: it cannot say anything yet
         member.silent_looks += 1  # looks, not seconds: whatever keeps us from looking keeps the others from beating
@@ -386,6 +407,17 @@ class Fleet:
             if not beat.alive and (beat.ended is None or beat.process in member.former)
         }
         return [name for name, node in nodes_of(silent).items() if node is None]
+
+    def _tell_of_outages(self, beats: Mapping[str, Beat]) -> None:
+        """An event as a role begins to wait for what is away, and one when none does any more."""
+        away = next((beat for beat in beats.values() if beat.alive and beat.outage), None)
+        if (away is None) == (self._away is None):
+            return
+        text = f"{self._away} is back; the run continues"
+        if away is not None:
+            text = f"the run waits for {away.waiting_for}, which is away ({away.id}: {away.trouble})"
+        self._away = away.waiting_for if away is not None else None
+        emit(self._role.redis, self._role.run_id, "outage", text)
 
     def _watch_placement(self, beats: Mapping[str, Beat]) -> None:
         """Who waits for a place is named in the coordinator's heartbeat; a trainer without one ends the run."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
+from coordinator.redis_outage import tell_of_outages
 from rollout_worker.evaluator import Evaluator
 from rollout_worker.worker import Worker
 from shared.config import Config
+from shared.connection import hurry
 from shared.errors import ConfigError
 from shared.role import Role, open_role
 from trainer_node.trainer import Trainer
@@ -27,10 +30,13 @@ class InlineRoles:
     def __init__(self, role: Role, run_folder: str) -> None:
         self._role = role  # the coordinator's; the others connect with the credentials that theirs have
         self._playing = open_role(role.config, role.address, "worker")
-        self._trainer = Trainer(open_role(role.config, role.address, "trainer"), run_folder)
-        self._evaluator = Evaluator(open_role(role.config, role.address, "evaluator"))
+        learning, scoring = (open_role(role.config, role.address, name) for name in ("trainer", "evaluator"))
+        self._trainer = Trainer(learning, run_folder)
+        self._evaluator = Evaluator(scoring)
         self._workers: dict[int, Worker] = {}
         self._turn = 0
+        self._clients = [made.redis for made in (self._playing, learning, scoring)]
+        tell_of_outages(role, Path(run_folder), *self._clients)
 
     def run(self, abandon: threading.Event) -> str:
         """Until the run ends; answers the reason."""
@@ -46,6 +52,8 @@ class InlineRoles:
                     break
                 self._evaluator.step(0.0)
         except Exception as error:
+            if abandon.is_set():  # perhaps by the Redis that it waited for
+                return reason
             self._trainer.fail(error)
             raise
         finally:
@@ -53,6 +61,11 @@ class InlineRoles:
                 worker.stop(reason)
             self._evaluator.stop(reason)
         return reason
+
+    def leave_redis(self) -> None:
+        """Ends the patience with a Redis that is away."""
+        for client in self._clients:
+            hurry(client)
 
     def _finish(self) -> str:
         reason = self._role.flow.read().reason or "exhausted"

@@ -47,6 +47,8 @@ class Member:
     """Processes that it had before. One whose machine was cut off may beat again, in turns with its successor."""
     stamp: str = ""
     """Of its last heartbeat."""
+    outages: int = 0
+    """Of Redis, as the coordinator has seen them, when this life began."""
     silent_looks: int = 0
     """Looks at Redis since that stamp changed."""
 

@@ -16,10 +16,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from coordinator.job import PACKAGES
-from coordinator.preparation import impatient
 from rollout_worker.making import make
 from shared.config_sources import parse_config
-from shared.connection import check_shards, connect_redis
+from shared.connection import check_shards, connect_redis, impatient
 from shared.errors import StagecoachError, UserError
 from shared.heartbeat import Wait, poll
 from shared.launch import RoleLaunch

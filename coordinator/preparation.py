@@ -17,7 +17,7 @@ from shared.bodies import bytes_by_shard
 from shared.checkpoint import CONFIG, ENVIRONMENT, FINISHED, Checkpoint, checkpoint_name
 from shared.config import Config, StopConfig
 from shared.config_sources import dump_config
-from shared.connection import Address, RoleName, check_shards, connect_redis
+from shared.connection import Address, RoleName, check_shards, connect_redis, impatient
 from shared.datasets.reading import read_dataset
 from shared.errors import (
     ArchiveIncomplete,
@@ -147,12 +147,6 @@ def check_services(config: Config) -> None:
         check_shards(address, impatient(config), "coordinator")
     if config.store.url != "embedded":
         open_store(Address("", "", config.store.url, config.store.endpoint_url), config).check()
-
-
-def impatient(config: Config) -> Config:
-    """The same, but with one try to reach Redis; not a short one, since it answers late while its disk stalls."""
-    quick = config.redis.model_copy(update={"retry_seconds": 0.0})
-    return config.model_copy(update={"redis": quick})
 
 
 def connect_once(role: Role, name: RoleName) -> redis.Redis:

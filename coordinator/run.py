@@ -27,7 +27,8 @@ from coordinator.coordinator import Coordinator, Outcome
 from coordinator.elsewhere import Submission, link
 from coordinator.find import find_checkpoint
 from coordinator.onnx_files import export_onnx
-from coordinator.preparation import check, check_services, impatient, prepare_new, prepare_resume, with_recorded
+from coordinator.preparation import check, check_services, prepare_new, prepare_resume, with_recorded
+from coordinator.redis_outage import outage_of_redis
 from coordinator.room import refuse_order, room_of
 from coordinator.run_folder import RunFolder
 from coordinator.services import BUCKET
@@ -37,7 +38,7 @@ from shared.archive import Archive, experience
 from shared.checkpoint import CONFIG, Checkpoint, CheckpointStore
 from shared.config import Config
 from shared.config_sources import parse_config, parse_yaml
-from shared.connection import Address, RoleName, connect_redis
+from shared.connection import Address, RoleName, connect_redis, impatient
 from shared.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -247,9 +248,15 @@ class Run:
 
     def status(self, books: bool = True) -> Status:
         """One look at the run; `books=False` spares Redis the ledger's look through the log."""
-        client = self._connect()
-        if client is not None:
-            return live_status(client, self.run_id, books)
+        try:
+            client = self._connect()
+            if client is not None:
+                return live_status(client, self.run_id, books)
+        except (RedisUnavailable, redis.ConnectionError, redis.TimeoutError):
+            if not self.folder.live or (waits := outage_of_redis(self.folder.path)) is None:
+                raise
+            found = ended_status(self._checkpoints(self.folder.offline_address(self.config)))
+            return dataclasses.replace(found, state="paused", reason=waits, live=True, bottleneck=waits)
         found = ended_status(self._checkpoints(self._address()))
         if self.folder.live and found.state == "interrupted":
             return dataclasses.replace(found, state="starting or ending", reason="its coordinator is at work")

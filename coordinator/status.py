@@ -181,7 +181,7 @@ def bottleneck(beats: list[Beat], store: dict[str, Any]) -> str:
 
 def _party(beat: Beat) -> str:
     """Whose trouble it is that a role waits for."""
-    return "a Redis shard" if beat.waiting_for == "a Redis shard" else "the store"
+    return beat.waiting_for if beat.outage and beat.waiting_for in ("Redis", "a Redis shard") else "the store"
 
 
 def _slowest(workers: list[Beat], seconds: float, store: dict[str, Any]) -> str:

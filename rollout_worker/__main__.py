@@ -13,7 +13,7 @@ from rollout_worker.watchdog import OUTGROWN
 from rollout_worker.worker import Worker
 from shared.departure import leaves_on_signal
 from shared.errors import StagecoachError, UserError
-from shared.launch import launch_from_arguments, role_arguments
+from shared.launch import launch_from_arguments, refuse_unreachable, role_arguments
 from shared.printable import complain
 
 
@@ -31,6 +31,7 @@ def main() -> int:
         parser.error("--index is needed; the run's own workers have 0, 1, 2 …")
     try:
         launch = launch_from_arguments(arguments)
+        refuse_unreachable(launch, "evaluator" if arguments.evaluator else "worker")
         role = launch.open("evaluator" if arguments.evaluator else f"worker-{arguments.index}")
         player = Evaluator(role) if arguments.evaluator else Worker(role, arguments.index)
         with leaves_on_signal(player.ask_to_leave, numbers=(signal.SIGTERM, signal.SIGINT)):

@@ -17,6 +17,7 @@ import torch
 from rollout_worker.evaluation import CONFIRMING, SCORING, evaluate_policies, evaluation_seed
 from rollout_worker.watchdog import Watchdog
 from shared.checkpoint import checkpoint_version
+from shared.connection import hurry
 from shared.departure import LEFT
 from shared.errors import CheckpointError, EnvironmentFailure, StoreError, StoreUnavailable, headline
 from shared.events import confirmed_return, emit, reaches, read_evaluations, read_events, record_evaluation
@@ -42,6 +43,7 @@ class Evaluator:
         self._heartbeat = Heartbeat(role.redis, role.run_id, "evaluator", "evaluator")
         self._profile = Profile(role.checkpoints.store, "evaluator", role.config.signals.profile)
         self._stages = self._profile.add("evaluating", self._heartbeat.stages)
+        self._outage_seconds = role.config.store.retry_seconds
         self._after = "0-0"
         self._failures = RestartBound(role.config.environment.failures_allowed)
         self._failures.saw((0,))
@@ -68,12 +70,13 @@ class Evaluator:
         self._role.check_config()
         self._heartbeat.progress = {"evaluations": 0}
         self._heartbeat.start()
-        with self._heartbeat.waiting("the store", self._role.config.rollout.wait_deadline_seconds) as wait:
+        with self._heartbeat.waiting("the store", self._outage_seconds, outage=True) as wait:
             self._description = insist(wait, self._role.description)
         self._check_solved()  # where the evaluator before this one died between its last score and this
 
     def ask_to_leave(self) -> None:
         """From a signal handler: it ends at once, since another can play the checkpoint as well."""
+        hurry(self._role.redis)
         raise KeyboardInterrupt
 
     def _last_orders(self, reason: str) -> None:
@@ -88,16 +91,17 @@ class Evaluator:
 
     def step(self, wait_seconds: float) -> str:
         """One turn: `evaluated` the newest checkpoint, or `waited` for one."""
-        name = self._newest() or self._wait_for_checkpoint(wait_seconds)
+        name = self._newest(wait_seconds) or self._wait_for_checkpoint(wait_seconds)
         if name is None:
             return "waited"
         self._evaluate(name)
         return "evaluated"
 
-    def _newest(self) -> str | None:
-        """The newest checkpoint, unless it has been played already."""
+    def _newest(self, wait_seconds: float) -> str | None:
+        """The newest checkpoint, unless it has been played already; a store that is away is waited for by name."""
+        ask = self._role.checkpoints.pointer
         try:
-            pointer = self._role.checkpoints.pointer()
+            pointer = self._heartbeat.outlast(ask, self._outage_seconds) if wait_seconds > 0 else ask()
         except _PASSING as error:
             _LOGGER.warning("cannot look for a new checkpoint: %s", error)
             return None
@@ -108,7 +112,7 @@ class Evaluator:
         if wait_seconds <= 0:
             return None
         with self._heartbeat.waiting("a new checkpoint", _DEADLINE_SECONDS) as wait:
-            while (name := self._newest()) is None and self._role.flow.read().state != "finished":
+            while (name := self._newest(wait_seconds)) is None and self._role.flow.read().state != "finished":
                 wait.check()
                 for event in read_events(self._role.redis, self._role.run_id, self._after, wait_seconds):
                     self._after = event.id

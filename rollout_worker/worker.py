@@ -23,6 +23,7 @@ from rollout_worker.trail import Life, Trail
 from rollout_worker.watchdog import OUTGROWN, Watchdog, WatchedEnvironment
 from shared import fragment
 from shared.checkpoint import READY
+from shared.connection import hurry
 from shared.datasets.reading import read_dataset
 from shared.datasets.recording import Recording
 from shared.departure import LEFT
@@ -55,6 +56,7 @@ class Worker:
         self._role = role
         self._config = role.config
         self._index = index
+        self._outage_seconds = role.config.store.retry_seconds
         self.id = f"worker-{index}"
         self._log = role.log()
         self._board = PolicyBoard(role.redis, role.run_id)
@@ -99,6 +101,7 @@ class Worker:
     def ask_to_leave(self) -> None:
         """From a signal handler: it ends after the fragment in hand, or at once where it only waits."""
         self._leaving = LEFT
+        hurry(self._role.redis)
         if self._heartbeat.waits:
             raise KeyboardInterrupt
 
@@ -192,7 +195,7 @@ class Worker:
         if self._header.version >= claim.version and self._epoch == claim.epoch:
             return
         with self._heartbeat.waiting("the policy board", self._config.rollout.wait_deadline_seconds) as wait:
-            poll(wait, lambda: insist(wait, lambda: self._fetch(claim.version)))
+            poll(wait, lambda: self._heartbeat.outlast(lambda: self._fetch(claim.version), self._outage_seconds))
         self._epoch = claim.epoch
 
     def _fetch(self, at_least: int) -> bool:
@@ -284,12 +287,12 @@ class Worker:
         def again() -> str:
             return "finished" if self._role.flow.read().state == "finished" else push()
 
-        with self._heartbeat.waiting("a Redis shard", self._config.rollout.wait_deadline_seconds) as wait:
+        with self._heartbeat.waiting("a Redis shard", self._config.redis.retry_seconds, outage=True) as wait:
             return insist(wait, again, (ShardUnavailable,), longest_pause_seconds=1.0)
 
     def _build(self) -> None:
         """Policies for the run's spaces, which the store knows."""
-        with self._heartbeat.waiting("the store", self._config.rollout.wait_deadline_seconds) as wait:
+        with self._heartbeat.waiting("the store", self._outage_seconds, outage=True) as wait:
             self._description = insist(wait, self._role.description)
             dataset = self._config.dataset
             if dataset is not None:
@@ -313,7 +316,7 @@ class Worker:
         ) as wait:
             if self._leaving is not None:  # asked before this wait began
                 raise KeyboardInterrupt
-            poll(wait, lambda: insist(wait, self._load_newest))
+            poll(wait, lambda: self._heartbeat.outlast(self._load_newest, self._outage_seconds))
 
     def _load_newest(self) -> bool:
         checkpoints = self._role.checkpoints

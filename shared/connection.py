@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -30,6 +31,9 @@ from shared.redis_keys import redis_place
 from shared.services_config import RedisConfig
 
 _LONGEST_PAUSE_SECONDS = 1.0
+_LASTING_SECONDS = 2.0
+"""A Redis that is away for longer has an outage with a name; the others are ridden out in silence."""
+_HURRY_SECONDS = 3.0
 _GROWING_PAUSES = 16
 """Failures after which the pauses are as long as they get; a power of all of them would overflow."""
 _PASSING = re.compile(r"\b(LOADING|READONLY|MASTERDOWN|MISCONF|NOREPLICAS|TRYAGAIN|CLUSTERDOWN|BUSY)\b")
@@ -147,7 +151,19 @@ class RetryForSeconds(Retry):
     def __init__(self, where: str, seconds: float) -> None:
         pauses = ExponentialWithJitterBackoff(base=0.02, cap=_LONGEST_PAUSE_SECONDS)
         super().__init__(pauses, -1, (Exception,))
-        self._where, self._seconds = where, seconds
+        self._where, self.seconds = where, seconds
+        self.named: list[Callable[[str], AbstractContextManager[None]]] = []
+        """Entered with what was met where an outage lasts, and left when it is over; they ask Redis nothing."""
+        self.outages = 0
+        """How many have lasted so far."""
+
+    def __deepcopy__(self, memo: object) -> RetryForSeconds:
+        """redis-py gives each connection a copy; one outage is the same for all."""
+        return self
+
+    def hurry(self) -> None:
+        """From now on a call waits for some seconds at most: whoever makes it is about to end."""
+        self.seconds = min(self.seconds, _HURRY_SECONDS)
 
     def call_with_retry(
         self,
@@ -159,7 +175,7 @@ class RetryForSeconds(Retry):
         """Answers what `do` answers; `fail` is called after each failure that may pass (it disconnects)."""
         outermost = not getattr(self._inside, "busy", False)
         self._inside.busy = True
-        started, failures = time.monotonic(), 0
+        started, failures, lasting = time.monotonic(), 0, ExitStack()
         try:
             while True:
                 try:
@@ -171,17 +187,24 @@ class RetryForSeconds(Retry):
                     cast(Callable[..., Any], fail)(*([error, failures] if with_failure_count else [error]))
                     if not outermost:
                         raise
-                    self._pause(error, started, failures)
+                    self._pause(error, started, failures, lasting)
         finally:
+            lasting.close()
             if outermost:
                 self._inside.busy = False
 
-    def _pause(self, error: Exception, started: float, failures: int) -> None:
-        """Sleeps before the next try; raises `error`, completed, where there is none."""
+    def _pause(self, error: Exception, started: float, failures: int, lasting: ExitStack) -> None:
+        """Sleeps before the next try; raises `error`, completed, where there is none. What lasts gets its name."""
         seconds, pause = time.monotonic() - started, self._backoff.compute(min(failures, _GROWING_PAUSES))
-        if seconds + pause <= self._seconds:
+        if seconds + pause <= self.seconds:
+            if seconds >= _LASTING_SECONDS and self.named and not getattr(self._inside, "named", False):
+                self.outages += 1
+                self._inside.named = True
+                lasting.callback(setattr, self._inside, "named", False)
+                for name in self.named:
+                    lasting.enter_context(name(str(error)))
             time.sleep(pause)
-        elif self._seconds > 0:
+        elif self.seconds > 0:
             kind = type(error) if isinstance(error, redis.RedisError) else redis.ConnectionError
             raise kind(f"{self._where} could not be used for {seconds:.1f} s, {failures} tries: {error}") from None
         else:
@@ -216,6 +239,24 @@ def connect_redis(address: Address, config: Config, role: RoleName | None = None
     client = _client(address.redis_url, address, config, role, config.redis.retry_seconds, "redis.url")
     check_redis(client, address.redis_url, role)
     return client
+
+
+def impatient(config: Config) -> Config:
+    """The same, but with one try to reach Redis; not a short one, since it answers late while its disk stalls."""
+    quick = config.redis.model_copy(update={"retry_seconds": 0.0})
+    return config.model_copy(update={"redis": quick})
+
+
+def retries(client: redis.Redis) -> RetryForSeconds | None:
+    """How this client tries again; None for one that was not made here."""
+    found = client.connection_pool.connection_kwargs.get("retry")
+    return found if isinstance(found, RetryForSeconds) else None
+
+
+def hurry(client: redis.Redis) -> None:
+    """See `RetryForSeconds.hurry`."""
+    if (found := retries(client)) is not None:
+        found.hurry()
 
 
 def shard_clients(address: Address, config: Config, role: RoleName | None = None) -> dict[str, redis.Redis]:

@@ -24,7 +24,7 @@ import redis
 from pydantic import BaseModel, BeforeValidator, TypeAdapter
 
 from shared import scripts
-from shared.connection import own_address
+from shared.connection import own_address, retries
 from shared.errors import StoreError, StoreUnavailable, WaitTimeout
 from shared.foreign import foreign, left_out
 from shared.printable import NAME_CHARACTERS, printable, printable_data
@@ -92,6 +92,8 @@ class Beat:
     """Where its main thread's seconds since then went; waits are `wait(NAME)`."""
     process: str = ""
     """Its process, of all that there ever were; a `pid` comes again."""
+    outage: bool = False
+    """Whether the present wait is for Redis or the store, which are away."""
 
     @property
     def alive(self) -> bool:
@@ -104,22 +106,43 @@ class Beat:
 
 
 class Wait:
-    """A wait in progress; `check` raises `WaitTimeout` when its deadline has passed."""
+    """A wait in progress; `check` raises `WaitTimeout` when its deadline has passed.
 
-    def __init__(self, name: str, deadline_seconds: float) -> None:
+    What it waited meanwhile for Redis or the store, which had an outage, does not count; and while anybody else of the
+    run (`outage_elsewhere`) is in one, a deadline that has passed begins anew.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        deadline_seconds: float,
+        outage: bool = False,
+        outage_elsewhere: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.name = name
         self.deadline_seconds = deadline_seconds
-        self.started = time.monotonic()
+        self.outage = outage
+        """Whether it is for Redis or the store, which may be away: then its deadline is the outage's."""
+        self._outage_elsewhere = outage_elsewhere
+        self._started = self._counted_from = time.monotonic()
         self.trouble: str | None = None
 
     @property
     def seconds(self) -> float:
         """How long it lasts so far."""
-        return time.monotonic() - self.started
+        return time.monotonic() - self._started
+
+    def leave_out(self, seconds: float) -> None:
+        """These seconds were another wait's."""
+        self._started += seconds
+        self._counted_from += seconds
 
     def check(self) -> None:
         """Raises `WaitTimeout` once the deadline has passed."""
-        if self.seconds > self.deadline_seconds:
+        if time.monotonic() - self._counted_from > self.deadline_seconds:
+            if not self.outage and self._outage_elsewhere():
+                self._counted_from = time.monotonic()
+                return
             raise WaitTimeout(
                 f"waited {self.seconds:.0f} s for {self.name}; the deadline is {self.deadline_seconds:g} s"
                 f"{f': {self.trouble}' if self.trouble else ''}"
@@ -141,19 +164,29 @@ class Heartbeat:
         self._stop = threading.Event()
         self._ended: str | None = None
         self._thread = threading.Thread(target=self._run, name=f"heartbeat-{self._name}", daemon=True)
+        self._retries = retries(client)
+        self._role_thread = 0
         self.progress: dict[str, Any] = {}
         self.waited_seconds: dict[str, float] = {}
         self.stages = Stages()
         """Of the role's own thread."""
 
     def start(self) -> None:
-        """The first beat now (raises if Redis refuses it), the others in the background."""
+        """The first beat now (raises if Redis refuses it), the others in the background.
+
+        From now on an outage of Redis is a wait of the thread that calls this, by name.
+        """
+        self._role_thread = threading.get_ident()
+        if self._retries is not None:
+            self._retries.named.append(self._redis_is_away)
         self._beat()
         self._thread.start()
 
     def stop(self, reason: str, last_beat: bool = True) -> None:
         """The last beat says why the role has ended; a role with a successor of its name sends none."""
         self._stop.set()
+        if self._retries is not None and self._redis_is_away in self._retries.named:
+            self._retries.named.remove(self._redis_is_away)
         if self._thread.is_alive():
             self._thread.join(timeout=5)
         if not last_beat:
@@ -165,9 +198,13 @@ class Heartbeat:
             pass  # a Redis that is gone cannot be told; the silence says enough
 
     @contextmanager
-    def waiting(self, name: str, deadline_seconds: float) -> Iterator[Wait]:
-        """Names a wait while it lasts: shown by `status`, added up in `waited_seconds`."""
-        outer, wait = self._wait, Wait(name, deadline_seconds)
+    def waiting(self, name: str, deadline_seconds: float, outage: bool = False) -> Iterator[Wait]:
+        """Names a wait while it lasts: shown by `status`, added up in `waited_seconds`.
+
+        `outage` says that it is for Redis or the store, which may be away. A wait within another one does not count
+        for that one's deadline.
+        """
+        outer, wait = self._wait, Wait(name, deadline_seconds, outage, self._outage_elsewhere)
         self._wait = wait
         try:
             with self.stages.during(f"wait({name})"):
@@ -176,6 +213,30 @@ class Heartbeat:
             with self._lock:
                 self._wait = outer
                 self.waited_seconds[name] = self.waited_seconds.get(name, 0.0) + wait.seconds
+                if outer is not None:
+                    outer.leave_out(wait.seconds)
+
+    def outlast(self, call: Callable[[], T], seconds: float) -> T:
+        """What `call` answers; a store that is away meanwhile is a wait of its own, by name, until it is back."""
+        try:
+            return call()
+        except (StoreError, StoreUnavailable):
+            with self.waiting("the store", seconds, outage=True) as wait:
+                return insist(wait, call)
+
+    @contextmanager
+    def _redis_is_away(self, trouble: str) -> Iterator[None]:
+        if self._retries is None or threading.get_ident() != self._role_thread:
+            yield
+            return
+        _LOGGER.warning("waiting for Redis: %s", trouble)
+        with self.waiting("Redis", self._retries.seconds, outage=True) as wait:
+            wait.trouble = trouble
+            yield
+        _LOGGER.warning("Redis is back after %.0f s", wait.seconds)
+
+    def _outage_elsewhere(self) -> bool:
+        return outage(self._redis, self._keys.run_id) is not None
 
     @property
     def waits(self) -> bool:
@@ -204,6 +265,7 @@ class Heartbeat:
             "waiting_seconds": round(wait.seconds, 3) if wait else 0.0,
             "deadline_seconds": wait.deadline_seconds if wait else 0.0,
             "trouble": wait.trouble if wait else None,
+            "outage": wait is not None and wait.outage and wait.trouble is not None,
             "progress": dict(self.progress),
             "waited": {name: round(seconds, 3) for name, seconds in waited.items()},
             "stages": {name: round(seconds, 3) for name, seconds in self.stages.seconds().items()},
@@ -212,6 +274,7 @@ class Heartbeat:
 
 
 _BEAT = TypeAdapter(Beat)
+_UPLOADS: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 
 
 def read_heartbeats(client: redis.Redis, run_id: str) -> list[Beat]:
@@ -236,6 +299,16 @@ def _beat(run_id: str, name: bytes, value: bytes, now: float) -> Beat | None:
         left_out(what, f"its time stamp is {-age:.0f} s in the future")
         return None
     return foreign(_BEAT, text, what, role=role, id=id_, stamp=when, age_seconds=age)
+
+
+def outage(client: redis.Redis, run_id: str) -> str | None:
+    """What the run waits for at this moment (the store, a Redis shard) where that is away; None else."""
+    said = cast(bytes | None, client.get(RunKeys(run_id).store_status))
+    uploads = foreign(_UPLOADS, said or b"{}", f"the store status of run {run_id}")
+    if uploads is not None and uploads.get("waiting_for"):
+        return str(uploads["waiting_for"])
+    away = (beat.waiting_for for beat in read_heartbeats(client, run_id) if beat.alive and beat.outage)
+    return next(away, None)
 
 
 def forget_heartbeat(client: redis.Redis, run_id: str, role: str, id_: str) -> None:

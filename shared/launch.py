@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from shared.config_sources import load_config, parse_config
-from shared.connection import Address, RoleName
+from shared.connection import Address, RoleName, connect_redis, impatient
 from shared.errors import RunNotFound
 from shared.last_words import tell_of_exits
 from shared.printable import PrintableFormatter
@@ -106,6 +106,11 @@ def launch_from_arguments(arguments: argparse.Namespace) -> RoleLaunch:
         import_path = (os.getcwd(), str(arguments.config.resolve().parent))
         return RoleLaunch(config.model_dump(mode="json"), address, import_path, None)
     return read_launch(folder, run_id)
+
+
+def refuse_unreachable(launch: RoleLaunch, user: RoleName) -> None:
+    """Where a person starts a role: raises `RedisUnavailable` at once for what a run would wait for."""
+    connect_redis(launch.address, impatient(parse_config(launch.config)), user).close()
 
 
 def read_launch(folder: Path, run_id: str) -> RoleLaunch:

@@ -49,8 +49,9 @@ class RedisConfig(Section):
     the log holds the bodies. A resume may leave out a shard only when the log names no body there."""
     timeout_seconds: float = Field(10.0, ge=2)
     """Time for one answer; more than the second that waiting workers block for."""
-    retry_seconds: float = Field(30.0, ge=0)
-    """How long a role keeps trying to reach a Redis that went away, or that loads, or waits for a new master."""
+    retry_seconds: float = Field(14_400.0, ge=0, le=604_800)
+    """How long a run waits, by name, for a Redis (or a shard) that went away, or that loads, or waits for a new master;
+    hours, since a failover or a restart of a service is no failure of the run. The start of a run tries once."""
 
     @model_validator(mode="after")
     def _no_secrets(self) -> Self:
@@ -99,7 +100,11 @@ class StoreConfig(Section):
     timeout_seconds: float = Field(20.0, gt=0)
     """Time for one answer."""
     retries: int = Field(4, ge=0)
-    """Tries again after a failure worth retrying, with growing pauses."""
+    """Tries again after a failure worth retrying, with growing pauses, within one request."""
+    retry_seconds: float = Field(14_400.0, ge=0, le=604_800)
+    """How long a role waits, by name, for a store that is away or fails, where it needs it: as it starts, for a new
+    policy version in the store, at the end of the run. Training continues meanwhile, until the log is full. The start
+    of a run tries once."""
 
     @model_validator(mode="after")
     def _no_secrets(self) -> Self:

@@ -9,7 +9,7 @@ if not sys.flags.safe_path:  # `python -m` puts the folder where the user stands
     sys.path.append(sys.path.pop(0))
 
 from shared.errors import ConfigError, StagecoachError, UserError
-from shared.launch import launch_from_arguments, role_arguments
+from shared.launch import launch_from_arguments, refuse_unreachable, role_arguments
 from shared.printable import complain
 from trainer_node.lives import learn_along, train
 
@@ -29,6 +29,7 @@ def main() -> int:
         ranks = launch.config["trainer"]["ranks"]
         if not 0 <= rank < ranks:
             raise ConfigError(f"--rank {rank}: this run has trainer.ranks={ranks}, which are 0 to {ranks - 1}")
+        refuse_unreachable(launch, "trainer")
         print(learn_along(launch, rank, _SIGNALS) if rank else train(launch, _SIGNALS))
     except StagecoachError as error:
         complain(error)

@@ -28,5 +28,5 @@ class PatientLog:
             over = self._leaving() or self._role.flow.read().state != "running"
             return [] if over else self._log.read(after, count, 0.0)
 
-        with self._heartbeat.waiting("a Redis shard", self._role.config.rollout.wait_deadline_seconds) as wait:
+        with self._heartbeat.waiting("a Redis shard", self._role.config.redis.retry_seconds, outage=True) as wait:
             return insist(wait, again, (ShardUnavailable,), longest_pause_seconds=1.0)

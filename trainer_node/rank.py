@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 
+from shared.connection import hurry
 from shared.departure import LEFT
 from shared.errors import WeightsNotFinite
 from shared.heartbeat import Heartbeat
@@ -56,6 +57,7 @@ class Rank:
 
     def ask_to_leave(self) -> None:
         """From a signal handler: it ends at once. The group breaks, and meets again with another in its place."""
+        hurry(self._role.redis)
         raise KeyboardInterrupt
 
     def _learn_in_next_group(self) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import redis
 
 from shared.checkpoint import Checkpoint
+from shared.connection import hurry
 from shared.departure import LEFT
 from shared.errors import (
     BodyLost,
@@ -55,8 +56,6 @@ from trainer_node.snapshot import Line, Progress, Snapshot
 _LOGGER = logging.getLogger("stagecoach.trainer")
 _LOOK_SECONDS = 1.0
 """How often a trainer that waits for experience looks whether the run is to end."""
-_DURABLE_SECONDS = 600.0
-"""How long the first, last and (object_store) each checkpoint may take to become durable."""
 
 
 class Trainer:
@@ -65,6 +64,7 @@ class Trainer:
     def __init__(self, role: Role, run_folder: str | None) -> None:
         self._role = role
         self._config = role.config
+        self._outage_seconds = role.config.store.retry_seconds
         self._board = PolicyBoard(role.redis, role.run_id)
         self._log = role.log()
         self._heartbeat = Heartbeat(role.redis, role.run_id, "trainer", "trainer")
@@ -110,6 +110,11 @@ class Trainer:
             self._publisher.close()
             self._gone(f"with its broken group of ranks ({error})")
             raise
+        except redis.RedisError as error:
+            if self.leaving:  # the run waits for Redis, and so will the next one
+                return self._gone(f"while Redis is away ({error})")
+            self.fail(error)
+            raise
         except Exception as error:
             self.fail(error)
             raise
@@ -119,7 +124,7 @@ class Trainer:
         self._role.check_config()
         set_up_torch(self._config.trainer)
         self._heartbeat.start()
-        with self._heartbeat.waiting("the store", _DURABLE_SECONDS) as wait:
+        with self._heartbeat.waiting("the store", self._outage_seconds, outage=True) as wait:
             self._description = insist(wait, self._role.description)  # who cannot reach the store fences nobody
             last = insist(wait, lambda: last_epoch(self._role))
         self._epoch = self._role.flow.take_over(last)
@@ -131,7 +136,7 @@ class Trainer:
         self._publisher = Publisher(self._role, self._epoch)
         self._profile.add("publishing", self._publisher.stages)
         self._publisher.start()
-        with self._heartbeat.waiting("the store", _DURABLE_SECONDS) as wait:
+        with self._heartbeat.waiting("the store", self._outage_seconds, outage=True) as wait:
             checkpoint = insist(wait, lambda: newest_checkpoint(self._role))
             insist(wait, self._learner.read_demonstrations)
         if checkpoint is None:
@@ -189,8 +194,8 @@ class Trainer:
         self._ranks.close()
         last = self._snapshot()
         self._publisher.submit(last)
-        with self._heartbeat.waiting("the last checkpoint to be durable", _DURABLE_SECONDS):
-            self._publisher.wait_idle(_DURABLE_SECONDS)
+        with self._heartbeat.waiting("the last checkpoint to be durable", self._outage_seconds, outage=True):
+            self._publisher.wait_idle(self._outage_seconds)
         return last.manifest.name
 
     def finish(self, reason: str) -> str:
@@ -199,7 +204,7 @@ class Trainer:
         wait_for_evaluation(self._role, self._heartbeat, last, reason)
         wait_for_exports(self._role, self._heartbeat, self._publisher)
         self._publisher.close()
-        with self._heartbeat.waiting("the store to take the end of the run", _DURABLE_SECONDS) as wait:
+        with self._heartbeat.waiting("the store to take the end of the run", self._outage_seconds, outage=True) as wait:
             insist(wait, lambda: self._publisher.finish(last))
             self._role.flow.set_state("finished", reason, epoch=self._epoch)
             insist(wait, lambda: self._write_finished(reason, last))
@@ -211,6 +216,7 @@ class Trainer:
     def ask_to_leave(self) -> None:
         """From a signal handler: it leaves after the present update; at once where nothing has been learnt yet."""
         self.leaving = True
+        hurry(self._role.redis)
         if self._heartbeat.waits and not self._started:
             raise KeyboardInterrupt
 
@@ -292,8 +298,8 @@ class Trainer:
         self.version = 0
         taken = self._snapshot()
         self._publisher.submit(taken)
-        with self._heartbeat.waiting("the first checkpoint to be durable", _DURABLE_SECONDS):
-            self._publisher.wait_idle(_DURABLE_SECONDS)
+        with self._heartbeat.waiting("the first checkpoint to be durable", self._outage_seconds, outage=True):
+            self._publisher.wait_idle(self._outage_seconds)
         self._publish(0)
         self._remember_parent(taken.manifest.name, taken.manifest.log_position)
 
@@ -313,7 +319,7 @@ class Trainer:
 
     def _take_up(self, checkpoint: Checkpoint, text: str) -> None:
         """Goes on from there; a Redis that knows less is set forward to it."""
-        with self._heartbeat.waiting("the store", _DURABLE_SECONDS) as wait:
+        with self._heartbeat.waiting("the store", self._outage_seconds, outage=True) as wait:
             restored = insist(wait, lambda: restore_whole(self._learner, checkpoint, self._role.archive(), self._log))
         self.version, self._line = restored.version, restored.line
         self._remember_parent(checkpoint.manifest.name, restored.books.position)
@@ -410,8 +416,7 @@ class Trainer:
                 taken = self._intake.take(self.version, self._phase, look_seconds)
                 if taken is not None or self.leaving or self._look().state != "running":
                     return taken
-                if not self._publisher.struggling:  # with the store away the log is full, and workers wait as we do
-                    wait.check()
+                wait.check()
 
     def _learn(self, fragments: list[Fragment], phase: Phase) -> dict[str, float]:
         started = time.perf_counter()
@@ -445,8 +450,8 @@ class Trainer:
 
     def _made_durable(self, taken: Snapshot) -> Snapshot:
         self._publisher.submit(taken)
-        with self._heartbeat.waiting("the policy version to be durable", _DURABLE_SECONDS):
-            self._publisher.wait_idle(_DURABLE_SECONDS)
+        with self._heartbeat.waiting("the policy version to be durable", self._outage_seconds, outage=True):
+            self._publisher.wait_idle(self._outage_seconds)
         return taken
 
     def _checkpoint_if_due(self, published: Published) -> None:

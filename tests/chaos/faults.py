@@ -11,9 +11,8 @@ from typing import Any
 
 import redis
 
-from coordinator.preparation import impatient
 from coordinator.run import Run
-from shared.connection import connect_redis
+from shared.connection import connect_redis, impatient
 from shared.errors import StagecoachError
 from shared.flow import Flow
 from shared.heartbeat import read_heartbeats

@@ -339,10 +339,9 @@ def test_roles_that_start_while_the_store_is_away_wait_by_name_and_go_on(
 def test_a_wait_for_the_store_ends_at_its_deadline_with_what_the_store_said(
     site: MakeSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rollout = {"fragment_steps": 8, "fragments_per_update": 2, "wait_deadline_seconds": 0.5}
-    here = site(config=quick(rollout=rollout))
+    here = site()
     here.game().crash()
-    monkeypatch.setattr("trainer_node.trainer._DURABLE_SECONDS", 0.5)
+    monkeypatch.setattr(here, "_config", quick(store={"retries": 0, "timeout_seconds": 20, "retry_seconds": 0.5}))
     here.proxy.fail(faults.SLOW_DOWN)
     worker, evaluator = Worker(here.open(), 1), Evaluator(here.open())
     starts: list[Callable[[], object]] = [lambda: start_trainer(here), worker.run, evaluator.run]
@@ -413,7 +412,7 @@ def test_a_run_whose_store_stays_away_at_its_end_fails_plainly_and_resume_ends_i
             wait_idle(seconds)
 
         impatient.setattr(publisher, "wait_idle", once_it_fails)
-        impatient.setattr("trainer_node.trainer._DURABLE_SECONDS", 1.0)
+        impatient.setattr(trainer, "_outage_seconds", 1.0)
         return save_last(trainer, reason)
 
     ends = {}

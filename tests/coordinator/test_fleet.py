@@ -188,6 +188,34 @@ def test_a_trainer_that_makes_progress_may_die_as_often_as_it_likes(config: Make
     assert outcome.status.ledger["total"]["balances"]
 
 
+def test_deaths_in_an_outage_do_not_count(config: MakeConfig, tmp_path: Path, running: ExitStack) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    run = start(
+        config(stop_at={"updates": 10**6}, store={"url": f"file://{store}"}, rollout={"restarts_allowed": 0}), running
+    )
+    status = until(run, lambda status: status.version > 2 and pid_of(status, "worker-0") is not None)
+    store.rename(tmp_path / "away")
+    former = pid_of(status, "worker-0")
+    for number in range(3):
+        assert former is not None
+        os.kill(former, signal.SIGKILL)  # the first one had made progress; the others wait for the store
+        until(run, lambda s, former=former: pid_of(s, "worker-0") not in (None, former))  # type: ignore[misc]
+        status = until(run, lambda s: any(beat.id == "worker-0" and beat.outage for beat in s.roles))
+        former = pid_of(status, "worker-0")
+        assert status.state == "running", number
+    (tmp_path / "away").rename(store)
+    version = run.status().version
+    until(run, lambda status: status.version > version)
+    told = [event.text for event in run.events() if event.kind == "outage"]
+    assert "the run waits for the store, which is away (worker-0: the store folder" in told[0]
+    assert told[-1] == "the store is back; the run continues"
+    run.stop()
+    outcome = run.wait(120)
+    assert outcome.reason == "stopped"
+    assert outcome.status.ledger["total"]["balances"]
+
+
 def test_the_evaluator_begins_once_trainer_and_a_worker_are_there(
     config: MakeConfig, running: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,6 @@ from coordinator.preparation import (
     check,
     check_services,
     create_flow,
-    impatient,
     prepare_new,
     prepare_resume,
     record_failure,
@@ -34,7 +33,7 @@ from shared.bodies import named_bodies
 from shared.checkpoint import FINISHED
 from shared.config import Config
 from shared.config_sources import dump_config
-from shared.connection import Address, RoleName, connect_redis
+from shared.connection import Address, RoleName, connect_redis, impatient
 from shared.errors import RedisUnavailable
 from shared.experience_log import ExperienceLog
 from shared.heartbeat import Heartbeat, Wait, forget_heartbeat, poll

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+from pathlib import Path
 
 import pytest
 
+from tests.chaos.own_redis import OwnRedis
 from tests.end_to_end.command_line import CommandLine, check_ledger
 
 RUN = "services"
@@ -45,6 +48,50 @@ def test_what_dies_is_started_again_and_the_run_goes_on(
         kill(terminal, pattern)
         terminal.wait_until(told, lambda told=told: told in terminal.output(process))  # type: ignore[misc]
         version = goes_on(terminal, terminal.handle(RUN).status().version)
+    ends_in_order(terminal, process, version)
+    assert list(terminal.temporary.glob("sc-*")) == []
+
+
+def test_a_redis_that_hangs_is_told_of_and_started_again(terminal: CommandLine) -> None:
+    rollout = {"workers": 1, "fragment_steps": 16, "fragments_per_update": 2, "service_silent_seconds": 8}
+    config = terminal.write_config(stop_at={"updates": 10**6}, checkpoint={"every": "10 updates"}, rollout=rollout)
+    process = terminal.start("train", config, "--run-id", RUN, "--inline")
+    goes_on(terminal, 0)
+    pid = min(pid for pid, command in terminal.left().items() if re.match(r"\S*(redis|valkey)-server", command))
+    os.kill(pid, signal.SIGSTOP)
+    terminal.wait_until("the hang to be told", lambda: "Redis hung (no answer for " in terminal.output(process))
+    ends_in_order(terminal, process, goes_on(terminal, terminal.handle(RUN).status().version))
+
+
+def test_a_redis_of_ones_own_that_is_silent_pauses_the_run_by_name(
+    terminal: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = OwnRedis(tmp_path / "own")
+    monkeypatch.setenv("STAGECOACH_REDIS_PASSWORD", server.password)
+    redis = {"url": f"redis://127.0.0.1:{server.port}/0", "timeout_seconds": 2}
+    config = terminal.write_config(stop_at={"updates": 10**6}, checkpoint={"every": "10 updates"}, redis=redis)
+    try:
+        process = terminal.start("train", config, "--run-id", RUN, "--inline")
+        version = goes_on(terminal, 0)
+        server.stopped(True)
+        terminal.wait_until("the pause to be told", lambda: "paused" in terminal.output(process))
+        told = terminal.run("status", RUN)
+        assert told.code == 0 and "waiting for Redis since " in told.out, told
+        server.stopped(False)
+        version = goes_on(terminal, version)
+        terminal.wait_until("the end of the pause", lambda: "Redis was away for " in terminal.output(process))
+        server.stopped(True)
+        terminal.wait_until("another pause", lambda: "waiting for Redis" in terminal.run("status", RUN).out)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        done = terminal.ended(process)  # at once, although Redis cannot be asked
+        assert done.code == 130, done
+    finally:
+        server.kill()
+
+
+def ends_in_order(terminal: CommandLine, process: subprocess.Popen[str], version: int) -> None:
+    """Ctrl-C, with all that was learnt, and nothing left behind."""
     assert not (terminal.store(RUN) / ".finished").exists()
     process.send_signal(signal.SIGINT)
     done = terminal.ended(process)
@@ -53,7 +100,6 @@ def test_what_dies_is_started_again_and_the_run_goes_on(
     assert (finished["reason"], finished["version"] >= version) == ("stopped", True)
     check_ledger(finished)
     terminal.check_nothing_left()
-    assert list(terminal.temporary.glob("sc-*")) == []
 
 
 def test_a_coordinator_whose_parent_has_ended_outlives_its_ray(terminal: CommandLine) -> None:

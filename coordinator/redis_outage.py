@@ -1,0 +1,59 @@
+"""What a run tells of a Redis that is away: a file in its folder meanwhile (Redis cannot be asked), then an event."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import redis
+
+from coordinator.preparation import connect_once
+from shared.connection import retries
+from shared.errors import StagecoachError
+from shared.events import emit
+from shared.role import Role
+
+_LOGGER = logging.getLogger("stagecoach.coordinator")
+_FILE = "outage.json"
+
+
+def tell_of_outages(role: Role, folder: Path, *clients: redis.Redis) -> None:
+    """From now on, of those that one of these clients meets."""
+    path = folder / _FILE
+    path.unlink(missing_ok=True)
+
+    @contextmanager
+    def away(trouble: str) -> Iterator[None]:
+        _LOGGER.warning("the run waits for Redis: %s", trouble)
+        since = time.time()
+        with suppress(OSError):
+            path.write_text(json.dumps({"since": since, "trouble": trouble}))
+        yield
+        path.unlink(missing_ok=True)
+        threading.Thread(target=back, args=(time.time() - since,), name="redis-is-back", daemon=True).start()
+
+    def back(seconds: float) -> None:  # not in the midst of the call that has just come through
+        text = f"Redis was away for {max(0.0, seconds):.0f} s; the run waited for it and continues"
+        _LOGGER.warning("%s", text)
+        with suppress(StagecoachError, redis.RedisError), connect_once(role, "coordinator") as client:
+            emit(client, role.run_id, "outage", text)
+
+    for client in clients:
+        if (found := retries(client)) is not None:
+            found.named.append(away)
+
+
+def outage_of_redis(folder: Path) -> str | None:
+    """`waiting for Redis since 10:20:30 (45 s): …`, while the coordinator of this folder's run does; None else."""
+    try:
+        told = json.loads((folder / _FILE).read_text())
+        since = float(told["since"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    clock = time.strftime("%H:%M:%S", time.localtime(since))
+    return f"waiting for Redis since {clock} ({max(0.0, time.time() - since):.0f} s): {told.get('trouble')}"

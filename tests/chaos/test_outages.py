@@ -1,0 +1,112 @@
+"""Redis or the store is away for longer than every deadline of a role: the run waits by name, and continues."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.status import live_status
+from shared.config import Config
+from shared.heartbeat import outage
+from tests.chaos import store_faults as faults
+from tests.chaos.own_redis import OwnRedis
+from tests.chaos.test_store_faults import Site, eventually
+from tests.end_to_end.command_line import check_ledger
+from tests.role_processes import ended, start_process
+from tests.trainer_node.game import small
+
+pytestmark = pytest.mark.timeout(300)
+DEADLINE_SECONDS = 3
+ROLES = (("trainer_node",), ("rollout_worker", "--index", "0"), ("rollout_worker", "--evaluator"))
+
+
+def patient_in_outages_only(**sections: Any) -> Config:
+    """Each wait has a short deadline; versions travel through the store, so that nothing moves without it."""
+    rollout = {"fragment_steps": 8, "fragments_per_update": 2, "wait_deadline_seconds": DEADLINE_SECONDS}
+    return small(
+        stop_at={"updates": 10**6}, rollout=rollout, policy_versions={"transport": "object_store"},
+        redis={"timeout_seconds": 2}, store={"retries": 0, "timeout_seconds": 5}, **sections,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def away(tmp_path: Path, s3_servers: dict[str, tuple[str, str, str]]) -> Iterator[tuple[OwnRedis, Site]]:
+    with ExitStack() as running:
+        server = OwnRedis(tmp_path / "redis")
+        running.callback(server.kill)
+        here = Site(server.through(server.port), s3_servers["rclone"], tmp_path, patient_in_outages_only())
+        running.callback(here.close)
+        yield server, here
+
+
+@pytest.mark.parametrize("what", ["Redis", "the store"])
+def test_an_outage_longer_than_every_deadline_is_waited_for_and_no_process_ends(
+    what: str, away: tuple[OwnRedis, Site], tmp_path: Path
+) -> None:
+    server, here = away
+    role = here.open()
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        processes += [start_process(role, tmp_path, *command) for command in ROLES]
+        eventually(lambda: role.flow.read().version > 2 and len(live_status(role.redis, role.run_id).roles) == 3)
+        if what == "Redis":
+            server.stopped(True)
+            time.sleep(5 * DEADLINE_SECONDS)
+            server.stopped(False)
+        else:
+            here.proxy.fail(faults.SLOW_DOWN)
+            eventually(lambda: outage(role.redis, role.run_id) == "the store")
+            time.sleep(5 * DEADLINE_SECONDS)
+            assert outage(role.redis, role.run_id) == "the store"
+            here.proxy.heal()
+        version = role.flow.read().version
+        eventually(lambda: role.flow.read().version > version + 2)
+        assert [process.poll() for process in processes] == [None, None, None]
+        role.flow.set_state("stopping", "stopped", "running")
+        assert [ended(process).returncode for process in processes] == [0, 0, 0]
+        finished = here.reader.marker(".finished") or {}
+        assert finished["reason"] == "stopped"
+        check_ledger(finished)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_an_outage_that_outlasts_its_own_deadline_ends_the_role_which_says_so(
+    tmp_path: Path, s3_servers: dict[str, tuple[str, str, str]]
+) -> None:
+    server = OwnRedis(tmp_path / "redis")
+    config = patient_in_outages_only().model_copy(
+        update={"redis": patient_in_outages_only().redis.model_copy(update={"retry_seconds": 5.0})}
+    )
+    here = Site(server.through(server.port), s3_servers["rclone"], tmp_path, config)
+    process = start_process(here.open(), tmp_path, "trainer_node")
+    try:
+        role = here.open()
+        eventually(lambda: role.flow.read().version == 0)
+        server.kill()
+        done = ended(process)
+        assert done.returncode != 0
+        assert "could not be used for" in done.stderr
+    finally:
+        process.kill()
+        here.close()
+
+
+def test_where_a_person_starts_a_role_a_redis_that_is_not_there_is_refused_at_once(
+    away: tuple[OwnRedis, Site], tmp_path: Path
+) -> None:
+    server, here = away
+    role = here.open()
+    server.kill()
+    for command in ROLES:
+        done = ended(start_process(role, tmp_path, *command))
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done
+        assert "does not answer" in done.stderr
