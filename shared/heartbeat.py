@@ -236,7 +236,8 @@ class Heartbeat:
         _LOGGER.warning("Redis is back after %.0f s", wait.seconds)
 
     def _outage_elsewhere(self) -> bool:
-        return outage(self._redis, self._keys.run_id) is not None
+        acts = self._name.startswith(("worker:", "evaluator:"))  # they may not read who else is there: deploy/users.acl
+        return outage(self._redis, self._keys.run_id, beats=not acts) is not None
 
     @property
     def waits(self) -> bool:
@@ -301,12 +302,17 @@ def _beat(run_id: str, name: bytes, value: bytes, now: float) -> Beat | None:
     return foreign(_BEAT, text, what, role=role, id=id_, stamp=when, age_seconds=age)
 
 
-def outage(client: redis.Redis, run_id: str) -> str | None:
-    """What the run waits for at this moment (the store, a Redis shard) where that is away; None else."""
+def outage(client: redis.Redis, run_id: str, beats: bool = True) -> str | None:
+    """What the run waits for at this moment (the store, a Redis shard) where that is away; None else.
+
+    By what the trainer's uploads meet and, with `beats`, by what any role says.
+    """
     said = cast(bytes | None, client.get(RunKeys(run_id).store_status))
     uploads = foreign(_UPLOADS, said or b"{}", f"the store status of run {run_id}")
     if uploads is not None and uploads.get("waiting_for"):
         return str(uploads["waiting_for"])
+    if not beats:
+        return None
     away = (beat.waiting_for for beat in read_heartbeats(client, run_id) if beat.alive and beat.outage)
     return next(away, None)
 
