@@ -131,7 +131,8 @@ def train(
         from coordinator import cli_live
         from coordinator.job import submission
         from coordinator.presets import config_file
-        from coordinator.run import Run, new_run_id
+        from coordinator.run import Run
+        from coordinator.run_folder import new_run_id
         from shared.config_sources import load_config
 
     config = config_file(config)

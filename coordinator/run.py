@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,9 +29,9 @@ from coordinator.onnx_files import export_onnx
 from coordinator.preparation import check, check_services, prepare_new, prepare_resume, with_recorded
 from coordinator.redis_outage import outage_of_redis
 from coordinator.room import refuse_order, room_of
-from coordinator.run_folder import RunFolder
+from coordinator.run_folder import RunFolder, new_run_id
 from coordinator.services import BUCKET
-from coordinator.status import Status, ended_status, live_status, tended
+from coordinator.status import Status, ended_status, live_status, paused_status, tended
 from coordinator.trust import require_trust
 from shared.archive import Archive, experience
 from shared.checkpoint import CONFIG, Checkpoint, CheckpointStore
@@ -255,8 +254,7 @@ class Run:
         except (RedisUnavailable, redis.ConnectionError, redis.TimeoutError):
             if not self.folder.live or (waits := outage_of_redis(self.folder.path)) is None:
                 raise
-            found = ended_status(self._checkpoints(self.folder.offline_address(self.config)))
-            return dataclasses.replace(found, state="paused", reason=waits, live=True, bottleneck=waits)
+            return paused_status(self._checkpoints(self.folder.offline_address(self.config)), waits)
         found = ended_status(self._checkpoints(self._address()))
         if self.folder.live and found.state == "interrupted":
             return dataclasses.replace(found, state="starting or ending", reason="its coordinator is at work")
@@ -498,9 +496,3 @@ def _source(config: Config) -> Checkpoint | None:
         return found.store.load(found.name, only=("policy.safetensors", "algorithm.safetensors", "rewards.safetensors"))
     except CheckpointDamaged as error:
         raise UserError(f"initialize_from={config.initialize_from}: {error}; choose another checkpoint") from None
-
-
-def new_run_id(config: Config) -> str:
-    """Environment, time, and four random digits: `cartpole-v1-20260102-150405-9f3a`."""
-    name = "".join(letter if letter.isalnum() else "-" for letter in config.environment.id.rpartition(":")[2]).lower()
-    return f"{name[:30].strip('-') or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"

@@ -21,7 +21,11 @@ import fcntl
 import json
 import logging
 import os
+<<<<<<< HEAD
 import re
+=======
+import secrets
+>>>>>>> 9668e14 (The status of a run that waits stands with the other statuses, and new run ids with run folders)
 import shutil
 import time
 from dataclasses import dataclass
@@ -223,3 +227,9 @@ def _locked(handle: int) -> bool:
         except BlockingIOError:
             time.sleep(0.05 if attempt < _LOCK_TRIES - 1 else 0.0)
     return False
+
+
+def new_run_id(config: Config) -> str:
+    """Environment, time, and four random digits: `cartpole-v1-20260102-150405-9f3a`."""
+    name = "".join(letter if letter.isalnum() else "-" for letter in config.environment.id.rpartition(":")[2]).lower()
+    return f"{name[:30].strip('-') or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"

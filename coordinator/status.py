@@ -5,7 +5,7 @@ It names the party that everyone waits for.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 import redis
@@ -148,6 +148,11 @@ def ended_status(checkpoints: CheckpointStore) -> Status:
         final=kept.get("final"),
         evaluation=scores[-1] if scores else None,
     )
+
+
+def paused_status(checkpoints: CheckpointStore, waits: str) -> Status:
+    """Of a live run that waits for its Redis: what the store knows of it, and why it waits."""
+    return replace(ended_status(checkpoints), state="paused", reason=waits, live=True, bottleneck=waits)
 
 
 def bottleneck(beats: list[Beat], store: dict[str, Any]) -> str:

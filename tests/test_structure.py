@@ -26,9 +26,14 @@ VAGUE_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 EXECUTING_FORMATS = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 EXECUTING_CALLS = {"torch.load", "torch.save", "yaml.unsafe_load", "yaml.full_load"}
 KEYS_MODULE = Path("shared/redis_keys.py")
-MAY_DEEPCOPY = {"shared/policies/policy.py", "rollout_worker/parallel_environments.py", "trainer_node/onnx_export.py"}
-"""The rule itself; observations; a copy that is only translated. Elsewhere it would be a network without the policy's
-statistics: `copy_sharing_buffers` is for those."""
+MAY_DEEPCOPY = {
+    "shared/connection.py",
+    "shared/policies/policy.py",
+    "rollout_worker/parallel_environments.py",
+    "trainer_node/onnx_export.py",
+}
+"""A client's way to try again; the rule itself; observations; a copy that is only translated. Elsewhere it would be a
+network without the policy's statistics: `copy_sharing_buffers` is for those."""
 
 Rule = Callable[[Path], list[str]]
 
