@@ -7,6 +7,7 @@ runs/<run_id>/
   services.json       addresses, while the run is live here
   credentials.json    of embedded services; only its owner may read it
   lock                held (flock) by the coordinator that runs it: the kernel lets go when that dies
+  outage.json         there while the coordinator waits for Redis (coordinator/redis_outage.py)
   elsewhere.json      instead of the above, for a run that lives on other machines (coordinator/elsewhere.py)
   redis/  s3/         data of embedded services
   logs/               one file per role and service
@@ -21,11 +22,8 @@ import fcntl
 import json
 import logging
 import os
-<<<<<<< HEAD
 import re
-=======
 import secrets
->>>>>>> 9668e14 (The status of a run that waits stands with the other statuses, and new run ids with run folders)
 import shutil
 import time
 from dataclasses import dataclass
