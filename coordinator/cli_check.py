@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from coordinator.cli_options import Json, console, example, print_json
-from coordinator.environment_trial import Trial, try_environment
-from shared.config import Config
-from shared.config_sources import load_config, parse_config
 from shared.errors import ConfigError
 from shared.user_code import extend_imports
+
+if TYPE_CHECKING:
+    from coordinator.environment_trial import Trial
+    from shared.config import Config
 
 app = typer.Typer()
 _STYLES = {"fatal": "red", "raised": "red", "wrong": "yellow", "note": "dim"}
@@ -34,6 +35,8 @@ def check(
 ) -> None:
     """Step an environment in a process of its own and tell everything that is wrong with it: a wrong interface,
     shapes, dtypes, bounds, NaN, hangs, crashes, seeds that it does not follow. Exit code 2 if anything is."""
+    from coordinator.environment_trial import try_environment
+
     config, alone = _config(environment, kwargs, api)
     trial = try_environment(config, steps, seed, deadline, whole=True, alone=alone)
     if as_json:
@@ -46,6 +49,8 @@ def check(
 
 def _config(environment: str, kwargs: str | None, api: str | None) -> tuple[Config, bool]:
     """The config file, or a config around the environment alone; which of them."""
+    from shared.config_sources import load_config, parse_config
+
     path = Path(environment)
     given: dict[str, Any] = {}
     try:
