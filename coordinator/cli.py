@@ -19,6 +19,7 @@ import typer.core
 from coordinator import cli_check, cli_evaluate, cli_measure
 from coordinator.cli_options import RUNS as _RUNS
 from coordinator.cli_options import (
+    Drops,
     EndpointUrl,
     Json,
     PlaceArgument,
@@ -175,6 +176,7 @@ def resume(
         str,
         typer.Option("--from", metavar="CHECKPOINT|best|latest", help="Go back to this one; it becomes a new version."),
     ] = "latest",
+    drop: Drops = None,
     set_: Sets = None,
     runs_dir: RunsDir = _RUNS,
     detach: Detach = False,
@@ -187,10 +189,11 @@ def resume(
         from coordinator.run import Run
 
     if detach:
-        sets = [f"--set={item}" for item in set_ or ()]
+        sets = [*(f"--set={item}" for item in set_ or ()), *(f"--drop={item}" for item in drop or ())]
         cli_live.detach(["resume", run, "--from", origin, *sets, "--runs-dir", str(runs_dir)], run)
     else:
-        cli_live.tend(partial(Run.resume, run, runs_dir, tuple(set_ or ()), origin=origin, inline=inline), background)
+        resumed = partial(Run.resume, run, runs_dir, tuple(set_ or ()), origin=origin, drop=tuple(drop or ()))
+        cli_live.tend(partial(resumed, inline=inline), background)
 
 
 @app.command(epilog=_example("stagecoach replay my-run --from start --to best"))

@@ -31,6 +31,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 TrustConfig = Annotated[
     bool, typer.Option("--trust-config", help="Run the code that a config names which was not made on this machine.")
 ]
+Drops = Annotated[
+    list[str] | None,
+    typer.Option("--drop", metavar="POSITION", help="Drop this log entry, or FIRST..LAST, unread; may stand often."),
+]
 RUNS = Path("runs")
 
 

@@ -34,6 +34,7 @@ from shared.experience_log import ExperienceLog
 from shared.ledger import read_books
 from shared.object_store import open_store
 from shared.policies.registry import build_policies
+from shared.quarantine import drop_entries
 from shared.redis_keys import RunKeys
 from shared.role import Role
 from shared.spaces import EnvironmentDescription
@@ -188,17 +189,21 @@ def prepare_new(role: Role, description: EnvironmentDescription, source: Checkpo
         raise
 
 
-def prepare_resume(role: Role, origin: str = "latest", before: StopConfig | None = None) -> None:
+def prepare_resume(
+    role: Role, origin: str = "latest", before: StopConfig | None = None, drop: tuple[str, ...] = ()
+) -> None:
     """Makes an ended run run again: takes `.finished` away and gives back what dead workers had claimed.
 
     `before` says where it was to end so far: what was cut off just there may be resumed to end in order.
     From the newest good checkpoint and the log behind it; or from `origin`, an older checkpoint, which then goes on as
-    a new version: what was learnt since is left behind. Nothing is written before `origin` is found good.
+    a new version: what was learnt since is left behind. Nothing is written before `origin` is found good. `drop` names
+    log entries (`POSITION`, `FIRST..LAST`) that are not learnt from, such as those that ended the run.
     """
     _refuse_unbegun(role)
     checkpoint = _older(role, origin)
     _refuse_reached(role, checkpoint, before)
     _refuse_shards_left_out(role)
+    drop_entries(role, drop)
     if not create_flow(role):
         rollout = role.config.rollout
         role.check_config(shards_may_change=True)

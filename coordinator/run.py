@@ -109,7 +109,7 @@ class Run:
             if before.stop_at == config.stop_at and cls(folder, before)._at_its_end():
                 folder.unlock()
                 return cls(folder, before)
-            return cls._continue(folder, config, before, "latest", inline, begun)
+            return cls._continue(folder, config, before, prepare_resume, inline, begun)
         source = _source(config)
         folder = RunFolder.create(config, name, import_path)
         try:
@@ -148,13 +148,13 @@ class Run:
         overrides: tuple[str, ...] = (),
         *,
         origin: str = "latest",
+        drop: tuple[str, ...] = (),
         inline: bool = False,
         begun: Callable[[], None] = lambda: None,
     ) -> Run:
         """Continues an ended or interrupted run from its newest good checkpoint and the log behind it.
-
         From another `origin` (a checkpoint's name, `best`, `final`, `promoted`) its weights go on as a new version, and
-        what was learnt since is left behind.
+        what was learnt since is left behind. `drop` names log entries that are not learnt from (`FIRST..LAST`).
         """
         folder = RunFolder.find(run_id, runs_dir)
         if folder.elsewhere is not None:
@@ -163,12 +163,14 @@ class Run:
         extend_imports(folder.import_path())
         config = with_recorded(config, check(config, inline))
         check_services(config)
-        return cls._continue(folder, config, folder.config(), origin, inline, begun)
+        resumed = partial(prepare_resume, origin=origin, drop=drop)
+        return cls._continue(folder, config, folder.config(), resumed, inline, begun)
 
     @classmethod
     def _continue(
-        cls, folder: RunFolder, config: Config, before: Config, origin: str, inline: bool, begun: Callable[[], None]
-    ) -> Run:
+        cls, folder: RunFolder, config: Config, before: Config, prepare: Callable[..., None], inline: bool,
+        begun: Callable[[], None],
+    ) -> Run:  # fmt: skip
         """Of a run whose config was `before`; a folder that was made for it here goes where it cannot go on."""
         made_here = folder.held
         try:
@@ -179,8 +181,7 @@ class Run:
                 )
             if not made_here:
                 folder.lock()
-            prepare = partial(prepare_resume, origin=origin, before=before.stop_at)
-            coordinator = Coordinator.launch(folder, config, prepare, inline, begun)
+            coordinator = Coordinator.launch(folder, config, partial(prepare, before=before.stop_at), inline, begun)
         except BaseException:
             folder.remove() if made_here else folder.unlock()
             raise

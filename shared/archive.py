@@ -45,12 +45,13 @@ class Segment:
 def encode_segment(run_id: str, segment: Segment, entries: Iterable[LogEntry]) -> bytes:
     """One blob: the fragments' bytes end to end, and in the header who pushed each; the inverse is `decode_segment`.
 
-    A fragment that was dropped because its body was lost has no size.
+    A fragment that was dropped because its body was lost has no size; one that was in quarantine says so, and a replay
+    drops it unread as well.
     """
     listed = list(entries)
     sizes = [None if entry.fragment is None else len(entry.fragment) for entry in listed]
     rows = [
-        [e.id, e.worker, e.incarnation, e.seq, e.transitions, e.claimed, size]
+        [e.id, e.worker, e.incarnation, e.seq, e.transitions, e.claimed, size, *(["poison"] if e.quarantined else [])]
         for e, size in zip(listed, sizes, strict=True)
     ]
     header = {"format": FORMAT, "run_id": run_id, "after": segment.after, "through": segment.through, "entries": rows}
@@ -67,9 +68,13 @@ def decode_segment(blob: bytes, run_id: str, segment: Segment) -> list[LogEntry]
         if (header["after"], header["through"]) != (segment.after, segment.through):
             raise ValueError(f"it holds {header['after']} to {header['through']}")
         data, place, entries = arrays["fragments"].tobytes(), 0, []
-        for id_, worker, incarnation, seq, transitions, claimed, size in header["entries"]:
+        for id_, worker, incarnation, seq, transitions, claimed, size, *poison in header["entries"]:
             body = None if size is None else data[place : place + size]
-            entries.append(LogEntry(id_, worker, incarnation, seq, transitions, body, claimed, lost_body=body is None))
+            lost, poisoned = body is None and not poison, poison == ["poison"]
+            entry = LogEntry(
+                id_, worker, incarnation, seq, transitions, body, claimed, lost_body=lost, quarantined=poisoned
+            )
+            entries.append(entry)
             place += size or 0
     except (tensor_blob.BlobError, KeyError, TypeError, ValueError) as error:
         raise ArchiveIncomplete(f"the archive's {segment.key} of run {run_id} cannot be read: {error}") from None
@@ -177,7 +182,7 @@ def experience(
 
 def _fragments(entries: Iterable[LogEntry]) -> Iterator[Fragment]:
     for entry in entries:
-        if entry.fragment is None:
+        if entry.fragment is None or entry.quarantined:
             continue  # dropped, and in the ledger as such
         try:
             yield fragment.decode(entry.fragment)

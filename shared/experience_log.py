@@ -43,6 +43,8 @@ class LogEntry:
     """Where its body is to be, if not in the log itself."""
     lost_body: bool = False
     """Whether it was dropped for its lost body, which is then decided for good: `fragment` is None."""
+    quarantined: bool = False
+    """Whether it is to be dropped unread (shared/quarantine.py)."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class ExperienceLog:
         self._keys = RunKeys(run_id)
         self._push = Step(client, scripts.PUSH)
         self._trim = Step(client, scripts.TRIM)
+        self._quarantined: frozenset[bytes] | None = None
 
     def push(
         self,
@@ -151,11 +154,18 @@ class ExperienceLog:
         if not answer:
             return []
         entries = answer[0][1] if isinstance(answer, list) else next(iter(answer.values()))[0]
-        return self._with_bodies([_entry(id_, fields) for id_, fields in entries])
+        return self._with_bodies(self._parsed(entries))
+
+    def _parsed(self, page: Sequence[tuple[bytes, dict[bytes, bytes]]]) -> list[LogEntry]:
+        """What is in quarantine is decided before a trainer reads, and asked for once."""
+        if self._quarantined is None:
+            decided = cast(dict[bytes, bytes], self._redis.hgetall(self._keys.quarantine))
+            self._quarantined = frozenset(id_ for id_, why in decided.items() if why != b"dropped")
+        return [replace(_entry(id_, fields), quarantined=id_ in self._quarantined) for id_, fields in page]
 
     def _with_bodies(self, page: list[LogEntry]) -> list[LogEntry]:
         """The same entries, with what the shards have of them; not of those that were given up, whatever comes back."""
-        elsewhere = [entry for entry in page if entry.place is not None]
+        elsewhere = [entry for entry in page if entry.place is not None and not entry.quarantined]
         if not elsewhere:
             return page
         lost = cast(Any, self._redis.smismember(self._keys.lost_bodies, [entry.id for entry in elsewhere]))
@@ -179,7 +189,7 @@ class ExperienceLog:
         """
         while True:
             page = cast(Any, self._redis.xrange(self._keys.log, f"({after}", through, count=_PAGE))
-            yield from self._with_bodies([_entry(id_, fields) for id_, fields in page])
+            yield from self._with_bodies(self._parsed(page))
             if len(page) < _PAGE:
                 return
             after = page[-1][0].decode()
@@ -189,7 +199,7 @@ class ExperienceLog:
 
         Raises `Fenced` for an older trainer.
         """
-        keys = [self._keys.flow, self._keys.log, self._keys.wakeups, self._keys.lost_bodies]
+        keys = [self._keys.flow, self._keys.log, self._keys.wakeups, self._keys.lost_bodies, self._keys.quarantine]
         removed = cast(int, self._trim(keys, [epoch, through]))
         if removed < 0:
             raise Fenced(f"epoch {epoch} may not trim the log; a newer trainer has taken over")

@@ -59,6 +59,7 @@ REASONS = (
     "duplicate",
     "lost",
     "lost_body",
+    "poison",
 )
 """Why a fragment may be dropped, in the ledger's words."""
 

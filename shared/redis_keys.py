@@ -63,6 +63,12 @@ class RunKeys:
         return self.prefix + "lost_bodies"
 
     @property
+    def quarantine(self) -> str:
+        """Hash; log id → why it is dropped unread (`poison`), or `dropped` for a reason of its own; until trimmed.
+        Writers: trainer (as it begins; drop), resume --drop; reader: trainer."""
+        return self.prefix + "quarantine"
+
+    @property
     def claims(self) -> str:
         """Sorted set; claim id → end of its lease (ms). Writers: claim, push, release."""
         return self.prefix + "claims"

@@ -281,6 +281,8 @@ if ARGV[3] ~= '' and state ~= ARGV[3] then return 0 end
 if ARGV[4] ~= '' and fenced(ARGV[4]) then return -1 end
 begin()
 redis.call('HSET', KEYS[1], 'state', ARGV[1], 'reason', ARGV[2])
+if ARGV[1] == 'finished' and ARGV[4] ~= '' then redis.call('HDEL', KEYS[1], 'at_work') end  -- says its trainer
+if ARGV[1] == 'running' and state == 'finished' then redis.call('HDEL', KEYS[1], 'at_work', 'deaths', 'taking') end
 wake(KEYS[2])
 return 1
 """
@@ -316,7 +318,7 @@ local word = 'known'
 if wanted > version then
   word = 'published'
   redis.call('HSET', KEYS[2], 'version', ARGV[2], 'header', ARGV[5], 'blob', ARGV[6], 'checkpoint', ARGV[7])
-  redis.call('HSET', KEYS[1], 'version', ARGV[2], 'settled_id', ARGV[4])
+  redis.call('HSET', KEYS[1], 'version', ARGV[2], 'settled_id', ARGV[4], 'published_id', ARGV[4])
   redis.call('HINCRBY', KEYS[1], 'consumed', ARGV[3])
   write_ledger(KEYS[3], 9)
   wake(KEYS[4])
@@ -329,22 +331,25 @@ return {word, flow[1], flow[2], tonumber(flow[3]) - tonumber(flow[4])}
 DROP = (
     COMMON
     + """
--- KEYS flow, ledger, wakeups, lost_bodies. ARGV: epoch, settled id, claims to give back, Redis process as for PUBLISH,
--- '1' where it is for its lost body, then what has changed of the ledger: see write_ledger. The trainer dropped the
--- entry at that id; its credit is given again. Once per id. 'missed': it was settled otherwise, with its body there.
+-- KEYS flow, ledger, wakeups, lost_bodies, quarantine. ARGV: epoch, settled id, claims to give back, Redis process as
+-- for PUBLISH, 'lost_body' or 'poison' where it is for that, then the ledger: see write_ledger. It is dropped, and its
+-- credit given again, once per id. 'missed': settled otherwise, with its body. 'late': settled, with its credit still.
 if fenced(ARGV[1]) then return 'fenced' end
 if behind(ARGV[1], ARGV[4]) then return 'behind' end
 begin()
 local settled = redis.call('HGET', KEYS[1], 'settled_id')
-local lost = ARGV[5] == '1'
-if not after(ARGV[2], settled) then
+local lost, known = ARGV[5] == 'lost_body', not after(ARGV[2], settled)
+local why = ARGV[5] == 'poison' and (redis.call('HGET', KEYS[5], ARGV[2]) or 'again')
+if known and not (why and not string.find(why, '^dropped')) then
   return lost and redis.call('SISMEMBER', KEYS[4], ARGV[2]) == 0 and 'missed' or 'known'
 end
 if lost then redis.call('SADD', KEYS[4], ARGV[2]) end
-redis.call('HSET', KEYS[1], 'settled_id', ARGV[2])
+redis.call('HSET', KEYS[5], ARGV[2], why and 'dropped: ' .. why or 'dropped')
 redis.call('HINCRBY', KEYS[1], 'claimed', 0 - ARGV[3])  -- not minus zero, which some servers refuse
-write_ledger(KEYS[2], 6)
 wake(KEYS[3])
+if known then return 'late' end
+redis.call('HSET', KEYS[1], 'settled_id', ARGV[2])
+write_ledger(KEYS[2], 6)
 return 'dropped'
 """
 )
@@ -352,9 +357,9 @@ return 'dropped'
 TRIM = (
     COMMON
     + """
--- KEYS flow, log, wakeups, lost_bodies. ARGV: epoch, id of the last entry that a durable checkpoint covers.
+-- KEYS flow, log, wakeups, lost_bodies, quarantine. ARGV: epoch, id of the last entry that a durable checkpoint covers.
 -- What the ledger does not account for yet stays all the same: a version that is durable before it is on the board.
--- Answers the number of entries removed (none while Redis is set back behind this trainer), or -1 when fenced.
+-- Answers how many entries were removed (none while Redis is set back behind this trainer), or -1 when fenced.
 if fenced(ARGV[1]) then return -1 end
 if behind(ARGV[1], '') then return 0 end
 begin()
@@ -375,6 +380,7 @@ redis.call('HSET', KEYS[1], 'trimmed_id', through)
 for _, id in ipairs(redis.call('SMEMBERS', KEYS[4])) do
   if not after(id, through) then redis.call('SREM', KEYS[4], id) end
 end
+for _, i in ipairs(redis.call('HKEYS', KEYS[5])) do if not after(i, through) then redis.call('HDEL', KEYS[5], i) end end
 local removed = redis.call('XTRIM', KEYS[2], 'MINID', '=', string.format('%.0f-%.0f', ms, seq + 1))
 wake(KEYS[3])
 return removed

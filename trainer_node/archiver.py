@@ -44,7 +44,9 @@ class Archiver:
         batch: list[LogEntry] = []
         size = 0
         for entry in self._log.between(after, through):
-            if entry.fragment is None and not entry.lost_body:  # learnt, and lost since: the archive has a hole there
+            if entry.fragment is None and not (
+                entry.lost_body or entry.quarantined
+            ):  # learnt, and lost since: the archive has a hole there
                 if batch:
                     self._write(after, batch[-1].id, batch)
                 after, batch, size = entry.id, [], 0

@@ -101,7 +101,7 @@ class Exporter:
             return
         with contextlib.suppress(ShardUnavailable):
             entry = next(log.between(before(position), position), None)
-            if entry is not None and entry.fragment:
+            if entry is not None and entry.fragment and not entry.quarantined:
                 self._recorded = entry.fragment
 
     @property

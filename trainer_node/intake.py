@@ -19,6 +19,7 @@ from shared.experience_log import START, LogEntry, LogReader
 from shared.experience_log import before as preceding
 from shared.fragment import Fragment
 from shared.ledger import Ledger
+from shared.quarantine import WorkRecord
 from shared.redis_keys import RunKeys
 from shared.role import Role
 from shared.script_calls import Step
@@ -42,11 +43,15 @@ class Committed:
 class Settlement(Protocol):
     """Where it is recorded that a fragment was dropped: in Redis by a trainer, nowhere by a replay."""
 
-    def settle(self, position: str, claims: int, ledger: Ledger, lost_body: bool = False) -> bool:
+    def settle(self, position: str, claims: int, ledger: Ledger, decided: str = "") -> bool:
         """All up to `position` is in `ledger`, and `claims` are given back; whether this is the first time.
 
-        `lost_body`: the entry there counts as dropped for its lost body from now on, whatever a shard comes back with.
+        `decided` (`lost_body`, `poison`): for this reason the entry there is dropped from now on, whatever it holds.
         """
+        ...
+
+    def taking(self, first: str = "", last: str = "") -> None:
+        """The entries that are decoded or learnt from next."""
         ...
 
     def tell(self, text: str) -> None:
@@ -61,19 +66,26 @@ class RedisSettlement:
         self._redis, self._run_id, self._keys = role.redis, role.run_id, RunKeys(role.run_id)
         self._drop = Step(role.redis, scripts.DROP)
         self._epoch = epoch
+        self.work = WorkRecord(role, epoch)
         self.process = ""
         """The Redis process that the trainer's books were matched with last; '' for any."""
         self.given_up: list[str] = []
         """Positions of lost bodies, which a Redis that comes back with less may have forgotten."""
 
-    def settle(self, position: str, claims: int, ledger: Ledger, lost_body: bool = False) -> bool:
+    def taking(self, first: str = "", last: str = "") -> None:
+        """As `WorkRecord.taking`."""
+        self.work.taking(first, last)
+
+    def settle(self, position: str, claims: int, ledger: Ledger, decided: str = "") -> bool:
         """Once for each position, however often it is read.
 
         Raises `Fenced` for an older trainer, `RedisSetBack` where Redis may have lost what the ledger says, and
         `BodyLost` where the entry was settled while its body was there.
         """
-        keys = [self._keys.flow, self._keys.ledger, self._keys.wakeups, self._keys.lost_bodies]
-        word = self._drop(keys, [self._epoch, position, claims, self.process, "1" if lost_body else "", *ledger.news()])
+        keys = [
+            self._keys.flow, self._keys.ledger, self._keys.wakeups, self._keys.lost_bodies, self._keys.quarantine
+        ]  # fmt: skip
+        word = self._drop(keys, [self._epoch, position, claims, self.process, decided, *ledger.news()])
         if word == b"fenced":
             raise Fenced(f"epoch {self._epoch} may not settle fragments; a newer trainer has taken over")
         if word == b"behind":
@@ -82,9 +94,9 @@ class RedisSettlement:
             raise BodyLost(f"the body of log entry {position}, which was learnt from already, is on no shard any more")
         if word == b"dropped":
             ledger.told()
-        if lost_body:
+        if decided == "lost_body":
             self.given_up.append(position)
-        return bool(word == b"dropped")
+        return word in (b"dropped", b"late")
 
     def tell(self, text: str) -> None:
         """As an event."""
@@ -157,7 +169,10 @@ class Intake:
         if entry.claimed:
             self._count_lost(entry, entry.seq - last - 1)
             self.ledger.of(entry.worker).saw(entry.incarnation, entry.seq)
+        self._settlement.taking(entry.id, entry.id)
         try:
+            if entry.quarantined:
+                raise FragmentError("poison", "trainers died over it, or `resume --drop` named it")
             if entry.fragment is None:
                 raise FragmentError("lost_body", f"{entry.place.shard if entry.place else 'its shard'} has it no more")
             parsed = fragment.decode(entry.fragment)
@@ -205,12 +220,14 @@ class Intake:
     def _dropped(self, entry: LogEntry, reason: str, detail: str) -> None:
         _LOGGER.warning("fragment %s of %s dropped as %s: %s", entry.id, entry.worker, reason, detail)
         self.ledger.drop(entry.worker, reason, entry.transitions)
-        if self._give_back(entry, 1 if entry.claimed else 0, lost_body=reason == "lost_body"):
+        if self._give_back(
+            entry, 1 if entry.claimed else 0, decided=reason if reason in ("lost_body", "poison") else ""
+        ):
             self._tell(entry, reason, detail)
 
     def _tell(self, entry: LogEntry, reason: str, detail: str) -> None:
         """An event for the first of its kind; the end of the run where nothing but bad fragments comes."""
-        self._in_a_row += reason not in ("stale", "duplicate", "lost_body")
+        self._in_a_row += reason not in ("stale", "duplicate", "lost_body", "poison")
         if (entry.worker, reason) not in self._told:
             self._told.add((entry.worker, reason))
             self._settlement.tell(f"a fragment of {entry.worker} is {reason}: {detail}")
@@ -219,6 +236,6 @@ class Intake:
                 f"{self._in_a_row} fragments in a row were dropped, the last as {reason}: {detail}; look at the env"
             )
 
-    def _give_back(self, entry: LogEntry, claims: int, before: bool = False, lost_body: bool = False) -> bool:
+    def _give_back(self, entry: LogEntry, claims: int, before: bool = False, decided: str = "") -> bool:
         """Settles up to this entry (or just before it); whether this was the first time."""
-        return self._settlement.settle(preceding(entry.id) if before else entry.id, claims, self.ledger, lost_body)
+        return self._settlement.settle(preceding(entry.id) if before else entry.id, claims, self.ledger, decided)

@@ -56,8 +56,11 @@ class Replayed:
 class _NoSettlement:
     """A replay settles nothing."""
 
-    def settle(self, position: str, claims: int, ledger: Ledger, lost_body: bool = False) -> bool:
+    def settle(self, position: str, claims: int, ledger: Ledger, decided: str = "") -> bool:
         return False
+
+    def taking(self, first: str = "", last: str = "") -> None:
+        pass
 
     def tell(self, text: str) -> None:
         raise AssertionError("nothing is told twice")

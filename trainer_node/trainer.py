@@ -16,15 +16,7 @@ import redis
 from shared.checkpoint import Checkpoint
 from shared.connection import hurry
 from shared.departure import LEFT
-from shared.errors import (
-    BodyLost,
-    Fenced,
-    RedisSetBack,
-    StoreUnavailable,
-    WaitTimeout,
-    WeightsNotFinite,
-    headline,
-)
+from shared.errors import BodyLost, Fenced, RedisSetBack, StoreUnavailable, WaitTimeout, WeightsNotFinite, headline
 from shared.events import emit
 from shared.experience_log import id_order
 from shared.flow import FlowState
@@ -34,6 +26,7 @@ from shared.ledger import Ledger, set_forward
 from shared.policies.codec import VersionHeader, encode_board, state_arrays
 from shared.policy_board import PolicyBoard, Published
 from shared.profile import Profile
+from shared.quarantine import way_out
 from shared.role import Role
 from shared.steps import Phase
 from trainer_node import snapshot
@@ -128,8 +121,9 @@ class Trainer:
             self._description = insist(wait, self._role.description)  # who cannot reach the store fences nobody
             last = insist(wait, lambda: last_epoch(self._role))
         self._epoch = self._role.flow.take_over(last)
-        self._learner = make_learner(self._config, self._description)
         self._settlement = RedisSettlement(self._role, self._epoch)
+        self._settlement.work.begin()
+        self._learner = make_learner(self._config, self._description)
         self._know_redis()
         log = PatientLog(self._role, self._heartbeat, lambda: self.leaving)
         self._intake = Intake(self._role.run_id, self._config, self._description, log, self._settlement, self._stages)
@@ -170,6 +164,7 @@ class Trainer:
             return "waited"
         fragments, self._fragments = self._fragments, []
         phase = self._phase
+        self._settlement.taking(fragments[0].position, fragments[-1].position)
         with self._ranks.turn(fragments, phase):
             with self._stages.during("observe"):
                 self._learner.emulate_acting(fragments, phase)
@@ -178,6 +173,7 @@ class Trainer:
         self.version += 1
         with self._stages.during("publish"):
             published = self._publish(len(fragments))
+        self._settlement.work.published(published.word)
         with self._stages.during("report"):
             self._report(fragments, metrics)
         with self._stages.during("checkpoint"):
@@ -236,6 +232,8 @@ class Trainer:
     def _gone(self, how: str) -> str:
         """Says good-bye; what the publisher may still be writing is harmless, or refused by the next epoch."""
         with contextlib.suppress(redis.RedisError):
+            if self._epoch:
+                self._settlement.work.leave()
             emit(self._role.redis, self._role.run_id, "trainer", f"the trainer leaves {how}; the next one goes on")
         self._ranks.leave()
         if self._started:
@@ -411,6 +409,7 @@ class Trainer:
         return True
 
     def _wait_for_experience(self, look_seconds: float) -> Fragment | None:
+        self._settlement.taking()
         with self._heartbeat.waiting("experience", self._config.rollout.wait_deadline_seconds) as wait:
             while True:
                 taken = self._intake.take(self.version, self._phase, look_seconds)
@@ -423,8 +422,8 @@ class Trainer:
         try:
             metrics = self._learner.learn(fragments, phase)
         except WeightsNotFinite as error:
-            log_range = f"{self._intake.committed.position} to {self._intake.position}"
-            raise WeightsNotFinite(f"{error}; log range {log_range}; the checkpoints before it are intact") from None
+            way = way_out(self._role.run_id, f"{fragments[0].position} {fragments[-1].position}")
+            raise WeightsNotFinite(f"{error}; the checkpoints before it are intact{way}") from None
         self._figures.learning_seconds += time.perf_counter() - started
         return metrics
 

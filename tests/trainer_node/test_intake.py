@@ -27,7 +27,8 @@ STEPS, ENVS = 2, 2
 SIZE = STEPS * ENVS
 """Transitions in a fragment of these tests."""
 BAD = ["undecodable", "corrupt", "wire_version", "schema", "foreign_run", "not_finite", "magnitude", "stale"]
-"""What `damaged` can make; `duplicate`, `lost` and `lost_body` are the log's faults, not a fragment's."""
+"""What `damaged` can make; `duplicate`, `lost` and `lost_body` are the log's faults, not a fragment's; `poison` is in
+test_quarantine.py."""
 
 
 def small_config(fragments_per_update: int = 2, max_policy_lag: int = 0, algorithm: str = "ppo", **rollout: Any) -> Any:
@@ -470,4 +471,4 @@ def test_a_header_whose_text_no_encoder_takes_is_dropped_and_told(make_role: Mak
 
 
 def test_every_reason_of_the_ledger_has_a_test_here() -> None:
-    assert {*BAD, "duplicate", "lost", "lost_body"} == set(fragment.REASONS)
+    assert {*BAD, "duplicate", "lost", "lost_body", "poison"} == set(fragment.REASONS)

@@ -1,0 +1,189 @@
+"""Trainers that die over log entries: counted per position, told, and after three the entries are dropped as poison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from coordinator.preparation import prepare_resume
+from shared import fragment
+from shared.errors import StagecoachError, UserError, WeightsNotFinite
+from shared.fragment import Fragment
+from shared.quarantine import DEATHS
+from shared.redis_keys import RunKeys
+from tests.trainer_node.game import Game, NewGame, balanced, small
+from trainer_node.learner import Learner
+from trainer_node.replay import Replayed, replay
+from trainer_node.trainer import Trainer
+
+
+class Death(BaseException):
+    """The process is gone; nothing in the product may catch it."""
+
+
+def archived(**sections: Any) -> Any:
+    """A small run whose whole log is kept."""
+    return small(
+        archive="all", rollout={"fragment_steps": 8, "fragments_per_update": 2, "max_policy_lag": 1}, **sections
+    )
+
+
+def nth_entry(game: Game, number: int) -> str:
+    """The id of the log's entry of that sequence number, once it is there."""
+    while True:
+        game.worker.step(0)
+        for entry in game.role.log().read("0-0", 1000, 0.0):
+            if entry.seq == number:
+                return entry.id
+
+
+def deaths_until(game: Game, ends: Callable[[], object]) -> int:
+    """Plays on with a new trainer after each death."""
+    for deaths in range(100):
+        try:
+            ends()
+            return deaths
+        except Death:
+            game.crash()
+            game.restart()
+    raise AssertionError("it dies for ever")
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, place: str, id_: str, blob: bytes, error: BaseException) -> None:
+    """Whoever decodes (learns from) this entry dies."""
+    decode, learn = fragment.decode, Learner.learn
+
+    def dying_decode(found: bytes) -> Fragment:
+        if found == blob:
+            raise error
+        return decode(found)
+
+    def dying_learn(self: Learner, fragments: list[Fragment], phase: Any) -> dict[str, float]:
+        if id_ in [item.position for item in fragments]:
+            raise error
+        return learn(self, fragments, phase)
+
+    if place == "decode":
+        monkeypatch.setattr(fragment, "decode", dying_decode)
+    else:
+        monkeypatch.setattr(Learner, "learn", dying_learn)
+
+
+def replayed(game: Game, config: Any) -> Replayed:
+    """The whole run again, from its archive."""
+    checkpoints = game.role.checkpoints
+    return replay(checkpoints, config, game.role.description(), "start", checkpoints.names()[-1])
+
+
+def claims(game: Game) -> int:
+    """Claims that workers hold."""
+    return len(game.role.redis.zrange(RunKeys(game.role.run_id).claims, 0, -1))
+
+
+def body(game: Game, id_: str) -> bytes:
+    return next(e.fragment or b"" for e in game.role.log().read("0-0", 1000, 0.0) if e.id == id_)
+
+
+@pytest.mark.parametrize(("place", "dropped"), [("decode", 1), ("learn", 2)])
+def test_after_three_deaths_over_an_entry_it_is_dropped_and_a_replay_agrees(
+    new_game: NewGame, monkeypatch: pytest.MonkeyPatch, place: str, dropped: int
+) -> None:
+    config = archived()
+    game = new_game(config)
+    game.play_to(2)
+    id_ = nth_entry(game, 5)
+    poison(monkeypatch, place, id_, body(game, id_), Death())
+    assert deaths_until(game, game.finish) == DEATHS
+    total = balanced(game)["total"]
+    assert {reason: count["fragments"] for reason, count in total["dropped"].items()} == {"poison": dropped}
+    assert game.role.flow.read().in_flight == claims(game) + total["in_flight"]["fragments"]
+    told = game.events("trainer")
+    assert told.count("the trainer before died") == DEATHS and "number 3 in a row" in told
+    assert "entries are in quarantine, and dropped as poison" in told
+    found = replayed(game, config)
+    assert found.equal, found.different
+    if place == "learn":
+        return
+    monkeypatch.undo()
+    assert replayed(game, config).equal
+
+
+def test_an_entry_that_a_later_drop_has_settled_gives_its_credit_back_once(
+    new_game: NewGame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    game = new_game(archived())
+    game.play_to(2)
+    first = nth_entry(game, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(fragment, "encode", lambda made, *options: b"no fragment")
+        nth_entry(game, 5)
+    poison(monkeypatch, "learn", first, b"", Death())
+    assert deaths_until(game, game.finish) == DEATHS
+    total = balanced(game)["total"]
+    assert {reason: count["fragments"] for reason, count in total["dropped"].items()} == {"poison": 2, "undecodable": 1}
+    assert game.role.flow.read().in_flight == claims(game) + total["in_flight"]["fragments"]
+
+
+def test_deaths_that_no_entry_has_to_do_with_quarantine_nothing_and_have_a_bound(new_game: NewGame) -> None:
+    game = new_game(small())
+    game.play_to(2)
+    for _ in range(6):
+        game.crash()
+        game.restart()
+    game.crash()
+    trainer = Trainer(game._open(), None)
+    with pytest.raises(StagecoachError, match="7 trainers have died in a row without a new policy version") as caught:
+        trainer.start()
+    trainer.fail(caught.value)
+    assert "died in a row" in game.role.flow.read().reason
+    prepare_resume(game.role)
+    game.restart()
+    game.finish()
+    assert not balanced(game)["total"]["dropped"]
+
+
+def test_a_trainer_that_leaves_or_that_comes_on_is_no_death(new_game: NewGame) -> None:
+    game = new_game(small(stop_at={"updates": 20}))
+    for version in range(1, 15):
+        game.trainer.leave()
+        game.restart()
+        game.lose_at([version])
+    game.finish()
+    assert "number 2 in a row" not in game.events("trainer")
+
+
+def test_what_made_the_weights_infinite_is_named_and_resume_drop_goes_on_without_it(
+    new_game: NewGame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = archived()
+    game = new_game(config)
+    game.play_to(2)
+    id_ = nth_entry(game, 5)
+    poison(monkeypatch, "learn", id_, b"", WeightsNotFinite("update 3 made the weights infinite"))
+    named = ""
+    for _ in range(2):  # and a mere resume fails in the same way
+        with pytest.raises(
+            WeightsNotFinite, match=rf"`stagecoach resume {game.role.run_id} --drop \S+` goes on"
+        ) as caught:
+            game.play()
+        game.trainer.fail(caught.value)
+        game.crash()
+        named = str(caught.value).partition("--drop ")[2].partition("`")[0]
+        if _ == 0:
+            prepare_resume(game.role)
+            game.restart()
+    for wrong, why in (
+        ("seven", "expected a position of the log"), ("7-0..5-0", "expected a position"),
+        ("1-0", "a published policy version has learnt from it"), ("99999999999999-0", "has no entry there"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=why):
+            prepare_resume(game.role, drop=(wrong,))
+    assert game.role.flow.read().state == "finished"
+    prepare_resume(game.role, drop=(named,))
+    game.restart()
+    game.finish()
+    total = balanced(game)["total"]
+    assert {reason: count["fragments"] for reason, count in total["dropped"].items()} == {"poison": 2}
+    assert replayed(game, config).equal
