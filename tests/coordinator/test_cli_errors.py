@@ -112,9 +112,7 @@ def test_a_run_that_exists_is_not_overwritten(stagecoach: Stagecoach, tmp_path: 
     before = contents(tmp_path)
     check_refused(stagecoach("train", "config.yaml", "--run-id", "a", "--inline"), "'a' exists", "stagecoach resume a")
     assert contents(tmp_path) == before
-    check_refused(
-        stagecoach("resume", "a", "--inline", "--set=seed=2"), "seed cannot change", "start a new run"
-    )
+    check_refused(stagecoach("resume", "a", "--inline", "--set=seed=2"), "seed cannot change", "start a new run")
     check_refused(stagecoach("resume", "a", "--inline", "--set=rollout.wokers=2"), "rollout.workers")
     assert contents(tmp_path) == before
     check_refused(stagecoach("evaluate", "a/9_Step-9.ckpt"), "9_Step-9.ckpt", "there are: 0_Step-0.ckpt")
