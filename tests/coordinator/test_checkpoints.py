@@ -423,6 +423,7 @@ def test_what_is_damaged_is_not_exported(run: Run, files: CheckpointStore, tmp_p
 # A live run
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(180)
 def test_a_live_run_is_verified_promoted_and_exported_while_it_prunes(tmp_path: Path) -> None:
     config = minimal_config(

@@ -206,7 +206,7 @@ def test_an_environment_that_raises_at_once_is_restarted_within_limits_by_ray_to
         check_failed(done, tmp_path, "raised ValueError in reset: the gripper is stuck")
         assert "no rollout worker is left" in done.err
         for worker in ("worker-0", "worker-1"):
-            assert f"{worker} is given up: it failed too often" in done.out
+            assert f"{worker} is given up: it failed 2 times in a row" in done.out
         terminal.check_nothing_left()
     finally:
         terminal.close()

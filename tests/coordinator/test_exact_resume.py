@@ -40,6 +40,7 @@ def final_policy(line: CommandLine, run_id: str) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_killed_and_stopped_and_resumed_it_is_the_run_that_was_never_disturbed(line: CommandLine) -> None:
     assert line.run("train", "config.yaml", "--inline", "--run-id", "whole").code == 0

@@ -18,7 +18,7 @@ from coordinator.services import BUCKET
 from tests.coordinator.terminal import CONFIG, Stagecoach, check_refused
 from tests.end_to_end.command_line import CommandLine
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.exhaustive]
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "EXPORT.md").read_text()
 SETS = [
     "--set=stop_at.updates=2", "--set=checkpoint.every=1 updates", "--set=policy_versions.transport=object_store",

@@ -52,6 +52,7 @@ def final_policy(terminal: CommandLine, run_id: str) -> bytes:
     return (Path(terminal.store(run_id)) / "checkpoints" / final / "default" / "policy.safetensors").read_bytes()
 
 
+@pytest.mark.exhaustive
 def test_it_trains_resumes_exactly_and_is_evaluated(terminal: CommandLine) -> None:
     whole = config_with(terminal, {"name": f"{MODULE}:Bandit", "step": 0.05})
     assert terminal.run("train", whole, "--run-id", "whole", "--inline").code == 0
@@ -67,6 +68,7 @@ def test_it_trains_resumes_exactly_and_is_evaluated(terminal: CommandLine) -> No
     assert terminal.run("status", "whole").code == 0
 
 
+@pytest.mark.exhaustive
 def test_the_hooks_of_a_built_in_algorithm_are_exact_too(terminal: CommandLine) -> None:
     for name in ("count_bonus.py", "count_bonus.yaml"):
         shutil.copy(ROOT / "examples" / name, terminal.folder)

@@ -308,7 +308,7 @@ def test_ctrl_c_is_said_to_end_the_watching_where_it_does(
 ) -> None:
     """In a terminal; the run goes on, which `train`'s own view would end."""
     made, screen = config(stop_at=FOR_EVER), io.StringIO()
-    monkeypatch.setattr("coordinator.cli._console", Console(file=screen, force_terminal=True, width=120))
+    monkeypatch.setattr("coordinator.cli_live.console", Console(file=screen, force_terminal=True, width=120))
     run = Run.start(made, "a", inline=True)
     shown = LiveView._panel
 

@@ -183,6 +183,7 @@ except PermissionError:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user for a moment")
+@pytest.mark.ray
 def test_no_other_user_reaches_the_sockets_of_ray_and_a_killed_starter_leaves_its_logs_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

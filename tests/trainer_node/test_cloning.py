@@ -255,7 +255,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a strength below 0": (
         {"demonstrations": {"path": "d.csv"}, "algorithm": section("ppo", ANNEALED | {"end": -0.1})},
-        r"strength comes to -0.1",
+        r"strength.* never be below 0, and would come to -0.1",
     ),
     "a policy with a core": (
         {

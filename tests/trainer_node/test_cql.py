@@ -294,6 +294,7 @@ def score(new_game: NewGame, path: Path, algorithm: dict[str, Any]) -> float:
     return float(found.as_dict()["mean_return"])
 
 
+@pytest.mark.learning
 def test_it_does_better_than_who_acted_its_data_and_than_their_clone(new_game: NewGame, tmp_path: Path) -> None:
     listed = played(100, greed=0.1, steps=300)
     mean = float(np.mean([len(episode) for episode in listed]))
