@@ -64,7 +64,7 @@ class InlineRoles:
 
     def leave_redis(self) -> None:
         """Ends the patience with a Redis that is away."""
-        for client in self._clients:
+        for client in (self._role.redis, *self._clients):
             hurry(client)
 
     def _finish(self) -> str:

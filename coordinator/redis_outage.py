@@ -20,28 +20,40 @@ from shared.role import Role
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 _FILE = "outage.json"
+_SETTLE_SECONDS = 3.0
+_TELLING: dict[Path, threading.Lock] = {}
+"""Held by whoever tells of an outage of a run; all clients of a process meet the same one."""
 
 
 def tell_of_outages(role: Role, folder: Path, *clients: redis.Redis) -> None:
     """From now on, of those that one of these clients meets."""
     path = folder / _FILE
     path.unlink(missing_ok=True)
+    told = _TELLING.setdefault(path, threading.Lock())
 
     @contextmanager
     def away(trouble: str) -> Iterator[None]:
+        """The first thread that meets an outage tells of it, and of its end."""
+        if not told.acquire(blocking=False):
+            yield
+            return
         _LOGGER.warning("the run waits for Redis: %s", trouble)
         since = time.time()
         with suppress(OSError):
             path.write_text(json.dumps({"since": since, "trouble": trouble}))
-        yield
-        path.unlink(missing_ok=True)
-        threading.Thread(target=back, args=(time.time() - since,), name="redis-is-back", daemon=True).start()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            threading.Thread(target=back, args=(time.time() - since,), name="redis-is-back", daemon=True).start()
 
     def back(seconds: float) -> None:  # not in the midst of the call that has just come through
         text = f"Redis was away for {max(0.0, seconds):.0f} s; the run waited for it and continues"
         _LOGGER.warning("%s", text)
         with suppress(StagecoachError, redis.RedisError), connect_once(role, "coordinator") as client:
             emit(client, role.run_id, "outage", text)
+        time.sleep(_SETTLE_SECONDS)  # others find it back somewhat later, and name the same outage until then
+        told.release()
 
     for client in clients:
         if (found := retries(client)) is not None:

@@ -197,7 +197,8 @@ class RetryForSeconds(Retry):
         """Sleeps before the next try; raises `error`, completed, where there is none. What lasts gets its name."""
         seconds, pause = time.monotonic() - started, self._backoff.compute(min(failures, _GROWING_PAUSES))
         if seconds + pause <= self.seconds:
-            if seconds >= _LASTING_SECONDS and self.named and not getattr(self._inside, "named", False):
+            lasts = seconds >= _LASTING_SECONDS and self.seconds > _HURRY_SECONDS
+            if lasts and self.named and not getattr(self._inside, "named", False):
                 self.outages += 1
                 self._inside.named = True
                 lasting.callback(setattr, self._inside, "named", False)

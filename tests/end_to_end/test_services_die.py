@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,7 @@ def test_a_redis_of_ones_own_that_is_silent_pauses_the_run_by_name(
 ) -> None:
     server = OwnRedis(tmp_path / "own")
     monkeypatch.setenv("STAGECOACH_REDIS_PASSWORD", server.password)
+    terminal.environ["STAGECOACH_REDIS_PASSWORD"] = server.password
     redis = {"url": f"redis://127.0.0.1:{server.port}/0", "timeout_seconds": 2}
     config = terminal.write_config(stop_at={"updates": 10**6}, checkpoint={"every": "10 updates"}, redis=redis)
     try:
@@ -80,9 +82,12 @@ def test_a_redis_of_ones_own_that_is_silent_pauses_the_run_by_name(
         server.stopped(False)
         version = goes_on(terminal, version)
         terminal.wait_until("the end of the pause", lambda: "Redis was away for " in terminal.output(process))
+        time.sleep(5)
+        assert terminal.output(process).count("Redis was away for ") == 1
         server.stopped(True)
         terminal.wait_until("another pause", lambda: "waiting for Redis" in terminal.run("status", RUN).out)
         process.send_signal(signal.SIGINT)
+        time.sleep(3)  # the kernel makes one of two that come together
         process.send_signal(signal.SIGINT)
         done = terminal.ended(process)  # at once, although Redis cannot be asked
         assert done.code == 130, done
