@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.speed import stretched
+
 _ISOLATED = ["unshare", "--net", "--pid", "--mount", "--ipc", "--fork", "--kill-child", "--mount-proc", "bash", "-c"]
 _PREPARE = "ip link set lo up && mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray && "
-_SECONDS = 90
+_SECONDS = stretched(120)
 """It takes some twenty on a quiet machine."""
 
 
