@@ -427,8 +427,8 @@ def test_a_full_memory_makes_claims_wait_and_nothing_else(place: Place) -> None:
     assert game.trainer.step(0) == "waited"
     emit(game.role.redis, game.role.run_id, "worker", "an event")
     assert "an event" in game.events("worker")
-    record_evaluation(game.role.redis, game.role.run_id, "a", {"version": 1, "mean_return": 2.0})
-    assert read_evaluations(game.role.redis, game.role.run_id)["a"]["mean_return"] == 2.0
+    record_evaluation(game.role.redis, game.role.run_id, "1_Step-8.ckpt", {"version": 1, "mean_return": 2.0})
+    assert read_evaluations(game.role.redis, game.role.run_id)["1_Step-8.ckpt"]["mean_return"] == 2.0
     beat = Heartbeat(game.role.redis, game.role.run_id, "worker", "worker-8")
     beat.start()
     assert "worker-8" in {found.id for found in read_heartbeats(game.role.redis, game.role.run_id)}
