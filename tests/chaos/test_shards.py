@@ -54,7 +54,7 @@ class Place:
         """A small run with its bodies on the shards (or on others)."""
         urls = [url(shard) for shard in self.shards] if shards is None else shards
         rollout = {"fragment_steps": 8, "fragments_per_update": 2, "wait_deadline_seconds": deadline}
-        redis = {"url": url(self.index), "timeout_seconds": 2, "retry_seconds": 60, "shards": urls}
+        redis = {"url": url(self.index), "timeout_seconds": 2, "retry_seconds": deadline, "shards": urls}
         return small(**({"redis": redis, "rollout": rollout} | sections))
 
     def game(self, config: Config | None = None) -> Game:
