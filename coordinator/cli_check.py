@@ -30,7 +30,7 @@ def check(
     kwargs: Annotated[
         str | None, typer.Option(metavar="JSON", help="Keyword arguments of the environment or the factory.")
     ] = None,
-    api: Annotated[str | None, typer.Option(help="gymnasium (the default) or pettingzoo (parallel).")] = None,
+    api: Annotated[str | None, typer.Option(help="gymnasium or pettingzoo (parallel); by default what it is.")] = None,
     as_json: Json = False,
 ) -> None:
     """Step an environment in a process of its own and tell everything that is wrong with it: a wrong interface,
@@ -38,7 +38,7 @@ def check(
     from coordinator.environment_trial import try_environment
 
     config, alone = _config(environment, kwargs, api)
-    trial = try_environment(config, steps, seed, deadline, whole=True, alone=alone)
+    trial = try_environment(config, steps, seed, deadline, whole=True, alone=alone, any_api=alone and api is None)
     if as_json:
         print_json(trial.as_dict())
     else:

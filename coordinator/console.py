@@ -211,7 +211,9 @@ def print_status(status: Status, console: Console) -> None:
     console.print(f"waits for: {status.bottleneck}")
     roles = Table("role", "state", "waits for", "for", "pid", "host", "address", title="roles", title_justify="left")
     for beat in status.roles:
-        state = beat.ended or ("alive" if beat.alive else f"silent for {beat.age_seconds:.0f} s")
+        state = (f"failed: {beat.ended}" if beat.failure else beat.ended) or (
+            "alive" if beat.alive else f"silent for {beat.age_seconds:.0f} s"
+        )
         name = beat.id if beat.id.startswith(beat.role) else f"{beat.role} {beat.id}"
         seconds = f"{beat.waiting_seconds:.1f} of {beat.deadline_seconds:,.0f} s" if beat.waiting_for else ""
         roles.add_row(name, state, beat.waiting_for or "", seconds, str(beat.pid), beat.host, beat.address)

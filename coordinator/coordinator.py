@@ -30,8 +30,9 @@ from coordinator.tenure import Tenure
 from shared.checkpoint import CheckpointStore
 from shared.config import Config
 from shared.connection import Address, hurry
-from shared.errors import EnvironmentFailure, StagecoachError, headline
+from shared.errors import StagecoachError
 from shared.events import Event, read_events, recent_events
+from shared.failure import Failure, FailureKind, RunEnd
 from shared.heartbeat import Wait, poll
 from shared.launch import LOGS, RoleLaunch, log_to_file
 from shared.object_store import open_store
@@ -39,27 +40,32 @@ from shared.role import Role, open_role
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 
-Supervise = Callable[[threading.Event], str]
-"""Tends the roles until the run ends (or the event says: at once); answers the reason."""
+Supervise = Callable[[threading.Event], RunEnd]
+"""Tends the roles until the run ends (or the event says: at once); returns why."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended."""
 
-    reason: str
+    end: RunEnd
     status: Status
     seconds: float
 
     @property
+    def reason(self) -> str:
+        """Why, in words."""
+        return self.end.reason
+
+    @property
     def failed(self) -> bool:
         """Whether it ended by an error."""
-        return self.reason.startswith("failed")
+        return self.end.failure is not None
 
     @property
     def users_fault(self) -> bool:
         """Whether it was the environment that failed."""
-        return self.reason.startswith("failed: environment")
+        return self.end.failure is FailureKind.ENVIRONMENT
 
 
 class Coordinator:
@@ -147,19 +153,23 @@ class Coordinator:
     def _supervise(self, supervise: Supervise, role: Role, keeper: Keeper, tenure: Tenure, running: ExitStack) -> None:
         """The coordinator's life: tend the roles, then take down what was started. Whatever fails, it has an end."""
         run_id = self._folder.run_id
-        reason, status = "failed", Status(run_id, "interrupted", "", False, -1, 0, 0, 0, None, "")
+        end, status = (
+            RunEnd("failed", FailureKind.OTHER),
+            Status(run_id, "interrupted", "", False, -1, 0, 0, 0, None, ""),
+        )
         try:
             try:
-                reason = supervise(self._abandon)
+                end = supervise(self._abandon)
             except BaseException as error:
                 _LOGGER.exception("the coordinator failed")
-                reason = f"failed: {'environment: ' if isinstance(error, EnvironmentFailure) else ''}{headline(error)}"
+                end = RunEnd.failed(Failure.of(error))
             if keeper.failure is not None:
-                reason = f"failed: {keeper.failure}"
+                end = RunEnd.failed(Failure(FailureKind.OTHER, keeper.failure))
             if tenure.lost is not None:
-                reason = f"failed: {tenure.lost}; it goes on there"  # so nothing of this is recorded
-            elif reason.startswith("failed"):
-                record_failure(role, reason)
+                lost = f"{tenure.lost}; it goes on there"  # so nothing of this is recorded
+                end = RunEnd.failed(Failure(FailureKind.OTHER, lost))
+            elif end.failure is not None:
+                record_failure(role, end)
                 with suppress(StagecoachError, redis.RedisError):  # the store may be what failed, and cannot tell then
                     status = dataclasses.replace(live_status(role.redis, run_id), live=False)
             with suppress(StagecoachError, redis.RedisError), connect_once(role, "viewer") as client:
@@ -171,7 +181,7 @@ class Coordinator:
             _LOGGER.exception("taking the run down failed")
             status = dataclasses.replace(status, reason=str(error))
         finally:
-            self.outcome = Outcome(reason, status, time.monotonic() - self._started)
+            self.outcome = Outcome(end, status, time.monotonic() - self._started)
 
     def abandon(self) -> None:
         """Ends the run at once, without a final checkpoint; what is durable stays."""

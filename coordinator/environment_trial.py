@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from rollout_worker.environment_check import FATAL, NOTE, RAISED, Problem
 from shared import errors
-from shared.child import end_with_parent, signals_after
+from shared.child import child_environment, end_with_parent, signals_after
 from shared.config import Config
 from shared.errors import EnvironmentUnusable, UserError
 from shared.last_words import last_words
@@ -83,16 +83,19 @@ def try_environment(
     deadline_seconds: float | None = None,
     whole: bool = False,
     alone: bool = False,
+    any_api: bool = False,
 ) -> Trial:
     """Makes the config's environment in another process, and acts `steps` random steps in it.
 
     No call may take longer than `deadline_seconds` (by default `environment.step_deadline_seconds`). With `whole` it
-    also looks whether the environment follows its seed; `alone` is for one that no run is meant for yet.
+    also looks whether the environment follows its seed; `alone` is for one that no run is meant for yet, and with
+    `any_api` that may be of PettingZoo whatever the config says.
     """
     deadline = deadline_seconds or config.environment.step_deadline_seconds
     asked = {
         "config": config.model_dump(mode="json"), "steps": steps, "seed": seed, "deadline_seconds": deadline,
         "import_path": sys.path, "whole": whole, "alone": alone,
+        "any_api": any_api,
     }  # fmt: skip
     with tempfile.TemporaryFile() as said:
         process = _begin(json.dumps(asked).encode(), said)
@@ -109,12 +112,12 @@ def try_environment(
 
 
 def _begin(asked: bytes, said: IO[bytes]) -> subprocess.Popen[bytes]:
-    paths = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
     with signals_after():
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "rollout_worker.environment_check"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, preexec_fn=end_with_parent(signal.SIGKILL),
+            env=child_environment("store", PYTHONPATH=paths), preexec_fn=end_with_parent(signal.SIGKILL),
         )  # fmt: skip
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):

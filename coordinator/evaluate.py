@@ -15,6 +15,7 @@ from rollout_worker.evaluation import CONFIRMING, evaluate_policies, evaluation_
 from rollout_worker.making import describe_environment, evaluation_environment, make
 from shared.config import Config, WrapperConfig
 from shared.errors import EnvironmentUnusable, headline
+from shared.extras import install, with_extra
 from shared.policies.codec import decode_policy
 from shared.user_code import extend_imports
 
@@ -97,7 +98,7 @@ def _require_recorder() -> None:
     try:
         import moviepy  # noqa: F401
     except ImportError:
-        raise EnvironmentUnusable("--video needs moviepy: pip install -c constraints.txt -e '.[video]'") from None
+        raise EnvironmentUnusable(f"--video needs moviepy: {install('video')}") from None
 
 
 def _with_video(config: Config, folder: Path, name: str) -> Config:
@@ -128,7 +129,7 @@ def _rendered(config: Config, mode: str, command: str) -> Config:
         made = make(evaluation_environment(config), **kwargs)
         problem = _not_drawing(made, mode)
     except Exception as error:
-        problem = headline(error)
+        problem = with_extra(headline(error))
     finally:
         if made is not None:
             made.close()

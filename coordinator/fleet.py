@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ import ray
 import ray.exceptions
 
 from coordinator.capacity import Additions, room
-from coordinator.member import ENVIRONMENT, Member, cause, kill_here
+from coordinator.member import Member, cause, kill_here
 from coordinator.placement import Places, evaluator_options, nodes_of, trainer_options, worker_options
 from coordinator.ray_head import RayHead
 from coordinator.ray_logs import how_it_died
@@ -31,6 +32,7 @@ from shared.connection import retries
 from shared.departure import LEFT
 from shared.errors import Fenced, StagecoachError
 from shared.events import emit
+from shared.failure import Failure, FailureKind, RunEnd
 from shared.flow import FlowState
 from shared.heartbeat import BEAT_SECONDS, Beat, Heartbeat, forget_heartbeat, read_heartbeats
 from shared.launch import RoleLaunch
@@ -48,8 +50,6 @@ _CLUSTER_SECONDS = 2.0
 """How often machines are counted."""
 _OTHERS_FIRST_SECONDS = 15.0
 """So long the evaluator waits for the others to be there: it has nothing to do before, and they need the cores."""
-_FAILED = "failed: "
-"""How the last heartbeat of a process begins that its own watchdog has ended."""
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 
 
@@ -67,7 +67,7 @@ class Fleet:
         self._config = role.config
         self._launch = launch
         self._workers: dict[int, Member] = {}
-        self._given_up: dict[int, str] = {}
+        self._given_up: set[int] = set()
         self._drained: set[str] = set()
         """Workers that are asked to leave, since they are too many."""
         self._unplaced: list[str] = []
@@ -90,24 +90,24 @@ class Fleet:
         self._evaluator: Member | None = None
         self._begun = time.monotonic()
         self._heartbeat = Heartbeat(role.redis, role.run_id, "coordinator", "coordinator")
-        self.outcome: str | None = None
+        self.outcome: RunEnd | None = None
         """Why the trainer has ended."""
 
-    def run(self, abandon: threading.Event) -> str:
-        """The coordinator's loop: tends the roles until the trainer has ended; answers why."""
+    def run(self, abandon: threading.Event) -> RunEnd:
+        """The coordinator's loop: tends the roles until the trainer has ended; returns why."""
         self._heartbeat.start()
         try:
             while self.outcome is None:
                 if abandon.is_set():
                     self.kill()
-                    return "abandoned"
+                    return RunEnd("abandoned")
                 if self._head.lost():
                     raise RayLost("Ray has died")
                 self.tend()
             self.close()
             return self.outcome
         finally:
-            self._heartbeat.stop(self.outcome or "ended")
+            self._heartbeat.stop(self.outcome.reason if self.outcome else "ended")
 
     def tend(self) -> None:
         """One turn: who has ended, who must be restarted, how many workers there shall be."""
@@ -152,7 +152,7 @@ class Fleet:
     def _follow(self, flow: FlowState, beats: Mapping[str, Beat]) -> None:
         """What the run's state asks for: scaling, or the end that another trainer has brought about."""
         if self._trainer.life is None and flow.state == "finished":
-            self.outcome = flow.reason
+            self.outcome = RunEnd(flow.reason, flow.failure)
             return
         trainer, silent = beats.get(self._trainer.name), self._config.rollout.silent_seconds
         away = self._trainer.life is None and self._trainer.due is None
@@ -220,7 +220,7 @@ class Fleet:
                 options = worker_options(self._config) | places.next()
                 acted = partial(acting_progress, self._role.redis, self._role.run_id, name)
                 self._workers[index] = self._start(name, acted, options, WorkerActor, self._launch, index)
-        self._given_up = {index: error for index, error in self._given_up.items() if index < desired}
+        self._given_up = {index for index in self._given_up if index < desired}
         too_many = [member for index, member in self._workers.items() if index >= desired]
         for index, member in self._workers.items():
             if index < desired and member.name in self._drained:  # called back before it has left
@@ -262,48 +262,50 @@ class Fleet:
                 self._role.flow.drain(name)  # and its place is filled elsewhere
 
     def _ended(self, member: Member) -> None:
-        died = False
+        died, fenced = False, False
+        failure: Failure | None = None
         try:
-            reason, error = ray.get(member.life), None
+            reason = ray.get(member.life)
         except ray.exceptions.TaskCancelledError:  # how Ray tells that a second signal ended it at once
-            reason, error = LEFT, None
+            reason = LEFT
         except ray.exceptions.RayTaskError as caught:
-            reason, error = "failed", cause(caught)
+            reason, failure, fenced = "failed", Failure.of(cause(caught)), isinstance(cause(caught), Fenced)
             _LOGGER.error("%s failed: %s", member.name, caught)
         except ray.exceptions.RayError as caught:
             if self._head.lost(notice=True):
                 raise RayLost("Ray has died") from caught
-            reason, error, died = "failed", self._death(member, caught), True
+            reason, failure, died = "failed", self._death(member, caught), True
         if reason in (LEFT, OUTGROWN):
             self._fill_again(member, reason)
         elif member is self._trainer and not died:
             member.life = None
-            if error is not None and error.startswith(Fenced.__name__):
+            if fenced:
                 text = "another trainer has taken over; the fleet works on for it"
                 emit(self._role.redis, self._role.run_id, "trainer", text)
             else:
-                self.outcome = reason if error is None else f"failed: {error}"
-        elif error is not None:
-            self._restart(member, error, died)
+                ended = RunEnd(reason, self._role.flow.read().failure)
+                self.outcome = ended if failure is None else RunEnd.failed(failure)
+        elif failure is not None:
+            self._restart(member, failure, died)
         elif member is self._evaluator or member in self._ranks:
             member.life = None
         else:
             self._remove(member)
 
-    def _death(self, member: Member, error: ray.exceptions.RayError) -> str:
-        """Why its process has died, in one line: what its own watchdog said, else how it ended and its last words.
+    def _death(self, member: Member, error: ray.exceptions.RayError) -> Failure:
+        """Why its process has died: what its own watchdog said, else how it ended and its last words.
 
         One that ended itself did what was run in it: in a worker or the evaluator that is the environment.
         """
         beats = read_heartbeats(self._role.redis, self._role.run_id)
         last = next((beat for beat in beats if beat.id == member.name and beat.process not in member.former), None)
-        if last is not None and (last.ended or "").startswith(_FAILED):
-            return (last.ended or "").removeprefix(_FAILED)
+        if last is not None and last.failure is not None:
+            return Failure(last.failure, last.ended or "failed")
         how, words = how_it_died(error)
         _LOGGER.warning("%s: %s%s", member.name, how, "".join(f"\n  {line}" for line in words.lines))
         of_itself = words.how is not None and (member is self._evaluator or member in self._workers.values())
         said = f"; it said last: {' | '.join(line.strip() for line in words.lines)}" if words.lines else ""
-        return f"{ENVIRONMENT if of_itself else ''}{member.name}: {how}{said}"
+        return Failure(FailureKind.ENVIRONMENT if of_itself else FailureKind.OTHER, f"{member.name}: {how}{said}")
 
     def _fill_again(self, member: Member, reason: str) -> None:
         """A role that left goes on in a new process, wherever Ray has room: no failure, but not too often."""
@@ -313,12 +315,12 @@ class Fleet:
         emit(self._role.redis, self._role.run_id, "worker", text)
         member.leave(time.monotonic() + pause)
 
-    def _restart(self, member: Member, error: str, died: bool) -> None:
+    def _restart(self, member: Member, failure: Failure, died: bool) -> None:
         """A role that raised, or whose process died, gets another life, as long as its lives make progress."""
-        emit(self._role.redis, self._role.run_id, "worker", f"{member.name} failed: {error.splitlines()[0]}")
+        emit(self._role.redis, self._role.run_id, "worker", f"{member.name} failed: {failure}")
         member.bound.saw(member.progress())
         if not self._in_outage(member) and member.bound.ended():
-            self._give_up(member, error)
+            self._give_up(member, failure)
         elif died:
             self._begin(member)
         else:
@@ -335,29 +337,28 @@ class Fleet:
         found = retries(self._role.redis)
         return found.outages if found is not None else 0
 
-    def _give_up(self, member: Member, error: str) -> None:
+    def _give_up(self, member: Member, failure: Failure) -> None:
         often = f"it failed {member.bound.ends} times in a row without progress (rollout.restarts_allowed)"
         emit(self._role.redis, self._role.run_id, "worker", f"{member.name} is given up: {often}")
         if member is self._trainer or member in self._ranks:
             ray.kill(self._trainer.actor, no_restart=True)  # or it would go on while the failure is recorded
-            self.outcome = f"failed: {error}; {often}"
+            self.outcome = RunEnd.failed(replace(failure, detail=f"{failure.detail}; {often}"))
             return
         if member is self._evaluator:
             ray.kill(member.actor, no_restart=True)
             member.life = None
             if not self._config.stop_at.bounded:
-                whose, rest = (
-                    (ENVIRONMENT, error.removeprefix(ENVIRONMENT)) if error.startswith(ENVIRONMENT) else ("", error)
-                )
-                reason = f"failed: {whose}the evaluator, which alone could end the run, is given up: {rest}"
-                self._role.flow.set_state("stopping", reason, "running")
+                self._stop(failure, f"the evaluator, which alone could end the run, is given up: {failure.detail}")
             return
         index = self._remove(member)
-        self._given_up[index] = error
+        self._given_up.add(index)
         if not self._workers:
-            self._role.flow.set_state(
-                "stopping", f"failed: {error.splitlines()[0]} (no rollout worker is left)", "running"
-            )
+            self._stop(failure, f"{failure.detail} (no rollout worker is left)")
+
+    def _stop(self, failure: Failure, detail: str) -> None:
+        """The trainer ends the run because of it."""
+        end = RunEnd.failed(replace(failure, detail=detail))
+        self._role.flow.set_state("stopping", end.reason, "running", failure=end.failure)
 
     def _remove(self, member: Member) -> int:
         index = next(number for number, worker in self._workers.items() if worker is member)
@@ -394,7 +395,7 @@ class Fleet:
         text = (
             f"{member.name}: its process has been silent for {seconds:.0f} s (rollout.silent_seconds) and is replaced"
         )
-        self._restart(member, text, died=True)
+        self._restart(member, Failure(FailureKind.OTHER, text), died=True)
 
     def _without_machine(self, beats: Mapping[str, Beat]) -> list[str]:
         """Who has fallen silent since its machine is gone, and has no place on another one yet."""
@@ -430,7 +431,6 @@ class Fleet:
         deadline = self._config.rollout.wait_deadline_seconds
         if self._trainer in waiting and now - self._trainer.started > deadline:
             needs = ", ".join(f"{name}={value:g}" for name, value in trainer_options(self._config).items())
-            self.outcome = (
-                f"failed: Ray had no place for the trainer ({needs}) within {deadline:g} s; it has "
-                f"{ray.cluster_resources()}"  # type: ignore[no-untyped-call]
-            )
+            there = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            text = f"Ray had no place for the trainer ({needs}) within {deadline:g} s; it has {there}"
+            self.outcome = RunEnd.failed(Failure(FailureKind.OTHER, text))

@@ -14,6 +14,7 @@ from coordinator.fleet import Fleet, RayLost
 from coordinator.ray_head import RayHead
 from shared.errors import StagecoachError
 from shared.events import emit
+from shared.failure import RunEnd
 from shared.launch import RoleLaunch
 from shared.restarts import RestartBound, learning_progress
 from shared.role import Role
@@ -33,15 +34,15 @@ class FleetKeeper:
         self._bound.saw(learning_progress(role.redis, role.run_id))
         self._fleet: Fleet | None = Fleet(role, launch, head, additions)
 
-    def run(self, abandon: threading.Event) -> str:
-        """Until the run has ended; answers why. Raises what Ray raises where it dies again and again."""
+    def run(self, abandon: threading.Event) -> RunEnd:
+        """Until the run has ended; returns why. Raises what Ray raises where it dies again and again."""
         while True:
             try:
                 self._fleet = self._fleet or Fleet(self._role, self._launch, self._head, self._additions)
                 return self._fleet.run(abandon)
             except Exception as error:
                 if abandon.is_set():
-                    return "abandoned"
+                    return RunEnd("abandoned")
                 if not self._head.lost(notice=True):
                     raise
                 self._fleet = None

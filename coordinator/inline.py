@@ -11,6 +11,7 @@ from rollout_worker.worker import Worker
 from shared.config import Config
 from shared.connection import hurry
 from shared.errors import ConfigError
+from shared.failure import RunEnd
 from shared.role import Role, open_role
 from trainer_node.trainer import Trainer
 
@@ -38,9 +39,9 @@ class InlineRoles:
         self._clients = [made.redis for made in (self._playing, learning, scoring)]
         tell_of_outages(role, Path(run_folder), *self._clients)
 
-    def run(self, abandon: threading.Event) -> str:
-        """Until the run ends; answers the reason."""
-        reason = "abandoned"
+    def run(self, abandon: threading.Event) -> RunEnd:
+        """Until the run ends; returns why."""
+        end = RunEnd("abandoned")
         try:
             self._trainer.start()
             self._evaluator.start()
@@ -48,30 +49,32 @@ class InlineRoles:
                 self._scale(self._role.flow.read().desired_workers)
                 self._act()
                 if self._trainer.step(0.0) == "ended":
-                    reason = self._finish()
+                    end = self._finish()
                     break
                 self._evaluator.step(0.0)
         except Exception as error:
             if abandon.is_set():  # perhaps by the Redis that it waited for
-                return reason
+                return end
             self._trainer.fail(error)
             raise
         finally:
             for worker in self._workers.values():
-                worker.stop(reason)
-            self._evaluator.stop(reason)
-        return reason
+                worker.stop(end.reason)
+            self._evaluator.stop(end.reason)
+        return end
 
     def leave_redis(self) -> None:
         """Ends the patience with a Redis that is away."""
         for client in (self._role.redis, *self._clients):
             hurry(client)
 
-    def _finish(self) -> str:
-        reason = self._role.flow.read().reason or "exhausted"
-        self._trainer.save_last(reason)
+    def _finish(self) -> RunEnd:
+        flow = self._role.flow.read()
+        end = RunEnd(flow.reason or "exhausted", flow.failure)
+        self._trainer.save_last(end.reason)
         self._evaluator.step(0.0)
-        return self._trainer.finish(reason)
+        self._trainer.finish(end.reason)
+        return end
 
     def _scale(self, desired: int) -> None:
         for index in range(desired):

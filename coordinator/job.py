@@ -35,6 +35,8 @@ from shared.child import child_environment, end_with_parent
 from shared.config import Config
 from shared.config_sources import ENV_PREFIX
 from shared.errors import StagecoachError, UserError, WaitTimeout
+from shared.extras import install
+from shared.failure import Failure, FailureKind, RunEnd
 from shared.heartbeat import Wait, poll
 from shared.object_store import open_store
 from trainer_node.snapshot import CODE_VERSION, code_version
@@ -274,10 +276,12 @@ class JobCoordinator:
         try:
             address = self._folder.offline_address(self._config)
             status = ended_status(CheckpointStore(open_store(address, self._config), run_id))
-            reason = status.reason if status.state == "finished" else f"failed: {self._last_words(state)}"
+            end = RunEnd(status.reason, status.failure)
+            if status.state != "finished":
+                end = RunEnd.failed(Failure(FailureKind.OTHER, self._last_words(state)))
         except StagecoachError as error:
-            reason = f"failed: {self._last_words(state)} ({error})"
-        return Outcome(reason, status, time.monotonic() - self._started)
+            end = RunEnd.failed(Failure(FailureKind.OTHER, f"{self._last_words(state)} ({error})"))
+        return Outcome(end, status, time.monotonic() - self._started)
 
     def _last_words(self, state: str) -> str:
         """Its error, else the end of what it has printed."""
@@ -324,7 +328,7 @@ def _client(url: str) -> Any:
         import requests
         from ray.job_submission import JobSubmissionClient
     except ImportError as error:
-        raise UserError(f"submitting to a cluster needs more of Ray: pip install 'ray[default]' ({error})") from None
+        raise UserError(f"submitting to a cluster needs more of Ray: {install('cluster')} ({error})") from None
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise UserError(

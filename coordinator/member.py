@@ -13,14 +13,11 @@ from typing import Any
 
 import ray
 
-from shared.errors import EnvironmentFailure, Fenced, headline
 from shared.heartbeat import Beat, growing_pauses
 from shared.restarts import Progress, RestartBound
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
 """Between processes that leave again and again without having done anything."""
-ENVIRONMENT = "environment: "
-"""How the error of an environment begins, in a reason."""
 
 
 @dataclass
@@ -86,9 +83,6 @@ def kill_here(beat: Beat) -> bool:
     return True
 
 
-def cause(error: Exception) -> str:
-    """What a role raised, in one line and without Ray's frame around it."""
-    raised = getattr(error, "cause", None) or error
-    if isinstance(raised, Fenced):
-        return f"{Fenced.__name__}: {headline(raised)}"
-    return f"{ENVIRONMENT if isinstance(raised, EnvironmentFailure) else ''}{headline(raised)}"
+def cause(error: Exception) -> Exception:
+    """What a role raised, without Ray's frame around it."""
+    return getattr(error, "cause", None) or error

@@ -15,8 +15,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from coordinator.environment_trial import try_environment
 from coordinator.job import PACKAGES
-from rollout_worker.making import make
 from shared.config_sources import parse_config
 from shared.connection import check_shards, connect_redis, impatient
 from shared.errors import StagecoachError, UserError
@@ -44,7 +44,8 @@ def check_machines(launch: RoleLaunch) -> None:
     nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     mine = versions()
     answers = [_ask(node["NodeID"], launch) for node in nodes]
-    wait = Wait(f"an answer from each of the cluster's {len(nodes)} machines", _SECONDS)
+    seconds = _SECONDS + 3 * launch.config["environment"]["step_deadline_seconds"]  # starts, one of them for evaluation
+    wait = Wait(f"an answer from each of the cluster's {len(nodes)} machines", seconds)
     poll(wait, lambda: not ray.wait(answers, num_returns=len(answers), timeout=0)[1], _LOOK_SECONDS)
     for node, answer in zip(nodes, answers, strict=True):
         address = node["NodeManagerAddress"]
@@ -75,7 +76,7 @@ def _ask(node: str, launch: RoleLaunch) -> Any:
 
 
 def look(launch: RoleLaunch) -> Machine:
-    """On the machine itself."""
+    """On the machine itself; the environment is tried in a process of its own, which may hang or die."""
     extend_imports(launch.import_path)
     config = impatient(parse_config(launch.config))
     problem = None
@@ -83,7 +84,7 @@ def look(launch: RoleLaunch) -> Machine:
         connect_redis(launch.address, config, "worker").close()
         check_shards(launch.address, config, "worker")
         open_store(launch.address, config).check()
-        make(config.environment).close()
+        try_environment(config).refuse(config, strict=False)
     except StagecoachError as error:
         problem = str(error)
     return Machine(versions(), problem)

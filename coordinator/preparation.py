@@ -31,6 +31,7 @@ from shared.errors import (
 )
 from shared.events import emit
 from shared.experience_log import ExperienceLog
+from shared.failure import RunEnd
 from shared.ledger import read_books
 from shared.object_store import open_store
 from shared.policies.registry import build_policies
@@ -272,19 +273,20 @@ def _refuse_unbegun(role: Role) -> None:
         return  # the trainer tells
 
 
-def record_failure(role: Role, reason: str) -> None:
+def record_failure(role: Role, end: RunEnd) -> None:
     """`.finished` for a run that fails where no trainer can write it (any more)."""
     try:
         if role.checkpoints.marker(FINISHED) is not None:
             return
         books = {}
         try:
-            role.flow.set_state("finished", reason)
+            role.flow.set_state("finished", end.reason, failure=end.failure)
             books = {worker: line.as_dict() for worker, line in read_books(role.redis, role.run_id).items()}
         except redis.RedisError as error:  # perhaps the very failure; the store shall have it all the same
             _LOGGER.warning("Redis does not take the end of the run: %s", error)
-        content = {"run_id": role.run_id, "reason": reason, "final": None, "counters": None, "ledger": books}
-        role.checkpoints.write_marker(FINISHED, content | {"time": round(time.time(), 3)})
+        content: dict[str, Any] = {"run_id": role.run_id, "reason": end.reason, "failure": end.failure, "ledger": books}
+        content |= {"final": None, "counters": None, "time": round(time.time(), 3)}
+        role.checkpoints.write_marker(FINISHED, content)
     except (StagecoachError, redis.RedisError):
         _LOGGER.exception("the failure could not be recorded in Redis or the store")
 

@@ -16,6 +16,7 @@ from coordinator.run_list import INTERRUPTED
 from shared.bodies import bytes_by_shard
 from shared.checkpoint import FINISHED, CheckpointStore
 from shared.events import read_evaluations
+from shared.failure import FailureKind
 from shared.flow import Flow, FlowState
 from shared.foreign import foreign
 from shared.heartbeat import Beat, read_heartbeats
@@ -55,6 +56,8 @@ class Status:
     final: str | None = None
     evaluation: dict[str, Any] | None = None
     """The newest score."""
+    failure: FailureKind | None = None
+    """Whose failure has ended it, where it is one."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -104,7 +107,7 @@ def live_status(client: redis.Redis, run_id: str, books: bool = True) -> Status:
         shards=dict.fromkeys(flow.shards, 0) | (bytes_by_shard(client, run_id) if books and flow.shards else {}),
         flow={"in_flight": flow.in_flight, "window": flow.window, "max_policy_lag": flow.max_policy_lag},
         signals=signals, store=store, latest=store.get("durable"), best=best,
-        evaluation=newest,
+        evaluation=newest, failure=flow.failure,
     )  # fmt: skip
 
 
@@ -147,6 +150,7 @@ def ended_status(checkpoints: CheckpointStore) -> Status:
         best=kept.get("best"),
         final=kept.get("final"),
         evaluation=scores[-1] if scores else None,
+        failure=FailureKind(finished["failure"]) if finished and finished.get("failure") else None,
     )
 
 

@@ -1,9 +1,10 @@
 """Trying an environment, in a process of its own: what its agents and spaces are, and everything that is wrong with it.
 
 In, on standard input, JSON: `config` (of the run), `steps`, `seed`, `deadline_seconds` for each call, `import_path`,
-`whole` (whether it is also to be seen if the environment follows its seed), and `alone` (no run is meant: each agent
-has a policy of its own). Out, on standard output, a line of JSON for each thing: what it is `doing`, a `problem`, the
-`description`, and `done`. A call that lasts longer than the deadline ends the process; its stack is on standard error.
+`whole` (whether it is also to be seen if the environment follows its seed), `alone` (no run is meant: each agent
+has a policy of its own), and `any_api` (it may be of PettingZoo, whatever the config says). Out, on standard output, a
+line of JSON for each thing: what it is `doing`, a `problem`, the `description`, and `done`. A call that lasts longer
+than the deadline ends the process; its stack is on standard error.
 Imports neither torch nor ray, so that it begins within a moment.
 """
 
@@ -27,7 +28,7 @@ from gymnasium.utils.env_checker import data_equivalence
 from rollout_worker.making import SINGLE_AGENT, check_evaluation, describe, is_factory, make, make_native
 from shared.config import Config, EnvironmentConfig, PolicyConfig
 from shared.config_sources import parse_config
-from shared.errors import StagecoachError, UserError
+from shared.errors import OtherApi, StagecoachError, UserError
 from shared.last_words import tell_of_exits
 
 FATAL, RAISED, WRONG, NOTE = "fatal", "raised", "wrong", "note"
@@ -68,8 +69,9 @@ class Check:
         self._seed = seed
         self._spaces: dict[str, tuple[spaces.Space[Any], spaces.Space[Any]]] = {}
 
-    def run(self, steps: int, whole: bool, alone: bool) -> None:
-        """Everything; problems are told as they are found."""
+    def run(self, steps: int, whole: bool, alone: bool, any_api: bool = False) -> None:
+        """Everything; problems are told as they are found. With `any_api` it may be of PettingZoo all the same."""
+        self._any_api = any_api
         try:
             self._make(alone)
             ended = self._play(steps)
@@ -88,7 +90,16 @@ class Check:
     def _make(self, alone: bool) -> None:
         environment = self._config.environment
         try:
-            self._env = self._calling("its start (__init__)", lambda: make(_unlimited(environment)))
+            try:
+                self._env = self._started()
+            except OtherApi:
+                if not self._any_api:
+                    raise
+                environment = environment.model_copy(update={"api": "pettingzoo"})
+                self._config, self._many = self._config.model_copy(update={"environment": environment}), True
+                self._env = self._started()
+                found, expected = "it is a PettingZoo parallel environment", "environment.api: pettingzoo in its config"
+                self._add(NOTE, found, expected, "it is taken for one here")
             if alone and self._many:
                 each = {agent: agent for agent in self._env.possible_agents}
                 policies = dict.fromkeys(each, PolicyConfig())
@@ -104,6 +115,9 @@ class Check:
         for agent in description.agents:
             observed, done = self._env.observation_space, self._env.action_space
             self._spaces[agent] = (observed(agent), done(agent)) if self._many else (observed, done)
+
+    def _started(self) -> Any:
+        return self._calling("its start (__init__)", lambda: make(_unlimited(self._config.environment)))
 
     def _play(self, steps: int) -> bool:
         """Random actions; whether an episode has ended."""
@@ -360,7 +374,7 @@ def main() -> None:
     try:
         config = parse_config(asked["config"])
         Check(config, asked["seed"], asked["deadline_seconds"], tell).run(
-            asked["steps"], asked["whole"], asked["alone"]
+            asked["steps"], asked["whole"], asked["alone"], asked["any_api"]
         )
     except UserError as error:
         tell({"error": type(error).__name__, "text": str(error)})

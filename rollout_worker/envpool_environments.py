@@ -16,6 +16,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from shared.errors import EnvironmentUnusable
+from shared.extras import install
 from shared.spaces import Array
 
 PREFIX = "envpool:"
@@ -142,7 +143,7 @@ def _imported(name: str) -> Any:
             import envpool
     except ImportError as error:
         raise EnvironmentUnusable(
-            f"{name} needs EnvPool, which cannot be imported ({error}); install the extra 'envpool' (750 MB)"
+            f"{name} needs EnvPool, which cannot be imported ({error}); {install('envpool')} (750 MB)"
         ) from None
     return envpool
 

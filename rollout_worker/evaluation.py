@@ -14,7 +14,7 @@ import torch
 from rollout_worker.environments import make_vector
 from rollout_worker.exploration import Greedy, Sampling
 from rollout_worker.making import evaluation_environment
-from rollout_worker.vector import VectorEnvironment
+from rollout_worker.vector import VectorEnvironment, refuse_unusable
 from rollout_worker.watchdog import Watchdog, WatchedEnvironment
 from shared.checkpoint import checkpoint_version
 from shared.config import Config
@@ -68,6 +68,7 @@ def evaluation_seed(config: Config, checkpoint: str, evaluation_round: int) -> i
 @torch.inference_mode()
 def play(
     environment: VectorEnvironment,
+    description: EnvironmentDescription,
     policies: Mapping[str, Policy],
     episodes: int,
     *,
@@ -91,6 +92,7 @@ def play(
                 f"{episodes} episodes did not end within evaluation.deadline_seconds={deadline_seconds:g}; "
                 f"set environment.max_episode_steps, or more time"
             )
+        refuse_unusable({policy_id: observations for policy_id, (observations, _) in now.items()}, description)
         actions = {}
         for policy_id, (observations, _) in now.items():
             tensors = {name: torch.from_numpy(array) for name, array in observations.items()}
@@ -129,6 +131,7 @@ def evaluate_policies(
     try:
         return play(
             environment,
+            description,
             policies,
             episodes or evaluation.episodes,
             greedy=evaluation.greedy,

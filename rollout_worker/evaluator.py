@@ -21,6 +21,7 @@ from shared.connection import hurry
 from shared.departure import LEFT
 from shared.errors import CheckpointError, EnvironmentFailure, StoreError, StoreUnavailable, headline
 from shared.events import confirmed_return, emit, reaches, read_evaluations, read_events, record_evaluation
+from shared.failure import Failure
 from shared.heartbeat import Heartbeat, insist
 from shared.policies.codec import decode_policy
 from shared.policies.policy import Policy
@@ -79,9 +80,9 @@ class Evaluator:
         hurry(self._role.redis)
         raise KeyboardInterrupt
 
-    def _last_orders(self, reason: str) -> None:
-        emit(self._role.redis, self._role.run_id, "evaluation", f"{reason}; its process is replaced")
-        self._heartbeat.stop(f"failed: {reason}")
+    def _last_orders(self, failure: Failure) -> None:
+        emit(self._role.redis, self._role.run_id, "evaluation", f"{failure.detail}; its process is replaced")
+        self._heartbeat.stop(failure.detail, failure=failure.kind)
 
     def stop(self, reason: str) -> None:
         """Says good-bye."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import re
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -13,7 +16,8 @@ from gymnasium import spaces
 
 from rollout_worker.envpool_environments import is_envpool, make_envpool, make_envpool_vector
 from shared.config import Config, EnvironmentConfig
-from shared.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, UnsupportedSpace
+from shared.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, OtherApi, UnsupportedSpace
+from shared.extras import with_extra
 from shared.spaces import EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
 from shared.user_code import import_object
 
@@ -78,6 +82,8 @@ def make(config: EnvironmentConfig, **overrides: Any) -> Any:
         env: Any = make_envpool(config.id, config.max_episode_steps, kwargs)
     elif is_factory(config.id):
         env = _call(_imported(config.id, "environment.id"), kwargs, config.id)
+    elif config.api == "pettingzoo":
+        env = _in_pettingzoo(config.id, kwargs)
     else:
         limit: dict[str, Any] = {"max_episode_steps": -1} if config.max_episode_steps else {}  # instead of its own
         env = _registered(lambda: gym.make(config.id, **limit, **kwargs), config.id)
@@ -100,17 +106,23 @@ def _refuse_other_api(env: Any, config: EnvironmentConfig) -> None:
     parallel = hasattr(env, "possible_agents") and not in_turns
     if parallel if config.api == "pettingzoo" else isinstance(env, gym.Env):
         return
+    bases = {(base.__module__.partition(".")[0], base.__name__) for base in type(env).__mro__}
     expected = {"gymnasium": "a gymnasium.Env", "pettingzoo": "a PettingZoo parallel environment"}[config.api]
     hint = ""
     if in_turns:
         hint = (
-            "; it is an AEC environment: return pettingzoo.utils.aec_to_parallel(env), with environment.api=pettingzoo"
+            "; it is an AEC environment, whose agents act in turns: return pettingzoo.utils.aec_to_parallel(env) "
+            "(if its metadata say is_parallelizable), with environment.api=pettingzoo"
         )
     elif parallel:
-        hint = "; set environment.api=pettingzoo"
-    elif any(base.__module__.partition(".")[0] == "gym" for base in type(env).__mro__):
+        hint = "; it is a PettingZoo parallel environment: set environment.api=pettingzoo"
+    elif ("pettingzoo", "ParallelEnv") in bases or (config.api == "pettingzoo" and not isinstance(env, gym.Env)):
+        hint = "; it has no possible_agents: set it in __init__ to the names of all agents that there may ever be"
+    elif isinstance(env, gym.Env):
+        hint = "; it is a gymnasium.Env: set environment.api=gymnasium"
+    elif any(package == "gym" for package, _ in bases):
         hint = "; it is one of old Gym, which nobody maintains: derive it from gymnasium.Env, or wrap it with shimmy"
-    raise EnvironmentUnusable(
+    raise (OtherApi if parallel else EnvironmentUnusable)(
         f"{config.id} returned a {type(env).__name__}; environment.api={config.api} expects {expected}{hint}"
     )
 
@@ -190,25 +202,50 @@ def _imported(path: str, field: str) -> Callable[..., Any]:
     return found
 
 
+def _in_pettingzoo(name: str, kwargs: dict[str, Any]) -> Any:
+    """The parallel environment that PettingZoo knows by this name; raises `EnvironmentUnusable`."""
+    if not _is_in_pettingzoo(name):
+        close = difflib.get_close_matches(name, _names_in_pettingzoo(), 3)
+        expected = " or ".join([*close, "module:function, such as pettingzoo.sisl.pursuit_v5:parallel_env"])
+        raise EnvironmentUnusable(f"PettingZoo knows no parallel environment {name!r}; expected {expected}")
+    return _call(partial(importlib.import_module("pettingzoo").make, "parallel", name), kwargs, name)
+
+
+def _is_in_pettingzoo(name: str) -> bool:
+    return re.sub(r"_(v\d+)$", r"-\1", name) in _names_in_pettingzoo()
+
+
+def _names_in_pettingzoo() -> tuple[str, ...]:
+    """None where it is not installed, or older than its registry (1.26)."""
+    try:
+        return tuple(getattr(importlib.import_module("pettingzoo"), "parallel_registry", ()))
+    except ImportError:
+        return ()
+
+
 def _registered(make_it: Callable[[], Any], name: str) -> Any:
     try:
         return make_it()
     except gym.error.DependencyNotInstalled as error:
-        raise EnvironmentUnusable(f"{name} needs a package that is not installed: {error}") from None
+        raise EnvironmentUnusable(f"{name} needs a package that is missing: {with_extra(str(error))}") from None
     except gym.error.Error as error:
         hint = "" if ":" in name else "; a user's own environment is given as module:factory"
-        raise EnvironmentUnusable(
-            f"unknown or unusable environment {name!r}: {' '.join(str(error).split())}{hint}"
-        ) from None
+        if _is_in_pettingzoo(name):
+            raise OtherApi(f"{name}: it is a PettingZoo parallel environment: set environment.api=pettingzoo") from None
+        raise EnvironmentUnusable(f"unknown or unusable environment {name!r}: {with_extra(str(error))}{hint}") from None
     except Exception as error:
-        raise EnvironmentUnusable(f"{name} cannot be made: {type(error).__name__}: {error}") from error
+        raise _unusable(name, error) from error
 
 
 def _call(factory: Callable[..., Any], kwargs: dict[str, Any], name: str) -> Any:
     try:
         return factory(**kwargs)
     except Exception as error:
-        raise EnvironmentUnusable(f"{name} cannot be made: {type(error).__name__}: {error}") from error
+        raise _unusable(name, error) from error
+
+
+def _unusable(name: str, error: Exception) -> EnvironmentUnusable:
+    return EnvironmentUnusable(f"{name} cannot be made: {type(error).__name__}: {with_extra(str(error))}")
 
 
 PAST, RETURN = "stagecoach_past", "stagecoach_return"

@@ -13,6 +13,7 @@ from rollout_worker.making import failure, make
 from rollout_worker.trail import Past, episode_seed
 from rollout_worker.vector import SUCCESS, Place, PolicyStep, Step, episode_record, pick, scalar
 from shared.config import EnvironmentConfig
+from shared.errors import EnvironmentFailure
 from shared.fragment import EpisodeRecord
 from shared.spaces import Array, Columns, EnvironmentDescription
 
@@ -81,6 +82,14 @@ class ParallelEnvironments:
         self._infos[index] = {}
 
     def step(self, actions: Mapping[str, Columns]) -> Step:
+        try:
+            return self._step(actions)
+        except EnvironmentFailure:
+            raise
+        except Exception as error:  # what it returned fits in no column
+            raise failure(None, "step", error) from None
+
+    def _step(self, actions: Mapping[str, Columns]) -> Step:
         steps = {policy_id: self._blank(policy_id) for policy_id in self._slots}
         finals: dict[str, list[tuple[int, Any]]] = {policy_id: [] for policy_id in self._slots}
         episodes = []

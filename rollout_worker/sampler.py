@@ -16,7 +16,7 @@ from torch import Tensor
 from rollout_worker import trail
 from rollout_worker.exploration import Exploration
 from rollout_worker.trail import Life, Trail
-from rollout_worker.vector import PolicyStep, VectorEnvironment
+from rollout_worker.vector import PolicyStep, VectorEnvironment, refuse_unusable
 from shared.fragment import LARGEST, STATE, EpisodeRecord, expected_columns
 from shared.policies.policy import Policy
 from shared.policies.registry import torch_device
@@ -68,7 +68,11 @@ class Sampler:
     def sample(self, policies: Mapping[str, Policy], exploration: Exploration, steps: int) -> Sample:
         """Acts `steps` steps in every environment; raises `EnvironmentFailure`, and then nothing was produced."""
         with self._stages.during("record"):
-            return self._sample(policies, exploration, steps)
+            try:
+                return self._sample(policies, exploration, steps)
+            except Exception:  # perhaps of a policy or an environment that was given NaN
+                refuse_unusable(self._now, self._description)
+                raise
 
     def _sample(self, policies: Mapping[str, Policy], exploration: Exploration, steps: int) -> Sample:
         acting, stepping = self._stages.during("act"), self._stages.during("env")
@@ -111,6 +115,7 @@ class Sampler:
             policy_id: recorder.finish(policies[policy_id], exploration, self._now[policy_id])
             for policy_id, recorder in recorders.items()
         }
+        refuse_unusable(columns, self._description)
         self._states = {policy_id: its.state for policy_id, its in remembering.items()}
         self._number += 1
         seconds = time.perf_counter() - started

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from rollout_worker.trail import Past
+from shared.errors import EnvironmentFailure
 from shared.fragment import LARGEST_SHOWN, EpisodeRecord
-from shared.spaces import Array, Columns
+from shared.spaces import Array, Columns, EnvironmentDescription, Leaf
 
 SUCCESS = ("is_success", "success")
 """How environments name the success of an episode in `info`."""
@@ -88,6 +89,37 @@ class VectorEnvironment(Protocol):
     def close(self) -> None:
         """Ends the environments."""
         ...
+
+
+def refuse_unusable(columns: Mapping[str, Columns], description: EnvironmentDescription) -> None:
+    """Raises `EnvironmentFailure` where observations or rewards (policy id → columns) cannot be learned from."""
+    for policy_id, its in columns.items():
+        leaves = description.policies[policy_id].observation.leaves
+        observed = {leaf.column(prefix): leaf for prefix in ("obs", "bootstrap_obs", "final_obs") for leaf in leaves}
+        for name, array in its.items():
+            expected = _unusable(array, observed.get(name)) if name == "reward" or name in observed else None
+            if expected is not None:
+                what = (
+                    f"a reward for policy {policy_id}" if name == "reward" else f"an observation ({policy_id}/{name})"
+                )
+                raise EnvironmentFailure(f"the environment returned {what} that cannot be learned from: {expected}")
+
+
+def _unusable(array: Array, leaf: Leaf | None) -> str | None:
+    """What is found in a column and was expected there; None where nothing is wrong."""
+    if array.dtype.kind == "f":
+        with np.errstate(all="ignore"):
+            if np.isfinite(array.sum()) or np.isfinite(array).all():  # a sum costs less, and may overflow
+                return None
+        return "it holds NaN (or None) or infinity, expected finite numbers; look for a division by zero"
+    if leaf is None or leaf.kind == "box" or not array.size:
+        return None
+    most = np.asarray(leaf.nvec).reshape(leaf.shape)
+    if (array >= 0).all() and (array < most).all():
+        return None
+    first = min(leaf.start)
+    found = f"{array.min() + first} to {array.max() + first}"
+    return f"it holds choices from {found}, expected {first} to {int(most.max()) - 1 + first}; correct the space"
 
 
 def episode_record(

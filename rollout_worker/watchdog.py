@@ -15,11 +15,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rollout_worker.trail import Past
 from rollout_worker.vector import Place, Step, VectorEnvironment
 from shared.config import Config
+from shared.failure import Failure, FailureKind
 from shared.heartbeat import Heartbeat
 from shared.printable import complain
 from shared.spaces import Array, Columns
@@ -33,10 +35,24 @@ _FAR_BEYOND = 1.5
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
+@dataclass(frozen=True)
+class Doing:
+    """What the main thread does, and whose failure it is if that hangs."""
+
+    what: str
+    kind: FailureKind
+
+
+OWN_WORK = Doing("its own work", FailureKind.OTHER)
+_START, _RESET, _STEP, _CLOSE = (
+    Doing(f"{what} of its environments", FailureKind.ENVIRONMENT) for what in ("the start", "reset", "step", "close")
+)
+
+
 class Watchdog:
     """Watches the thread that starts it. Where all roles share a process nobody starts it: a debugger may hold them."""
 
-    def __init__(self, name: str, config: Config, heartbeat: Heartbeat, last_orders: Callable[[str], None]) -> None:
+    def __init__(self, name: str, config: Config, heartbeat: Heartbeat, last_orders: Callable[[Failure], None]) -> None:
         self._name = name
         self._deadline = config.environment.step_deadline_seconds
         self._limit = config.rollout.memory_limit_bytes
@@ -46,7 +62,7 @@ class Watchdog:
         self._stop = threading.Event()
         self._seen, self._looks, self._more = -1, 0, 0.0
         self.catch_up_seconds = config.rollout.catch_up_seconds
-        self.doing: str | None = None
+        self.doing: Doing | None = None
         """What may hang; None where nothing is watched. A named wait is not watched: it has its own deadline."""
         self.steps = 0
         """Counted by the main thread each time that it gets on."""
@@ -63,7 +79,7 @@ class Watchdog:
         self._stop.set()
 
     @contextlib.contextmanager
-    def during(self, doing: str, more_seconds: float = 0.0) -> Iterator[None]:
+    def during(self, doing: Doing, more_seconds: float = 0.0) -> Iterator[None]:
         """Names what is done meanwhile, and may take so much longer than a step."""
         before, self.doing = self.doing, doing
         self.steps += 1
@@ -81,7 +97,8 @@ class Watchdog:
                 self._look_at_memory(self._limit)
 
     def _look_at_progress(self) -> None:
-        if self.doing is None or self._heartbeat.waits or self.steps != self._seen:
+        doing = self.doing  # the main thread may change it meanwhile
+        if doing is None or self._heartbeat.waits or self.steps != self._seen:
             self._seen, self._looks = self.steps, 0
             return
         self._looks += 1  # looks, not seconds: a process that was stopped for a while has not hung
@@ -89,11 +106,9 @@ class Watchdog:
             stack = self._stack()
             where = stack[-1] if stack else None
             place = f"{where.filename}:{where.lineno}, in {where.name}" if where else "an unknown place"
-            _LOGGER.error("%s hangs in %s:\n%s", self._name, self.doing, "".join(traceback.format_list(stack)))
-            self._end(
-                f"{self._name} hangs in {self.doing}, at {place}; it has not got on for {self._deadline:g} s "
-                f"(environment.step_deadline_seconds)"
-            )
+            _LOGGER.error("%s hangs in %s:\n%s", self._name, doing.what, "".join(traceback.format_list(stack)))
+            said = f"it has not got on for {self._deadline:g} s (environment.step_deadline_seconds)"
+            self._end(Failure(doing.kind, f"{self._name} hangs in {doing.what}, at {place}; {said}"))
 
     def _stack(self) -> list[traceback.FrameSummary]:
         frame = sys._current_frames().get(self._watched)
@@ -103,14 +118,15 @@ class Watchdog:
         held = resident_bytes(os.getpid())
         self.outgrown = held if held > limit else None
         if held > _FAR_BEYOND * limit:
-            self._end(f"{self._name} holds {held} bytes, far beyond rollout.memory_limit_bytes={limit}")
+            said = f"{self._name} holds {held} bytes, far beyond rollout.memory_limit_bytes={limit}"
+            self._end(Failure(FailureKind.OTHER, said))
 
-    def _end(self, reason: str) -> None:
+    def _end(self, failure: Failure) -> None:
         """Ends this process and its environments' processes, after the last orders, which may fail."""
-        _LOGGER.error("%s; its process ends", reason)
-        complain(reason)
+        _LOGGER.error("%s; its process ends", failure.detail)
+        complain(failure.detail)
         try:
-            self._last_orders(reason)
+            self._last_orders(failure)
         except Exception:
             _LOGGER.exception("%s could not end in order", self._name)
         for child in multiprocessing.active_children():
@@ -123,13 +139,13 @@ class WatchedEnvironment:
 
     def __init__(self, make: Callable[[], VectorEnvironment], watchdog: Watchdog) -> None:
         self._watchdog = watchdog
-        with watchdog.during("the start of its environments"):
+        with watchdog.during(_START):
             self._environment = make()
         self.num_envs = self._environment.num_envs
 
     def reset(self, seeds: Sequence[int], past: Past | None = None) -> dict[str, tuple[Columns, Array]]:
         more = self._watchdog.catch_up_seconds if past else 0.0
-        with self._watchdog.during("reset of its environments", more):
+        with self._watchdog.during(_RESET, more):
             return self._environment.reset(seeds, past)
 
     @property
@@ -138,7 +154,7 @@ class WatchedEnvironment:
 
     def step(self, actions: Mapping[str, Columns]) -> Step:
         watchdog = self._watchdog
-        before, watchdog.doing = watchdog.doing, "step of its environments"
+        before, watchdog.doing = watchdog.doing, _STEP
         try:
             return self._environment.step(actions)
         finally:
@@ -146,7 +162,7 @@ class WatchedEnvironment:
             watchdog.steps += 1
 
     def close(self) -> None:
-        with self._watchdog.during("close of its environments"):
+        with self._watchdog.during(_CLOSE):
             self._environment.close()
 
 

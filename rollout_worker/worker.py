@@ -20,7 +20,7 @@ from rollout_worker.exploration import Exploration, RandomActing
 from rollout_worker.exploring import make_exploration
 from rollout_worker.sampler import Sample, Sampler
 from rollout_worker.trail import Life, Trail
-from rollout_worker.watchdog import OUTGROWN, Watchdog, WatchedEnvironment
+from rollout_worker.watchdog import OUTGROWN, OWN_WORK, Watchdog, WatchedEnvironment
 from shared import fragment
 from shared.checkpoint import READY
 from shared.connection import hurry
@@ -29,6 +29,7 @@ from shared.datasets.recording import Recording
 from shared.departure import LEFT
 from shared.errors import CheckpointError, EnvironmentFailure, ShardFull, ShardUnavailable, WorkerSuperseded, headline
 from shared.events import emit
+from shared.failure import Failure
 from shared.flow import Claim
 from shared.heartbeat import Heartbeat, insist, poll
 from shared.policies.codec import load_state_arrays
@@ -122,7 +123,7 @@ class Worker:
         """One turn: `pushed`, `waited`, `failed` (the environment; it was started again) or `end:` and a reason."""
         if self._leaving is not None or self._watchdog.outgrown is not None:
             return f"end:{self._leaving or OUTGROWN}"
-        with self._watchdog.during("its own work"):
+        with self._watchdog.during(OWN_WORK):
             return self._turn(wait_seconds)
 
     def _turn(self, wait_seconds: float) -> str:
@@ -164,12 +165,12 @@ class Worker:
             self._profile.write()
         _LOGGER.info("%s ended: %s", self.id, reason)
 
-    def _last_orders(self, reason: str) -> None:
+    def _last_orders(self, failure: Failure) -> None:
         """What the watchdog does before it ends the process: another may act the claim at once."""
         if self.incarnation >= 0:
             self._role.flow.release(f"{self.id}:{self.incarnation}")
-        emit(self._role.redis, self._role.run_id, "worker", f"{reason}; its process is replaced")
-        self._heartbeat.stop(f"failed: {reason}")
+        emit(self._role.redis, self._role.run_id, "worker", f"{failure.detail}; its process is replaced")
+        self._heartbeat.stop(failure.detail, failure=failure.kind)
 
     def _claim(self, wait_seconds: float) -> Claim:
         claim, self._ahead = self._ahead, None

@@ -46,7 +46,7 @@ class EnvironmentConfig(Section):
     kwargs: dict[str, Any] = {}
     """Keyword arguments for the environment or the factory."""
     api: Literal["gymnasium", "pettingzoo"] = "gymnasium"
-    """`pettingzoo` for a factory that returns a PettingZoo parallel environment (several agents)."""
+    """`pettingzoo` for a PettingZoo parallel environment (several agents): a factory, or a name in its registry."""
     wrappers: tuple[Annotated[WrapperConfig, BeforeValidator(_wrapper)], ...] = ()
     """Wrappers by import path, innermost first; a plain string is a wrapper without arguments."""
     num_envs: int = Field(8, ge=1, le=4096)

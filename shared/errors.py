@@ -45,6 +45,10 @@ class EnvironmentUnusable(UserError):
     """The environment cannot be made at all: unknown id, failing factory, missing package."""
 
 
+class OtherApi(EnvironmentUnusable):
+    """A PettingZoo environment, where `environment.api` says gymnasium."""
+
+
 class EnvironmentFailure(StagecoachError):
     """An environment raised in `reset` or `step`; carries which one, where, and its traceback."""
 

@@ -16,6 +16,7 @@ import redis
 
 from shared import scripts
 from shared.errors import Fenced, RunNotFound, WorkerSuperseded
+from shared.failure import FailureKind
 from shared.printable import printable
 from shared.redis_keys import RunKeys
 from shared.script_calls import Call, Step
@@ -50,6 +51,8 @@ class FlowState:
 
     state: str
     reason: str
+    failure: FailureKind | None
+    """Whose failure ends it, where it is one."""
     epoch: int
     version: int
     consumed: int
@@ -136,9 +139,10 @@ class Flow:
             raise RunNotFound(f"Redis knows no run {self._keys.run_id!r}; is this the Redis it was started on?")
         flow = {key.decode(): value.decode() for key, value in raw.items()}
         return FlowState(
-            flow["state"], flow["reason"], int(flow["epoch"]), int(flow["version"]), int(flow["consumed"]),
-            int(flow["claimed"]), int(flow["fragments_per_update"]), int(flow["max_policy_lag"]), flow["settled_id"],
-            flow["trimmed_id"], int(flow["pushed_bytes"]) - int(flow["trimmed_bytes"]), int(flow["max_log_bytes"]),
+            flow["state"], flow["reason"], FailureKind(flow["failure"]) if flow.get("failure") else None,
+            int(flow["epoch"]), int(flow["version"]), int(flow["consumed"]), int(flow["claimed"]),
+            int(flow["fragments_per_update"]), int(flow["max_policy_lag"]), flow["settled_id"], flow["trimmed_id"],
+            int(flow["pushed_bytes"]) - int(flow["trimmed_bytes"]), int(flow["max_log_bytes"]),
             int(flow["desired_workers"]), flow.get("scaling", "fixed"), int(flow.get("min_workers", 1)),
             int(flow.get("max_workers") or 0) or None, flow["config_hash"], "memory_full" in flow,
             tuple(flow.get("shards", "").split()),
@@ -216,12 +220,17 @@ class Flow:
         """
         return bool(self._run("CHECK_EPOCH", [self._keys.flow], [epoch]))
 
-    def set_state(self, state: str, reason: str, expected: str = "", epoch: int | None = None) -> bool:
+    def set_state(
+        self, state: str, reason: str, expected: str = "", epoch: int | None = None, failure: FailureKind | None = None
+    ) -> bool:
         """running → stopping → finished; only from `expected` where that is given.
+
+        A `failure` stays with the run until it is running again, whoever finishes it.
 
         A trainer gives its `epoch`: an older one may not end the run, and gets `Fenced`.
         """
         arguments = [state, printable(reason, lines=True), expected, "" if epoch is None else epoch]
+        arguments += ["failure", failure or ""] if failure or state == "running" else []
         changed = int(self._run("SET_STATE", [self._keys.flow, self._keys.wakeups], arguments))
         if changed < 0:
             raise Fenced(f"epoch {epoch} may not set the run {state}; a newer trainer has taken over")

@@ -26,6 +26,7 @@ from pydantic import BaseModel, BeforeValidator, TypeAdapter
 from shared import scripts
 from shared.connection import own_address, retries
 from shared.errors import StoreError, StoreUnavailable, WaitTimeout
+from shared.failure import FailureKind
 from shared.foreign import foreign, left_out
 from shared.printable import NAME_CHARACTERS, printable, printable_data
 from shared.redis_keys import RunKeys
@@ -94,6 +95,8 @@ class Beat:
     """Its process, of all that there ever were; a `pid` comes again."""
     outage: bool = False
     """Whether the present wait is for Redis or the store, which are away."""
+    failure: FailureKind | None = None
+    """Where it ended itself because of a failure: whose."""
 
     @property
     def alive(self) -> bool:
@@ -163,6 +166,7 @@ class Heartbeat:
         """So that no beat sees a wait neither as going on nor as over."""
         self._stop = threading.Event()
         self._ended: str | None = None
+        self._failure: FailureKind | None = None
         self._thread = threading.Thread(target=self._run, name=f"heartbeat-{self._name}", daemon=True)
         self._retries = retries(client)
         self._role_thread = 0
@@ -182,7 +186,7 @@ class Heartbeat:
         self._beat()
         self._thread.start()
 
-    def stop(self, reason: str, last_beat: bool = True) -> None:
+    def stop(self, reason: str, last_beat: bool = True, failure: FailureKind | None = None) -> None:
         """The last beat says why the role has ended; a role with a successor of its name sends none."""
         self._stop.set()
         if self._retries is not None and self._redis_is_away in self._retries.named:
@@ -191,7 +195,7 @@ class Heartbeat:
             self._thread.join(timeout=5)
         if not last_beat:
             return
-        self._ended = reason
+        self._ended, self._failure = reason, failure
         try:
             self._beat()
         except redis.RedisError:
@@ -262,6 +266,7 @@ class Heartbeat:
             "host": socket.gethostname(),
             "address": self._address,
             "ended": self._ended,
+            "failure": self._failure,
             "waiting_for": wait.name if wait else None,
             "waiting_seconds": round(wait.seconds, 3) if wait else 0.0,
             "deadline_seconds": wait.deadline_seconds if wait else 0.0,

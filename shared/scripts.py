@@ -274,13 +274,13 @@ return 1
 SET_STATE = (
     COMMON
     + """
--- KEYS flow, wakeups. ARGV: state, reason, expected state or '', a trainer's epoch or ''. 1 if it changed.
+-- KEYS flow, wakeups. ARGV: state, reason, expected state or '', a trainer's epoch or '', more fields. 1 if it changed.
 local state = redis.call('HGET', KEYS[1], 'state')
 if not state then return redis.error_reply('NORUN no such run') end
 if ARGV[3] ~= '' and state ~= ARGV[3] then return 0 end
 if ARGV[4] ~= '' and fenced(ARGV[4]) then return -1 end
 begin()
-redis.call('HSET', KEYS[1], 'state', ARGV[1], 'reason', ARGV[2])
+redis.call('HSET', KEYS[1], 'state', ARGV[1], 'reason', ARGV[2], unpack(ARGV, 5))
 if ARGV[1] == 'finished' and ARGV[4] ~= '' then redis.call('HDEL', KEYS[1], 'at_work') end  -- says its trainer
 if ARGV[1] == 'running' and state == 'finished' then redis.call('HDEL', KEYS[1], 'at_work', 'deaths', 'taking') end
 wake(KEYS[2])

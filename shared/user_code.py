@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import ConfigError, UserError
+from shared.extras import with_extra
 
 PACKAGES = ("coordinator", "rollout_worker", "trainer_node", "shared")
 """The top-level names that belong to Stagecoach."""
@@ -40,10 +41,11 @@ def import_object(path: str, field: str, error: type[UserError] = ConfigError, k
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as missing:
-        raise error(f"{field}={path} cannot be imported: {missing}; {expected}{_clash()}") from None
+        said = with_extra(str(missing))
+        raise error(f"{field}={path} cannot be imported: {said}; {expected}{_clash()}") from None
     except Exception as failed:
-        text = " ".join(str(failed).split())
-        raise error(f"{field}={path} cannot be imported: it raised {type(failed).__name__}: {text}") from failed
+        text = f"it raised {type(failed).__name__}: {with_extra(str(failed))}"
+        raise error(f"{field}={path} cannot be imported: {text}") from failed
 
 
 def _clash() -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
+from pettingzoo import ParallelEnv
 
 from tests.environments_for_tests import Chase
 
@@ -186,6 +187,12 @@ class InTurns:
 
     def agent_iter(self) -> Any:
         """Whose turn it is."""
+
+
+class Unnamed(ParallelEnv):  # type: ignore[misc]
+    """Tells its agents only after a reset."""
+
+    agents: list[str] = []
 
 
 class SilentMouse(Chase):

@@ -114,6 +114,30 @@ class Hostile(Counting):
         return observation, 3e38 if huge else reward, terminated, truncated, info | {os.fsdecode(b"caf\xe9"): 3e38}
 
 
+class Spoils(Counting):
+    """From its fourth step on it returns something that nothing can be learned from; not while it is tried."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what, self._left = "" if TRIED else what, 4
+        if what == "choice":
+            self.observation_space = spaces.Discrete(5, start=-1)  # type: ignore[assignment]
+
+    def _observation(self) -> Any:
+        self._left -= 1
+        if isinstance(self.observation_space, spaces.Discrete):
+            return 7 if self._left < 0 and self._what else 3
+        last = np.nan if self._left < 0 and self._what == "observation" else 1.0
+        return np.array([self._steps, last], np.float32)
+
+    def step(self, action: int) -> tuple[Any, ...]:  # type: ignore[override]
+        observation, reward, *rest = super().step(action)
+        if self._left < 0 and self._what == "shape":
+            observation = np.zeros(3, np.float32)
+        spoiled = {"reward": np.inf, "None": None} if self._left < 0 else {}
+        return observation, spoiled.get(self._what, reward), *rest
+
+
 class Noise(gym.Env[Array, Array]):
     """Observes random numbers drawn from its seed; pays the first; ends after 5 steps by truncation."""
 
@@ -468,6 +492,22 @@ class Chase:
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+class SpoilsTheChase(Chase):
+    """From the second step on the mouse is rewarded with None, or observes another shape."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+        observations, rewards, *rest = super().step(actions)
+        if self._steps > 1 and self._what == "None":
+            rewards["mouse"] = None
+        if self._steps > 1 and self._what == "shape":
+            observations["mouse"] = np.zeros(5, np.float32)
+        return observations, rewards, *rest
 
 
 class Twins(Chase):

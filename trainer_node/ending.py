@@ -54,6 +54,7 @@ def write_finished(role: Role, reason: str, final: str | None, version: int, cou
     content = {
         "run_id": role.run_id,
         "reason": reason,
+        "failure": role.flow.read().failure,
         "final": final,
         "version": version,
         "counters": counters.as_dict() if counters else None,

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from shared.checkpoint import Manifest, StoredObject, describe_objects
 from shared.errors import UserError
 from shared.exports import FILE, Comparison, ExportedPolicy
+from shared.extras import install
 from shared.fragment import Fragment
 from shared.policies.codec import decode_policy
 from shared.policies.policy import Policy
@@ -49,9 +50,7 @@ def require_onnx() -> None:
     """Raises `UserError` where the packages of the extra `onnx` are missing."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(
-            f"exporting policies as ONNX needs {', '.join(missing)}; install it with pip install 'stagecoach[onnx]'"
-        )
+        raise UserError(f"exporting policies as ONNX needs {', '.join(missing)}: {install('onnx')}")
 
 
 def made_with() -> dict[str, str]:

@@ -16,9 +16,10 @@ import redis
 from shared.checkpoint import Checkpoint
 from shared.connection import hurry
 from shared.departure import LEFT
-from shared.errors import BodyLost, Fenced, RedisSetBack, StoreUnavailable, WaitTimeout, WeightsNotFinite, headline
+from shared.errors import BodyLost, Fenced, RedisSetBack, StoreUnavailable, WaitTimeout, WeightsNotFinite
 from shared.events import emit
 from shared.experience_log import id_order
+from shared.failure import Failure, RunEnd
 from shared.flow import FlowState
 from shared.fragment import Fragment
 from shared.heartbeat import Heartbeat, insist
@@ -249,16 +250,17 @@ class Trainer:
         """
         _LOGGER.exception("the trainer failed")
         self._ranks.leave()
-        reason = f"failed: {headline(error)}"
+        failure = Failure.of(error)
+        end = RunEnd.failed(failure)
         try:
             if self._epoch > 0 and self._role.flow.holds(self._epoch):
-                self._role.flow.set_state("finished", reason, epoch=self._epoch)
-                self._write_finished(reason, None)
+                self._role.flow.set_state("finished", end.reason, epoch=self._epoch, failure=end.failure)
+                self._write_finished(end.reason, None)
         except Exception:
             _LOGGER.exception("the failure could not be recorded in Redis or the store")
         if hasattr(self, "_publisher"):
             self._publisher.close()
-        self._heartbeat.stop(reason)
+        self._heartbeat.stop(failure.detail, failure=failure.kind)
 
     def _write_finished(self, reason: str, final: str | None) -> None:
         learner = getattr(self, "_learner", None)

@@ -18,6 +18,7 @@ from shared.datasets.leaves import Find, space_columns
 from shared.datasets.recording import Episode
 from shared.datasets.table import Table, episodes_of, flags, numbers
 from shared.errors import DatasetError
+from shared.extras import install
 from shared.fragment import EpisodeRecord
 from shared.spaces import Array, Columns, Leaf, PolicySpaces
 
@@ -44,7 +45,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         import h5py
     except ImportError:
-        raise DatasetError(f"reading {path} needs h5py; install it with pip install 'stagecoach[data]'") from None
+        raise DatasetError(f"reading {path} needs h5py: {install('data')}") from None
     try:
         file = h5py.File(path, "r")
     except OSError as error:

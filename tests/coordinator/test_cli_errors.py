@@ -176,6 +176,17 @@ def test_an_environment_that_raises_fails_the_run_in_one_line(stagecoach: Stagec
         assert "Traceback" not in shown.out
 
 
+def test_nan_that_comes_only_later_ends_the_run_as_the_environments_fault_and_is_in_no_log(
+    stagecoach: Stagecoach, tmp_path: Path
+) -> None:
+    settings = [f"--set=environment.id={ENVIRONMENTS}:Spoils", "--set=environment.kwargs.what=observation"]
+    done = stagecoach("train", "config.yaml", "--run-id", "a", "--inline", *settings)
+    assert (done.code, done.err.count("\n")) == (2, 1), done
+    assert "run a failed: environment: " in done.err and "it holds NaN" in done.err
+    finished = json.loads((tmp_path / "runs" / "a" / "s3" / BUCKET / "a" / ".finished").read_text())
+    assert finished["failure"] == "environment" and finished["ledger"]["total"]["dropped"] == {}
+
+
 def check_failed(done: Ended, folder: Path, text: str) -> None:
     assert (done.code, done.err.count("\n")) == (2, 1), done
     assert "run a failed: environment: " in done.err

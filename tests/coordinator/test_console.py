@@ -16,6 +16,7 @@ from coordinator.coordinator import Outcome
 from coordinator.run import Run
 from coordinator.run_folder import RunFolder
 from coordinator.status import Status
+from shared.failure import RunEnd
 from shared.ledger import Count, LedgerLine
 from tests.conftest import minimal_config
 
@@ -44,7 +45,7 @@ def test_brackets_in_a_reason_are_text(console: Console, tmp_path: Path) -> None
     folder = RunFolder.create(config, "a")
     try:
         print_status(status(NASTY), console)
-        print_summary(Run(folder, config), Outcome(NASTY, status(NASTY), 1.0), console)
+        print_summary(Run(folder, config), Outcome(RunEnd(NASTY), status(NASTY), 1.0), console)
     finally:
         folder.unlock()
     assert shown(console).count(NASTY) >= 2

@@ -104,6 +104,29 @@ def test_it_prints_a_list_or_json_and_its_exit_code_says_whether_all_is_well(sta
     assert unusable.code == 2 and "does not tell its spaces" in unusable.out and "Traceback" not in unusable.out
 
 
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        (
+            f"{WORKING}:Twins",
+            0,
+            ["agent first: ", "agent second: ", "expected environment.api: pettingzoo in its config"],
+        ),
+        ("classic/rps_v2", 0, ["agent player_0: ", "expected environment.api: pettingzoo in its config"]),
+        ("pettingzoo.classic.rps_v2:parallel_env", 0, ["agent player_0: "]),
+        ("pettingzoo.classic.rps_v2:env", 2, ["it is an AEC environment", "aec_to_parallel", "is_parallelizable"]),
+        (f"{MODULE}:Unnamed", 2, ["returned a Unnamed", "it has no possible_agents: set it in __init__"]),
+    ],
+)
+def test_environments_of_pettingzoo_are_seen_to_be_such(
+    stagecoach: Stagecoach, name: str, code: int, words: list[str]
+) -> None:
+    done = stagecoach("check", name, "--steps", "20")
+    assert (done.code, done.err) == (code, "")
+    for word in words:
+        assert word in done.out
+
+
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "old reset and step": ({"id": f"{MODULE}:OldGym"}, [OLD_RESET[7:], OLD_STEP[7:]]),
     "no spaces": ({"id": f"{MODULE}:NoSpaces"}, ["does not tell its spaces", "observation_space"]),
@@ -111,6 +134,12 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"id": f"{MODULE}:Hangs", "kwargs": {"place": "start"}, "step_deadline_seconds": 3},
         ["its start (__init__) hangs", "within 3 s"],
     ),
+    "a parallel one": ({"id": f"{WORKING}:Chase"}, ["it is a PettingZoo parallel environment: set environment.api="]),
+    "a registered one": ({"id": "classic/rps_v2"}, ["it is a PettingZoo parallel environment: set environment.api="]),
+    "an unknown one": (
+        {"id": "classic/rpss_v2", "api": "pettingzoo"}, ["no parallel environment 'classic/rpss_v2'", "classic/rps-v2"],
+    ),
+    "not of PettingZoo": ({"id": f"{MODULE}:Good", "api": "pettingzoo"}, ["is a gymnasium.Env: set environment.api="]),
     "AEC": ({"id": f"{MODULE}:InTurns", "api": "pettingzoo"}, ["it is an AEC environment", "aec_to_parallel"]),
 }  # fmt: skip
 

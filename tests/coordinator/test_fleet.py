@@ -269,7 +269,8 @@ def test_environments_that_always_hang_end_the_run_which_says_so(
     config: MakeConfig, tmp_path: Path, running: ExitStack
 ) -> None:
     outcome = start(config(**hanging(tmp_path / "tally", times=1000)), running).wait(150)
-    assert outcome.reason.startswith("failed: worker-0 hangs in step of its environments, at ")
+    assert outcome.users_fault
+    assert outcome.reason.startswith("failed: environment: worker-0 hangs in step of its environments, at ")
     assert "no rollout worker is left" in outcome.reason
 
 

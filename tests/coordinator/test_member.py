@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import pytest
+
 from coordinator.member import cause
 from shared.errors import EnvironmentFailure, StoreError
+from shared.failure import Failure, FailureKind, RunEnd
 
 
-def test_what_a_role_raised_is_told_without_rays_frame() -> None:
-    def failed(raised: Exception) -> Exception:
-        error = RuntimeError("Ray's long text")
-        error.cause = raised  # type: ignore[attr-defined]
-        return error
-
-    assert cause(failed(StoreError("no room"))) == "no room"
-    assert cause(failed(EnvironmentFailure("stuck"))) == "environment: stuck"
-    assert cause(failed(EnvironmentFailure("stuck\nTraceback\n  odd"))) == "environment: stuck"
-    assert cause(failed(ValueError("odd\nand long"))) == "ValueError: odd"
-    assert cause(failed(AssertionError())) == "AssertionError"
+@pytest.mark.parametrize(
+    ("raised", "kind", "reason"),
+    [
+        (StoreError("no room"), FailureKind.OTHER, "failed: no room"),
+        (EnvironmentFailure("stuck"), FailureKind.ENVIRONMENT, "failed: environment: stuck"),
+        (EnvironmentFailure("stuck\nTraceback\n  odd"), FailureKind.ENVIRONMENT, "failed: environment: stuck"),
+        (ValueError("environment: odd\nand long"), FailureKind.OTHER, "failed: ValueError: environment: odd"),
+        (AssertionError(), FailureKind.OTHER, "failed: AssertionError"),
+    ],
+)
+def test_what_a_role_raised_is_told_without_rays_frame(raised: Exception, kind: FailureKind, reason: str) -> None:
+    error = RuntimeError("Ray's long text")
+    error.cause = raised  # type: ignore[attr-defined]
+    assert RunEnd.failed(Failure.of(cause(error))) == RunEnd(reason, kind)

@@ -115,7 +115,7 @@ def test_without_the_extra_it_says_what_to_install(
     monkeypatch.setattr("trainer_node.onnx_export._PACKAGES", ("onnx", "no-such-package"))
     assert stagecoach("checkpoints", "export", "a", "latest", "copied", "--onnx").code == 0  # it is there already
     (run / LATEST / "export.json").unlink()
-    words = ("needs no-such-package; install it with", "stagecoach[onnx]")
+    words = ("needs no-such-package: pip install", "stagecoach[onnx]")
     check_refused(stagecoach("checkpoints", "export", "a", "latest", "out", "--onnx"), *words)
     check_refused(stagecoach("train", "config.yaml", "--inline", "--set", "checkpoint.export=onnx"), *words)
 

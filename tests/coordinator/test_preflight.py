@@ -13,6 +13,7 @@ from coordinator.preflight import Machine, difference, look, versions
 from shared.config import Config
 from shared.connection import Address
 from shared.launch import RoleLaunch
+from tests.broken_environments import MODULE as BROKEN
 from tests.conftest import RedisServer, minimal_config
 
 
@@ -48,6 +49,13 @@ def test_what_a_machine_does_not_reach_or_have_is_said(launch: RoleLaunch, monke
     assert "there is no bucket 'nowhere'" in problem(away(launch, store_url="s3://nowhere"))
     game = minimal_config(environment={"id": "a_game_of_mine:make"}).model_dump(mode="json")
     assert "a_game_of_mine" in problem(dataclasses.replace(launch, config=game))
+    for kwargs, words in (({"how": "exit"}, "exit code 3; it said last: "), ({"how": "crash"}, "with SIGSEGV")):
+        dying = minimal_config(environment={"id": f"{BROKEN}:Dies", "kwargs": kwargs | {"at_start": True}})
+        said = problem(dataclasses.replace(launch, config=dying.model_dump(mode="json")))
+        assert "its start (__init__) ended its process with " in said and words in said
+    kwargs = {"place": "start"}
+    hanging = minimal_config(environment={"id": f"{BROKEN}:Hangs", "kwargs": kwargs, "step_deadline_seconds": 3})
+    assert "its start (__init__) hangs" in problem(dataclasses.replace(launch, config=hanging.model_dump(mode="json")))
     monkeypatch.setenv("STAGECOACH_REDIS_PASSWORD", "of another server")
     assert "refuses the credentials" in problem(launch)
 

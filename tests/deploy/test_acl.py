@@ -36,6 +36,7 @@ from shared.config_sources import dump_config
 from shared.connection import Address, RoleName, connect_redis, impatient
 from shared.errors import RedisUnavailable
 from shared.experience_log import ExperienceLog
+from shared.failure import Failure, FailureKind, RunEnd
 from shared.heartbeat import Heartbeat, Wait, forget_heartbeat, poll
 from shared.launch import RoleLaunch
 from shared.ledger import Ledger, read_books, set_forward
@@ -264,7 +265,7 @@ def test_what_is_done_now_and_then(config: Config, unique_run_id: str, monkeypat
     assert evaluator.flow.set_state("stopping", "solved", expected="running")
     events.prune_evaluations(trainer.redis, unique_run_id, [])
     assert list(events.read_evaluations(roles.viewer.redis, unique_run_id)) == ["1_Step-0.ckpt"]
-    record_failure(roles.coordinator, "failed: as a test")
+    record_failure(roles.coordinator, RunEnd.failed(Failure(FailureKind.OTHER, "as a test")))
     prepare_resume(roles.coordinator)
     assert list(read_books(roles.viewer.redis, unique_run_id)) != []
 

@@ -61,8 +61,15 @@ def test_each_environment_plays_its_share_however_short_its_episodes_are() -> No
     )
     description = describe_environment(config_of({"id": f"{MODULE}:Counting"}))
     vector = make_vector(config.environment, description)
-    scores = play(vector, policies_of(config_of({"id": f"{MODULE}:Counting"})), 7, greedy=True, seed=0)
+    scores = play(vector, description, policies_of(config_of({"id": f"{MODULE}:Counting"})), 7, greedy=True, seed=0)
     assert [record.length for record in scores.episodes] == [2, 2, 3, 3, 4, 4, 4]
+
+
+def test_an_observation_of_nan_is_no_score() -> None:
+    with pytest.raises(
+        EnvironmentFailure, match=r"an observation \(default/obs\) that cannot be learned from: it holds NaN"
+    ):
+        scores_of(config_of({"id": f"{MODULE}:Spoils", "kwargs": {"what": "observation"}}, episodes=3, num_envs=1))
 
 
 def test_the_same_seeds_give_the_same_episodes() -> None:

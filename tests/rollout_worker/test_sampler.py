@@ -16,6 +16,7 @@ from rollout_worker.sampler import Sample, Sampler
 from rollout_worker.trail import Life
 from shared import fragment
 from shared.config import Config
+from shared.errors import EnvironmentFailure
 from shared.fragment import Fragment, FragmentHeader
 from shared.policies.actor_critic import Heads
 from shared.policies.policy import Policy
@@ -185,6 +186,33 @@ def test_two_agents_fill_the_columns_of_their_policies() -> None:
 def test_a_last_observation_beyond_its_space_is_unknown_and_costs_nothing_else(choices: bool) -> None:
     columns = Stage({"id": f"{MODULE}:Overshoots", "kwargs": {"choices": choices}}).sample(6).columns["default"]
     assert columns["terminated"][:, 0].tolist() == [False, True] * 3 and not len(columns["final_index"])
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("observation", r"an observation \(default/obs\) that cannot be learned from: it holds NaN"),
+        ("reward", "a reward for policy default that cannot be learned from: it holds NaN"),
+        ("choice", " to 7, expected -1 to 3; correct the space"),
+        ("shape", "raised ValueError in step"),
+        ("None", "a reward for policy default that cannot be learned from: it holds NaN"),
+    ],
+)
+@pytest.mark.parametrize("exploration", [Sampling(), RandomActing()], ids=["sampling", "random"])
+def test_what_cannot_be_learned_from_is_a_failure_of_the_environment(
+    what: str, words: str, exploration: Exploration
+) -> None:
+    stage = Stage({"id": f"{MODULE}:Spoils", "kwargs": {"what": what}})
+    stage.sample(1, exploration)
+    with pytest.raises(EnvironmentFailure, match=words):
+        stage.sample(4, exploration)
+
+
+@pytest.mark.parametrize("what", ["None", "shape"])
+def test_what_no_column_holds_is_a_failure_of_the_environment(what: str) -> None:
+    game = {"id": f"{MODULE}:SpoilsTheChase", "api": "pettingzoo", "kwargs": {"what": what}}
+    with pytest.raises(EnvironmentFailure, match=r"raised (TypeError|ValueError) in step"):
+        Stage(game, **TWO_POLICIES).sample(4)
 
 
 def test_agents_of_one_policy_are_slots_beside_each_other() -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from rollout_worker.watchdog import Watchdog, resident_bytes
+from rollout_worker.watchdog import OWN_WORK, Watchdog, resident_bytes
 from shared.config import Config
+from shared.failure import FailureKind
 from shared.heartbeat import Heartbeat, read_heartbeats
 from shared.ledger import read_books
 from shared.role import Role
@@ -86,7 +87,7 @@ def test_environments_that_hang_end_the_process_which_says_where(
         assert f"worker-0 hangs in {place}" in events(role).replace("the start", "start")
         assert role.flow.read().claimed == 0, "the claim is free again"
         (beat,) = [beat for beat in read_heartbeats(role.redis, role.run_id) if beat.id == "worker-0"]
-        assert (beat.ended or "").startswith("failed: worker-0 hangs")
+        assert (beat.ended or "").startswith("worker-0 hangs") and beat.failure is FailureKind.ENVIRONMENT
         assert read_books(role.redis, role.run_id)["total"].produced.fragments == 0
         assert left_behind(tmp_path) == []
 
@@ -146,10 +147,10 @@ def test_who_gets_on_or_waits_is_left_alone(make_role: MakeRole, monkeypatch: py
     role = make_role(hanging(Path("/nowhere"), "none", step_deadline_seconds=1.0))
     heartbeat = Heartbeat(role.redis, role.run_id, "worker", "worker-0")
     orders: list[str] = []
-    watchdog = Watchdog("worker-0", role.config, heartbeat, orders.append)
+    watchdog = Watchdog("worker-0", role.config, heartbeat, lambda failure: orders.append(failure.detail))
     for _ in range(3):
         watchdog._look_at_progress()  # nothing is being done
-    with watchdog.during("its own work"):
+    with watchdog.during(OWN_WORK):
         for _ in range(3):
             watchdog.steps += 1
             watchdog._look_at_progress()

@@ -1,0 +1,46 @@
+"""What has failed, as a kind and in words: the kind decides the exit code, the words are for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shared.errors import EnvironmentFailure, headline
+
+
+class FailureKind(StrEnum):
+    """Whose failure it is."""
+
+    ENVIRONMENT = "environment"
+    """The user's environment raised, hangs, ended its process, or returned what cannot be learned from."""
+    OTHER = "other"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a role has failed; `detail` is one line."""
+
+    kind: FailureKind
+    detail: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """What was raised."""
+        environment = isinstance(error, EnvironmentFailure)
+        return cls(FailureKind.ENVIRONMENT if environment else FailureKind.OTHER, headline(error))
+
+    def __str__(self) -> str:
+        return f"environment: {self.detail}" if self.kind is FailureKind.ENVIRONMENT else self.detail
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """Why a run has ended: `solved`, `exhausted`, `stopped`, `abandoned`, or what has failed."""
+
+    reason: str
+    failure: FailureKind | None = None
+
+    @classmethod
+    def failed(cls, failure: Failure) -> RunEnd:
+        """The end of a run that this failure ends."""
+        return cls(f"failed: {failure}", failure.kind)
