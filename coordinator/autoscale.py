@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.heartbeat import BEAT_SECONDS, Beat
+from shared.printable import counted
 
 _SHORT = 0.10
 """The trainer waits for experience for more than this share: more workers, where they make up for as much."""
@@ -222,7 +223,7 @@ class Autoscale:
         for fewer in range(max(1, math.ceil(present / 2)), present):
             slower = shares.experience * (self._rounds(fewer) / self._rounds(present) - 1.0)
             if slower < _ENOUGH:
-                return fewer, f"with {present} workers an update is less than {_percent(_ENOUGH)} faster"
+                return fewer, f"with {counted(present, 'worker')} an update is less than {_percent(_ENOUGH)} faster"
         return present, ""
 
     def _rounds(self, workers: int) -> int:
@@ -244,5 +245,5 @@ class Autoscale:
         if gained >= _BARREN * (trial.expected - 1.0):
             return None
         self._held = (trial.before, now + _WINDOWS_HELD * self._window_seconds)
-        more = f"{trial.after} workers brought {_percent(max(0.0, gained))} more updates than {trial.before}"
+        more = f"{counted(trial.after, 'worker')} brought {_percent(max(0.0, gained))} more updates than {trial.before}"
         return trial.before, more

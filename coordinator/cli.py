@@ -35,7 +35,7 @@ from coordinator.cli_options import print_json as _print_json
 from coordinator.ray_start import outlive_ray
 from shared.collector import interruptible
 from shared.errors import EnvironmentFailure, RunExists, StagecoachError, UserError, headline
-from shared.printable import complain
+from shared.printable import complain, counted
 
 # What a command needs is imported when it is called: PyTorch, Ray and the config's models take seconds, and `--help`,
 # `--version` and `runs` need none of them.
@@ -225,7 +225,8 @@ def replay(
         _print_json({**asdict(found), "equal": found.equal})
     else:
         what = (
-            f"{found.versions} versions from {found.start}, {found.fragments} fragments, {found.env_steps:,} env steps"
+            f"{counted(found.versions, 'version')} from {found.start}, {counted(found.fragments, 'fragment')}, "
+            f"{counted(found.env_steps, 'env step')}"
         )
         verdict = (
             f"equal, all {len(found.sha256)} objects" if found.equal else f"different: {', '.join(found.different)}"

@@ -11,6 +11,7 @@ import typer
 
 from coordinator.cli_options import Json, console, example, print_json
 from shared.errors import ConfigError
+from shared.printable import counted
 from shared.user_code import extend_imports
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def _print(name: str, trial: Trial, steps: int) -> None:
     if trial.stack:
         console.print(f"where it hangs, innermost first:\n{trial.stack.rstrip()}", highlight=False, soft_wrap=True)
     count = sum(problem.severity != "note" for problem in trial.problems) + (trial.error is not None)
-    told = f"{count} thing{'s are' if count > 1 else ' is'} wrong" if count else f"nothing is wrong in {steps} steps"
+    told = f"{counted(count, 'thing')} {'are' if count > 1 else 'is'} wrong"
+    told = told if count else f"nothing is wrong in {counted(steps, 'step')}"
     console.print(f"{name}: {told}", highlight=False, soft_wrap=True)
 
 

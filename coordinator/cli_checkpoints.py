@@ -21,6 +21,7 @@ from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
 from shared.events import confirmed_return
 from shared.exports import Export, ExportedPolicy, read_export
 from shared.ledger import Count, Ledger
+from shared.printable import counted
 
 _COLUMNS = ("checkpoint", "env steps", "return", "evaluated", "confirmed", "KiB")
 _MARKS = ", ".join(MARKS)
@@ -181,14 +182,14 @@ def _books(consumed: Count, dropped: dict[str, Count]) -> str:
     settled = consumed + lost
     return (
         f"{settled.transitions:,} settled = {consumed.transitions:,} consumed + {lost.transitions:,} dropped"
-        f"{f' ({reasons})' if reasons else ''}, in {settled.fragments:,} fragments"
+        f"{f' ({reasons})' if reasons else ''}, in {counted(settled.fragments, 'fragment')}"
     )
 
 
 def _score(score: dict[str, Any]) -> str:
     confirmation = score.get("confirmation")
     again = f", and {figure(confirmation['mean_return'])} from as many other starts" if confirmation else ""
-    return f"{figure(score['mean_return'])} over {score.get('episodes', '–')} episodes{again}"
+    return f"{figure(score['mean_return'])} over {counted(score.get('episodes'), 'episode')}{again}"
 
 
 def _lags(histogram: dict[str, int]) -> str:
@@ -228,7 +229,7 @@ def prune(
     total = sum(item.bytes or 0 for item in removed)
     kept = len(handle.checkpoints()) - (sum(item.bytes is not None for item in removed) if dry_run else 0)
     verb = "would remove" if dry_run else "removed"
-    console.print(f"{verb} {len(removed)} checkpoints, {_kib(total)}; {kept} stay", highlight=False)
+    console.print(f"{verb} {counted(len(removed), 'checkpoint')}, {_kib(total)}; {kept} left", highlight=False)
 
 
 @app.command(epilog=example("stagecoach checkpoints promote my-run best"))

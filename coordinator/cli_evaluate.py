@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coordinator.cli_options import RUNS, Json, RunsDir, TrustConfig, console, example, figure, print_json
+from shared.printable import counted
 
 if TYPE_CHECKING:
     from coordinator.evaluate import Evaluation
@@ -55,9 +56,9 @@ def play(
 
 def _print_scores(found: Evaluation) -> None:
     scores = {name: figure(value) for name, value in found.scores.items() if isinstance(value, float)}
-    one = f"{scores['mean_return']} in one episode of {scores['mean_length']} steps"
+    one = f"{scores['mean_return']} in one episode of {counted(round(found.scores['mean_length']), 'step')}"
     many = (
-        f"{scores['mean_return']} ± {scores['std_return']} over {found.scores['episodes']} episodes "
+        f"{scores['mean_return']} ± {scores['std_return']} over {counted(found.scores['episodes'], 'episode')} "
         f"(min {scores['min_return']}, max {scores['max_return']}, mean length {scores['mean_length']})"
     )
     text = one if found.scores["episodes"] == 1 else many

@@ -25,6 +25,7 @@ from coordinator.status import Status
 from shared.config import Config
 from shared.errors import StagecoachError
 from shared.events import Event
+from shared.printable import counted
 
 _REFRESH_SECONDS = 0.25
 _PLAIN_SECONDS = 5.0
@@ -161,9 +162,8 @@ def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
     with contextlib.suppress(StagecoachError):  # a summary without a score is better than none
         for title, text in scores_of_note(run.checkpoints()):
             table.add_row(title, text)
-    table.add_row(
-        "trained", f"{status.env_steps:,} env steps, {status.updates:,} updates, {status.episodes:,} episodes"
-    )
+    numbers = ((status.env_steps, "env step"), (status.updates, "update"), (status.episodes, "episode"))
+    table.add_row("trained", ", ".join(counted(number, noun) for number, noun in numbers))
     table.add_row("time", f"{outcome.seconds:.1f} s, start and end of all services included")
     table.add_row(
         "checkpoints", f"latest {status.latest or '–'}, best {status.best or '–'}, final {status.final or '–'}"
@@ -183,14 +183,14 @@ def scores_of_note(entries: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str
     ):
         for entry in entries:
             if mark in entry["marks"] and (scores := entry["evaluation"]):
-                counted = (scores.get("confirmation") or scores) if mark == "best" else scores
-                yield title, f"{score_text(counted)}, {entry['name']} ({said})"
+                counts = (scores.get("confirmation") or scores) if mark == "best" else scores
+                yield title, f"{score_text(counts)}, {entry['name']} ({said})"
 
 
 def score_text(scores: dict[str, Any]) -> str:
     """One evaluation, for people."""
-    episodes = scores.get("episodes", "–")
-    return f"{figure(scores['mean_return'])} ± {figure(scores.get('std_return'))} over {episodes} episodes"
+    episodes = counted(scores.get("episodes"), "episode")
+    return f"{figure(scores['mean_return'])} ± {figure(scores.get('std_return'))} over {episodes}"
 
 
 def ledger_line(line: dict[str, Any]) -> str:
@@ -231,7 +231,7 @@ def print_status(status: Status, console: Console) -> None:
         console.print(books)
     if status.store.get("error"):
         seconds = max(0.0, time.time() - status.store.get("since", time.time()))
-        tries = f"{status.store.get('attempts', 0)} tries in {seconds:.0f} s have failed"
+        tries = f"{counted(status.store.get('attempts', 0), 'attempt')} in {seconds:.0f} s failed"
         console.print(f"store: {status.store['error']} ({tries}; training goes on until the log is full)")
     if failed := status.store.get("export"):
         console.print(f"export: {failed['checkpoint']} could not be exported: {failed['error']}", soft_wrap=True)

@@ -36,6 +36,7 @@ from shared.failure import Failure, FailureKind, RunEnd
 from shared.flow import FlowState
 from shared.heartbeat import BEAT_SECONDS, Beat, Heartbeat, forget_heartbeat, read_heartbeats
 from shared.launch import RoleLaunch
+from shared.printable import counted
 from shared.restarts import Progress, RestartBound, acting_progress, evaluation_progress, learning_progress
 from shared.role import Role
 from trainer_node.actor import RankActor, TrainerActor
@@ -338,7 +339,7 @@ class Fleet:
         return found.outages if found is not None else 0
 
     def _give_up(self, member: Member, failure: Failure) -> None:
-        often = f"it failed {member.bound.ends} times in a row without progress (rollout.restarts_allowed)"
+        often = f"it failed {counted(member.bound.ends, 'time')} in a row without progress (rollout.restarts_allowed)"
         emit(self._role.redis, self._role.run_id, "worker", f"{member.name} is given up: {often}")
         if member is self._trainer or member in self._ranks:
             ray.kill(self._trainer.actor, no_restart=True)  # or it would go on while the failure is recorded

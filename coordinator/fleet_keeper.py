@@ -16,6 +16,7 @@ from shared.errors import StagecoachError
 from shared.events import emit
 from shared.failure import RunEnd
 from shared.launch import RoleLaunch
+from shared.printable import counted
 from shared.restarts import RestartBound, learning_progress
 from shared.role import Role
 
@@ -57,7 +58,8 @@ class FleetKeeper:
         text = str(error) if isinstance(error, RayLost) else "Ray has died"
         self._bound.saw(learning_progress(self._role.redis, self._role.run_id))
         if self._bound.ended():
-            often = f"{self._bound.ends} times in a row without progress of the run (rollout.restarts_allowed)"
+            often = f"{counted(self._bound.ends, 'time')} in a row without progress of the run"
+            often += " (rollout.restarts_allowed)"
             raise RayLost(f"{text}, {often}; see its log") from error
         _LOGGER.warning("%s; starting it again", text)
         emit(self._role.redis, self._role.run_id, "service", f"{text}; it is started again, with new roles")

@@ -22,6 +22,7 @@ from coordinator.services import Service, ServiceError
 from shared.config import Config
 from shared.errors import StagecoachError
 from shared.events import emit
+from shared.printable import counted
 from shared.restarts import RestartBound, learning_progress
 from shared.role import Role
 
@@ -120,7 +121,7 @@ class _Watched:
         name, words = self._service.name, self._service.last_words()
         if self._bound.ended():
             raise ServiceError(
-                f"{name} {how}, {self._bound.ends} times in a row without progress of the run "
+                f"{name} {how}, {counted(self._bound.ends, 'time')} in a row without progress of the run "
                 f"(rollout.restarts_allowed); it says: {words}"
             )
         _LOGGER.warning("%s %s: %s", name, how, words)

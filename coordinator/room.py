@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from shared.errors import UserError
 from shared.foreign import left_out
 from shared.heartbeat import Beat
+from shared.printable import counted
 
 NO_BOUND = 10_000
 """As many workers as a config may ask for."""
@@ -40,8 +41,8 @@ class Room:
             return
         remedy = f"{fewer}{self.most}, or {more}" if self.most else more
         raise UserError(
-            f"{workers} workers with {self.each} each asked for; {self.cluster} has room for {self.most or 'none'}: "
-            f"{remedy}"
+            f"{counted(workers, 'worker')} with {self.each} each asked for; {self.cluster} has room for "
+            f"{self.most or 'none'}: {remedy}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -51,7 +52,8 @@ class Room:
     def __str__(self) -> str:
         """`6 workers (with machines that may be added: 12)`."""
         more = "more, on machines that may be added" if self.later is None else f"{self.later} with what may be added"
-        return f"{self.now} workers" if self.later == self.now else f"{self.now} workers ({more})"
+        now = counted(self.now, "worker")
+        return now if self.later == self.now else f"{now} ({more})"
 
 
 _ROOM = TypeAdapter(Room)

@@ -55,6 +55,7 @@ from shared.fragment import Fragment
 from shared.heartbeat import Wait, poll, read_heartbeats
 from shared.object_store import open_store
 from shared.policies.deployed import DeployedPolicy, load_policy
+from shared.printable import counted
 from shared.redis_keys import check_run_id
 from shared.role import open_role, read_description
 from shared.user_code import extend_imports
@@ -290,7 +291,7 @@ class Run:
             found.refuse(workers or least, f"stagecoach scale {self.run_id} ", "add machines")
         if workers is not None:
             flow.set_scaling("fixed", least, most, workers)
-            return f"to {workers} workers"
+            return f"to {counted(workers, 'worker')}"
         flow.set_scaling("auto", least, most)
         bound = "as many as there is room for" if most is None else str(most)
         return f"automatically between {least} and {bound} (now {state.desired_workers})"

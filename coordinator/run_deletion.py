@@ -13,6 +13,7 @@ from coordinator.run_folder import RunFolder
 from coordinator.run_list import is_all_here
 from shared.connection import connect_redis, shard_clients
 from shared.errors import UserError
+from shared.printable import counted
 from shared.redis_keys import RunKeys
 
 _BATCH = 500
@@ -45,7 +46,7 @@ class Deletion:
         """In words, for the person who is asked."""
         places = [str(self.folder.path)]
         if self.run is not None:
-            places += [f"{len(self.objects)} objects in {self.run.store_location}", "its keys in Redis"]
+            places += [f"{counted(len(self.objects), 'object')} in {self.run.store_location}", "its keys in Redis"]
         return f"run {self.folder.run_id}: {', '.join(places)}"
 
     def carry_out(self) -> None:

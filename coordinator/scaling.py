@@ -13,6 +13,7 @@ from coordinator.autoscale import Autoscale, Decision
 from shared.events import emit
 from shared.flow import FlowState
 from shared.heartbeat import Beat
+from shared.printable import counted
 from shared.role import Role
 from shared.steps import Phase
 
@@ -67,7 +68,8 @@ class Scaling:
         """Does what was decided; where that cannot be, says so once."""
         present = len(at_work)
         if unplaced and decision.wanted > present:
-            text = f"more than {present} workers are wanted ({decision.why}), but no machine has room for another"
+            wanted = f"more than {counted(present, 'worker')} {'is' if present == 1 else 'are'} wanted"
+            text = f"{wanted} ({decision.why}), but no machine has room for another"
             self._tell(f"no place beside {present}", text)
             return flow.desired_workers
         if decision.wanted > decision.workers == present:

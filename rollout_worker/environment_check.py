@@ -30,6 +30,7 @@ from shared.config import Config, EnvironmentConfig, PolicyConfig
 from shared.config_sources import parse_config
 from shared.errors import OtherApi, StagecoachError, UserError
 from shared.last_words import tell_of_exits
+from shared.printable import counted
 
 FATAL, RAISED, WRONG, NOTE = "fatal", "raised", "wrong", "note"
 """A run cannot learn in it; it raised (`environment.failures_allowed` bears some); it is wrong; it does no harm."""
@@ -78,7 +79,7 @@ class Check:
             if whole:
                 self._look_at_seeds(steps)
                 if not ended and not self._config.environment.max_episode_steps:
-                    found = f"no episode ended within {steps} steps"
+                    found = f"no episode ended within {counted(steps, 'step')}"
                     self._add(NOTE, found, "episodes that end", "set environment.max_episode_steps if none ever does")
             self._calling("close()", self._env.close)
         except Unsteppable:
@@ -277,7 +278,7 @@ class Check:
         first, second = (self._episode(min(steps, _COMPARED_STEPS)) for _ in range(2))
         for number, (one, other) in enumerate(zip(first, second, strict=False)):
             if not data_equivalence(one, other):
-                where = "its first observations differ" if number == 0 else f"they differ after {number} steps"
+                where = f"they differ after {counted(number, 'step')}" if number else "its first observations differ"
                 found = f"two episodes with the seed {self._seed} and equal actions are not the same: {where}"
                 remedy = "draw from self.np_random after super().reset(seed=seed), and reset all that is random there"
                 self._add(WRONG, found, "an environment that follows its seed", remedy)

@@ -22,6 +22,7 @@ from shared.errors import EnvironmentFailure
 from shared.fragment import LARGEST_SHOWN, EpisodeRecord
 from shared.policies.policy import Policy
 from shared.policies.stateful import with_states
+from shared.printable import counted
 from shared.spaces import EnvironmentDescription
 
 SCORING, CONFIRMING = 0, 1
@@ -89,7 +90,7 @@ def play(
     while any(len(done) < share for done, share in zip(records, shares, strict=True)):
         if time.monotonic() - started > deadline_seconds:
             raise EnvironmentFailure(
-                f"{episodes} episodes did not end within evaluation.deadline_seconds={deadline_seconds:g}; "
+                f"{counted(episodes, 'episode')} did not end within evaluation.deadline_seconds={deadline_seconds:g}; "
                 f"set environment.max_episode_steps, or more time"
             )
         refuse_unusable({policy_id: observations for policy_id, (observations, _) in now.items()}, description)

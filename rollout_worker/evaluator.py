@@ -25,6 +25,7 @@ from shared.failure import Failure
 from shared.heartbeat import Heartbeat, insist
 from shared.policies.codec import decode_policy
 from shared.policies.policy import Policy
+from shared.printable import counted
 from shared.profile import Profile
 from shared.restarts import RestartBound
 from shared.role import Role
@@ -144,7 +145,7 @@ class Evaluator:
         scores |= {"version": checkpoint_version(name), "checkpoint": name}
         scores |= {"env_steps": checkpoint.manifest.provenance["counters"]["train"]["env_steps"]}
         record_evaluation(role.redis, role.run_id, name, scores)
-        text = f"{name} scores {_spread(scores)} over {scores['episodes']} episodes"
+        text = f"{name} scores {_spread(scores)} over {counted(scores['episodes'], 'episode')}"
         if confirmation := scores.get("confirmation"):
             text += f", and {_spread(confirmation)} from as many other starts"
         emit(role.redis, role.run_id, "evaluation", text, **scores)

@@ -35,6 +35,7 @@ from shared.heartbeat import Heartbeat, insist, poll
 from shared.policies.codec import load_state_arrays
 from shared.policies.registry import build_policies, torch_device
 from shared.policy_board import PolicyBoard, PolicyVersion, version_of
+from shared.printable import counted
 from shared.profile import Profile
 from shared.restarts import RestartBound
 from shared.role import Role
@@ -407,7 +408,7 @@ class Worker:
         what = f"{self.id}: {headline(error)}"
         if self._failures.ended():
             raise EnvironmentFailure(
-                f"{what}; {self._failures.ends} failures in a row without a fragment between them, "
+                f"{what}; {counted(self._failures.ends, 'failure')} in a row without a fragment between them, "
                 f"environment.failures_allowed is {self._config.environment.failures_allowed}\n{error}"
             )
         emit(self._role.redis, self._role.run_id, "environment", f"{what}; starting it again")

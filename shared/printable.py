@@ -48,6 +48,11 @@ def printable_data(data: Any) -> Any:
     return data
 
 
+def counted(number: int | None, noun: str) -> str:
+    """`1 episode`, `1,200 episodes`; `– episodes` where nobody has counted."""
+    return f"{'–' if number is None else f'{number:,}'} {noun}{'' if number == 1 else 's'}"
+
+
 def complain(error: object) -> None:
     """The last line of a command or a process that failed, on standard error."""
     print(f"Error: {printable(error, lines=True)}", file=sys.stderr, flush=True)

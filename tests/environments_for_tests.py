@@ -130,7 +130,7 @@ class Spoils(Counting):
         last = np.nan if self._left < 0 and self._what == "observation" else 1.0
         return np.array([self._steps, last], np.float32)
 
-    def step(self, action: int) -> tuple[Any, ...]:  # type: ignore[override]
+    def step(self, action: int) -> tuple[Any, ...]:
         observation, reward, *rest = super().step(action)
         if self._left < 0 and self._what == "shape":
             observation = np.zeros(3, np.float32)

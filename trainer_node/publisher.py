@@ -29,6 +29,7 @@ from shared.errors import (
 from shared.events import emit, prune_evaluations, read_evaluations
 from shared.heartbeat import growing_pauses, read_heartbeats
 from shared.ledger import read_books
+from shared.printable import counted
 from shared.redis_keys import RunKeys
 from shared.role import Role
 from shared.scripts import write_small
@@ -184,7 +185,8 @@ class Publisher:
             return False
         if self._trouble:
             seconds, attempts = time.time() - self._trouble["since"], self._trouble["attempts"]
-            text = f"{self._trouble['waiting_for']} is back: it failed {attempts} times in {max(0.0, seconds):.0f} s"
+            often = f"it failed {counted(attempts, 'time')} in {max(0.0, seconds):.0f} s"
+            text = f"{self._trouble['waiting_for']} is back: {often}"
             self._trouble, self._pauses = {}, growing_pauses()
             emit(self._role.redis, self._role.run_id, "store", text)
         self._say({})

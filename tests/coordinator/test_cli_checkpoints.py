@@ -92,7 +92,7 @@ def test_show_prints_the_provenance(stagecoach: Stagecoach, run: Path) -> None:
     words = [
         NAMES[2], said["code_version"], f"{said['config_hash']} (this run's config)", " to ".join(said["log_range"]),
         "2 to 3", "96 env steps", "ledger, worker-0", "ledger, all workers", "96 settled = 96 consumed + 0 dropped",
-        f"{said['evaluation']['checkpoint']} ", "over 1 episodes",
+        f"{said['evaluation']['checkpoint']} ", "over 1 episode",
         *(item["sha256"] for item in manifest["objects"].values()),
     ]  # fmt: skip
     assert [word for word in words if word not in printed] == []
@@ -110,8 +110,8 @@ def test_prune_promote_and_export(stagecoach: Stagecoach, run: Path, tmp_path: P
     did = stagecoach("checkpoints", "prune", "a", "--keep-last", "1").out
     assert did == would.replace("would remove", "removed")
     assert [line.split()[1] for line in did.splitlines()[:-1]] == going
-    assert did.splitlines()[-1].endswith(f"; {len(NAMES) - len(going)} stay")
-    assert f"removed {len(going)} checkpoints" in did
+    assert did.splitlines()[-1].endswith(f"; {len(NAMES) - len(going)} left")
+    assert f"removed {len(going)} checkpoint" in did
     assert data(stagecoach("checkpoints", "prune", "a", "--json")) == []
     exported = tmp_path / "out" / "a" / "checkpoints" / NAMES[1]
     assert stagecoach("checkpoints", "export", "a", "out").out.splitlines()[0] == "out/a/checkpoints/" + NAMES[1]

@@ -308,7 +308,7 @@ def test_auto_grows_while_the_trainer_waits_for_experience_and_says_why(config: 
     told = [event.text for event in run.events() if event.kind == "scaling"]
     assert told[0].startswith("scaled 1 → 2: the trainer waited ")
     assert "for experience" in told[0]
-    assert run.scale(1) == "to 1 workers"
+    assert run.scale(1) == "to 1 worker"
     after = until(run, lambda status: at_work(status) == names(1))
     assert after.scaling["mode"] == "fixed"
     check_stopped(run)

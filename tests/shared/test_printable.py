@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,13 @@ from coordinator.cli_options import PrintableConsole
 from shared.events import emit, read_evaluations, read_events, record_evaluation
 from shared.heartbeat import Heartbeat, read_heartbeats
 from shared.launch import LOGS, log_to_file
-from shared.printable import complain, printable, printable_data
+from shared.printable import complain, counted, printable, printable_data
+from shared.user_code import PACKAGES, SOURCE
 from tests.conftest import MakeRole, create_flow, minimal_config
 
 HOSTILE = "\x1b]52;c;cm0gLXJm\x07\x9b31m\u202etxt\x00" + os.fsdecode(b"caf\xe9")
 """Sets a terminal's clipboard (OSC 52), colours it (C1), turns the direction, ends a C string, and is no UTF-8."""
+COUNTED = re.compile(r"\} (episodes|workers|checkpoints|updates|versions|times|failures|things) (?!are wanted)")
 ANY_TEXT = st.text(
     st.characters(codec=None, categories=None) | st.characters(min_codepoint=0xD800, max_codepoint=0xDFFF)
 )
@@ -129,3 +132,13 @@ def test_colours_of_our_own_reach_a_terminal() -> None:
     console = PrintableConsole(file=file, force_terminal=True, color_system="standard")
     console.print("ok\x1b[31m", style="green", highlight=False)
     assert file.getvalue() == "\x1b[32mok\\x1b[31m\x1b[0m\n"
+
+
+def test_one_is_no_plural() -> None:
+    numbers = (0, 1, 2, 1200, None)
+    assert [counted(number, "episode") for number in numbers] == [
+        "0 episodes", "1 episode", "2 episodes", "1,200 episodes", "– episodes",
+    ]  # fmt: skip
+    products = [path for package in PACKAGES for path in (SOURCE / package).rglob("*.py")]
+    plural = [f"{path.name}: {found}" for path in products for found in COUNTED.findall(path.read_text())]
+    assert [line for line in plural if not line.startswith(("room.py", "deployed.py", "table.py"))] == []
