@@ -276,7 +276,7 @@ class JobCoordinator:
         try:
             address = self._folder.offline_address(self._config)
             status = ended_status(CheckpointStore(open_store(address, self._config), run_id))
-            end = RunEnd(status.reason, status.failure)
+            end = status.end
             if status.state != "finished":
                 end = RunEnd.failed(Failure(FailureKind.OTHER, self._last_words(state)))
         except StagecoachError as error:

@@ -49,7 +49,6 @@ from shared.errors import (
 from shared.events import Event, read_events, recent_events
 from shared.experience_log import id_order
 from shared.exports import Export
-from shared.failure import RunEnd
 from shared.flow import Flow
 from shared.fragment import Fragment
 from shared.heartbeat import Wait, poll, read_heartbeats
@@ -312,7 +311,7 @@ class Run:
         started = time.monotonic()
         poll(Wait(f"run {self.run_id} to end", timeout_seconds), lambda: not self.live, 0.3)
         status = self.status()
-        return Outcome(RunEnd(status.reason, status.failure), status, time.monotonic() - started)
+        return Outcome(status.end, status, time.monotonic() - started)
 
     @property
     def ended(self) -> bool:

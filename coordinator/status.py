@@ -16,7 +16,7 @@ from coordinator.run_list import INTERRUPTED
 from shared.bodies import bytes_by_shard
 from shared.checkpoint import FINISHED, CheckpointStore
 from shared.events import read_evaluations
-from shared.failure import FailureKind
+from shared.failure import FailureKind, RunEnd
 from shared.flow import Flow, FlowState
 from shared.foreign import foreign
 from shared.heartbeat import Beat, read_heartbeats
@@ -58,6 +58,11 @@ class Status:
     """The newest score."""
     failure: FailureKind | None = None
     """Whose failure has ended it, where it is one."""
+
+    @property
+    def end(self) -> RunEnd:
+        """Why it has ended, once it has."""
+        return RunEnd(self.reason, self.failure)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
