@@ -323,8 +323,8 @@ def _copy(checkpoints: CheckpointStore, copy: CheckpointStore, config: Config, n
     """Objects first, each verified on its way and the whole once more as a reader of the copy sees it."""
     data, manifest = checkpoints.read_manifest(name)
     for key in manifest.objects:
-        copy.store.put(f"{CHECKPOINTS}{name}/{key}", checkpoints.read_object(manifest, key))
-    copy.store.put(f"{CHECKPOINTS}{name}/{MANIFEST}", data)
+        copy.store.put(manifest.folder + key, checkpoints.read_object(manifest, key))
+    copy.store.put(manifest.folder + MANIFEST, data)
     if (beside := read_export(checkpoints, name)) is not None:
         files = {policy_id: read_file(checkpoints, beside, policy_id) for policy_id in files_of(beside)}
         write_export(copy, beside, files)

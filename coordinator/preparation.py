@@ -40,6 +40,7 @@ from shared.redis_keys import RunKeys
 from shared.role import Role
 from shared.spaces import EnvironmentDescription
 from trainer_node.algorithms.compiling import check_compiling
+from trainer_node.beginning import last_epoch
 from trainer_node.filters import ExperienceFilter
 from trainer_node.learner import make_learner
 from trainer_node.onnx_export import require_onnx
@@ -214,7 +215,7 @@ def prepare_resume(
         role.redis.delete(RunKeys(role.run_id).heartbeats, RunKeys(role.run_id).draining)
         _forget_trails(role)
     if checkpoint is not None:
-        taken = rebased(role, checkpoint, role.flow.take_over())
+        taken = rebased(role, checkpoint, role.flow.take_over(last_epoch(role)))
         role.checkpoints.write(taken.manifest, taken.objects)
         text = f"{checkpoint.manifest.name} goes on as {taken.manifest.name}, as resume --from {origin} asked"
         emit(role.redis, role.run_id, "trainer", text)

@@ -2,7 +2,8 @@
 
 A checkpoint is an immutable set of objects under one name, with a manifest written last that holds the SHA-256 of all
 others. A pointer names the newest; `.ready` and `.finished` are for whoever waits. Reading goes pointer → manifest →
-objects, each verified, so that half a checkpoint can never be seen. There is no lock file.
+objects, each verified, so that half a checkpoint can never be seen. There is no lock file: each upload has a folder of
+its own below the checkpoint's, so that no late request of a trainer that was replaced meets the objects of a newer one.
 """
 
 from __future__ import annotations
@@ -18,18 +19,16 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
 
-from shared.errors import CheckpointDamaged, CheckpointNotFound, ManifestUnreadable, ObjectMissing
+from shared.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ObjectMissing
 
 if TYPE_CHECKING:
     from shared.object_store import ObjectStore  # whoever only acts with a policy has no S3 client
 
 T = TypeVar("T")
-FORMAT = 1
+FORMAT = 2
 CONFIG, ENVIRONMENT, READY, POINTER = "config.yaml", "environment.json", ".ready", ".checkpoint"
 PROMOTED, MARKS = ".promoted", ("latest", "best", "final", "promoted")
 FINISHED, STATUS, CHECKPOINTS, MANIFEST = ".finished", "training_status.json", "checkpoints/", "manifest.json"
-UNREADABLE = "manifest.unreadable"
-"""Where bytes are kept that stood in a manifest's place and were none."""
 
 _NAME = re.compile(r"(\d+)_Step-(\d+)\.ckpt")
 _READ_PAUSES_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8)
@@ -99,6 +98,19 @@ class Manifest(BaseModel):
     through the position, counters; newest score and books when it was written."""
 
     @property
+    def folder(self) -> str:
+        """Of this upload, with objects and manifest. It follows from who wrote what when: two trainers may come to the
+        same checkpoint, with equal or (where Redis has lost a part of the log in between) with other contents."""
+        hashes = {name: item.sha256 for name, item in self.objects.items()}
+        upload = json.dumps([self.epoch, self.created, hashes], sort_keys=True).encode()
+        return f"{CHECKPOINTS}{self.name}/{hashlib.sha256(upload).hexdigest()[:16]}/"
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Of several uploads of a checkpoint the one with the highest counts: that of the newest trainer."""
+        return self.epoch, self.created
+
+    @property
     def total_bytes(self) -> int:
         """Size of all objects together."""
         return sum(item.bytes for item in self.objects.values())
@@ -158,52 +170,33 @@ class CheckpointStore:
         """Stores a checkpoint up to and including its manifest; answers the manifest's bytes.
 
         An existing checkpoint of that name with the same objects keeps its manifest (a restarted trainer arrives at it
-        again), and what was damaged of it is written anew; one that differs raises `CheckpointDamaged`, a manifest that
-        is none `ManifestUnreadable`.
+        again), and what was damaged of it is written anew. Any other stays as it is, and counts no more.
         """
-        folder = f"{CHECKPOINTS}{manifest.name}/"
         existing = self._existing(manifest)
+        data, manifest = existing or (manifest.model_dump_json(indent=1).encode(), manifest)
         wanted = [name for name in objects if existing is None or not self._holds(manifest, name)]
         for name in wanted:
-            self.store.put(folder + name, objects[name])
+            self.store.put(manifest.folder + name, objects[name])
         for name in wanted:
             if not self._holds(manifest, name):
                 raise CheckpointDamaged(f"{manifest.name}/{name}: the store gave back other bytes than it was given")
-        if existing is not None:
-            return existing
-        data = manifest.model_dump_json(indent=1).encode()
-        self.store.put(folder + MANIFEST, data, if_absent=True)
+        if existing is None:
+            self.store.put(manifest.folder + MANIFEST, data)
         return data
 
     def _holds(self, manifest: Manifest, name: str) -> bool:
         try:
-            data = self.store.get(f"{CHECKPOINTS}{manifest.name}/{name}")
+            data = self.store.get(manifest.folder + name)
         except ObjectMissing:
             return False
         return hashlib.sha256(data).hexdigest() == manifest.objects[name].sha256
 
-    def _existing(self, manifest: Manifest) -> bytes | None:
-        try:
+    def _existing(self, manifest: Manifest) -> tuple[bytes, Manifest] | None:
+        with contextlib.suppress(CheckpointError):
             data, found = self.read_manifest(manifest.name)
-        except CheckpointNotFound:
-            return None
-        odd = [
-            name
-            for name in {*found.objects, *manifest.objects}
-            if found.objects.get(name) != manifest.objects.get(name)
-        ]
-        if odd:
-            raise CheckpointDamaged(
-                f"{manifest.name} is in the store with other contents of {sorted(odd)} (written by epoch "
-                f"{found.epoch}); it is left as it is"
-            )
-        return data
-
-    def set_aside(self, name: str) -> None:
-        """Takes an unreadable manifest out of the way of a new one, and keeps its bytes beside it."""
-        folder = f"{CHECKPOINTS}{name}/"
-        self.store.put(folder + UNREADABLE, self.store.get(folder + MANIFEST))
-        self.store.delete(folder + MANIFEST)
+            if found.objects == manifest.objects:
+                return data, found
+        return None
 
     def write_pointer(self, pointer: Pointer) -> None:
         """Moves the pointer; call only after the manifest it names is in the store."""
@@ -297,22 +290,43 @@ class CheckpointStore:
         """The manifest of `name`; raises `CheckpointNotFound` or `CheckpointDamaged`."""
         return self.read_manifest(name)[1]
 
-    def read_manifest(self, name: str) -> tuple[bytes, Manifest]:
-        """The manifest of `name` and its bytes, whose hash the pointer holds."""
+    def read_manifest(self, name: str, sha256: str | None = None) -> tuple[bytes, Manifest]:
+        """The manifest of `name` and its bytes, whose hash the pointer holds: the one with that hash, else that of the
+        upload that counts (`Manifest.rank`). One that was cut off, or is damaged, counts where there is no other."""
+        found: list[tuple[bytes, Manifest]] = []
+        problems: list[CheckpointDamaged] = []
+        for upload in self.store.folders(f"{CHECKPOINTS}{name}/"):
+            try:
+                found.append(self._read_upload(name, f"{CHECKPOINTS}{name}/{upload}/"))
+            except ObjectMissing:
+                continue
+            except CheckpointDamaged as error:
+                problems.append(error)
+        wanted = [item for item in found if sha256 in (None, hashlib.sha256(item[0]).hexdigest())]
+        if wanted:
+            return max(wanted, key=lambda item: item[1].rank)
+        if problems:
+            raise problems[0]
+        if found:
+            raise CheckpointDamaged(f"the manifest of {name} is not the one that the pointer names")
+        raise CheckpointNotFound(f"run {self.run_id} has no (complete) checkpoint {name}")
+
+    def _read_upload(self, name: str, folder: str) -> tuple[bytes, Manifest]:
         try:
-            data, raw = self.read_whole(f"{CHECKPOINTS}{name}/{MANIFEST}", lambda data: (data, _json_object(data)))
+            data, raw = self.read_whole(folder + MANIFEST, lambda data: (data, _json_object(data)))
             if raw.get("format") != FORMAT:
-                kind = CheckpointDamaged if isinstance(raw.get("format"), int) else ManifestUnreadable
-                raise kind(f"{name} has format {raw.get('format')!r}; this version of Stagecoach reads format {FORMAT}")
+                raise CheckpointDamaged(
+                    f"{name} has format {raw.get('format')!r}; this version of Stagecoach reads format {FORMAT}"
+                )
             manifest = Manifest.model_validate(raw)
-        except ObjectMissing:
-            raise CheckpointNotFound(f"run {self.run_id} has no (complete) checkpoint {name}") from None
         except ValueError as error:
-            raise ManifestUnreadable(f"the manifest of {name} cannot be read: {' '.join(str(error).split())}") from None
+            raise CheckpointDamaged(f"the manifest of {name} cannot be read: {' '.join(str(error).split())}") from None
         if manifest.run_id != self.run_id or manifest.name != name:
             raise CheckpointDamaged(
                 f"the manifest in {name} belongs to {manifest.name} of run {manifest.run_id}, not to run {self.run_id}"
             )
+        if manifest.folder != folder:
+            raise CheckpointDamaged(f"the manifest of {name} was altered: it is not that of {folder}")
         return data, manifest
 
     def load_latest(self, only: str = "") -> Checkpoint | None:
@@ -320,26 +334,21 @@ class CheckpointStore:
         pointer = self.pointer()
         if pointer is None:
             return None
-        data, _ = self.read_manifest(pointer.latest)
-        if hashlib.sha256(data).hexdigest() != pointer.manifest_sha256:
-            raise CheckpointDamaged(f"the manifest of {pointer.latest} is not the one that the pointer names")
-        return self.load(pointer.latest, only)
+        return self._load(self.read_manifest(pointer.latest, pointer.manifest_sha256)[1], only)
 
     def load(self, name: str, only: str | tuple[str, ...] = "") -> Checkpoint:
         """The checkpoint `name`, every object verified; `only` restricts it to objects that end so."""
-        manifest = self.manifest(name)
-        objects = {}
-        for key in manifest.objects:
-            if not key.endswith(only):
-                continue
-            objects[key] = self.read_object(manifest, key)
+        return self._load(self.manifest(name), only)
+
+    def _load(self, manifest: Manifest, only: str | tuple[str, ...]) -> Checkpoint:
+        objects = {key: self.read_object(manifest, key) for key in manifest.objects if key.endswith(only)}
         return Checkpoint(manifest, objects)
 
     def read_object(self, manifest: Manifest, key: str) -> bytes:
         """One object of a checkpoint, verified; raises `CheckpointDamaged`."""
         name, wanted = manifest.name, manifest.objects[key]
         try:
-            data = self.store.get(f"{CHECKPOINTS}{name}/{key}")
+            data = self.store.get(manifest.folder + key)
         except ObjectMissing:
             raise CheckpointDamaged(f"{name} lacks its object {key}") from None
         if len(data) != wanted.bytes:
@@ -351,12 +360,21 @@ class CheckpointStore:
     def newest_good(self) -> tuple[Checkpoint, list[str]]:
         """The newest checkpoint that verifies, and a line for each newer one that does not.
 
-        Raises `CheckpointNotFound` where there is none at all, `CheckpointDamaged` where none can be used.
+        One beyond the pointer that an older trainer than the pointer's wrote came late: what it had learnt from may be
+        in no log any more. Raises `CheckpointNotFound` where there is none, `CheckpointDamaged` where none can be used.
         """
         problems: list[str] = []
+        epoch, newest = 0, 0
+        with contextlib.suppress(CheckpointDamaged):  # the trainer makes it anew
+            if pointer := self.pointer():
+                epoch, newest = pointer.epoch, checkpoint_version(pointer.latest) or 0
         for name in reversed(self.names()):
             try:
-                return self.load(name), problems
+                manifest = self.manifest(name)
+                if manifest.epoch < epoch and manifest.version > newest:
+                    problems.append(f"{name} came late, from a trainer (epoch {manifest.epoch}) that had been replaced")
+                    continue
+                return self._load(manifest, ""), problems
             except CheckpointNotFound:
                 continue  # never completed: it was not a checkpoint yet
             except CheckpointDamaged as error:
@@ -366,9 +384,10 @@ class CheckpointStore:
         raise CheckpointNotFound(f"run {self.run_id} has no checkpoint yet")
 
     def delete(self, name: str) -> None:
-        """Removes a checkpoint, manifest first, so that no reader takes the rest for whole."""
+        """Removes a checkpoint, manifests first, so that no reader takes the rest for whole."""
         folder = f"{CHECKPOINTS}{name}/"
-        self.store.delete(folder + MANIFEST)
+        for upload in self.store.folders(folder):
+            self.store.delete(f"{folder}{upload}/{MANIFEST}")
         for key in self.store.keys(folder):
             self.store.delete(key)
 

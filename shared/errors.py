@@ -109,10 +109,6 @@ class CheckpointDamaged(CheckpointError):
     """A checkpoint is there, but incomplete, altered, of another run, or of a newer format."""
 
 
-class ManifestUnreadable(CheckpointDamaged):
-    """What stands in a manifest's place was never a manifest, or is cut off: nobody can ever load this checkpoint."""
-
-
 class ArchiveIncomplete(UserError):
     """The archive lacks a part of the log that was asked for, or holds something else in its place."""
 

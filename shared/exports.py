@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from shared.checkpoint import CHECKPOINTS, CheckpointStore, StoredObject, describe_objects
+from shared.checkpoint import CheckpointStore, StoredObject, describe_objects
 from shared.errors import CheckpointDamaged, ObjectMissing
 
 RECORD, FILE = "export.json", "policy.onnx"
@@ -88,7 +88,7 @@ def files_of(export: Export) -> dict[str, str]:
 
 def write_export(checkpoints: CheckpointStore, export: Export, files: Mapping[str, bytes]) -> None:
     """Stores the files by policy id, each read back, then the record; raises `CheckpointDamaged`, or as the store."""
-    folder = f"{CHECKPOINTS}{export.checkpoint}/"
+    folder = _folder(checkpoints, export)
     for policy_id, name in files_of(export).items():
         checkpoints.store.put(folder + name, files[policy_id])
         read_file(checkpoints, export, policy_id)
@@ -96,24 +96,35 @@ def write_export(checkpoints: CheckpointStore, export: Export, files: Mapping[st
 
 
 def read_export(checkpoints: CheckpointStore, name: str) -> Export | None:
-    """The export of a checkpoint, None where it has none; raises `CheckpointDamaged` for a record of something else."""
+    """The export of a checkpoint; None where it has none, or no manifest that can be read.
+
+    Raises `CheckpointDamaged` for a record of something else, and `CheckpointNotFound`.
+    """
     try:
-        export = checkpoints.read_whole(f"{CHECKPOINTS}{name}/{RECORD}", Export.model_validate_json)
+        data, manifest = checkpoints.read_manifest(name)
+    except CheckpointDamaged:
+        return None
+    try:
+        export = checkpoints.read_whole(manifest.folder + RECORD, Export.model_validate_json)
     except ObjectMissing:
         return None
     except ValidationError:
         raise CheckpointDamaged(f"{name}/{RECORD} cannot be read") from None
-    manifest = hashlib.sha256(checkpoints.read_manifest(name)[0]).hexdigest()
-    if (export.format, export.checkpoint, export.manifest_sha256) != (FORMAT, name, manifest):
+    sha256 = hashlib.sha256(data).hexdigest()
+    if (export.format, export.checkpoint, export.manifest_sha256) != (FORMAT, name, sha256):
         raise CheckpointDamaged(f"{name}/{RECORD} is not of this checkpoint's manifest")
     return export
+
+
+def _folder(checkpoints: CheckpointStore, export: Export) -> str:
+    return checkpoints.read_manifest(export.checkpoint, export.manifest_sha256)[1].folder
 
 
 def read_file(checkpoints: CheckpointStore, export: Export, policy_id: str) -> bytes:
     """The ONNX file of a policy, verified; raises `CheckpointDamaged`."""
     name, wanted = f"{policy_id}/{FILE}", export.policies[policy_id].file
     try:
-        data = checkpoints.store.get(f"{CHECKPOINTS}{export.checkpoint}/{name}")
+        data = checkpoints.store.get(_folder(checkpoints, export) + name)
     except ObjectMissing:
         raise CheckpointDamaged(f"{export.checkpoint} lacks its export {name}") from None
     if describe_objects({name: data})[name] != wanted:

@@ -16,11 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 from shared.archive import Archive
-from shared.checkpoint import READY, UNREADABLE, CheckpointStore, Manifest, Pointer, checkpoint_version
+from shared.checkpoint import READY, CheckpointStore, Manifest, Pointer, checkpoint_version
 from shared.errors import (
     CheckpointDamaged,
     Fenced,
-    ManifestUnreadable,
     ShardUnavailable,
     StoreError,
     StoreUnavailable,
@@ -210,7 +209,7 @@ class Publisher:
         self._say(self._trouble or {"writing": manifest.name, "since": round(time.time(), 3)})
         try:
             with self.stages.during("upload"):
-                self._write(manifest, snapshot.objects)
+                self._checkpoints.write(manifest, snapshot.objects)
         except CheckpointDamaged as error:
             raise StoreError(str(error)) from None  # told in `status`; the next checkpoint has another name
         with self.stages.during("pointer and pruning"):
@@ -227,16 +226,6 @@ class Publisher:
         self._durable = manifest.name
         text = f"{manifest.name} ({manifest.total_bytes / 1024:.0f} KiB in {time.monotonic() - started:.2f} s)"
         emit(self._role.redis, self._role.run_id, "checkpoint", text, name=manifest.name, version=manifest.version)
-
-    def _write(self, manifest: Manifest, objects: dict[str, bytes]) -> None:
-        """Objects and manifest. What was cut off in a manifest's place makes room: no reader could ever use it."""
-        try:
-            self._checkpoints.write(manifest, objects)
-        except ManifestUnreadable as error:
-            self._checkpoints.set_aside(manifest.name)
-            text = f"{error}; {manifest.name} is written anew, and what was there is kept as {UNREADABLE}"
-            emit(self._role.redis, self._role.run_id, "store", text)
-            self._checkpoints.write(manifest, objects)
 
     def _with_news(self, manifest: Manifest) -> Manifest:
         """With the newest score known by now, and the books as they stand now, which also tell what is in flight.
@@ -271,7 +260,8 @@ class Publisher:
         best = next(iter(best_checkpoints(stock.scores, stock.names)), known)
         last = final or (pointer.final if pointer and latest is None else None)
         sha = stock.entries[newest]["manifest_sha256"]
-        moved = Pointer(latest=newest, best=best, final=last, epoch=self._epoch, manifest_sha256=sha)
+        epoch = pointer.epoch if pointer and latest is None else self._epoch  # that of who wrote `latest`
+        moved = Pointer(latest=newest, best=best, final=last, epoch=epoch, manifest_sha256=sha)
         if moved != pointer:
             self._checkpoints.write_pointer(moved)
         playing = {name for name in (self._in_evaluation(),) if name}

@@ -6,6 +6,7 @@ It needs torch and NumPy, and the small packages that a policy file is read with
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from shared.checkpoint import CHECKPOINTS, MANIFEST, POINTER, PROMOTED, Pointer, Promotion
+from shared.checkpoint import CHECKPOINTS, MANIFEST, POINTER, PROMOTED, Manifest, Pointer, Promotion
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
 from shared.policies.codec import decode_policy
 from shared.policies.policy import Policy
@@ -99,8 +100,7 @@ def load_policy(checkpoint: str | Path | bytes, policy_id: str = "default") -> D
     if isinstance(checkpoint, bytes):
         return DeployedPolicy(*decode_policy(checkpoint))
     path = Path(checkpoint)
-    if (path / CHECKPOINTS).is_dir():
-        path = _preferred(path)
+    path = _preferred(path) if (path / CHECKPOINTS).is_dir() else _upload(path)
     for candidate in (path, path / _FILE, path / policy_id / _FILE):
         if candidate.is_file():
             return DeployedPolicy(*decode_policy(candidate.read_bytes()))
@@ -114,10 +114,7 @@ def _preferred(run: Path) -> Path:
     try:
         if (run / PROMOTED).is_file():
             promotion = Promotion.model_validate_json((run / PROMOTED).read_bytes())
-            folder = run / CHECKPOINTS / promotion.checkpoint
-            if hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest() != promotion.manifest_sha256:
-                raise CheckpointDamaged(f"the manifest in {folder} is not the one that was promoted")
-            return folder
+            return _upload(run / CHECKPOINTS / promotion.checkpoint, promotion.manifest_sha256)
         pointer = Pointer.model_validate_json((run / POINTER).read_bytes())
     except FileNotFoundError as error:
         raise CheckpointNotFound(f"{run} has no complete checkpoint: {error.filename} is missing") from None
@@ -125,7 +122,24 @@ def _preferred(run: Path) -> Path:
         raise CheckpointDamaged(
             f"the {error.title.lower()} in {run} cannot be read; name one of its checkpoints"
         ) from None
-    return run / CHECKPOINTS / (pointer.best or pointer.latest)
+    return _upload(run / CHECKPOINTS / (pointer.best or pointer.latest))
+
+
+def _upload(folder: Path, promoted: str | None = None) -> Path:
+    """The folder of an upload within a checkpoint's: the promoted one, else the one that counts (`Manifest.rank`).
+
+    Itself where it holds none: it may be an upload's. Raises `CheckpointDamaged` where none is the one asked for.
+    """
+    manifests, ranks = list(folder.glob(f"*/{MANIFEST}")), {}
+    for path in manifests:
+        data = path.read_bytes()
+        with contextlib.suppress(ValidationError):
+            if promoted in (None, hashlib.sha256(data).hexdigest()):
+                ranks[path.parent] = Manifest.model_validate_json(data).rank
+    if manifests and not ranks:
+        wrong = "is not the one that was promoted" if promoted else "cannot be read"
+        raise CheckpointDamaged(f"the manifest in {folder} {wrong}")
+    return max(ranks, key=ranks.__getitem__, default=folder)
 
 
 def _batched(observation: Any) -> Any:

@@ -25,7 +25,7 @@ from rollout_worker.evaluator import Evaluator
 from rollout_worker.making import describe_environment
 from rollout_worker.worker import Worker
 from shared import scripts
-from shared.checkpoint import CHECKPOINTS, ENVIRONMENT, FINISHED, READY, CheckpointStore
+from shared.checkpoint import ENVIRONMENT, FINISHED, READY, CheckpointStore
 from shared.config import Config
 from shared.connection import Address
 from shared.errors import CheckpointDamaged, CheckpointNotFound, Fenced
@@ -38,6 +38,7 @@ from shared.object_store import ObjectStore
 from shared.redis_keys import RunKeys
 from shared.role import Role, open_role
 from tests.conftest import RedisServer, create_flow
+from tests.support.checkpoints import key_of
 from tests.support.speed import stretched
 from trainer_node.trainer import Trainer
 
@@ -287,7 +288,7 @@ class Run:
     def damage_newest(self) -> None:
         """The newest checkpoint's weights are altered in the store."""
         name = self.role.checkpoints.names()[-1]
-        self.role.checkpoints.store.put(f"{CHECKPOINTS}{name}/default/policy.safetensors", b"altered")
+        self.role.checkpoints.store.put(key_of(self.role.checkpoints, name, "default/policy.safetensors"), b"altered")
         self.damaged.add(name)
 
     def note(self) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from tests.chaos.faults import AWAY, Fault, Watched, go_on, kill, stop
 from tests.end_to_end.command_line import DEADLINE_SECONDS, CommandLine, check_ledger
+from tests.support.checkpoints import upload_in
 
 RUN, UNDISTURBED = "killed", "undisturbed"
 ROLES = [(kill, kind) for kind in ("trainer", "worker", "evaluator")]
@@ -28,6 +29,7 @@ ENVIRONMENT = """
 import time
 
 import gymnasium
+from tests.support.checkpoints import upload_in
 
 
 class Slow(gymnasium.Wrapper):
@@ -123,7 +125,7 @@ def suffer(
 
 def final_weights(terminal: CommandLine, run_id: str) -> dict[str, str]:
     """SHA-256 of the final checkpoint's objects, but for the one that has log positions in it."""
-    folder = terminal.store(run_id) / "checkpoints" / terminal.marker(run_id, ".finished")["final"]
+    folder = upload_in(terminal.store(run_id) / "checkpoints" / terminal.marker(run_id, ".finished")["final"])
     files = [path for path in sorted(folder.rglob("*.safetensors")) if path.is_file()]
     assert files
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

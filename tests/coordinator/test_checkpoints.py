@@ -29,6 +29,7 @@ from shared.object_store import FileStore, ObjectStore
 from shared.policies.codec import decode_policy, encode_policy
 from shared.policies.deployed import load_policy
 from tests.conftest import minimal_config
+from tests.support.checkpoints import key_of
 from tests.support.speed import stretched
 from trainer_node.retention import going, prune, take_stock
 
@@ -90,21 +91,16 @@ def altered(checkpoints: CheckpointStore, before: Callable[[str, str], None]) ->
     return CheckpointStore(Altered(checkpoints.store, before), checkpoints.run_id)
 
 
-def at(key: str, name: str = NAME) -> str:
-    return f"{CHECKPOINTS}{name}/{key}"
-
-
 def listing(checkpoints: CheckpointStore) -> dict[str, bytes]:
     return {key: checkpoints.store.get(key) for key in checkpoints.store.keys("")}
 
 
 def rewrite(checkpoints: CheckpointStore, policy: bytes, name: str = NAME) -> None:
     """A checkpoint with another policy, whose sizes and hashes are right everywhere."""
-    manifest = checkpoints.manifest(name)
-    objects = manifest.objects | describe_objects({POLICY: policy})
-    data = manifest.model_copy(update={"objects": objects}).model_dump_json().encode()
-    checkpoints.store.put(at(POLICY, name), policy)
-    checkpoints.store.put(at(MANIFEST, name), data)
+    there = checkpoints.load(name)
+    objects = there.objects | {POLICY: policy}
+    changed = {"objects": describe_objects(objects), "epoch": there.manifest.epoch + 1}
+    data = checkpoints.write(there.manifest.model_copy(update=changed), objects)
     status = checkpoints.marker(STATUS)
     assert status is not None
     entry = next(entry for entry in status["checkpoints"] if entry["name"] == name)
@@ -114,14 +110,14 @@ def rewrite(checkpoints: CheckpointStore, policy: bytes, name: str = NAME) -> No
 
 def not_finite(checkpoints: CheckpointStore) -> bytes:
     """The policy with one weight that is NaN."""
-    policy, version = decode_policy(checkpoints.store.get(at(POLICY)))
+    policy, version = decode_policy(checkpoints.load(NAME).objects[POLICY])
     with torch.no_grad():
         next(tensor for name, tensor in policy.named_parameters() if name.endswith("weight")).view(-1)[0] = torch.nan
     return encode_policy(policy, version)
 
 
 def half_upload(checkpoints: CheckpointStore, name: str = HALF) -> str:
-    checkpoints.store.put(at(STATE, name), b"half")
+    checkpoints.store.put(f"{CHECKPOINTS}{name}/0123456789abcdef/{STATE}", b"half")
     return name
 
 
@@ -143,21 +139,22 @@ def spoil(key: str, change: Callable[[bytes], bytes | None]) -> Callable[[Checkp
     """Changes one object; None removes it."""
 
     def do(checkpoints: CheckpointStore) -> None:
-        changed = change(checkpoints.store.get(key))
-        checkpoints.store.delete(key)
+        place = key_of(checkpoints, NAME, key)
+        changed = change(checkpoints.store.get(place))
+        checkpoints.store.delete(place)
         if changed is not None:
-            checkpoints.store.put(key, changed)
+            checkpoints.store.put(place, changed)
 
     return do
 
 
 DAMAGES: dict[str, tuple[Callable[[CheckpointStore], None], str]] = {
-    "flipped": (spoil(at(STATE), lambda data: data[:-1] + b"?"), f"{STATE} was altered: its SHA-256"),
-    "cut": (spoil(at(STATE), lambda data: data[:7]), "was altered: 7 bytes, the manifest says"),
-    "missing": (spoil(at(POLICY), lambda _: None), f"lacks its object {POLICY}"),
-    "no manifest": (spoil(at(MANIFEST), lambda _: None), "manifest.json is missing"),
-    "garbage manifest": (spoil(at(MANIFEST), lambda _: b"{"), "cannot be read"),
-    "replaced manifest": (spoil(at(MANIFEST), lambda data: data + b" "), f"is not the one that {STATUS} names"),
+    "flipped": (spoil(STATE, lambda data: data[:-1] + b"?"), f"{STATE} was altered: its SHA-256"),
+    "cut": (spoil(STATE, lambda data: data[:7]), "was altered: 7 bytes, the manifest says"),
+    "missing": (spoil(POLICY, lambda _: None), f"lacks its object {POLICY}"),
+    "no manifest": (spoil(MANIFEST, lambda _: None), "manifest.json is missing"),
+    "garbage manifest": (spoil(MANIFEST, lambda _: b"{"), "cannot be read"),
+    "replaced manifest": (spoil(MANIFEST, lambda data: data + b" "), f"is not the one that {STATUS} names"),
     "NaN": (lambda store: rewrite(store, not_finite(store)), f"{POLICY} has weights that are not finite"),
     "no policy": (lambda store: rewrite(store, b"no policy"), f"{POLICY}: policy.safetensors is undecodable"),
 }
@@ -186,7 +183,8 @@ def test_all_damages_of_a_checkpoint_are_named_at_once(checkpoints: CheckpointSt
 
 def test_a_manifest_is_compared_with_pointer_and_promotion_too(checkpoints: CheckpointStore) -> None:
     promote(checkpoints, "latest", live=False)
-    checkpoints.store.put(at(MANIFEST, NAMES[-1]), checkpoints.store.get(at(MANIFEST, NAMES[-1])) + b" ")
+    key = key_of(checkpoints, NAMES[-1], MANIFEST)
+    checkpoints.store.put(key, checkpoints.store.get(key) + b" ")
     (found,) = verify(checkpoints, NAMES[-1])
     assert [problem.split()[-2] for problem in found.problems] == [STATUS, POINTER, PROMOTED]
     with pytest.raises(CheckpointDamaged, match="is not the one that was promoted"):
@@ -348,7 +346,7 @@ def test_where_the_newest_is_damaged_or_a_mark_cannot_be_read_nothing_is_pruned(
 ) -> None:
     monkeypatch.setattr("shared.checkpoint._READ_PAUSES_SECONDS", ())
     whole = listing(files)
-    for key in (at(STATE, NAMES[-1]), at(MANIFEST, NAMES[-1]), POINTER, PROMOTED):
+    for key in (*(key_of(files, NAMES[-1], key) for key in (STATE, MANIFEST)), POINTER, PROMOTED):
         files.store.put(key, b"garbage")
         before = listing(files)
         with pytest.raises(CheckpointDamaged):

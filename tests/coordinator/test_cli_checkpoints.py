@@ -15,6 +15,7 @@ from coordinator.services import BUCKET
 from shared.checkpoint import MARKS
 from tests.coordinator.terminal import CONFIG, Stagecoach, check_refused
 from tests.end_to_end.command_line import CommandLine, Ended
+from tests.support.checkpoints import upload_in
 
 NAMES = ["0_Step-0.ckpt", "1_Step-32.ckpt", "2_Step-64.ckpt", "3_Step-96.ckpt"]
 SETS = [
@@ -50,7 +51,7 @@ def data(done: Ended) -> Any:
 
 
 def damage(run: Path, name: str) -> None:
-    path = run / "checkpoints" / name / POLICY
+    path = upload_in(run / "checkpoints" / name) / POLICY
     path.write_bytes(path.read_bytes()[:-1] + b"?")
 
 
@@ -66,8 +67,8 @@ def test_verify_says_what_is_damaged_and_ends_with_1(stagecoach: Stagecoach, run
     done = stagecoach("checkpoints", "verify", "a")
     assert [line.split()[:2] for line in done.out.splitlines()] == [["ok", name] for name in NAMES]
     damage(run, NAMES[1])
-    (run / "checkpoints" / "1_Step-1.ckpt").mkdir()
-    (run / "checkpoints" / "1_Step-1.ckpt" / "half").touch()
+    (run / "checkpoints" / "1_Step-1.ckpt" / "0123456789abcdef").mkdir(parents=True)
+    (run / "checkpoints" / "1_Step-1.ckpt" / "0123456789abcdef" / "half").touch()
     done = stagecoach("checkpoints", "verify", "a")
     assert done.code == 1
     lines = {line.rpartition(".ckpt")[0].split()[-1] + ".ckpt": line for line in done.out.splitlines()}
@@ -81,7 +82,7 @@ def test_verify_says_what_is_damaged_and_ends_with_1(stagecoach: Stagecoach, run
 
 
 def test_show_prints_the_provenance(stagecoach: Stagecoach, run: Path) -> None:
-    manifest = json.loads((run / "checkpoints" / NAMES[3] / "manifest.json").read_text())
+    manifest = json.loads((upload_in(run / "checkpoints" / NAMES[3]) / "manifest.json").read_text())
     shown = data(stagecoach("checkpoints", "show", "a", "--json"))
     assert {key: shown[key] for key in manifest} == manifest
     assert {"latest", "final"} <= set(shown["marks"])
@@ -115,7 +116,7 @@ def test_prune_promote_and_export(stagecoach: Stagecoach, run: Path, tmp_path: P
     assert data(stagecoach("checkpoints", "prune", "a", "--json")) == []
     exported = tmp_path / "out" / "a" / "checkpoints" / NAMES[1]
     assert stagecoach("checkpoints", "export", "a", "out").out.splitlines()[0] == "out/a/checkpoints/" + NAMES[1]
-    assert (exported / POLICY).is_file()
+    assert (upload_in(exported) / POLICY).is_file()
     assert f"{NAMES[3]}\n" in stagecoach("checkpoints", "export", "a", "latest", "other").out
     for target in ("a", "a/promoted", str(exported), str(tmp_path / "out" / "a")):
         assert stagecoach("evaluate", target).out.startswith(f"{NAMES[1]}: ")
@@ -143,7 +144,7 @@ def test_what_cannot_be_done_says_why(stagecoach: Stagecoach, run: Path) -> None
     for command in (["promote", "a", "latest"], ["export", "a", "latest", "out"], ["prune", "a"]):
         done = stagecoach("checkpoints", *command)
         assert (done.code, done.err.count("\n")) == (1, 1) and "was altered" in done.err
-    damaged = run / "checkpoints" / NAMES[3] / POLICY
+    damaged = upload_in(run / "checkpoints" / NAMES[3]) / POLICY
     damaged.write_bytes(before[damaged])
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 

@@ -16,6 +16,7 @@ from coordinator.run import Run
 from shared.errors import CheckpointDamaged, CheckpointNotFound, EnvironmentUnusable, RunNotFound
 from tests.conftest import minimal_config
 from tests.coordinator.terminal import Stagecoach, check_refused
+from tests.support.checkpoints import upload_in
 
 LAST = "4_Step-256.ckpt"
 
@@ -75,11 +76,11 @@ def test_an_unknown_run_or_checkpoint_is_not_found(run: Run, checkpoints: Path) 
 
 
 def test_an_altered_checkpoint_is_refused(run: Run, checkpoints: Path) -> None:
-    policy = checkpoints / LAST / "default" / "policy.safetensors"
+    policy = upload_in(checkpoints / LAST) / "default" / "policy.safetensors"
     policy.write_bytes(policy.read_bytes()[:-1] + b"\x00")
     with pytest.raises(CheckpointDamaged, match="was altered"):
         evaluate(str(checkpoints / LAST), runs(run))
-    manifest = checkpoints / LAST / "manifest.json"
+    manifest = upload_in(checkpoints / LAST) / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
     with pytest.raises(CheckpointDamaged, match="has format 99"):
         evaluate(str(checkpoints / LAST), runs(run))

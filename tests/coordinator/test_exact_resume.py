@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.command_line import CommandLine, check_ledger
+from tests.support.checkpoints import upload_in
 
 UPDATES = 150
 SECTIONS = {
@@ -36,8 +37,8 @@ def final_policy(line: CommandLine, run_id: str) -> str:
     finished = line.marker(run_id, ".finished")
     check_ledger(finished)
     assert finished["reason"] == "exhausted" and finished["counters"]["train"]["updates"] == UPDATES
-    path = line.store(run_id) / "checkpoints" / finished["final"] / "default" / "policy.safetensors"
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    folder = upload_in(line.store(run_id) / "checkpoints" / finished["final"])
+    return hashlib.sha256((folder / "default" / "policy.safetensors").read_bytes()).hexdigest()
 
 
 @pytest.mark.exhaustive

@@ -17,6 +17,7 @@ import yaml
 from coordinator.services import BUCKET
 from tests.coordinator.terminal import CONFIG, Stagecoach, check_refused
 from tests.end_to_end.command_line import CommandLine
+from tests.support.checkpoints import upload_in
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.exhaustive]
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "EXPORT.md").read_text()
@@ -54,33 +55,33 @@ def record(path: Path) -> dict[str, Any]:
 
 
 def test_what_the_trainer_has_exported_is_shown_and_copied(stagecoach: Stagecoach, run: Path, tmp_path: Path) -> None:
-    assert set(record(run / LATEST)) == {"random", "recorded"}
+    assert set(record(upload_in(run / LATEST))) == {"random", "recorded"}
     done = stagecoach("checkpoints", "export", "a", "latest", "out", "--onnx")
     assert done.code == 0 and done.out.startswith("out/default.onnx  differs from torch by at most "), done
     assert " on 256 random observations, " in done.out and " on 16 recorded observations" in done.out
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["default.onnx", "export.json"]
     for here, there in (("default.onnx", "default/policy.onnx"), ("export.json", "export.json")):
-        assert (tmp_path / "out" / here).read_text("latin-1") == (run / LATEST / there).read_text("latin-1")
+        assert (tmp_path / "out" / here).read_text("latin-1") == (upload_in(run / LATEST) / there).read_text("latin-1")
     check_refused(stagecoach("checkpoints", "export", "a", "latest", "out", "--onnx"), "nothing is overwritten")
     said = "differs from torch by at most"
     assert said in stagecoach("checkpoints", "show", "a").out
     shown = json.loads(stagecoach("checkpoints", "show", "a", "--json").out)
-    assert shown["export"]["policies"]["default"]["compared"] == record(run / LATEST)
+    assert shown["export"]["policies"]["default"]["compared"] == record(upload_in(run / LATEST))
     (line,) = [line for line in stagecoach("checkpoints", "a").out.splitlines() if LATEST in line]
     assert re.search(r"latest, .*, ONNX ±\de-\d\d ", line)
     listed = json.loads(stagecoach("checkpoints", "a", "--json").out)
     told = next(entry["export"] for entry in listed if entry["name"] == LATEST)
-    largest = max(one["max_difference"] for one in record(run / LATEST).values())
+    largest = max(one["max_difference"] for one in record(upload_in(run / LATEST)).values())
     assert told == {"state": "ok", "max_difference": largest, "problem": None}
 
 
 def test_one_that_has_none_is_exported_on_the_spot(stagecoach: Stagecoach, run: Path, tmp_path: Path) -> None:
-    (run / LATEST / "export.json").unlink()
+    (upload_in(run / LATEST) / "export.json").unlink()
     done = stagecoach("checkpoints", "export", "a", "latest", "out", "--onnx")
     assert done.code == 0, done
     assert {name: one["rows"] for name, one in record(tmp_path / "out").items()} == {"random": 256, "recorded": 16}
     assert onnxruntime.InferenceSession(tmp_path / "out" / "default.onnx").get_inputs()[0].name == "obs"
-    assert not (run / LATEST / "export.json").exists()  # only the trainer writes there
+    assert not (upload_in(run / LATEST) / "export.json").exists()  # only the trainer writes there
     assert stagecoach("checkpoints", "list", "a").code == stagecoach("checkpoints", "show", "a").code == 0
 
 
@@ -88,20 +89,20 @@ def test_a_copied_checkpoint_takes_its_export_along(stagecoach: Stagecoach, run:
     assert stagecoach("checkpoints", "export", "a", "latest", "out").code == 0
     copy = tmp_path / "out" / "a" / "checkpoints" / LATEST
     for name in ("default/policy.onnx", "export.json"):
-        assert (copy / name).read_bytes() == (run / LATEST / name).read_bytes()
+        assert (upload_in(copy) / name).read_bytes() == (upload_in(run / LATEST) / name).read_bytes()
 
 
 def test_a_damaged_export_is_found_and_made_anew(stagecoach: Stagecoach, run: Path, tmp_path: Path) -> None:
     assert stagecoach("checkpoints", "verify", "a").code == 0
-    file = run / LATEST / "default" / "policy.onnx"
+    file = upload_in(run / LATEST) / "default" / "policy.onnx"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     done = stagecoach("checkpoints", "verify", "a")
     assert done.code == 1
     (line,) = [line for line in done.out.splitlines() if line.startswith("damaged")]
     assert f"{LATEST}/export.json" in line and "policy.onnx was altered" in line
-    content = json.loads((run / LATEST / "export.json").read_text())
+    content = json.loads((upload_in(run / LATEST) / "export.json").read_text())
     content["policies"]["default"] = {"file": None, "failure": "no such operator", "compared": {}}
-    (run / LATEST / "export.json").write_text(json.dumps(content))
+    (upload_in(run / LATEST) / "export.json").write_text(json.dumps(content))
     assert "ONNX failed" in stagecoach("checkpoints", "a").out
     assert "no such operator" in stagecoach("checkpoints", "show", "a").out
     assert stagecoach("checkpoints", "verify", "a", LATEST).code == 0  # what a resume goes on from is whole
@@ -114,7 +115,7 @@ def test_without_the_extra_it_says_what_to_install(
 ) -> None:
     monkeypatch.setattr("trainer_node.onnx_export._PACKAGES", ("onnx", "no-such-package"))
     assert stagecoach("checkpoints", "export", "a", "latest", "copied", "--onnx").code == 0  # it is there already
-    (run / LATEST / "export.json").unlink()
+    (upload_in(run / LATEST) / "export.json").unlink()
     words = ("needs no-such-package: pip install", "stagecoach[onnx]")
     check_refused(stagecoach("checkpoints", "export", "a", "latest", "out", "--onnx"), *words)
     check_refused(stagecoach("train", "config.yaml", "--inline", "--set", "checkpoint.export=onnx"), *words)

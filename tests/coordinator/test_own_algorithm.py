@@ -18,6 +18,7 @@ from shared.errors import UserError
 from tests.coordinator.own_algorithm_elsewhere import TEXT
 from tests.coordinator.terminal import check_refused
 from tests.end_to_end.command_line import CommandLine
+from tests.support.checkpoints import upload_in
 
 pytestmark = pytest.mark.timeout(240)
 MODULE = "my_pkg.my_algo"
@@ -49,7 +50,8 @@ def config_with(terminal: CommandLine, algorithm: Any, updates: int = 6, **more:
 
 def final_policy(terminal: CommandLine, run_id: str) -> bytes:
     final: str = terminal.marker(run_id, ".finished")["final"]
-    return (Path(terminal.store(run_id)) / "checkpoints" / final / "default" / "policy.safetensors").read_bytes()
+    folder = upload_in(Path(terminal.store(run_id)) / "checkpoints" / final)
+    return (folder / "default" / "policy.safetensors").read_bytes()
 
 
 @pytest.mark.exhaustive

@@ -31,6 +31,7 @@ from tests.conftest import minimal_config
 from tests.coordinator.terminal import Stagecoach
 from tests.end_to_end.command_line import check_ledger
 from tests.environments_for_tests import MODULE
+from tests.support.checkpoints import upload_in
 from tests.support.speed import stretched
 
 MakeConfig = Callable[..., Any]
@@ -87,7 +88,7 @@ def objects(run: Run) -> Path:
 
 def weights(run: Run, name: str, policy_id: str = "default") -> str:
     """SHA-256 of a checkpoint's policy file."""
-    data = (objects(run) / "checkpoints" / name / policy_id / "policy.safetensors").read_bytes()
+    data = (upload_in(objects(run) / "checkpoints" / name) / policy_id / "policy.safetensors").read_bytes()
     return hashlib.sha256(data).hexdigest()
 
 

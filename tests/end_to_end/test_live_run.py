@@ -134,10 +134,14 @@ def test_an_s3_client_lists_the_bucket_and_verifies_a_checkpoint(
     assert {".ready", ".checkpoint", "config.yaml", "training_status.json"} <= names
     assert ".finished" not in names
     _, pointer = get_json(".checkpoint")
-    raw, manifest = get_json(f"checkpoints/{pointer['latest']}/manifest.json")
+    (key,) = (
+        name for name in names if re.fullmatch(f"checkpoints/{pointer['latest']}/[0-9a-f]{{16}}/manifest.json", name)
+    )
+    raw, manifest = get_json(key)
     assert hashlib.sha256(raw).hexdigest() == pointer["manifest_sha256"]
-    for key, item in manifest["objects"].items():
-        assert hashlib.sha256(get(f"checkpoints/{pointer['latest']}/{key}")).hexdigest() == item["sha256"]
+    folder = key.rpartition("/")[0]
+    for name, item in manifest["objects"].items():
+        assert hashlib.sha256(get(f"{folder}/{name}")).hexdigest() == item["sha256"]
     client.close()
 
 

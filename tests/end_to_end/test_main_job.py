@@ -20,6 +20,7 @@ import yaml
 
 from shared.events import confirmed_return
 from tests.end_to_end.command_line import SOURCE, CommandLine, Ended, check_ledger
+from tests.support.checkpoints import upload_in
 
 RUN = "main-job"
 pytestmark = [pytest.mark.timeout(300), pytest.mark.essential]
@@ -98,7 +99,7 @@ def test_every_object_has_the_hash_that_its_manifest_names(objects: Path) -> Non
     folders = sorted(path.name for path in (objects / "checkpoints").iterdir())
     assert folders == sorted(entry["name"] for entry in status["checkpoints"])
     for name in folders:
-        folder = objects / "checkpoints" / name
+        folder = upload_in(objects / "checkpoints" / name)
         manifest = read(folder / "manifest.json")
         files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {"manifest.json"}
         assert files == set(manifest["objects"])
@@ -110,13 +111,13 @@ def test_every_object_has_the_hash_that_its_manifest_names(objects: Path) -> Non
 
 def test_the_pointer_holds_the_hash_of_the_newest_manifest(objects: Path) -> None:
     pointer = read(objects / ".checkpoint")
-    manifest = objects / "checkpoints" / pointer["latest"] / "manifest.json"
+    manifest = upload_in(objects / "checkpoints" / pointer["latest"]) / "manifest.json"
     assert hashlib.sha256(manifest.read_bytes()).hexdigest() == pointer["manifest_sha256"]
 
 
 def test_manifests_name_their_parents_and_their_log_range(objects: Path) -> None:
     status = read(objects / "training_status.json")
-    manifests = [read(objects / "checkpoints" / e["name"] / "manifest.json") for e in status["checkpoints"]]
+    manifests = [read(upload_in(objects / "checkpoints" / e["name"]) / "manifest.json") for e in status["checkpoints"]]
     for older, newer in itertools.pairwise(manifests):
         assert tuple(map(int, newer["log_position"].split("-"))) > tuple(map(int, older["log_position"].split("-")))
     assert manifests[-1]["parent"] is not None

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from rollout_worker.making import describe_environment
-from shared.checkpoint import CHECKPOINTS, MANIFEST, POINTER, PROMOTED
+from shared.checkpoint import CHECKPOINTS, MANIFEST, POINTER, PROMOTED, CheckpointStore, Manifest, describe_objects
 from shared.errors import CheckpointDamaged, CheckpointNotFound
+from shared.object_store import FileStore
 from shared.policies.codec import encode_policy
 from shared.policies.deployed import load_policy
 from shared.policies.registry import build_policies
@@ -64,12 +65,16 @@ def test_one_of_several_policies_is_chosen(tmp_path: Path) -> None:
 
 
 def make_run(folder: Path, **pointer: str | None) -> None:
-    """A run's folder in a store of files, with three checkpoints."""
+    """A run's folder in a store of files, with three checkpoints, each written by two trainers."""
+    store = CheckpointStore(FileStore(folder.parent, folder.name), "the-run")
     for version in (1, 2, 3):
-        checkpoint = folder / CHECKPOINTS / f"{version}_Step-1.ckpt"
-        (checkpoint / "default").mkdir(parents=True)
-        (checkpoint / "default" / "policy.safetensors").write_bytes(policy_bytes(version=version))
-        (checkpoint / MANIFEST).write_text(f"manifest {version}")
+        for epoch, seed in ((2, 1), (1, 2)):
+            objects = {"default/policy.safetensors": policy_bytes(version=version, seed=seed)}
+            manifest = Manifest(
+                run_id="the-run", name=f"{version}_Step-1.ckpt", version=version, epoch=epoch, created=1.0,
+                log_position="0-0", parent=None, objects=describe_objects(objects), provenance={},
+            )  # fmt: skip
+            store.write(manifest, objects)
     content = {"latest": "3_Step-1.ckpt", "epoch": 1, "manifest_sha256": ""} | pointer
     (folder / POINTER).write_text(json.dumps(content))
 
@@ -77,18 +82,29 @@ def make_run(folder: Path, **pointer: str | None) -> None:
 def test_a_runs_folder_stands_for_its_promoted_checkpoint_else_the_best_else_the_newest(tmp_path: Path) -> None:
     make_run(tmp_path)
     assert load_policy(tmp_path).version == 3
+    observation, counts = observe("box"), load_policy(policy_bytes(seed=1))
+    for source in (tmp_path, tmp_path / CHECKPOINTS / "3_Step-1.ckpt"):
+        assert load_policy(source).act(observation, greedy=False) == counts.act(observation, greedy=False)
     (tmp_path / POINTER).write_text(
         (tmp_path / POINTER).read_text().replace('"epoch"', '"best": "2_Step-1.ckpt", "epoch"')
     )
     assert load_policy(tmp_path).version == 2
-    digest = hashlib.sha256(b"manifest 1").hexdigest()
-    (tmp_path / PROMOTED).write_text(json.dumps({"checkpoint": "1_Step-1.ckpt", "manifest_sha256": digest, "time": 1}))
-    assert load_policy(tmp_path).version == 1
-    (tmp_path / CHECKPOINTS / "1_Step-1.ckpt" / MANIFEST).write_text("another manifest")
+    uploads = sorted((tmp_path / CHECKPOINTS / "1_Step-1.ckpt").glob(f"*/{MANIFEST}"))
+    for manifest in uploads:
+        digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
+        promotion = {"checkpoint": "1_Step-1.ckpt", "manifest_sha256": digest, "time": 1}
+        (tmp_path / PROMOTED).write_text(json.dumps(promotion))
+        assert load_policy(tmp_path).version == 1
+    manifest.write_text("another manifest")
     with pytest.raises(CheckpointDamaged, match="is not the one that was promoted"):
         load_policy(tmp_path)
-    (tmp_path / CHECKPOINTS / "1_Step-1.ckpt" / MANIFEST).unlink()
-    with pytest.raises(CheckpointNotFound, match=r"has no complete checkpoint: .*manifest\.json is missing"):
+    for manifest in uploads:
+        manifest.write_text("no manifest")
+    with pytest.raises(CheckpointDamaged, match=r"the manifest in .*1_Step-1\.ckpt cannot be read"):
+        load_policy(tmp_path / CHECKPOINTS / "1_Step-1.ckpt")
+    for manifest in uploads:
+        manifest.unlink()
+    with pytest.raises(CheckpointNotFound, match=r"no policy 'default' at .*1_Step-1\.ckpt"):
         load_policy(tmp_path)
     for key in (PROMOTED, POINTER):
         (tmp_path / key).write_text("{")

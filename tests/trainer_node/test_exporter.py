@@ -15,6 +15,7 @@ from coordinator.checkpoints import verify
 from shared.checkpoint import CHECKPOINTS
 from shared.exports import RECORD, Export, read_export, read_file
 from tests.coordinator.own_algorithm_elsewhere import TEXT
+from tests.support.checkpoints import key_of
 from tests.support.speed import stretched
 from tests.trainer_node.game import Game, NewGame, small
 from trainer_node import exporter
@@ -148,7 +149,7 @@ def test_a_trainer_that_goes_on_exports_what_its_predecessor_did_not(new_game: N
     game.crash()
     (latest,) = {name for name in game.role.checkpoints.names() if name.startswith("2_")}
     if read_export(game.role.checkpoints, latest) is not None:  # it was quick
-        game.role.checkpoints.store.delete(f"{CHECKPOINTS}{latest}/{RECORD}")
+        game.role.checkpoints.store.delete(key_of(game.role.checkpoints, latest, RECORD))
     game.restart()
     eventually(lambda: read_export(game.role.checkpoints, latest) is not None)
     exported = record_of(game, latest).created

@@ -32,6 +32,7 @@ from shared.object_store import ObjectStore
 from shared.redis_keys import RunKeys
 from shared.role import Role
 from tests.conftest import MakeRole, minimal_config
+from tests.support.checkpoints import key_of
 from tests.support.speed import stretched
 from trainer_node.publisher import Publisher
 from trainer_node.snapshot import Snapshot
@@ -152,20 +153,19 @@ def test_the_order_is_objects_manifest_pointer_status_prune_and_trim_last(
     role, store = watched(base, lambda word, key: lengths.append(len(log)))
     positions = fill_log(role)
     publisher = start_publisher(role)
-    first = publish(publisher, role, 0)[0]
+    publish(publisher, role, 0)
+    first, second = (snapshot_of(role, version, positions[0]).manifest.folder for version in (0, 1))
     assert store.changes == [
-        f"put {CHECKPOINTS}{first}/default/policy.safetensors", f"put {CHECKPOINTS}{first}/trainer/state.json",
-        f"put {CHECKPOINTS}{first}/{MANIFEST}", f"put {POINTER}", f"put {STATUS}", f"put {READY}",
+        f"put {first}default/policy.safetensors", f"put {first}trainer/state.json", f"put {first}{MANIFEST}",
+        f"put {POINTER}", f"put {STATUS}", f"put {READY}",
     ]  # fmt: skip
     store.changes.clear()
     publisher.submit(snapshot_of(role, 1, positions[0]))
     publisher.wait_idle(PATIENCE)
-    second = checkpoint_name(1, 64)
     assert store.changes == [
-        f"put {CHECKPOINTS}{second}/default/policy.safetensors", f"put {CHECKPOINTS}{second}/trainer/state.json",
-        f"put {CHECKPOINTS}{second}/{MANIFEST}", f"put {POINTER}", f"put {STATUS}",
-        f"delete {CHECKPOINTS}{first}/{MANIFEST}", f"delete {CHECKPOINTS}{first}/default/policy.safetensors",
-        f"delete {CHECKPOINTS}{first}/trainer/state.json",
+        f"put {second}default/policy.safetensors", f"put {second}trainer/state.json", f"put {second}{MANIFEST}",
+        f"put {POINTER}", f"put {STATUS}",
+        f"delete {first}{MANIFEST}", f"delete {first}default/policy.safetensors", f"delete {first}trainer/state.json",
     ]  # fmt: skip
     assert set(lengths) == {2}, "the log was whole while anything was written"
     assert [entry.id for entry in log.read("0-0", 10, 0.0)] == positions[1:]
@@ -183,7 +183,7 @@ def test_after_the_first_checkpoint_ready_pointer_status_and_event_say_so(
     pointer = role.checkpoints.pointer()
     assert pointer is not None
     assert (pointer.latest, pointer.best, pointer.final, pointer.epoch) == (second, None, None, 1)
-    manifest = role.checkpoints.store.get(f"{CHECKPOINTS}{second}/{MANIFEST}")
+    manifest = role.checkpoints.store.get(key_of(role.checkpoints, second, MANIFEST))
     assert pointer.manifest_sha256 == hashlib.sha256(manifest).hexdigest()
     latest = role.checkpoints.load_latest()
     assert latest is not None and latest.objects == snapshot_of(role, 2).objects
@@ -205,7 +205,7 @@ def test_the_status_file_lists_what_is_kept_with_steps_returns_scores_and_sizes(
     entries = {entry["name"]: entry for entry in status.pop("checkpoints")}
     assert status == {"run_id": role.run_id, "latest": names[0], "best": checkpoint_name(2, 128), "final": None}
     assert list(entries) == role.checkpoints.names() == [checkpoint_name(2, 128), names[0]]
-    manifest = role.checkpoints.store.get(f"{CHECKPOINTS}{names[0]}/{MANIFEST}")
+    manifest = role.checkpoints.store.get(key_of(role.checkpoints, names[0], MANIFEST))
     assert entries[names[0]] == {
         "name": names[0], "version": 3, "env_steps": 192, "episodes": 0, "updates": 3,
         "created": 1003.0, "mean_return": 3.0, "evaluation": None, "memory_from": None,
@@ -240,7 +240,7 @@ def test_a_checkpoint_that_lost_its_manifest_is_pointed_to_by_its_new_one(
     role = make_role()
     publisher = start_publisher(role)
     (name,) = publish(publisher, role, 1)
-    role.checkpoints.store.delete(f"{CHECKPOINTS}{name}/{MANIFEST}")
+    role.checkpoints.store.delete(key_of(role.checkpoints, name, MANIFEST))
     publisher.submit(snapshot_of(role, 1, epoch=2))
     publisher.wait_idle(PATIENCE)
     latest = role.checkpoints.load_latest()
@@ -418,7 +418,7 @@ def test_uploads_that_were_cut_off_do_not_take_the_place_of_whole_ones_and_go(
     publisher = start_publisher(role)
     publish(publisher, role, 1)
     for version in (2, 3, 9):
-        role.checkpoints.store.put(f"{CHECKPOINTS}{checkpoint_name(version, 0)}/trainer/state.json", b"half")
+        role.checkpoints.store.put(f"{CHECKPOINTS}{checkpoint_name(version, 0)}/0/trainer/state.json", b"half")
     publish(publisher, role, 4)
     assert role.checkpoints.names() == [checkpoint_name(1, 64), checkpoint_name(4, 256), checkpoint_name(9, 0)]
     with pytest.raises(CheckpointNotFound):
@@ -503,7 +503,7 @@ def test_a_trainer_fenced_in_the_middle_of_an_upload_moves_no_pointer_and_trims_
     positions = fill_log(base)
 
     def before(word: str, key: str) -> None:
-        if key.endswith(f"2_Step-128.ckpt/{MANIFEST}"):
+        if "2_Step-128.ckpt/" in key and key.endswith(MANIFEST):
             base.flow.take_over()
 
     role, store = watched(base, before)
@@ -518,7 +518,7 @@ def test_a_trainer_fenced_in_the_middle_of_an_upload_moves_no_pointer_and_trims_
     assert len(ExperienceLog(role.redis, role.run_id)) == 2
 
 
-def test_the_same_version_again_is_recognised_and_other_contents_are_told_and_left(
+def test_the_same_version_again_is_recognised_and_other_contents_come_beside_it(
     make_role: MakeRole, start_publisher: StartPublisher
 ) -> None:
     role = make_role()
@@ -529,8 +529,10 @@ def test_the_same_version_again_is_recognised_and_other_contents_are_told_and_le
     successor.wait_idle(PATIENCE)
     after = written(role)
     assert {key for key in after if after[key] != before.get(key)} == {POINTER}, "which the new epoch has signed"
-    successor.submit(snapshot_of(role, 2, content=b"other"))
-    eventually(lambda: "other contents" in store_status(role).get("error", ""))
-    assert written(role) == after
-    publish(successor, role, 3)
-    assert role.checkpoints.load(names[1]).objects == snapshot_of(role, 2).objects
+    other = snapshot_of(role, 2, content=b"other", epoch=2)
+    successor.submit(other)
+    successor.wait_idle(PATIENCE)
+    assert role.checkpoints.load(names[1]).objects == other.objects
+    latest, kept = role.checkpoints.load_latest(), snapshot_of(role, 2)
+    assert latest is not None and latest.objects == other.objects
+    assert all(role.checkpoints.store.get(kept.manifest.folder + key) == kept.objects[key] for key in kept.objects)

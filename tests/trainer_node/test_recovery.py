@@ -12,6 +12,7 @@ from shared.checkpoint import POINTER, READY, STATUS, StoredObject
 from shared.events import record_evaluation
 from shared.redis_keys import RunKeys
 from tests.conftest import create_flow
+from tests.support.checkpoints import key_of
 from tests.trainer_node.game import Game, NewGame, balanced, small
 
 
@@ -128,7 +129,8 @@ def test_going_back_behind_the_log_frees_the_credit_of_what_was_never_learnt(new
     worker._seq += 1
     assert game.trainer.step(0) == "waited"
     game.crash()
-    game.role.checkpoints.store.put("checkpoints/4_Step-256.ckpt/default/policy.safetensors", b"broken")
+    checkpoints = game.role.checkpoints
+    checkpoints.store.put(key_of(checkpoints, "4_Step-256.ckpt", "default/policy.safetensors"), b"broken")
     game.restart()
     assert game.trainer.version == 5
     game.finish()

@@ -16,6 +16,7 @@ from shared.policies.codec import finite, state_arrays
 from shared.policy_board import PolicyBoard
 from shared.redis_keys import RunKeys
 from shared.steps import Phase
+from tests.support.checkpoints import key_of
 from tests.trainer_node.game import POLICY, Game, NewGame, balanced, small
 from trainer_node.trainer import Trainer
 
@@ -245,7 +246,7 @@ def test_a_crash_in_heat_up_changes_nothing_either(new_game: NewGame) -> None:
 
 def damage(game: Game, name: str) -> None:
     """One byte of a checkpoint's policy is another."""
-    key = f"{CHECKPOINTS}{name}/{POLICY}"
+    key = key_of(game.role.checkpoints, name, POLICY)
     data = bytearray(game.role.checkpoints.store.get(key))
     data[-1] ^= 1
     game.role.checkpoints.store.put(key, bytes(data))
