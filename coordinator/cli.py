@@ -177,6 +177,9 @@ def resume(
         typer.Option("--from", metavar="CHECKPOINT|best|latest", help="Go back to this one; it becomes a new version."),
     ] = "latest",
     drop: Drops = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse a checkpoint of other code, PyTorch, NumPy or Python versions.")
+    ] = False,
     set_: Sets = None,
     runs_dir: RunsDir = _RUNS,
     detach: Detach = False,
@@ -190,10 +193,11 @@ def resume(
 
     if detach:
         sets = [*(f"--set={item}" for item in set_ or ()), *(f"--drop={item}" for item in drop or ())]
-        cli_live.detach(["resume", run, "--from", origin, *sets, "--runs-dir", str(runs_dir)], run)
+        strictly = ["--strict"] if strict else []
+        cli_live.detach(["resume", run, "--from", origin, *sets, *strictly, "--runs-dir", str(runs_dir)], run)
     else:
         resumed = partial(Run.resume, run, runs_dir, tuple(set_ or ()), origin=origin, drop=tuple(drop or ()))
-        cli_live.tend(partial(resumed, inline=inline), background)
+        cli_live.tend(partial(resumed, strict=strict, inline=inline), background)
 
 
 @app.command(epilog=_example("stagecoach replay my-run --from start --to best"))

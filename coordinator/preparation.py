@@ -40,13 +40,14 @@ from shared.redis_keys import RunKeys
 from shared.role import Role
 from shared.spaces import EnvironmentDescription
 from trainer_node.algorithms.compiling import check_compiling
-from trainer_node.beginning import last_epoch
+from trainer_node.beginning import last_epoch, tell_other_versions
 from trainer_node.filters import ExperienceFilter
 from trainer_node.learner import make_learner
 from trainer_node.onnx_export import require_onnx
 from trainer_node.rebase import initialised, rebased
 from trainer_node.recollection import restore_whole
 from trainer_node.retention import status_file
+from trainer_node.snapshot import other_versions
 
 FIRST_CHECKPOINT = checkpoint_name(0, 0)
 _MOST_VALUE_BYTES = 511 << 20
@@ -192,17 +193,24 @@ def prepare_new(role: Role, description: EnvironmentDescription, source: Checkpo
 
 
 def prepare_resume(
-    role: Role, origin: str = "latest", before: StopConfig | None = None, drop: tuple[str, ...] = ()
+    role: Role,
+    origin: str = "latest",
+    before: StopConfig | None = None,
+    drop: tuple[str, ...] = (),
+    strict: bool = False,
 ) -> None:
     """Makes an ended run run again: takes `.finished` away and gives back what dead workers had claimed.
 
     `before` says where it was to end so far: what was cut off just there may be resumed to end in order.
     From the newest good checkpoint and the log behind it; or from `origin`, an older checkpoint, which then goes on as
     a new version: what was learnt since is left behind. Nothing is written before `origin` is found good. `drop` names
-    log entries (`POSITION`, `FIRST..LAST`) that are not learnt from, such as those that ended the run.
+    log entries (`POSITION`, `FIRST..LAST`) that are not learnt from, such as those that ended the run. With `strict` a
+    checkpoint of other versions of code or libraries is refused; else that is told.
     """
     _refuse_unbegun(role)
     checkpoint = _older(role, origin)
+    if strict:
+        _refuse_other_versions(role, checkpoint)
     _refuse_reached(role, checkpoint, before)
     _refuse_shards_left_out(role)
     drop_entries(role, drop)
@@ -219,8 +227,17 @@ def prepare_resume(
         role.checkpoints.write(taken.manifest, taken.objects)
         text = f"{checkpoint.manifest.name} goes on as {taken.manifest.name}, as resume --from {origin} asked"
         emit(role.redis, role.run_id, "trainer", text)
+        tell_other_versions(role, checkpoint)  # of the newest one the trainer tells
     role.checkpoints.store.delete(FINISHED)
     role.flow.set_state("running", "")
+
+
+def _refuse_other_versions(role: Role, checkpoint: Checkpoint | None) -> None:
+    """Before anything is changed; raises `UserError`."""
+    with contextlib.suppress(CheckpointNotFound):  # cut off before its first one, it begins with these versions
+        checkpoint = checkpoint or role.checkpoints.newest_good()[0]
+    if checkpoint is not None and (said := other_versions(checkpoint.manifest)):
+        raise UserError(f"resume --strict: {said}; nothing was changed, install those versions or leave --strict out")
 
 
 def _refuse_shards_left_out(role: Role) -> None:

@@ -143,19 +143,14 @@ class Run:
 
     @classmethod
     def resume(
-        cls,
-        run_id: str,
-        runs_dir: Path = Path("runs"),
-        overrides: tuple[str, ...] = (),
-        *,
-        origin: str = "latest",
-        drop: tuple[str, ...] = (),
-        inline: bool = False,
+        cls, run_id: str, runs_dir: Path = Path("runs"), overrides: tuple[str, ...] = (), *, origin: str = "latest",
+        drop: tuple[str, ...] = (), strict: bool = False, inline: bool = False,
         begun: Callable[[], None] = lambda: None,
-    ) -> Run:
+    ) -> Run:  # fmt: skip
         """Continues an ended or interrupted run from its newest good checkpoint and the log behind it.
         From another `origin` (a checkpoint's name, `best`, `final`, `promoted`) its weights go on as a new version, and
-        what was learnt since is left behind. `drop` names log entries that are not learnt from (`FIRST..LAST`).
+        what was learnt since is left behind. `drop` names log entries that are not learnt from (`FIRST..LAST`), and
+        `strict` refuses a checkpoint that other versions of code, PyTorch, NumPy or Python wrote.
         """
         folder = RunFolder.find(run_id, runs_dir)
         if folder.elsewhere is not None:
@@ -164,7 +159,7 @@ class Run:
         extend_imports(folder.import_path())
         config = with_recorded(config, check(config, inline))
         check_services(config)
-        resumed = partial(prepare_resume, origin=origin, drop=drop)
+        resumed = partial(prepare_resume, origin=origin, drop=drop, strict=strict)
         return cls._continue(folder, config, folder.config(), resumed, inline, begun)
 
     @classmethod

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from shared.checkpoint import Checkpoint
 from shared.errors import CheckpointDamaged, CheckpointNotFound
 from shared.events import emit
 from shared.role import Role
+from trainer_node.snapshot import other_versions
+
+_LOGGER = logging.getLogger("stagecoach.trainer")
 
 
 def newest_checkpoint(role: Role) -> Checkpoint | None:
@@ -16,7 +21,15 @@ def newest_checkpoint(role: Role) -> Checkpoint | None:
         return None
     for problem in problems:
         emit(role.redis, role.run_id, "trainer", f"{problem}; going back to {checkpoint.manifest.name}")
+    tell_other_versions(role, checkpoint)
     return checkpoint
+
+
+def tell_other_versions(role: Role, checkpoint: Checkpoint) -> None:
+    """In log and events, where the run continues from a checkpoint of other code or libraries than those here."""
+    if said := other_versions(checkpoint.manifest):
+        _LOGGER.warning("%s", said)
+        emit(role.redis, role.run_id, "trainer", said)
 
 
 def last_epoch(role: Role) -> int:

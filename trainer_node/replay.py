@@ -157,13 +157,8 @@ def _compared(
     found, expected = came_out.manifest.objects, aim.manifest.objects
     different = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
     hashes = {name: item.sha256 for name, item in found.items()}
-    then, now = _circumstances(aim.manifest), _circumstances(came_out.manifest)
-    unlike = [f"{name} {then.get(name)} then, {value} now" for name, value in now.items() if then.get(name) != value]
+    unlike = snapshot.unlike(aim.manifest, snapshot.written_with(came_out.manifest))
     return Replayed(
         start, aim.manifest.name, versions, fragments, env_steps, tuple(different), hashes,
         tuple(unlike if different else ()),
     )  # fmt: skip
-
-
-def _circumstances(manifest: Manifest) -> dict[str, str]:
-    return {"code": manifest.provenance["code_version"], **manifest.provenance.get("computed_with", {})}

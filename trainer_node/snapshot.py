@@ -9,10 +9,11 @@ import functools
 import importlib.metadata
 import json
 import os
+import platform
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -229,13 +230,36 @@ def _provenance(
 def computed_with(learner: Learner, config: TrainerConfig) -> dict[str, str]:
     """What the bits of sums depend on, beside the log."""
     devices = {parameter.device.type for policy in learner.policies.values() for parameter in policy.parameters()}
-    found = {
-        "torch": torch.__version__, "device": ", ".join(sorted(devices)), "threads": str(torch.get_num_threads()),
-        "ranks": str(config.ranks),
+    found = _libraries() | {
+        "device": ", ".join(sorted(devices)), "threads": str(torch.get_num_threads()), "ranks": str(config.ranks),
     }  # fmt: skip
     if config.compile:
         found["compiled"] = f"{compiler_version()} for {torch.backends.cpu.get_cpu_capability()}"
     return found
+
+
+def _libraries() -> dict[str, str]:
+    return {"torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()}
+
+
+def written_with(manifest: Manifest) -> dict[str, str]:
+    """What a checkpoint's bits follow from, beside the log: code, libraries, device, threads and so on."""
+    return {"code": manifest.provenance.get("code_version", ""), **manifest.provenance.get("computed_with", {})}
+
+
+def unlike(manifest: Manifest, now: Mapping[str, str]) -> list[str]:
+    """What was another when a checkpoint was written than it is `now`, in words."""
+    then = written_with(manifest)
+    return [f"{name} {then.get(name)} then, {value} now" for name, value in now.items() if then.get(name) != value]
+
+
+def other_versions(manifest: Manifest) -> str:
+    """One line where other code or libraries than those here wrote a checkpoint, and what that means; else nothing."""
+    found = unlike(manifest, {"code": code_version()} | _libraries())
+    return (
+        f"{manifest.name} was written by other versions ({'; '.join(found)}): what follows is not promised to be "
+        f"bit-equal to what they would have come to, nor to a replay"
+    ) if found else ""  # fmt: skip
 
 
 @functools.cache

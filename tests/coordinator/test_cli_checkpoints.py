@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from coordinator.cli_checkpoints import app
@@ -178,3 +179,26 @@ def test_a_resume_behind_a_damaged_checkpoint_says_plainly_where_it_goes_on(stag
     entries = data(stagecoach("checkpoints", "a", "--json"))
     assert entries[-1]["updates"] == 6
     assert stagecoach("checkpoints", "verify", "a", "latest").code == 0
+
+
+def test_a_resume_over_other_versions_says_so_and_a_strict_one_is_refused(stagecoach: Stagecoach, run: Path) -> None:
+    for name in NAMES:
+        path = upload_in(run / "checkpoints" / name) / "manifest.json"
+        manifest = json.loads(path.read_text())
+        code = manifest["provenance"]["code_version"]
+        assert set(manifest["provenance"]["computed_with"]) >= {"torch", "numpy", "python"}
+        manifest["provenance"]["code_version"] = "0.0.1"
+        manifest["provenance"]["computed_with"]["torch"] = "1.0"
+        path.write_text(json.dumps(manifest))
+    words = f"was written by other versions (code 0.0.1 then, {code} now; torch 1.0 then, {torch.__version__} now): "
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for name, sets in ((NAMES[3], []), (NAMES[1], ["--from", NAMES[1]])):
+        done = stagecoach("resume", "a", "--inline", "--strict", "--set=stop_at.updates=4", *sets)
+        check_refused(done, f"resume --strict: {name} {words}", "nothing was changed, install those versions")
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    for updates, name, sets in ((4, NAMES[3], []), (5, NAMES[1], ["--from", NAMES[1]])):
+        done = stagecoach("resume", "a", "--inline", f"--set=stop_at.updates={updates}", *sets)
+        assert done.code == 0, done
+        assert done.out.count("was written by other versions") == 1 and f"{name} {words}" in done.out
+    done = stagecoach("resume", "a", "--inline", "--strict", "--set=stop_at.updates=6")
+    assert done.code == 0 and "other versions" not in done.out, done

@@ -233,7 +233,8 @@ class Stalling(Recording):
 
     def __init__(self, store: ObjectStore, at: int) -> None:
         super().__init__(store)
-        self._left, self.late = at, lambda: None
+        self._left = at
+        self.late: Callable[[], Any] = lambda: None
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
