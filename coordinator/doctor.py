@@ -208,8 +208,7 @@ def _write_and_read(address: Address, config: Config) -> str:
     store.delete("probe")
     if read != b"stagecoach":
         raise StagecoachError("the store gave back other bytes than it was given; do not use it")
-    conditional = "has" if store.conditional_writes else "has no"
-    return f"{address.store_url} can be written, read and deleted from; it {conditional} conditional writes"
+    return f"{address.store_url} can be written, read and deleted from"
 
 
 def _embedded_ray() -> str:

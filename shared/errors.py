@@ -85,10 +85,6 @@ class ObjectMissing(StoreError):
     """The store has no object under this key."""
 
 
-class PreconditionFailed(StoreError):
-    """A conditional write found another object than it expected."""
-
-
 class FragmentError(StagecoachError):
     """Bytes that are not a valid fragment; `reason` is the ledger's word for it, `detail` says what was found."""
 

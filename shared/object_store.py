@@ -1,7 +1,7 @@
 """The store: a flat space of named byte objects, on any S3 API or in a folder.
 
 Reads and writes are whole objects. Nothing relies on the value of an ETag, on locks, or on listing being cheap. Every
-failure is a named error: `ObjectMissing`, `PreconditionFailed`, `StoreError` (one request failed after its bounded
+failure is a named error: `ObjectMissing`, `StoreError` (one request failed after its bounded
 retries), or `StoreUnavailable` (unreachable, refused, no such bucket). The same store object goes on once what was
 wrong is mended: renewed credentials are read again.
 """
@@ -29,12 +29,11 @@ from shared.connection import Address, s3_keys
 from shared.errors import (
     CredentialsRefused,
     ObjectMissing,
-    PreconditionFailed,
     StoreError,
     StoreUnavailable,
     UserError,
 )
-from shared.s3_errors import FAILURES, NotUnderstood, Request, named, not_s3
+from shared.s3_errors import FAILURES, Request, named, not_s3
 from shared.services_config import StoreConfig
 
 _TEMPORARY = ".partial-"
@@ -42,8 +41,6 @@ _READ_TRIES = 12
 _PROOF = {"get_object": "ETag", "put_object": "ETag", "list_objects_v2": "IsTruncated"}
 """What every S3 server answers to these, and a web page that answers 200 in its place does not."""
 _LENGTH = {"content-length", "transfer-encoding"}
-_NO_LINKS = {errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
-"""What file systems without hard links say."""
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -58,8 +55,8 @@ class ObjectStore(Protocol):
         """The object's bytes; raises `ObjectMissing`."""
         ...
 
-    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
-        """Writes the whole object; with `if_absent` only where there is none (else `PreconditionFailed`)."""
+    def put(self, key: str, data: bytes) -> None:
+        """Writes the whole object, in the place of one that is there."""
         ...
 
     def delete(self, key: str) -> None:
@@ -72,11 +69,6 @@ class ObjectStore(Protocol):
 
     def keys(self, prefix: str) -> list[str]:
         """All keys that start with `prefix`, sorted."""
-        ...
-
-    @property
-    def conditional_writes(self) -> bool:
-        """Whether `if_absent` is kept by the store itself (tried out once, not believed)."""
         ...
 
 
@@ -96,7 +88,6 @@ class S3Store:
         self._make_client = make_client
         self._client: Any = None
         self._where = where
-        self._conditional: bool | None = None
 
     def check(self) -> None:
         try:  # a listing, since the answer to HEAD cannot say what is wrong
@@ -123,13 +114,8 @@ class S3Store:
                 broken = str(error)
         raise StoreError(f"reading {key} from {self._where} broke off {_READ_TRIES} times: {broken}")
 
-    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
-        if if_absent and self.conditional_writes:
-            self._call("put_object", key, Body=data, IfNoneMatch="*")
-        elif if_absent and self._exists(key):
-            raise PreconditionFailed(f"{key} exists already in {self._where}")
-        else:
-            self._call("put_object", key, Body=data)
+    def put(self, key: str, data: bytes) -> None:
+        self._call("put_object", key, Body=data)
         if self._folder is not None:
             try:
                 _sync(self._folder / (self._prefix + key), self._folder)
@@ -153,29 +139,6 @@ class S3Store:
         for page in self._pages(prefix):
             found += [item["Key"].removeprefix(self._prefix) for item in page.get("Contents", [])]
         return sorted(found)
-
-    @property
-    def conditional_writes(self) -> bool:
-        if self._conditional is None:
-            probe = ".probe"
-            self._call("put_object", probe, Body=b"probe")
-            conditional = False
-            try:
-                self._call("put_object", probe, Body=b"probe", IfNoneMatch="*")
-            except PreconditionFailed:
-                conditional = True
-            except NotUnderstood:
-                pass
-            self.delete(probe)
-            self._conditional = conditional  # only now: a fault on the way there proves nothing
-        return self._conditional
-
-    def _exists(self, key: str) -> bool:
-        try:
-            self._call("head_object", key)
-        except ObjectMissing:
-            return False
-        return True
 
     def _pages(self, prefix: str, **more: Any) -> list[dict[str, Any]]:
         pages: list[dict[str, Any]] = []
@@ -207,8 +170,6 @@ class S3Store:
 class FileStore:
     """A folder. Writes go to a temporary name first, are synced, then renamed: never half an object."""
 
-    conditional_writes = True
-
     def __init__(self, root: Path, run_id: str) -> None:
         self._root = root
         self._folder = root / run_id
@@ -226,16 +187,11 @@ class FileStore:
                 self._check_root()
                 raise ObjectMissing(f"no object {key} in {self._folder}") from None
 
-    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+    def put(self, key: str, data: bytes) -> None:
         path = self._path(key)
         with self._named(f"writing {key} to"):
             self._check_root()
-            try:
-                self._write(path, data, if_absent)
-            except OSError:
-                if if_absent and path.exists():
-                    raise PreconditionFailed(f"{key} exists already in {self._folder}") from None
-                raise
+            self._write(path, data)
 
     def delete(self, key: str) -> None:
         path = self._path(key)
@@ -259,7 +215,7 @@ class FileStore:
             names = (path.relative_to(self._folder).as_posix() for path in found)
             return sorted(name for name in names if name.startswith(prefix))
 
-    def _write(self, path: Path, data: bytes, if_absent: bool) -> None:
+    def _write(self, path: Path, data: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=path.parent)
         try:
@@ -268,7 +224,7 @@ class FileStore:
                 file.flush()
                 os.fsync(file.fileno())
             os.chmod(temporary, _FILE_MODE)
-            _name_anew(temporary, path) if if_absent else os.replace(temporary, path)
+            os.replace(temporary, path)
         except OSError:
             Path(temporary).unlink(missing_ok=True)
             raise
@@ -319,28 +275,6 @@ def _remove_leftovers(folder: Path, deep: bool) -> bool:
     if folder.is_dir():
         folder.rmdir()
     return True
-
-
-def _name_anew(temporary: str, path: Path) -> None:
-    """Gives the file its name unless that is taken (`FileExistsError`).
-
-    Not every file system has hard links (FAT, exFAT, some network and FUSE ones have none). There an empty file takes
-    the name first, which only one writer can create, and is replaced. A reader that comes in between reads again;
-    what a writer leaves there that dies in between is a manifest that is none, and is written anew.
-    """
-    try:
-        os.link(temporary, path)
-        os.unlink(temporary)
-        return
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-    try:
-        os.replace(temporary, path)
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
 
 
 def _sync(path: Path, root: Path) -> None:

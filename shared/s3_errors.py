@@ -15,7 +15,7 @@ import botocore.exceptions
 import botocore.parsers
 import urllib3.exceptions
 
-from shared.errors import CredentialsRefused, ObjectMissing, PreconditionFailed, StoreError, StoreUnavailable
+from shared.errors import CredentialsRefused, ObjectMissing, StoreError, StoreUnavailable
 from shared.tls import cause
 
 FAILURES = (
@@ -33,15 +33,9 @@ _ELSEWHERE = {
     "PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "IncorrectEndpoint",
 }  # fmt: skip
 _EXPECTING = re.compile(r"expecting '([a-z0-9-]+)'")
-_CONDITION = {"PreconditionFailed", "ConditionalRequestConflict"}
 _LONGEST_MESSAGE = 200
 _QUERY = re.compile(r"\?[^\s\"']*")
 """What follows a URL in boto3's texts and tells nobody anything."""
-_UNKNOWN = {"NotImplemented", "InvalidArgument", "InvalidRequest", "MethodNotAllowed"}
-
-
-class NotUnderstood(StoreError):
-    """The server does not know this kind of request."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +106,6 @@ def _refusal(response: dict[str, Any], request: Request) -> StoreError | StoreUn
         )
     if code in _ELSEWHERE or (status == 301 and "x-amz-bucket-region" in response["ResponseMetadata"]["HTTPHeaders"]):
         return _in_another_region(code, response, request)
-    if code in _CONDITION or status == 412:
-        return PreconditionFailed(f"{request.key} exists already in {request.where}")
     if code in _EXPIRED | _REFUSED | _CLOCKS or status in {401, 403}:
         return _refused_credentials(code, response, request)
     if code == "NoSuchKey" or (request.operation == "head_object" and status == 404):
@@ -121,8 +113,7 @@ def _refusal(response: dict[str, Any], request: Request) -> StoreError | StoreUn
     if code == str(status):  # botocore's own: the answer was no S3 error at all
         return StoreError(f"{_asked(request)} failed: HTTP {status}, and not as an S3 server says it")
     message = str(response.get("Error", {}).get("Message", ""))[:_LONGEST_MESSAGE]
-    kind = NotUnderstood if code in _UNKNOWN else StoreError
-    return kind(f"{_asked(request)} failed: {code} (HTTP {status}){f': {message}' if message else ''}")
+    return StoreError(f"{_asked(request)} failed: {code} (HTTP {status}){f': {message}' if message else ''}")
 
 
 def _in_another_region(code: str, response: dict[str, Any], request: Request) -> StoreUnavailable:

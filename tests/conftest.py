@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -134,13 +133,11 @@ def redis_client(redis_server: RedisServer) -> Iterator[redis.Redis]:
 @pytest.fixture(scope="session")
 def s3_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[str, str, str]]]:
     """Two S3 servers: name → endpoint, access key, secret key. Both have the bucket."""
-    from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
 
     folder = tmp_path_factory.mktemp("s3")
     access, secret = new_secret(), new_secret()
     rclone = start_s3(folder / "data", folder / "rclone.log", access, secret)
-    _one_at_a_time(S3Response, "put_object")  # moto looks for an object and stores it later, so that two could win
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     moto.start()
     host, port = moto.get_host_and_port()
@@ -151,16 +148,6 @@ def s3_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, t
     yield servers
     moto.stop()
     rclone.stop()
-
-
-def _one_at_a_time(owner: Any, name: str) -> None:
-    lock, method = threading.Lock(), getattr(owner, name)
-
-    def locked(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return method(*args, **kwargs)
-
-    setattr(owner, name, locked)
 
 
 def minimal_config(**sections: Any) -> Config:

@@ -25,10 +25,10 @@ class FencedStore:
         """As the store does."""
         return self._store.get(key)
 
-    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+    def put(self, key: str, data: bytes) -> None:
         """As the store does; raises `Fenced` for an older trainer."""
         self.ask()
-        self._store.put(key, data, if_absent=if_absent)
+        self._store.put(key, data)
 
     def delete(self, key: str) -> None:
         """As the store does; raises `Fenced` for an older trainer."""
@@ -42,11 +42,6 @@ class FencedStore:
     def keys(self, prefix: str) -> list[str]:
         """As the store does."""
         return self._store.keys(prefix)
-
-    @property
-    def conditional_writes(self) -> bool:
-        """As the store does."""
-        return self._store.conditional_writes
 
     def ask(self) -> None:
         """Raises `Fenced` for an older trainer."""

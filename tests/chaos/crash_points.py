@@ -154,10 +154,6 @@ class _Store:
     def __init__(self, store: ObjectStore, life: Life) -> None:
         self._store, self._life = store, life
 
-    @property
-    def conditional_writes(self) -> bool:
-        return self._store.conditional_writes
-
     def check(self) -> None:
         self._store.check()
 
@@ -173,13 +169,13 @@ class _Store:
         self._life.read()
         return self._store.keys(prefix)
 
-    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+    def put(self, key: str, data: bytes) -> None:
         folder, _, name = key.rpartition("/")
 
         def torn() -> None:
             self._store.put(f"{folder}/.partial-{name}" if folder else f".partial-{name}", data[: len(data) // 2])
 
-        self._life.write(f"put {key}", lambda: self._store.put(key, data, if_absent=if_absent), torn)
+        self._life.write(f"put {key}", lambda: self._store.put(key, data), torn)
 
     def delete(self, key: str) -> None:
         self._life.write(f"delete {key}", lambda: self._store.delete(key))

@@ -15,7 +15,7 @@ import pytest
 
 from coordinator.services import BUCKET, free_port, new_secret, start_s3
 from shared.connection import Address
-from shared.errors import ObjectMissing, PreconditionFailed, StoreError, StoreUnavailable
+from shared.errors import ObjectMissing, StoreError, StoreUnavailable
 from shared.object_store import ObjectStore, open_store
 from tests.chaos import store_faults as faults
 from tests.chaos.store_faults import Fault, StoreFaults
@@ -56,7 +56,6 @@ def faulty(s3_servers: Servers) -> Iterator[StoreFaults]:
 OPERATIONS: dict[str, Callable[[ObjectStore], object]] = {
     "get": lambda store: store.get("key"),
     "put": lambda store: store.put("key", b"new"),
-    "put if absent": lambda store: store.put("other", b"new", if_absent=True),
     "keys": lambda store: store.keys(""),
     "folders": lambda store: store.folders("checkpoints/"),
     "delete": lambda store: store.delete("key"),
@@ -92,62 +91,6 @@ def test_an_object_that_is_not_there_is_missing_by_name(any_store: ObjectStore) 
     for key in ("nothing", "folder/nothing", "folder"):
         with pytest.raises(ObjectMissing, match=key):
             any_store.get(key)
-
-
-def test_if_absent_writes_once_and_keeps_the_first(any_store: ObjectStore) -> None:
-    any_store.put("manifest.json", b"first", if_absent=True)
-    with pytest.raises(PreconditionFailed, match=r"manifest\.json exists already"):
-        any_store.put("manifest.json", b"second", if_absent=True)
-    assert any_store.get("manifest.json") == b"first"
-    assert any_store.keys("") == ["manifest.json"]
-
-
-def test_a_store_that_claims_conditional_writes_lets_exactly_one_of_many_win(any_store: ObjectStore) -> None:
-    if not any_store.conditional_writes:
-        return  # then `if_absent` looks first, and the epoch is what keeps two writers apart
-    outcomes: list[str] = []
-
-    def write(text: str) -> None:
-        try:
-            any_store.put("contested", text.encode(), if_absent=True)
-            outcomes.append(text)
-        except PreconditionFailed:
-            outcomes.append("refused")
-
-    threads = [threading.Thread(target=write, args=(f"writer {index}",)) for index in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    winners = [outcome for outcome in outcomes if outcome != "refused"]
-    assert len(outcomes) == 6 and len(winners) == 1
-    assert any_store.get("contested") == winners[0].encode()
-
-
-@pytest.mark.parametrize("word", ["EPERM", "EOPNOTSUPP", "ENOSYS"])
-def test_a_folder_without_hard_links_lets_exactly_one_of_many_win_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
-) -> None:
-    def no_links(*paths: object) -> None:
-        raise OSError(getattr(errno, word), "no hard links here")
-
-    monkeypatch.setattr(os, "link", no_links)
-    test_if_absent_writes_once_and_keeps_the_first(file_store(tmp_path))
-    for _ in range(20):
-        store = file_store(tmp_path)
-        store.delete("contested")
-        test_a_store_that_claims_conditional_writes_lets_exactly_one_of_many_win(store)
-    replace = os.replace
-    monkeypatch.setattr(os, "replace", no_links)
-    with pytest.raises(StoreError, match=r"writing another to .* failed: .*no hard links here"):
-        store.put("another", b"1", if_absent=True)
-    monkeypatch.setattr(os, "replace", replace)
-    assert [path.name for path in sorted(tmp_path.rglob("*")) if path.is_file()] == ["contested", "manifest.json"]
-
-
-def test_finding_out_about_conditional_writes_leaves_nothing_behind(any_store: ObjectStore) -> None:
-    assert any_store.conditional_writes == any_store.conditional_writes
-    assert any_store.keys("") == []
 
 
 def test_delete_removes_and_may_be_repeated(any_store: ObjectStore) -> None:
@@ -252,7 +195,7 @@ def test_no_credentials_at_all_says_which_to_set(
 def test_an_endpoint_that_does_not_answer_is_named_with_what_to_do(s3_servers: Servers, open_s3: OpenS3) -> None:
     endpoint = f"http://127.0.0.1:{free_port()}"
     store = open_s3(s3_servers["rclone"], endpoint=endpoint)
-    for attempt in (store.check, lambda: store.get("x"), lambda: store.put("x", b"1", if_absent=True)):
+    for attempt in (store.check, lambda: store.get("x"), lambda: store.put("x", b"1")):
         with pytest.raises(StoreUnavailable, match=r"does not answer.*start it or correct store\.url") as caught:
             attempt()
         assert endpoint in str(caught.value)
@@ -348,7 +291,7 @@ def test_what_passes_by_itself_is_an_error_of_the_store_and_never_an_object_or_a
         faulty.fail(fault)
         with pytest.raises(StoreError, match=message) as caught:
             operation(store)
-        assert not isinstance(caught.value, ObjectMissing | PreconditionFailed), name
+        assert not isinstance(caught.value, ObjectMissing), name
         faulty.heal()
     assert patient.get("key") == b"old" and patient.keys("") == ["key"]
     faulty.fail(fault)
@@ -406,37 +349,15 @@ def test_boto3_tries_again_within_its_bound(s3_servers: Servers, open_s3: OpenS3
     assert rule.met == 3
 
 
-def test_a_write_whose_answer_was_lost_is_done_and_told_apart_by_if_absent(
-    s3_servers: Servers, open_s3: OpenS3, faulty: StoreFaults, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_whose_answer_was_lost_is_done(s3_servers: Servers, open_s3: OpenS3, faulty: StoreFaults) -> None:
     patient = open_s3(s3_servers["rclone"], endpoint=faulty.url)
     hurried = open_s3(s3_servers["rclone"], endpoint=faulty.url, timeout_seconds=3)
-    assert patient.conditional_writes is False
-    monkeypatch.setattr(hurried, "_conditional", False)  # it need not find out in a hurry
     rule = faulty.fail(faults.LOSE_ANSWER, "PUT", "manifest.json")
     with pytest.raises(StoreError, match=r"(?i)timeout"):
-        hurried.put("manifest.json", b"first", if_absent=True)
+        hurried.put("manifest.json", b"first")
     assert rule.met
     faulty.heal()
-    with pytest.raises(PreconditionFailed):
-        patient.put("manifest.json", b"second", if_absent=True)
     assert patient.get("manifest.json") == b"first"
-
-
-@pytest.mark.parametrize(("after", "method"), [(0, "PUT"), (1, "PUT"), (0, "DELETE")], ids=str)
-def test_a_fault_while_conditional_writes_are_tried_out_proves_nothing(
-    s3_servers: Servers, open_s3: OpenS3, after: int, method: str
-) -> None:
-    with StoreFaults(s3_servers["moto"][0]) as proxy:
-        store = open_s3(s3_servers["moto"], endpoint=proxy.url)
-        _make_bucket(store)
-        proxy.fail(faults.INTERNAL_ERROR, method, ".probe", after=after)
-        with pytest.raises(StoreError, match="InternalError"):
-            store.put("manifest.json", b"1", if_absent=True)
-        proxy.heal()
-        store.put("manifest.json", b"1", if_absent=True)
-        assert store.conditional_writes is True
-        assert store.keys("") == ["manifest.json"]
 
 
 def test_renewed_credentials_are_read_by_the_store_that_is_open(
@@ -486,8 +407,6 @@ def test_a_folder_that_is_full_fails_by_name_keeps_the_old_object_and_leaves_not
     try:
         with pytest.raises(StoreError, match=r"writing a/object to .* failed"):
             store.put("a/object", bytes(100_000))
-        with pytest.raises(StoreError, match=r"writing a/other to .* failed"):
-            store.put("a/other", bytes(100_000), if_absent=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert store.get("a/object") == b"old"
@@ -500,8 +419,6 @@ def test_a_file_in_the_place_of_a_folder_fails_by_name(tmp_path: Path) -> None:
     for key in ("checkpoints/x", "checkpoints/1/x"):
         with pytest.raises(StoreError, match=f"writing {key}"):
             store.put(key, b"1")
-        with pytest.raises(StoreError, match=f"writing {key}"):
-            store.put(key, b"1", if_absent=True)
         with pytest.raises(ObjectMissing):
             store.get(key)
     assert store.keys("") == ["checkpoints"]
@@ -619,10 +536,9 @@ def test_what_is_put_into_the_embedded_server_is_on_its_disk(
         address = Address(unique_run_id, "", f"s3://{BUCKET}", endpoint, str(keys), str(data))
         store, synced = open_store(address, minimal_config(store=QUICK)), list[str]()
         monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
-        for if_absent in (False, True):
-            store.put(f"a/{if_absent}", b"1", if_absent=if_absent)
+        store.put("a/object", b"1")
         run = data / BUCKET / unique_run_id
-        for name in ("a/False", "a/True", "a", ""):
+        for name in ("a/object", "a", ""):
             assert str(run / name) in synced
         assert str(data / BUCKET) in synced and str(data) not in synced
 
@@ -630,8 +546,8 @@ def test_what_is_put_into_the_embedded_server_is_on_its_disk(
             raise OSError(errno.EIO, "the disk is broken")
 
         monkeypatch.setattr(os, "fsync", fail)
-        with pytest.raises(StoreError, match=r"a/False may not be on the disk of s3://.*: .*the disk is broken"):
-            store.put("a/False", b"2")
+        with pytest.raises(StoreError, match=r"a/object may not be on the disk of s3://.*: .*the disk is broken"):
+            store.put("a/object", b"2")
     finally:
         service.stop()
 

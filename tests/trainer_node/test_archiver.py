@@ -28,11 +28,11 @@ class Breaks(FileStore):
     broken: tuple[str, ...] = ()
     """Which of `put` and `delete` break off, one after another."""
 
-    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+    def put(self, key: str, data: bytes) -> None:
         if self._breaks("put"):
             super().put(key, data[: len(data) // 2])
             raise StoreError("the connection broke off")
-        super().put(key, data, if_absent=if_absent)
+        super().put(key, data)
 
     def delete(self, key: str) -> None:
         if self._breaks("delete"):
