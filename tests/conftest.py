@@ -53,6 +53,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.get_terminal_writer = lambda: create_terminal_writer(config, sys.__stderr__)  # type: ignore[method-assign]
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out folders of which the part takes nothing, with what they import."""
+    return groups.ignores(collection_path, config) or None
+
+
 def pytest_report_header() -> list[str]:
     """What the results depend on."""
     return [f"limits are stretched by {speed.measure()}", *groups.header()]
@@ -176,7 +181,7 @@ def unique_run_id(request: pytest.FixtureRequest) -> str:
     return f"t-{new_secret()[:12]}"
 
 
-@pytest.fixture(params=["file", "rclone", "moto"])
+@pytest.fixture(params=groups.some_quick(["file", "rclone", "moto"], "file", "rclone"))
 def any_store(
     request: pytest.FixtureRequest, tmp_path: Path, s3_servers: dict[str, tuple[str, str, str]], unique_run_id: str
 ) -> ObjectStore:

@@ -18,7 +18,7 @@ from tests.cluster.services import Services
 from tests.end_to_end.command_line import check_ledger
 
 RUN = "cartpole"
-pytestmark = [pytest.mark.timeout(300), pytest.mark.essential]
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +31,7 @@ def cluster(network: Network) -> RayCluster:
     return cluster
 
 
+@pytest.mark.essential
 def test_cartpole_is_solved_on_three_hosts(cluster: RayCluster) -> None:
     cluster.train(RUN, SOURCE / "examples" / "cartpole.yaml", "--set", "rollout.workers=3")
     run, seen = SeenRun(cluster, RUN), set[tuple[str, str]]()

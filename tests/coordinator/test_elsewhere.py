@@ -22,6 +22,7 @@ from shared.errors import RedisUnavailable, RunNotFound, StoreUnavailable, UserE
 from shared.heartbeat import Wait, poll
 from shared.role import open_role
 from tests.conftest import RedisServer, minimal_config
+from tests.support.groups import some_quick
 from tests.support.speed import stretched
 
 RUN = "far"
@@ -118,6 +119,7 @@ def test_wrong_places_are_named(far: Run, services: tuple[str, str], tmp_path: P
     assert not (tmp_path / "here").exists(), "nothing is left behind"
 
 
+@pytest.mark.processes
 def test_who_has_only_a_link_cannot_resume_and_is_told_how(far: Run, services: tuple[str, str], tmp_path: Path) -> None:
     here = Run.attach(f"s3://stagecoach/{far.run_id}", tmp_path / "here", endpoint_url=services[1])
     with pytest.raises(UserError, match=f"stagecoach attach {far.run_id}"):
@@ -145,7 +147,7 @@ def test_or_resume_starts_what_is_not_there_yet(services: tuple[str, str], tmp_p
     assert run.wait(60).reason == "exhausted"
 
 
-@pytest.mark.parametrize("where", ["here", "elsewhere"])
+@pytest.mark.parametrize("where", some_quick(["here", "elsewhere"], "here"))
 def test_a_coordinator_at_work_keeps_its_run_and_a_dead_one_does_not(
     far: Run, tmp_path: Path, services: tuple[str, str], where: str
 ) -> None:
@@ -160,6 +162,7 @@ def test_a_coordinator_at_work_keeps_its_run_and_a_dead_one_does_not(
     assert outcome.reason == "exhausted"
 
 
+@pytest.mark.processes
 def test_a_coordinator_that_was_cut_off_lets_go_of_a_run_that_another_has_taken(
     far: Run, services: tuple[str, str]
 ) -> None:

@@ -365,6 +365,7 @@ def test_a_worker_cannot_run_the_trainers_steps(server: AclServer, config: Confi
     assert roles.coordinator.flow.read() == before
 
 
+@pytest.mark.processes
 def test_nobody_comes_in_without_a_password(server: AclServer) -> None:
     with redis.Redis(port=server.port) as client, pytest.raises(redis.AuthenticationError):
         client.ping()

@@ -23,6 +23,7 @@ from shared.role import Role
 from tests.conftest import minimal_config
 from tests.environments_for_tests import MODULE
 from tests.role_processes import ended, events, start_process
+from tests.support.groups import some_quick
 from trainer_node.trainer import Trainer
 
 MakeRole = Callable[..., Role]
@@ -68,7 +69,15 @@ def left_behind(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("place", "vectorization", "where"),
-    [("step", "sync", "in hang"), ("reset", "sync", "in hang"), ("start", "sync", "in hang"), ("step", "async", "")],
+    some_quick(
+        [
+            ("step", "sync", "in hang"),
+            ("reset", "sync", "in hang"),
+            ("start", "sync", "in hang"),
+            ("step", "async", ""),
+        ],
+        ("step", "sync", "in hang"),
+    ),
 )
 def test_environments_that_hang_end_the_process_which_says_where(
     make_role: MakeRole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, vectorization: str, where: str
@@ -111,6 +120,7 @@ def test_a_process_that_leaks_ends_after_its_fragment(make_role: MakeRole, tmp_p
         assert role.flow.read().claimed == line.produced.fragments, "no claim is left open"
 
 
+@pytest.mark.processes
 def test_a_process_far_beyond_its_limit_ends_at_once(make_role: MakeRole, tmp_path: Path) -> None:
     config = minimal_config(
         environment={"id": f"{MODULE}:Leaks", "num_envs": 1, "kwargs": {"kept": 600 * MIB, "seconds": 3.0}},
@@ -123,6 +133,7 @@ def test_a_process_far_beyond_its_limit_ends_at_once(make_role: MakeRole, tmp_pa
         assert role.flow.read().claimed == 0
 
 
+@pytest.mark.processes
 def test_an_evaluator_that_hangs_ends_too(make_role: MakeRole, tmp_path: Path) -> None:
     with published(make_role, hanging(tmp_path / "tally", "step")) as role:
         done = worker_process(role, tmp_path, "--evaluator")

@@ -115,6 +115,7 @@ def test_a_worker_finishes_its_fragment_before_it_leaves(make_role: MakeRole, st
     assert open_claims(role) == 0
 
 
+@pytest.mark.processes
 def test_a_second_signal_ends_it_at_once(make_role: MakeRole, start: Start) -> None:
     role = make_role(slow(10.0, stop_at=FOR_EVER))
     start(role, "trainer_node")
@@ -130,6 +131,7 @@ def test_a_second_signal_ends_it_at_once(make_role: MakeRole, start: Start) -> N
     assert open_claims(role) == 0
 
 
+@pytest.mark.processes
 def test_who_waits_for_the_first_checkpoint_leaves_at_once(make_role: MakeRole, start: Start) -> None:
     role = make_role(slow(0.0))
     worker = start(role, "rollout_worker", "--index", "0")
@@ -138,6 +140,7 @@ def test_who_waits_for_the_first_checkpoint_leaves_at_once(make_role: MakeRole, 
     assert ended(worker).stdout.strip() == "left"
 
 
+@pytest.mark.processes
 def test_a_trainer_whose_store_is_away_leaves_when_its_grace_is_over(
     redis_server: RedisServer, tmp_path: Path, unique_run_id: str, start: Start
 ) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,8 +21,10 @@ Item = TypeVar("Item")
 GROUPS = {
     "ray": "starts Ray, in this process or by the command line",
     "chaos": "real faults: kills, partitions, crash points, stores and Redis servers that go away",
+    "processes": "starts several processes of a run without Ray: ranks, exporters, roles that are signalled",
     "exhaustive": "the other cases of a table or a search of which the quick part takes some",
     "cluster": "a whole cluster by `ray up` on hosts that are namespaces of this machine",
+    "others": "computes the same with another library, and compares",
     "compile": "compiles losses to machine code",
     "learning": "trains until something is learnt",
     "benchmarks": "runs a benchmark for a moment",
@@ -33,9 +35,12 @@ FOLDERS = {
     "chaos": "chaos",
     "cluster": "cluster",
     "learning": "learning",
+    "against_others": "others",
     "benchmarks": "benchmarks",
 }
 """Folders whose tests all belong to a group, and need not say so."""
+_NEVER_QUICK = ("benchmarks", "learning", "against_others")
+"""Folders without an essential test: the quick part does not even import what they compare with."""
 _STEP = 8
 _NO_TURN = "its turn did not come"
 
@@ -71,6 +76,21 @@ def thinned(points: Sequence[Item]) -> Sequence[Item]:
     """
     step, offset = _thinning
     return points[min(offset, max(len(points) - 1, 0)) :: step]
+
+
+def some_quick(cases: Iterable[Any], *quick: Any) -> list[Any]:
+    """The cases of a parametrized test, of which the quick part takes those that are named."""
+    return [
+        case
+        if case in quick
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.exhaustive)
+        for case in cases
+    ]
+
+
+def ignores(path: Path, config: pytest.Config) -> bool:
+    """Whether no test of a folder belongs to the part that is asked for."""
+    return config.getoption("part") == "quick" and path.is_dir() and path.name in _NEVER_QUICK
 
 
 def group_of(item: pytest.Item) -> str | None:

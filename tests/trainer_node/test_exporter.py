@@ -54,6 +54,7 @@ def record_of(game: Game, name: str) -> Export:
     return export
 
 
+@pytest.mark.processes
 def test_the_newest_and_the_best_are_exported_and_nothing_else_changes(new_game: NewGame) -> None:
     game = new_game(exporting())
     first = game.role.checkpoints.names()[0]
@@ -77,11 +78,13 @@ def test_the_newest_and_the_best_are_exported_and_nothing_else_changes(new_game:
     assert game.events("export") == ""
 
 
+@pytest.mark.processes
 def test_it_learns_the_same_with_and_without(new_game: NewGame) -> None:
     without = {"checkpoint": {"every": "2 updates", "keep_last": 2}}
     assert new_game(exporting()).finish() == new_game(exporting(**without)).finish()
 
 
+@pytest.mark.processes
 def test_a_process_that_is_killed_is_told_once_and_the_run_goes_on(
     new_game: NewGame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +121,7 @@ def test_one_that_hangs_is_ended(new_game: NewGame, monkeypatch: pytest.MonkeyPa
     assert game.finished()["reason"] == "exhausted"
 
 
+@pytest.mark.processes
 def test_a_policy_that_cannot_be_exported_is_reported_and_trains_on(
     new_game: NewGame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +146,7 @@ def test_a_policy_that_cannot_be_exported_is_reported_and_trains_on(
     assert {verdict.state for verdict in verify(game.role.checkpoints)} == {"ok"}
 
 
+@pytest.mark.processes
 def test_a_trainer_that_goes_on_exports_what_its_predecessor_did_not(new_game: NewGame) -> None:
     game = new_game(exporting())
     game.play_to(2)

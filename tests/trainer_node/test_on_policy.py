@@ -111,6 +111,7 @@ def off_policy(fragments: list[Fragment], seed: int) -> list[Fragment]:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.processes
 @pytest.mark.parametrize(("ranks", "name"), CASES)
 def test_the_gradients_of_several_ranks_are_those_of_one(ranks: int, name: str) -> None:
     quiet = {"learning_rate": 0.0, "max_grad_norm": 1e6, **({"epochs": 1} if name == "appo" else {})}
@@ -132,6 +133,7 @@ def test_the_gradients_of_several_ranks_are_those_of_one(ranks: int, name: str) 
                 assert several[weight] == pytest.approx(array, rel=1e-3, abs=1e-5), weight
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(180)
 def test_ranks_that_learn_come_to_the_same_bits_in_every_life() -> None:
     """That they agree with each other after each update is looked at by the product."""

@@ -25,6 +25,7 @@ from shared.policies.policy import Policy
 from shared.policies.q_network import QNetwork
 from shared.policies.recurrent import RecurrentActorCritic
 from shared.spaces import Columns, PolicySpaces
+from tests.support.groups import some_quick
 from trainer_node.onnx_export import compare, described, exported, random_observations, to_onnx
 
 SEEN = spaces.Dict(
@@ -112,7 +113,7 @@ def leaves_of(value: Any, prefix: str) -> Columns:
     return {name: array for key, below in items for name, array in leaves_of(below, f"{prefix}.{key}").items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_quick(KINDS, "actor_critic", "sac"))
 def test_the_file_acts_as_the_deployed_policy(kind: str) -> None:
     """`load_policy(…).act_batch` is the other side: it shares no code with the file's own conversions."""
     policy = made(kind)

@@ -142,6 +142,7 @@ def ranked(ranks: int, **sections: Any) -> Config:
     return small(**({"trainer": trainer, "archive": "all", "stop_at": {"updates": 8}} | sections))
 
 
+@pytest.mark.processes
 def test_whoever_dies_hangs_or_leaves_the_weights_are_those_of_a_run_that_nothing_happened_to(
     new_crew: NewCrew,
 ) -> None:

@@ -26,6 +26,7 @@ from shared.policies.codec import state_arrays
 from shared.spaces import Columns
 from shared.steps import Phase
 from tests.environments_for_tests import MODULE
+from tests.support.groups import some_quick
 from tests.trainer_node.game import small
 from trainer_node import local_ranks as local
 from trainer_node import snapshot
@@ -153,7 +154,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some_quick(CASES, "uneven slices, terms of every kind"))
 def test_the_gradients_of_several_ranks_are_those_of_one(case: str) -> None:
     ranks, sections = CASES[case]
     sections = dict(sections)
@@ -169,6 +170,7 @@ def test_the_gradients_of_several_ranks_are_those_of_one(case: str) -> None:
             have_the_same_gradients(together, alone)
 
 
+@pytest.mark.processes
 def test_three_ranks_come_to_the_same_bits_in_every_life_wherever_it_begins() -> None:
     config = ranked(
         3, heatup="64 env_steps", algorithm={"minibatch_size": 20, "target_kl": 0.003, "learning_rate": 1e-2}
@@ -198,6 +200,7 @@ def test_three_ranks_come_to_the_same_bits_in_every_life_wherever_it_begins() ->
     assert whole.taken().manifest.provenance["computed_with"]["ranks"] == "3"
 
 
+@pytest.mark.processes
 def test_a_rank_with_other_weights_is_noticed_and_weights_that_break_are_told_as_ever() -> None:
     side = Side(ranked(2))
     fragments, *_ = experience(side.config, 1)
