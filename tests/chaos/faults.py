@@ -20,7 +20,12 @@ from shared.ledger import LedgerLine, read_books
 from shared.redis_keys import RunKeys
 from tests.end_to_end.command_line import CommandLine
 
-_SERVICES = {"Redis": ("redis-server", "valkey-server"), "store": ("rclone serve s3",), "Ray": ("raylet/raylet",)}
+_SERVICES = {
+    "Redis": ("redis-server", "valkey-server"),
+    "store": ("rclone serve s3",),
+    "raylet": ("raylet/raylet",),
+    "GCS": ("gcs_server",),
+}
 """Kind → what its command line has."""
 AWAY = (StagecoachError, redis.RedisError, OSError)
 """What a look at a run may raise while something of it is gone."""

@@ -27,9 +27,10 @@ from tests.chaos.faults import AWAY, Fault, Watched, go_on, kill, stop
 from tests.end_to_end.command_line import CommandLine
 
 RUN = "soak"
-KINDS = ("trainer", "worker", "evaluator", "Redis", "store", "Ray", "coordinator")
-_WEIGHTS = (5, 5, 3, 3, 3, 1, 1)
-"""Ray and the coordinator take everything with them, so they come less often."""
+KINDS = ("trainer", "worker", "evaluator", "Redis", "store", "raylet", "GCS", "coordinator")
+_WEIGHTS = (5, 5, 3, 3, 3, 1, 1, 1)
+"""Ray's processes and the coordinator take everything with them, so they come less often."""
+_RAY = ("raylet", "GCS")
 _STOPPED_SECONDS = (0.5, 4.0)
 _RECOVERY_SECONDS = 120.0
 """No promise: a run that is not well again after so long has not come through."""
@@ -48,14 +49,18 @@ class Soak:
     minutes: float
     per_minute: float
     random: random.Random
-    process: subprocess.Popen[str]
     watched: Watched
+    detached: bool = False
+    coordinator: int = 0
+    """Its process id, where it is detached."""
     faults: list[Fault] = field(default_factory=list)
     stopped: list[tuple[float, Fault]] = field(default_factory=list)
     peaks: dict[str, int] = field(default_factory=dict)
     looks: int = 0
     imbalances: list[str] = field(default_factory=list)
     resumes: int = 0
+    process: subprocess.Popen[str] = field(init=False)
+    """The command that has started or resumed the run; a detached one has ended, and its coordinator works."""
 
     def run(self) -> None:
         """Faults for so many minutes, then until the last of them is over."""
@@ -80,6 +85,8 @@ class Soak:
         if done.code != 0:
             raise NotThrough(f"stop failed: {done.err}")
         ended = self.terminal.ended(self.process, 300)
+        if self.detached:
+            self.terminal.check_nothing_left()
         if ended.code != 0:
             raise NotThrough(f"the run ended with code {ended.code}: {ended.out[-500:]} {ended.err[-1000:]}")
         if self.terminal.left():
@@ -104,7 +111,7 @@ class Soak:
         if not found:
             return
         name, pid = self.random.choice(sorted(found))
-        killed = self.random.random() < 0.7 or kind == "Ray"
+        killed = self.random.random() < 0.7 or kind in _RAY
         fault = (kill if killed else stop)(self.watched, kind, name, pid)
         for other in (others := self._open()):
             other.alone = False
@@ -120,11 +127,13 @@ class Soak:
 
     def _tend_coordinator(self) -> None:
         """What a person (or systemd) does: a run whose coordinator was killed is resumed."""
-        if self.process.poll() is None:
+        if self.detached:
+            if self._is_there(self.coordinator):
+                return
+        elif self.process.poll() is None:
             return
-        ray_is_gone = any(fault.kind == "Ray" for fault in self._open())  # killed while it is joined, it takes us along
-        finished = (self.terminal.store(RUN) / ".finished").exists()
-        if self.process.returncode != -9 and (finished or not ray_is_gone):
+        pid = self.coordinator if self.detached else self.process.pid
+        if not any(fault.pid == pid and fault.how == "killed" for fault in self.faults):
             ended = self.terminal.ended(self.process)
             raise NotThrough(f"the run ended with code {ended.code}: {ended.out[-1000:]} {ended.err[-1000:]}")
         deadline = time.monotonic() + _RECOVERY_SECONDS
@@ -135,7 +144,24 @@ class Soak:
                 raise NotThrough(f"outlived its coordinator: {self.terminal.left()}")
             time.sleep(0.1)
         self.resumes += 1
-        self.process = self.terminal.start("resume", RUN)
+        self.launch("resume", RUN)
+
+    def launch(self, *arguments: str | Path) -> None:
+        """`train` or `resume`; in the background of the test, or as a process whose parent is no more."""
+        self.process = self.terminal.start(*arguments, *(["--detach"] if self.detached else []))
+        if not self.detached:
+            return
+        ended = self.terminal.ended(self.process)
+        if ended.code != 0:
+            raise NotThrough(f"it did not start: {ended.out[-1000:]} {ended.err[-1000:]}")
+        self.terminal.wait_until("the coordinator", lambda: "coordinator" in self.watched.processes())
+        ((_, self.coordinator),) = self.watched.processes()["coordinator"]
+
+    @staticmethod
+    def _is_there(pid: int) -> bool:
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return False
 
     def _watch_recovery(self) -> None:
         with contextlib.suppress(*AWAY):
@@ -179,13 +205,14 @@ def config_of(folder: Path, workers: int) -> Path:
     return path
 
 
-def soak(minutes: float, per_minute: float, seed: int, workers: int, folder: Path) -> bool:
+def soak(minutes: float, per_minute: float, seed: int, workers: int, folder: Path, detached: bool) -> bool:
     """Runs one; prints its table; answers whether nothing was lost."""
     terminal = CommandLine(folder)
-    process = terminal.start("train", config_of(folder, workers), "--run-id", RUN)
+    watched = Watched(terminal, RUN)
+    work = Soak(terminal, minutes, per_minute, random.Random(seed), watched, detached)
     try:
+        work.launch("train", config_of(folder, workers), "--run-id", RUN)
         terminal.until(RUN, "training", lambda status: status.version > 1)
-        work = Soak(terminal, minutes, per_minute, random.Random(seed), process, Watched(terminal, RUN))
         trouble = ""
         try:
             work.run()
@@ -251,10 +278,13 @@ def main() -> int:
     parser.add_argument("--kills-per-minute", type=float, default=12.0, help="how many a minute, on average")
     parser.add_argument("--seed", type=int, default=1, help="decides which faults, and when")
     parser.add_argument("--workers", type=int, default=2, help="rollout workers")
+    parser.add_argument(
+        "--detach", action="store_true", help="the run has no terminal: its coordinator's parent is gone"
+    )
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     print(f"{given}; everything is in {folder}, and stays there if anything is wrong", flush=True)
-    if not soak(given.minutes, given.kills_per_minute, given.seed, given.workers, folder):
+    if not soak(given.minutes, given.kills_per_minute, given.seed, given.workers, folder, given.detach):
         return 1
     shutil.rmtree(folder)
     return 0

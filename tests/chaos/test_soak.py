@@ -42,7 +42,9 @@ def work(make_role: MakeRole, tmp_path: Path) -> Iterator[Soak]:
     SmallWorker(role).work()
     terminal = CommandLine(tmp_path)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], text=True)
-    yield Soak(terminal, 0.0, 1.0, random.Random(1), process, Beside(role.redis, terminal, role.run_id))
+    work = Soak(terminal, 0.0, 1.0, random.Random(1), Beside(role.redis, terminal, role.run_id))
+    work.process = process
+    yield work
     process.kill()
     process.wait()
     terminal.close()
