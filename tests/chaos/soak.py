@@ -133,7 +133,9 @@ class Soak:
         elif self.process.poll() is None:
             return
         pid = self.coordinator if self.detached else self.process.pid
-        if not any(fault.pid == pid and fault.how == "killed" for fault in self.faults):
+        killed = any(fault.pid == pid and fault.how == "killed" for fault in self.faults)
+        ray_is_gone = any(fault.kind in _RAY for fault in self._open())  # killed while it is joined, it takes us along
+        if not killed and ((self.terminal.store(RUN) / ".finished").exists() or not ray_is_gone):
             ended = self.terminal.ended(self.process)
             raise NotThrough(f"the run ended with code {ended.code}: {ended.out[-1000:]} {ended.err[-1000:]}")
         deadline = time.monotonic() + _RECOVERY_SECONDS
