@@ -131,6 +131,7 @@ def _provenance(
     return [
         ("checkpoint", manifest.name + (f" ({', '.join(marks)})" if marks else "")),
         ("run", f"{manifest.run_id}, written by its trainer of epoch {manifest.epoch}"),
+        ("objects in", manifest.folder),
         ("created", time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(manifest.created))),
         ("parent", manifest.parent or _origin(said.get("initialized_from"))),
         ("code version", str(said["code_version"])),

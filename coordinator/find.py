@@ -33,6 +33,8 @@ def find_checkpoint(target: str, runs_dir: Path) -> Found:
     exported. Raises `RunNotFound` or `CheckpointNotFound` with what there is.
     """
     folder = Path(target).resolve()
+    if (folder / MANIFEST).is_file():  # of an upload
+        folder = folder.parent
     if any(folder.glob(f"*/{MANIFEST}")):
         return _in_folder(folder.parent.parent, folder.name)
     if (folder / CHECKPOINTS).is_dir():

@@ -92,7 +92,8 @@ def test_show_prints_the_provenance(stagecoach: Stagecoach, run: Path) -> None:
     assert stagecoach("checkpoints", "show", "a").out == printed
     said = manifest["provenance"]
     words = [
-        NAMES[2], said["code_version"], f"{said['config_hash']} (this run's config)", " to ".join(said["log_range"]),
+        NAMES[2], upload_in(run / "checkpoints" / NAMES[3]).name, said["code_version"],
+        f"{said['config_hash']} (this run's config)", " to ".join(said["log_range"]),
         "2 to 3", "96 env steps", "ledger, worker-0", "ledger, all workers", "96 settled = 96 consumed + 0 dropped",
         f"{said['evaluation']['checkpoint']} ", "over 1 episode",
         *(item["sha256"] for item in manifest["objects"].values()),
@@ -119,7 +120,7 @@ def test_prune_promote_and_export(stagecoach: Stagecoach, run: Path, tmp_path: P
     assert stagecoach("checkpoints", "export", "a", "out").out.splitlines()[0] == "out/a/checkpoints/" + NAMES[1]
     assert (upload_in(exported) / POLICY).is_file()
     assert f"{NAMES[3]}\n" in stagecoach("checkpoints", "export", "a", "latest", "other").out
-    for target in ("a", "a/promoted", str(exported), str(tmp_path / "out" / "a")):
+    for target in ("a", "a/promoted", str(exported), str(upload_in(exported)), str(tmp_path / "out" / "a")):
         assert stagecoach("evaluate", target).out.startswith(f"{NAMES[1]}: ")
     begun = stagecoach("train", "config.yaml", "--run-id", "b", "--inline", "--initialize-from", str(exported))
     assert begun.code == 0, begun
