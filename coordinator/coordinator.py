@@ -40,6 +40,8 @@ from shared.role import Role, open_role
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 
+_SHARED_LOGS = ("redis", "s3", "ray", "background")
+"""That embedded services, or all of a detached coordinator's process, print to."""
 Supervise = Callable[[threading.Event], RunEnd]
 """Tends the roles until the run ends (or the event says: at once); returns why."""
 
@@ -216,7 +218,7 @@ def _start_services(folder: RunFolder, config: Config, logs: Path, running: Exit
         services.append(service)
         store_url, endpoint_url = f"s3://{BUCKET}", f"http://127.0.0.1:{service.port}"
         _LOGGER.info("the S3 server serves")
-    keeper = Keeper(services, config)
+    keeper = Keeper(services, config, [logs / f"{name}.log" for name in _SHARED_LOGS])
     running.callback(keeper.stop)
     keys = str(credentials_file) if credentials_file else None
     return Address(folder.run_id, redis_url, store_url, endpoint_url, keys, store_folder), keeper

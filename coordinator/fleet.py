@@ -55,7 +55,7 @@ _LOGGER = logging.getLogger("stagecoach.coordinator")
 
 
 class RayLost(StagecoachError):
-    """Embedded Ray has died, and all actors with it."""
+    """Embedded Ray has died or hung, and all actors with it."""
 
 
 class Fleet:
@@ -103,7 +103,7 @@ class Fleet:
                     self.kill()
                     return RunEnd("abandoned")
                 if self._head.lost():
-                    raise RayLost("Ray has died")
+                    raise RayLost(self._head.fate)
                 self.tend()
             self.close()
             return self.outcome
@@ -274,7 +274,7 @@ class Fleet:
             _LOGGER.error("%s failed: %s", member.name, caught)
         except ray.exceptions.RayError as caught:
             if self._head.lost(notice=True):
-                raise RayLost("Ray has died") from caught
+                raise RayLost(self._head.fate) from caught
             reason, failure, died = "failed", self._death(member, caught), True
         if reason in (LEFT, OUTGROWN):
             self._fill_again(member, reason)

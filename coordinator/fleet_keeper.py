@@ -1,4 +1,4 @@
-"""The keeper of the fleet: an embedded Ray that dies is started again, with a new fleet on it.
+"""The keeper of the fleet: an embedded Ray that dies or hangs is started again, with a new fleet on it.
 
 The roles of the dead Ray end with it; those of the new one go on from the newest checkpoint and the log, as after any
 other death. It is the run that goes on: nothing is finished, the services stay.
@@ -55,7 +55,7 @@ class FleetKeeper:
             self._fleet.kill()
 
     def _restart_ray(self, error: Exception) -> None:
-        text = str(error) if isinstance(error, RayLost) else "Ray has died"
+        text = self._head.fate
         self._bound.saw(learning_progress(self._role.redis, self._role.run_id))
         if self._bound.ended():
             often = f"{counted(self._bound.ends, 'time')} in a row without progress of the run"

@@ -18,25 +18,32 @@ from pathlib import Path
 import redis
 
 from coordinator.preparation import connect_once
-from coordinator.services import Service, ServiceError
+from coordinator.services import Service, ServiceError, Silence
 from shared.config import Config
 from shared.errors import StagecoachError
 from shared.events import emit
+from shared.launch import rotate_in_place
 from shared.printable import counted
 from shared.restarts import RestartBound, learning_progress
 from shared.role import Role
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 _LOOK_SECONDS = 0.1
+_ROTATE_SECONDS = 5.0
+"""Time between two looks at the size of the logs that are not this process's own."""
 _ASK_SECONDS = 1.0
 """Time between two questions to a service whether it still serves."""
 
 
 class Keeper:
-    """Watches services of this process; gives up on one that dies again and again while the run gets nowhere."""
+    """Watches services of this process; gives up on one that dies again and again while the run gets nowhere.
 
-    def __init__(self, services: Sequence[Service], config: Config) -> None:
+    Rotates `logs` as well, which services, and what they start, append to.
+    """
+
+    def __init__(self, services: Sequence[Service], config: Config, logs: Sequence[Path] = ()) -> None:
         self._services = services
+        self._logs = logs
         self._config = config
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -45,6 +52,9 @@ class Keeper:
 
     def start(self, role: Role, give_up: Callable[[], None]) -> None:
         """Begins to watch; `give_up` is called when a service cannot be kept alive."""
+        rotating = threading.Thread(target=self._rotate, name="log-rotation", daemon=True)
+        rotating.start()
+        self._threads.append(rotating)
         for service in self._services:
             watched = _Watched(service, role, self._config, self._stop)
             arguments = (watched, give_up)
@@ -57,6 +67,12 @@ class Keeper:
         self._stop.set()
         for thread in self._threads:
             thread.join()
+
+    def _rotate(self) -> None:
+        while not self._stop.wait(_ROTATE_SECONDS):
+            for path in self._logs:
+                with suppress(OSError):
+                    rotate_in_place(path)
 
     def _run(self, watched: _Watched, give_up: Callable[[], None]) -> None:
         try:
@@ -75,7 +91,7 @@ class _Watched:
         self._service, self._role, self._stop = service, role, stop
         self._bound = RestartBound(config.rollout.restarts_allowed)
         self._patience = config.rollout.service_silent_seconds
-        self._asked, self._silent = 0.0, 0.0
+        self._asked, self._silence = 0.0, Silence()
 
     def run(self) -> None:
         """Until the keeper is stopped; raises `ServiceError` where the service is given up."""
@@ -86,27 +102,15 @@ class _Watched:
                 self._ask()
 
     def _ask(self) -> None:
-        """Whether it serves, and how far the run has come with it.
-
-        What counts is the time that it was asked and did not answer: a machine that stands still asks nothing. One that
-        waits for its disk has not hung, and could not be ended either.
-        """
+        """Whether it serves, and how far the run has come with it."""
+        if self._silence.ask(lambda: self._service.ready(self._service.port), self._service.process.pid):
+            self._notice_progress()
+        elif self._service.alive and self._silence.seconds >= self._patience:
+            self._end_the_hung()
         self._asked = time.monotonic()
-        try:
-            with suppress(redis.BusyLoadingError):
-                self._service.ready(self._service.port)
-            self._silent = 0.0
-        except (OSError, redis.RedisError):
-            if self._service.alive and not _waits_for_disk(self._service.process.pid):
-                self._silent += time.monotonic() - self._asked
-            self._asked = time.monotonic()
-            if self._silent >= self._patience:
-                self._end_the_hung()
-            return
-        self._notice_progress()
 
     def _end_the_hung(self) -> None:
-        seconds, self._silent = self._silent, 0.0
+        seconds = self._silence.seconds
         _LOGGER.warning("%s has hung: it has not answered for %.0f s", self._service.name, seconds)
         with suppress(ProcessLookupError):
             os.kill(self._service.process.pid, signal.SIGKILL)  # one that is stopped hears nothing else
@@ -118,7 +122,7 @@ class _Watched:
             self._bound.saw(learning_progress(client, self._role.run_id))
 
     def _start_again(self, how: str) -> None:
-        name, words = self._service.name, self._service.last_words()
+        name, words, self._silence = self._service.name, self._service.last_words(), Silence()
         if self._bound.ended():
             raise ServiceError(
                 f"{name} {how}, {counted(self._bound.ends, 'time')} in a row without progress of the run "
@@ -137,11 +141,3 @@ class _Watched:
                 emit(client, self._role.run_id, "service", f"{name} {how} and was started again over its data")
         except (StagecoachError, redis.RedisError) as error:
             _LOGGER.warning("the event could not be told: %s", error)
-
-
-def _waits_for_disk(pid: int) -> bool:
-    """Whether the kernel holds it in the midst of reading or writing; False where /proc does not tell."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "D"
-    except (OSError, IndexError):
-        return False

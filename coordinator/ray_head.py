@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import socket
 import sys
 import threading
 import time
@@ -16,7 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.ray_start import outlive_ray
-from coordinator.services import LOOPBACK_VARIABLE, RayService, ServiceError, StartingRay, begin_ray, new_secret
+from coordinator.services import (
+    ASK_SECONDS,
+    LOOPBACK_VARIABLE,
+    RayService,
+    ServiceError,
+    Silence,
+    StartingRay,
+    begin_ray,
+    new_secret,
+)
 from shared.config import Config
 from shared.errors import UserError
 from shared.user_code import SOURCE
@@ -32,6 +43,10 @@ _NOTICE_SECONDS = 3.0
 _SETTLE_SECONDS = 0.2
 """A role that ends with its Ray may be gone a moment before that is."""
 _PARTS = {"raylet", "gcs_server"}
+_WATCH_SECONDS = 1.0
+"""Time between two questions to each of them whether it still answers."""
+_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""What a client of gRPC says first (RFC 9113, 3.4); a server that is at work says its settings then, token or not."""
 _LEAVE_SECONDS = 50.0
 """Leaving a dead Ray takes its driver ten seconds; after sixty without a GCS it would end this process."""
 
@@ -49,6 +64,10 @@ class RayHead:
         self._address = config.ray.address
         self._starting: StartingRay | None = None
         self._head: RayService | None = None
+        self._watching = threading.Event()
+        """Set where the present Ray is watched no more."""
+        self.fate = "Ray has died"
+        """What to say of a Ray that is lost."""
         if self._owned:
             outlive_ray()
         for name, value in _SETTINGS.items() if self._owned else ():
@@ -92,26 +111,57 @@ class RayHead:
     def _whole(self) -> bool | None:
         """Whether raylet and GCS are there; None where /proc does not tell."""
         assert self._head is not None
-        pid, alive = self._head.service.process.pid, set()
+        parts = self._parts()
+        if parts is None:
+            return None if self._head.service.alive else False
+        return parts.keys() >= _PARTS
+
+    def _parts(self) -> dict[str, int] | None:
+        """Name → process id of what runs of it; None where /proc does not tell."""
+        assert self._head is not None
+        pid = self._head.service.process.pid
+        found: dict[str, int] = {}
         try:
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         except OSError:
-            return None if self._head.service.alive else False
+            return None
         for child in children:
             with contextlib.suppress(OSError):
                 name, _, rest = Path(f"/proc/{child}/stat").read_text().partition("(")[2].rpartition(")")
-                alive |= {name} if rest.split()[0] not in "ZX" else set()
-        return alive >= _PARTS
+                found |= {name: int(child)} if rest.split()[0] not in "ZX" else {}
+        return found
+
+    def _watch(self, places: dict[str, tuple[str, int]], stop: threading.Event) -> None:
+        """Ends a raylet or a GCS that does not answer any more; then it has died, and is noticed as such.
+
+        A thread of its own, since who asks them by Ray itself waits without end, and is ended with them.
+        """
+        silences = {name: Silence() for name in places}
+        patience = self._config.rollout.service_silent_seconds
+        while not stop.wait(_WATCH_SECONDS):
+            for name, pid in (self._parts() or {}).items():
+                if name not in places or silences[name].ask(lambda: _answers(*places[name]), pid):  # noqa: B023
+                    continue
+                if (seconds := silences[name].seconds) >= patience and not stop.is_set():
+                    self.fate = (
+                        f"Ray hung (no answer of its {name} for {seconds:.0f} s, rollout.service_silent_seconds)"
+                    )
+                    _LOGGER.warning("%s; it is ended", self.fate)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                    return
 
     def start_again(self) -> None:
         """Leaves the Ray that has died and joins a new one; raises `ServiceError` or `UserError`."""
         assert self._head is not None
+        self._watching.set()
         leaving = threading.Thread(target=_ray().shutdown, name="ray-shutdown", daemon=True)
         leaving.start()
         leaving.join(_LEAVE_SECONDS)
         if leaving.is_alive():
             raise ServiceError(f"Ray died, and its driver did not let go within {_LEAVE_SECONDS:g} s")
         self._head.stop()
+        self.fate = "Ray has died"
         self._begin()
         self.connect()
 
@@ -134,17 +184,32 @@ class RayHead:
                 f"Ray at {self._address} cannot be joined: {' '.join(str(error).split())}; correct ray.address, or use "
                 f"ray.address=embedded"
             ) from None
+        if self._head is not None:
+            (node,), (host, _, port) = ray.nodes(), self._head.address.rpartition(":")
+            raylet = (node["NodeManagerAddress"], int(node["NodeManagerPort"]))
+            self._watching = threading.Event()
+            watched = ({"raylet": raylet, "gcs_server": (host, int(port))}, self._watching)
+            threading.Thread(target=self._watch, args=watched, name="ray-watch", daemon=True).start()
 
     def stop(self) -> None:
         """Disconnects, and ends an embedded Ray; its logs move to the run's folder."""
         if not self._owned:
             return
+        self._watching.set()
         if "ray" in sys.modules:
             sys.modules["ray"].shutdown()
         if self._starting is not None:
             self._starting.stop()
         if self._head is not None:
             self._head.stop()
+
+
+def _answers(host: str, port: int) -> None:
+    """Raises `OSError` where the server of gRPC there does not: the kernel takes connections for one that has hung."""
+    with socket.create_connection((host, port), timeout=ASK_SECONDS) as connection:
+        connection.sendall(_HTTP2)
+        if not connection.recv(1):
+            raise ConnectionError("it has closed the connection")
 
 
 def _to_log(said: dict[str, Any], ignore_prefix: bool) -> None:

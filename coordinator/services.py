@@ -36,7 +36,7 @@ BUCKET = "stagecoach"
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Set to 0 before Ray is imported, it keeps a driver on loopback; by default Ray talks over the machine's address."""
 _START_SECONDS = 60.0
-_ASK_SECONDS = 2.0
+ASK_SECONDS = 2.0
 """Time for one answer of a service of ours, whether it serves."""
 _TRIES = 5
 _FIRST_PORT, _PORTS = 12_000, 20_000
@@ -97,6 +97,38 @@ class Service:
         self.process.wait()
 
 
+class Silence:
+    """How long something was asked and did not answer, since its last answer.
+
+    What counts is the time that it was asked: a machine that stands still asks nothing. One that waits for its disk has
+    not hung, and could not be ended either.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def ask(self, question: Callable[[], object], pid: int) -> bool:
+        """Whether the process of this id answers; `question` raises where it does not."""
+        asked = time.monotonic()
+        try:
+            with contextlib.suppress(redis.BusyLoadingError):
+                question()
+        except (OSError, redis.RedisError):
+            if not _waits_for_disk(pid):
+                self.seconds += time.monotonic() - asked
+            return False
+        self.seconds = 0.0
+        return True
+
+
+def _waits_for_disk(pid: int) -> bool:
+    """Whether the kernel holds it in the midst of reading or writing; False where /proc does not tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "D"
+    except (OSError, IndexError):
+        return False
+
+
 class Starting:
     """A service that is launched and does not serve yet, so that others can be started meanwhile."""
 
@@ -142,7 +174,7 @@ def start_redis(folder: Path, log: Path, password: str) -> Service:
 
     def ready(port: int) -> bool:
         once = Retry(NoBackoff(), 0)  # by default a refused connection is tried again a second later
-        with redis.Redis(port=port, password=password, socket_timeout=_ASK_SECONDS, retry=once) as client:
+        with redis.Redis(port=port, password=password, socket_timeout=ASK_SECONDS, retry=once) as client:
             return bool(client.ping())
 
     return _start("Redis", log, launch, ready)
@@ -168,7 +200,7 @@ def start_s3(folder: Path, log: Path, access_key: str, secret_key: str) -> Servi
         return _spawn(command, log, environment=environment)
 
     def ready(port: int) -> bool:
-        asking = http.client.HTTPConnection("127.0.0.1", port, timeout=_ASK_SECONDS)
+        asking = http.client.HTTPConnection("127.0.0.1", port, timeout=ASK_SECONDS)
         try:  # a refusal is an answer; the kernel takes connections for a server that has hung
             asking.request("GET", "/")
             return bool(asking.getresponse().status)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from shared import tensor_blob
 from shared.fragment import STATE
-from shared.spaces import Array, Columns
+from shared.spaces import Array, Columns, EnvironmentDescription
 
 MOST_BYTES = 1 << 20
 """A trail that would be longer is not kept: it lies in Redis, for each worker."""
@@ -25,6 +26,8 @@ MOST_TRIES = 3
 """So many incarnations may die while they act on from the same place; the next one begins anew."""
 _FRAGMENT, _ENVIRONMENTS, _EPOCH = 0, 1, 2
 _MASK = (1 << 64) - 1
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, MemoryError)
+"""What NumPy and the constructors raise over a blob that is sound and no step."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ def encode(step: Step) -> bytes:
 
 
 def decode(blob: bytes) -> Step:
-    """Raises `BlobError`, `KeyError`, `TypeError` or `ValueError` for anything else than a step."""
+    """Raises `BlobError`, or one of `_MALFORMED` for anything else than a step."""
     flat, header = tensor_blob.decode(blob)
     actions: dict[str, Columns] = {}
     states: Columns = {}
@@ -133,10 +136,20 @@ def decode(blob: bytes) -> Step:
         if column == STATE:
             states[policy_id] = array
         else:
-            actions.setdefault(policy_id, {})[column] = array.astype(header["actions"][name])
-    lengths, episodes = tuple(map(int, header["lengths"])), tuple(map(int, header["episodes"]))
-    life = Life(**header["life"])
-    return Step(life, header["number"], episodes, lengths, header["digest"], actions, states)
+            actions.setdefault(policy_id, {})[column] = array.astype(np.dtype(header["actions"][name]))
+    lengths, episodes = tuple(map(_count, header["lengths"])), tuple(map(_count, header["episodes"]))
+    life = Life(**{name: _count(value) for name, value in header["life"].items()})
+    arrays = [array for columns in actions.values() for array in columns.values()]
+    steps = {array.shape[0] if array.ndim > 1 else -1 for array in arrays}
+    if len(steps) != 1 or steps & {-1} or (steps == {0} and any(lengths)) or len(lengths) != len(episodes):
+        raise ValueError(f"a step with {steps} rows, {len(lengths)} lengths and {len(episodes)} episodes")
+    return Step(life, _count(header["number"]), episodes, lengths, str(header["digest"]), actions, states)
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or not 0 <= value <= _MASK:
+        raise ValueError(f"{value!r} is no count")
+    return value
 
 
 @dataclass(frozen=True)
@@ -151,15 +164,25 @@ class Trail:
     states: Mapping[str, Array] = field(default_factory=dict)
     """As in `Step`."""
 
+    def fits(self, description: EnvironmentDescription, num_envs: int) -> bool:
+        """Whether it is of so many environments with such agents."""
+        slots = {policy_id: num_envs * description.slots(policy_id) for policy_id in description.policies}
+        found = {id_: {name: array.shape[1] for name, array in part.items()} for id_, part in self.past.actions.items()}
+        return len(self.past.episodes) == num_envs and found == {
+            policy_id: dict.fromkeys(spaces.action.column_names("action"), slots[policy_id])
+            for policy_id, spaces in description.policies.items()
+        }
+
 
 def read(blobs: Sequence[bytes]) -> Trail | None:
-    """The trail in what Redis holds; None where it cannot be taken up."""
+    """The trail in what Redis holds; None where it cannot be taken up, or is none (somebody else wrote there)."""
     try:
-        steps = [decode(blob) for blob in blobs]
-    except (tensor_blob.BlobError, KeyError, TypeError, ValueError):
+        return _joined([decode(blob) for blob in blobs]) if blobs else None
+    except (tensor_blob.BlobError, *_MALFORMED):
         return None
-    if not steps:
-        return None
+
+
+def _joined(steps: Sequence[Step]) -> Trail | None:
     last = steps[-1]
     needed = steps[-last.fragments :]
     numbers = [(step.life, step.number) for step in needed]

@@ -359,12 +359,12 @@ class Worker:
 
     def _start_environment(self) -> Sampler | DatasetSampler:
         """Where the predecessor's last fragment ended, if the environments come there again; else new episodes."""
-        left = self._log.left(self.id)
+        left, num_envs = self._log.left(self.id), self._config.environment.num_envs
         if left.tries >= trail.MOST_TRIES:
             why = f"{left.tries} of its predecessors died in the old ones"
         elif not left.pushed:  # nobody has seen the beginning yet
             return self._begin_anew(Life(self._config.seed, self._index, 0, 0))
-        elif (past := trail.read(left.trail)) is None:
+        elif (past := trail.read(left.trail)) is None or not past.fits(self._description, num_envs):
             why = "no trail to the old ones is left (drained, a native environment, or rollout.catch_up_seconds)"
         elif (sampler := self._take_up(past)) is None:
             why = "its environment did not come back to where it was"

@@ -177,8 +177,8 @@ class RolloutConfig(Section):
     silent_seconds: float = Field(30.0, gt=10)
     """A role whose heartbeat has stopped for this long is ended and started anew, whatever it is."""
     service_silent_seconds: float = Field(60.0, gt=0)
-    """An embedded Redis or S3 server that was asked for this long and has not answered is ended and started again over
-    its data. Time in which it waits for the disk does not count, nor time in which this machine stood still."""
+    """An embedded Redis, S3 server or Ray that was asked for this long and has not answered is ended and started again
+    (over its data). Time in which it waits for the disk does not count, nor time in which this machine stood still."""
     restarts_allowed: int = Field(4, ge=0)
     """How often in a row a role, an embedded service or embedded Ray may end without progress before it is given up:
     without a fragment (worker), a score (evaluator), or a log entry learnt or dropped (the others). What made progress

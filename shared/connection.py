@@ -26,6 +26,7 @@ from redis.retry import Retry
 
 from shared import tls
 from shared.config import Config
+from shared.damaged_keys import NamingRedis
 from shared.errors import ConfigError, RedisUnavailable
 from shared.redis_keys import redis_place
 from shared.services_config import RedisConfig
@@ -291,7 +292,7 @@ def _client(
             driver_info=None,  # else each connection says which library it is, which Redis 7.0 has no word to permit
             retry=RetryForSeconds(f"Redis at {_public(url)}", retry_seconds),
         )
-        return redis.Redis.from_pool(pool)
+        return NamingRedis.from_pool(pool)
     except ValueError as error:
         raise RedisUnavailable(f"{field} {url.rpartition('@')[2]!r} is no address: {error}") from None
 

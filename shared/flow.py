@@ -15,8 +15,11 @@ from typing import Any, cast
 import redis
 
 from shared import scripts
+from shared.damaged_keys import KeyDamaged
 from shared.errors import Fenced, RunNotFound, WorkerSuperseded
 from shared.failure import FailureKind
+from shared.flow_state import FlowState as FlowState
+from shared.flow_state import parse_flow
 from shared.printable import printable
 from shared.redis_keys import RunKeys
 from shared.script_calls import Call, Step
@@ -43,47 +46,6 @@ class Claim:
     def waiting(self) -> bool:
         """No credit now; more may come."""
         return self.word.startswith("wait_")
-
-
-@dataclass(frozen=True)
-class FlowState:
-    """One look at the flow hash."""
-
-    state: str
-    reason: str
-    failure: FailureKind | None
-    """Whose failure ends it, where it is one."""
-    epoch: int
-    version: int
-    consumed: int
-    claimed: int
-    fragments_per_update: int
-    max_policy_lag: int
-    settled_id: str
-    trimmed_id: str
-    log_bytes: int
-    max_log_bytes: int
-    desired_workers: int
-    scaling: str
-    """`fixed`, or `auto`: the coordinator moves `desired_workers` between the next two."""
-    min_workers: int
-    max_workers: int | None
-    """None: as many as there is room for."""
-    config_hash: str
-    memory_full: bool
-    """Whether Redis refused the last new claim, or a shard a body, for want of memory."""
-    shards: tuple[str, ...]
-    """Where the run's fragments have their bodies, as `host:port/db`; empty where the log holds them."""
-
-    @property
-    def in_flight(self) -> int:
-        """Claims granted and not yet behind a published version."""
-        return self.claimed - self.consumed
-
-    @property
-    def window(self) -> int:
-        """The most that may be in flight: (L + 1) · K."""
-        return (self.max_policy_lag + 1) * self.fragments_per_update
 
 
 class Flow:
@@ -133,20 +95,14 @@ class Flow:
         return bool(self._run("CREATE", [self._keys.flow], [x for pair in fields.items() for x in pair]))
 
     def read(self) -> FlowState:
-        """One consistent look; raises `RunNotFound`."""
+        """One consistent look; raises `RunNotFound`, or `KeyDamaged`."""
         raw = cast(dict[bytes, bytes], self._redis.hgetall(self._keys.flow))
         if not raw:
             raise RunNotFound(f"Redis knows no run {self._keys.run_id!r}; is this the Redis it was started on?")
-        flow = {key.decode(): value.decode() for key, value in raw.items()}
-        return FlowState(
-            flow["state"], flow["reason"], FailureKind(flow["failure"]) if flow.get("failure") else None,
-            int(flow["epoch"]), int(flow["version"]), int(flow["consumed"]), int(flow["claimed"]),
-            int(flow["fragments_per_update"]), int(flow["max_policy_lag"]), flow["settled_id"], flow["trimmed_id"],
-            int(flow["pushed_bytes"]) - int(flow["trimmed_bytes"]), int(flow["max_log_bytes"]),
-            int(flow["desired_workers"]), flow.get("scaling", "fixed"), int(flow.get("min_workers", 1)),
-            int(flow.get("max_workers") or 0) or None, flow["config_hash"], "memory_full" in flow,
-            tuple(flow.get("shards", "").split()),
-        )  # fmt: skip
+        try:
+            return parse_flow(raw)
+        except ValueError as error:
+            raise KeyDamaged(self._keys.flow, error) from None
 
     def register(self, worker: str, at_least: int = 0) -> tuple[int, int]:
         """A new incarnation of `worker` (0 the first time) and the trainer's epoch; its old claims are given back.
@@ -157,7 +113,7 @@ class Flow:
             self._keys.flow, self._keys.incarnations, self._keys.claims, self._keys.wakeups, self._keys.pushed
         ]  # fmt: skip
         incarnation, epoch = self._run("REGISTER", keys, [worker, at_least, scripts.INCARNATIONS_KEPT])
-        return int(incarnation), int(epoch)
+        return int(incarnation), self._number(epoch)
 
     def claim(self, worker: str, incarnation: int, seq: int) -> Claim:
         """Asks once for permission to act fragment `seq`; raises `WorkerSuperseded` for an old incarnation."""
@@ -173,7 +129,17 @@ class Flow:
             self._keys.flow, self._keys.claims, self._keys.incarnations, self._keys.draining, self._keys.wakeups,
             self._keys.pushed,
         ]  # fmt: skip
-        return Call(self._script["CLAIM"], keys, [worker, incarnation, seq], _claim)
+        return Call(self._script["CLAIM"], keys, [worker, incarnation, seq], self._claimed)
+
+    def _claimed(self, answer: list[bytes]) -> Claim:
+        word, version, epoch, wakeup = answer
+        return Claim(word.decode(errors="replace"), self._number(version), self._number(epoch), wakeup.decode())
+
+    def _number(self, text: bytes) -> int:
+        """A number of the flow's, as a script answers it; raises `KeyDamaged`."""
+        if not text.removeprefix(b"-").isdigit():
+            self.read()
+        return int(text)
 
     def wait_for_wakeup(self, claim: Claim, seconds: float) -> None:
         """Blocks until credit may have become free after `claim` was refused, at most `seconds`."""
@@ -252,8 +218,3 @@ class Flow:
         fields: list[str | int] = ["scaling", scaling, "min_workers", min_workers, "max_workers", max_workers or ""]
         fields += [] if workers is None else ["desired_workers", workers]
         self._run("SCALE", [self._keys.flow], ["", *fields])
-
-
-def _claim(answer: list[bytes]) -> Claim:
-    word, version, epoch, wakeup = answer
-    return Claim(word.decode(), int(version), int(epoch), wakeup.decode())

@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+import shutil
 from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -23,7 +24,7 @@ from shared.user_code import extend_imports
 _LOGGER = logging.getLogger("stagecoach.launch")
 SERVICES, RESOLVED_CONFIG, LOGS = "services.json", "config.yaml", "logs"
 _LOG_BYTES, _LOGS_KEPT = 8 << 20, 3
-"""Some 60,000 lines each: more than a person reads, and 32 MiB for each role."""
+"""Some 60,000 lines each: more than a person reads, and 32 MiB for each role or service."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,21 @@ def log_to_file(run_folder: str | None, name: str) -> None:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+def rotate_in_place(path: Path) -> None:
+    """The same for a file that other processes hold open to append to: copied, then emptied."""
+    if not path.exists() or path.stat().st_size < _LOG_BYTES:
+        return
+    rotating = RotatingFileHandler(path, backupCount=_LOGS_KEPT, delay=True)
+    rotating.rotator = _copy_and_empty
+    rotating.doRollover()
+    rotating.close()
+
+
+def _copy_and_empty(source: str, copy: str) -> None:
+    shutil.copyfile(source, copy)
+    os.truncate(source, 0)
 
 
 def role_arguments(program: str, description: str) -> argparse.ArgumentParser:

@@ -13,13 +13,15 @@ from typing import Any, cast
 import redis
 
 from shared import scripts
-from shared.checkpoint import Checkpoint, CheckpointStore
+from shared.checkpoint import Checkpoint, CheckpointStore, checkpoint_version
+from shared.damaged_keys import KeyDamaged
 from shared.errors import Fenced, RedisSetBack
 from shared.ledger import Ledger
 from shared.policies.codec import VersionHeader, decode_board, decode_policy, state_arrays
 from shared.redis_keys import RunKeys
 from shared.script_calls import Step
 from shared.spaces import Columns
+from shared.tensor_blob import BlobError
 
 
 @dataclass(frozen=True)
@@ -87,17 +89,26 @@ class PolicyBoard:
             raise RedisSetBack(f"version {version} is not published: Redis came back, perhaps without what came last")
         if word == b"published":
             ledger.told()
-        return Published(word.decode(), state.decode(), reason.decode(), int(log_bytes))
+        return Published(word.decode(), state.decode(errors="replace"), reason.decode(errors="replace"), int(log_bytes))
 
     def fetch(self, checkpoints: CheckpointStore) -> PolicyVersion | None:
-        """The newest version, or None before the first; from the store where the board names a checkpoint."""
+        """The newest version, or None before the first; from the store where the board names a checkpoint.
+
+        Raises `KeyDamaged`, or what the store raises.
+        """
         raw = cast(list[bytes | None], self._redis.hmget(self._keys.board, ["blob", "checkpoint"]))
         blob, checkpoint = raw
         if blob is None:
             return None
         if checkpoint:
-            return version_of(checkpoints.load(checkpoint.decode(), only="policy.safetensors"))
-        states, header = decode_board(blob)
+            name = checkpoint.decode(errors="replace")
+            if checkpoint_version(name) is None:
+                raise KeyDamaged(self._keys.board, f"its field checkpoint is {name!r}, which names none")
+            return version_of(checkpoints.load(name, only="policy.safetensors"))
+        try:
+            states, header = decode_board(blob)
+        except (BlobError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise KeyDamaged(self._keys.board, f"its field blob is no policy version ({error})") from None
         return PolicyVersion(header, states)
 
 

@@ -49,7 +49,7 @@ if fenced(ARGV[1]) then return {-1, 0, '', 0, 0} end
 begin()
 local flow = redis.call('HMGET', KEYS[1], 'at_work', 'version', 'deaths', 'deaths_version', 'taking', 'suspect',
   'suspect_deaths')
-local deaths, suspect, there = tonumber(flow[3] or '0'), flow[6] or '', tonumber(flow[7] or '0')
+local deaths, suspect, there = whole(flow[3]) or 0, flow[6] or '', whole(flow[7]) or 0
 local taking, died, put = flow[5] or '', 0, 0
 if flow[4] ~= flow[2] then deaths, suspect, there = 0, '', 0 end
 if flow[1] and flow[1] ~= ARGV[1] then
@@ -62,8 +62,8 @@ if flow[1] and flow[1] ~= ARGV[1] then
     suspect, there = taking, deaths == 2 and 2 or 1  -- the first one wrote nothing down
   end
   if there >= tonumber(ARGV[2]) then
-    local first, last = string.match(taking, '^(%S+) (%S+)$')
-    put = quarantine(first, last, there .. ' trainers died in a row over it')
+    local first, last = string.match(taking, '^(%d+%-%d+) (%d+%-%d+)$')
+    put = first and quarantine(first, last, there .. ' trainers died in a row over it') or 0
     if put > 0 then suspect = '' end
   end
 end

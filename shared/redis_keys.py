@@ -13,6 +13,15 @@ from urllib.parse import urlsplit
 from shared.errors import UserError
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_KEY = re.compile(r"stagecoach:\{[^}]*\}:([a-z_]+)(?::.*)?")
+_TYPES = {
+    "hash": ("flow", "bodies", "quarantine", "pushed", "produced", "incarnations", "board", "ledger", "heartbeats",
+             "evaluations"),
+    "stream": ("log", "wakeups", "events", "ranks"),
+    "set": ("lost_bodies", "draining"), "zset": ("claims",), "list": ("trail",), "string": ("signals", "store_status"),
+}  # fmt: skip
+COUNTS = ("pushed", "produced", "incarnations")
+"""Hashes whose values are whole numbers."""
 
 
 def check_run_id(run_id: str) -> str:
@@ -28,6 +37,18 @@ def redis_place(url: str) -> str:
     """`host:port/db` of a Redis address: what tells one server's contents from another's."""
     parts = urlsplit(url)
     return f"{parts.hostname}:{parts.port or 6379}/{parts.path.strip('/') or 0}"
+
+
+def key_name(key: str) -> str | None:
+    """`flow`, `log`, `trail` … for a key of a run's; None for anything else."""
+    found = _KEY.fullmatch(key)
+    return found[1] if found else None
+
+
+def key_type(key: str) -> str | None:
+    """What Redis says to `TYPE` of a key of a run's."""
+    name = key_name(key)
+    return next((kind for kind, names in _TYPES.items() if name in names), None)
 
 
 @dataclass(frozen=True)

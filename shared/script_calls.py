@@ -51,13 +51,14 @@ class Call(Generic[First]):
 
 
 def run_both(client: redis.Redis, first: Call[First], second: Call[Second]) -> tuple[First, Second]:
-    """One after the other in one round trip; others may come in between. Where an error passes, both are sent again."""
+    """One after the other in one round trip; others may come in between. What fails is sent again, each by itself: so a
+    server that does not know a script gets it, and a damaged key is named."""
     pipeline = client.pipeline(transaction=False)
     for call in (first, second):
         call.step.add_to(pipeline, call.keys, call.args)
     try:
         answers = pipeline.execute()
-    except redis.exceptions.NoScriptError:
+    except redis.ResponseError:
         return first.run(), second.run()
     first.answer, second.answer = first.read(answers[0]), second.read(answers[1])
     return first.answer, second.answer

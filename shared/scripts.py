@@ -25,6 +25,7 @@ INCARNATIONS_KEPT = 16
 COMMON = """
 local function begin() redis.call('HDEL', KEYS[1], '') end  -- see above
 local function number(field) return tonumber(redis.call('HGET', KEYS[1], field) or '0') end
+local function whole(text) return tonumber(string.match(text or '', '^%-?%d+$')) end  -- nil: foreign
 local function now_ms()
   local t = redis.call('TIME')
   return tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
@@ -36,7 +37,7 @@ end
 local function after(a, b)
   local a_ms, a_seq = id_parts(a)
   local b_ms, b_seq = id_parts(b)
-  return a_ms > b_ms or (a_ms == b_ms and a_seq > b_seq)
+  return a_ms and (a_ms > b_ms or (a_ms == b_ms and a_seq > b_seq))  -- what is no position comes after none
 end
 local function wake(key) redis.call('XADD', key, 'MAXLEN', '~', '64', '*', 'w', '1') end
 local function each_entry(log, position, visit)  -- a page at a time: fragments are large
@@ -85,7 +86,7 @@ REGISTER = (
 -- are kept. A new incarnation of a worker; what the one before had claimed is given back. Answers {incarnation, epoch}.
 if redis.call('EXISTS', KEYS[1]) == 0 then return redis.error_reply('NORUN no such run') end
 begin()
-local incarnation = math.max(tonumber(redis.call('HGET', KEYS[2], ARGV[1]) or '0'), tonumber(ARGV[2]))
+local incarnation = math.max(whole(redis.call('HGET', KEYS[2], ARGV[1])) or 0, tonumber(ARGV[2]))
 redis.call('HSET', KEYS[2], ARGV[1], incarnation + 1)
 local kept = tonumber(ARGV[3])
 for old = math.max(0, incarnation - 2 * kept), incarnation - kept do
@@ -139,12 +140,11 @@ local function answer(word)
   return {word, flow[2], flow[3], last[1] and last[1][1] or '0-0'}
 end
 if flow[1] ~= 'running' then return answer(flow[1]) end
-local lives = tonumber(redis.call('HGET', KEYS[3], ARGV[1]) or '0')
+local lives = whole(redis.call('HGET', KEYS[3], ARGV[1])) or 0
 if lives > tonumber(ARGV[2]) + 1 then return answer('superseded') end
 if redis.call('SISMEMBER', KEYS[4], ARGV[1]) == 1 then return answer('drain') end
-if tonumber(redis.call('HGET', KEYS[6], ARGV[1] .. ':' .. ARGV[2]) or '-1') >= tonumber(ARGV[3]) then
-  return answer('taken')
-end
+local last = whole(redis.call('HGET', KEYS[6], ARGV[1] .. ':' .. ARGV[2])) or -1
+if last >= tonumber(ARGV[3]) then return answer('taken') end
 local now = now_ms()
 local expired = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', '(' .. now)
 local claimed = tonumber(flow[4]) - #expired
@@ -196,16 +196,16 @@ if not flow[1] then return redis.error_reply('NORUN no such run') end
 begin()
 if tonumber(ARGV[4]) > tonumber(flow[2]) then return 'epoch' end
 local from, seq = ARGV[1] .. ':' .. ARGV[2], tonumber(ARGV[3])
-local last = tonumber(redis.call('HGET', KEYS[4], from) or '-1')
+local last = whole(redis.call('HGET', KEYS[4], from)) or -1
 if seq <= last then
   if redis.call('ZREM', KEYS[2], from .. ':' .. ARGV[3]) == 1 then redis.call('HINCRBY', KEYS[1], 'claimed', -1) end
   return 'duplicate'
 end
 if flow[1] == 'finished' then return 'finished' end
-local lives = tonumber(redis.call('HGET', KEYS[6], ARGV[1]) or '0')
+local lives = whole(redis.call('HGET', KEYS[6], ARGV[1])) or 0
 if tonumber(ARGV[2]) < lives - 1 then return 'superseded' end
 local heard = tonumber(ARGV[11])
-if tonumber(redis.call('HGET', KEYS[4], from .. ':refused') or '0') > heard then return 'stale' end  -- sent again
+if (whole(redis.call('HGET', KEYS[4], from .. ':refused')) or 0) > heard then return 'stale' end  -- sent again
 local function leave_trail()  -- also of a fragment that is refused: its environments have moved on
   redis.call('HDEL', KEYS[4], ARGV[1] .. ':tries')
   if ARGV[8] == '0' then
@@ -367,11 +367,10 @@ local through, settled = ARGV[2], redis.call('HGET', KEYS[1], 'settled_id')
 if after(through, settled) then through = settled end
 local last = redis.call('XREVRANGE', KEYS[2], through, '-', 'COUNT', 1)
 if not last[1] then return 0 end
-local ms, seq = id_parts(through)
-local freed
+local freed, ms, seq = nil, id_parts(through)
 while last[1] and not freed do -- what a stranger added has no 'end': the entry before it tells
   for i = 1, #last[1][2], 2 do
-    if last[1][2][i] == 'end' then freed = last[1][2][i + 1] end
+    if last[1][2][i] == 'end' and whole(last[1][2][i + 1]) then freed = last[1][2][i + 1] end
   end
   last = redis.call('XREVRANGE', KEYS[2], '(' .. last[1][1], '-', 'COUNT', 1)
 end
@@ -404,7 +403,7 @@ local function book(worker, fragments, transitions)
 end
 for index = 4, #ARGV, 2 do
   local worker, account = ARGV[index], cjson.decode(ARGV[index + 1])
-  local lives = tonumber(redis.call('HGET', KEYS[5], worker) or '0')
+  local lives = whole(redis.call('HGET', KEYS[5], worker)) or 0
   book(worker, account.consumed.fragments, account.consumed.transitions)
   for _, count in pairs(account.dropped) do book(worker, count.fragments, count.transitions) end
   for incarnation, seq in pairs(account.high_water) do
@@ -418,25 +417,26 @@ if ARGV[2] ~= '0-0' and type(redis.pcall('XADD', KEYS[2], ARGV[2], 'x', '')) ~= 
   redis.call('HSET', KEYS[1], 'trimmed_id', ARGV[2])  -- what was learnt up to there is not all there (any more)
 end
 each_entry(KEYS[2], ARGV[2], function(fields)
-  if fields['end'] then
-    local from, seq = fields['worker'] .. ':' .. fields['incarnation'], tonumber(fields['seq'])
+  local seq, size = whole(fields['seq']), whole(fields['transitions'])
+  if fields['end'] and fields['worker'] and fields['incarnation'] and seq and size then
+    local from = fields['worker'] .. ':' .. fields['incarnation']
     local gap = math.max(0, seq - (marks[from] or -1) - 1)
-    book(fields['worker'], 1 + gap, (1 + gap) * tonumber(fields['transitions']))
-    credit = credit + 1 + math.max(0, gap - tonumber(fields['lost'] or '0'))
+    book(fields['worker'], 1 + gap, (1 + gap) * size)
+    credit = credit + 1 + math.max(0, gap - (whole(fields['lost']) or 0))
     marks[from] = math.max(marks[from] or -1, seq)
   end
 end)
 for from, seq in pairs(marks) do
-  if tonumber(redis.call('HGET', KEYS[6], from) or '-1') < seq then redis.call('HSET', KEYS[6], from, seq) end
+  if (whole(redis.call('HGET', KEYS[6], from)) or -1) < seq then redis.call('HSET', KEYS[6], from, seq) end
 end
 for _, id in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
   local from, seq = string.match(id, '^(.*):(%d+)$')
-  if tonumber(seq) <= (marks[from] or -1) then redis.call('ZREM', KEYS[3], id) end
+  if not from or tonumber(seq) <= (marks[from] or -1) then redis.call('ZREM', KEYS[3], id) end
 end
 for worker, line in pairs(books) do
   local stale = redis.call('HMGET', KEYS[4], worker .. ':fragments:stale', worker .. ':transitions:stale')
-  redis.call('HSET', KEYS[4], worker .. ':fragments', line[1] + tonumber(stale[1] or '0'),
-    worker .. ':transitions', line[2] + tonumber(stale[2] or '0'))
+  redis.call('HSET', KEYS[4], worker .. ':fragments', line[1] + (whole(stale[1]) or 0),
+    worker .. ':transitions', line[2] + (whole(stale[2]) or 0))
 end
 redis.call('HSET', KEYS[1], 'claimed', number('consumed') + credit + redis.call('ZCARD', KEYS[3]),
   'epoch', ARGV[1], 'settled_id', ARGV[2])

@@ -60,7 +60,7 @@ def keep(tmp_path: Path) -> Iterator[Callable[..., Kept]]:
             role = open_role(config, address)
             running.callback(role.redis.close)
             create_flow(role)
-            keeper, given_up = Keeper(services, config), threading.Event()
+            keeper, given_up = Keeper(services, config, [tmp_path / "redis.log"]), threading.Event()
             running.callback(keeper.stop)
             keeper.start(role, given_up.set)
             return Kept(*services, keeper, role, given_up)
@@ -171,6 +171,28 @@ def test_one_that_dies_again_and_again_is_given_up_with_its_last_words(keep: Cal
     )
     assert "Starting s3 server" in str(kept.keeper.failure)
     assert kept.redis.alive
+
+
+def test_the_log_of_a_service_is_rotated_while_it_writes(
+    keep: Callable[..., Kept], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.launch._LOG_BYTES", 4000)
+    monkeypatch.setattr("coordinator.keeper._ROTATE_SECONDS", 0.1)
+    kept = keep()
+    logs = [tmp_path / f"redis.log{suffix}" for suffix in ("", ".1", ".2", ".3")]
+
+    kept.role.redis.config_set("loglevel", "verbose")  # so that each connection is a line
+
+    def written() -> bool:
+        return serves(kept.redis) and all(path.exists() for path in logs)
+
+    until(written)
+    kept.keeper.stop()
+    kept.role.redis.config_set("loglevel", "notice")
+    assert not (tmp_path / "redis.log.4").exists()
+    before = kept.redis.log.stat().st_size
+    kept.redis.stop()
+    assert kept.redis.log.stat().st_size > before and "bye bye" in kept.redis.log.read_text(errors="replace")
 
 
 def test_a_keeper_that_is_stopped_starts_nothing(keep: Callable[..., Kept]) -> None:

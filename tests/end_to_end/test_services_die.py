@@ -64,6 +64,19 @@ def test_a_redis_that_hangs_is_told_of_and_started_again(terminal: CommandLine) 
     ends_in_order(terminal, process, goes_on(terminal, terminal.handle(RUN).status().version))
 
 
+@pytest.mark.parametrize("part", ["raylet", "gcs_server"])
+def test_a_ray_that_hangs_is_told_of_and_started_again(terminal: CommandLine, part: str) -> None:
+    rollout = {"workers": 1, "fragment_steps": 16, "fragments_per_update": 2, "service_silent_seconds": 8}
+    config = terminal.write_config(stop_at={"updates": 10**6}, checkpoint={"every": "10 updates"}, rollout=rollout)
+    process = terminal.start("train", config, "--run-id", RUN)
+    goes_on(terminal, 0)
+    os.kill(min(pid for pid, command in terminal.left().items() if re.match(rf"\S*{part} ", command)), signal.SIGSTOP)
+    told = f"Ray hung (no answer of its {part} for "
+    terminal.wait_until("the hang to be told", lambda: told in terminal.output(process))
+    ends_in_order(terminal, process, goes_on(terminal, terminal.handle(RUN).status().version))
+    assert list(terminal.temporary.glob("sc-*")) == []
+
+
 def test_a_redis_of_ones_own_that_is_silent_pauses_the_run_by_name(
     terminal: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

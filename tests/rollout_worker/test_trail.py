@@ -189,3 +189,33 @@ def test_what_is_remembered_comes_back_as_it_was() -> None:
     past = trail.read(line.left)
     assert past is not None and past.states["default"].shape == (3, 10) and past.states["default"].any()
     assert past.states["default"].tobytes() == line.sampler._states["default"].numpy().tobytes()
+
+
+def test_what_is_sound_and_no_trail_is_not_taken_up() -> None:
+    """As somebody else may have written it."""
+
+    def step(**changes: Any) -> bytes:
+        made: dict[str, Any] = {
+            "life": LIFE,
+            "number": 0,
+            "episodes": (0, 0),
+            "lengths": (4, 4),
+            "digest": "d",
+            "actions": actions,
+        }
+        return trail.encode(trail.Step(**(made | changes)))
+
+    actions = {"default": {"action": np.zeros((2, 2), np.int64)}}
+    last = step(number=1)
+    assert trail.read([step(), last]) is not None
+    text: Any = "4"
+    wrong: list[dict[str, Any]] = [
+        {"actions": {"default": {"action": np.zeros((2, 2, 3), np.int64)}}},
+        {"actions": {"default": {"other": np.zeros((2, 2), np.int64)}}},
+        {"actions": {"default": {"action": np.zeros(2, np.int64)}}},
+        {"actions": {}}, {"number": "x"}, {"number": -1}, {"lengths": ("a", 4)}, {"lengths": (4,)},
+        {"episodes": (-1, 0)},
+        {"life": Life(3, 1, text, 0)}, {"life": Life(3, 1, 4, -1)},
+    ]  # fmt: skip
+    for changes in wrong:
+        assert trail.read([step(**changes), last]) is None, changes

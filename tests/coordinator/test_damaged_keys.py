@@ -1,0 +1,177 @@
+"""Every Redis key of a run's, of another type or full of garbage: whoever meets it goes on, or names it in one line."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.preparation import prepare_resume
+from coordinator.status import live_status, tended
+from coordinator.tenure import Tenure
+from rollout_worker.evaluator import Evaluator
+from rollout_worker.worker import Worker
+from shared.damaged_keys import KeyDamaged
+from shared.errors import StagecoachError
+from shared.redis_keys import RunKeys, key_name, key_type
+from shared.role import Role
+from tests.conftest import RedisServer, create_flow
+from tests.end_to_end.command_line import CommandLine, check_ledger
+from tests.trainer_node.game import Game, make_game, small
+from trainer_node.trainer import Trainer
+
+NAMES = sorted(name for name, kind in vars(RunKeys).items() if isinstance(kind, property) and name != "prefix")
+GARBAGE = b"\xff garbage\x1b"
+FIELDS = (
+    "worker", "incarnation", "seq", "end", "lost", "transitions", "fragment", "kind", "text", "data", "epoch",
+    "invitation", "w",
+)  # fmt: skip
+
+
+def keys_of(run_id: str) -> dict[str, str]:
+    keys = RunKeys(run_id)
+    return {name: getattr(keys, name) for name in NAMES} | {"trail": keys.trail("worker-0")}
+
+
+def of_another_type(client: Any, key: str) -> None:
+    with client.pipeline() as both:  # the publisher writes meanwhile
+        both.delete(key)
+        both.sadd(key, "x") if key_type(key) != "set" else both.set(key, "x")
+        both.execute()
+
+
+def full_of_garbage(client: Any, key: str) -> None:
+    kind = key_type(key)
+    if kind == "hash":
+        fields = [*client.hkeys(key), b"worker-0", b"worker-0:0", b"worker-0:tries", GARBAGE]
+        client.hset(key, mapping=dict.fromkeys(fields, GARBAGE))
+    elif kind == "stream":
+        client.xadd(key, dict.fromkeys(FIELDS, GARBAGE))
+    elif kind == "string":
+        client.set(key, GARBAGE)
+    else:
+        {"set": client.sadd, "list": client.rpush}.get(kind or "", lambda *_: None)(key, GARBAGE)
+        if kind == "zset":
+            client.zadd(key, {GARBAGE: 1.0})
+
+
+def everybody(game: Game) -> dict[str, Callable[[], object]]:
+    """What roles and commands do, those that are at work and those that begin."""
+    role: Role = game.role
+
+    def evaluate() -> None:
+        evaluator = Evaluator(game._open())
+        try:
+            evaluator.start()
+            evaluator.step(0.0)
+        finally:
+            evaluator.stop("end of test")
+
+    def begin_to_act() -> None:
+        worker = Worker(game._open(), 0)
+        try:
+            worker.start()
+            worker.step(0)
+        finally:
+            worker.stop("end of test")
+
+    def begin_to_train() -> None:
+        trainer = Trainer(game._open(), None)
+        try:
+            trainer.start()
+        except StagecoachError as error:
+            trainer.fail(error)
+            raise
+        trainer.leave()
+
+    def several(step: Callable[[float], str]) -> Callable[[], object]:
+        return lambda: [step(0) for _ in range(4)]
+
+    return {
+        "status": lambda: live_status(role.redis, role.run_id),
+        "whether it is live": lambda: tended(role.redis, role.run_id),
+        "a worker at work": several(game.worker.step),
+        "the trainer at work": several(game.trainer.step),
+        "an evaluator": evaluate,
+        "a coordinator": Tenure(game._open()).take,
+        "resume": lambda: prepare_resume(game._open()),
+        "a new worker": begin_to_act,
+        "a new trainer": begin_to_train,
+    }
+
+
+@pytest.mark.parametrize("spoil", [of_another_type, full_of_garbage])
+@pytest.mark.parametrize("name", [*NAMES, "trail"])
+def test_whoever_meets_a_damaged_key_goes_on_or_names_it(
+    redis_server: RedisServer, tmp_path: Path, name: str, spoil: Callable[[Any, str], None]
+) -> None:
+    game = make_game(redis_server, tmp_path, small())
+    game.play_to(2)
+    key = keys_of(game.role.run_id)[name]
+    met: dict[str, str] = {}
+    for who, does in everybody(game).items():
+        spoil(game.role.redis, key)
+        try:
+            does()
+        except StagecoachError as error:
+            met[who] = str(error)
+    assert [(who, text) for who, text in met.items() if key not in text or "\n" in text or "\x1b" in text] == []
+    with redis_server.client() as client:
+        client.delete(key)
+    game.end()
+
+
+def test_each_key_has_its_type_and_what_it_holds_is_named(make_role: Callable[..., Role]) -> None:
+    keys = RunKeys("run")
+    for name, kind in vars(RunKeys).items():
+        if name != "prefix" and isinstance(kind, property):
+            said = (kind.__doc__ or "").split()[0].strip(";(,").lower()
+            assert key_type(getattr(keys, name)) == {"sorted": "zset"}.get(said, said), name
+    assert key_type(keys.trail("worker-0")) == "list" and key_type(keys.bodies("worker-0")) == "hash"
+    assert key_name("someone:else") is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("epoch", "x"), ("version", ""), ("state", "resting"), ("settled_id", "here"), ("claimed", "1e400"),
+     ("max_workers", "many"), ("fragments_per_update", "0"), ("consumed", None)],
+)  # fmt: skip
+def test_a_field_of_the_flow_is_named_with_what_it_holds(
+    make_role: Callable[..., Role], field: str, value: str | None
+) -> None:
+    role = make_role(small())
+    create_flow(role)
+    flow = RunKeys(role.run_id).flow
+    role.redis.hdel(flow, field) if value is None else role.redis.hset(flow, field, value)
+    with pytest.raises(KeyDamaged, match=f"{role.run_id}}}:flow is damaged: its field {field} is ") as caught:
+        role.flow.read()
+    assert ("nothing" if value is None else repr(value)) in str(caught.value)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(240)
+def test_the_command_line_names_a_damaged_key_in_one_line(tmp_path: Path) -> None:
+    """And the way out that it names is one."""
+    terminal = CommandLine(tmp_path)
+    try:
+        process = terminal.start(
+            "train", terminal.write_config(stop_at={"updates": 10**6}), "--run-id", "run", "--inline"
+        )
+        terminal.until("run", "something learnt", lambda status: status.version > 25)
+        flow = terminal.handle("run")._flow()
+        flow._redis.hset(RunKeys("run").flow, "epoch", "\x1bgarbage")
+        failed = terminal.ended(process)
+        assert failed.code == 1 and ":flow is damaged: its field epoch is" in failed.err, failed
+        for command in (["resume", "run", "--inline"], ["resume", "run", "--inline", "--from", "best"]):
+            refused = terminal.run(*command)
+            assert (refused.code, refused.err.count("\n")) == (2, 1), refused
+            assert ":flow is damaged: its field epoch is" in refused.err and "\x1b" not in refused.err
+        shutil.rmtree(tmp_path / "runs" / "run" / "redis")
+        done = terminal.run("resume", "run", "--inline", "--set", "stop_at.updates=100")
+        assert done.code == 0, done
+        check_ledger(terminal.marker("run", ".finished"))
+    finally:
+        terminal.close()
