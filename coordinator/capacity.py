@@ -60,9 +60,11 @@ def room(config: Config, additions: Additions, trainer_node: str | None = None) 
     roles |= {rank_id(rank): roles["the trainer"] for rank in range(1, config.trainer.ranks)}
     worker, apart = needs(worker_options(config)), config.rollout.avoid_trainer_node
     now = fit(list(machines.values()), list(roles.values()), worker, apart, _place(machines, trainer_node))
+    what, there = "the cluster", _amounts(_total(machines.values(), {"CPU", *worker}))
+    if config.ray.address == "embedded" and config.ray.num_cpus is None:
+        what, there = "embedded Ray", f"{there} by count, on {_count(os.cpu_count() or 1, 'core')}"
     text = (
-        f"the cluster ({_count(len(machines), 'machine')}, "
-        f"{_amounts(_total(machines.values(), {'CPU', *worker}))}; "
+        f"{what} ({_count(len(machines), 'machine')}, {there}; "
         f"{', '.join(f'{name} takes {_amounts(need)}' for name, need in roles.items() if need)})"
     )
     each = _amounts(worker)
@@ -215,5 +217,5 @@ def _amounts(need: Resources) -> str:
 
 
 def _count(number: float, name: str) -> str:
-    plural = "s" if number != 1 and name in {"CPU", "GPU", "machine"} else ""
+    plural = "s" if number != 1 and name in {"CPU", "GPU", "machine", "core"} else ""
     return f"{number:g} {name}{plural}"

@@ -24,6 +24,7 @@ from shared.printable import complain, printable
 _HISTORY = 10
 """Past events that `watch` begins with."""
 _LIVE = "stagecoach: the run is live"
+_INTERRUPTED = b"interrupted: what was started is being ended\n"
 
 
 def tend(begin: Any, background: bool = False, detach: bool = False, where: str = "") -> None:
@@ -39,7 +40,7 @@ def tend(begin: Any, background: bool = False, detach: bool = False, where: str 
     def on_signal(number: int, _: Any) -> None:
         received.append(number)
         if not roles_start.is_set() or len(received) > 2:  # Ray does not survive an exception in the midst of joining
-            os.write(2, b"interrupted: what was started is being ended\n")  # print may have been what was interrupted
+            os.write(2, _INTERRUPTED)  # print may have been what was interrupted
             raise KeyboardInterrupt
         if not there.is_set():
             os.write(2, b"interrupted: it ends with a last checkpoint once its roles have started\n")
@@ -101,9 +102,11 @@ def detach(arguments: list[str], run_id: str) -> None:
         text=True,
     )
     assert process.stdout is not None and process.stderr is not None
+    console.print("starting in the background: Redis, the store, Ray and the roles …", style="dim")
     try:
         live = any(line.strip() == _LIVE for line in process.stdout)  # modules may print while they are imported
     except KeyboardInterrupt:  # its session is its own: it has not heard of it
+        os.write(2, _INTERRUPTED)
         process.send_signal(signal.SIGINT)
         process.communicate()
         raise

@@ -29,6 +29,7 @@ from rollout_worker.making import SINGLE_AGENT, check_evaluation, describe, is_f
 from shared.config import Config, EnvironmentConfig, PolicyConfig
 from shared.config_sources import parse_config
 from shared.errors import OtherApi, StagecoachError, UserError
+from shared.fragment import LARGEST
 from shared.last_words import tell_of_exits
 from shared.printable import counted
 
@@ -81,7 +82,7 @@ class Check:
                 if not ended and not self._config.environment.max_episode_steps:
                     found = f"no episode ended within {counted(steps, 'step')}"
                     self._add(NOTE, found, "episodes that end", "set environment.max_episode_steps if none ever does")
-            self._calling("close()", self._env.close)
+            self._guarded("close()", self._env.close)
         except Unsteppable:
             pass
         except Exception as error:  # what it holds is such that it cannot even be looked at
@@ -251,10 +252,15 @@ class Check:
             array = np.asarray(value)
         except ValueError:
             array = np.asarray(None)
-        if array.dtype.kind not in "buif" or array.shape != space.shape:
+        if array.dtype.kind not in "buif":
+            self._fatal(f"{what}, {_shown(value)}", f"shape {space.shape} and dtype {space.dtype}", remedy)
+        elif array.shape != space.shape:
             self._add(FATAL, f"{what}, {_shown(value)}", f"shape {space.shape} and dtype {space.dtype}", remedy)
         elif array.dtype.kind == "f" and not np.isfinite(array).all():
             self._add(FATAL, f"{what} with NaN or infinity", "finite numbers", "look for a division by zero")
+        elif array.dtype.kind in "iuf" and array.size and np.abs(array.astype(np.float64)).max() > LARGEST:
+            found = f"{what} from {array.min():.6g} to {array.max():.6g}"
+            self._add(FATAL, found, f"numbers up to {LARGEST:g}, beyond which nothing is learned", "scale it down")
         elif space.dtype is not None and not np.can_cast(array.dtype, space.dtype, "same_kind"):
             severity = FATAL if isinstance(space, spaces.Box) and array.dtype.kind == "f" else NOTE
             self._add(severity, f"{what} of dtype {array.dtype}", f"{space.dtype}", remedy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import re
@@ -19,7 +20,7 @@ from shared.config import Config, EnvironmentConfig
 from shared.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, OtherApi, UnsupportedSpace
 from shared.extras import with_extra
 from shared.spaces import EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
-from shared.user_code import import_object
+from shared.user_code import import_object, place
 
 SINGLE_AGENT = "default"
 """The name of the only agent of a gymnasium environment."""
@@ -34,7 +35,8 @@ def describe_environment(config: Config) -> EnvironmentDescription:
     try:
         return describe(config, env)
     finally:
-        env.close()
+        with contextlib.suppress(Exception):  # it is not needed any more
+            env.close()
 
 
 def describe(config: Config, env: Any) -> EnvironmentDescription:
@@ -49,6 +51,14 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
             f"{config.environment.id} does not tell its spaces ({type(error).__name__}: {error}); expected an "
             f"observation_space and an action_space; set both in __init__ (PettingZoo: methods that take an agent)"
         ) from None
+    for agent, pair in found.items():
+        for space, name in zip(pair, ("observation_space", "action_space"), strict=True):
+            if not isinstance(space, spaces.Space):
+                whose = f" of {agent}" if config.environment.api == "pettingzoo" else ""
+                raise EnvironmentUnusable(
+                    f"{config.environment.id}: its {name}{whose} is {space!r:.60}; expected a space of "
+                    f"gymnasium.spaces, such as Box(-1, 1, (3,)) or Discrete(2); set it in __init__"
+                )
     unknown = sorted(set(config.agents) - set(found))
     if unknown:
         raise ConfigError(f"agents names {unknown}, but the environment has {sorted(found)}")
@@ -108,7 +118,7 @@ def _refuse_other_api(env: Any, config: EnvironmentConfig) -> None:
         return
     bases = {(base.__module__.partition(".")[0], base.__name__) for base in type(env).__mro__}
     expected = {"gymnasium": "a gymnasium.Env", "pettingzoo": "a PettingZoo parallel environment"}[config.api]
-    hint = ""
+    hint = "; it returned nothing: return the environment" if env is None else ""
     if in_turns:
         hint = (
             "; it is an AEC environment, whose agents act in turns: return pettingzoo.utils.aec_to_parallel(env) "
@@ -116,10 +126,14 @@ def _refuse_other_api(env: Any, config: EnvironmentConfig) -> None:
         )
     elif parallel:
         hint = "; it is a PettingZoo parallel environment: set environment.api=pettingzoo"
-    elif ("pettingzoo", "ParallelEnv") in bases or (config.api == "pettingzoo" and not isinstance(env, gym.Env)):
+    elif ("pettingzoo", "ParallelEnv") in bases or (
+        config.api == "pettingzoo" and hasattr(env, "agents") and not isinstance(env, gym.Env)
+    ):
         hint = "; it has no possible_agents: set it in __init__ to the names of all agents that there may ever be"
     elif isinstance(env, gym.Env):
         hint = "; it is a gymnasium.Env: set environment.api=gymnasium"
+    elif hasattr(env, "reset") and hasattr(env, "step") and not any(package == "gym" for package, _ in bases):
+        hint = f"; derive {type(env).__name__} from gymnasium.Env, and call super().reset(seed=seed) in its reset()"
     elif any(package == "gym" for package, _ in bases):
         hint = "; it is one of old Gym, which nobody maintains: derive it from gymnasium.Env, or wrap it with shimmy"
     raise (OtherApi if parallel else EnvironmentUnusable)(
@@ -245,7 +259,7 @@ def _call(factory: Callable[..., Any], kwargs: dict[str, Any], name: str) -> Any
 
 
 def _unusable(name: str, error: Exception) -> EnvironmentUnusable:
-    return EnvironmentUnusable(f"{name} cannot be made: {type(error).__name__}: {with_extra(str(error))}")
+    return EnvironmentUnusable(f"{name} cannot be made: {type(error).__name__}: {with_extra(str(error))}{place(error)}")
 
 
 PAST, RETURN = "stagecoach_past", "stagecoach_return"

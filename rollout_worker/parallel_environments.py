@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from shared.config import EnvironmentConfig
 from shared.errors import EnvironmentFailure
 from shared.fragment import EpisodeRecord
 from shared.spaces import Array, Columns, EnvironmentDescription
+
+_LOGGER = logging.getLogger("stagecoach.worker")
 
 
 class ParallelEnvironments:
@@ -182,4 +185,7 @@ class ParallelEnvironments:
 
     def close(self) -> None:
         for env in self._envs:
-            env.close()
+            try:
+                env.close()
+            except Exception as error:
+                _LOGGER.warning("closing an environment failed: %s: %s", type(error).__name__, error)

@@ -7,7 +7,9 @@ process, so that nothing in them takes the place of a module of Stagecoach or of
 from __future__ import annotations
 
 import importlib
+import re
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ PACKAGES = ("coordinator", "rollout_worker", "trainer_node", "shared")
 """The top-level names that belong to Stagecoach."""
 SOURCE = Path(__file__).parent.parent
 """The folder that holds them."""
+_OURS = re.compile(rf"<frozen |/lib/python3\.\d+/|^{re.escape(str(SOURCE))}/({'|'.join(PACKAGES)})/")
+"""Files of ours, of Python, and of what is installed."""
 
 
 def extend_imports(folders: Iterable[str]) -> None:
@@ -40,12 +44,19 @@ def import_object(path: str, field: str, error: type[UserError] = ConfigError, k
         raise error(f"{field}={path}: {expected}")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as missing:
-        said = with_extra(str(missing))
-        raise error(f"{field}={path} cannot be imported: {said}; {expected}{_clash()}") from None
     except Exception as failed:
-        text = f"it raised {type(failed).__name__}: {with_extra(str(failed))}"
-        raise error(f"{field}={path} cannot be imported: {text}") from failed
+        said, at = with_extra(str(failed)), place(failed)
+        if at or not isinstance(failed, (ImportError, AttributeError, ValueError)):
+            text = f"it raised {type(failed).__name__}: {said}{at}{_clash()}"
+            raise error(f"{field}={path} cannot be imported: {text}") from failed
+        raise error(f"{field}={path} cannot be imported: {said}; {expected}{_clash()}") from None
+
+
+def place(error: Exception) -> str:
+    """Where a user's code raised it, ` (at FILE:LINE)`: the innermost line that is neither ours nor installed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((frame for frame in reversed(frames) if not _OURS.search(frame.filename)), None)
+    return f" (at {frame.filename}:{frame.lineno})" if frame else ""
 
 
 def _clash() -> str:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -141,6 +142,53 @@ class Raises(Good):
         if self._steps == 1:
             raise ValueError("the gripper\nis stuck")
         return super().step(action)
+
+
+class NoSpace(Good):
+    """Forgot what it can do."""
+
+    action_space = None  # type: ignore[assignment]
+
+
+def nothing() -> None:
+    """A factory that forgot to return what it has made."""
+
+
+class Huge(Good):
+    """Observes a number whose square is none."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
+
+    def observe(self) -> Any:
+        return np.array([1e300, 0.0])
+
+
+class Parting(Good):
+    """Raises as it ends."""
+
+    def close(self) -> None:
+        raise OSError("no connection")
+
+
+class Silent(Good):
+    """Returns nothing."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+
+
+class OfNoClass:
+    """Has all that Good has, and is no gymnasium.Env."""
+
+    observation_space, action_space = Good.observation_space, Good.action_space
+    reset, step = Good.reset, Good.step
+
+
+class NoLevel(Good):
+    """Looks for a file that is not there."""
+
+    def __init__(self) -> None:
+        Path("level.txt").read_text()
 
 
 class Hangs(Good):

@@ -36,6 +36,11 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "seed": ({"id": "Unseeded"}, ["wrong: two episodes with the seed 0 and equal actions are not the same: its first"]),
     "array": ({"id": "OneArray"}, ["note: an observation changed after it was returned"]),
     "actions": ({"id": "Picks"}, ["wrong: the action space Discrete(2) does not contain its own sample"]),
+    "close": ({"id": "Parting"}, ["raised: close() raised OSError: no connection (at "]),
+    "magnitude": ({"id": "Huge"}, ["fatal: reset() returned an observation from 0 to 1e+300"]),
+    "no observation": (
+        {"id": "Silent"}, ["fatal: reset() returned None", "fatal: reset() returned an observation, None"],
+    ),
     "raises": ({"id": "Raises"}, ["raised: step() raised ValueError: the gripper is stuck (at "]),
     "hangs at its start": (
         {"id": "Hangs", "kwargs": {"place": "start"}}, ["fatal: its start (__init__) hangs, at ", "in _wait"],
@@ -133,6 +138,12 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "hangs": (
         {"id": f"{MODULE}:Hangs", "kwargs": {"place": "start"}, "step_deadline_seconds": 3},
         ["its start (__init__) hangs", "within 3 s"],
+    ),
+    "no space": ({"id": f"{MODULE}:NoSpace"}, ["its action_space is None", "set it in __init__"]),
+    "nothing": ({"id": f"{MODULE}:nothing"}, ["it returned nothing: return the environment"]),
+    "of no class": ({"id": f"{MODULE}:OfNoClass"}, ["returned a OfNoClass", "derive OfNoClass from gymnasium.Env"]),
+    "raises at its start": (
+        {"id": f"{MODULE}:NoLevel"}, ["FileNotFoundError", "'level.txt' (at ", "broken_environments.py:"],
     ),
     "a parallel one": ({"id": f"{WORKING}:Chase"}, ["it is a PettingZoo parallel environment: set environment.api="]),
     "a registered one": ({"id": "classic/rps_v2"}, ["it is a PettingZoo parallel environment: set environment.api="]),

@@ -121,11 +121,12 @@ def test_a_coordinator_that_is_killed_takes_everything_with_it_and_resume_goes_o
     check_stopped(terminal)
 
 
-@pytest.mark.parametrize("when", ["its services start", "its roles start"])
+@pytest.mark.parametrize("when", ["its services start", "its services start, detached", "its roles start"])
 def test_ctrl_c_while_it_starts_leaves_nothing(terminal: CommandLine, when: str) -> None:
     """Before the run is announced its folder goes again; afterwards it ends as any run does."""
-    process = terminal.start("train", terminal.write_config(stop_at=FOR_EVER), "--run-id", RUN)
-    services = when == "its services start"
+    detached = ["--detach"] if "detached" in when else []
+    process = terminal.start("train", terminal.write_config(stop_at=FOR_EVER), "--run-id", RUN, *detached)
+    services = when != "its roles start"
     if services:
         terminal.wait_until("a service", lambda: len(terminal.left()) > 1)
     else:

@@ -29,7 +29,7 @@ def environment(name: str, **kwargs: str) -> Callable[[], object]:
 
 
 ASKED: dict[str, tuple[str, Callable[[], object]]] = {
-    "cluster": ("requests", lambda: _client("http://127.0.0.1:1")),
+    "cluster": ("ray.job_submission", lambda: _client("http://127.0.0.1:1")),
     "pettingzoo": ("pettingzoo", lambda: import_object("pettingzoo.sisl.pursuit_v5:parallel_env", "environment.id")),
     "box2d": ("Box2D", environment("LunarLander-v3")),
     "mujoco": ("mujoco", environment("HalfCheetah-v5")),

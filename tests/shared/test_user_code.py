@@ -43,3 +43,23 @@ def test_what_is_hidden_by_a_package_of_stagecoach_is_named(tmp_path: Path) -> N
         import_object("robot:make", "environment.id")
     assert "\n" not in str(error.value)
     sys.modules.pop("robot", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "raise ValueError('low is\\nmore than high')",
+            r"it raised ValueError: low is more than high \(at .*rover\.py:2\)",
+        ),
+        ("import no_such_simulator", r"it raised ModuleNotFoundError: No module named 'no_such_simulator' \(at .*:2\)"),
+        ("other = 1", "has no attribute 'make'; expected package.module:name"),
+    ],
+)
+def test_where_a_users_module_raises_is_told(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "rover.py").write_text(f"\n{text}")
+    extend_imports([str(tmp_path)])
+    sys.modules.pop("rover", None)
+    with pytest.raises(ConfigError, match=words):
+        import_object("rover:make", "environment.id")
+    sys.modules.pop("rover", None)
