@@ -8,6 +8,7 @@ trainer that was replaced writes nothing.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import threading
@@ -160,8 +161,12 @@ class Publisher:
             self._pause()
 
     def _until_durable(self, snapshot: Snapshot) -> None:
-        """Tries until it is in the store, or a newer snapshot waits that covers it."""
-        while not self._try(lambda: self._save(snapshot)):
+        """Tries until it is in the store, or a newer snapshot waits that covers it.
+
+        Each try writes the same manifest: the store may carry out a put that was given up after the next one.
+        """
+        manifest = functools.cache(lambda: self._with_news(snapshot.manifest))
+        while not self._try(lambda: self._save(manifest(), snapshot.objects)):
             with self.stages.during("wait(the store)"):
                 self._pause()
             with self._lock:
@@ -203,13 +208,13 @@ class Publisher:
         keys = RunKeys(self._role.run_id)
         write_small(self._role.redis, keys.flow, keys.store_status, "SET", json.dumps(status))
 
-    def _save(self, snapshot: Snapshot) -> None:
+    def _save(self, manifest: Manifest, objects: dict[str, bytes]) -> None:
         self._store.ask()
-        started, manifest = time.monotonic(), self._with_news(snapshot.manifest)
+        started = time.monotonic()
         self._say(self._trouble or {"writing": manifest.name, "since": round(time.time(), 3)})
         try:
             with self.stages.during("upload"):
-                self._checkpoints.write(manifest, snapshot.objects)
+                self._checkpoints.write(manifest, objects)
         except CheckpointDamaged as error:
             raise StoreError(str(error)) from None  # told in `status`; the next checkpoint has another name
         with self.stages.during("pointer and pruning"):

@@ -518,6 +518,33 @@ def test_a_trainer_fenced_in_the_middle_of_an_upload_moves_no_pointer_and_trims_
     assert len(ExperienceLog(role.redis, role.run_id)) == 2
 
 
+def test_a_manifest_that_the_store_takes_late_is_the_one_that_the_pointer_names(
+    make_role: MakeRole, start_publisher: StartPublisher
+) -> None:
+    """The first try is given up and carried out after the second; meanwhile there is news, such as a score."""
+    base = make_role()
+    late: list[tuple[str, bytes]] = []
+
+    class Slow(Watched):
+        def __getattr__(self, name: str) -> Any:
+            found = super().__getattr__(name)
+
+            def put(key: str, data: bytes) -> None:
+                if key.endswith(f"/{MANIFEST}") and not late:
+                    late.append((key, data))
+                    score(base, checkpoint_name(1, 64), 7.0)
+                    raise StoreError("timed out")
+                found(key, data)
+
+            return put if name == "put" else found
+
+    slow = dataclasses.replace(base, checkpoints=CheckpointStore(Slow(base.checkpoints.store), base.run_id))
+    (name,) = publish(start_publisher(slow), base, 1)
+    base.checkpoints.store.put(*late[0])
+    latest = base.checkpoints.load_latest()
+    assert latest is not None and latest.manifest.name == name
+
+
 def test_the_same_version_again_is_recognised_and_other_contents_come_beside_it(
     make_role: MakeRole, start_publisher: StartPublisher
 ) -> None:

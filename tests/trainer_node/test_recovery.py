@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
 from rollout_worker.evaluator import Evaluator
 from rollout_worker.worker import Worker
-from shared.checkpoint import POINTER, READY, STATUS, StoredObject
+from shared.checkpoint import MANIFEST, POINTER, READY, STATUS, StoredObject
 from shared.events import record_evaluation
+from shared.object_store import ObjectStore
 from shared.redis_keys import RunKeys
 from tests.conftest import create_flow
 from tests.support.checkpoints import key_of
-from tests.trainer_node.game import Game, NewGame, balanced, small
+from tests.trainer_node.game import POLICY, Game, NewGame, balanced, die, replace_worker, small
 
 
 @pytest.mark.parametrize("published", [False, True])
@@ -96,6 +98,60 @@ def test_a_redis_set_back_in_time_does_not_stop_the_run(
         assert game.board_version() == 4
     game.finish()
     assert game.finished()["counters"]["train"]["updates"] == 6
+    balanced(game)
+
+
+class Stalls:
+    """A store in which one put stands still until it is let go."""
+
+    def __init__(self, store: ObjectStore, where: str) -> None:
+        self._store, self._where = store, where
+        self.held, self.go_on, self.done = threading.Event(), threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def put(self, key: str, data: bytes) -> None:
+        if self._where not in key or self.held.is_set():
+            self._store.put(key, data)
+            return
+        self.held.set()
+        assert self.go_on.wait(100)
+        self._store.put(key, data)
+        self.done.set()
+
+
+@pytest.mark.parametrize("where", [POLICY, MANIFEST])
+def test_a_late_upload_from_before_a_redis_that_lost_log_touches_no_newer_checkpoint(
+    new_game: NewGame, where: str
+) -> None:
+    game = new_game(small())
+    game.play_to(3)
+    game.durable()
+    redis = game.role.redis
+    past: dict[bytes, Any] = {key: redis.dump(key) for key in redis.scan_iter(f"{RunKeys(game.role.run_id).prefix}*")}
+    old = game.trainer._publisher
+    old._store._store = stalls = Stalls(old._store._store, where)
+    game.play_to(4)
+    assert stalls.held.wait(100)
+    game.trainer._heartbeat._stop.set()
+    die(game)
+    restore_redis(game, past)
+    game.role.log().forget_trail("worker-0")  # so that it acts something else
+    game.restart()
+    replace_worker(game)
+    game.play_to(5)
+    game.durable()
+    newer = game.role.checkpoints.load("4_Step-256.ckpt")
+    stalls.go_on.set()
+    assert stalls.done.wait(100)
+    old.close()
+    assert newer.manifest.epoch == 2
+    assert game.role.checkpoints.load("4_Step-256.ckpt") == newer == game.role.checkpoints.load_latest()
+    game.crash()
+    game.restart()
+    assert "restored 4_Step-256.ckpt; reading the log again up to version 5" in game.events("trainer")
+    game.finish()
     balanced(game)
 
 
