@@ -16,6 +16,7 @@ import numpy as np
 from gymnasium import spaces
 
 from rollout_worker.envpool_environments import is_envpool, make_envpool, make_envpool_vector
+from rollout_worker.vector import numbers
 from shared.config import Config, EnvironmentConfig
 from shared.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, OtherApi, UnsupportedSpace
 from shared.extras import with_extra
@@ -269,6 +270,9 @@ PAST, RETURN = "stagecoach_past", "stagecoach_return"
 class Guarded(gym.Wrapper[Any, Any, Any, Any]):
     """Turns what an environment raises into `EnvironmentFailure`, with its number, the place and the traceback.
 
+    Of its infos it passes on the numbers of an episode's last: nothing else is used, and what is odd in them (an object
+    that cannot be pickled, an integer of 400 digits, text beside numbers) would end gymnasium's vectorization.
+
     With the option `PAST` (a list of actions for each environment) a reset also does these actions.
     """
 
@@ -279,20 +283,22 @@ class Guarded(gym.Wrapper[Any, Any, Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         own = {name: value for name, value in (options or {}).items() if name != PAST}
         try:
-            observation, info = self.env.reset(seed=seed, options=own or None)
+            observation, _ = self.env.reset(seed=seed, options=own or None)
             total = 0.0
             for action in (options or {}).get(PAST, {self._index: ()})[self._index]:
                 observation, reward, terminated, truncated, _ = self.env.step(action)
                 total += float(reward)
                 if terminated or truncated:
                     break  # it is not the episode that it was: whoever compares will see
-            return observation, {**info, RETURN: total} if PAST in (options or {}) else info
+            return observation, {RETURN: total} if PAST in (options or {}) else {}
         except Exception as error:
             raise failure(self._index, "reset", error) from None
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         try:
-            return self.env.step(action)
+            observation, reward, terminated, truncated, info = self.env.step(action)
+            told = numbers(info) if terminated or truncated else {}
+            return observation, reward, terminated, truncated, told
         except Exception as error:
             raise failure(self._index, "step", error) from None
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from rollout_worker.making import failure, make
 from rollout_worker.trail import Past, episode_seed
-from rollout_worker.vector import SUCCESS, Place, PolicyStep, Step, episode_record, pick, scalar
+from rollout_worker.vector import SUCCESS, Place, PolicyStep, Step, episode_record, numbers, pick
 from shared.config import EnvironmentConfig
 from shared.errors import EnvironmentFailure
 from shared.fragment import EpisodeRecord
@@ -151,11 +151,11 @@ class ParallelEnvironments:
         metrics: dict[str, float] = {}
         successes = []
         for agent, info in self._infos[index].items():
-            for name, value in info.items():
+            for name, value in numbers(info).items():
                 if name in SUCCESS:
                     successes.append(bool(value))
                 else:
-                    metrics |= scalar(f"{agent}.{name}", value)
+                    metrics[f"{agent}.{name}"] = value
         if successes:
             metrics[SUCCESS[0]] = float(all(successes))
         returns = self._returns[index]

@@ -140,6 +140,11 @@ def scalar(name: str, value: Any) -> dict[str, float]:
     return {}
 
 
+def numbers(info: Mapping[Any, Any]) -> dict[str, float]:
+    """What `scalar` finds in an info."""
+    return {key: number for name, value in info.items() for key, number in scalar(str(name), value).items()}
+
+
 def pick(nested: Any, index: int) -> Any:
     """One environment's action out of a nested batch."""
     if isinstance(nested, dict):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import itertools
 import os
 import subprocess
 import sys
@@ -112,6 +113,29 @@ class Hostile(Counting):
         observation, reward, terminated, truncated, info = super().step(action)
         huge = self._episodes == 1 and self._steps == 1
         return observation, 3e38 if huge else reward, terminated, truncated, info | {os.fsdecode(b"caf\xe9"): 3e38}
+
+
+class OddInfo(Counting):
+    """Tells things in its info that no array holds; of its copies in a process every second tells a fraction."""
+
+    _copies = itertools.count()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copy = next(self._copies)
+
+    def step(self, action: int) -> tuple[Any, ...]:
+        *result, info = super().step(action)
+        mixed = 1 if self._copy % 2 == 0 else 0.25
+        odd = {
+            "object": lambda: None,
+            "digits": 10**400,
+            5: "five",
+            "array": np.zeros(3),
+            "nan": np.nan,
+            "mixed": mixed,
+        }
+        return *result, info | odd | {"note": "text" if self._copy else 3}
 
 
 class Spoils(Counting):

@@ -208,6 +208,17 @@ def test_what_cannot_be_learned_from_is_a_failure_of_the_environment(
         stage.sample(4, exploration)
 
 
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_of_an_info_only_numbers_count_and_none_of_them_changes(vectorization: str) -> None:
+    stage = Stage({"id": f"{MODULE}:OddInfo", "vectorization": vectorization})
+    told = [record.metrics for record in stage.sample(3).episodes]
+    stage.sampler.close()
+    assert [line["depth"] for line in told] == [30.0, 30.0]
+    expected = [1.0, 0.25] if vectorization == "sync" else [1.0, 1.0]
+    assert [line["mixed"] for line in told] in (expected, expected[::-1])
+    assert all(line.keys() <= {"depth", "mixed", "note"} for line in told)
+
+
 @pytest.mark.parametrize("what", ["None", "shape"])
 def test_what_no_column_holds_is_a_failure_of_the_environment(what: str) -> None:
     game = {"id": f"{MODULE}:SpoilsTheChase", "api": "pettingzoo", "kwargs": {"what": what}}
