@@ -13,7 +13,7 @@ from shared.failure import FailureKind
 _MOST = 2**53
 """Lua counts in doubles."""
 _Number = Annotated[int, Field(ge=-1, le=_MOST)]
-_Position = Annotated[str, Field(pattern=r"^[0-9]{1,15}-[0-9]{1,15}$")]
+_Position = Annotated[str, Field(pattern=r"^[0-9]{1,20}-[0-9]{1,20}$")]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from rollout_worker.evaluator import Evaluator
 from rollout_worker.worker import Worker
 from shared.damaged_keys import KeyDamaged
 from shared.errors import StagecoachError
+from shared.experience_log import before
 from shared.redis_keys import RunKeys, key_name, key_type
 from shared.role import Role
 from tests.conftest import RedisServer, create_flow
@@ -145,6 +146,9 @@ def test_a_field_of_the_flow_is_named_with_what_it_holds(
     role = make_role(small())
     create_flow(role)
     flow = RunKeys(role.run_id).flow
+    just_before = before("1795422992337-0")
+    role.redis.hset(flow, "settled_id", just_before)
+    assert role.flow.read().settled_id == just_before
     role.redis.hdel(flow, field) if value is None else role.redis.hset(flow, field, value)
     with pytest.raises(KeyDamaged, match=f"{role.run_id}}}:flow is damaged: its field {field} is ") as caught:
         role.flow.read()
