@@ -215,7 +215,7 @@ def _answers(host: str, port: int) -> None:
 def _to_log(said: dict[str, Any], ignore_prefix: bool) -> None:
     """What Ray would print in the midst of the live view, whatever it is told: that a process has died, mostly."""
     for line in said["lines"]:
-        _LOGGER.warning("Ray: %s", line)
+        _LOGGER.warning("Ray: %s", line.strip().partition("\n")[0])  # not the state of its node, a page of it
 
 
 class _Fixed(list[str]):

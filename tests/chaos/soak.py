@@ -32,7 +32,7 @@ _WEIGHTS = (5, 5, 3, 3, 3, 1, 1, 1)
 """Ray's processes and the coordinator take everything with them, so they come less often."""
 _RAY = ("raylet", "GCS")
 _STOPPED_SECONDS = (0.5, 4.0)
-_RECOVERY_SECONDS = 120.0
+_RECOVERY_SECONDS = 300.0
 """No promise: a run that is not well again after so long has not come through."""
 _LOOK_SECONDS = 0.05
 

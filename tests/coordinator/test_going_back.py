@@ -33,6 +33,7 @@ def trained(folder: Path, archive: str) -> Run:
     return run
 
 
+@pytest.mark.exhaustive
 def test_without_what_its_memory_held_it_is_refused_and_nothing_changes(tmp_path: Path) -> None:
     run = trained(tmp_path, "off")
     before = {path: path.read_bytes() for path in Path(run.store_location).rglob("*") if path.is_file()}

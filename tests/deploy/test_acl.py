@@ -270,6 +270,7 @@ def test_what_is_done_now_and_then(config: Config, unique_run_id: str, monkeypat
     assert list(read_books(roles.viewer.redis, unique_run_id)) != []
 
 
+@pytest.mark.processes
 def test_each_process_has_its_own_password_and_no_other(server: AclServer, config: Config, tmp_path: Path) -> None:
     """Trainer, worker and evaluator without Ray, and nothing of what they print is a password."""
     with server.client(ADMIN) as client:

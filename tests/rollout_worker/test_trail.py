@@ -73,7 +73,7 @@ def same(one: Sample, other: Sample) -> bool:
     ("environment", "sections"),
     [
         ({"id": "CartPole-v1"}, {}),
-        ({"id": "CartPole-v1", "vectorization": "async"}, {}),
+        pytest.param({"id": "CartPole-v1", "vectorization": "async"}, {}, marks=pytest.mark.exhaustive),
         ({"id": "Pendulum-v1", "max_episode_steps": 20}, {}),
         (
             {"id": "Pendulum-v1", "max_episode_steps": 20},
