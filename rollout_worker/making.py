@@ -255,11 +255,11 @@ def _registered(make_it: Callable[[], Any], name: str) -> Any:
 def _call(factory: Callable[..., Any], kwargs: dict[str, Any], name: str) -> Any:
     try:
         return factory(**kwargs)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _unusable(name, error) from error
 
 
-def _unusable(name: str, error: Exception) -> EnvironmentUnusable:
+def _unusable(name: str, error: Exception | SystemExit) -> EnvironmentUnusable:
     return EnvironmentUnusable(f"{name} cannot be made: {type(error).__name__}: {with_extra(str(error))}{place(error)}")
 
 
@@ -291,7 +291,7 @@ class Guarded(gym.Wrapper[Any, Any, Any, Any]):
                 if terminated or truncated:
                     break  # it is not the episode that it was: whoever compares will see
             return observation, {RETURN: total} if PAST in (options or {}) else {}
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise failure(self._index, "reset", error) from None
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
@@ -299,11 +299,11 @@ class Guarded(gym.Wrapper[Any, Any, Any, Any]):
             observation, reward, terminated, truncated, info = self.env.step(action)
             told = numbers(info) if terminated or truncated else {}
             return observation, reward, terminated, truncated, told
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise failure(self._index, "step", error) from None
 
 
-def failure(index: int | None, place: str, error: Exception) -> EnvironmentFailure:
+def failure(index: int | None, place: str, error: Exception | SystemExit) -> EnvironmentFailure:
     """The named error for what environment `index` raised (None: a vectorised one, which doesn't say which copy).
 
     Its first line tells what and where; the traceback follows, for the log.

@@ -75,7 +75,7 @@ class ParallelEnvironments:
         self._episodes[index] = episode
         try:
             observations, _ = self._envs[index].reset(seed=episode_seed(self._seeds[index], episode))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise failure(index, "reset", error) from None
         self._observations[index] = dict(observations)
         self._live[index] = set(self._envs[index].agents)
@@ -124,7 +124,7 @@ class ParallelEnvironments:
             observations, rewards, terminated, truncated, infos = self._envs[index].step(
                 {agent: pick(nested[policy_id], slot) for agent, (policy_id, slot) in acting.items()}
             )
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise failure(index, "step", error) from None
         self._lengths[index] += 1
         if self._lengths[index] >= self._most_steps:

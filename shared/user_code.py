@@ -44,7 +44,7 @@ def import_object(path: str, field: str, error: type[UserError] = ConfigError, k
         raise error(f"{field}={path}: {expected}")
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception as failed:
+    except (Exception, SystemExit) as failed:
         said, at = with_extra(str(failed)), place(failed)
         if at or not isinstance(failed, (ImportError, AttributeError, ValueError)):
             text = f"it raised {type(failed).__name__}: {said}{at}{_clash()}"
@@ -52,7 +52,7 @@ def import_object(path: str, field: str, error: type[UserError] = ConfigError, k
         raise error(f"{field}={path} cannot be imported: {said}; {expected}{_clash()}") from None
 
 
-def place(error: Exception) -> str:
+def place(error: BaseException) -> str:
     """Where a user's code raised it, ` (at FILE:LINE)`: the innermost line that is neither ours nor installed."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((frame for frame in reversed(frames) if not _OURS.search(frame.filename)), None)

@@ -158,6 +158,8 @@ class Spoils(Counting):
         observation, reward, *rest = super().step(action)
         if self._left < 0 and self._what == "shape":
             observation = np.zeros(3, np.float32)
+        if self._left < 0 and self._what == "exit":
+            sys.exit("the licence is over")
         spoiled = {"reward": np.inf, "None": None} if self._left < 0 else {}
         return observation, spoiled.get(self._what, reward), *rest
 

@@ -195,6 +195,7 @@ def test_a_last_observation_beyond_its_space_is_unknown_and_costs_nothing_else(c
         ("reward", "a reward for policy default that cannot be learned from: it holds NaN"),
         ("choice", " to 7, expected -1 to 3; correct the space"),
         ("shape", "raised ValueError in step"),
+        ("exit", "environment 0 raised SystemExit in step: the licence is over"),
         ("None", "a reward for policy default that cannot be learned from: it holds NaN"),
     ],
 )

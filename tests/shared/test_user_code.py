@@ -53,6 +53,7 @@ def test_what_is_hidden_by_a_package_of_stagecoach_is_named(tmp_path: Path) -> N
             r"it raised ValueError: low is more than high \(at .*rover\.py:2\)",
         ),
         ("import no_such_simulator", r"it raised ModuleNotFoundError: No module named 'no_such_simulator' \(at .*:2\)"),
+        ("raise SystemExit('no licence')", r"it raised SystemExit: no licence \(at .*:2\)"),
         ("other = 1", "has no attribute 'make'; expected package.module:name"),
     ],
 )
