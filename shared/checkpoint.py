@@ -295,9 +295,12 @@ class CheckpointStore:
         upload that counts (`Manifest.rank`). One that was cut off, or is damaged, counts where there is no other."""
         found: list[tuple[bytes, Manifest]] = []
         problems: list[CheckpointDamaged] = []
-        for upload in self.store.folders(f"{CHECKPOINTS}{name}/"):
+        root = f"{CHECKPOINTS}{name}/"
+        for folder in (*(f"{root}{upload}/" for upload in self.store.folders(root)), root):
+            if folder == root and found:
+                break  # else it may be of format 1, which has it there
             try:
-                found.append(self._read_upload(name, f"{CHECKPOINTS}{name}/{upload}/"))
+                found.append(self._read_upload(name, folder))
             except ObjectMissing:
                 continue
             except CheckpointDamaged as error:

@@ -363,6 +363,15 @@ def test_damage_is_named_the_one_before_is_found_and_reading_writes_nothing(
         checkpoints.store.put(at(name, key), intact)
 
 
+def test_a_checkpoint_of_the_format_before_is_named(checkpoints: CheckpointStore) -> None:
+    name = publish(checkpoints, 1)
+    checkpoints.store.put(f"{CHECKPOINTS}2_Step-128.ckpt/{MANIFEST}", b'{"format": 1}')
+    checkpoints.store.put(f"{CHECKPOINTS}{name}/{MANIFEST}", b'{"format": 1}')
+    found, problems = checkpoints.newest_good()
+    assert found.manifest.name == name
+    assert problems == ["2_Step-128.ckpt has format 1; this version of Stagecoach reads format 2"]
+
+
 def test_a_manifest_replaced_whole_is_noticed_by_the_pointers_hash(checkpoints: CheckpointStore) -> None:
     name = publish(checkpoints, 1)
     checkpoints.store.put(at(name, MANIFEST), checkpoints.store.get(at(name, MANIFEST)) + b" ")
