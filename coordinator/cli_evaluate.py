@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,7 +35,8 @@ def evaluate(
     """Play a checkpoint, greedily unless told otherwise, and print its score."""
     from coordinator.evaluate import evaluate as score
 
-    found = score(target, runs_dir, episodes, video, stochastic=stochastic, trust_config=trust_config)
+    with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the environment prints is no JSON
+        found = score(target, runs_dir, episodes, video, stochastic=stochastic, trust_config=trust_config)
     if as_json:
         print_json({"checkpoint": found.checkpoint, **found.scores, "videos": [str(path) for path in found.videos]})
         return

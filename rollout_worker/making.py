@@ -334,6 +334,9 @@ def _describe(space: spaces.Space[Any], path: str, leaves: list[Leaf]) -> Any:
         return {"dict": {str(key): _describe(item, f"{below}{key}", leaves) for key, item in space.spaces.items()}}
     if isinstance(space, spaces.Tuple):
         return {"tuple": [_describe(item, f"{below}{index}", leaves) for index, item in enumerate(space.spaces)]}
+    if 0 in (space.shape or ()):
+        where = f"{path}: " if path else ""
+        raise UnsupportedSpace(f"{where}{space} has no elements; expected at least one, or leave it out")
     leaves.append(_leaf(space, path))
     return len(leaves) - 1
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from shared.errors import EnvironmentFailure, headline
+from shared.errors import EnvironmentFailure, EnvironmentUnusable, headline
 
 
 class FailureKind(StrEnum):
     """Whose failure it is."""
 
     ENVIRONMENT = "environment"
-    """The user's environment raised, hangs, ended its process, or returned what cannot be learned from."""
+    """The user's environment cannot be made, raised, hangs, ended its process, or returned what cannot be used."""
     OTHER = "other"
 
 
@@ -26,7 +26,7 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """What was raised."""
-        environment = isinstance(error, EnvironmentFailure)
+        environment = isinstance(error, (EnvironmentFailure, EnvironmentUnusable))
         return cls(FailureKind.ENVIRONMENT if environment else FailureKind.OTHER, headline(error))
 
     def __str__(self) -> str:

@@ -425,6 +425,14 @@ class Painter(gym.Env[Array, Any]):
         return np.zeros((8, 8, 3), np.uint8) if self._frames else None
 
 
+class Talks(Painter):
+    """Prints at each step."""
+
+    def step(self, action: int) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        print("step")
+        return super().step(action)
+
+
 class AddOne(gym.RewardWrapper[Any, Any]):
     """Adds `amount` to every reward."""
 

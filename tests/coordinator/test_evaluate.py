@@ -156,6 +156,9 @@ def test_one_episode_is_told_as_one_and_a_failure_in_one_line(stagecoach: Stagec
     other_environment(checkpoints, {"id": PAINTER})
     assert stagecoach("play", target, "--trust-config").out == f"{LAST}: 5 in one episode of 5 steps\n"
     assert " over 2 episodes (" in stagecoach("play", target, "--episodes", "2", "--trust-config").out
+    other_environment(checkpoints, {"id": PAINTER.replace("Painter", "Talks")})
+    said = stagecoach("evaluate", target, "--episodes", "1", "--json", "--trust-config")
+    assert json.loads(said.out)["mean_length"] == 5 and "step" in said.err
     other_environment(checkpoints, {"id": PAINTER, "kwargs": {"fails": True}})
     done = stagecoach("evaluate", target, "--trust-config")
     check_refused(done, "environment 0 raised RuntimeError in step: no display at :0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.member import cause
-from shared.errors import EnvironmentFailure, StoreError
+from shared.errors import EnvironmentFailure, EnvironmentUnusable, StoreError
 from shared.failure import Failure, FailureKind, RunEnd
 
 
@@ -15,6 +15,7 @@ from shared.failure import Failure, FailureKind, RunEnd
         (StoreError("no room"), FailureKind.OTHER, "failed: no room"),
         (EnvironmentFailure("stuck"), FailureKind.ENVIRONMENT, "failed: environment: stuck"),
         (EnvironmentFailure("stuck\nTraceback\n  odd"), FailureKind.ENVIRONMENT, "failed: environment: stuck"),
+        (EnvironmentUnusable("no mesh"), FailureKind.ENVIRONMENT, "failed: environment: no mesh"),
         (ValueError("environment: odd\nand long"), FailureKind.OTHER, "failed: ValueError: environment: odd"),
         (AssertionError(), FailureKind.OTHER, "failed: AssertionError"),
     ],

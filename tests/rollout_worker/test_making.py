@@ -134,6 +134,7 @@ def test_a_described_space_gives_back_what_was_sampled(name: str) -> None:
         spaces.Graph(spaces.Discrete(2), None),
         spaces.Dict({"said": spaces.Text(5)}),
         spaces.Dict({}),
+        spaces.Box(-1, 1, (0,)),
         spaces.OneOf((spaces.Discrete(2), spaces.Discrete(3))),
     ],
 )
