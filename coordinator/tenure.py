@@ -57,9 +57,10 @@ class Tenure:
     def take(self) -> None:
         """Takes the run where Redis has it; raises `UserError` while another coordinator tends it.
 
-        One that has just died is waited for, unless it is of this machine and cannot be there any more.
+        One that has just died is waited for, unless it is of this machine and cannot be there any more. One of another
+        process of this machine that is there keeps it, even if it has been silent: the run's folder may be a copy.
         """
-        holder = self._ask(self._role.redis)
+        holder = self._visible() or self._ask(self._role.redis)
         since, seen = time.monotonic(), self._seen()
         while holder:
             at_work = _alive(holder)
@@ -108,6 +109,13 @@ class Tenure:
         """Takes or renews; the holder where that is another, else nothing."""
         found = Step(client, _TEND)([self._flow], [self.name, ended, DEAD_AFTER_SECONDS])
         return bytes(found).decode(errors="replace")
+
+    def _visible(self) -> str:
+        """Who tends the run by what is written there, where that is another process that can be seen at work."""
+        found = self._role.redis.hget(self._flow, "coordinator")
+        holder = found.decode(errors="replace") if isinstance(found, bytes) else ""
+        own = holder.split()[1:2] == [str(os.getpid())]
+        return holder if not own and _alive(holder) else ""
 
     def _seen(self) -> object:
         return self._role.redis.hget(self._flow, "coordinator_seen")

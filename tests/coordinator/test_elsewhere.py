@@ -20,6 +20,7 @@ from shared.config import Config
 from shared.connection import Address
 from shared.errors import RedisUnavailable, RunNotFound, StoreUnavailable, UserError
 from shared.heartbeat import Wait, poll
+from shared.redis_keys import RunKeys
 from shared.role import open_role
 from tests.conftest import RedisServer, minimal_config
 from tests.support.groups import some_quick
@@ -177,6 +178,18 @@ def test_a_coordinator_that_was_cut_off_lets_go_of_a_run_that_another_has_taken(
         assert other.stdout.readline() == "lost\n"
     taking.release()
     assert taking.lost is None
+
+
+def test_a_coordinator_of_this_machine_that_is_silent_and_there_keeps_its_run(
+    far: Run, services: tuple[str, str], redis_server: RedisServer
+) -> None:
+    """As the one that a copy of the run's folder, with its Redis in it, still names."""
+    address = Address(far.run_id, services[0], "s3://stagecoach", services[1])
+    with _other_coordinator(far.config, far.run_id, "here") as other, redis_server.client() as client:
+        other.send_signal(signal.SIGSTOP)
+        client.hset(RunKeys(far.run_id).flow, "coordinator_seen", "1")
+        with pytest.raises(UserError, match=rf"is live already: its coordinator is process {other.pid} on "):
+            Tenure(open_role(far.config, address, "coordinator")).take()
 
 
 def test_two_that_take_a_run_at_once_are_told_apart(far: Run, services: tuple[str, str]) -> None:

@@ -5,6 +5,7 @@ coordinator, its trainer or a worker. What is durable stays, the books balance, 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from typing import Any
@@ -121,12 +122,11 @@ def test_a_coordinator_that_is_killed_takes_everything_with_it_and_resume_goes_o
     check_stopped(terminal)
 
 
-@pytest.mark.parametrize("when", ["its services start", "its services start, detached", "its roles start"])
+@pytest.mark.parametrize("when", ["its services start", "its roles start"])
 def test_ctrl_c_while_it_starts_leaves_nothing(terminal: CommandLine, when: str) -> None:
     """Before the run is announced its folder goes again; afterwards it ends as any run does."""
-    detached = ["--detach"] if "detached" in when else []
-    process = terminal.start("train", terminal.write_config(stop_at=FOR_EVER), "--run-id", RUN, *detached)
-    services = when != "its roles start"
+    process = terminal.start("train", terminal.write_config(stop_at=FOR_EVER), "--run-id", RUN)
+    services = when == "its services start"
     if services:
         terminal.wait_until("a service", lambda: len(terminal.left()) > 1)
     else:
@@ -176,3 +176,28 @@ def test_killed_workers_and_trainers_are_replaced_and_the_run_reaches_its_goal(t
     assert finished["ledger"]["worker-1"]["consumed"]["fragments"] > 0
     rows = (terminal.folder / "runs" / RUN / "signals" / "train.csv").read_text().splitlines()
     assert len(rows) == 1 + updates, "every version has one row, also those that were learnt twice"
+
+
+def test_of_two_command_lines_for_one_run_one_is_refused_and_the_other_trains(terminal: CommandLine) -> None:
+    """Started at once, for a new run and for one that has ended; and on a copy of the folder of one that is at work."""
+    config = terminal.write_config(stop_at={"updates": 6})
+    for command in (["train", config], ["resume", RUN, "--set", "stop_at.updates=12"]):
+        named = ["--run-id", RUN] if command[0] == "train" else []
+        both = [terminal.start(*command, *named, "--inline") for _ in range(2)]
+        done, refused = sorted((terminal.ended(process) for process in both), key=lambda ended: ended.code)
+        assert (done.code, refused.code, refused.err.count("\n")) == (0, 2, 1), (done, refused)
+        assert f"Error: run '{RUN}' " in refused.err and (
+            "exists in" in refused.err or "is live already" in refused.err
+        )
+        check_ledger(terminal.marker(RUN, ".finished"))
+    process = terminal.start("resume", RUN, "--inline", "--set", "stop_at.updates=1000000")
+    before = terminal.until(RUN, "more versions", lambda status: status.live and status.version > 12)
+    copies = terminal.folder / "copies"
+    shutil.copytree(terminal.folder / "runs" / RUN, copies / RUN)
+    refused = terminal.run("resume", RUN, "--inline", "--runs-dir", copies)
+    assert (refused.code, refused.err.count("\n")) == (2, 1), refused
+    assert f"run '{RUN}' is live already: its coordinator is process {process.pid} on " in refused.err
+    terminal.until(RUN, "still more versions", lambda status: status.version > before.version)
+    process.send_signal(signal.SIGINT)
+    assert terminal.ended(process).code == 0
+    check_stopped(terminal)
