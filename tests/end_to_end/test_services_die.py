@@ -136,7 +136,10 @@ def test_a_coordinator_whose_parent_has_ended_outlives_its_ray(terminal: Command
         kill(terminal, rf"\S*{part} ")
         log = terminal.folder / "runs" / RUN / "logs" / "coordinator.log"
         terminal.wait_until("Ray has died", lambda: log.read_text().count("starting it again") == number)  # noqa: B023
-        version = goes_on(terminal, version)
+        terminal.wait_until("another Ray", lambda: log.read_text().count("Ray serves") == number + 1)  # noqa: B023
+        version = goes_on(
+            terminal, terminal.handle(RUN).status().version
+        )  # the roles of the former one are gone by now
     assert lock.read_text() == coordinator
     assert terminal.run("stop", RUN).code == 0
     terminal.check_nothing_left()
