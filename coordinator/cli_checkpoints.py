@@ -15,6 +15,7 @@ from coordinator.checkpoints import CUT_OFF, DAMAGED, OK, Verdict
 from coordinator.cli_options import RUNS, Json, RunArgument, RunsDir, console, example, figure, print_json
 from coordinator.console import ledger_line
 from coordinator.run import Run
+from coordinator.trust import named_code
 from shared.checkpoint import MARKS, Manifest
 from shared.config import Config
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
@@ -40,7 +41,8 @@ def list_(run: RunArgument, runs_dir: RunsDir = RUNS, as_json: Json = False) -> 
     if as_json:
         print_json([{**entry, "export": exports[entry["name"]]} for entry in entries])
         return
-    table = Table(*(Column(title, no_wrap=True) for title in _COLUMNS), "")
+    columns = [*(Column(title, no_wrap=True) for title in _COLUMNS), Column("marks", overflow="fold")]
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="dim")  # it fits 80 columns
     for entry in entries:
         training = figure(entry["mean_return"])
         scores = entry["evaluation"] or {}
@@ -272,7 +274,8 @@ def export(
         return
     folder = handle.export(Path(directory), name)
     console.print(f"{folder}", highlight=False, soft_wrap=True)
-    console.print(f"  stagecoach evaluate {folder}", highlight=False, soft_wrap=True)
+    trust = " --trust-config" if named_code(handle.config) else ""
+    console.print(f"  stagecoach evaluate {folder}{trust}", highlight=False, soft_wrap=True)
 
 
 def _compared(policy: ExportedPolicy) -> str:

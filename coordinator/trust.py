@@ -25,8 +25,8 @@ def require_trust(config: Config, made_here: bool, trusted: bool, where: str) ->
     if named and not made_here and not trusted:
         fields = ", ".join(f"{field}={path}" for field, path in named.items())
         raise UserError(
-            f"the config of {where} was not made on this machine, and playing it would import and run {fields}; if you "
-            f"trust it, call this again with --trust-config"
+            f"the config of {where} comes from an exported folder or from another machine, and playing it would import "
+            f"and run {fields}; if you trust it, call this again with --trust-config"
         )
 
 

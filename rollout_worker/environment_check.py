@@ -70,6 +70,8 @@ class Check:
         self._random = np.random.default_rng(seed)
         self._seed = seed
         self._spaces: dict[str, tuple[spaces.Space[Any], spaces.Space[Any]]] = {}
+        self._outcomes: dict[str, str] = {}
+        """Reward and flags of each agent's last step."""
 
     def run(self, steps: int, whole: bool, alone: bool, any_api: bool = False) -> None:
         """Everything; problems are told as they are found. With `any_api` it may be of PettingZoo all the same."""
@@ -85,7 +87,7 @@ class Check:
             self._guarded("close()", self._env.close)
         except Unsteppable:
             pass
-        except Exception as error:  # what it holds is such that it cannot even be looked at
+        except (Exception, SystemExit) as error:  # what it holds is such that it cannot even be looked at
             with contextlib.suppress(Unsteppable):
                 self._raised("looking at it", error)
 
@@ -144,7 +146,7 @@ class Check:
                 FATAL, f"reset() takes no seed ({error})", "reset(*, seed=None, options=None)", "add both arguments"
             )
             result = self._guarded("reset()", lambda: self._env.reset())
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._raised("reset()", error)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
             what = f"reset() returned {_shown(result)}"
@@ -204,9 +206,10 @@ class Check:
             )
         if self._many and (odd := [item for item in by_agent if not isinstance(item, Mapping)]):
             self._fatal(f"step() returned {_shown(odd[0])}", "dicts by agent", "return one value per agent in each")
-        over = {}
+        over, self._outcomes = {}, {}
         for agent in actions:
             values = [item.get(agent) for item in by_agent] if self._many else by_agent
+            self._outcomes[agent] = repr(values)  # whatever they are
             over[agent] = self._look_at_outcome(f" for {agent}" if self._many else "", *values)
         left = set(self._env.agents) if self._many else {SINGLE_AGENT}
         on = [agent for agent in actions if not over[agent] and agent in left]
@@ -284,8 +287,11 @@ class Check:
         first, second = (self._episode(min(steps, _COMPARED_STEPS)) for _ in range(2))
         for number, (one, other) in enumerate(zip(first, second, strict=False)):
             if not data_equivalence(one, other):
-                where = f"they differ after {counted(number, 'step')}" if number else "its first observations differ"
-                found = f"two episodes with the seed {self._seed} and equal actions are not the same: {where}"
+                what = "observations" if not number or not data_equivalence(one[0], other[0]) else "rewards or ends"
+                when = f"after {counted(number, 'step')}" if number else "from the first"
+                found = (
+                    f"two episodes with the seed {self._seed} and equal actions are not the same: {what} differ {when}"
+                )
                 remedy = "draw from self.np_random after super().reset(seed=seed), and reset all that is random there"
                 self._add(WRONG, found, "an environment that follows its seed", remedy)
                 return
@@ -295,7 +301,7 @@ class Check:
         seen: list[Any] = [_copied(observations := self._reset(self._seed))]
         for _ in range(steps):
             observations, over = self._step(self._actions(observations))
-            seen.append(_copied(observations))
+            seen.append((_copied(observations), self._outcomes))
             if over:
                 break
         return seen
@@ -303,7 +309,7 @@ class Check:
     def _guarded(self, what: str, call: Callable[[], Any]) -> Any:
         try:
             return self._calling(what, call)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._raised(what, error)
 
     def _calling(self, what: str, call: Callable[[], Any]) -> Any:
@@ -322,7 +328,7 @@ class Check:
                     text = text.removeprefix("\x1b[33mWARN:").removesuffix("\x1b[0m").strip()
                     self._add(NOTE, f"{what} warns: {text}", _NO_WARNING, "see to it")
 
-    def _raised(self, what: str, error: Exception) -> None:
+    def _raised(self, what: str, error: BaseException) -> None:
         frames = traceback.extract_tb(error.__traceback__)
         mine = [frame for frame in frames if frame.filename != __file__] or list(frames)
         at = f"{mine[-1].filename}:{mine[-1].lineno}"

@@ -9,12 +9,12 @@ is a fault of the world (exit code 1).
 def headline(error: BaseException) -> str:
     """What an error says, in one line, for reasons, events and tables; the rest, a traceback mostly, is for the log.
 
-    Named errors speak for themselves; of others the type is told, too.
+    Named errors speak for themselves; of others the type is told, too. Notes that were added say what to do.
     """
     first = next(iter(str(error).strip().splitlines()), "")
-    if isinstance(error, StagecoachError) and first:
-        return first
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    if not (isinstance(error, StagecoachError) and first):
+        first = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return "; ".join([first, *getattr(error, "__notes__", ())])
 
 
 class StagecoachError(Exception):

@@ -13,8 +13,9 @@ import traceback
 from dataclasses import dataclass
 from typing import NoReturn
 
-_LINES, _LONGEST = 6, 1500
-_NOISE = re.compile(r"^(:\w+:.*|\[.* logging\.cc:\d+:.*|\s*@ .*|PC: @.*|Extension modules: .*|)$")
+_LINES, _SAID, _LONGEST = 6, 2, 1500
+"""Lines in all, those of them that came before a crash, and characters in all."""
+_NOISE = re.compile(r"^(:\w+:.*|\[.* logging\.cc:\d+:.*|\s*@ .*|PC: @.*|\*\*\* SIG.*|Extension modules: .*|)$")
 """Ray's marks, and native frames without names."""
 _EXITED = re.compile(r"^os\._exit\((-?\d+)\) ends this process", re.MULTILINE)
 _SIGNAL = re.compile(r"^\*\*\* (SIG[A-Z]+) received", re.MULTILINE)
@@ -48,11 +49,18 @@ def tell_of_exits() -> None:
 
 
 def last_words(said: str) -> LastWords:
-    """From the end of a standard error; of a crash the innermost frames, which name what has crashed."""
-    exited, signals, (_, fatal, crash) = _EXITED.findall(said), _SIGNAL.findall(said), said.rpartition(_FATAL)
-    lines = [line.rstrip() for line in said.splitlines() if not _NOISE.match(line)][-_LINES:]
+    """From the end of a standard error: what was said before the end, and the innermost frames of a crash or exit."""
+    exited, signals, (before, fatal, crash) = _EXITED.findall(said), _SIGNAL.findall(said), said.rpartition(_FATAL)
+    lines = _told(said)[-_LINES:]
     if fatal:
-        lines = [line.rstrip() for line in (fatal + crash).splitlines() if not _NOISE.match(line)][:_LINES]
+        lines = [*_told(before)[-_SAID:], *_told(fatal + crash)[: _LINES - _SAID]]
+    elif exited:
+        *_, (start, end) = (found.span() for found in _EXITED.finditer(said))
+        lines = [*_told(said[:start])[-_LINES + 2 :], *_told(said[end:].partition("\n")[2])[-2:]]
     named = next((name for words, name in _SIGNALS.items() if crash.startswith(words)), None) if fatal else None
     how = next(iter(signals[-1:]), named) or (f"exit code {exited[-1]}" if exited else None)
     return LastWords(how, tuple(line[: _LONGEST // _LINES] for line in lines))
+
+
+def _told(text: str) -> list[str]:
+    return [line.rstrip() for line in text.splitlines() if not _NOISE.match(line)]

@@ -9,6 +9,8 @@ read the log afterwards agree: later trainers, and a replay of the archive, whic
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -122,11 +124,14 @@ class WorkRecord:
                 f"entries are in quarantine, and dropped as poison"
             )
         elif begun.deaths > allowed:
-            raise StagecoachError(
+            error = StagecoachError(
                 f"{begun.deaths} trainers have died in a row without a new policy version (at most {allowed} may), "
                 f"the last one{where or ' before it took anything'}; see their logs. "
-                f"`stagecoach resume {self._role.run_id}` tries again{way_out(self._role.run_id, begun.taking)}"
+                f"`stagecoach resume {self._role.run_id}` tries again"
             )
+            if begun.taking:
+                error.add_note(_way_out(self._role.run_id, begun.taking))
+            raise error
 
     def taking(self, first: str = "", last: str = "") -> None:
         """These entries are taken next (none: it waits); written down only where trainers have died lately."""
@@ -156,11 +161,18 @@ class WorkRecord:
         emit(self._role.redis, self._role.run_id, "trainer", text)
 
 
-def way_out(run_id: str, taking: str) -> str:
-    """What a person may do where the entries `first last` are the cause; nothing where none are named."""
-    if not taking:
-        return ""
-    return f"; `stagecoach resume {run_id} --drop {_range(taking)}` goes on without these entries"
+@contextmanager
+def naming_entries(run_id: str, first: str, last: str) -> Iterator[None]:
+    """An error over what is done with these log entries gets a note of how the run continues without them."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(_way_out(run_id, f"{first} {last}"))
+        raise
+
+
+def _way_out(run_id: str, taking: str) -> str:
+    return f"`stagecoach resume {run_id} --drop {_range(taking)}` continues without these log entries"
 
 
 def drop_entries(role: Role, positions: tuple[str, ...]) -> None:

@@ -113,6 +113,21 @@ class Unseeded(Good):
         return np.random.uniform(-1, 1, 2).astype(np.float32)
 
 
+class Lucky(Good):
+    """Its reward is drawn from elsewhere."""
+
+    def step(self, action: Any) -> Any:
+        observation, _, *rest = super().step(action)
+        return observation, np.random.uniform(), *rest
+
+
+class Quits(Good):
+    """Leaves as a script does."""
+
+    def step(self, action: Any) -> Any:
+        raise SystemExit(3)
+
+
 class OneArray(Good):
     """Writes each observation over the last one."""
 

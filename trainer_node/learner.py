@@ -105,7 +105,8 @@ class Learner:
         if broken:
             raise WeightsNotFinite(
                 f"update {self.counters.train.updates} made the weights of {', '.join(broken)} infinite or NaN; its "
-                f"terms: {metrics}. Try a smaller algorithm.learning_rate or normalise_observations"
+                f"terms: {metrics}. Try a smaller algorithm.learning_rate or normalise_observations; the checkpoints "
+                f"before it are intact"
             )
         return metrics
 

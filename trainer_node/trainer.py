@@ -16,7 +16,7 @@ import redis
 from shared.checkpoint import Checkpoint
 from shared.connection import hurry
 from shared.departure import LEFT
-from shared.errors import BodyLost, Fenced, RedisSetBack, StoreUnavailable, WaitTimeout, WeightsNotFinite
+from shared.errors import BodyLost, Fenced, RedisSetBack, StoreUnavailable, WaitTimeout
 from shared.events import emit
 from shared.experience_log import id_order
 from shared.failure import Failure, RunEnd
@@ -27,7 +27,7 @@ from shared.ledger import Ledger, set_forward
 from shared.policies.codec import VersionHeader, encode_board, state_arrays
 from shared.policy_board import PolicyBoard, Published
 from shared.profile import Profile
-from shared.quarantine import way_out
+from shared.quarantine import naming_entries
 from shared.role import Role
 from shared.steps import Phase
 from trainer_node import snapshot
@@ -165,8 +165,9 @@ class Trainer:
             return "waited"
         fragments, self._fragments = self._fragments, []
         phase = self._phase
-        self._settlement.taking(fragments[0].position, fragments[-1].position)
-        with self._ranks.turn(fragments, phase):
+        first, last = fragments[0].position, fragments[-1].position
+        self._settlement.taking(first, last)
+        with naming_entries(self._role.run_id, first, last), self._ranks.turn(fragments, phase):
             with self._stages.during("observe"):
                 self._learner.emulate_acting(fragments, phase)
             with self._stages.during("update"):
@@ -421,11 +422,7 @@ class Trainer:
 
     def _learn(self, fragments: list[Fragment], phase: Phase) -> dict[str, float]:
         started = time.perf_counter()
-        try:
-            metrics = self._learner.learn(fragments, phase)
-        except WeightsNotFinite as error:
-            way = way_out(self._role.run_id, f"{fragments[0].position} {fragments[-1].position}")
-            raise WeightsNotFinite(f"{error}; the checkpoints before it are intact{way}") from None
+        metrics = self._learner.learn(fragments, phase)
         self._figures.learning_seconds += time.perf_counter() - started
         return metrics
 

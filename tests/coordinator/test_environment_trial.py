@@ -15,6 +15,7 @@ from tests.conftest import minimal_config
 from tests.coordinator.terminal import Stagecoach, check_refused
 from tests.environments_for_tests import MODULE as WORKING
 
+UNEQUAL = "wrong: two episodes with the seed 0 and equal actions are not the same"
 OLD_RESET, OLD_STEP = "fatal: reset() returned an array of shape (2,)", "fatal: step() returned 4 values"
 WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "nothing": ({"id": "Good"}, []),
@@ -33,7 +34,9 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "dtype": ({"id": "Fractions"}, ["fatal: reset() returned an observation of dtype float64"]),
     "choice": ({"id": "Beyond"}, ["fatal: reset() returned an observation, int 3"]),
     "dict": ({"id": "Parts"}, ["fatal: reset() returned an observation with ['here']"]),
-    "seed": ({"id": "Unseeded"}, ["wrong: two episodes with the seed 0 and equal actions are not the same: its first"]),
+    "seed": ({"id": "Unseeded"}, [f"{UNEQUAL}: observations differ from the first"]),
+    "lucky reward": ({"id": "Lucky"}, [f"{UNEQUAL}: rewards or ends differ after"]),
+    "sys.exit": ({"id": "Quits"}, ["raised: step() raised SystemExit: 3 (at "]),
     "array": ({"id": "OneArray"}, ["note: an observation changed after it was returned"]),
     "actions": ({"id": "Picks"}, ["wrong: the action space Discrete(2) does not contain its own sample"]),
     "close": ({"id": "Parting"}, ["raised: close() raised OSError: no connection (at "]),

@@ -22,12 +22,14 @@ def said(code: str) -> str:
     ("code", "how", "words"),
     [
         ("def simulate():\n    os._exit(3)\nsimulate()", "exit code 3", "simulate"),
+        ("print('no licence', file=sys.stderr)\ndef a(): os._exit(3)\ndef b(): a()\nb()", "exit code 3", "no licence"),
+        ("print('no licence', file=sys.stderr); os.abort()", "SIGABRT", "no licence"),
         ("def simulate():\n    import ctypes; ctypes.string_at(0)\nsimulate()", "SIGSEGV", "simulate"),
         ("def simulate():\n    os.abort()\nsimulate()", "SIGABRT", "simulate"),
         ("print('about to go', file=sys.stderr); os.kill(os.getpid(), 9)", None, "about to go"),
         ("os.fork() or os._exit(7)\nos.wait()\nprint('done', file=sys.stderr)", None, "done"),
     ],
-    ids=["os._exit", "segfault", "abort", "killed", "of a child"],
+    ids=["os._exit", "os._exit with words", "abort with words", "segfault", "abort", "killed", "of a child"],
 )  # fmt: skip
 def test_what_a_process_says_of_its_end(code: str, how: str | None, words: str) -> None:
     found = last_words(said(code))

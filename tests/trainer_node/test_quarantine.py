@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from coordinator.preparation import prepare_resume
 from shared import fragment
-from shared.errors import StagecoachError, UserError, WeightsNotFinite
+from shared.errors import ConfigError, StagecoachError, UserError, WeightsNotFinite
 from shared.fragment import Fragment
 from shared.quarantine import DEATHS
 from shared.redis_keys import RunKeys
@@ -52,23 +53,25 @@ def deaths_until(game: Game, ends: Callable[[], object]) -> int:
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, place: str, id_: str, blob: bytes, error: BaseException) -> None:
-    """Whoever decodes (learns from) this entry dies."""
-    decode, learn = fragment.decode, Learner.learn
+    """A trainer that decodes this entry, or does `place` of the learner with it, fails."""
+    decode = fragment.decode
 
     def dying_decode(found: bytes) -> Fragment:
         if found == blob:
             raise error
         return decode(found)
 
-    def dying_learn(self: Learner, fragments: list[Fragment], phase: Any) -> dict[str, float]:
-        if id_ in [item.position for item in fragments]:
-            raise error
-        return learn(self, fragments, phase)
-
     if place == "decode":
         monkeypatch.setattr(fragment, "decode", dying_decode)
-    else:
-        monkeypatch.setattr(Learner, "learn", dying_learn)
+        return
+    method = getattr(Learner, place)
+
+    def dying(self: Learner, fragments: list[Fragment], phase: Any) -> Any:
+        if id_ in [item.position for item in fragments]:
+            raise error
+        return method(self, fragments, phase)
+
+    monkeypatch.setattr(Learner, place, dying)
 
 
 def replayed(game: Game, config: Any) -> Replayed:
@@ -154,23 +157,32 @@ def test_a_trainer_that_leaves_or_that_comes_on_is_no_death(new_game: NewGame) -
     assert "number 2 in a row" not in game.events("trainer")
 
 
-def test_what_made_the_weights_infinite_is_named_and_resume_drop_goes_on_without_it(
-    new_game: NewGame, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("learn", WeightsNotFinite("update 3 made the weights infinite")),
+        ("emulate_acting", ConfigError("policies.default.transform=a:b failed: ValueError: beyond the table")),
+        ("learn", KeyError("a table of the user's own algorithm")),
+    ],
+)
+def test_entries_over_which_an_update_fails_are_named_and_resume_drop_continues_without_them(
+    new_game: NewGame, monkeypatch: pytest.MonkeyPatch, place: str, error: Exception
 ) -> None:
     config = archived()
     game = new_game(config)
     game.play_to(2)
     id_ = nth_entry(game, 5)
-    poison(monkeypatch, "learn", id_, b"", WeightsNotFinite("update 3 made the weights infinite"))
+    poison(monkeypatch, place, id_, b"", error)
     named = ""
     for _ in range(2):  # and a mere resume fails in the same way
-        with pytest.raises(
-            WeightsNotFinite, match=rf"`stagecoach resume {game.role.run_id} --drop \S+` goes on"
-        ) as caught:
+        error.__notes__ = []
+        with pytest.raises(type(error)) as caught:
             game.play()
         game.trainer.fail(caught.value)
         game.crash()
-        named = str(caught.value).partition("--drop ")[2].partition("`")[0]
+        way = re.search(rf"`stagecoach resume {game.role.run_id} --drop (\S+)` continues", game.role.flow.read().reason)
+        assert way is not None
+        named = way[1]
         if _ == 0:
             prepare_resume(game.role)
             game.restart()
