@@ -131,7 +131,7 @@ def test_what_cannot_be_used_is_told_in_one_line(fields: dict[str, Any], says: s
 def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "envpool", None)
     assert is_envpool("envpool:Ant-v4") and not is_factory("envpool:Ant-v4") and not is_envpool("mine:Ant-v4")
-    with pytest.raises(EnvironmentUnusable, match=r"envpool:Ant-v4 needs EnvPool.*install the extra 'envpool'"):
+    with pytest.raises(EnvironmentUnusable, match=r"envpool:Ant-v4 needs EnvPool.*pip install 'stagecoach\[envpool\]'"):
         make_envpool("envpool:Ant-v4", None, {})
 
 

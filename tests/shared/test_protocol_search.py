@@ -58,7 +58,7 @@ def test_what_was_refused_is_never_taken(make_role: MakeRole) -> None:
 
 
 FAULTS = {
-    "what was refused is taken": ("PUSH", ":refused') or '0') > heard", ":refused') or '0') > heard + 1", TOO_LATE),
+    "what was refused is taken": ("PUSH", ":refused')) or 0) > heard", ":refused')) or 0) > heard + 1", TOO_LATE),
     "what was pushed is taken again": ("PUSH", "if seq <= last then", "if seq < last then", []),
     "a version is counted again": ("PUBLISH", "if wanted > version then", "if wanted >= version then", [
         "worker-0 claims", "worker-0 pushes", "trainer 1 reads"]),
