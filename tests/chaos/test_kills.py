@@ -23,7 +23,7 @@ from tests.support.checkpoints import upload_in
 
 RUN, UNDISTURBED = "killed", "undisturbed"
 ROLES = [(kill, kind) for kind in ("trainer", "worker", "evaluator")]
-FAULTS = [*ROLES, *((kill, kind) for kind in ("Redis", "store", "Ray", "coordinator"))]
+FAULTS = [*ROLES, *((kill, kind) for kind in ("Redis", "store", "raylet", "coordinator"))]
 STOPS = [(stop, kind) for kind in ("trainer", "worker", "evaluator", "Redis", "store", "coordinator")]
 ENVIRONMENT = """
 import time

@@ -171,11 +171,11 @@ def test_a_trainer_that_gets_nowhere_ends_the_run_which_says_so(config: MakeConf
 def test_a_trainer_that_makes_progress_may_die_as_often_as_it_likes(config: MakeConfig, running: ExitStack) -> None:
     """In less time than ten deaths were allowed in, and more often in all than without progress."""
     run = start(config(stop_at={"updates": 10**6}, rollout={"restarts_allowed": 0}), running)
-    former, version = None, 0
+    former = None
     for _ in range(3):
-        until(run, lambda s, former=former: pid_of(s, "trainer") not in (None, former))  # type: ignore[misc]
-        status = until(run, lambda s, version=version: s.version > version)  # type: ignore[misc]
-        former, version = pid_of(status, "trainer"), status.version
+        begun = until(run, lambda s, former=former: pid_of(s, "trainer") not in (None, former))  # type: ignore[misc]
+        former = pid_of(begun, "trainer")
+        version = until(run, lambda s, begun=begun: s.version > begun.version).version  # type: ignore[misc]
         assert former is not None
         os.kill(former, signal.SIGKILL)
     until(run, lambda status: status.version > version + 1)
