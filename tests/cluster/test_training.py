@@ -51,6 +51,7 @@ def test_cartpole_is_solved_on_three_hosts(cluster: RayCluster) -> None:
     assert "finished" in watched and "balances" in watched
 
 
+@pytest.mark.essential
 def test_its_checkpoints_and_books_are_in_the_bucket(cluster: RayCluster) -> None:
     names, finished = cluster.services.names(RUN), cluster.services.marker(RUN, ".finished")
     assert finished["reason"] == "solved"
