@@ -20,6 +20,7 @@ import yaml
 from coordinator.placement import evaluator_options, needs, trainer_options, worker_options
 from coordinator.room import NO_BOUND, Room
 from shared.config import Config
+from shared.printable import counted
 from trainer_node.rendezvous import rank_id
 
 Resources = Mapping[str, float]
@@ -62,9 +63,9 @@ def room(config: Config, additions: Additions, trainer_node: str | None = None) 
     now = fit(list(machines.values()), list(roles.values()), worker, apart, _place(machines, trainer_node))
     what, there = "the cluster", _amounts(_total(machines.values(), {"CPU", *worker}))
     if config.ray.address == "embedded" and config.ray.num_cpus is None:
-        what, there = "embedded Ray", f"{there} by count, on {_count(os.cpu_count() or 1, 'core')}"
+        what, there = "embedded Ray", f"{there} by count, on {counted(os.cpu_count() or 1, 'core')}"
     text = (
-        f"{what} ({_count(len(machines), 'machine')}, {there}; "
+        f"{what} ({counted(len(machines), 'machine')}, {there}; "
         f"{', '.join(f'{name} takes {_amounts(need)}' for name, need in roles.items() if need)})"
     )
     each = _amounts(worker)
@@ -75,7 +76,7 @@ def room(config: Config, additions: Additions, trainer_node: str | None = None) 
         return Room(now, None, each, text)
     later = fit([*machines.values(), *added], list(roles.values()), worker, apart, _place(machines, trainer_node))
     if added:
-        text += f", with the {_count(len(added), 'machine')} that its autoscaler may add,"
+        text += f", with the {counted(len(added), 'machine')} that its autoscaler may add,"
     return Room(now, later, each, text)
 
 
@@ -217,5 +218,5 @@ def _amounts(need: Resources) -> str:
 
 
 def _count(number: float, name: str) -> str:
-    plural = "s" if number != 1 and name in {"CPU", "GPU", "machine", "core"} else ""
+    plural = "s" if number != 1 and name in {"CPU", "GPU"} else ""
     return f"{number:g} {name}{plural}"

@@ -75,9 +75,8 @@ class Check:
 
     def run(self, steps: int, whole: bool, alone: bool, any_api: bool = False) -> None:
         """Everything; problems are told as they are found. With `any_api` it may be of PettingZoo all the same."""
-        self._any_api = any_api
         try:
-            self._make(alone)
+            self._make(alone, any_api)
             ended = self._play(steps)
             if whole:
                 self._look_at_seeds(steps)
@@ -91,13 +90,13 @@ class Check:
             with contextlib.suppress(Unsteppable):
                 self._raised("looking at it", error)
 
-    def _make(self, alone: bool) -> None:
+    def _make(self, alone: bool, any_api: bool) -> None:
         environment = self._config.environment
         try:
             try:
                 self._env = self._started()
             except OtherApi:
-                if not self._any_api:
+                if not any_api:
                     raise
                 environment = environment.model_copy(update={"api": "pettingzoo"})
                 self._config, self._many = self._config.model_copy(update={"environment": environment}), True
