@@ -230,8 +230,8 @@ def _seconds_of_clocking() -> float:
 class _Still(gym.Env[Any, Any]):
     """Does nothing."""
 
-    def step(self, action: Any) -> Any:
-        return None
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return None, 0.0, False, False, {}
 
 
 def _seconds_of_guard() -> float:
