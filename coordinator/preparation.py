@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import redis
@@ -34,6 +37,7 @@ from shared.experience_log import ExperienceLog
 from shared.failure import RunEnd
 from shared.ledger import read_books
 from shared.object_store import open_store
+from shared.policies.policy import Policy
 from shared.policies.registry import build_policies
 from shared.quarantine import drop_entries
 from shared.redis_keys import RunKeys
@@ -52,6 +56,8 @@ from trainer_node.snapshot import other_versions
 FIRST_CHECKPOINT = checkpoint_name(0, 0)
 _MOST_VALUE_BYTES = 511 << 20
 """Redis refuses a value of more than 512 MiB (proto-max-bulk-len); names and a header come beside the arrays."""
+_TRAINED_COPIES = 4
+"""Weights, their gradients, and Adam's two moments."""
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 
 
@@ -72,11 +78,7 @@ def check(config: Config, inline: bool = False, strict: bool = False) -> Environ
     description = _make_here(config) if inline else try_environment(config).refuse(config, strict)
     for policy_id, policy in config.policies.items():
         ExperienceFilter(policy, f"policies.{policy_id}")
-    policies = build_policies(description.policies, config.policies, algorithm, seed=0)
-    if config.policy_versions.transport == "redis":
-        parts = (part for policy in policies.values() for part in (*policy.parameters(), *policy.buffers()))
-        _check_version_fits(sum(part.nbytes for part in parts))
-    del policies  # perhaps gigabytes
+    _check_networks(config, partial(build_policies, description.policies, config.policies, algorithm, seed=0))
     _check_device(config)
     if config.checkpoint.export != "off" and config.ray.address == "embedded":
         require_onnx()  # elsewhere the trainer's machine has to have it
@@ -103,13 +105,34 @@ def _make_here(config: Config) -> EnvironmentDescription:
     return description
 
 
-def _check_version_fits(size: int) -> None:
-    """Else the trainer would fail at its first publication, after everything else has started."""
-    if size > _MOST_VALUE_BYTES:
+def _check_networks(config: Config, build: Callable[[], dict[str, Policy]]) -> None:
+    """Makes the policies once, but not before it is known that they fit into this machine and into a policy version.
+
+    Else Linux would end this process, or the trainer would fail at its first publication, after all else has started.
+    """
+    try:
+        with torch.device("meta"):  # sizes without memory
+            size = _size(build())
+    except Exception:  # a class of the user's own may need real tensors
+        size = _size(build())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    copies = _TRAINED_COPIES if config.ray.address == "embedded" else 1
+    smaller = "make the network smaller (policies.<id>.hidden_sizes)"
+    if size * copies > memory:
+        trained = ", to train it takes four times as much" if copies > 1 else ""
+        raise ConfigError(
+            f"the policies take {size / 1e9:,.1f} GB{trained}, and this machine has {memory / 1e9:,.1f} GB; {smaller}"
+        )
+    if config.policy_versions.transport == "redis" and size > _MOST_VALUE_BYTES:
         raise ConfigError(
             f"a policy version of {size} bytes is more than one value of Redis holds ({_MOST_VALUE_BYTES} bytes); set "
-            f"policy_versions.transport: object_store, or a smaller network (policies.<id>.hidden_sizes)"
+            f"policy_versions.transport: object_store, or {smaller}"
         )
+    build()  # perhaps gigabytes, free again at once
+
+
+def _size(policies: dict[str, Policy]) -> int:
+    return sum(part.nbytes for policy in policies.values() for part in (*policy.parameters(), *policy.buffers()))
 
 
 def _check_fragment_fits(size: int, description: EnvironmentDescription) -> None:

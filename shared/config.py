@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from shared.algorithm_configs.ppo import PPOConfig
 from shared.algorithm_configs.registry import AlgorithmField, with_algorithm_defaults
 from shared.dataset_config import DatasetConfig, DemonstrationsConfig
-from shared.section import Section, leaves
+from shared.section import Section, Width, leaves
 from shared.services_config import RayConfig, RedisConfig, StoreConfig
 from shared.steps import Duration, DurationField
 
@@ -40,7 +40,7 @@ def _wrapper(value: object) -> object:
 class EnvironmentConfig(Section):
     """The environment that the rollout workers step."""
 
-    id: str
+    id: str = Field(min_length=1)
     """A registered gymnasium id (`CartPole-v1`); `envpool:TASK`, a task of EnvPool (for `vectorization: native`; with
     `kwargs: {num_threads: 4}` on four cores); or `module:factory`, a callable that returns an environment."""
     kwargs: dict[str, Any] = {}
@@ -68,7 +68,7 @@ class EnvironmentConfig(Section):
 class PolicyConfig(Section):
     """The network of one policy id."""
 
-    hidden_sizes: tuple[Annotated[int, Field(ge=1)], ...] = (64, 64)
+    hidden_sizes: tuple[Width, ...] = (64, 64)
     """Layers of the MLP; two of 64 is the field's reference for classic control."""
     activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"
     """Non-linearity; tanh is the usual choice for PPO on vectors."""
@@ -99,7 +99,7 @@ class PolicyConfig(Section):
     core: Literal["none", "lstm", "gru"] = "none"
     """What lets a policy remember within an episode (for tasks that an observation alone does not tell all of): a
     recurrent layer behind the encoder. Only algorithms that learn whole sequences can (docs/algorithms/ppo.md)."""
-    core_size: int = Field(64, ge=1)
+    core_size: Width = 64
     """Units of the core."""
 
     @property
@@ -108,16 +108,12 @@ class PolicyConfig(Section):
         return self.core_size * {"none": 0, "gru": 1, "lstm": 2}[self.core]
 
     @model_validator(mode="after")
-    def _one_core_for_both(self) -> Self:
+    def _what_fits_together(self) -> Self:
         if self.core != "none" and not self.share_encoder:
             raise ValueError(
                 f"core={self.core} with share_encoder=false: actor and critic have one core, and so one encoder before "
                 f"it; set share_encoder=true"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_way_to_normalise(self) -> Self:
         if self.reward_ewma is not None and self.normalise_rewards:
             raise ValueError(
                 f"reward_ewma={self.reward_ewma:g} with normalise_rewards=true: two ways to normalise rewards; use one"
@@ -367,12 +363,18 @@ _DECIDES_LEARNING: Any = {
 on threads, matrix products and ranks, and each checkpoint holds a window of episodes."""
 
 
+def _named(folder: object) -> object:
+    if folder == "":
+        raise ValueError("expected a folder, found ''; name one, or remove the line for `runs`")
+    return folder
+
+
 class Config(Section):
     """Everything that decides a run."""
 
     seed: int = Field(1, ge=0, lt=2**63)
     """The run's seed; each worker derives its own from it, its number and its incarnation."""
-    runs_dir: Path = Path("runs")
+    runs_dir: Annotated[Path, BeforeValidator(_named)] = Path("runs")
     """Folder of all runs on this machine."""
     environment: EnvironmentConfig
     policies: dict[str, PolicyConfig] = {"default": PolicyConfig()}

@@ -14,7 +14,9 @@ from pydantic import BaseModel, ValidationError
 
 from shared.algorithm_configs.registry import ALGORITHMS, tag_of
 from shared.config import Config
+from shared.config_errors import in_words, shown
 from shared.errors import ConfigError
+from shared.printable import printable
 
 ENV_PREFIX = "STAGECOACH__"
 
@@ -52,38 +54,30 @@ def parse_config(data: Mapping[str, Any]) -> Config:
             kinds = _kinds(loc[:2], tag_of(data.get("algorithm") or {}))
             if kinds and len(loc) > 2:
                 del loc[2]  # likewise its kind
-            where = ".".join(loc)
+            where = ".".join(_as_written(loc, data))
             if item["type"] == "extra_forbidden":
                 lines.append(_misspelt(where, tag_of(data.get("algorithm") or {})))
             elif item["type"] == "union_tag_invalid" and where == "algorithm":
                 lines.append(_unknown_algorithm(tag_of(data["algorithm"])))
             elif kinds and len(loc) == 2 and item["type"] != "value_error":
                 found = item["input"].get("kind", "none") if isinstance(item["input"], dict) else item["input"]
-                lines.append(f"{where}.kind must be one of {', '.join(kinds)}, found {_shown(found)}")
-            elif item["type"] == "missing":
-                lines.append(f"{where} is missing; add it to the config or give --set {where}=…")
-            elif item["type"] == "value_error":
-                message = item["msg"].removeprefix("Value error, ")
-                lines.append(f"{where}: {message}" if where else message)
+                lines.append(f"{where}.kind must be one of {', '.join(kinds)}, found {shown(found)}")
             else:
-                expected = _PLAINLY.get(item.get("ctx", {}).get("pattern", ""), item["msg"])
-                lines.append(f"{where}: {expected}, found {_shown(item['input'])}")
+                lines.append(in_words(item, where))
         raise ConfigError("; ".join(lines)) from None
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"found {error.object[error.start]!r}, which no text can hold; remove it") from None
 
 
-_PLAINLY = {
-    r"^[\w.]+:\w+$": "expected package.module:function",
-    r"^(cpu|cuda(:\d+)?)$": "expected cpu, cuda or cuda:0, cuda:1 …",
-    r"^(auto|cpu|cuda(:\d+)?)$": "expected auto, cpu, cuda or cuda:0, cuda:1 …",
-    "^[0-9a-f]{64}$": "expected a SHA-256, 64 hexadecimal digits",
-}
-"""What the patterns of config fields mean in words."""
-
-
-def _shown(value: object) -> str:
-    """What was found, for an error text; a URL could hold a password."""
-    text = repr(value)
-    return "a URL" if "://" in text else text
+def _as_written(loc: list[str], data: Any) -> list[str]:
+    """The path as far as the config goes: a plain number stands for a schedule's `start`."""
+    for depth, part in enumerate(loc):
+        if isinstance(data, list | tuple):
+            data = {str(index): value for index, value in enumerate(data)}
+        if not isinstance(data, dict):
+            return loc[:depth]
+        data = data.get(part, {})
+    return loc
 
 
 def dump_config(config: Config) -> str:
@@ -104,7 +98,7 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
     """A config's YAML as plain data; raises `ConfigError`, naming `where` it came from."""
     try:
         data = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - derives from SafeLoader
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{where} must hold a mapping of sections (environment: …), found {type(data).__name__}")
@@ -146,8 +140,8 @@ for _side in (_StrictLoader, _StrictDumper):
 def _value(text: str, source: str) -> Any:
     try:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - derives from SafeLoader
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not a YAML value: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{printable(source, 100)}: not a YAML value: {' '.join(str(error).split())}") from None
 
 
 def _set(data: dict[str, Any], keys: list[str], value: Any, source: str) -> None:
@@ -173,8 +167,8 @@ def _refuse_single_underscores(name: str) -> None:
 
 def _unknown_algorithm(name: str) -> str:
     guesses = difflib.get_close_matches(name, ALGORITHMS, n=1)
-    hint = f"did you mean {guesses[0]}?" if guesses else f"known are {', '.join(sorted(ALGORITHMS))}"
-    return f"algorithm.name={name} is no algorithm; {hint} Or a class of your own: package.module:Class"
+    hint = f"did you mean {guesses[0]}?" if guesses else f"known are {', '.join(sorted(ALGORITHMS))}."
+    return f"algorithm.name={printable(name, 100)} is no algorithm; {hint} Or a class of your own: package.module:Class"
 
 
 def _kinds(loc: list[str], algorithm: str) -> list[str]:

@@ -41,7 +41,7 @@ class RecordedConfig(Section):
     """A run's folder in the store (with archived experience; also `s3://…`), a Minari dataset's folder, an HDF5 file in
     D4RL's layout, or a CSV file. The same on each machine that reads it: the coordinator's, and those of the workers
     (of demonstrations: those of the trainer and its ranks)."""
-    format: Literal["auto"] | DatasetFormat = "auto"
+    format: Literal["auto", DatasetFormat] = "auto"
     """What is there; `auto` looks."""
     endpoint_url: str | None = None
     """The S3 endpoint of an archive at `s3://…`; none is AWS."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
 from shared.schedules import Schedule, ScheduleField
-from shared.section import Section
-
-_Layers = tuple[Annotated[int, Field(ge=1)], ...]
+from shared.section import Section, Width
 
 
 class ExtrinsicConfig(Section):
@@ -36,20 +34,20 @@ class SignalConfig(Section):
 class RNDConfig(SignalConfig):
     """Random network distillation (Burda et al. 2019): what a network cannot predict yet has seldom been seen."""
 
-    hidden_sizes: _Layers = (64, 64)
+    hidden_sizes: tuple[Width, ...] = (64, 64)
     """Layers of target and predictor, behind the convolutions of images."""
-    embedding_size: int = Field(64, ge=1)
+    embedding_size: Width = 64
     """Numbers that are predicted."""
 
 
 class ICMConfig(SignalConfig):
     """Intrinsic curiosity (Pathak et al. 2017): where an action leads is rewarding while it cannot be predicted."""
 
-    hidden_sizes: _Layers = (64, 64)
+    hidden_sizes: tuple[Width, ...] = (64, 64)
     """Layers of the features, behind the convolutions of images."""
-    embedding_size: int = Field(64, ge=1)
+    embedding_size: Width = 64
     """Features of an observation."""
-    model_sizes: _Layers = (64,)
+    model_sizes: tuple[Width, ...] = (64,)
     """Layers of the forward and of the inverse model."""
     forward_weight: float = Field(0.2, ge=0, le=1)
     """β: the share of the forward model's loss; the rest is the inverse model's."""
@@ -60,7 +58,7 @@ class GAILConfig(SignalConfig):
 
     episodic: bool = True
     """Whether the end of an episode ends its returns, as it ends what can be imitated."""
-    hidden_sizes: _Layers = (64, 64)
+    hidden_sizes: tuple[Width, ...] = (64, 64)
     """Layers of the discriminator, behind the convolutions of images."""
     use_actions: bool = True
     """Whether the discriminator looks at actions as well; without, it is enough to be seen where they were."""

@@ -88,7 +88,7 @@ class Schedule(BaseModel):
 
 def _from_number(value: object) -> object:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return {"kind": "constant", "start": float(value)}
+        return {"kind": "constant", "start": value}
     return value
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Width = Annotated[int, Field(ge=1, le=1 << 16)]
+"""Units of a network's layer. The widest in use have some thousands; a square layer of the bound is 17 GB."""
 
 
 class Section(BaseModel):

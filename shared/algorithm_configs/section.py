@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import ConfigDict, Field, ValidationError
 
+from shared.config_errors import in_words
 from shared.errors import ConfigError
 from shared.exploration_config import ExplorationConfig, Sampling
 from shared.schedules import Schedule, ScheduleField
@@ -94,7 +95,7 @@ class OwnAlgorithm(AlgorithmConfig):
         try:
             found: AlgorithmConfig = section.model_validate(given)
         except ValidationError as error:
-            lines = [f"algorithm.{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+            lines = [in_words(item, ".".join(("algorithm", *map(str, item["loc"])))) for item in error.errors()]
             raise ConfigError("; ".join(lines)) from None
         return found
 

@@ -24,6 +24,13 @@ def test_a_version_that_no_value_holds_is_refused_and_the_store_takes_it(monkeyp
     check(of_width(2000, policy_versions={"transport": "object_store"}))
 
 
+@pytest.mark.parametrize("transport", ["redis", "object_store"])
+def test_a_network_that_no_machine_holds_is_refused_without_taking_its_memory(transport: str) -> None:
+    policies = {"default": {"hidden_sizes": [65536] * 100}}
+    with pytest.raises(ConfigError, match=r"the policies take [\d,.]+ GB, to train .* this machine has .*hidden_sizes"):
+        check(minimal_config(policies=policies, policy_versions={"transport": transport}))
+
+
 def test_an_evaluation_with_other_spaces_is_refused() -> None:
     wrapper = {"path": "rollout_worker.wrappers:MapAction", "kwargs": {"actions": [0, 1]}}
     check(minimal_config(evaluation={"wrappers": [wrapper]}))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from shared.algorithm_configs.registry import ALGORITHMS
 from shared.config import Config
@@ -130,11 +133,82 @@ def test_every_path_of_the_config_can_be_named_in_the_environment() -> None:
         ),
         ("exploration=greedy", "algorithm.exploration.kind must be one of"),
         ("memory={kind: uniform, capcity: 5}", "unknown key algorithm.memory.capcity"),
-        ("memory={kind: uniform, capacity: -5}", "algorithm.memory.capacity: Input should be greater"),
+        ("memory={kind: uniform, capacity: -5}", "algorithm.memory.capacity: expected 1 or more, found -5"),
     ],
 )
 def test_a_section_of_several_kinds_is_told_by_its_path(section: str, said: str) -> None:
     assert said in refused(None, ["algorithm.name=dqn", f"algorithm.{section}"])
+
+
+WRONG: tuple[Any, ...] = (
+    "20k", "", None, float("inf"), float("nan"), float("-inf"), -1, 0, 1.5, 10**400, True, "x", [1], [1, 2, 3],
+    {}, {"a": 1}, {1: 2}, [[]], "\udc00",
+)  # fmt: skip
+"""What no field has in mind, of every type that YAML has."""
+PYDANTIC = re.compile(
+    r"Input |Field required|valid (dict|string|number|integer)|should |[Uu]nable to|instance of|<class|_type"
+)
+
+
+def paths_below(model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
+    """Every field, also those of sections within mappings and of all kinds that one may be of."""
+    for name, field in model.model_fields.items():
+        yield (name,)
+        between = ("default",) if get_origin(field.annotation) is dict else ()
+        for below in models_in(field.annotation) if name != "algorithm" else ():
+            yield from ((name, *between, *rest) for rest in paths_below(below))
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in models_in(inner)]
+
+
+def test_whatever_is_wrong_with_whatever_field_is_told_in_plain_words() -> None:
+    places = dict.fromkeys(paths_below(Config), "ppo")
+    places |= {("algorithm", *path): name for name, model in ALGORITHMS.items() for path in paths_below(model)}
+    told: list[tuple[tuple[str, ...], Any, str]] = []
+    for (path, name), value in itertools.product(places.items(), WRONG):
+        data: dict[str, Any] = {"environment": {"id": "X"}, "stop_at": {"updates": 1}, "algorithm": {"name": name}}
+        section = data
+        for key in path[:-1]:
+            section = section.setdefault(key, {})
+        section[path[-1]] = value
+        try:
+            parse_config(data)
+        except ConfigError as error:
+            told.append((path, value, str(error)))
+    assert len(places) > 250 and len(told) > 2500  # it did meet them
+    assert [item for item in told if PYDANTIC.search(item[2]) or len(item[2]) > 1000] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("algorithm.learning_rate=.inf", "algorithm.learning_rate: expected a finite number, found inf; give such a"),
+        ("algorithm.gamma=.nan", "algorithm.gamma: expected a finite number, found nan; give such a number"),
+        ("rollout.lease_seconds=-.inf", "rollout.lease_seconds: expected a finite number, found -inf; give such a"),
+        ("rollout.workers=1e400", "rollout.workers: expected a finite number, found inf; give such a number"),
+        (f"algorithm.learning_rate=1{'0' * 400}", "algorithm.learning_rate: expected a"),
+        (f"seed={'1' * 5000}", "seed=1111"),
+        ("rollout.fragment_steps=20k", "rollout.fragment_steps: expected a whole number, found '20k'; write 20000"),
+        ("stop_at.env_steps=1.5M", "stop_at.env_steps: expected a whole number, found '1.5M'; write 1500000"),
+        ("stop_at.hours=1,000", "stop_at.hours: expected a number, found '1,000'; write 1000"),
+        ("runs_dir=''", "runs_dir: expected a folder, found ''; name one, or remove the line for `runs`"),
+        ("runs_dir=", "runs_dir: expected a path, found nothing; give a value or remove the line"),
+        ("rollout=", "rollout: expected a section, as in {name: value}, found nothing; give a value or remove the"),
+        ("environment.id=''", "environment.id: expected text of 1 or more characters, found ''"),
+        ("environment.kwargs={1: 2}", "environment.kwargs.1: expected keys that are text, found 1; put it in quotes"),
+        ("policies.default.reward_clip=[1]", "policies.default.reward_clip: expected 2 values, found [1]"),
+        ("policies.default.hidden_sizes=[1000000000]", "hidden_sizes.0: expected 65536 or less, found 1000000000"),
+        ("algorithm=", "algorithm.name=None is no algorithm; known are a2c"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_wrong_value_is_told_with_what_to_do(override: str, said: str, write: WriteConfig) -> None:
+    text = refused(write(BASE), [override])
+    assert said in text and len(text) < 400
 
 
 def test_a_field_of_another_algorithm_is_told_as_such() -> None:
@@ -224,7 +298,7 @@ def test_all_mistakes_are_told_at_once(write: WriteConfig) -> None:
         ("", "found NoneType"),
         ("CartPole-v1", "found str"),
         ("1: 2", "1"),
-        ("environment: CartPole-v1", "environment: Input should be a valid dictionary"),
+        ("environment: CartPole-v1", "environment: expected a section, as in {name: value}, found 'CartPole-v1'"),
         ("seed: 1", "environment is missing; add it to the config or give --set environment=…"),
         ("environment: {}", "environment.id is missing"),
     ],
