@@ -12,6 +12,8 @@ from shared.config_sources import load_config
 from shared.errors import CheckpointNotFound
 from shared.object_store import FileStore, open_store
 
+_EXPECTED = "a run's id, RUN/NAME, or the folder of a checkpoint or of a run (also as file:///…)"
+
 
 @dataclass(frozen=True)
 class Found:
@@ -32,7 +34,14 @@ def find_checkpoint(target: str, runs_dir: Path) -> Found:
     NAME may be `best`, `latest`, `final` or `promoted`; a folder is a checkpoint's, or a run's in a store of files or
     exported. Raises `RunNotFound` or `CheckpointNotFound` with what there is.
     """
-    folder = Path(target).resolve()
+    scheme, separator, rest = target.partition("://")
+    if separator and scheme != "file":
+        run_id = rest.rstrip("/").rpartition("/")[2]
+        known = f"; `stagecoach watch {target}` makes a run in a bucket known here: then give {run_id}"
+        raise CheckpointNotFound(
+            f"no checkpoint is taken from {target}; expected {_EXPECTED}{known if scheme == 's3' else ''}"
+        )
+    folder = Path(rest if separator else target).expanduser().resolve()
     if (folder / MANIFEST).is_file():  # of an upload
         folder = folder.parent
     if any(folder.glob(f"*/{MANIFEST}")):
@@ -40,9 +49,9 @@ def find_checkpoint(target: str, runs_dir: Path) -> Found:
     if (folder / CHECKPOINTS).is_dir():
         return _in_folder(folder, None)
     if folder.is_dir():
-        raise CheckpointNotFound(
-            f"{folder} holds no checkpoint ({MANIFEST} is missing); give a run's id or such a folder"
-        )
+        raise CheckpointNotFound(f"{folder} holds no checkpoint ({MANIFEST} is missing); expected {_EXPECTED}")
+    if separator or target.startswith(("/", ".", "~")):
+        raise CheckpointNotFound(f"there is no folder {folder}; expected {_EXPECTED}")
     run_id, _, name = target.partition("/")
     run = RunFolder.find(run_id, runs_dir)
     config = run.config()

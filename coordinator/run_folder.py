@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.elsewhere import Elsewhere, read_elsewhere
-from coordinator.run_list import LOCK, is_locked, run_paths
+from coordinator.run_list import LOCK, former_name, is_locked, run_paths
 from coordinator.services import BUCKET, new_secret
 from shared.config import Config
 from shared.config_sources import dump_config, load_config
@@ -92,6 +92,12 @@ class RunFolder:
             raise RunNotFound(
                 f"no run {run_id!r} in {runs_dir}; {hint} `stagecoach runs` lists them; for one that lives elsewhere "
                 f"give its folder in the store: s3://bucket/prefix/{run_id}"
+            )
+        if former := former_name(path):
+            raise RunNotFound(
+                f"the folder {path} holds the run {former!r}, and was copied or renamed: a run keeps its id, which "
+                f"names what is in its store. Give the folder that name (in another folder of runs, which "
+                f"--runs-dir names, if {former!r} is still there), or delete it"
             )
         return cls(run_id, path)
 

@@ -42,6 +42,12 @@ def run_paths(runs_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.stat().st_ctime)
 
 
+def former_name(path: Path) -> str | None:
+    """The id of the run whose embedded bucket is in a folder of another name, a copy; None where the names agree."""
+    found = [folder.name for folder in (path / "s3").glob("*/*") if folder.is_dir()]
+    return next(iter(found), None) if path.name not in found else None
+
+
 def is_locked(path: Path) -> bool:
     """Whether a coordinator holds the run in this folder right now."""
     try:
@@ -75,7 +81,7 @@ def is_all_here(path: Path) -> bool:
 def _from_files(path: Path) -> RunRow | None:
     """None where the files of this folder do not tell all: the run is live, or lives elsewhere, or they are damaged."""
     try:
-        if not is_all_here(path) or is_locked(path):
+        if not is_all_here(path) or is_locked(path) or former_name(path):
             return None
         store = next((path / "s3").glob(f"*/{path.name}"), path / "s3")  # the only bucket of the embedded server
         finished, kept = _read(store / ".finished"), _read(store / "training_status.json") or {}

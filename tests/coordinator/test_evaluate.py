@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -52,7 +53,8 @@ def test_a_run_is_judged_by_its_best_checkpoint(run: Run) -> None:
 def test_a_checkpoint_is_found_by_its_name_and_in_its_folder(run: Run, checkpoints: Path) -> None:
     by_name = evaluate(f"a/{LAST}", runs(run), 3)
     assert (by_name.checkpoint, by_name.scores["episodes"]) == (LAST, 3)
-    assert evaluate(str(checkpoints / LAST), Path("nowhere"), 3) == by_name
+    for folder in (checkpoints / LAST, f"file://{checkpoints / LAST}"):
+        assert evaluate(str(folder), Path("nowhere"), 3) == by_name
 
 
 def test_it_scores_the_same_each_time(run: Run) -> None:
@@ -188,6 +190,29 @@ def test_it_may_draw_its_actions_as_in_training(run: Run) -> None:
 def test_a_folder_without_a_checkpoint_is_named_as_such(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFound, match=r"holds no checkpoint .manifest\.json is missing"):
         evaluate(str(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (
+            "s3://bucket/prefix/my-run",
+            "`stagecoach watch s3://bucket/prefix/my-run` makes a run in a bucket known here: then give my-",
+        ),
+        (
+            "gs://bucket/my-run",
+            "no checkpoint is taken from gs://bucket/my-run; expected a run's id, RUN/NAME, or",
+        ),
+        (
+            "file:///no/such/folder",
+            "there is no folder /no/such/folder; expected a run's id, RUN/NAME, or the folder of",
+        ),
+        ("./nowhere", "/nowhere; expected a run's id"),
+    ],
+)
+def test_a_place_without_a_checkpoint_is_told_with_what_is_taken(target: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFound, match=re.escape(said)):
+        evaluate(target, tmp_path)
 
 
 @pytest.mark.parametrize("command", ["evaluate", "play", "replay"])
