@@ -68,10 +68,11 @@ def test_a_damaged_run_says_why_and_keeps_the_others(folder: Path, tmp_path: Pat
 def test_a_folder_of_another_name_than_its_runs_is_told_as_such(
     folder: Path, tmp_path: Path, stagecoach: Stagecoach, command: str
 ) -> None:
-    shutil.copytree(folder / "runs" / "ended", tmp_path / "renamed")
-    done = stagecoach(command, "renamed", "--runs-dir", str(tmp_path))
-    check_refused(done, f"{tmp_path / 'renamed'} holds the run 'ended', and was copied or renamed", "--runs-dir")
-    assert [(row.state, "holds the run 'ended'" in row.reason) for row in list_runs(tmp_path)] == [("unreadable", True)]
+    runs = tmp_path / "others"
+    shutil.copytree(folder / "runs" / "ended", runs / "renamed")
+    done = stagecoach(command, "renamed", "--runs-dir", str(runs))
+    check_refused(done, f"{runs / 'renamed'} holds the run 'ended', and was copied or renamed", "--runs-dir")
+    assert [(row.state, "holds the run 'ended'" in row.reason) for row in list_runs(runs)] == [("unreadable", True)]
 
 
 def test_delete_asks_and_takes_the_run_and_no_other(folder: Path, stagecoach: Stagecoach, tmp_path: Path) -> None:
