@@ -29,10 +29,10 @@ _LOGGER = logging.getLogger("stagecoach.shards")
 _PLACES = (
     scripts.COMMON
     + """
--- KEYS log. Where the log has its bodies on shards: {worker, place, worker, place, ...}.
+-- KEYS log, pushes. Where the log has its bodies on shards: {worker, place, worker, place, ...}.
 local named = {}
-each_entry(KEYS[1], '0-0', function(fields)
-  if fields['body'] then
+each_entry(KEYS[1], KEYS[2], '0-0', function(fields, ours)
+  if ours and fields['body'] then
     named[#named + 1] = fields['worker'] or '?'
     named[#named + 1] = fields['body']
   end
@@ -166,7 +166,8 @@ class Bodies:
 
 def named_bodies(index: redis.Redis, run_id: str) -> list[tuple[str, BodyPlace]]:
     """Worker and place of every body that the log names on a shard."""
-    answer = Step(index, _PLACES)([RunKeys(run_id).log], [])
+    keys = RunKeys(run_id)
+    answer = Step(index, _PLACES)([keys.log, keys.pushes], [])
     places = [(worker, BodyPlace.decode(text)) for worker, text in zip(answer[::2], answer[1::2], strict=True)]
     return [(worker.decode(errors="replace"), place) for worker, place in places if place is not None]
 

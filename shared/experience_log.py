@@ -20,6 +20,8 @@ from shared.script_calls import Call, Step, run_both
 
 START = "0-0"
 """The position before the first entry."""
+STRANGERS = "strangers"
+"""Stands in a worker's place for all that no worker pushed; whatever else it says is not read."""
 _MOST_DIGITS = 15
 _PAGE = 32
 
@@ -36,7 +38,7 @@ class LogEntry:
     fragment: bytes | None
     """None where no shard has its body (any more)."""
     claimed: bool
-    """Whether the push script wrote it (so that a claim stands behind it); false for what a stranger added."""
+    """Whether the push script wrote it, so that a claim stands behind it; else its worker is `STRANGERS`."""
     lost: int = 0
     """Fragments before it that were missing when it was pushed: Redis had lost them, and the credit behind them."""
     place: BodyPlace | None = None
@@ -104,7 +106,7 @@ class ExperienceLog:
         """
         keys = [
             self._keys.flow, self._keys.claims, self._keys.log, self._keys.pushed, self._keys.produced,
-            self._keys.incarnations, self._keys.trail(worker),
+            self._keys.incarnations, self._keys.trail(worker), self._keys.pushes,
         ]  # fmt: skip
         field, value, place = "fragment", fragment, None
         if self._bodies:
@@ -157,11 +159,16 @@ class ExperienceLog:
         return self._with_bodies(self._parsed(entries))
 
     def _parsed(self, page: Sequence[tuple[bytes, dict[bytes, bytes]]]) -> list[LogEntry]:
-        """What is in quarantine is decided before a trainer reads, and asked for once."""
+        """Of an entry that stands there, the push was written with it. What is in quarantine is decided before a
+        trainer reads, and asked for once."""
+        if not page:
+            return []
         if self._quarantined is None:
             decided = cast(dict[bytes, bytes], self._redis.hgetall(self._keys.quarantine))
             self._quarantined = frozenset(id_ for id_, why in decided.items() if why != b"dropped")
-        return [replace(_entry(id_, fields), quarantined=id_ in self._quarantined) for id_, fields in page]
+        pushes = cast(Any, self._redis.xrange(self._keys.pushes, page[0][0], page[-1][0]))
+        ours = {id_ for id_, _ in pushes}
+        return [_entry(id_, fields, id_ in ours, id_ in self._quarantined) for id_, fields in page]
 
     def _with_bodies(self, page: list[LogEntry]) -> list[LogEntry]:
         """The same entries, with what the shards have of them; not of those that were given up, whatever comes back."""
@@ -199,7 +206,10 @@ class ExperienceLog:
 
         Raises `Fenced` for an older trainer.
         """
-        keys = [self._keys.flow, self._keys.log, self._keys.wakeups, self._keys.lost_bodies, self._keys.quarantine]
+        keys = [
+            self._keys.flow, self._keys.log, self._keys.wakeups, self._keys.lost_bodies, self._keys.quarantine,
+            self._keys.pushes,
+        ]  # fmt: skip
         removed = cast(int, self._trim(keys, [epoch, through]))
         if removed < 0:
             raise Fenced(f"epoch {epoch} may not trim the log; a newer trainer has taken over")
@@ -232,17 +242,20 @@ def whole_number(text: bytes) -> int:
     return int(text) if text.isdigit() and len(text) <= _MOST_DIGITS else 0
 
 
-def _entry(id_: bytes, fields: dict[bytes, bytes]) -> LogEntry:
-    """Entries that somebody else wrote by hand still get through as (undecodable) fragments, to be counted."""
+def _entry(id_: bytes, fields: dict[bytes, bytes], pushed: bool, quarantined: bool) -> LogEntry:
+    """What was put in by hand gets through as well, to be counted."""
+    if not pushed:
+        return LogEntry(id_.decode(), STRANGERS, 0, 0, 0, b"", False)
     place = BodyPlace.decode(fields[b"body"]) if b"body" in fields else None
     return LogEntry(
         id_.decode(),
-        fields.get(b"worker", b"?").decode(errors="replace"),
+        fields.get(b"worker", b"").decode(errors="replace"),
         whole_number(fields.get(b"incarnation", b"")),
         whole_number(fields.get(b"seq", b"")),
         whole_number(fields.get(b"transitions", b"")),
         None if place else fields.get(b"fragment", b""),
-        b"end" in fields,
+        True,
         whole_number(fields.get(b"lost", b"")),
         place,
+        quarantined=quarantined,
     )

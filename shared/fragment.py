@@ -52,6 +52,7 @@ REASONS = (
     "corrupt",
     "wire_version",
     "schema",
+    "foreign",
     "foreign_run",
     "not_finite",
     "magnitude",

@@ -2,7 +2,8 @@
 
 *Produced* is counted by the push script in the step that appends the fragment. *Consumed* and *dropped* are the
 trainer's, from the log alone, and are part of its snapshot. *In flight* is counted from the log itself, so that the
-equation can fail and is worth checking.
+equation can fail and is worth checking. What was put into the log by hand has an account of its own, `strangers`,
+and counts there as produced by being there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import redis
 
 from shared import scripts
 from shared.errors import Fenced
-from shared.experience_log import whole_number
+from shared.experience_log import STRANGERS, whole_number
 from shared.foreign import left_out
 from shared.redis_keys import RunKeys
 from shared.script_calls import Step
@@ -164,7 +165,7 @@ class LedgerLine:
 def read_books(client: redis.Redis, run_id: str) -> dict[str, LedgerLine]:
     """The books of a run at one instant: a line per worker, and `total`."""
     keys = RunKeys(run_id)
-    answer = Step(client, scripts.IN_FLIGHT)([keys.flow, keys.log, keys.produced, keys.ledger], [])
+    answer = Step(client, scripts.IN_FLIGHT)([keys.flow, keys.log, keys.produced, keys.ledger, keys.pushes], [])
     ledger = _sound(answer[1], run_id)
     pairs = [item.decode(errors="replace") for item in answer[2]]
     produced, refused = _produced(dict(zip(pairs[::2], pairs[1::2], strict=True)))
@@ -176,7 +177,8 @@ def read_books(client: redis.Redis, run_id: str) -> dict[str, LedgerLine]:
         if worker in refused:
             dropped["stale"] = dropped.get("stale", Count()) + refused[worker]
         in_flight = flight.get(worker, Count())
-        lines[worker] = LedgerLine(produced.get(worker, Count()), account.consumed, dropped, in_flight)
+        made = sum(dropped.values(), in_flight) if worker == STRANGERS else produced.get(worker, Count())
+        lines[worker] = LedgerLine(made, account.consumed, dropped, in_flight)
     lines["total"] = total(lines)
     return lines
 
@@ -202,7 +204,9 @@ def set_forward(client: redis.Redis, run_id: str, epoch: int, position: str, led
     go on counting, since the ledger would take the first fragments of an old number for repeats. Raises `Fenced`.
     """
     keys = RunKeys(run_id)
-    names = [keys.flow, keys.log, keys.claims, keys.produced, keys.incarnations, keys.pushed, keys.ledger]
+    names = [
+        keys.flow, keys.log, keys.claims, keys.produced, keys.incarnations, keys.pushed, keys.ledger, keys.pushes
+    ]  # fmt: skip
     if not Step(client, scripts.SET_FORWARD)(names, [epoch, position, *Ledger(ledger.accounts).news()]):
         raise Fenced(f"epoch {epoch} may not set Redis forward; a newer trainer has taken over")
 
@@ -229,8 +233,8 @@ def _in_flight(seen: Ledger, entries: list[bytes]) -> dict[str, Count]:
     """By worker: the entries that the ledger does not account for yet, and the losses that it will find before them."""
     flight = dict[str, Count]()
     for name, incarnation, seq, lost, transitions in zip(*[iter(entries)] * 5, strict=True):
-        worker, size, fragments = name.decode(errors="replace"), whole_number(transitions), 1
-        if seq:
+        worker, size, fragments = name.decode(errors="replace") or STRANGERS, whole_number(transitions), 1
+        if worker != STRANGERS:
             account, life = seen.of(worker), whole_number(incarnation)
             fragments += min(account.gap(life, whole_number(seq)), whole_number(lost))
             account.saw(life, max(whole_number(seq), account.high_water.get(life, -1)))

@@ -17,7 +17,7 @@ _KEY = re.compile(r"stagecoach:\{[^}]*\}:([a-z_]+)(?::.*)?")
 _TYPES = {
     "hash": ("flow", "bodies", "quarantine", "pushed", "produced", "incarnations", "board", "ledger", "heartbeats",
              "evaluations"),
-    "stream": ("log", "wakeups", "events", "ranks"),
+    "stream": ("log", "pushes", "wakeups", "events", "ranks"),
     "set": ("lost_bodies", "draining"), "zset": ("claims",), "list": ("trail",), "string": ("signals", "store_status"),
 }  # fmt: skip
 COUNTS = ("pushed", "produced", "incarnations")
@@ -71,6 +71,12 @@ class RunKeys:
     def log(self) -> str:
         """Stream; the experience log, an entry per fragment. Writer: workers (push); reader: trainer."""
         return self.prefix + "log"
+
+    @property
+    def pushes(self) -> str:
+        """Stream of empty entries; the ids of the log's entries that workers pushed, until they are trimmed: what else
+        the log holds was put in by hand. Writer: workers (push); reader: trainer."""
+        return self.prefix + "pushes"
 
     def bodies(self, worker: str) -> str:
         """Hash, on the shards; incarnation:seq:digest → a fragment's body, until the log names it no more.

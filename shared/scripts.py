@@ -40,16 +40,19 @@ local function after(a, b)
   return a_ms and (a_ms > b_ms or (a_ms == b_ms and a_seq > b_seq))  -- what is no position comes after none
 end
 local function wake(key) redis.call('XADD', key, 'MAXLEN', '~', '64', '*', 'w', '1') end
-local function each_entry(log, position, visit)  -- a page at a time: fragments are large
+local function fields_of(entry)
+  local fields = {}
+  for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
+  return fields
+end
+local function each_entry(log, pushes, position, visit)  -- a page at a time: fragments are large
   local start = '(' .. position
   while true do
     local page = redis.call('XRANGE', log, start, '+', 'COUNT', 32)
     if #page == 0 then return end
-    for _, entry in ipairs(page) do
-      local fields = {}
-      for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
-      visit(fields)
-    end
+    local ours = {}
+    for _, push in ipairs(redis.call('XRANGE', pushes, page[1][1], page[#page][1])) do ours[push[1]] = true end
+    for _, entry in ipairs(page) do visit(fields_of(entry), ours[entry[1]]) end
     start = '(' .. page[#page][1]
   end
 end
@@ -183,17 +186,18 @@ return answer(word)
 PUSH = (
     COMMON
     + """
--- KEYS flow, claims, log, pushed, produced, incarnations, trail. ARGV: worker, incarnation, seq, epoch, transitions,
--- blob, entry of the trail, entries of it to keep, the blob's field in the log ('fragment', or 'body' where the blob is
--- the place of one on a shard), bytes of the fragment, how many pushes of this incarnation were 'stale' as far as the
--- worker has heard. Answers 'pushed', 'duplicate' (a resend), 'stale' (its claim was given away and there is no room),
--- 'superseded' (a newer incarnation acts the same in its place), 'epoch' (this Redis is older than the claim: it was
--- restored from the past), or 'finished'. What was refused stays refused: the same number is that of another fragment
--- once the worker has heard of it, and that of the same fragment before.
+-- KEYS flow, claims, log, pushed, produced, incarnations, trail, pushes. ARGV: worker, incarnation, seq, epoch,
+-- transitions, blob, entry of the trail, entries of it to keep, the blob's field in the log ('fragment', or 'body' if
+-- it is the place of one on a shard), bytes of the fragment, how many pushes of this incarnation were 'stale' as
+-- far as the worker has heard. Answers 'pushed', 'duplicate' (a resend), 'stale' (its claim was given away and there is
+-- no room), 'superseded' (a newer incarnation acts the same in its place), 'epoch' (this Redis is older than the claim:
+-- it was restored from the past), or 'finished'. What was refused stays refused: the same number is that of another
+-- fragment once the worker has heard of it, and that of the same fragment before.
 local flow = redis.call('HMGET', KEYS[1], 'state', 'epoch', 'claimed', 'consumed', 'fragments_per_update',
   'max_policy_lag')
 if not flow[1] then return redis.error_reply('NORUN no such run') end
 begin()
+redis.call('XLEN', KEYS[8])  -- a damaged one is told of before anything is written
 if tonumber(ARGV[4]) > tonumber(flow[2]) then return 'epoch' end
 local from, seq = ARGV[1] .. ':' .. ARGV[2], tonumber(ARGV[3])
 local last = whole(redis.call('HGET', KEYS[4], from)) or -1
@@ -239,8 +243,9 @@ if lost > 0 then
   end
 end
 local written = redis.call('HINCRBY', KEYS[1], 'pushed_bytes', ARGV[10])
-redis.call('XADD', KEYS[3], '*', 'worker', ARGV[1], 'incarnation', ARGV[2], 'seq', ARGV[3],
+local id = redis.call('XADD', KEYS[3], '*', 'worker', ARGV[1], 'incarnation', ARGV[2], 'seq', ARGV[3],
   'lost', lost, 'transitions', ARGV[5], 'end', written, ARGV[9], ARGV[6])
+redis.call('XADD', KEYS[8], id, 'x', '')
 redis.call('HSET', KEYS[4], from, ARGV[3])
 produced('', 1 + lost)
 leave_trail()
@@ -357,7 +362,8 @@ return 'dropped'
 TRIM = (
     COMMON
     + """
--- KEYS flow, log, wakeups, lost_bodies, quarantine. ARGV: epoch, id of the last entry that a durable checkpoint covers.
+-- KEYS flow, log, wakeups, lost_bodies, quarantine, pushes. ARGV: epoch, id of the last entry that a durable checkpoint
+-- covers.
 -- What the ledger does not account for yet stays all the same: a version that is durable before it is on the board.
 -- Answers how many entries were removed (none while Redis is set back behind this trainer), or -1 when fenced.
 if fenced(ARGV[1]) then return -1 end
@@ -365,14 +371,13 @@ if behind(ARGV[1], '') then return 0 end
 begin()
 local through, settled = ARGV[2], redis.call('HGET', KEYS[1], 'settled_id')
 if after(through, settled) then through = settled end
-local last = redis.call('XREVRANGE', KEYS[2], through, '-', 'COUNT', 1)
-if not last[1] then return 0 end
+if not redis.call('XREVRANGE', KEYS[2], through, '-', 'COUNT', 1)[1] then return 0 end
 local freed, ms, seq = nil, id_parts(through)
-while last[1] and not freed do -- what a stranger added has no 'end': the entry before it tells
-  for i = 1, #last[1][2], 2 do
-    if last[1][2][i] == 'end' and whole(last[1][2][i + 1]) then freed = last[1][2][i + 1] end
-  end
-  last = redis.call('XREVRANGE', KEYS[2], '(' .. last[1][1], '-', 'COUNT', 1)
+local push = redis.call('XREVRANGE', KEYS[6], through, '-', 'COUNT', 1)
+while push[1] and not freed do  -- the last entry that a worker pushed and that is there tells
+  local entry = redis.call('XRANGE', KEYS[2], push[1][1], push[1][1])
+  freed = entry[1] and fields_of(entry[1])['end']
+  push = redis.call('XREVRANGE', KEYS[6], '(' .. push[1][1], '-', 'COUNT', 1)
 end
 if freed then redis.call('HSET', KEYS[1], 'trimmed_bytes', freed) end
 redis.call('HSET', KEYS[1], 'trimmed_id', through)
@@ -380,7 +385,9 @@ for _, id in ipairs(redis.call('SMEMBERS', KEYS[4])) do
   if not after(id, through) then redis.call('SREM', KEYS[4], id) end
 end
 for _, i in ipairs(redis.call('HKEYS', KEYS[5])) do if not after(i, through) then redis.call('HDEL', KEYS[5], i) end end
-local removed = redis.call('XTRIM', KEYS[2], 'MINID', '=', string.format('%.0f-%.0f', ms, seq + 1))
+local kept_from = string.format('%.0f-%.0f', ms, seq + 1)
+local removed = redis.call('XTRIM', KEYS[2], 'MINID', '=', kept_from)
+redis.call('XTRIM', KEYS[6], 'MINID', '=', kept_from)
 wake(KEYS[3])
 return removed
 """
@@ -389,8 +396,8 @@ return removed
 SET_FORWARD = (
     COMMON
     + """
--- KEYS flow, log, claims, produced, incarnations, pushed, ledger. ARGV: epoch, position, '1', worker, its account in
--- the ledger up to there, ...
+-- KEYS flow, log, claims, produced, incarnations, pushed, ledger, pushes. ARGV: epoch, position, '1', worker, its
+-- account in the ledger up to there, ...
 -- For a Redis that may know less than its trainer: epoch, books, credit and what was pushed become what the ledger, the
 -- log behind its position and the claims that are held say; the log goes on behind the position. Answers 1, or 0 if
 -- fenced.
@@ -416,9 +423,9 @@ if ARGV[2] ~= '0-0' and type(redis.pcall('XADD', KEYS[2], ARGV[2], 'x', '')) ~= 
   redis.call('XDEL', KEYS[2], ARGV[2])  -- it left its id behind: whatever comes now comes after it
   redis.call('HSET', KEYS[1], 'trimmed_id', ARGV[2])  -- what was learnt up to there is not all there (any more)
 end
-each_entry(KEYS[2], ARGV[2], function(fields)
+each_entry(KEYS[2], KEYS[8], ARGV[2], function(fields, ours)
   local seq, size = whole(fields['seq']), whole(fields['transitions'])
-  if fields['end'] and fields['worker'] and fields['incarnation'] and seq and size then
+  if ours and fields['worker'] and fields['incarnation'] and seq and size then
     local from = fields['worker'] .. ':' .. fields['incarnation']
     local gap = math.max(0, seq - (marks[from] or -1) - 1)
     book(fields['worker'], 1 + gap, (1 + gap) * size)
@@ -445,31 +452,18 @@ return 1
 """
 )
 
-CALL = (
-    COMMON
-    + """
--- KEYS flow, ranks. ARGV: epoch, an invitation (JSON), or '' where the group has begun. Calls the other ranks of the
--- newest trainer. Answers 0 if fenced.
-if fenced(ARGV[1]) then return 0 end
-begin()
-redis.call('XADD', KEYS[2], 'MAXLEN', '~', '64', '*', 'epoch', ARGV[1], 'invitation', ARGV[2])
-return 1
-"""
-)
-
 IN_FLIGHT = (
     COMMON
     + """
--- KEYS flow, log, produced, ledger. One consistent look at the books: {settled id, ledger pairs, produced pairs,
--- worker, incarnation, seq, lost, transitions, worker, ... of the entries after the settled id; no seq for strangers'}.
+-- KEYS flow, log, produced, ledger, pushes. One consistent look at the books: {settled id, ledger pairs, produced
+-- pairs, worker, incarnation, seq, lost, transitions, worker, ... of the entries after the settled id}; all '' for one
+-- that was put in by hand.
 local settled = redis.call('HGET', KEYS[1], 'settled_id') or '0-0'
 local flight = {}
-each_entry(KEYS[2], settled, function(fields)
-  flight[#flight + 1] = fields['worker'] or '?'
-  flight[#flight + 1] = fields['incarnation'] or ''
-  flight[#flight + 1] = fields['end'] and fields['seq'] or ''
-  flight[#flight + 1] = fields['lost'] or ''
-  flight[#flight + 1] = fields['transitions'] or '0'
+each_entry(KEYS[2], KEYS[5], settled, function(fields, ours)
+  for _, name in ipairs({'worker', 'incarnation', 'seq', 'lost', 'transitions'}) do
+    flight[#flight + 1] = ours and fields[name] or ''
+  end
 end)
 local ledger = redis.pcall('HGETALL', KEYS[4])
 return {settled, ledger.err and {} or ledger, redis.call('HGETALL', KEYS[3]), flight}

@@ -171,6 +171,8 @@ class Intake:
             self.ledger.of(entry.worker).saw(entry.incarnation, entry.seq)
         self._settlement.taking(entry.id, entry.id)
         try:
+            if not entry.claimed:
+                raise FragmentError("foreign", "no worker pushed it; it was put into the log by hand")
             if entry.quarantined:
                 raise FragmentError("poison", "trainers died over it, or `resume --drop` named it")
             if entry.fragment is None:
@@ -190,8 +192,6 @@ class Intake:
 
     def _check_source(self, entry: LogEntry, parsed: Fragment) -> None:
         header = parsed.header
-        if not entry.claimed:
-            raise FragmentError("schema", "no claim stands behind it: it was added to the log by hand")
         if (header.worker_id, header.incarnation, header.seq) != (entry.worker, entry.incarnation, entry.seq):
             raise FragmentError(
                 "schema", f"the entry is {entry.worker}:{entry.incarnation}:{entry.seq}, its header differs"
@@ -218,7 +218,7 @@ class Intake:
             self._give_back(entry, max(0, gap - entry.lost), before=True)  # Redis lost the others' credit with them
 
     def _dropped(self, entry: LogEntry, reason: str, detail: str) -> None:
-        _LOGGER.warning("fragment %s of %s dropped as %s: %s", entry.id, entry.worker, reason, detail)
+        _LOGGER.warning("log entry %s (%s) dropped as %s: %s", entry.id, entry.worker, reason, detail)
         self.ledger.drop(entry.worker, reason, entry.transitions)
         if self._give_back(
             entry, 1 if entry.claimed else 0, decided=reason if reason in ("lost_body", "poison") else ""
@@ -227,7 +227,7 @@ class Intake:
 
     def _tell(self, entry: LogEntry, reason: str, detail: str) -> None:
         """An event for the first of its kind; the end of the run where nothing but bad fragments comes."""
-        self._in_a_row += reason not in ("stale", "duplicate", "lost_body", "poison")
+        self._in_a_row += reason not in ("stale", "duplicate", "lost_body", "poison", "foreign")
         if (entry.worker, reason) not in self._told:
             self._told.add((entry.worker, reason))
             self._settlement.tell(f"a fragment of {entry.worker} is {reason}: {detail}")

@@ -31,6 +31,19 @@ _LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 
 
+_CALL = (
+    scripts.COMMON
+    + """
+-- KEYS flow, ranks. ARGV: epoch, an invitation (JSON), or '' where the group has begun. Calls the other ranks of the
+-- newest trainer. Answers 0 if fenced.
+if fenced(ARGV[1]) then return 0 end
+begin()
+redis.call('XADD', KEYS[2], 'MAXLEN', '~', '64', '*', 'epoch', ARGV[1], 'invitation', ARGV[2])
+return 1
+"""
+)
+
+
 @dataclass(frozen=True)
 class Call:
     """One entry: the group of `epoch` is open (`invitation`), or has something to exchange."""
@@ -47,7 +60,7 @@ class Rendezvous:
 
     def __init__(self, role: Role) -> None:
         self._redis, self._keys = role.redis, RunKeys(role.run_id)
-        self._call = Step(role.redis, scripts.CALL)
+        self._call = Step(role.redis, _CALL)
         self._url = role.address.redis_url
         self._after = START
 

@@ -185,7 +185,7 @@ def test_what_the_log_holds_of_strangers_is_dropped_and_a_redis_set_back_is_set_
     with server.client(ADMIN) as client:
         client.xadd(keys.log, {"worker": "stranger", "incarnation": "0", "seq": "0", "fragment": "x"})
         play(lambda: trainer.version >= 4)
-        assert "stranger" in live_status(roles.viewer.redis, unique_run_id).ledger
+        assert "strangers" in live_status(roles.viewer.redis, unique_run_id).ledger
         client.delete(*list(client.scan_iter(f"{keys.prefix}*")))
     trainer._publisher.close()
     trainer._heartbeat._stop.set()

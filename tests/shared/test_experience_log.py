@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from shared.errors import Fenced
-from shared.experience_log import START, ExperienceLog
+from shared.experience_log import START, STRANGERS, ExperienceLog
 from shared.ledger import Count, read_books
 from shared.redis_keys import RunKeys
 from shared.role import Role
@@ -299,7 +299,7 @@ def test_stream_ids_are_compared_as_numbers(make_role: MakeRole) -> None:
     log = ExperienceLog(role.redis, role.run_id)
     assert trainer.take() is None
     assert role.flow.read().settled_id == "1000-0"
-    assert trainer.intake.ledger.of("?").dropped == {"undecodable": Count(4, 0)}
+    assert trainer.intake.ledger.of(STRANGERS).dropped == {"foreign": Count(4, 0)}
     assert log.trim(trainer.epoch, "5-9") == 1 and log.trim(trainer.epoch, "999-0") == 2
     assert [entry.id for entry in log.read(START, 10, 0)] == ["1000-0"]
 

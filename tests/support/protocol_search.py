@@ -37,7 +37,8 @@ _LEASE_SECONDS = 1e9
 _ANOTHER_PROCESS = "the process before"
 
 _SAVE = """
--- KEYS flow, log, claims, pushed, produced, incarnations, ledger, board. What they hold, to load and to compare.
+-- KEYS flow, log, claims, pushed, produced, incarnations, ledger, board, pushes. What they hold, to load and to
+-- compare.
 local dumps = {}
 for index, key in ipairs(KEYS) do dumps[index] = redis.call('DUMP', key) end
 local last = redis.call('EXISTS', KEYS[2]) == 1 and redis.call('XINFO', 'STREAM', KEYS[2])
@@ -200,6 +201,7 @@ class Search:
         keys = self._keys
         self._names = [
             keys.flow, keys.log, keys.claims, keys.pushed, keys.produced, keys.incarnations, keys.ledger, keys.board,
+            keys.pushes,
         ]  # fmt: skip
         self._save, self._load = Step(role.redis, _SAVE), Step(role.redis, _LOAD)
         self._process = self._flow.process()

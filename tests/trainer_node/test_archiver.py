@@ -56,9 +56,11 @@ class Pushed:
 
     def push(self, count: int) -> list[str]:
         """Their positions."""
-        key = RunKeys(self.role.run_id).log
-        fields: Any = {"worker": "worker-0", "seq": "0", "transitions": "4", "end": "1", "fragment": "x" * 600}
-        return [str(self.role.redis.xadd(key, fields).decode()) for _ in range(count)]  # type: ignore[union-attr]
+        client: Any = self.role.redis
+        keys = RunKeys(self.role.run_id)
+        fields = {"worker": "worker-0", "seq": "0", "transitions": "4", "fragment": "x" * 600}
+        positions = [client.xadd(keys.log, fields) for _ in range(count)]
+        return [client.xadd(keys.pushes, {"x": ""}, id=position).decode() for position in positions]
 
     def archiver(self, config: ArchiveConfig = ALL) -> Archiver:
         """Of a trainer that has just begun."""

@@ -12,9 +12,10 @@ from shared import fragment, tensor_blob
 from shared.algorithm_configs.dqn import DQNConfig
 from shared.errors import Fenced
 from shared.events import read_events
+from shared.experience_log import STRANGERS
 from shared.flow import Claim
 from shared.fragment import Fragment, FragmentHeader
-from shared.ledger import Count, Ledger, LedgerLine, read_books, read_ledger
+from shared.ledger import Count, Ledger, LedgerLine, read_books, read_ledger, set_forward
 from shared.policies.codec import VersionHeader
 from shared.policy_board import PolicyBoard, Published
 from shared.redis_keys import RunKeys
@@ -341,40 +342,53 @@ GARBAGE: list[dict[bytes, bytes]] = [
     {b"worker": b"\xff\xfe", b"incarnation": b"-1", b"seq": b"1.5", b"transitions": b"many", b"fragment": b"\x00"},
     {b"worker": b"worker-0", b"incarnation": b"9" * 5000, b"seq": b"9" * 5000, b"transitions": b"9" * 5000},
     {b"worker": b"worker-0", b"incarnation": "²".encode(), b"transitions": "٣".encode(), b"fragment": b""},
+    {},
+    {b"end": b"9" * 12},
+    {b"seq": b"7", b"end": b"9" * 12, b"lost": b"5"},
+    {b"worker": b"worker-7", b"incarnation": b"3"},
 ]
+"""The last four are put upon a copy of what a worker pushed."""
 
 
-@pytest.mark.parametrize("fields", GARBAGE, ids=["no field", "no number", "huge number", "odd digits"])
-def test_what_a_stranger_adds_to_the_stream_is_dropped_and_gives_no_credit(
+@pytest.mark.parametrize(
+    "fields", GARBAGE, ids=["no field", "no number", "huge number", "odd digits", "copy", "far", "gap", "another"]
+)
+def test_what_is_put_into_the_log_by_hand_is_dropped_and_changes_neither_credit_nor_another_account(
     make_role: MakeRole, fields: dict[bytes, bytes]
 ) -> None:
-    role = make_role(small_config())
-    trainer, worker = begin(role), SmallWorker(role)
+    """Nor the bytes that the log is counted to hold, nor the books that a Redis is set forward to."""
+    role = make_role(small_config(fragments_per_update=2))
+    trainer, worker, keys = begin(role), SmallWorker(role), RunKeys(role.run_id)
     worker.work()
-    untyped: Any = fields
-    role.redis.xadd(RunKeys(role.run_id).log, untyped)
-    read_books(role.redis, role.run_id)
+    client: Any = role.redis
+    ((_, pushed),) = client.xrange(keys.log)
+    for _ in range(3):
+        client.xadd(keys.log, pushed | fields if GARBAGE.index(fields) >= 4 else fields)
+    assert read_books(role.redis, role.run_id)[STRANGERS].in_flight.fragments == 3
     worker.work()
+    set_forward(role.redis, role.run_id, trainer.epoch, "0-0", Ledger())
+    assert role.flow.read().in_flight == 2
     assert trainer.take() is not None and trainer.take() is not None
     assert role.flow.read().in_flight == 2
     trainer.publish()
-    assert role.flow.read().in_flight == 0
-    dropped = read_books(role.redis, role.run_id)["total"].dropped
-    assert {reason: count.fragments for reason, count in dropped.items()} == {"undecodable": 1}
+    assert (role.flow.read().in_flight, trainer.intake.ledger.consumed()) == (0, Count(2, 2 * SIZE))
+    lines = read_books(role.redis, role.run_id)
+    assert all(line.balances for line in lines.values())
+    assert lines["worker-0"] == LedgerLine(Count(2, 2 * SIZE), Count(2, 2 * SIZE), {}, Count())
+    assert {reason: count.fragments for reason, count in lines[STRANGERS].dropped.items()} == {"foreign": 3}
+    client.xadd(keys.log, pushed | fields)
+    assert trainer.take() is None
+    worker.log.trim(trainer.epoch, trainer.intake.position)
+    assert (len(worker.log), client.xlen(keys.pushes), role.flow.read().log_bytes) == (0, 0, 0)
 
 
-def test_a_good_fragment_that_a_stranger_copies_is_not_learnt_from(make_role: MakeRole) -> None:
-    """No claim stands behind it: consuming it would let more than the bound be in flight."""
+def test_many_entries_put_in_by_hand_do_not_end_the_run(make_role: MakeRole) -> None:
     role = make_role(small_config())
     trainer, worker = begin(role), SmallWorker(role)
+    for _ in range(250):
+        role.redis.xadd(RunKeys(role.run_id).log, {"worker": "worker-0"})
     worker.work()
-    client: Any = role.redis
-    ((_, fields),) = client.xrange(RunKeys(role.run_id).log)
-    client.xadd(RunKeys(role.run_id).log, {name: value for name, value in fields.items() if name != b"end"})
-    assert trainer.take() is not None and trainer.take() is None
-    assert role.flow.read().in_flight == 1
-    assert trainer.intake.ledger.consumed() == Count(1, SIZE)
-    assert sum(count.fragments for count in trainer.intake.ledger.of("worker-0").dropped.values()) == 1
+    assert trainer.take() is not None
 
 
 def test_commit_keeps_the_books_of_the_last_published_version(make_role: MakeRole) -> None:
@@ -471,4 +485,4 @@ def test_a_header_whose_text_no_encoder_takes_is_dropped_and_told(make_role: Mak
 
 
 def test_every_reason_of_the_ledger_has_a_test_here() -> None:
-    assert {*BAD, "duplicate", "lost", "lost_body", "poison"} == set(fragment.REASONS)
+    assert {*BAD, "duplicate", "lost", "lost_body", "poison", "foreign"} == set(fragment.REASONS)

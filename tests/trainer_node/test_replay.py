@@ -67,7 +67,7 @@ def test_what_was_dropped_is_dropped_again_and_several_workers_and_crashes_chang
             game.restart()
     game.finish()
     finished = game.finished()
-    assert finished["ledger"]["stranger"]["dropped"]["undecodable"]["fragments"] >= 3
+    assert finished["ledger"]["strangers"]["dropped"]["foreign"]["fragments"] >= 3
     assert flow.read().state == "finished"
     assert replayed(game, "start", finished["final"]).equal
 
