@@ -35,6 +35,7 @@ from coordinator.cli_options import print_json as _print_json
 from coordinator.ray_start import outlive_ray
 from shared.collector import interruptible
 from shared.errors import EnvironmentFailure, RunExists, StagecoachError, UserError, headline
+from shared.failure import reason_in_words
 from shared.printable import complain, counted
 
 # What a command needs is imported when it is called: PyTorch, Ray and the config's models take seconds, and `--help`,
@@ -307,7 +308,13 @@ def runs(runs_dir: RunsDir = _RUNS, as_json: Json = False) -> None:
     rows = list_runs(runs_dir)
     table = Table("run", "state", "env steps", "best", "reason")
     for row in rows:
-        table.add_row(row.run_id, row.state, f"{row.env_steps:,}", figure(row.best), row.reason.partition("\n")[0])
+        table.add_row(
+            row.run_id,
+            row.state,
+            f"{row.env_steps:,}",
+            figure(row.best),
+            reason_in_words(row.reason.partition("\n")[0]),
+        )
     if as_json:
         _print_json([asdict(row) for row in rows])
     elif rows:
@@ -399,7 +406,7 @@ def stop(run: RunArgument, runs_dir: RunsDir = _RUNS) -> None:
 
     handle = Run.attach(run, runs_dir)
     handle.stop()
-    _console.print(f"{run}: {handle.wait().reason}")
+    _console.print(f"{run}: {reason_in_words(handle.wait().reason)}")
 
 
 app.registered_commands += cli_evaluate.app.registered_commands + cli_check.app.registered_commands

@@ -51,8 +51,14 @@ def tend(begin: Any, background: bool = False, detach: bool = False, where: str 
 
     listen()
     if not background:
-        console.print(f"{where or 'checking'}, then starting Redis, the store, Ray and the roles …", style="dim")
-    run: Run = begin(begun=roles_start.set)
+        console.print(f"{where or 'checking the config, the environment and the services'} …", style="dim")
+
+    def begun() -> None:
+        roles_start.set()
+        if not (background or where):
+            console.print("starting the roles …", style="dim")
+
+    run: Run = begin(begun=begun)
     there.set()
     if detach:
         _tell_detached(run.run_id, "on the cluster")
@@ -102,7 +108,7 @@ def detach(arguments: list[str], run_id: str) -> None:
         text=True,
     )
     assert process.stdout is not None and process.stderr is not None
-    console.print("starting in the background: Redis, the store, Ray and the roles …", style="dim")
+    console.print("checking, then starting in the background …", style="dim")
     try:
         live = any(line.strip() == _LIVE for line in process.stdout)  # modules may print while they are imported
     except KeyboardInterrupt:  # its session is its own: it has not heard of it

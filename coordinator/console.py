@@ -25,6 +25,7 @@ from coordinator.status import Status
 from shared.config import Config
 from shared.errors import StagecoachError
 from shared.events import Event
+from shared.failure import reason_in_words
 from shared.printable import counted
 
 _REFRESH_SECONDS = 0.25
@@ -91,7 +92,7 @@ class LiveView:
     def _panel(self) -> Panel:
         title = Text(self._run.run_id, style="bold")
         if self._status is None:
-            return Panel(Text("starting Redis, the store, Ray and the roles …"), title=title)
+            return Panel(Text("starting …"), title=title)
         parts: list[Any] = [_progress(self._status, self._run.config), figures_table(self._status)]
         parts.append(Text(f"waits for: {self._status.bottleneck}", style="dim"))
         parts += [Text(f"  {event.kind:<11} {event.text}", overflow="ellipsis", no_wrap=True) for event in self._events]
@@ -126,7 +127,7 @@ def figures_table(status: Status) -> Table:
     alive = sum(1 for beat in status.roles if beat.role == "worker" and beat.alive)
     evaluation = status.evaluation
     table = Table.grid(padding=(0, 3))
-    state = f"{status.state}: {status.reason}" if status.reason else status.state
+    state = f"{status.state}: {reason_in_words(status.reason)}" if status.reason else status.state
     auto = status.scaling.get("mode") == "auto"
     bounds = f" (auto, {status.scaling['min']} to {status.scaling['max'] or 'what fits'})" if auto else ""
     workers = f"{alive} of {status.desired_workers}{bounds}" if status.live else "–"
@@ -158,7 +159,7 @@ def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")  # a path that is cut cannot be copied
-    table.add_row("run", f"{run.run_id}: {outcome.reason.splitlines()[0]}")
+    table.add_row("run", f"{run.run_id}: {reason_in_words(outcome.reason.splitlines()[0])}")
     with contextlib.suppress(StagecoachError):  # a summary without a score is better than none
         for title, text in scores_of_note(run.checkpoints()):
             table.add_row(title, text)
@@ -211,7 +212,7 @@ def print_status(status: Status, console: Console) -> None:
     console.print(f"waits for: {status.bottleneck}")
     roles = Table("role", "state", "waits for", "for", "pid", "host", "address", title="roles", title_justify="left")
     for beat in status.roles:
-        state = (f"failed: {beat.ended}" if beat.failure else beat.ended) or (
+        state = (f"failed: {beat.ended}" if beat.failure else reason_in_words(beat.ended or "")) or (
             "alive" if beat.alive else f"silent for {beat.age_seconds:.0f} s"
         )
         name = beat.id if beat.id.startswith(beat.role) else f"{beat.role} {beat.id}"

@@ -55,6 +55,7 @@ from shared.heartbeat import Wait, poll, read_heartbeats
 from shared.object_store import open_store
 from shared.policies.deployed import DeployedPolicy, load_policy
 from shared.printable import counted
+from shared.quarantine import drop_ranges
 from shared.redis_keys import check_run_id
 from shared.role import open_role, read_description
 from shared.user_code import extend_imports
@@ -153,6 +154,7 @@ class Run:
         `strict` refuses a checkpoint that other versions of code, PyTorch, NumPy or Python wrote.
         """
         folder = RunFolder.find(run_id, runs_dir)
+        drop_ranges(drop)
         if folder.elsewhere is not None:
             raise UserError(f"run {run_id!r} lives on other machines; `stagecoach attach {run_id}` takes it up there")
         config = folder.config(overrides)

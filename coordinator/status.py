@@ -16,7 +16,7 @@ from coordinator.run_list import INTERRUPTED
 from shared.bodies import bytes_by_shard
 from shared.checkpoint import FINISHED, CheckpointStore
 from shared.events import read_evaluations
-from shared.failure import FailureKind, RunEnd
+from shared.failure import FailureKind, RunEnd, reason_in_words
 from shared.flow import Flow, FlowState
 from shared.foreign import foreign
 from shared.heartbeat import Beat, read_heartbeats
@@ -168,7 +168,7 @@ def bottleneck(beats: list[Beat], store: dict[str, Any]) -> str:
     """The party that everyone waits for, in one line."""
     trainer = next((beat for beat in beats if beat.role == "trainer"), None)
     if trainer is not None and trainer.ended:
-        return f"nobody: the run has ended ({trainer.ended})"
+        return f"nobody: the run has ended ({reason_in_words(trainer.ended)})"
     unplaced = next((beat.progress.get("unplaced") for beat in beats if beat.role == "coordinator"), None)
     if unplaced:
         return f"Ray, which has no place yet for {', '.join(unplaced)}"

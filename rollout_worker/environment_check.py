@@ -72,12 +72,15 @@ class Check:
         self._spaces: dict[str, tuple[spaces.Space[Any], spaces.Space[Any]]] = {}
         self._outcomes: dict[str, str] = {}
         """Reward and flags of each agent's last step."""
+        self._written: dict[str, list[int]] = {}
+        """Call → bytes that it wrote to standard output or error, of each time that it wrote any."""
 
     def run(self, steps: int, whole: bool, alone: bool, any_api: bool = False) -> None:
         """Everything; problems are told as they are found. With `any_api` it may be of PettingZoo all the same."""
         try:
             self._make(alone, any_api)
             ended = self._play(steps)
+            self._look_at_output()
             if whole:
                 self._look_at_seeds(steps)
                 if not ended and not self._config.environment.max_episode_steps:
@@ -281,6 +284,13 @@ class Check:
             found = "an observation changed after it was returned: its array is used again"
             self._add(NOTE, found, "a new array for each (Stagecoach copies them; others may not)", "return obs.copy()")
 
+    def _look_at_output(self) -> None:
+        for call, written in self._written.items():
+            if call in ("step()", "reset()") and len(written) > 1:  # once may be a library's greeting
+                found = f"{call} printed {counted(sum(written), 'byte')} in {counted(len(written), 'call')}"
+                expected = "no output: it slows each step and floods the logs of the workers"
+                self._add(NOTE, found, expected, f"take the print out of {call}, or put it behind a flag")
+
     def _look_at_seeds(self, steps: int) -> None:
         """Two episodes of one seed with the same actions."""
         first, second = (self._episode(min(steps, _COMPARED_STEPS)) for _ in range(2))
@@ -315,12 +325,15 @@ class Check:
         """One call with its name and its deadline; warnings of Gymnasium's own checkers are told as notes."""
         self._tell({"doing": what})
         faulthandler.dump_traceback_later(self._deadline, exit=True)
+        before = _bytes_said()
         try:
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always", UserWarning)
                 return call()
         finally:
             faulthandler.cancel_dump_traceback_later()
+            if wrote := _bytes_said() - before:
+                self._written.setdefault(what, []).append(wrote)
             for item in said:
                 if issubclass(item.category, UserWarning):
                     text = " ".join(str(item.message).split())
@@ -350,6 +363,13 @@ class Check:
 def _unlimited(environment: EnvironmentConfig) -> EnvironmentConfig:
     """Without a limit of ours around a factory's environment, which would fail in place of what it wraps."""
     return environment.model_copy(update={"max_episode_steps": None}) if is_factory(environment.id) else environment
+
+
+def _bytes_said() -> int:
+    """How much was written to standard output and error so far, which are one file (`main`)."""
+    with contextlib.suppress(ValueError, OSError, AttributeError):  # the environment may have closed it
+        sys.stdout.flush()
+    return os.fstat(2).st_size
 
 
 def _copied(value: Any) -> Any:

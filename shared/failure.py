@@ -33,6 +33,14 @@ class Failure:
         return f"environment: {self.detail}" if self.kind is FailureKind.ENVIRONMENT else self.detail
 
 
+_IN_WORDS = {"exhausted": "completed, it has reached stop_at"}
+
+
+def reason_in_words(reason: str) -> str:
+    """The reason of a run's end, or of a role's, as people are told it; files and `--json` have the word itself."""
+    return _IN_WORDS.get(reason, reason)
+
+
 @dataclass(frozen=True)
 class RunEnd:
     """Why a run has ended: `solved`, `exhausted`, `stopped`, `abandoned`, or what has failed."""

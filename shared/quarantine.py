@@ -175,8 +175,8 @@ def _way_out(run_id: str, taking: str) -> str:
     return f"`stagecoach resume {run_id} --drop {_range(taking)}` continues without these log entries"
 
 
-def drop_entries(role: Role, positions: tuple[str, ...]) -> None:
-    """Puts log entries into quarantine, each given as `POSITION` or `FIRST..LAST`; raises `UserError`."""
+def drop_ranges(positions: tuple[str, ...]) -> list[tuple[str, str]]:
+    """First and last position of each `POSITION` or `FIRST..LAST`; raises `UserError` for what is neither."""
     ranges = []
     for text in positions:
         first, _, last = text.partition("..")
@@ -188,8 +188,13 @@ def drop_entries(role: Role, positions: tuple[str, ...]) -> None:
             raise UserError(
                 f"--drop {text}: expected a position of the log (1700000000000-0) or FIRST..LAST, as errors name them"
             ) from None
+    return ranges
+
+
+def drop_entries(role: Role, positions: tuple[str, ...]) -> None:
+    """Puts log entries into quarantine, each given as `POSITION` or `FIRST..LAST`; raises `UserError`."""
     keys = RunKeys(role.run_id)
-    for first, last in ranges:
+    for first, last in drop_ranges(positions):
         shown = first if first == last else f"{first}..{last}"
         names = [keys.flow, keys.log, keys.quarantine]
         put = int(Step(role.redis, DROP_ENTRIES)(names, [first, last, "--drop"]))

@@ -137,6 +137,18 @@ class OneArray(Good):
         return self._array
 
 
+class Chatty(Good):
+    """Prints; whether from Python or below it is seen alike."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        print("a new episode")
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> Any:
+        os.write(1, b"step\n")
+        return super().step(action)
+
+
 class Picky(spaces.Discrete):
     """Does not contain what it samples."""
 

@@ -7,6 +7,7 @@ import time
 from shared.checkpoint import FINISHED
 from shared.errors import WaitTimeout
 from shared.events import emit, read_evaluations
+from shared.failure import reason_in_words
 from shared.heartbeat import Heartbeat, poll, read_heartbeats
 from shared.ledger import read_books
 from shared.role import Role
@@ -62,4 +63,4 @@ def write_finished(role: Role, reason: str, final: str | None, version: int, cou
         "time": round(time.time(), 3),
     }
     role.checkpoints.write_marker(FINISHED, content)
-    emit(role.redis, role.run_id, "state", f"run finished: {reason}")
+    emit(role.redis, role.run_id, "state", f"run finished: {reason_in_words(reason)}")

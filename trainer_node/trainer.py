@@ -29,7 +29,7 @@ from shared.policy_board import PolicyBoard, Published
 from shared.profile import Profile
 from shared.quarantine import naming_entries
 from shared.role import Role
-from shared.steps import Phase
+from shared.steps import Phase, PhaseCounters
 from trainer_node import snapshot
 from trainer_node.beginning import last_epoch, newest_checkpoint
 from trainer_node.ending import wait_for_evaluation, wait_for_exports, write_finished
@@ -70,6 +70,8 @@ class Trainer:
         self._figures = Figures(self._config)
         self._fragments: list[Fragment] = []
         self.version = -1
+        self._counted: PhaseCounters | None = None
+        """As of that version: what an update failed over was never trained on."""
         self._epoch = 0
         self._redis_process, self._redis_seen = "", 0.0
         """The Redis process that the books were matched with last; another one may have come back with less."""
@@ -264,8 +266,7 @@ class Trainer:
         self._heartbeat.stop(failure.detail, failure=failure.kind)
 
     def _write_finished(self, reason: str, final: str | None) -> None:
-        learner = getattr(self, "_learner", None)
-        write_finished(self._role, reason, final, self.version, learner.counters if learner else None)
+        write_finished(self._role, reason, final, self.version, self._counted)
 
     # Beginning
 
@@ -488,6 +489,7 @@ class Trainer:
         self._tell()
 
     def _tell(self) -> None:
+        self._counted = PhaseCounters.from_dict(self._learner.counters.as_dict())
         train = self._learner.counters.train
         self._heartbeat.progress = {
             "epoch": self._epoch, "version": self.version, "phase": self._phase.value,

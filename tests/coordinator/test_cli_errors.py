@@ -51,7 +51,7 @@ def test_train_refuses(stagecoach: Stagecoach, tmp_path: Path, case: str) -> Non
     settings, words = REFUSED[case]
     done = stagecoach("train", "config.yaml", "--run-id", "a", *(f"--set={setting}" for setting in settings))
     check_refused(done, *words)
-    assert "hunter2" not in done.err
+    assert "hunter2" not in done.err and "starting" not in done.out
     assert not (tmp_path / "runs").exists()
 
 
@@ -108,12 +108,14 @@ def test_a_run_id_that_could_be_no_folder(stagecoach: Stagecoach, tmp_path: Path
 
 
 def test_a_run_that_exists_is_not_overwritten(stagecoach: Stagecoach, tmp_path: Path) -> None:
-    assert stagecoach("train", "config.yaml", "--run-id", "a", "--inline").code == 0
+    done = stagecoach("train", "config.yaml", "--run-id", "a", "--inline")
+    assert done.code == 0 and "starting the roles …" in done.out and "Ray" not in done.out
     before = contents(tmp_path)
     check_refused(stagecoach("train", "config.yaml", "--run-id", "a", "--inline"), "'a' exists", "stagecoach resume a")
     assert contents(tmp_path) == before
     check_refused(stagecoach("resume", "a", "--inline", "--set=seed=2"), "seed cannot change", "start a new run")
     check_refused(stagecoach("resume", "a", "--inline", "--set=rollout.wokers=2"), "rollout.workers")
+    check_refused(stagecoach("resume", "a", "--inline", "--drop=7-0..5-0"), "--drop 7-0..5-0: expected a position")
     assert contents(tmp_path) == before
     check_refused(stagecoach("evaluate", "a/9_Step-9.ckpt"), "9_Step-9.ckpt", "there are: 0_Step-0.ckpt")
     check_refused(stagecoach("scale", "a", "3"), "not live", "stagecoach resume a")

@@ -15,8 +15,9 @@ from coordinator.console import ledger_line, print_status, print_summary, scores
 from coordinator.coordinator import Outcome
 from coordinator.run import Run
 from coordinator.run_folder import RunFolder
-from coordinator.status import Status
+from coordinator.status import Status, bottleneck
 from shared.failure import RunEnd
+from shared.heartbeat import Beat
 from shared.ledger import Count, LedgerLine
 from tests.conftest import minimal_config
 
@@ -49,6 +50,16 @@ def test_brackets_in_a_reason_are_text(console: Console, tmp_path: Path) -> None
     finally:
         folder.unlock()
     assert shown(console).count(NASTY) >= 2
+
+
+def test_a_run_that_has_reached_its_bound_is_completed(console: Console, tmp_path: Path) -> None:
+    config = minimal_config(runs_dir=str(tmp_path))
+    beat = Beat("trainer", "trainer", "1-0", 0.0, 7, "host", "exhausted", None, 0.0, 0.0, {})
+    ended = dataclasses.replace(status("exhausted"), roles=[beat], bottleneck=bottleneck([beat], {}))
+    print_status(ended, console)
+    print_summary(Run(RunFolder("a", tmp_path), config), Outcome(RunEnd("exhausted"), ended, 1.0), console)
+    assert shown(console).count("completed, it has reached stop_at") == 4  # state, waits for, roles, summary
+    assert "exhausted" not in shown(console) and ended.as_dict()["reason"] == "exhausted"
 
 
 def test_an_export_that_failed_is_told(console: Console) -> None:

@@ -44,6 +44,9 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no observation": (
         {"id": "Silent"}, ["fatal: reset() returned None", "fatal: reset() returned an observation, None"],
     ),
+    "prints": (
+        {"id": "Chatty"}, ["note: step() printed 200 bytes in 40 calls", "note: reset() printed 112 bytes in 8 calls"],
+    ),
     "raises": ({"id": "Raises"}, ["raised: step() raised ValueError: the gripper is stuck (at "]),
     "hangs at its start": (
         {"id": "Hangs", "kwargs": {"place": "start"}}, ["fatal: its start (__init__) hangs, at ", "in _wait"],

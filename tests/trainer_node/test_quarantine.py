@@ -180,6 +180,8 @@ def test_entries_over_which_an_update_fails_are_named_and_resume_drop_continues_
             game.play()
         game.trainer.fail(caught.value)
         game.crash()
+        assert game.finished()["counters"]["train"]["updates"] == game.finished()["version"] == 2
+        assert game.finished()["counters"]["train"]["env_steps"] == 2 * config.transitions_per_update
         way = re.search(rf"`stagecoach resume {game.role.run_id} --drop (\S+)` continues", game.role.flow.read().reason)
         assert way is not None
         named = way[1]
