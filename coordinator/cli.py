@@ -16,9 +16,10 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from coordinator import cli_check, cli_evaluate, cli_measure
+from coordinator import cli_check, cli_config, cli_evaluate, cli_measure
 from coordinator.cli_options import RUNS as _RUNS
 from coordinator.cli_options import (
+    ConfigArgument,
     Drops,
     EndpointUrl,
     Json,
@@ -26,6 +27,7 @@ from coordinator.cli_options import (
     RedisUrl,
     RunArgument,
     RunsDir,
+    Sets,
     TrustConfig,
     figure,
 )
@@ -34,7 +36,7 @@ from coordinator.cli_options import example as _example
 from coordinator.cli_options import print_json as _print_json
 from coordinator.ray_start import outlive_ray
 from shared.collector import interruptible
-from shared.errors import EnvironmentFailure, RunExists, StagecoachError, UserError, headline
+from shared.errors import EnvironmentFailure, StagecoachError, UserError, headline
 from shared.failure import reason_in_words
 from shared.printable import complain, counted
 
@@ -82,9 +84,6 @@ app.add_typer(
     help="List, verify, show, prune, promote or export the checkpoints of a run.",
     epilog=_example("stagecoach checkpoints my-run"),
 )  # fmt: skip
-Sets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="a.b=c", help="Change one field of the config; may stand often.")
-]
 _Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")]
 Detach = Annotated[bool, typer.Option("--detach", help="Return once it trains; it goes on without this terminal.")]
 
@@ -96,9 +95,7 @@ def _main(version: _Version = False) -> None:
 
 @app.command(epilog=_example("stagecoach train cartpole --set rollout.workers=4"))
 def train(
-    config: Annotated[
-        Path, typer.Argument(help="The config file (`stagecoach init` writes one), or a name of `stagecoach presets`.")
-    ],
+    config: ConfigArgument,
     set_: Sets = None,
     run_id: Annotated[str | None, typer.Option("--run-id", help="Name of the run; by default one is made up.")] = None,
     initialize_from: Annotated[
@@ -356,23 +353,6 @@ def _delete_former(run_id: str | None, runs_dir: Path) -> None:
     _console.print(f"deleted {found.what}", highlight=False, soft_wrap=True)
 
 
-@app.command(epilog=_example("stagecoach presets"))
-def presets(as_json: Json = False) -> None:
-    """List the configs that come with Stagecoach; `stagecoach train NAME` takes one, `config NAME` prints it."""
-    from rich.table import Table
-
-    from coordinator.presets import list_presets
-
-    found = list_presets()
-    if as_json:
-        _print_json([{"name": preset.name, "about": preset.about, "path": str(preset.path)} for preset in found])
-        return
-    table = Table("preset", "about")
-    for preset in found:
-        table.add_row(preset.name, preset.about)
-    _console.print(table)
-
-
 @app.command(epilog=_example("stagecoach scale my-run 4` or `stagecoach scale my-run auto --min 2 --max 16"))
 def scale(
     run: RunArgument,
@@ -409,71 +389,8 @@ def stop(run: RunArgument, runs_dir: RunsDir = _RUNS) -> None:
     _console.print(f"{run}: {reason_in_words(handle.wait().reason)}")
 
 
-app.registered_commands += cli_evaluate.app.registered_commands + cli_check.app.registered_commands
-
-
-@app.command(epilog=_example("stagecoach init my-run.yaml"))
-def init(path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("stagecoach.yaml")) -> None:
-    """Write a commented config to start from; an existing file is left as it is."""
-    from coordinator.config_docs import commented_config
-
-    try:
-        with path.open("x") as file:
-            file.write(commented_config())
-    except FileExistsError:
-        raise RunExists(f"{path} exists; choose another name") from None
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error}") from None
-    _console.print(f"wrote {path}; start it with: stagecoach train {path}")
-
-
-@app.command(epilog=_example("stagecoach config examples/cartpole.yaml --set seed=3"))
-def config(
-    path: Annotated[Path | None, typer.Argument(help="A config file; without one, the schema.")] = None,
-    set_: Sets = None,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of all fields.")] = False,
-) -> None:
-    """Print the resolved config (file, environment and --set put together), or the schema."""
-    from coordinator.presets import config_file
-    from shared.config import Config
-    from shared.config_sources import dump_config, load_config
-
-    if schema or path is None:
-        _print_json(Config.model_json_schema())
-    else:
-        print(dump_config(load_config(config_file(path), set_ or ())), end="")
-
-
-@app.command(epilog=_example("stagecoach doctor examples/cartpole.yaml"))
-def doctor(
-    path: Annotated[Path | None, typer.Argument(help="Check what this config needs, too.")] = None,
-    set_: Sets = None,
-    as_json: Json = False,
-) -> None:
-    """Check Redis, store, Ray, versions and permissions, say what to do about what fails, and warn of what is open."""
-    from coordinator.doctor import examine
-    from coordinator.presets import config_file
-    from shared.config_sources import load_config
-    from shared.user_code import extend_imports
-
-    path = config_file(path) if path else None
-    extend_imports([os.getcwd(), *([str(path.resolve().parent)] if path else [])])
-    findings = []
-    for finding in examine(load_config(path, set_ or ()) if path else None):
-        findings.append(finding)
-        if not as_json:
-            shown, style = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}[
-                finding.outcome
-            ]
-            _console.print(shown, style=style, end="")
-            _console.print(f" {finding.name}: {finding.text}", highlight=False, soft_wrap=True)
-    if as_json:
-        _print_json([finding.as_dict() for finding in findings])
-    if not all(finding.ok for finding in findings):
-        raise typer.Exit(1)
-
-
-app.registered_commands += cli_measure.app.registered_commands
+for _more in (cli_evaluate, cli_check, cli_config, cli_measure):
+    app.registered_commands += _more.app.registered_commands
 
 
 def main() -> None:

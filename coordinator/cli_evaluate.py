@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordinator.cli_options import RUNS, Json, RunsDir, TrustConfig, console, example, figure, print_json
+from coordinator.cli_options import RUNS, Json, RunsDir, TrustConfig, console, example, figure, print_json, run_ids
 from shared.printable import counted
 
 if TYPE_CHECKING:
     from coordinator.evaluate import Evaluation
 
 app = typer.Typer()
-_Target = Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT", help="RUN (its best), RUN/NAME, or a folder.")]
+_Target = Annotated[
+    str,
+    typer.Argument(metavar="RUN|CHECKPOINT", help="RUN (its best), RUN/NAME, or a folder.", autocompletion=run_ids),
+]
 _Stochastic = Annotated[bool, typer.Option("--stochastic", help="Draw actions as in training.")]
 
 

@@ -14,9 +14,50 @@ from rich.text import Text
 
 from shared.printable import printable
 
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's id; `stagecoach runs` lists them.")]
+RUNS = Path("runs")
+
+
+def run_ids(context: typer.Context, incomplete: str) -> list[str]:
+    """For the completion of a shell: the runs that this can be the beginning of."""
+    from coordinator.run_list import run_paths
+
+    found = run_paths(Path(context.params.get("runs_dir") or RUNS))
+    return [path.name for path in found if path.name.startswith(incomplete)]
+
+
+def configs(incomplete: str) -> list[str]:
+    """For the completion of a shell: presets, YAML files, and folders on the way to some."""
+    from coordinator.presets import list_presets
+
+    folder, slash, _ = incomplete.rpartition("/")
+    beside = sorted(Path(folder or slash or ".").glob("*"))
+    there = [path for path in beside if path.is_dir() or path.suffix in (".yaml", ".yml")]
+    names = [f"{folder}{slash}{path.name}{'/' if path.is_dir() else ''}" for path in there if path.name[0] != "."]
+    names += [preset.name for preset in list_presets()]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+RunArgument = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="The run's id; `stagecoach runs` lists them.", autocompletion=run_ids),
+]
 PlaceArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="The run's id; or, of one that lives elsewhere, s3://bucket/prefix/RUN.")
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="The run's id; or, of one that lives elsewhere, s3://bucket/prefix/RUN.",
+        autocompletion=run_ids,
+    ),
+]
+ConfigArgument = Annotated[
+    Path,
+    typer.Argument(
+        help="The config file (`stagecoach init` writes one), or a name of `stagecoach presets`.",
+        autocompletion=configs,
+    ),
+]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", metavar="a.b=c", help="Change one field of the config; may stand often.")
 ]
 EndpointUrl = Annotated[
     str | None, typer.Option(metavar="URL", help="The S3 endpoint as this machine reaches it, if not as the run does.")
@@ -35,7 +76,6 @@ Drops = Annotated[
     list[str] | None,
     typer.Option("--drop", metavar="POSITION", help="Drop this log entry, or FIRST..LAST, unread; may stand often."),
 ]
-RUNS = Path("runs")
 
 
 class PrintableConsole(Console):

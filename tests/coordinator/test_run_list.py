@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -42,19 +43,55 @@ def test_what_the_files_tell_is_what_the_run_tells(folder: Path) -> None:
     assert rows == {name: _asked(folder / "runs" / name) for name in rows}
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["runs"], ["train", "--help"], ["checkpoints"]])
-def test_what_needs_nothing_imports_nothing(folder: Path, arguments: list[str]) -> None:
+def imported(folder: Path, arguments: list[str], **environ: str) -> tuple[list[str], str]:
+    """What the command prints in this folder, and which heavy modules it imports."""
     program = (
-        "import sys; from coordinator.start import main; sys.argv[1:] = sys.argv[1:]\n"
+        "import sys; from coordinator.start import main; sys.argv[0] = 'stagecoach'\n"
         "try: main()\n"
         "except SystemExit: pass\n"
         f"print(sorted({HEAVY!r} & set(sys.modules)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], cwd=folder, capture_output=True, text=True, check=True
-    )
-    loaded = done.stdout.splitlines()[-1]
+        [sys.executable, "-c", program, *arguments], cwd=folder, capture_output=True, text=True, check=True,
+        env=os.environ | environ,
+    )  # fmt: skip
+    *printed, modules = done.stdout.splitlines()
+    return printed, modules
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["runs"], ["train", "--help"], ["checkpoints"]])
+def test_what_needs_nothing_imports_nothing(folder: Path, arguments: list[str]) -> None:
+    _, loaded = imported(folder, arguments)
     assert loaded == ("[]" if arguments != ["checkpoints"] else loaded)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("sta", ["status"]),
+        ("train --or", ["--or-resume"]),
+        ("status ", ["cut-off", "ended"]),
+        ("evaluate cu", ["cut-off"]),
+        ("stop --runs-dir others ", ["another"]),
+        ("train lunar", ["lunarlander"]),
+        ("train my-", ["my-config.yaml", "my-folder/"]),
+        ("config ./my-folder/", ["./my-folder/deep.yml"]),
+        ("doctor nothing-like-it", []),
+    ],
+)
+def test_a_shell_completes_options_runs_presets_and_config_files(folder: Path, typed: str, offered: list[str]) -> None:
+    for path in (
+        "my-config.yaml",
+        "my-folder/deep.yml",
+        "my-folder/notes.txt",
+        "my-notes.txt",
+        "others/another/config.yaml",
+    ):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).touch()
+    environ = {"_STAGECOACH_COMPLETE": "complete_bash", "COMP_WORDS": f"stagecoach {typed}"}
+    printed, loaded = imported(folder, [], **environ, COMP_CWORD=str(len(typed.split(" "))))
+    assert (sorted(filter(None, printed)), loaded) == (offered, "[]")
 
 
 def test_a_damaged_run_says_why_and_keeps_the_others(folder: Path, tmp_path: Path) -> None:
