@@ -1,13 +1,15 @@
 """The watchdog of a process that steps environments: ends it when they hang, or when it outgrows its memory.
 
 A heartbeat says only that a process is there. This thread looks once a second at what the main thread does and how
-often it got on with it; the main thread only counts. Code that hangs and holds Python's lock stops this thread too, but
-then the heartbeat stops with it, and the fleet replaces a silent process.
+often it got on with it; the main thread only counts. Native code that hangs and holds Python's lock stops this thread
+too. For that a thread of Python's own, which needs no lock, ends the process where this one has not looked for long,
+and leaves all stacks on the standard error (shared/last_words.py reads them).
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -30,8 +32,12 @@ _LOGGER = logging.getLogger("stagecoach.worker")
 OUTGROWN = "outgrew its memory limit"
 """How the life of a worker ends that has become too large; its place is to be filled by a new process."""
 _LOOK_SECONDS = 1.0
+_LOCKED = 0.8
+"""Of `rollout.silent_seconds`: before the fleet takes the process for silent, which would not say where it hangs."""
 _FAR_BEYOND = 1.5
 """A process this many times over its limit is not allowed to finish its fragment: the machine might not stand it."""
+_STANDARD_ERROR = 2
+"""The file itself: what stands in `sys.stderr` may need Python's lock."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -55,6 +61,7 @@ class Watchdog:
     def __init__(self, name: str, config: Config, heartbeat: Heartbeat, last_orders: Callable[[Failure], None]) -> None:
         self._name = name
         self._deadline = config.environment.step_deadline_seconds
+        self._locked_seconds = _LOCKED * config.rollout.silent_seconds
         self._limit = config.rollout.memory_limit_bytes
         self._heartbeat = heartbeat
         self._last_orders = last_orders
@@ -72,6 +79,7 @@ class Watchdog:
     def start(self) -> None:
         """Begins to look at the thread that calls this."""
         self._watched = threading.get_ident()
+        self._end_if_locked()
         threading.Thread(target=self._run, name=f"watchdog-{self._name}", daemon=True).start()
 
     def stop(self) -> None:
@@ -92,9 +100,15 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stop.wait(_LOOK_SECONDS):
+            self._end_if_locked()
             self._look_at_progress()
             if self._limit is not None:
                 self._look_at_memory(self._limit)
+        faulthandler.cancel_dump_traceback_later()
+
+    def _end_if_locked(self) -> None:
+        """Unless this is called again before."""
+        faulthandler.dump_traceback_later(self._locked_seconds, exit=True, file=_STANDARD_ERROR)
 
     def _look_at_progress(self) -> None:
         doing = self.doing  # the main thread may change it meanwhile

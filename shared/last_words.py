@@ -20,6 +20,9 @@ _NOISE = re.compile(r"^(:\w+:.*|\[.* logging\.cc:\d+:.*|\s*@ .*|PC: @.*|\*\*\* S
 _EXITED = re.compile(r"^os\._exit\((-?\d+)\) ends this process", re.MULTILINE)
 _SIGNAL = re.compile(r"^\*\*\* (SIG[A-Z]+) received", re.MULTILINE)
 _FATAL = "Fatal Python error: "
+_LOCKED = re.compile(r"^Timeout \((\d+:\d\d:\d\d)[.\d]*\)!\n(.*)", re.MULTILINE | re.DOTALL)
+_THREAD = re.compile(r"^(?:Current thread|Thread) \w+.*\n", re.MULTILINE)
+"""Of a stack that the fault handler writes; the main thread's is the last."""
 _SIGNALS = {
     "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT", "Bus error": "SIGBUS", "Floating point exception": "SIGFPE",
     "Illegal instruction": "SIGILL",
@@ -31,7 +34,8 @@ class LastWords:
     """How a process ended of itself, and the end of its standard error."""
 
     how: str | None
-    """`exit code 3`, `SIGSEGV`; None where it did not say: it was killed, or native code ended it."""
+    """`exit code 3`, `SIGSEGV`, a call that kept Python's lock; None where it did not say: it was killed, or native
+    code ended it."""
     lines: tuple[str, ...]
 
 
@@ -51,14 +55,18 @@ def tell_of_exits() -> None:
 def last_words(said: str) -> LastWords:
     """From the end of a standard error: what was said before the end, and the innermost frames of a crash or exit."""
     exited, signals, (before, fatal, crash) = _EXITED.findall(said), _SIGNAL.findall(said), said.rpartition(_FATAL)
-    lines = _told(said)[-_LINES:]
-    if fatal:
+    lines, locked = _told(said)[-_LINES:], _LOCKED.search(said)
+    if locked:
+        lines = [*_told(said[: locked.start()])[-_SAID:], *_told(_THREAD.split(locked[2])[-1])[: _LINES - _SAID]]
+    elif fatal:
         lines = [*_told(before)[-_SAID:], *_told(fatal + crash)[: _LINES - _SAID]]
     elif exited:
         *_, (start, end) = (found.span() for found in _EXITED.finditer(said))
         lines = [*_told(said[:start])[-_LINES + 2 :], *_told(said[end:].partition("\n")[2])[-2:]]
     named = next((name for words, name in _SIGNALS.items() if crash.startswith(words)), None) if fatal else None
     how = next(iter(signals[-1:]), named) or (f"exit code {exited[-1]}" if exited else None)
+    if locked:
+        how = f"its watchdog: one call kept Python's lock for {locked[1]}"
     return LastWords(how, tuple(line[: _LONGEST // _LINES] for line in lines))
 
 

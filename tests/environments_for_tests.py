@@ -564,11 +564,16 @@ class Twins(Chase):
 
 
 class Hangs(Counting):
-    """Hangs for ever in its start, reset or step until it has done so `times` times; the tally is a file."""
+    """Hangs for ever in its start, reset or step until it has done so `times` times; the tally is a file.
 
-    def __init__(self, tally: str, times: int, place: Literal["start", "reset", "step"] = "step") -> None:
+    With `locks` as native code does that does not give up Python's lock.
+    """
+
+    def __init__(
+        self, tally: str, times: int, place: Literal["start", "reset", "step"] = "step", locks: bool = False
+    ) -> None:
         super().__init__(length=4)
-        self._tally, self._times, self._place = Path(tally), times, place
+        self._tally, self._times, self._place, self._locks = Path(tally), times, place, locks
         self._fail("start", 0)
 
     def _fail(self, place: str, count: int) -> None:
@@ -582,7 +587,7 @@ class Hangs(Counting):
     def hang(self) -> None:
         """Where it hangs."""
         while True:
-            time.sleep(1)
+            ctypes.PyDLL(None).sleep(3600) if self._locks else time.sleep(1)
 
 
 class Leaks(Counting):

@@ -18,6 +18,7 @@ from rollout_worker.watchdog import OWN_WORK, Watchdog, resident_bytes
 from shared.config import Config
 from shared.failure import FailureKind
 from shared.heartbeat import Heartbeat, read_heartbeats
+from shared.last_words import last_words
 from shared.ledger import read_books
 from shared.role import Role
 from tests.conftest import minimal_config
@@ -99,6 +100,18 @@ def test_environments_that_hang_end_the_process_which_says_where(
         assert (beat.ended or "").startswith("worker-0 hangs") and beat.failure is FailureKind.ENVIRONMENT
         assert read_books(role.redis, role.run_id)["total"].produced.fragments == 0
         assert left_behind(tmp_path) == []
+
+
+@pytest.mark.processes
+def test_one_that_keeps_python_s_lock_ends_the_process_too_with_its_stack(make_role: MakeRole, tmp_path: Path) -> None:
+    kwargs = {"tally": str(tmp_path / "tally"), "times": 1, "locks": True}
+    environment = {"id": f"{MODULE}:Hangs", "num_envs": 2, "kwargs": kwargs}
+    with published(make_role, minimal_config(environment=environment, rollout={"silent_seconds": 10.5})) as role:
+        done = worker_process(role, tmp_path, "--index", "0")
+        assert done.returncode == 1, done
+        words = last_words(done.stderr)
+        assert words.how == "its watchdog: one call kept Python's lock for 0:00:08", done.stderr
+        assert "in hang" in words.lines[-4], words
 
 
 def test_a_process_that_leaks_ends_after_its_fragment(make_role: MakeRole, tmp_path: Path) -> None:

@@ -27,9 +27,15 @@ def said(code: str) -> str:
         ("def simulate():\n    import ctypes; ctypes.string_at(0)\nsimulate()", "SIGSEGV", "simulate"),
         ("def simulate():\n    os.abort()\nsimulate()", "SIGABRT", "simulate"),
         ("print('about to go', file=sys.stderr); os.kill(os.getpid(), 9)", None, "about to go"),
+        (
+            "def simulate():\n    import ctypes; ctypes.PyDLL(None).sleep(30)\n"
+            "faulthandler.dump_traceback_later(1, exit=True)\nsimulate()",
+            "its watchdog: one call kept Python's lock for 0:00:01",
+            "in simulate",
+        ),
         ("os.fork() or os._exit(7)\nos.wait()\nprint('done', file=sys.stderr)", None, "done"),
     ],
-    ids=["os._exit", "os._exit with words", "abort with words", "segfault", "abort", "killed", "of a child"],
+    ids=["os._exit", "os._exit with words", "abort with words", "segfault", "abort", "killed", "locked", "of a child"],
 )  # fmt: skip
 def test_what_a_process_says_of_its_end(code: str, how: str | None, words: str) -> None:
     found = last_words(said(code))
