@@ -29,7 +29,7 @@ from shared.datasets.recording import Recording
 from shared.departure import LEFT
 from shared.errors import CheckpointError, EnvironmentFailure, ShardFull, ShardUnavailable, WorkerSuperseded, headline
 from shared.events import emit
-from shared.failure import Failure
+from shared.failure import Failure, reason_in_words
 from shared.flow import Claim
 from shared.heartbeat import Heartbeat, insist, poll
 from shared.policies.codec import load_state_arrays
@@ -158,7 +158,7 @@ class Worker:
                 self._role.flow.release(f"{self.id}:{self.incarnation}")
                 if reason == "drained":  # it may never come back, and its trail would stay
                     self._log.forget_trail(self.id)
-                emit(self._role.redis, self._role.run_id, "worker", f"{self.id} ended: {reason}")
+                emit(self._role.redis, self._role.run_id, "worker", f"{self.id} ended: {reason_in_words(reason)}")
         except Exception:
             _LOGGER.exception("%s could not end in order", self.id)
         finally:

@@ -74,6 +74,17 @@ class SpaceSpec:
     structure: Any
     """An index into `leaves`, or `{"dict": {key: structure}}`, or `{"tuple": [structure]}`."""
 
+    def __str__(self) -> str:
+        return self._text(self.structure)
+
+    def _text(self, structure: Any) -> str:
+        if isinstance(structure, int):
+            leaf = self.leaves[structure]
+            return f"an array of shape {leaf.shape} and dtype {leaf.dtype}"
+        if "dict" in structure:
+            return f"{{{', '.join(f'{key!r}: {self._text(below)}' for key, below in structure['dict'].items())}}}"
+        return f"({', '.join(map(self._text, structure['tuple']))})"
+
     def flatten(self, prefix: str, value: Any) -> Columns:
         """Nested (batched) value → columns; choices are counted from 0."""
         columns: Columns = {}

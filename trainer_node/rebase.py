@@ -7,6 +7,7 @@ which the books are settled; a trainer that starts then finds it as it finds any
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from shared import tensor_blob
 from shared.checkpoint import Checkpoint, checkpoint_version
@@ -23,6 +24,9 @@ from trainer_node.intake import Committed
 from trainer_node.learner import Learner, make_learner
 from trainer_node.schedule import RunSchedule
 from trainer_node.snapshot import Line, Progress, Snapshot
+
+_NETWORK = ("hidden_sizes", "activation", "cnn", "share_encoder", "core", "core_size", "normalise_observations")
+"""Fields of `policies.<id>` that say what weights there are and what they compute."""
 
 
 def rebased(role: Role, checkpoint: Checkpoint, epoch: int = 0) -> Snapshot:
@@ -77,13 +81,27 @@ def _take_over(policy_id: str, policy: Policy, source: Checkpoint) -> None:
     found, _ = decode_policy(data)
     if found.spaces != policy.spaces:
         raise ConfigError(f"initialize_from: {policy_id!r} of {name} has other observation or action spaces")
-    another = f"initialize_from: {policy_id!r} of {name} is another network than policies.{policy_id} asks for"
-    if found.config.activation != policy.config.activation:  # the same weights would compute something else
-        raise ConfigError(f"{another}: activation {found.config.activation}, not {policy.config.activation}")
     try:
+        if found.config.activation != policy.config.activation:
+            raise CheckpointDamaged("the same weights would compute something else")
         load_state_arrays(policy, state_arrays(found))
     except CheckpointDamaged as error:
-        raise ConfigError(f"{another}: {error}") from None
+        there, here = (item.config.model_dump(mode="json") for item in (found, policy))
+        other = [field for field in _NETWORK if there[field] != here[field]]
+        if found.kind != policy.kind:
+            why = f"its kind is {found.kind}, and {policy.kind} is learned here; take a run of such an algorithm"
+        elif other:
+            why = f"{_fields(there, other)} there, {_fields(here, other)} here; set it as there"
+        else:
+            why = f"its algorithm asked for {found.network} there, for {policy.network} here; set that as there"
+        raise ConfigError(
+            f"initialize_from: {policy_id!r} of {name} is another network than policies.{policy_id} asks for: {why}, "
+            f"or choose another checkpoint ({error})"
+        ) from None
+
+
+def _fields(config: Mapping[str, Any], names: list[str]) -> str:
+    return ", ".join(f"{name}={config[name]}" for name in names)
 
 
 def _take_over_rest(policy_id: str, learner: Learner, config: Config, source: Checkpoint) -> str:

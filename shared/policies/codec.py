@@ -52,13 +52,19 @@ def load_state_arrays(policy: nn.Module, arrays: Mapping[str, Any]) -> None:
     """
     state = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
     first = {id(tensor): name for name, tensor in _tensors(policy).items()}
-    for name, tensor in policy.state_dict(keep_vars=True).items():
+    here = policy.state_dict(keep_vars=True)
+    for name, tensor in here.items():
         if name not in state and first[id(tensor)] in state:
             state[name] = state[first[id(tensor)]]
-    try:
-        policy.load_state_dict(state, strict=True)
-    except RuntimeError as error:
-        raise CheckpointDamaged(f"the weights do not fit this policy: {' '.join(str(error).split())}") from None
+    wrong = [
+        f"{name} has {_shape(state.get(name))}, expected {_shape(here.get(name))}"
+        for name in {**here, **state}
+        if name not in here or name not in state or state[name].shape != here[name].shape
+    ]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise CheckpointDamaged(f"the weights do not fit this policy: {wrong[0]}{more}")
+    policy.load_state_dict(state, strict=True)
 
 
 def encode_board(states: Mapping[str, Columns], header: VersionHeader) -> bytes:
@@ -136,6 +142,10 @@ def _tensors(policy: nn.Module) -> dict[str, Tensor]:
     for name, tensor in policy.state_dict(keep_vars=True).items():
         named.setdefault(id(tensor), (name, tensor))
     return dict(named.values())
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"the shape {tuple(tensor.shape)}"
 
 
 def _to_numpy(tensor: Tensor) -> Any:

@@ -20,9 +20,11 @@ from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
 from shared.policies.codec import decode_policy
 from shared.policies.policy import Policy
 from shared.policies.stateful import Stateful
+from shared.printable import printable
 from shared.spaces import Columns
 
 _FILE = "policy.safetensors"
+_TAKEN = f"a checkpoint's or a run's folder, a {_FILE}, or the bytes of one"
 
 
 class DeployedPolicy:
@@ -56,7 +58,11 @@ class DeployedPolicy:
 
         With a core, observations are those of one episode in their order; call `reset` before the next one.
         """
-        return _first(self.act_batch(_batched(observation), greedy=greedy))
+        try:
+            one = _batched(observation)
+        except ValueError:  # lists of several lengths
+            raise self._no_observation(observation) from None
+        return _first(self.act_batch(one, greedy=greedy))
 
     @torch.inference_mode()
     def act_batch(self, observations: Any, *, greedy: bool = True) -> Any:
@@ -64,18 +70,38 @@ class DeployedPolicy:
 
         With a core, each row of the batch is an episode of its own, and stays in its place (`reset`).
         """
-        spec = self._policy.spaces.observation
-        columns = spec.flatten("obs", observations)
-        for leaf in spec.leaves:
-            found = columns[leaf.column("obs")].shape[1:]
-            if found != leaf.shape:
-                raise UserError(f"observation {leaf.path or ''}: expected the shape {leaf.shape}, found {found}")
+        columns = self._columns(observations)
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in columns.items()}
         params = self._acting(len(next(iter(tensors.values())))).action_parameters(tensors)
         distribution = self._policy.distribution
         actions = distribution.mode(params) if greedy else distribution.sample(params, self._generator)
         chosen: Columns = {name: tensor.numpy() for name, tensor in actions.items()}
         return self._policy.spaces.action.to_environment(chosen)
+
+    def _columns(self, observations: Any) -> Columns:
+        """The arrays of a batch; raises `UserError` for what no observation of this space is."""
+        spec = self._policy.spaces.observation
+        try:
+            columns = spec.flatten("obs", observations)
+        except (TypeError, ValueError, LookupError, OverflowError):
+            raise self._no_observation(observations) from None
+        for leaf in spec.leaves:
+            array, where = columns[leaf.column("obs")], f"observation {leaf.path}".rstrip()
+            if array.shape[1:] != leaf.shape:
+                raise UserError(f"{where}: expected the shape {leaf.shape}, found {array.shape[1:]}")
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise UserError(f"{where}: expected finite numbers, found NaN or infinity")
+            if leaf.nvec and array.size and ((array < 0) | (array >= np.reshape(leaf.nvec, leaf.shape))).any():
+                first = np.reshape(leaf.start or 0, leaf.shape if leaf.start else ())
+                bounds = f"{first.tolist()} to {(first + np.reshape(leaf.nvec, leaf.shape) - 1).tolist()}"
+                raise UserError(f"{where}: expected choices from {bounds}, found {(array + first).tolist()}")
+        return columns
+
+    def _no_observation(self, found: Any) -> UserError:
+        return UserError(
+            f"an observation is {self._policy.spaces.observation} (act_batch: with a batch axis first); found "
+            f"{printable(found, 200)}"
+        )
 
     def _acting(self, rows: int) -> Policy:
         """The policy; one with a core together with what it remembers of these rows."""
@@ -99,14 +125,26 @@ def load_policy(checkpoint: str | Path | bytes, policy_id: str = "default") -> D
     """
     if isinstance(checkpoint, bytes):
         return DeployedPolicy(*decode_policy(checkpoint))
-    path = Path(checkpoint)
-    path = _preferred(path) if (path / CHECKPOINTS).is_dir() else _upload(path)
+    if not isinstance(checkpoint, str | Path):
+        raise UserError(f"load_policy takes {_TAKEN}; found {printable(repr(checkpoint), 100)}")
+    path = Path(str(checkpoint).removeprefix("file://")).expanduser()
+    embedded = next(path.glob(f"s3/*/{path.resolve().name}"), path)  # of a run's folder on the machine that made it
+    path = _preferred(embedded) if (embedded / CHECKPOINTS).is_dir() else _upload(path)
     for candidate in (path, path / _FILE, path / policy_id / _FILE):
         if candidate.is_file():
             return DeployedPolicy(*decode_policy(candidate.read_bytes()))
-    raise CheckpointNotFound(
-        f"no policy {policy_id!r} at {path}; expected a checkpoint's or a run's folder, or a {_FILE}"
-    )
+    others = ", ".join(sorted(found.parent.name for found in path.glob(f"*/{_FILE}")))
+    there = f"it has {others}" if others else f"expected {_TAKEN}{_elsewhere(str(checkpoint), path)}"
+    raise CheckpointNotFound(f"no policy {policy_id!r} at {path}; {there}")
+
+
+def _elsewhere(asked: str, path: Path) -> str:
+    """What to do where the checkpoints are not files of this machine, or may not be."""
+    if not path.exists() and "/" not in asked:
+        return f"; of a run of this machine give its folder, runs/{asked}"
+    if "://" in asked or (path / "config.yaml").is_file():
+        return "; of a run in a bucket, `stagecoach checkpoints export RUN` makes such a folder"
+    return ""
 
 
 def _preferred(run: Path) -> Path:

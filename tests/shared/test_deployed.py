@@ -15,7 +15,7 @@ import torch
 
 from rollout_worker.making import describe_environment
 from shared.checkpoint import CHECKPOINTS, MANIFEST, POINTER, PROMOTED, CheckpointStore, Manifest, describe_objects
-from shared.errors import CheckpointDamaged, CheckpointNotFound
+from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
 from shared.object_store import FileStore
 from shared.policies.codec import encode_policy
 from shared.policies.deployed import load_policy
@@ -60,7 +60,7 @@ def test_one_of_several_policies_is_chosen(tmp_path: Path) -> None:
         (tmp_path / policy_id / "policy.safetensors").write_bytes(policy_bytes(version=version))
     assert load_policy(tmp_path, "hunter").version == 3
     assert load_policy(tmp_path, "prey").version == 4
-    with pytest.raises(CheckpointNotFound, match=r"no policy 'default' at .*expected a checkpoint's or a run's folder"):
+    with pytest.raises(CheckpointNotFound, match=r"no policy 'default' at .*; it has hunter, prey$"):
         load_policy(tmp_path)
 
 
@@ -113,6 +113,52 @@ def test_a_runs_folder_stands_for_its_promoted_checkpoint_else_the_best_else_the
         (tmp_path / key).unlink()
     with pytest.raises(CheckpointNotFound, match=r"\.checkpoint is missing"):
         load_policy(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("space", "observation", "said"),
+    [
+        ("box", "abc", r"an observation is an array of shape \(3,\) and dtype float32 .*; found \['abc'\]"),
+        ("box", [1, [2], 3], r"an observation is an array of shape \(3,\) and dtype float32 .*; found \[1, \[2\], 3\]"),
+        ("box", [0.0, np.nan, 0.0], "observation: expected finite numbers, found NaN or infinity"),
+        ("box", [0.0, 1.0], r"observation: expected the shape \(3,\), found \(2,\)"),
+        ("discrete", 3, r"observation: expected choices from -2 to 2, found \[3\]"),
+        ("discrete", None, r"an observation is an array of shape \(\) and dtype int64 .*; found \[None\]"),
+        (
+            "dict",
+            {"joints": [0] * 4},
+            r"an observation is \{'camera': an array of shape \(8, 8, 3\) .* 'mode': an array",
+        ),
+        ("dict", [1], r"an observation is \{'camera': .*\[1\]"),
+        ("tuple", (0,), r"an observation is \(an array of shape \(\) and dtype int64, \{'x': .*\}\) .*; found \("),
+    ],
+)
+def test_what_is_no_observation_is_told_with_what_one_is(space: str, observation: Any, said: str) -> None:
+    policy = load_policy(policy_bytes(space))
+    policy.act(observe(space))
+    with pytest.raises(UserError, match=said):
+        policy.act(observation)
+
+
+def test_the_folder_of_a_run_on_this_machine_stands_for_its_embedded_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bucket = tmp_path / "runs" / "a" / "s3" / "stagecoach"
+    bucket.mkdir(parents=True)
+    make_run(bucket / "a")
+    for place in ("runs/a", tmp_path / "runs" / "a", f"file://{tmp_path}/runs/a", "runs/a/s3/stagecoach/a"):
+        assert load_policy(place).version == 3
+    (tmp_path / "runs" / "b").mkdir()
+    (tmp_path / "runs" / "b" / "config.yaml").touch()
+    for wrong, said in (
+        ("a", "of a run of this machine give its folder, runs/a"), (None, "load_policy takes a checkpoint's or a"),
+        ("s3://bucket/a", "checkpoints export RUN` makes such"), ("runs/b", "checkpoints export RUN` makes such"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=said):
+            load_policy(wrong)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointNotFound, match=r"no policy 'other' at .*; it has default"):
+        load_policy("runs/a", "other")
 
 
 def test_whoever_only_acts_imports_no_store_redis_ray_or_gymnasium() -> None:

@@ -201,8 +201,20 @@ def test_critics_that_another_algorithm_learnt_begin_anew_and_the_line_says_so(
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"policies": {"default": {"hidden_sizes": [9]}}}, "another network than policies.default asks for"),
-        ({"policies": {"default": {"hidden_sizes": [8], "activation": "relu"}}}, "activation tanh, not relu"),
+        (
+            {"policies": {"default": {"hidden_sizes": [9]}}},
+            r"another network than policies.default asks for: hidden_sizes=\[8\] there, hidden_sizes=\[9\] here; set "
+            r"it as there, or choose another checkpoint \(the weights do not fit this policy: \S+ has the shape "
+            r"\(8, 4\), expected the shape \(9, 4\) \(and \d+ more\)\)$",
+        ),
+        (
+            {"policies": {"default": {"hidden_sizes": [8], "activation": "relu"}}},
+            "activation=tanh there, activation=relu here; set it as there",
+        ),
+        (
+            {"policies": {"default": {"hidden_sizes": [8]}}, "algorithm": {"name": "dqn", "minibatch_size": 8}},
+            "its kind is actor_critic, and q_network is learned here; take a run of such an algorithm",
+        ),
         ({"environment": {"id": "Acrobot-v1", "num_envs": 2}}, "other observation or action spaces"),
         ({"policies": {"other": {"hidden_sizes": [8]}}}, "has no policy 'other'; it has default"),
     ],
