@@ -86,12 +86,12 @@ def _take_over(policy_id: str, policy: Policy, source: Checkpoint) -> None:
             raise CheckpointDamaged("the same weights would compute something else")
         load_state_arrays(policy, state_arrays(found))
     except CheckpointDamaged as error:
-        there, here = (item.config.model_dump(mode="json") for item in (found, policy))
-        other = [field for field in _NETWORK if there[field] != here[field]]
+        its, ours = (item.config.model_dump(mode="json") for item in (found, policy))
+        other = [field for field in _NETWORK if its[field] != ours[field]]
         if found.kind != policy.kind:
             why = f"its kind is {found.kind}, and {policy.kind} is learned here; take a run of such an algorithm"
         elif other:
-            why = f"{_fields(there, other)} there, {_fields(here, other)} here; set it as there"
+            why = f"{_fields(its, other)} there, {_fields(ours, other)} here; set it as there"
         else:
             why = f"its algorithm asked for {found.network} there, for {policy.network} here; set that as there"
         raise ConfigError(
