@@ -26,6 +26,7 @@ from shared.config import Config
 from shared.errors import StagecoachError
 from shared.events import Event
 from shared.failure import reason_in_words
+from shared.foreign import unnamed
 from shared.printable import counted
 
 _REFRESH_SECONDS = 0.25
@@ -161,7 +162,7 @@ def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
     table.add_column(overflow="fold")  # a path that is cut cannot be copied
     table.add_row("run", f"{run.run_id}: {reason_in_words(outcome.reason.splitlines()[0])}")
     with contextlib.suppress(StagecoachError):  # a summary without a score is better than none
-        for title, text in scores_of_note(run.checkpoints()):
+        for title, text in scores_of_note(run.checkpoints(), run.run_id):
             table.add_row(title, text)
     numbers = ((status.env_steps, "env step"), (status.updates, "update"), (status.episodes, "episode"))
     table.add_row("trained", ", ".join(counted(number, noun) for number, noun in numbers))
@@ -176,8 +177,11 @@ def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
     console.print(Panel(table, title="summary", expand=False))
 
 
-def scores_of_note(entries: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Rows for the summary: the best checkpoint with the score that confirmed it, and the last one with its own."""
+def scores_of_note(entries: Sequence[dict[str, Any]], run_id: str) -> Iterator[tuple[str, str]]:
+    """Rows for the summary: the best checkpoint with the score that confirmed it, and the last one with its own.
+
+    A run that is stopped does not wait for its evaluator, so the last one may have no score.
+    """
     for title, mark, said in (
         ("result", "best", "the best, by its second evaluation"),
         ("last", "latest", "the last"),
@@ -186,6 +190,9 @@ def scores_of_note(entries: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str
             if mark in entry["marks"] and (scores := entry["evaluation"]):
                 counts = (scores.get("confirmation") or scores) if mark == "best" else scores
                 yield title, f"{score_text(counts)}, {entry['name']} ({said})"
+            elif mark in entry["marks"] and mark == "latest":
+                hint = f"`stagecoach evaluate {run_id}/{entry['name']}` plays it"
+                yield title, f"{entry['name']} was not evaluated before the run ended; {hint}"
 
 
 def score_text(scores: dict[str, Any]) -> str:
@@ -236,3 +243,5 @@ def print_status(status: Status, console: Console) -> None:
         console.print(f"store: {status.store['error']} ({tries}; training goes on until the log is full)")
     if failed := status.store.get("export"):
         console.print(f"export: {failed['checkpoint']} could not be exported: {failed['error']}", soft_wrap=True)
+    if more := unnamed():
+        console.print(f"left out as malformed in Redis: {more:,} more beside those that are named above")

@@ -18,8 +18,9 @@ from shared.printable import printable, printable_data
 T = TypeVar("T")
 _LOGGER = logging.getLogger("stagecoach.foreign")
 _MOST_DIGITS = 18
-_MOST_TOLD = 1000
-_told: set[str] = set()
+_MOST_NAMED, _MOST_COUNTED = 10, 100_000
+_told: set[int] = set()
+"""Hashes of what was left out so far; a name may be as long as somebody likes."""
 
 
 def foreign(adapter: TypeAdapter[T], text: bytes, what: str, **beside: Any) -> T | None:
@@ -42,10 +43,19 @@ def foreign(adapter: TypeAdapter[T], text: bytes, what: str, **beside: Any) -> T
 
 
 def left_out(what: str, why: object) -> None:
-    """Names something malformed, once in the life of this process."""
-    if what not in _told and len(_told) < _MOST_TOLD:
-        _told.add(what)
-        _LOGGER.warning("%s is malformed and left out: %s", printable(what), printable(why, 200))
+    """Names something malformed, once in the life of this process, unless that has named some already."""
+    if hash(what) in _told or len(_told) == _MOST_COUNTED:
+        return
+    _told.add(hash(what))
+    if len(_told) <= _MOST_NAMED:
+        _LOGGER.warning("%s is malformed and left out: %s", printable(what, 200), printable(why, 200))
+    elif len(_told).bit_count() == 1:  # 16, 32, 64 …: a long life says how many there are
+        _LOGGER.warning("%d malformed entries are left out so far; the first %d are named", len(_told), _MOST_NAMED)
+
+
+def unnamed() -> int:
+    """How many malformed entries this process has left out without naming them."""
+    return max(0, len(_told) - _MOST_NAMED)
 
 
 def _loaded(text: bytes) -> Any:

@@ -7,6 +7,7 @@ Environments, workers and servers choose names and error texts. These may hold c
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from typing import Any
 
@@ -14,15 +15,17 @@ NAME_CHARACTERS = 100
 """Of a metric's name."""
 _LINE_CHARACTERS, _LINES_CHARACTERS = 2000, 20_000
 _LAYOUT = "\n\t"
+_DIGITS = re.compile(r"(\d{20})\d{45,}")
+"""No number, address or hash of ours has as many."""
 
 
 def printable(text: object, most: int | None = None, lines: bool = False) -> str:
     """`str(text)` in characters that Unicode calls printable; others become `\\x1b`, `\\udce9`.
 
     With `lines`, line breaks and tabs stay. What is longer than `most` characters (2,000; 20,000 with `lines`) is cut,
-    and says so. What is printable already is returned as it is.
+    and says so, and so is a number of more than 64 digits. What is printable already is returned as it is.
     """
-    shown = str(text)
+    shown = _DIGITS.sub(lambda found: f"{found[1]}… ({len(found[0])} digits)", str(text))
     most = most or (_LINES_CHARACTERS if lines else _LINE_CHARACTERS)
     if len(shown) > most:
         shown = f"{shown[:most]}… ({len(shown) - most} more characters)"

@@ -83,12 +83,14 @@ def test_the_result_is_the_best_checkpoint_with_its_confirmed_score_and_the_last
         {"name": "2_Step-64.ckpt", "marks": ["best"], "evaluation": lucky | {"confirmation": held}},
         {"name": "3_Step-96.ckpt", "marks": ["latest", "final"], "evaluation": poor},
     ]
-    assert list(scores_of_note(entries)) == [
+    assert list(scores_of_note(entries, "a")) == [
         ("result", "481 ± 9 over 20 episodes, 2_Step-64.ckpt (the best, by its second evaluation)"),
         ("last", "166 ± 3 over 20 episodes, 3_Step-96.ckpt (the last)"),
     ]
     entries[1]["evaluation"] = None
-    assert [title for title, _ in scores_of_note(entries)] == ["result"]
+    [_, last] = scores_of_note(entries, "a")
+    hint = "`stagecoach evaluate a/3_Step-96.ckpt` plays it"
+    assert last == ("last", f"3_Step-96.ckpt was not evaluated before the run ended; {hint}")
 
 
 def test_books_that_do_not_balance_say_so() -> None:

@@ -179,3 +179,18 @@ def test_books_that_somebody_has_spoilt_do_not_balance(role: Role) -> None:
     in_books(role, b"worker-1:fragments", b"3")
     role.redis.hset(RunKeys(role.run_id).ledger, "worker-0", b"5")
     assert not read_books(role.redis, role.run_id)["total"].balances
+
+
+def test_much_garbage_is_counted_and_only_some_of_it_is_named(
+    role: Role, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(foreign, "_told", set())
+    for number in range(300):
+        role.redis.hset(RunKeys(role.run_id).heartbeats, f"worker:{number}", b"{")
+    for _ in range(2):
+        status = live_status(role.redis, role.run_id)
+    console = PrintableConsole(file=(shown := io.StringIO()), width=200)
+    print_status(status, console)
+    assert sum("is malformed and left out" in text for text in caplog.messages) == 10
+    assert len(caplog.messages) < 20 and all(len(text) < 500 for text in caplog.messages)
+    assert "left out as malformed in Redis: 290 more beside those that are named above" in shown.getvalue()

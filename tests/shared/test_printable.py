@@ -51,6 +51,8 @@ def test_what_is_too_long_is_cut_and_says_so() -> None:
     assert printable("x" * 2001) == "x" * 2000 + "… (1 more characters)"
     assert printable("x" * 2001, lines=True) == "x" * 2001
     assert len(printable("\x00" * 10**6)) < 10_000
+    assert printable(f"worker-{'9' * 400} left") == f"worker-{'9' * 20}… (400 digits) left"
+    assert printable("0" * 64) == "0" * 64, "a hash stays"
     assert printable_data({"\x1b": ["\x1b", ("\x1b", 1.5, None)]}) == {"\\x1b": ["\\x1b", ["\\x1b", 1.5, None]]}
 
 
