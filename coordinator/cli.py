@@ -1,6 +1,7 @@
 """The command line: a thin layer over `Run` and its neighbours.
 
-Exit codes: 0 done, 1 the run (or the world) failed, 2 what was asked for cannot be done, 130 ended at once by Ctrl-C.
+Exit codes: 0 done, 1 the run (or the world) failed, 2 what was asked for cannot be done, 130 ended by Ctrl-C
+without a last checkpoint.
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ def train(
         cli_live.detach(["train", str(config), *(f"--set={item}" for item in sets), "--run-id", name, *again], name)
     else:
         start = partial(Run.start, resolved, name, inline=inline, or_resume=or_resume)
-        cli_live.tend(partial(start, import_path=(str(config.resolve().parent),)), background)
+        with cli_live.in_one_process(inline):
+            cli_live.tend(partial(start, import_path=(str(config.resolve().parent),)), background)
 
 
 @app.command(epilog=_example("stagecoach prepare config.yaml --run-id my-run"))
@@ -195,7 +197,8 @@ def resume(
         cli_live.detach(["resume", run, "--from", origin, *sets, *strictly, "--runs-dir", str(runs_dir)], run)
     else:
         resumed = partial(Run.resume, run, runs_dir, tuple(set_ or ()), origin=origin, drop=tuple(drop or ()))
-        cli_live.tend(partial(resumed, strict=strict, inline=inline), background)
+        with cli_live.in_one_process(inline):
+            cli_live.tend(partial(resumed, strict=strict, inline=inline), background)
 
 
 @app.command(epilog=_example("stagecoach replay my-run --from start --to best"))

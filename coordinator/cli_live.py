@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import redis
@@ -17,7 +20,9 @@ from coordinator.cli_measure import show_profile
 from coordinator.cli_options import PrintableConsole, console
 from coordinator.console import LiveView, print_status, print_summary
 from coordinator.run import Run
+from coordinator.status import Status
 from shared.errors import StagecoachError, UserError
+from shared.last_words import tell_of_exits
 from shared.launch import LOGS
 from shared.printable import complain, printable
 
@@ -25,6 +30,34 @@ _HISTORY = 10
 """Past events that `watch` begins with."""
 _LIVE = "stagecoach: the run is live"
 _INTERRUPTED = b"interrupted: what was started is being ended\n"
+
+
+@contextlib.contextmanager
+def in_one_process(inline: bool) -> Iterator[None]:
+    """With `--inline` an environment that ends its process ends everything: then this says so, and so does the exit
+    code, whatever the environment's is. A crash says where it was."""
+
+    def last_orders(status: int) -> int:
+        console.show_cursor()
+        complain(
+            f"os._exit({status}) has ended this process, which with --inline is the whole run; above is who called it. "
+            f"Without --inline an environment ends its worker only, which is replaced. What is durable stays: "
+            f"`stagecoach resume` continues the run"
+        )
+        return 2
+
+    if not inline:
+        yield
+        return
+    crashes_told, former = faulthandler.is_enabled(), tell_of_exits(last_orders)
+    if not crashes_told:
+        faulthandler.enable(all_threads=False)  # that which crashed
+    try:
+        yield
+    finally:
+        os._exit = former  # type: ignore[assignment]
+        if not crashes_told:
+            faulthandler.disable()
 
 
 def tend(begin: Any, background: bool = False, detach: bool = False, where: str = "") -> None:
@@ -72,7 +105,7 @@ def tend(begin: Any, background: bool = False, detach: bool = False, where: str 
                 run.stop()
                 asked = True
                 console.print("ending with a last checkpoint; Ctrl-C again ends at once, and what is durable stays")
-        if len(received) > 1:
+        if len(received) > 1 or (received and patience.is_over(view.status)):
             run.abandon()
         return run.ended
 
@@ -82,7 +115,9 @@ def tend(begin: Any, background: bool = False, detach: bool = False, where: str 
     else:
         where = f"run {run.run_id}; its folder is {run.folder.path}"
         console.print(where, highlight=False, soft_wrap=True)
-    LiveView(run, PrintableConsole(quiet=True) if background else console, run.first_event).show(ended)
+    patience = _Patience(run.config.trainer.grace_seconds)
+    view = LiveView(run, PrintableConsole(quiet=True) if background else console, run.first_event)
+    view.show(ended)
     outcome = run.wait()
     print_summary(run, outcome, console)
     if run.config.signals.profile:
@@ -94,6 +129,37 @@ def tend(begin: Any, background: bool = False, detach: bool = False, where: str 
         reason = outcome.reason.splitlines()[0]
         complain(f"run {run.run_id} {reason}; the whole story is in {run.folder.path / LOGS}")
         raise typer.Exit(2 if outcome.users_fault else 1)
+
+
+class _Patience:
+    """Of a run that was asked to end, with a Redis or a store that is away, and that its last checkpoint needs."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._away_since: float | None = None
+
+    def is_over(self, status: Status | None) -> bool:
+        """Whether one of them has been away for so long since; says so as that begins."""
+        away = _away(status)
+        if away is None:
+            self._away_since = None
+        elif self._away_since is None:
+            self._away_since = time.monotonic()
+            console.print(
+                f"ending; a last checkpoint needs {away}. If that is not over in {self._seconds:g} s "
+                f"(trainer.grace_seconds), it ends without one, and what is durable stays",
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip
+        return self._away_since is not None and time.monotonic() - self._away_since > self._seconds
+
+
+def _away(status: Status | None) -> str | None:
+    """Redis or the store, and what is known of it, where the run waits for one of them."""
+    if status is None:
+        return None
+    if status.state == "paused":
+        return status.bottleneck
+    return f"{status.store['waiting_for']}: {status.store.get('error')}" if status.store.get("waiting_for") else None
 
 
 def detach(arguments: list[str], run_id: str) -> None:
@@ -141,7 +207,7 @@ def _announce(run: Run) -> None:
 def watch(handle: Run) -> None:
     try:
         hint = "Ctrl-C ends the watching, not the run"
-        LiveView(handle, console, handle.recent(_HISTORY), hint).show(lambda: not handle.live)
+        LiveView(handle, console, _HISTORY, hint).show(lambda: not handle.live)
     except KeyboardInterrupt:
         console.print("watching ended; the run goes on")
         return

@@ -35,13 +35,13 @@ _EVENTS_SHOWN = 8
 
 
 class LiveView:
-    """Shows one run until `ended` says so, with its events from the id `after` on."""
+    """Shows one run until `ended` says so, with its events after an id, or with the newest few and those that come."""
 
     def __init__(
         self,
         run: Run,
         console: Console,
-        after: str = "0-0",
+        after: str | int = "0-0",
         on_interrupt: str = "Ctrl-C ends it with a last checkpoint",
     ) -> None:
         self._run = run
@@ -49,7 +49,8 @@ class LiveView:
         self._console = console
         self._events: deque[Event] = deque(maxlen=_EVENTS_SHOWN)
         self._after = after
-        self._status: Status | None = None
+        self.status: Status | None = None
+        """As it was seen last."""
         self._started = time.monotonic()
 
     def show(self, ended: Callable[[], bool]) -> None:
@@ -67,12 +68,12 @@ class LiveView:
         printed = 0.0
         while not ended():
             self._print(self._look())
-            if self._status is not None and time.monotonic() - printed >= _PLAIN_SECONDS:
+            if self.status is not None and time.monotonic() - printed >= _PLAIN_SECONDS:
                 printed = time.monotonic()
-                self._console.print(one_line(self._status), highlight=False, soft_wrap=True)
+                self._console.print(one_line(self.status), highlight=False, soft_wrap=True)
             time.sleep(_REFRESH_SECONDS)
         with contextlib.suppress(StagecoachError, redis.RedisError):
-            self._print(self._run.events(self._after))  # what came after the last look
+            self._print(self._new_events())  # what came after the last look
 
     def _print(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -81,8 +82,8 @@ class LiveView:
     def _look(self) -> list[Event]:
         """Takes in the newest status and events; a run that is just starting or ending has none."""
         try:
-            self._status = self._run.status(books=False)
-            new = self._run.events(self._after) if self._status.state != "paused" else []
+            self.status = self._run.status(books=False)
+            new = self._new_events() if self.status.state != "paused" else []
         except (StagecoachError, redis.RedisError):
             return []
         if new:
@@ -90,12 +91,17 @@ class LiveView:
             self._events.extend(new)
         return new
 
+    def _new_events(self) -> list[Event]:
+        if isinstance(self._after, int):
+            self._after = self._run.recent(self._after)
+        return self._run.events(self._after)
+
     def _panel(self) -> Panel:
         title = Text(self._run.run_id, style="bold")
-        if self._status is None:
+        if self.status is None:
             return Panel(Text("starting …"), title=title)
-        parts: list[Any] = [_progress(self._status, self._run.config), figures_table(self._status)]
-        parts.append(Text(f"waits for: {self._status.bottleneck}", style="dim"))
+        parts: list[Any] = [_progress(self.status, self._run.config), figures_table(self.status)]
+        parts.append(Text(f"waits for: {self.status.bottleneck}", style="dim"))
         parts += [Text(f"  {event.kind:<11} {event.text}", overflow="ellipsis", no_wrap=True) for event in self._events]
         seconds = time.monotonic() - self._started
         return Panel(Group(*parts), title=title, subtitle=f"{seconds:.0f} s · {self._on_interrupt}")
@@ -128,7 +134,8 @@ def figures_table(status: Status) -> Table:
     alive = sum(1 for beat in status.roles if beat.role == "worker" and beat.alive)
     evaluation = status.evaluation
     table = Table.grid(padding=(0, 3))
-    state = f"{status.state}: {reason_in_words(status.reason)}" if status.reason else status.state
+    told = status.reason and status.state != "paused"  # its reason is what it waits for, which has a line of its own
+    state = f"{status.state}: {reason_in_words(status.reason)}" if told else status.state
     auto = status.scaling.get("mode") == "auto"
     bounds = f" (auto, {status.scaling['min']} to {status.scaling['max'] or 'what fits'})" if auto else ""
     workers = f"{alive} of {status.desired_workers}{bounds}" if status.live else "–"
@@ -171,6 +178,8 @@ def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
         "checkpoints", f"latest {status.latest or '–'}, best {status.best or '–'}, final {status.final or '–'}"
     )
     table.add_row("store", str(run.store_location))
+    if outcome.reason == "abandoned":
+        table.add_row("continue", f"stagecoach resume {run.run_id}")
     total = status.ledger.get("total")
     if total:
         table.add_row("ledger", ledger_line(total))

@@ -29,7 +29,7 @@ from coordinator.status import Status, ended_status, live_status
 from coordinator.tenure import Tenure
 from shared.checkpoint import CheckpointStore
 from shared.config import Config
-from shared.connection import Address, hurry
+from shared.connection import Address, abandon
 from shared.errors import StagecoachError
 from shared.events import Event, read_events, recent_events
 from shared.failure import Failure, FailureKind, RunEnd
@@ -79,8 +79,8 @@ class Coordinator:
         self._started = time.monotonic()
         self._thread: threading.Thread | None = None
         self._abandon = threading.Event()
-        self._leave_redis: Callable[[], None] = lambda: None
-        """Ends the patience with a Redis that is away."""
+        self._leave_services: Callable[[], None] = lambda: None
+        """Ends the patience with a Redis or a store that is away."""
         self.outcome: Outcome | None = None
         """How it ended, once it has."""
         self.first_event = "0-0"
@@ -111,7 +111,7 @@ class Coordinator:
             address, keeper = _start_services(folder, config, logs, running)
             role = open_role(config, address, "coordinator")
             running.callback(role.redis.close)
-            made._leave_redis = partial(hurry, role.redis)
+            made._leave_services = partial(abandon, role.redis)
             tell_of_outages(role, folder.path, role.redis)
             keeper.start(role, made.abandon)
             tenure = Tenure(role)
@@ -136,7 +136,7 @@ class Coordinator:
             supervise: Supervise
             if ray_head is None:
                 inline_roles = InlineRoles(role, str(folder.path))
-                supervise, made._leave_redis = inline_roles.run, inline_roles.leave_redis
+                supervise, made._leave_services = inline_roles.run, inline_roles.leave_services
             else:
                 supervise = _start_fleet(launch, role, ray_head, additions, running)
             running.callback(folder.forget_services)  # first of all, at the end: who looks then reads the store
@@ -188,7 +188,7 @@ class Coordinator:
     def abandon(self) -> None:
         """Ends the run at once, without a final checkpoint; what is durable stays."""
         self._abandon.set()
-        self._leave_redis()
+        self._leave_services()
 
     def wait(self, timeout_seconds: float) -> Outcome:
         """Until the run has ended and everything it started is gone; raises `WaitTimeout`."""
@@ -202,10 +202,11 @@ class Coordinator:
 def _start_services(folder: RunFolder, config: Config, logs: Path, running: ExitStack) -> tuple[Address, Keeper]:
     services: list[Service] = []
     redis_url, store_url, endpoint_url = config.redis.url, config.store.url, config.store.endpoint_url
-    credentials_file = store_folder = None
+    credentials_file = store_folder = redis_folder = None
     if "embedded" in {redis_url, store_url}:
         credentials_file, secret = folder.credentials(config)
     if redis_url == "embedded":
+        redis_folder = str(folder.path / "redis")
         service = start_redis(folder.path / "redis", logs / "redis.log", secret["redis_password"])
         running.callback(service.stop)
         services.append(service)
@@ -221,7 +222,7 @@ def _start_services(folder: RunFolder, config: Config, logs: Path, running: Exit
     keeper = Keeper(services, config, [logs / f"{name}.log" for name in _SHARED_LOGS])
     running.callback(keeper.stop)
     keys = str(credentials_file) if credentials_file else None
-    return Address(folder.run_id, redis_url, store_url, endpoint_url, keys, store_folder), keeper
+    return Address(folder.run_id, redis_url, store_url, endpoint_url, keys, store_folder, redis_folder), keeper
 
 
 def _begin_ray(config: Config, logs: Path, running: ExitStack) -> RayHead:

@@ -9,7 +9,7 @@ from coordinator.redis_outage import tell_of_outages
 from rollout_worker.evaluator import Evaluator
 from rollout_worker.worker import Worker
 from shared.config import Config
-from shared.connection import hurry
+from shared.connection import abandon
 from shared.errors import ConfigError
 from shared.failure import RunEnd
 from shared.role import Role, open_role
@@ -63,10 +63,9 @@ class InlineRoles:
             self._evaluator.stop(end.reason)
         return end
 
-    def leave_redis(self) -> None:
-        """Ends the patience with a Redis that is away."""
-        for client in (self._role.redis, *self._clients):
-            hurry(client)
+    def leave_services(self) -> None:
+        """Ends the patience with a Redis or a store that is away."""
+        abandon(self._role.redis, *self._clients)
 
     def _finish(self) -> RunEnd:
         flow = self._role.flow.read()

@@ -16,6 +16,7 @@ from coordinator.preparation import connect_once
 from shared.connection import retries
 from shared.errors import StagecoachError
 from shared.events import emit
+from shared.full_disk import lacks_room
 from shared.role import Role
 
 _LOGGER = logging.getLogger("stagecoach.coordinator")
@@ -61,11 +62,16 @@ def tell_of_outages(role: Role, folder: Path, *clients: redis.Redis) -> None:
 
 
 def outage_of_redis(folder: Path) -> str | None:
-    """`waiting for Redis since 10:20:30 (45 s): …`, while the coordinator of this folder's run does; None else."""
+    """`Redis, since 10:20:30 (45 s): …`, while the coordinator of this folder's run waits for it; None else."""
+    path = folder / _FILE
     try:
-        told = json.loads((folder / _FILE).read_text())
-        since = float(told["since"])
-    except (OSError, ValueError, KeyError, TypeError):
+        since, text = path.stat().st_mtime, path.read_text()
+    except OSError:
         return None
+    trouble = "its log in logs/ says why"
+    with suppress(ValueError, KeyError, TypeError):  # on a full disk there is the file, and nothing in it
+        trouble = lacks_room(folder, 0) or trouble
+        told = json.loads(text)
+        since, trouble = float(told["since"]), str(told["trouble"])
     clock = time.strftime("%H:%M:%S", time.localtime(since))
-    return f"waiting for Redis since {clock} ({max(0.0, time.time() - since):.0f} s): {told.get('trouble')}"
+    return f"Redis, since {clock} ({max(0.0, time.time() - since):.0f} s): {trouble}"

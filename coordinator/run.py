@@ -31,7 +31,7 @@ from coordinator.redis_outage import outage_of_redis
 from coordinator.room import refuse_order, room_of
 from coordinator.run_folder import RunFolder, new_run_id
 from coordinator.services import BUCKET
-from coordinator.status import Status, ended_status, live_status, paused_status, tended
+from coordinator.status import Status, ended_status, live_status, paused, tended
 from coordinator.trust import require_trust
 from shared.archive import Archive, experience
 from shared.checkpoint import CONFIG, Checkpoint, CheckpointStore
@@ -249,11 +249,11 @@ class Run:
         try:
             client = self._connect()
             if client is not None:
-                return live_status(client, self.run_id, books)
+                return paused(live_status(client, self.run_id, books), self._outage())
         except (RedisUnavailable, redis.ConnectionError, redis.TimeoutError):
-            if not self.folder.live or (waits := outage_of_redis(self.folder.path)) is None:
+            if (waits := self._outage()) is None:
                 raise
-            return paused_status(self._checkpoints(self.folder.offline_address(self.config)), waits)
+            return paused(ended_status(self._checkpoints(self.folder.offline_address(self.config))), waits)
         found = ended_status(self._checkpoints(self._address()))
         if self.folder.live and found.state == "interrupted":
             return dataclasses.replace(found, state="starting or ending", reason="its coordinator is at work")
@@ -261,6 +261,9 @@ class Run:
             reason = f"whether it is live cannot be seen from here: {self._unreachable}"
             return dataclasses.replace(found, state="unknown", reason=reason)
         return found
+
+    def _outage(self) -> str | None:
+        return outage_of_redis(self.folder.path) if self.folder.live else None
 
     @property
     def live(self) -> bool:

@@ -175,7 +175,10 @@ def start_redis(folder: Path, log: Path, password: str) -> Service:
     def ready(port: int) -> bool:
         once = Retry(NoBackoff(), 0)  # by default a refused connection is tried again a second later
         with redis.Redis(port=port, password=password, socket_timeout=ASK_SECONDS, retry=once) as client:
-            return bool(client.ping())
+            try:
+                return bool(client.ping())
+            except redis.ResponseError:  # it says that its disk is full: an answer
+                return True
 
     return _start("Redis", log, launch, ready)
 

@@ -159,9 +159,12 @@ def ended_status(checkpoints: CheckpointStore) -> Status:
     )
 
 
-def paused_status(checkpoints: CheckpointStore, waits: str) -> Status:
-    """Of a live run that waits for its Redis: what the store knows of it, and why it waits."""
-    return replace(ended_status(checkpoints), state="paused", reason=waits, live=True, bottleneck=waits)
+def paused(known: Status, waits: str | None) -> Status:
+    """Of a live run that waits for its Redis: what is known of it, and why it waits; as it is where it does not."""
+    if waits is None:
+        return known
+    reason = f"waiting for {waits}; then it continues by itself"
+    return replace(known, state="paused", reason=reason, live=True, bottleneck=waits, signals={})
 
 
 def bottleneck(beats: list[Beat], store: dict[str, Any]) -> str:

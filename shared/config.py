@@ -232,7 +232,8 @@ class TrainerConfig(Section):
     """A rank that keeps the others waiting for longer than this within an update is taken for hung."""
     grace_seconds: float = Field(25.0, gt=0)
     """How long a trainer that gets SIGTERM has for its last checkpoint; then it leaves without, and what is not durable
-    is read from the log again. Less than the 30 s that Kubernetes and spot machines give before they end a process."""
+    is read from the log again. So long a run that is asked to end waits for a Redis or a store that is away. Less than
+    the 30 s that Kubernetes and spot machines give before they end a process."""
 
 
 class PolicyVersionsConfig(Section):

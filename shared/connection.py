@@ -28,6 +28,7 @@ from shared import tls
 from shared.config import Config
 from shared.damaged_keys import NamingRedis
 from shared.errors import ConfigError, RedisUnavailable
+from shared.full_disk import unwritten
 from shared.redis_keys import redis_place
 from shared.services_config import RedisConfig
 
@@ -40,6 +41,7 @@ _GROWING_PAUSES = 16
 _PASSING = re.compile(r"\b(LOADING|READONLY|MASTERDOWN|MISCONF|NOREPLICAS|TRYAGAIN|CLUSTERDOWN|BUSY)\b")
 """Refusals that pass: loading, no master (yet, or no more: after a failover), no room on its disk. Redis before 7 hides
 the word within the text when a script meets it."""
+_UNWRITTEN = re.compile(r"MISCONF (?:Errors writing to the AOF file: )?(.*?)\.?(?: script: .*)?$")
 _PASSING_ERRORS = (
     redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError, redis.ReadOnlyError,
     redis.exceptions.MasterDownError, redis.exceptions.TryAgainError, redis.exceptions.ClusterDownError,
@@ -61,6 +63,8 @@ class Address:
     credentials_file: str | None = None
     store_folder: str | None = None
     """Where the embedded S3 server, which leaves it to the kernel when to write, keeps its buckets on this machine."""
+    redis_folder: str | None = None
+    """Where the embedded Redis keeps its data on this machine."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -149,14 +153,15 @@ class RetryForSeconds(Retry):
     __hash__ = Retry.__hash__
     _inside = threading.local()
 
-    def __init__(self, where: str, seconds: float) -> None:
+    def __init__(self, where: str, seconds: float, folder: str | None = None) -> None:
         pauses = ExponentialWithJitterBackoff(base=0.02, cap=_LONGEST_PAUSE_SECONDS)
         super().__init__(pauses, -1, (Exception,))
-        self._where, self.seconds = where, seconds
+        self._where, self.seconds, self._folder = where, seconds, folder
         self.named: list[Callable[[str], AbstractContextManager[None]]] = []
         """Entered with what was met where an outage lasts, and left when it is over; they ask Redis nothing."""
         self.outages = 0
         """How many have lasted so far."""
+        self.abandoned = False
 
     def __deepcopy__(self, memo: object) -> RetryForSeconds:
         """redis-py gives each connection a copy; one outage is the same for all."""
@@ -165,6 +170,10 @@ class RetryForSeconds(Retry):
     def hurry(self) -> None:
         """From now on a call waits for some seconds at most: whoever makes it is about to end."""
         self.seconds = min(self.seconds, _HURRY_SECONDS)
+
+    def abandon(self) -> None:
+        """From now on nothing is tried again: the role ends at once, and its other waits (`Wait`) end with this."""
+        self.seconds, self.abandoned = 0.0, True
 
     def call_with_retry(
         self,
@@ -204,11 +213,12 @@ class RetryForSeconds(Retry):
                 self._inside.named = True
                 lasting.callback(setattr, self._inside, "named", False)
                 for name in self.named:
-                    lasting.enter_context(name(str(error)))
+                    lasting.enter_context(name(_told(error, self._folder)))
             time.sleep(pause)
         elif self.seconds > 0:
             kind = type(error) if isinstance(error, redis.RedisError) else redis.ConnectionError
-            raise kind(f"{self._where} could not be used for {seconds:.1f} s, {failures} tries: {error}") from None
+            told = _told(error, self._folder)
+            raise kind(f"{self._where} could not be used for {seconds:.1f} s, {failures} tries: {told}") from None
         else:
             raise error
 
@@ -232,6 +242,12 @@ def passes(error: Exception) -> bool:
     return isinstance(error, (*_PASSING_ERRORS, TimeoutError))
 
 
+def _told(error: Exception, folder: str | None) -> str:
+    """What Redis said; where it cannot write to its disk (`folder`, if that is known), what to do about it."""
+    found = _UNWRITTEN.search(str(error))
+    return str(error) if found is None else unwritten(found[1], folder or "Redis")
+
+
 def connect_redis(address: Address, config: Config, role: RoleName | None = None) -> redis.Redis:
     """A checked connection that retries with backoff and jitter, for `redis.retry_seconds`.
 
@@ -239,7 +255,7 @@ def connect_redis(address: Address, config: Config, role: RoleName | None = None
     """
 
     client = _client(address.redis_url, address, config, role, config.redis.retry_seconds, "redis.url")
-    check_redis(client, address.redis_url, role)
+    check_redis(client, address.redis_url, role, folder=address.redis_folder)
     return client
 
 
@@ -259,6 +275,19 @@ def hurry(client: redis.Redis) -> None:
     """See `RetryForSeconds.hurry`."""
     if (found := retries(client)) is not None:
         found.hurry()
+
+
+def abandon(*clients: redis.Redis) -> None:
+    """See `RetryForSeconds.abandon`."""
+    for client in clients:
+        if (found := retries(client)) is not None:
+            found.abandon()
+
+
+def abandoned(client: redis.Redis) -> bool:
+    """Whether its role is to end at once."""
+    found = retries(client)
+    return found is not None and found.abandoned
 
 
 def shard_clients(address: Address, config: Config, role: RoleName | None = None) -> dict[str, redis.Redis]:
@@ -290,15 +319,20 @@ def _client(
             socket_connect_timeout=config.redis.timeout_seconds,
             socket_keepalive=True,
             driver_info=None,  # else each connection says which library it is, which Redis 7.0 has no word to permit
-            retry=RetryForSeconds(f"Redis at {_public(url)}", retry_seconds),
+            retry=RetryForSeconds(f"Redis at {_public(url)}", retry_seconds, address.redis_folder),
         )
         return NamingRedis.from_pool(pool)
     except ValueError as error:
         raise RedisUnavailable(f"{field} {url.rpartition('@')[2]!r} is no address: {error}") from None
 
 
-def check_redis(client: redis.Redis, url: str, role: RoleName | None = None, field: str = "redis.url") -> None:
-    """Raises `RedisUnavailable` unless the server answers and is recent enough; `field` is where its address stands."""
+def check_redis(
+    client: redis.Redis, url: str, role: RoleName | None = None, field: str = "redis.url", folder: str | None = None
+) -> None:
+    """Raises `RedisUnavailable` unless the server answers and is recent enough.
+
+    `field` is where its address stands, `folder` where its data are, if that is known.
+    """
     where = f"Redis at {_public(url)}"
     try:
         client.ping()
@@ -312,7 +346,7 @@ def check_redis(client: redis.Redis, url: str, role: RoleName | None = None, fie
     except redis.BusyLoadingError:
         raise RedisUnavailable(f"{where} is still loading its data; try again when it has finished") from None
     except redis.ResponseError as error:
-        raise RedisUnavailable(f"{where} refuses to serve: {error}") from None
+        raise RedisUnavailable(f"{where} refuses to serve: {_told(error, folder)}") from None
     except (redis.InvalidResponse, redis.ConnectionError, redis.TimeoutError, ValueError, OSError) as error:
         raise RedisUnavailable(f"{where} {_why_not(error, url, field)}") from None
     version = str(info.get("redis_version", "0"))

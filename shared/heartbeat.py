@@ -18,13 +18,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, TypeVar, cast
 
 import redis
 from pydantic import BaseModel, BeforeValidator, TypeAdapter
 
 from shared import scripts
-from shared.connection import own_address, retries
+from shared.connection import abandoned, own_address, retries
 from shared.errors import StoreError, StoreUnavailable, WaitTimeout
 from shared.failure import FailureKind
 from shared.foreign import foreign, left_out
@@ -121,12 +122,14 @@ class Wait:
         deadline_seconds: float,
         outage: bool = False,
         outage_elsewhere: Callable[[], bool] = lambda: False,
+        abandoned: Callable[[], bool] = lambda: False,
     ) -> None:
         self.name = name
         self.deadline_seconds = deadline_seconds
         self.outage = outage
         """Whether it is for Redis or the store, which may be away: then its deadline is the outage's."""
         self._outage_elsewhere = outage_elsewhere
+        self._abandoned = abandoned
         self._started = self._counted_from = time.monotonic()
         self.trouble: str | None = None
 
@@ -141,7 +144,9 @@ class Wait:
         self._counted_from += seconds
 
     def check(self) -> None:
-        """Raises `WaitTimeout` once the deadline has passed."""
+        """Raises `WaitTimeout` once the deadline has passed, or where its role is to end at once."""
+        if self._abandoned():
+            raise WaitTimeout(f"it ends at once, while it waited for {self.name}")
         if time.monotonic() - self._counted_from > self.deadline_seconds:
             if not self.outage and self._outage_elsewhere():
                 self._counted_from = time.monotonic()
@@ -208,7 +213,8 @@ class Heartbeat:
         `outage` says that it is for Redis or the store, which may be away. A wait within another one does not count
         for that one's deadline.
         """
-        outer, wait = self._wait, Wait(name, deadline_seconds, outage, self._outage_elsewhere)
+        leaving = partial(abandoned, self._redis)
+        outer, wait = self._wait, Wait(name, deadline_seconds, outage, self._outage_elsewhere, leaving)
         self._wait = wait
         try:
             with self.stages.during(f"wait({name})"):

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -39,17 +40,22 @@ class LastWords:
     lines: tuple[str, ...]
 
 
-def tell_of_exits() -> None:
-    """From now on an `os._exit` of this process (not of one that it forks) says who called it."""
+def tell_of_exits(last_orders: Callable[[int], int] = lambda status: status) -> Callable[[int], NoReturn]:
+    """From now on an `os._exit` of this process (not of one that it forks) says who called it.
+
+    `last_orders` is given the exit code, and returns the one that the process ends with. Returns the former `os._exit`.
+    """
     end, own = os._exit, os.getpid()
 
     def exit_and_tell(status: int) -> NoReturn:
         if os.getpid() == own:
             frames = "".join(traceback.format_stack(sys._getframe(1), limit=_LINES // 2))
             print(f"os._exit({status}) ends this process, called from\n{frames}", file=sys.stderr, flush=True)
+            status = last_orders(status)
         end(status)
 
     os._exit = exit_and_tell
+    return end
 
 
 def last_words(said: str) -> LastWords:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any, cast
 from shared.config_sources import load_config, parse_config
 from shared.connection import Address, RoleName, connect_redis, impatient
 from shared.errors import RunNotFound
+from shared.full_disk import unwritten
 from shared.last_words import tell_of_exits
-from shared.printable import PrintableFormatter
+from shared.printable import PrintableFormatter, printable
 from shared.redis_keys import check_run_id
 from shared.role import Role, open_role
 from shared.user_code import extend_imports
@@ -58,7 +60,7 @@ def log_to_file(run_folder: str | None, name: str) -> None:
     """
     folder = Path(run_folder) / LOGS if run_folder else None
     handler: logging.Handler = (
-        RotatingFileHandler(folder / f"{name}.log", maxBytes=_LOG_BYTES, backupCount=_LOGS_KEPT, encoding="utf-8")
+        _LogFile(folder / f"{name}.log", maxBytes=_LOG_BYTES, backupCount=_LOGS_KEPT, encoding="utf-8")
         if folder and folder.is_dir()
         else logging.StreamHandler()
     )
@@ -70,6 +72,22 @@ def log_to_file(run_folder: str | None, name: str) -> None:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+class _LogFile(RotatingFileHandler):
+    """A log that cannot be written (its disk is full) is told of once, in one line; nothing else depends on it."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called for a record that could not be written."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            why = unwritten(error.strerror or str(error), self.baseFilename)
+            print(printable(f"the log {self.baseFilename} is not complete: {why}"), file=sys.stderr, flush=True)
 
 
 def rotate_in_place(path: Path) -> None:

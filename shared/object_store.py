@@ -33,6 +33,7 @@ from shared.errors import (
     StoreUnavailable,
     UserError,
 )
+from shared.full_disk import lacks_room, unwritten
 from shared.s3_errors import FAILURES, Request, named, not_s3
 from shared.services_config import StoreConfig
 
@@ -115,7 +116,12 @@ class S3Store:
         raise StoreError(f"reading {key} from {self._where} broke off {_READ_TRIES} times: {broken}")
 
     def put(self, key: str, data: bytes) -> None:
-        self._call("put_object", key, Body=data)
+        try:
+            self._call("put_object", key, Body=data)
+        except StoreError as error:  # an S3 server does not say why it fails
+            if self._folder is None or (why := lacks_room(self._folder, len(data))) is None:
+                raise
+            raise StoreError(f"{error}; {why}") from None
         if self._folder is not None:
             try:
                 _sync(self._folder / (self._prefix + key), self._folder)
@@ -241,8 +247,8 @@ class FileStore:
         try:
             yield
         except OSError as error:
-            hint = "; make room on its disk" if error.errno in _DISK_FULL else ""
-            raise StoreError(f"{doing} {self._folder} failed: {error}{hint}") from None
+            why = unwritten(str(error.strerror), str(self._root)) if error.errno in _DISK_FULL else str(error)
+            raise StoreError(f"{doing} {self._folder} failed: {why}") from None
 
     def _path(self, key: str) -> Path:
         path = self._folder / key

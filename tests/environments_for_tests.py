@@ -37,7 +37,7 @@ class Counting(gym.Env[Array, Any]):
         self,
         length: int = 3,
         ends: Literal["terminated", "truncated", "never"] = "terminated",
-        fails: Literal["", "reset", "step", "action", "exit", "crash"] = "",
+        fails: Literal["", "reset", "step", "action", "exit", "leave", "crash"] = "",
         fails_at: int = 0,
         message: str = "the gripper is stuck",
         render_mode: str | None = None,
@@ -64,8 +64,8 @@ class Counting(gym.Env[Array, Any]):
     def step(self, action: int) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         self._fail("step", self._steps)
         self._fail("action", int(action) - 1)
-        if self.fails == "exit" and self._steps >= self.fails_at:
-            os._exit(3)
+        if self.fails in ("exit", "leave") and self._steps >= self.fails_at:
+            os._exit(3 if self.fails == "exit" else 0)
         if self.fails == "crash" and self._steps >= self.fails_at:
             ctypes.string_at(0)
         self._steps += 1

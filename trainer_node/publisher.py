@@ -18,6 +18,7 @@ from typing import Any
 
 from shared.archive import Archive
 from shared.checkpoint import READY, CheckpointStore, Manifest, Pointer, checkpoint_version
+from shared.connection import abandoned
 from shared.errors import (
     CheckpointDamaged,
     Fenced,
@@ -94,7 +95,10 @@ class Publisher:
         deadline = time.monotonic() + deadline_seconds
         with self._lock:
             while (self._pending is not None or self._busy) and self.failure is None:
-                if not self._lock.wait(timeout=max(0.0, deadline - time.monotonic())) and time.monotonic() > deadline:
+                if abandoned(self._role.redis):
+                    raise WaitTimeout("it ends at once, while the checkpoint was not durable")
+                remaining = max(0.0, deadline - time.monotonic())
+                if not self._lock.wait(timeout=min(_TICK_SECONDS, remaining)) and time.monotonic() > deadline:
                     raise WaitTimeout(
                         f"the checkpoint was not durable after {deadline_seconds:g} s; is the store away? "
                         f"{self._trouble.get('error', 'It has not answered yet')}. What is in the log is not lost: "

@@ -12,8 +12,11 @@ import json
 import logging
 import math
 import mmap
+import os
+import socket
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -41,9 +44,7 @@ class Signals:
         self._table = FigureTable(folder / "train.csv") if folder is not None and config.csv else None
         self._board = folder / "tensorboard" if folder is not None and config.tensorboard else None
         self._names: set[str] = set()
-        self._writer: Any = None
-        self._summary: Callable[[Mapping[str, float]], Any]
-        """A row as TensorBoard has it: one event with all figures costs a tenth of one for each."""
+        self._events: EventFile | None = None
         self.failures: Counter[str] = Counter()
         """By writer, the rows that it could not write."""
 
@@ -53,12 +54,7 @@ class Signals:
             with self._going_on("train.csv"):
                 self._table.start(env_steps)
         if self._board is not None:
-            from tensorboard.compat.proto.summary_pb2 import Summary  # takes a second, and is not always wanted
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._summary = lambda row: Summary(value=[Summary.Value(tag=name, simple_value=row[name]) for name in row])
-            with self._going_on("TensorBoard"):
-                self._writer = SummaryWriter(str(self._board), purge_step=env_steps + 1)
+            self._events = EventFile(self._board, env_steps + 1)
 
     def write(self, figures: Mapping[str, float], env_steps: int) -> None:
         """One row."""
@@ -71,15 +67,9 @@ class Signals:
         if self._table is not None:
             with self._going_on("train.csv"):
                 self._table.append(row)
-        if self._writer is not None:
+        if self._events is not None:
             with self._going_on("TensorBoard"):
-                self._writer.file_writer.add_summary(self._summary(row), env_steps)
-
-    def close(self) -> None:
-        """Flushes what is buffered."""
-        if self._writer is not None:
-            with self._going_on("TensorBoard"):
-                self._writer.close()
+                self._events.append(row, env_steps)
 
     def _row(self, figures: Mapping[str, float]) -> dict[str, float]:
         """Under printable names, of which there is a bound."""
@@ -142,15 +132,7 @@ class FigureTable:
             self._widen(self._columns + new, len(new))
             self._columns += new
         text = _line([repr(float(row[name])) if name in row else "" for name in self._columns])
-        with self._path.open("ab") as file:
-            size = file.tell()
-            try:
-                file.write(text)
-                file.flush()
-            except OSError:  # the disk is full: half a row would spoil the next one
-                with suppress(OSError):
-                    file.truncate(size)
-                raise
+        _append(self._path, text)
 
     def _widen(self, columns: Sequence[str], more: int) -> None:
         """Rows that are there get empty fields; a row at a time, since there may be millions."""
@@ -162,6 +144,51 @@ class FigureTable:
                 for row in file:
                     copy.write(row.rstrip(b"\r\n") + b"," * more + b"\r\n")
         temporary.replace(self._path)
+
+
+class EventFile:
+    """What TensorBoard reads, with a row in each event: it costs a tenth of an event for each figure.
+
+    TensorBoard's own writer has a thread that a full disk ends for good; here each row is tried for itself.
+    """
+
+    def __init__(self, folder: Path, purge_step: int) -> None:
+        """What former files hold from `purge_step` on is not shown any more."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # takes a while, and is not always wanted
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        def record(**what: Any) -> bytes:
+            data = io.BytesIO()
+            RecordWriter(data).write(Event(wall_time=time.time(), **what).SerializeToString())
+            return data.getvalue()
+
+        def event(row: Mapping[str, float], step: int) -> bytes:
+            values = [Summary.Value(tag=name, simple_value=row[name]) for name in row]
+            return record(step=step, summary=Summary(value=values))
+
+        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._path, self._event = folder / name, event
+        self._header = record(step=purge_step, file_version="brain.Event:2")
+        self._header += record(step=purge_step, session_log=SessionLog(status=SessionLog.START))
+
+    def append(self, row: Mapping[str, float], env_steps: int) -> None:
+        """One row; raises `OSError`, and has then written nothing."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        _append(self._path, self._header + self._event(row, env_steps))
+        self._header = b""
+
+
+def _append(path: Path, data: bytes) -> None:
+    with path.open("ab") as file:
+        size = file.tell()
+        try:
+            file.write(data)
+            file.flush()
+        except OSError:  # the disk is full: half a row would spoil the next one
+            with suppress(OSError):
+                file.truncate(size)
+            raise
 
 
 def _end_of_rows(data: mmap.mmap, begin: int, column: int, env_steps: int) -> int:

@@ -208,7 +208,6 @@ class Trainer:
             insist(wait, lambda: self._publisher.finish(last))
             self._role.flow.set_state("finished", reason, epoch=self._epoch)
             insist(wait, lambda: self._write_finished(reason, last))
-        self._signals.close()
         self._heartbeat.stop(reason)
         self._profile.write()
         return reason
@@ -240,8 +239,6 @@ class Trainer:
                 self._settlement.work.leave()
             emit(self._role.redis, self._role.run_id, "trainer", f"the trainer leaves {how}; the next one goes on")
         self._ranks.leave()
-        if self._started:
-            self._signals.close()
         self._heartbeat.stop("left: another trainer may take over")
         self._profile.write()
         return LEFT

@@ -87,5 +87,4 @@ class TrainerStation:
             trainer._publisher._pending, trainer._publisher._closing = None, True
             trainer._publisher._lock.notify_all()
         trainer._heartbeat.stop("end of the benchmark")
-        trainer._signals.close()
         self._trainer = None

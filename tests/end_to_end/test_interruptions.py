@@ -14,10 +14,12 @@ import pytest
 
 from coordinator.status import Status
 from tests.chaos.test_kills import ENVIRONMENT as SLOW_ENVIRONMENT
-from tests.end_to_end.command_line import CommandLine, check_ledger
+from tests.end_to_end.command_line import SOURCE, CommandLine, check_ledger
+from tests.environments_for_tests import MODULE
 
 RUN = "interrupted"
 FOR_EVER = {"updates": 10**6}
+AT_HOME = {"PYTHONPATH": str(SOURCE)}
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -176,6 +178,22 @@ def test_killed_workers_and_trainers_are_replaced_and_the_run_reaches_its_goal(t
     assert finished["ledger"]["worker-1"]["consumed"]["fragments"] > 0
     rows = (terminal.folder / "runs" / RUN / "signals" / "train.csv").read_text().splitlines()
     assert len(rows) == 1 + updates, "every version has one row, also those that were learnt twice"
+
+
+@pytest.mark.parametrize(
+    ("fails", "code", "words"),
+    [
+        ("leave", 2, "Error: os._exit(0) has ended this process"),
+        ("crash", -11, "Fatal Python error: Segmentation fault"),
+    ],
+)
+def test_an_environment_that_ends_the_only_process_is_told_of(
+    terminal: CommandLine, fails: str, code: int, words: str
+) -> None:
+    environment = {"id": f"{MODULE}:Counting", "kwargs": {"fails": fails, "fails_at": 2}}
+    config = terminal.write_config(environment=environment, algorithm={"minibatch_size": 8})
+    done = terminal.ended(terminal.module("coordinator.cli", "train", config, "--inline", environ=AT_HOME))
+    assert (done.code, words in done.err, "environments_for_tests.py" in done.err) == (code, True, True), done
 
 
 def test_of_two_command_lines_for_one_run_one_is_refused_and_the_other_trains(terminal: CommandLine) -> None:

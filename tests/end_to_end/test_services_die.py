@@ -91,14 +91,14 @@ def test_a_redis_of_ones_own_that_is_silent_pauses_the_run_by_name(
         server.stopped(True)
         terminal.wait_until("the pause to be told", lambda: "paused" in terminal.output(process))
         told = terminal.run("status", RUN)
-        assert told.code == 0 and "waiting for Redis since " in told.out, told
+        assert told.code == 0 and "waits for: Redis, since " in told.out, told
         server.stopped(False)
         version = goes_on(terminal, version)
         terminal.wait_until("the end of the pause", lambda: "Redis was away for " in terminal.output(process))
         time.sleep(5)
         assert terminal.output(process).count("Redis was away for ") == 1
         server.stopped(True)
-        terminal.wait_until("another pause", lambda: "waiting for Redis" in terminal.run("status", RUN).out)
+        terminal.wait_until("another pause", lambda: "waits for: Redis, since " in terminal.run("status", RUN).out)
         process.send_signal(signal.SIGINT)
         time.sleep(3)  # the kernel makes one of two that come together
         process.send_signal(signal.SIGINT)

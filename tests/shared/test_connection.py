@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from shared.role import open_role
 from tests.conftest import MakeRole, RedisServer, minimal_config
 
 SECRET = "pass-that-nobody-may-see"
+AOF = "MISCONF Errors writing to the AOF file: "
 
 
 @pytest.fixture(autouse=True)
@@ -146,6 +148,28 @@ def test_a_user_who_may_not_do_what_is_needed(redis_server: RedisServer, tmp_pat
 def test_a_port_that_is_not_redis(tmp_path: Path, reply: bytes) -> None:
     with answering(reply) as url:
         assert "does not answer" in refusal(address(url, tmp_path, SECRET))
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (f"{AOF}No space left on device", "its disk is full (No space left on device)"),
+        (
+            f"ERR Error running script (call to f_1): @user_script:1: -{AOF}Disk quota exceeded",
+            "its disk is full (Disk",
+        ),
+        (f"{AOF}Input/output error script: 1, on @user_script:2.", "it cannot write to its disk (Input/output error)"),
+        ("MISCONF Redis is unable to persist.", "it cannot write to its disk (Redis is unable to persist)"),
+    ],
+)
+@pytest.mark.parametrize("folder", [None, "/runs/a/redis"])
+def test_a_redis_that_cannot_write_to_its_disk_says_why_where_and_what_to_do(
+    said: str, told: str, folder: str | None, tmp_path: Path
+) -> None:
+    with answering(f"-{said}\r\n".encode()) as url:
+        message = refusal(replace(address(url, tmp_path), redis_folder=folder))
+    assert message.partition("refuses to serve: ")[2].startswith(told)
+    assert message.endswith(f"the file system of {folder or 'Redis'}")
 
 
 def test_a_port_that_says_nothing(tmp_path: Path) -> None:

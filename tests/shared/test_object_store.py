@@ -500,7 +500,8 @@ def test_whatever_the_disk_says_is_an_error_of_the_store(
         patch.setattr(os, "fsync", fail)
         patch.setattr(os, "scandir", fail)
         patch.setattr(Path, "read_bytes", fail)
-        hint = "; make room on its disk" if code in (errno.ENOSPC, errno.EDQUOT) else ""
+        full = code in (errno.ENOSPC, errno.EDQUOT)
+        hint = rf"\): make room in the file system of {tmp_path}" if full else ""
         with pytest.raises(StoreError, match=rf"writing a/key to .* failed: .*{os.strerror(code)}{hint}$"):
             store.put("a/key", b"new")
         for operation in (lambda: store.get("a/key"), lambda: store.keys(""), lambda: store.delete("a/none")):

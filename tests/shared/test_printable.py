@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,21 @@ def test_a_log_takes_any_text_and_no_text_forges_a_record(tmp_path: Path) -> Non
     assert harmless(text) and text.count("caf\\udce9") == 2
     first, *rest = text.splitlines()
     assert "it met" in first and rest and all(line.startswith("    ") for line in rest)
+
+
+def test_a_log_on_a_full_disk_is_told_of_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / LOGS).mkdir()
+    (tmp_path / LOGS / "worker-0.log").symlink_to("/dev/full")
+    try:
+        log_to_file(str(tmp_path), "worker-0")
+        for _ in range(3):
+            logging.getLogger("stagecoach.test").warning("it is not written")
+        said = capsys.readouterr().err
+    finally:
+        with suppress(OSError):
+            log_to_file(None, "tests")
+        logging.getLogger("stagecoach").propagate = True
+    assert said.count("\n") == 1 and "worker-0.log is not complete: its disk is full (No space left" in said
 
 
 def test_the_log_of_a_role_is_rotated(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import io
 import json
 import mmap
 import os
-import time
 import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from shared.config import SignalsConfig
 from shared.events import read_events
 from shared.redis_keys import RunKeys
 from trainer_node import signals as module
-from trainer_node.signals import FigureTable, Signals
+from trainer_node.signals import EventFile, FigureTable, Signals
 
 Row = dict[str, float]
 
@@ -59,7 +59,6 @@ def test_each_row_is_in_the_table_in_tensorboard_and_the_newest_in_redis(
     signals.start(0)
     signals.write(row(64, rollout__ep_rew_mean=21.5), 64)
     signals.write(row(128, rollout__ep_rew_mean=30.25), 128)
-    signals.close()
     assert [float(found["rollout/ep_rew_mean"]) for found in rows_of(tmp_path)] == [21.5, 30.25]
     assert scalars_of(tmp_path, "rollout/ep_rew_mean") == [(64, 21.5), (128, 30.25)]
     newest = redis_client.get(RunKeys(unique_run_id).signals)
@@ -90,15 +89,10 @@ def test_a_restart_drops_the_rows_of_the_future_that_it_undid(
     first.start(0)
     for steps in (64, 128, 192, 256):
         first.write(row(steps, train__loss=1.0), steps)
-    first.close()
-    began = int(time.time())
-    while int(time.time()) == began:  # TensorBoard reads files in the order of the seconds in which they begin
-        time.sleep(0.02)
     second = Signals(redis_client, unique_run_id, SignalsConfig(), tmp_path)
     second.start(128)
     assert [found["time/env_steps"] for found in rows_of(tmp_path)] == ["64.0", "128.0"]
     second.write(row(192, train__loss=2.0), 192)
-    second.close()
     assert [float(found["train/loss"]) for found in rows_of(tmp_path)] == [1.0, 1.0, 2.0]
     assert scalars_of(tmp_path, "train/loss") == [(64, 1.0), (128, 1.0), (192, 2.0)]
 
@@ -137,7 +131,6 @@ def test_without_files_only_redis_is_written(redis_client: redis.Redis, unique_r
         signals = Signals(redis_client, unique_run_id, config, folder)
         signals.start(0)
         signals.write(row(64), 64)
-        signals.close()
     assert list(tmp_path.iterdir()) == []
     assert redis_client.get(RunKeys(unique_run_id).signals)
 
@@ -149,7 +142,6 @@ def test_names_that_an_environment_makes_up_reach_all_writers_as_printable_text(
     signals = Signals(redis_client, unique_run_id, SignalsConfig(), tmp_path)
     signals.start(0)
     signals.write({**row(64), name: 2.5, "x" * 1000: 1.0}, 64)
-    signals.close()
     shown = 'environment/caf\\udce9\\x1b]52;c;\\x07,"\\n'
     (found,) = rows_of(tmp_path)
     assert found[shown] == "2.5" and max(map(len, found)) < 150
@@ -167,7 +159,6 @@ def test_a_writer_that_fails_is_counted_and_told_once_and_nothing_is_raised(
     signals.write(row(64), 64)
     redis_client.delete(RunKeys(unique_run_id).flow)
     signals.write(row(128), 128)
-    signals.close()
     assert signals.failures == {"train.csv": 3, "Redis": 1}
     assert read_events(redis_client, unique_run_id) == []  # Redis took none at that time
 
@@ -189,6 +180,18 @@ def test_a_disk_that_is_full_leaves_no_half_row(tmp_path: Path, monkeypatch: pyt
             table.append(row(128))
     table.append(row(192))
     assert [found["time/env_steps"] for found in rows_of(tmp_path)] == ["64.0", "192.0"]
+
+
+def test_tensorboard_lacks_the_rows_alone_that_came_while_the_disk_was_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = EventFile(tmp_path / "tensorboard", 0)
+    for step, full in ((64, True), (128, False), (192, True), (256, False)):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space") if full else nullcontext():
+            if full:
+                patch.setattr(Path, "open", failing_open)
+            events.append(row(step, train__loss=0.5), step)
+    assert scalars_of(tmp_path, "train/loss") == [(128, 0.5), (256, 0.5)]
 
 
 def failing_open(path: Path, mode: str = "r", **options: Any) -> Any:

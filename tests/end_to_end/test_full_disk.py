@@ -1,0 +1,165 @@
+"""The disk of a run's folder or of its store is full: the run waits by name, ends when asked to, and continues."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.own_redis import OwnRedis
+from tests.end_to_end.command_line import CommandLine, check_ledger
+
+RUN = "full"
+GRACE_SECONDS = 4
+pytestmark = pytest.mark.timeout(300)
+
+
+class SmallDisk:
+    """A file system of 24 MB of a test's own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"a small file system needs root: {done.stderr.strip()}")
+
+    def fill(self) -> None:
+        """Takes all that is left."""
+        with contextlib.suppress(OSError), (self.folder / "ballast").open("ab", buffering=0) as ballast:
+            while True:
+                ballast.write(bytes(4096))
+
+    def free(self) -> None:
+        """Gives it back."""
+        (self.folder / "ballast").unlink()
+
+    def close(self) -> None:
+        """Takes the file system away."""
+        subprocess.run(["umount", "-l", str(self.folder)], check=True)
+
+
+@pytest.fixture
+def disk(terminal: CommandLine) -> Iterator[SmallDisk]:
+    made = SmallDisk(terminal.folder / "runs")
+    yield made
+    terminal.close()
+    made.close()
+
+
+def config(terminal: CommandLine, **sections: Any) -> Path:
+    sections |= {"stop_at": {"updates": 10**6}, "checkpoint": {"every": "10 updates"}}
+    return terminal.write_config(trainer={"grace_seconds": GRACE_SECONDS}, **sections)
+
+
+def redis_servers(terminal: CommandLine) -> set[int]:
+    return {pid for pid, command in terminal.left().items() if re.match(r"\S*(redis|valkey)-server", command)}
+
+
+def later(terminal: CommandLine, version: int) -> int:
+    """Waits until this version and a few more are in the store."""
+    return terminal.until(
+        RUN, f"a checkpoint after version {version}",
+        lambda status: status.state == "running" and int((status.latest or "-1").partition("_")[0]) > version,
+    ).version  # fmt: skip
+
+
+def check_ended_without_a_checkpoint(terminal: CommandLine, process: subprocess.Popen[str], needed: str) -> None:
+    """One SIGTERM, after which it has `GRACE_SECONDS`; and nothing but words."""
+    process.send_signal(signal.SIGTERM)
+    done = terminal.ended(process)
+    assert done.code == 130, done
+    assert f"a last checkpoint needs {needed}" in done.out, done
+    assert f"stagecoach resume {RUN}" in done.out
+    assert "Traceback" not in done.out + done.err, done
+
+
+def check_resumed_without_loss(terminal: CommandLine, version: int) -> None:
+    process = terminal.start("resume", RUN, "--inline")
+    later(terminal, version)
+    process.send_signal(signal.SIGINT)
+    assert terminal.ended(process).code == 0
+    check_ledger(terminal.marker(RUN, ".finished"))
+
+
+@pytest.mark.parametrize("options", [["--inline"], pytest.param([], marks=pytest.mark.ray)], ids=["one process", "ray"])
+def test_a_full_disk_of_the_runs_folder_pauses_it_by_name(
+    terminal: CommandLine, disk: SmallDisk, options: list[str]
+) -> None:
+    process = terminal.start("train", config(terminal), "--run-id", RUN, *options)
+    version = later(terminal, 0)
+    disk.fill()
+    why = f"its disk is full (No space left on device): make room in the file system of {disk.folder / RUN}"
+    terminal.wait_until("the pause to be told", lambda: why in terminal.output(process))
+    told = terminal.run("status", RUN)
+    assert told.code == 0 and "paused" in told.out and why in told.out.replace("\n", ""), told
+    stop = terminal.run("stop", RUN)
+    assert (stop.code, stop.err.count("\n")) == (2, 1) and why in stop.err, stop
+    watching = terminal.start("watch", RUN)
+    terminal.wait_until("the pause to be watched", lambda: why in terminal.output(watching))
+    disk.free()
+    version = later(terminal, version)
+    terminal.wait_until("watching to go on", lambda: "running" in terminal.output(watching))
+
+    disk.fill()
+    terminal.until(RUN, "another pause", lambda status: status.state == "paused")
+    check_ended_without_a_checkpoint(terminal, process, "Redis, since ")
+    terminal.check_nothing_left()
+    disk.free()
+    check_resumed_without_loss(terminal, version)
+
+
+def test_a_redis_that_dies_on_a_full_disk_is_started_again_and_the_run_continues(
+    terminal: CommandLine, disk: SmallDisk
+) -> None:
+    process = terminal.start("train", config(terminal), "--run-id", RUN, "--inline")
+    version = later(terminal, 0)
+    disk.fill()
+    terminal.until(RUN, "the pause", lambda status: status.state == "paused")
+    former = redis_servers(terminal)
+    os.kill(min(former), signal.SIGKILL)
+    terminal.wait_until("another Redis", lambda: bool(redis_servers(terminal) - former))
+    disk.free()
+    later(terminal, version)
+    process.send_signal(signal.SIGINT)
+    assert terminal.ended(process).code == 0
+    check_ledger(terminal.marker(RUN, ".finished"))
+
+
+@pytest.mark.parametrize("which", ["a folder", "the embedded server"])
+def test_a_full_disk_of_the_store_is_named_and_a_run_that_is_asked_to_end_ends(
+    which: str, terminal: CommandLine, disk: SmallDisk, tmp_path: Path
+) -> None:
+    """With the embedded one all files of the run are on that disk, train.csv and logs among them; Redis is not."""
+    server = OwnRedis(tmp_path / "own")
+    terminal.environ["STAGECOACH_REDIS_PASSWORD"] = server.password
+    sections: dict[str, Any] = {"redis": {"url": f"redis://127.0.0.1:{server.port}/0"}}
+    place = disk.folder / RUN / "s3"
+    if which == "a folder":
+        place = disk.folder / "objects"
+        place.mkdir()
+        sections |= {"store": {"url": f"file://{place}"}, "runs_dir": str(tmp_path / "elsewhere")}
+    runs = ["--runs-dir", str(sections.get("runs_dir", "runs"))]
+    try:
+        process = terminal.start("train", config(terminal, **sections), "--run-id", RUN, "--inline")
+        terminal.wait_until("a checkpoint", lambda: "checkpoint  10_" in terminal.output(process))
+        disk.fill()
+        why = f"its disk is full (No space left on device): make room in the file system of {place}"
+        terminal.wait_until("the failure to be told", lambda: why in terminal.output(process))
+        check_ended_without_a_checkpoint(terminal, process, "the store: ")
+        disk.free()
+        process = terminal.start("resume", RUN, "--inline", *runs)
+        terminal.wait_until("a checkpoint", lambda: "\ncheckpoint " in terminal.output(process))
+        process.send_signal(signal.SIGINT)
+        done = terminal.ended(process)
+        assert done.code == 0 and "in flight: balances" in done.out, done
+    finally:
+        server.kill()
