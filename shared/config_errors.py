@@ -49,7 +49,8 @@ _PATTERNS = {
 
 def in_words(item: ErrorDetails, where: str) -> str:
     """One mistake as `field: expected X, found Y; do Z`, where `where` is the field with dots."""
-    kind, context, found = item["type"], item.get("ctx", {}), item["input"]
+    kind, found = item["type"], item["input"]
+    context = {name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in item.get("ctx", {}).items()}
     if kind == "value_error":  # a validator of ours, in words of its own
         message = item["msg"].removeprefix("Value error, ")
         return f"{where}: {message}" if where else message
