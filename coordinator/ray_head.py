@@ -27,6 +27,7 @@ from coordinator.services import (
     StartingRay,
     begin_ray,
     new_secret,
+    process_stat,
 )
 from shared.config import Config
 from shared.errors import UserError
@@ -126,9 +127,8 @@ class RayHead:
         except OSError:
             return None
         for child in children:
-            with contextlib.suppress(OSError):
-                name, _, rest = Path(f"/proc/{child}/stat").read_text().partition("(")[2].rpartition(")")
-                found |= {name: int(child)} if rest.split()[0] not in "ZX" else {}
+            if (stat := process_stat(child)) is not None:
+                found[stat.name] = int(child)
         return found
 
     def _watch(self, places: dict[str, tuple[str, int]], stop: threading.Event) -> None:

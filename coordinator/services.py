@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import redis
 from redis.backoff import NoBackoff
@@ -114,19 +115,31 @@ class Silence:
             with contextlib.suppress(redis.BusyLoadingError):
                 question()
         except (OSError, redis.RedisError):
-            if not _waits_for_disk(pid):
+            if (found := process_stat(pid)) is None or found.state != "D":
                 self.seconds += time.monotonic() - asked
             return False
         self.seconds = 0.0
         return True
 
 
-def _waits_for_disk(pid: int) -> bool:
-    """Whether the kernel holds it in the midst of reading or writing; False where /proc does not tell."""
+class ProcessStat(NamedTuple):
+    """What /proc tells of a process."""
+
+    name: str
+    state: str
+    """`D`: the kernel holds it in the midst of reading or writing."""
+    started: str
+    """In ticks since the machine did."""
+
+
+def process_stat(pid: int | str) -> ProcessStat | None:
+    """None where it has ended, or cannot be seen from here."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "D"
+        name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+        fields = rest.split()
+        return ProcessStat(name, fields[0], fields[19]) if fields[0] not in "ZX" else None
     except (OSError, IndexError):
-        return False
+        return None
 
 
 class Starting:

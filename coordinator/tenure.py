@@ -18,6 +18,7 @@ from pathlib import Path
 import redis
 
 from coordinator.preparation import connect_once
+from coordinator.services import process_stat
 from shared.errors import StagecoachError, UserError
 from shared.heartbeat import BEAT_SECONDS, DEAD_AFTER_SECONDS
 from shared.redis_keys import RunKeys
@@ -139,9 +140,6 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process began, in ticks since the machine did; None where it is gone or cannot be seen."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else fields[19]
+    """When a process began; None where it has ended or cannot be seen."""
+    found = process_stat(pid)
+    return None if found is None else found.started

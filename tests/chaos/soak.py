@@ -23,6 +23,7 @@ from typing import Any
 
 import yaml
 
+from coordinator.services import process_stat
 from tests.chaos.faults import AWAY, Fault, Watched, go_on, kill, stop
 from tests.end_to_end.command_line import CommandLine
 
@@ -161,9 +162,7 @@ class Soak:
 
     @staticmethod
     def _is_there(pid: int) -> bool:
-        with contextlib.suppress(OSError):
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        return False
+        return process_stat(pid) is not None
 
     def _watch_recovery(self) -> None:
         with contextlib.suppress(*AWAY):

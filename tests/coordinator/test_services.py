@@ -21,7 +21,16 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from coordinator import services
-from coordinator.services import BUCKET, ServiceError, free_port, new_secret, start_ray, start_redis, start_s3
+from coordinator.services import (
+    BUCKET,
+    ServiceError,
+    free_port,
+    new_secret,
+    process_stat,
+    start_ray,
+    start_redis,
+    start_s3,
+)
 from shared.errors import UserError
 from tests.support.speed import stretched
 
@@ -34,10 +43,7 @@ def running() -> Iterator[ExitStack]:
 
 
 def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    return process_stat(pid) is not None
 
 
 def wait_until(done: Callable[[], bool]) -> None:

@@ -18,7 +18,7 @@ from tests.end_to_end.command_line import CommandLine, check_ledger
 
 RUN = "full"
 GRACE_SECONDS = 4
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.chaos]
 
 
 class SmallDisk:
