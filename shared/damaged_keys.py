@@ -17,6 +17,8 @@ from shared.redis_keys import COUNTS, key_name, key_type
 
 _GARBAGE = re.compile(r"WRONGTYPE|user_script|not an integer|no hash table|not a valid float")
 """How Redis tells that a key has another type, or a script of ours that it met no number."""
+_FULL = "exhausted the last possible ID"
+"""Of a stream with an entry at the greatest position that there is."""
 _NUMBER = re.compile(rb"-?[0-9]{1,18}")
 
 
@@ -40,6 +42,8 @@ class NamingRedis(redis.Redis):
             return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
         except redis.ResponseError as error:
             keys = [arg for arg in args[1:] if isinstance(arg, str) and key_name(arg)]
+            if _FULL in str(error):
+                raise KeyDamaged(" or ".join(key for key in keys if key_type(key) == "stream"), error) from None
             if not keys or not _GARBAGE.search(str(error)):
                 raise
             for key in keys:

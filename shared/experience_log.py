@@ -14,6 +14,7 @@ import redis
 
 from shared import scripts
 from shared.bodies import Bodies, BodyPlace
+from shared.damaged_keys import KeyDamaged
 from shared.errors import Fenced, ShardFull
 from shared.redis_keys import RunKeys
 from shared.script_calls import Call, Step, run_both
@@ -22,6 +23,7 @@ START = "0-0"
 """The position before the first entry."""
 STRANGERS = "strangers"
 """Stands in a worker's place for all that no worker pushed; whatever else it says is not read."""
+_LAST_POSSIBLE = f"{2**64 - 1}-{2**64 - 1}".encode()
 _MOST_DIGITS = 15
 _PAGE = 32
 
@@ -163,6 +165,8 @@ class ExperienceLog:
         trainer reads, and asked for once."""
         if not page:
             return []
+        if page[-1][0] == _LAST_POSSIBLE:
+            raise KeyDamaged(self._keys.log, f"an entry stands at {_LAST_POSSIBLE.decode()}, and none can follow it")
         if self._quarantined is None:
             decided = cast(dict[bytes, bytes], self._redis.hgetall(self._keys.quarantine))
             self._quarantined = frozenset(id_ for id_, why in decided.items() if why != b"dropped")

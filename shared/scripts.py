@@ -30,14 +30,13 @@ local function now_ms()
   local t = redis.call('TIME')
   return tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
 end
-local function id_parts(id)
+local function digits(id)  -- of 20 each, since a number of Lua's bears but 15
   local ms, seq = string.match(id, '^(%d+)-(%d+)$')
-  return tonumber(ms), tonumber(seq)
+  return ms and #ms <= 20 and #seq <= 20 and string.rep('0', 20 - #ms) .. ms .. string.rep('0', 20 - #seq) .. seq
 end
 local function after(a, b)
-  local a_ms, a_seq = id_parts(a)
-  local b_ms, b_seq = id_parts(b)
-  return a_ms and (a_ms > b_ms or (a_ms == b_ms and a_seq > b_seq))  -- what is no position comes after none
+  a = digits(a)
+  return a and a > digits(b)  -- what is no position comes after none
 end
 local function wake(key) redis.call('XADD', key, 'MAXLEN', '~', '64', '*', 'w', '1') end
 local function fields_of(entry)
@@ -372,7 +371,7 @@ begin()
 local through, settled = ARGV[2], redis.call('HGET', KEYS[1], 'settled_id')
 if after(through, settled) then through = settled end
 if not redis.call('XREVRANGE', KEYS[2], through, '-', 'COUNT', 1)[1] then return 0 end
-local freed, ms, seq = nil, id_parts(through)
+local freed = nil
 local push = redis.call('XREVRANGE', KEYS[6], through, '-', 'COUNT', 1)
 while push[1] and not freed do  -- the last entry that a worker pushed and that is there tells
   local entry = redis.call('XRANGE', KEYS[2], push[1][1], push[1][1])
@@ -385,9 +384,10 @@ for _, id in ipairs(redis.call('SMEMBERS', KEYS[4])) do
   if not after(id, through) then redis.call('SREM', KEYS[4], id) end
 end
 for _, i in ipairs(redis.call('HKEYS', KEYS[5])) do if not after(i, through) then redis.call('HDEL', KEYS[5], i) end end
-local kept_from = string.format('%.0f-%.0f', ms, seq + 1)
-local removed = redis.call('XTRIM', KEYS[2], 'MINID', '=', kept_from)
-redis.call('XTRIM', KEYS[6], 'MINID', '=', kept_from)
+local removed = 0
+for _, key in ipairs({KEYS[6], KEYS[2]}) do
+  removed = redis.call('XTRIM', key, 'MINID', '=', through) + redis.call('XDEL', key, through)
+end
 wake(KEYS[3])
 return removed
 """

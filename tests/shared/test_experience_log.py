@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import redis
 
+from shared.damaged_keys import KeyDamaged
 from shared.errors import Fenced
 from shared.experience_log import START, STRANGERS, ExperienceLog
 from shared.ledger import Count, read_books
@@ -302,6 +303,35 @@ def test_stream_ids_are_compared_as_numbers(make_role: MakeRole) -> None:
     assert trainer.intake.ledger.of(STRANGERS).dropped == {"foreign": Count(4, 0)}
     assert log.trim(trainer.epoch, "5-9") == 1 and log.trim(trainer.epoch, "999-0") == 2
     assert [entry.id for entry in log.read(START, 10, 0)] == ["1000-0"]
+
+
+@pytest.mark.parametrize("first", ["99999999999999999-7", "18446744073709551615-0"])
+def test_a_position_beyond_the_numbers_of_lua_is_one_like_any_other(make_role: MakeRole, first: str) -> None:
+    """As numbers of Lua's, both would be greater than all that follows: a trim took what nobody had read."""
+    role = make_role(small_config(fragments_per_update=2))
+    trainer, worker = begin(role), SmallWorker(role)
+    untyped: Any = role.redis
+    untyped.xadd(RunKeys(role.run_id).log, {"x": "y"}, id=first)
+    for _ in range(2):
+        worker.work()
+        assert trainer.take() is not None
+    trainer.publish()
+    taken = trainer.intake.position
+    worker.work()
+    assert worker.log.trim(trainer.epoch, first) == 1 and len(worker.log) == 3
+    assert worker.log.trim(trainer.epoch, taken) == 2
+    assert [entry.worker for entry in worker.log.read(START, 10, 0)] == ["worker-0"]
+    assert all(line.balances for line in read_books(role.redis, role.run_id).values())
+
+
+def test_the_last_position_that_there_is_is_told_as_damage_with_the_way_out(make_role: MakeRole) -> None:
+    role = make_role(small_config(fragments_per_update=2))
+    trainer, worker = begin(role), SmallWorker(role)
+    untyped: Any = role.redis
+    untyped.xadd(RunKeys(role.run_id).log, {"x": "y"}, id=f"{2**64 - 1}-{2**64 - 1}")
+    for act in (worker.work, trainer.take):
+        with pytest.raises(KeyDamaged, match=r":log .*is damaged: .*delete all its keys"):
+            act()
 
 
 def test_the_books_page_through_a_long_log(make_role: MakeRole) -> None:
