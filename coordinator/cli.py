@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -37,7 +38,7 @@ from coordinator.cli_options import example as _example
 from coordinator.cli_options import print_json as _print_json
 from coordinator.ray_start import outlive_ray
 from shared.collector import interruptible
-from shared.errors import EnvironmentFailure, StagecoachError, UserError, headline
+from shared.errors import EnvironmentFailure, RunLive, StagecoachError, UserError, headline
 from shared.failure import reason_in_words
 from shared.printable import complain, counted
 
@@ -293,7 +294,12 @@ def attach(
     elif state == "interrupted" and handle.folder.elsewhere is None and detach:
         cli_live.detach(["resume", handle.run_id, "--runs-dir", str(runs_dir)], handle.run_id)
     elif state == "interrupted":
-        cli_live.tend(handle.take_up, detach=detach)
+        _console.print("its coordinator has died; this command takes its place, and Ctrl-C ends the run")
+        try:
+            cli_live.tend(handle.take_up, detach=detach)
+        except RunLive:  # another command was faster, and Ctrl-C is to end no run
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            cli_live.watch(handle)
     else:
         print_status(handle.status(), _console)
 

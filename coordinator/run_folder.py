@@ -36,7 +36,7 @@ from coordinator.services import BUCKET, new_secret
 from shared.config import Config
 from shared.config_sources import dump_config, load_config
 from shared.connection import Address
-from shared.errors import RunExists, RunNotFound, UserError
+from shared.errors import RunExists, RunLive, RunNotFound, UserError
 from shared.launch import LOGS, RESOLVED_CONFIG, SERVICES, read_launch
 from shared.redis_keys import check_run_id
 
@@ -136,11 +136,11 @@ class RunFolder:
         return elsewhere is None or elsewhere.submission is not None
 
     def lock(self) -> None:
-        """Holds the run for this process; raises `UserError` while another coordinator does."""
+        """Holds the run for this process; raises `RunLive` while another coordinator does."""
         handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         if not _locked(handle):
             os.close(handle)
-            raise UserError(f"run {self.run_id!r} is live already; see `stagecoach status {self.run_id}`")
+            raise RunLive(f"run {self.run_id!r} is live already; see `stagecoach status {self.run_id}`")
         os.truncate(handle, 0)
         os.write(handle, str(os.getpid()).encode())
         self._lock = handle

@@ -19,7 +19,7 @@ import redis
 
 from coordinator.preparation import connect_once
 from coordinator.services import process_stat
-from shared.errors import StagecoachError, UserError
+from shared.errors import RunLive, StagecoachError
 from shared.heartbeat import BEAT_SECONDS, DEAD_AFTER_SECONDS
 from shared.redis_keys import RunKeys
 from shared.role import Role
@@ -56,7 +56,7 @@ class Tenure:
         self._thread: threading.Thread | None = None
 
     def take(self) -> None:
-        """Takes the run where Redis has it; raises `UserError` while another coordinator tends it.
+        """Takes the run where Redis has it; raises `RunLive` while another coordinator tends it.
 
         One that has just died is waited for, unless it is of this machine and cannot be there any more. One of another
         process of this machine that is there keeps it, even if it has been silent: the run's folder may be a copy.
@@ -70,7 +70,7 @@ class Tenure:
                 continue
             if at_work or self._seen() != seen or time.monotonic() - since > 2 * DEAD_AFTER_SECONDS:
                 host, pid = (*holder.split(), "?", "?")[:2]
-                raise UserError(
+                raise RunLive(
                     f"run {self._role.run_id!r} is live already: its coordinator is process {pid} on {host}; "
                     f"`stagecoach watch` shows it, `stagecoach stop` ends it"
                 )

@@ -15,6 +15,7 @@ import faulthandler
 import json
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -39,6 +40,8 @@ _RESET = "reset() that returns (observation, info)"
 _STEP = "step() that returns (observation, reward, terminated, truncated, info)"
 _NO_WARNING = "no warning"
 _COMPARED_STEPS = 20
+_LONGEST_SECONDS = 60.0
+"""Of random steps, however many are asked for; each call has its own deadline."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,12 @@ class Check:
         """Random actions; whether an episode has ended."""
         observations, ended = self._reset(self._seed), False
         kept: tuple[Any, Any] | None = None
+        enough = time.monotonic() + _LONGEST_SECONDS
         for step in range(steps):
+            if time.monotonic() > enough:
+                found = f"{counted(step, 'step')} took {_LONGEST_SECONDS:g} s, so the rest of {steps:,} was left out"
+                self._add(NOTE, found, "faster steps", "raise rollout.workers or environment.num_envs if it is so slow")
+                break
             self._look_at_reuse(kept)
             kept = observations, _copied(observations)
             observations, over = self._step(self._actions(observations))
@@ -229,6 +237,9 @@ class Check:
             self._add(
                 FATAL, f"step() returned {number} as reward{whose}", "a finite number", "look for a division by zero"
             )
+        elif abs(number) > LARGEST:
+            found, expected = f"step() returned {number:g} as reward{whose}", f"numbers up to {LARGEST:g}"
+            self._add(FATAL, found, f"{expected}, beyond which nothing is learned", "scale it down")
         if not scalar:
             self._add(WRONG, f"step() returned {_shown(reward)} as reward{whose}", "a number", "return float(reward)")
         for name, flag in (("terminated", terminated), ("truncated", truncated)):

@@ -19,6 +19,7 @@ from shared.errors import ConfigError
 from shared.printable import printable
 
 ENV_PREFIX = "STAGECOACH__"
+_MOST_VALUES = 100_000
 
 
 def load_config(path: Path | None, overrides: Iterable[str] = (), environ: Mapping[str, str] | None = None) -> Config:
@@ -97,9 +98,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
     """A config's YAML as plain data; raises `ConfigError`, naming `where` it came from."""
     try:
-        data = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - derives from SafeLoader
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
+        data = _loaded(text)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not valid YAML: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{where} must hold a mapping of sections (environment: …), found {type(data).__name__}")
     return data
@@ -139,9 +140,31 @@ for _side in (_StrictLoader, _StrictDumper):
 
 def _value(text: str, source: str) -> Any:
     try:
-        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - derives from SafeLoader
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{printable(source, 100)}: not a YAML value: {' '.join(str(error).split())}") from None
+        return _loaded(text)
+    except ValueError as error:
+        raise ConfigError(f"{printable(source, 100)}: not a YAML value: {error}") from None
+
+
+def _loaded(text: str) -> Any:
+    """As plain data; raises `ValueError` with one line that says what is wrong."""
+    try:
+        data = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - derives from SafeLoader
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).replace('"<unicode string>", ', "").split())) from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except Exception as error:  # whatever PyYAML meets in a tag that does not fit its value, such as `!!int ""`
+        raise ValueError(f"a tag (!!…) does not fit its value: {type(error).__name__}: {error}") from None
+    values, left = 0, [data]
+    while left:
+        item = left.pop()
+        values += 1
+        if values > _MOST_VALUES:
+            raise ValueError(
+                f"with its aliases (*name) it has more than {_MOST_VALUES:,} values, or one of them holds itself"
+            )
+        left += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+    return data
 
 
 def _set(data: dict[str, Any], keys: list[str], value: Any, source: str) -> None:

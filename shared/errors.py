@@ -33,6 +33,10 @@ class RunExists(UserError):
     """A run with this id is already there; nothing of it is overwritten."""
 
 
+class RunLive(UserError):
+    """A coordinator is at work on this run already."""
+
+
 class RunNotFound(UserError):
     """No run (or no live run) has this id."""
 

@@ -181,6 +181,22 @@ def nothing() -> None:
     """A factory that forgot to return what it has made."""
 
 
+class Lavish(Good):
+    """A finite reward that no fragment may hold."""
+
+    def step(self, action: Any) -> Any:
+        observation, _, *rest = super().step(action)
+        return observation, 3e38, *rest
+
+
+class Sluggish(Good):
+    """Never ends an episode, and takes its time."""
+
+    def step(self, action: Any) -> Any:
+        time.sleep(0.05)
+        return super().step(action)
+
+
 class Huge(Good):
     """Observes a number whose square is none."""
 

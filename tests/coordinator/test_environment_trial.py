@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.environment_trial import Trial, try_environment
+from rollout_worker import environment_check
 from shared.errors import EnvironmentUnusable
 from tests.broken_environments import MODULE
 from tests.conftest import minimal_config
@@ -41,6 +42,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "actions": ({"id": "Picks"}, ["wrong: the action space Discrete(2) does not contain its own sample"]),
     "close": ({"id": "Parting"}, ["raised: close() raised OSError: no connection (at "]),
     "magnitude": ({"id": "Huge"}, ["fatal: reset() returned an observation from 0 to 1e+300"]),
+    "reward": ({"id": "Lavish"}, ["fatal: step() returned 3e+38 as reward"]),
     "no observation": (
         {"id": "Silent"}, ["fatal: reset() returned None", "fatal: reset() returned an observation, None"],
     ),
@@ -175,3 +177,11 @@ def test_what_raises_now_and_then_may_train_and_doctor_tells() -> None:
     assert found.refuse(raises, strict=False).agents == {"default": "default"}
     with pytest.raises(EnvironmentUnusable, match="step\\(\\) raised ValueError: the gripper is stuck"):
         found.refuse(raises, strict=True)
+
+
+def test_steps_that_take_long_are_left_out_and_this_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment_check, "_LONGEST_SECONDS", 0.3)
+    told: list[dict[str, Any]] = []
+    config = minimal_config(environment={"id": f"{MODULE}:Sluggish"})
+    environment_check.Check(config, 1, 20.0, told.append).run(100, whole=False, alone=False)
+    assert "steps took 0.3 s, so the rest of 100 was left out" in str(told)

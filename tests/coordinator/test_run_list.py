@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
+from typer.testing import CliRunner
 
+from coordinator import cli_live
+from coordinator.cli import app
 from coordinator.run import Run
 from coordinator.run_list import _asked, list_runs
+from shared.errors import RunLive
 from shared.redis_keys import RunKeys
 from shared.user_code import SOURCE
 from tests.conftest import RedisServer, minimal_config
@@ -181,3 +188,25 @@ def test_the_version_is_the_installed_ones(stagecoach: Stagecoach) -> None:
 
 def test_a_row_is_plain_data(folder: Path) -> None:
     assert set(asdict(list_runs(folder / "runs")[0])) == {"run_id", "state", "env_steps", "best", "reason"}
+
+
+def test_of_two_that_attach_to_an_interrupted_run_the_slower_one_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The race cannot be made to order: the other one has the run at the moment that it is taken up."""
+    watched: list[object] = []
+
+    def taken_up(*_: object, **__: object) -> NoReturn:
+        raise RunLive("run 'my-run' is live already")
+
+    status = SimpleNamespace(state="interrupted")
+    handle = SimpleNamespace(
+        live=False, folder=SimpleNamespace(elsewhere=None), take_up=taken_up, status=lambda books: status
+    )
+    monkeypatch.setattr(Run, "attach", lambda *_, **__: handle)
+    monkeypatch.setattr(cli_live, "watch", watched.append)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        done = CliRunner().invoke(app, ["attach", "my-run"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (done.exit_code, watched) == (0, [handle]), done.output
+    assert "Ctrl-C ends the run" in done.output

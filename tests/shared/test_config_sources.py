@@ -294,6 +294,19 @@ def test_all_mistakes_are_told_at_once(write: WriteConfig) -> None:
         ("\tseed: 1", "not valid YAML"),
         ("seed: \0", "not valid YAML"),
         ("seed: !!python/object/apply:os.system [ls]", "not valid YAML"),
+        ("seed: !!bool zz", "a tag (!!…) does not fit its value: KeyError: 'zz'"),
+        ('seed: !!int ""', "a tag (!!…) does not fit its value"),
+        ("runs_dir: !!timestamp zz", "a tag (!!…) does not fit its value"),
+        ("environment: &e {id: CartPole-v1, kwargs: {a: *e}}", "or one of them holds itself"),
+        (
+            "a: &a [x,x,x,x,x,x,x,x]\n"
+            + "".join(
+                f"{there}: &{there} [*{here},*{here},*{here},*{here},*{here},*{here},*{here},*{here}]\n"
+                for here, there in zip("abcdefgh", "bcdefghi", strict=True)
+            ),
+            "more than 100,000 values",
+        ),
+        ("seed: " + "[" * 3000, "nested too deeply"),
         ("- seed", "must hold a mapping of sections (environment: …), found list"),
         ("", "found NoneType"),
         ("CartPole-v1", "found str"),
