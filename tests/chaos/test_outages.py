@@ -22,7 +22,9 @@ from tests.role_processes import ended, start_process
 from tests.trainer_node.game import small
 
 pytestmark = pytest.mark.timeout(300)
-DEADLINE_SECONDS = 3
+DEADLINE_SECONDS = 8
+"""Roles that start together need to find each other within it, on a busy machine as well."""
+OUTAGE_SECONDS = 2.5 * DEADLINE_SECONDS
 ROLES = (("trainer_node",), ("rollout_worker", "--index", "0"), ("rollout_worker", "--evaluator"))
 
 
@@ -57,12 +59,12 @@ def test_an_outage_longer_than_every_deadline_is_waited_for_and_no_process_ends(
         eventually(lambda: role.flow.read().version > 2 and len(live_status(role.redis, role.run_id).roles) == 3)
         if what == "Redis":
             server.stopped(True)
-            time.sleep(5 * DEADLINE_SECONDS)
+            time.sleep(OUTAGE_SECONDS)
             server.stopped(False)
         else:
             here.proxy.fail(faults.SLOW_DOWN)
             eventually(lambda: outage(role.redis, role.run_id) == "the store")
-            time.sleep(5 * DEADLINE_SECONDS)
+            time.sleep(OUTAGE_SECONDS)
             assert outage(role.redis, role.run_id) == "the store"
             here.proxy.heal()
         version = role.flow.read().version

@@ -31,7 +31,8 @@ def test_a_detached_run_in_a_folder_with_modules_of_our_names(terminal: CommandL
         )  # fmt: skip
         assert done.returncode == 0, done
 
-    stagecoach("train", "own_environment.yaml", "--run-id", "a", "--detach", "--set", "stop_at.updates=100000")
+    endless = [f"--set=stop_at.{bound}" for bound in ("updates=100000", "env_steps=null", "mean_return=null")]
+    stagecoach("train", "own_environment.yaml", "--run-id", "a", "--detach", *endless)
     terminal.until("a", "training", lambda status: status.version > 1)
     stagecoach("stop", "a")
     check_ledger(terminal.marker("a", ".finished"))
