@@ -79,7 +79,7 @@ class Head:
     def bash(self, script: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             ["bash", str(DEPLOY / script), *arguments], cwd=self.folder, env={**os.environ, **self.environ, **environ},
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE_SECONDS,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=2 * DEADLINE_SECONDS,
         )  # fmt: skip
 
     def checkpoints(self) -> CheckpointStore:
@@ -224,7 +224,7 @@ def until(what: str, done: Callable[[], Any], logs: Path | None = None) -> None:
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_run_by_ssh_alone_trains_leaves_goes_on_and_ends(head: Head, sshd: str) -> None:
     assert head.bash("services.sh", "start", "redis", "s3").returncode == 0
     environ = {
