@@ -307,7 +307,7 @@ def test_stream_ids_are_compared_as_numbers(make_role: MakeRole) -> None:
 
 @pytest.mark.parametrize("first", ["99999999999999999-7", "18446744073709551615-0"])
 def test_a_position_beyond_the_numbers_of_lua_is_one_like_any_other(make_role: MakeRole, first: str) -> None:
-    """As numbers of Lua's, both would be greater than all that follows: a trim took what nobody had read."""
+    """As numbers of Lua's, both would be greater than all that follows, and a trim would remove unread entries."""
     role = make_role(small_config(fragments_per_update=2))
     trainer, worker = begin(role), SmallWorker(role)
     untyped: Any = role.redis
