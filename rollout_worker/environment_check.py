@@ -82,12 +82,12 @@ class Check:
         """Everything; problems are told as they are found. With `any_api` it may be of PettingZoo all the same."""
         try:
             self._make(alone, any_api)
-            ended = self._play(steps)
+            ended, played = self._play(steps)
             self._look_at_output()
             if whole:
                 self._look_at_seeds(steps)
                 if not ended and not self._config.environment.max_episode_steps:
-                    found = f"no episode ended within {counted(steps, 'step')}"
+                    found = f"no episode ended within {counted(played, 'step')}"
                     self._add(NOTE, found, "episodes that end", "set environment.max_episode_steps if none ever does")
             self._guarded("close()", self._env.close)
         except Unsteppable:
@@ -128,8 +128,8 @@ class Check:
     def _started(self) -> Any:
         return self._calling("its start (__init__)", lambda: make(_unlimited(self._config.environment)))
 
-    def _play(self, steps: int) -> bool:
-        """Random actions; whether an episode has ended."""
+    def _play(self, steps: int) -> tuple[bool, int]:
+        """Random actions; whether an episode has ended, and how many steps were done."""
         observations, ended = self._reset(self._seed), False
         kept: tuple[Any, Any] | None = None
         enough = time.monotonic() + _LONGEST_SECONDS
@@ -137,14 +137,14 @@ class Check:
             if time.monotonic() > enough:
                 found = f"{counted(step, 'step')} took {_LONGEST_SECONDS:g} s, so the rest of {steps:,} was left out"
                 self._add(NOTE, found, "faster steps", "raise rollout.workers or environment.num_envs if it is so slow")
-                break
+                return ended, step
             self._look_at_reuse(kept)
             kept = observations, _copied(observations)
             observations, over = self._step(self._actions(observations))
             if over and step < steps - 1:
                 ended, kept = True, None
                 observations = self._reset(self._seed + step + 1)
-        return ended
+        return ended, steps
 
     def _reset(self, seed: int) -> dict[str, Any]:
         try:
