@@ -73,12 +73,13 @@ format: $(VENV)/.installed-dev
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check .
+	@$(BIN)/lint-imports --no-cache
 
 types: $(VENV)/.installed-dev
 	@$(BIN)/mypy
 
 docs: $(VENV)/.installed
-	@$(BIN)/python -m coordinator.config_docs > docs/CONFIG.md
+	@$(BIN)/python -m coordinator.cli.config_reference > docs/CONFIG.md
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,68 +1,58 @@
-"""`Run`: starting, watching, scaling and ending a run from Python; the command line only calls this."""
+"""`Run`: a handle on one run, from Python; the command line only calls this.
+
+It delegates: starting to lifecycle/launcher.py, its checkpoints to catalog/checkpoint_operations.py. It reaches the
+run's Redis while the run is live, and its store always.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import os
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import redis
 
-from coordinator.checkpoints import (
-    Removed,
-    Verdict,
-    export,
-    list_checkpoints,
-    promote,
-    prune_checkpoints,
-    verify,
-    withdraw,
+from coordinator.catalog import checkpoint_operations as operations
+from coordinator.catalog.checkpoint_lookup import require_trust
+from coordinator.catalog.checkpoint_operations import Removed, Verdict
+from coordinator.catalog.run_files import RunStatus
+from coordinator.catalog.run_folder import RunFolder, Submission, link
+from coordinator.catalog.status import (
+    Status,
+    check_order,
+    ended_status,
+    is_supervised,
+    live_status,
+    order_scale,
+    paused,
 )
-from coordinator.coordinator import Coordinator, Outcome
-from coordinator.elsewhere import Submission, link
-from coordinator.find import find_checkpoint
-from coordinator.onnx_files import export_onnx
-from coordinator.preparation import check, check_services, prepare_new, prepare_resume, with_recorded
-from coordinator.redis_outage import outage_of_redis
-from coordinator.room import refuse_order, room_of
-from coordinator.run_folder import RunFolder, new_run_id
-from coordinator.services import BUCKET
-from coordinator.status import Status, ended_status, live_status, paused, tended
-from coordinator.trust import require_trust
-from shared.archive import Archive, experience
-from shared.checkpoint import CONFIG, Checkpoint, CheckpointStore
-from shared.config import Config
-from shared.config_sources import parse_config, parse_yaml
-from shared.connection import Address, RoleName, connect_redis, impatient
-from shared.errors import (
-    CheckpointDamaged,
-    CheckpointNotFound,
-    ConfigError,
-    ObjectMissing,
-    RedisUnavailable,
-    UserError,
-)
-from shared.events import Event, read_events, recent_events
-from shared.experience_log import id_order
-from shared.exports import Export
-from shared.flow import Flow
-from shared.fragment import Fragment
-from shared.heartbeat import Wait, poll, read_heartbeats
-from shared.object_store import open_store
+from coordinator.lifecycle import launcher
+from coordinator.lifecycle.launcher import Begun
+from coordinator.lifecycle.ray_job import JobCoordinator
+from coordinator.lifecycle.supervisor import Coordinator, Outcome
+from coordinator.services.embedded import BUCKET
+from coordinator.services.restarter import outage_of_redis
+from shared.config.run_config import Config
+from shared.errors import CheckpointNotFound, RedisUnavailable, UserError
+from shared.experience.fragment import Fragment
+from shared.experience.log_entry import id_order
 from shared.policies.deployed import DeployedPolicy, load_policy
-from shared.printable import counted
-from shared.quarantine import drop_ranges
-from shared.redis_keys import check_run_id
-from shared.role import open_role, read_description
-from shared.user_code import extend_imports
+from shared.protocol.events import Event, read_events, recent_events
+from shared.protocol.flow_control import Flow, RunState
+from shared.protocol.heartbeat import Wait, poll
+from shared.protocol.redis_client import Address, RoleName, connect_redis, without_retries
+from shared.storage.checkpoint_store import CheckpointStore
+from shared.storage.export_record import Export
+from shared.storage.log_archive import Archive, experience
 from trainer_node.replay import BEGINNING, Replayed, replay
 
-if TYPE_CHECKING:
-    from coordinator.job import JobCoordinator
+_AWAY = (RedisUnavailable, redis.ConnectionError, redis.TimeoutError)
+
+
+def _ignore() -> None:
+    """Nothing is to be done as the roles start."""
 
 
 class Run:
@@ -71,56 +61,34 @@ class Run:
     def __init__(
         self, folder: RunFolder, config: Config, coordinator: Coordinator | JobCoordinator | None = None
     ) -> None:
-        self.run_id = folder.run_id
-        self.folder = folder
-        self.config = config
-        self._coordinator = coordinator
+        self.run_id, self.folder, self.config, self._coordinator = folder.run_id, folder, config, coordinator
         self._clients: dict[RoleName, redis.Redis] = {}
+        """Connections, made when they are needed and kept while the run stays at one address."""
         self._connected_to: Address | None = None
         self._unreachable: str | None = None
-        """Why the Redis of a run that lives elsewhere cannot be reached from here."""
+        """Why the Redis of a run on other machines cannot be reached from here."""
 
     @classmethod
     def start(
-        cls,
-        config: Config,
-        run_id: str | None = None,
-        *,
-        inline: bool = False,
-        or_resume: bool = False,
-        import_path: tuple[str, ...] = (),
-        begun: Callable[[], None] = lambda: None,
-    ) -> Run:
-        """Checks everything, then starts services and roles; returns while the run goes on in the background.
+        cls, config: Config, run_id: str | None = None, *, inline: bool = False, or_resume: bool = False,
+        import_path: tuple[str, ...] = (), begun: Begun = _ignore,
+    ) -> Run:  # fmt: skip
+        """Checks everything, then starts services and roles; returns while the run continues in the background.
 
-        `inline` puts all roles into this process; with `or_resume` a run of this id that is there already (here, or in
-        the store) is continued, and one that has reached its end answered as it is; `import_path` names folders of the
-        user's own modules, beside the current one. Raises a `UserError` before anything is started or written. Call it
-        from a thread that lives as long as the run: the services end with the thread that started them. `begun` is
-        called when the roles are about to start: from there on only `stop` ends the run in order, no exception does.
+        Call it from a thread that lives as long as the run: the services end with the thread that started them.
+
+        Args:
+            inline: put all roles into this process.
+            or_resume: continue a run of this id that exists already, here or in the store; return one that has
+                reached its end as it is.
+            import_path: folders of the user's own modules, beside the current one.
+            begun: called when the roles are about to start: from there on only `stop` ends the run in order, no
+                exception does.
+
+        Raises:
+            UserError: before anything is started or written.
         """
-        import_path = (os.getcwd(), *import_path)
-        extend_imports(import_path)
-        description = check(config, inline)
-        config = with_recorded(config, description)
-        check_services(config)
-        name = new_run_id(config) if run_id is None else run_id
-        before = _begun(config, name) if or_resume else None
-        if before is not None:
-            folder = RunFolder.of(config, name) or RunFolder.create(config, name, import_path)
-            if before.stop_at == config.stop_at and cls(folder, before)._at_its_end():
-                folder.unlock()
-                return cls(folder, before)
-            return cls._continue(folder, config, before, prepare_resume, inline, begun)
-        source = _source(config)
-        folder = RunFolder.create(config, name, import_path)
-        try:
-            prepare = partial(prepare_new, description=description, source=source)
-            coordinator = Coordinator.launch(folder, config, prepare, inline, begun)
-        except BaseException:
-            folder.remove()
-            raise
-        return cls(folder, config, coordinator)
+        return cls(*launcher.start(config, run_id, inline, or_resume, import_path, begun))
 
     @classmethod
     def prepare(cls, config: Config, run_id: str, *, import_path: tuple[str, ...] = ()) -> None:
@@ -128,110 +96,36 @@ class Run:
 
         Raises a `UserError`; the store and Redis are then as they were.
         """
-        extend_imports((os.getcwd(), *import_path))
-        if "embedded" in (config.redis.url, config.store.url):
-            raise UserError("a run whose roles start elsewhere needs servers that stay: set redis.url and store.url")
-        description = check(config)
-        config = with_recorded(config, description)
-        check_services(config)
-        source = _source(config)
-        address = Address(check_run_id(run_id), config.redis.url, config.store.url, config.store.endpoint_url)
-        role = open_role(config, address, "coordinator")
-        try:
-            prepare_new(role, description, source)
-        finally:
-            role.redis.close()
+        launcher.prepare(config, run_id, import_path)
 
     @classmethod
     def resume(
         cls, run_id: str, runs_dir: Path = Path("runs"), overrides: tuple[str, ...] = (), *, origin: str = "latest",
-        drop: tuple[str, ...] = (), strict: bool = False, inline: bool = False,
-        begun: Callable[[], None] = lambda: None,
+        drop: tuple[str, ...] = (), strict: bool = False, inline: bool = False, begun: Begun = _ignore,
     ) -> Run:  # fmt: skip
         """Continues an ended or interrupted run from its newest good checkpoint and the log behind it.
-        From another `origin` (a checkpoint's name, `best`, `final`, `promoted`) its weights go on as a new version, and
-        what was learnt since is left behind. `drop` names log entries that are not learnt from (`FIRST..LAST`), and
-        `strict` refuses a checkpoint that other versions of code, PyTorch, NumPy or Python wrote.
+
+        From another `origin` (a checkpoint's name, `best`, `final`, `promoted`) its weights continue as a new version,
+        and what was learned since is left behind. `drop` names log entries that are not learned from (`FIRST..LAST`),
+        and `strict` rejects a checkpoint that other versions of code, PyTorch, NumPy or Python wrote.
         """
-        folder = RunFolder.find(run_id, runs_dir)
-        drop_ranges(drop)
-        if folder.elsewhere is not None:
-            raise UserError(f"run {run_id!r} lives on other machines; `stagecoach attach {run_id}` takes it up there")
-        config = folder.config(overrides)
-        extend_imports(folder.import_path())
-        config = with_recorded(config, check(config, inline))
-        check_services(config)
-        resumed = partial(prepare_resume, origin=origin, drop=drop, strict=strict)
-        return cls._continue(folder, config, folder.config(), resumed, inline, begun)
+        return cls(*launcher.resume(run_id, runs_dir, overrides, origin, drop, strict, inline, begun))
 
     @classmethod
-    def _continue(
-        cls, folder: RunFolder, config: Config, before: Config, prepare: Callable[..., None], inline: bool,
-        begun: Callable[[], None],
-    ) -> Run:  # fmt: skip
-        """Of a run whose config was `before`; a folder that was made for it here goes where it cannot go on."""
-        made_here = folder.held
-        try:
-            if config.hash() != before.hash():
-                raise ConfigError(
-                    f"{', '.join(config.decides_otherwise(before))} cannot change in a resume, because it decides the "
-                    f"learning (stop_at, rollout.workers, checkpoint … may change); start a new run for that"
-                )
-            if not made_here:
-                folder.lock()
-            coordinator = Coordinator.launch(folder, config, partial(prepare, before=before.stop_at), inline, begun)
-        except BaseException:
-            folder.remove() if made_here else folder.unlock()
-            raise
-        folder.write_config(config)
-        return cls(folder, config, coordinator)
+    def submit(cls, sent: Submission, config: Config, run_id: str, *, begun: Begun = _ignore) -> Run:
+        """Starts a run on a cluster, as a Ray job (lifecycle/ray_job.py); returns once it trains there.
 
-    def _at_its_end(self) -> bool:
-        return ended_status(self.checkpoint_store()).reason in ("solved", "exhausted")
-
-    @classmethod
-    def submit(cls, sent: Submission, config: Config, run_id: str, *, begun: Callable[[], None] = lambda: None) -> Run:
-        """Starts a run on a cluster, as a Ray job (coordinator/job.py); returns once it trains there.
-
-        Its folder here is a link: `stagecoach watch`, `scale`, `stop` … work with its id. `begun` as for `start`.
+        Its folder here is a link: `stagecoach watch`, `scale`, `stop` … work with its id.
         """
-        folder = RunFolder.create(config, run_id)
-        try:
-            run = cls._submitted(folder, config, sent)
-        except BaseException:
-            folder.remove()
-            raise
-        folder.unlock()
-        begun()
-        return run
+        return cls(*launcher.submit(sent, config, run_id, begun))
 
-    def take_up(self, *, begun: Callable[[], None] = lambda: None) -> Run:
-        """Continues an interrupted run where it lives: here, or on its cluster by another job; answers a new handle."""
-        if (elsewhere := self.folder.elsewhere) is None:
-            return Run.resume(self.run_id, self.folder.path.parent, begun=begun)
-        if elsewhere.submission is None:
-            raise UserError(
-                f"run {self.run_id!r} is interrupted, and was not submitted from here; continue it from where its "
-                f"config is: stagecoach train CONFIG --address … --run-id {self.run_id} --or-resume"
-            )
-        run = self._submitted(self.folder, self.config, elsewhere.submission)
-        begun()
-        return run
-
-    @classmethod
-    def _submitted(cls, folder: RunFolder, config: Config, sent: Submission) -> Run:
-        from coordinator.job import submit_and_follow
-
-        return cls(folder, config, submit_and_follow(folder, config, sent))
+    def take_up(self, *, begun: Begun = _ignore) -> Run:
+        """Continues an interrupted run where it lives: here, or on its cluster by another job; returns a new handle."""
+        return Run(*launcher.take_up(self.folder, self.config, begun))
 
     @classmethod
     def attach(
-        cls,
-        run: str,
-        runs_dir: Path = Path("runs"),
-        *,
-        endpoint_url: str | None = None,
-        redis_url: str | None = None,
+        cls, run: str, runs_dir: Path = Path("runs"), *, endpoint_url: str | None = None, redis_url: str | None = None
     ) -> Run:
         """A handle on a run, live or ended: by its id, or by its folder in a store (`s3://bucket/prefix/RUN`).
 
@@ -242,62 +136,77 @@ class Run:
         folder = RunFolder.find(run_id, runs_dir)
         return cls(folder, folder.config())
 
-    # What one can ask and order
+    # The run itself
 
-    def status(self, books: bool = True) -> Status:
-        """One look at the run; `books=False` spares Redis the ledger's look through the log."""
+    def status(self, accounting: bool = True) -> Status:
+        """What the run is doing, by now; `accounting=False` spares Redis the ledger's reading of the log."""
         try:
-            client = self._connect()
-            if client is not None:
-                return paused(live_status(client, self.run_id, books), self._outage())
-        except (RedisUnavailable, redis.ConnectionError, redis.TimeoutError):
-            if (waits := self._outage()) is None:
+            if (client := self._client()) is not None:
+                return paused(live_status(client, self.run_id, accounting), self._outage())
+        except _AWAY:
+            if (outage := self._outage()) is None:
                 raise
-            return paused(ended_status(self._checkpoints(self.folder.offline_address(self.config))), waits)
-        found = ended_status(self._checkpoints(self._address()))
-        if self.folder.live and found.state == "interrupted":
-            return dataclasses.replace(found, state="starting or ending", reason="its coordinator is at work")
-        if self._unreachable is not None and found.state == "interrupted":
-            reason = f"whether it is live cannot be seen from here: {self._unreachable}"
-            return dataclasses.replace(found, state="unknown", reason=reason)
-        return found
+            return paused(ended_status(self.folder.checkpoint_store(self.config, offline=True)), outage)
+        found = ended_status(self.checkpoint_store())
+        if found.state is not RunStatus.INTERRUPTED:
+            return found
+        if self.folder.live:
+            return replace(found, state=RunStatus.STARTING_OR_ENDING, reason="its coordinator is at work")
+        unseen = f"this machine cannot see whether it is live: {self._unreachable}"
+        return replace(found, state=RunStatus.UNKNOWN, reason=unseen) if self._unreachable else found
+
+    @property
+    def live(self) -> bool:
+        """Whether a coordinator supervises it, here or on another machine."""
+        return self.folder.live or self._client() is not None
+
+    def _ordering_client(self) -> redis.Redis:
+        """Redis of the live run, with the right to give orders; raises `UserError` where the run is not live."""
+        if (client := self._client("coordinator")) is not None:
+            return client
+        if self._unreachable is not None:
+            raise RedisUnavailable(self._unreachable)
+        raise UserError(f"run {self.run_id!r} is not live; `stagecoach resume {self.run_id}` continues it")
 
     def _outage(self) -> str | None:
         return outage_of_redis(self.folder.path) if self.folder.live else None
 
-    @property
-    def live(self) -> bool:
-        """Whether a coordinator is at work on it, here or on another machine."""
-        return self.folder.live or self._connect() is not None
+    def _client(self, role: RoleName = "viewer") -> redis.Redis | None:
+        """Redis of the live run; None where the run is not live or its Redis is gone."""
+        address = self.folder.live_address()
+        remote = address is None and not self.folder.live and self.config.redis.url != "embedded"
+        if remote:
+            address = self.folder.offline_address(self.config)
+        while self._clients and address != self._connected_to:
+            self._clients.popitem()[1].close()
+        self._connected_to, self._unreachable = address, None
+        if address is None:
+            return None
+        try:
+            if role not in self._clients:
+                self._clients[role] = connect_redis(address, without_retries(self.config), role)
+            client = self._clients[role]
+            return client if not remote or is_supervised(client, self.run_id) else None
+        except _AWAY as error:
+            if self.folder.live:
+                raise
+            self._unreachable = str(error) if self.folder.remote is not None else None
+            return None
 
     def scale(
         self, workers: int | None = None, *, min_workers: int | None = None, max_workers: int | None = None
     ) -> str:
-        """Brings the fleet of a live run to `workers`; nothing restarts, nothing is lost. Answers what was ordered.
+        """Brings the fleet of a live run to `workers`; nothing restarts, nothing is lost. Returns what was ordered.
 
         Without a number the coordinator finds it from now on, between the bounds; a bound that is not given stays what
-        it was. Raises `UserError` for what cannot be, or for more than there is room for.
+        it was. Raises `UserError` for an impossible order, or for more than the cluster has capacity for.
         """
-        refuse_order(self.run_id, workers, min_workers, max_workers)
-        flow, client = self._flow(), self._connect()
-        state = flow.read()
-        least = state.min_workers if min_workers is None else min_workers
-        most = state.max_workers if max_workers is None else max_workers
-        if workers is None and most is not None and least > most:
-            raise UserError(f"--min {least} is more than --max {most}; a bound that is not given stays what it was")
-        found = room_of(read_heartbeats(client, self.run_id)) if client is not None else None
-        if found is not None:
-            found.refuse(workers or least, f"stagecoach scale {self.run_id} ", "add machines")
-        if workers is not None:
-            flow.set_scaling("fixed", least, most, workers)
-            return f"to {counted(workers, 'worker')}"
-        flow.set_scaling("auto", least, most)
-        bound = "as many as there is room for" if most is None else str(most)
-        return f"automatically between {least} and {bound} (now {state.desired_workers})"
+        check_order(self.run_id, workers, min_workers, max_workers)
+        return order_scale(self._ordering_client(), self.run_id, workers, min_workers, max_workers)
 
     def stop(self) -> None:
         """Asks a live run to end: final checkpoint, `.finished: stopped`. Returns at once; see `wait`."""
-        self._flow().set_state("stopping", "stopped", expected="running")
+        Flow(self._ordering_client(), self.run_id).set_state(RunState.STOPPING, "stopped", expected=RunState.RUNNING)
 
     def abandon(self) -> None:
         """Ends a run that was started here at once, without a final checkpoint; what is durable stays."""
@@ -320,74 +229,22 @@ class Run:
 
     @property
     def first_event(self) -> str:
-        """Where the events of this start of the run begin."""
+        """The id before the events of this start of the run."""
         return self._coordinator.first_event if self._coordinator is not None else "0-0"
-
-    def checkpoints(self) -> list[dict[str, Any]]:
-        """The kept checkpoints, oldest first: name, steps, mean return, evaluation, size, and which is what."""
-        return list_checkpoints(self.checkpoint_store())
-
-    def verify(self, checkpoint: str | None = None) -> list[Verdict]:
-        """Reads and checks every byte of all checkpoints, or of one (a name, or a mark such as `best`)."""
-        return verify(self.checkpoint_store(), checkpoint, live=self.live)
-
-    def promote(self, checkpoint: str | None) -> str | None:
-        """Marks a checkpoint for deployment, if it is whole and its weights are finite; answers its name.
-
-        Nothing prunes it then, and `load_policy` and `evaluate` take it first. None clears the mark, and answers what
-        had it.
-        """
-        store = self.checkpoint_store()
-        return withdraw(store) if checkpoint is None else promote(store, checkpoint, live=self.live).checkpoint
-
-    def export(self, directory: Path, checkpoint: str | None = None) -> Path:
-        """Copies a checkpoint (else the promoted, best or newest one) to `directory/<run id>/`; answers its folder."""
-        return export(self.checkpoint_store(), self.config, checkpoint, directory)
-
-    def export_onnx(self, directory: Path, checkpoint: str | None = None) -> tuple[Export, dict[str, Path]]:
-        """Writes the policies of a checkpoint as ONNX files; answers how they compare with torch, and the files."""
-        return export_onnx(self.checkpoint_store(), self.config.model_dump(mode="json"), checkpoint, directory)
-
-    def prune(
-        self,
-        keep_last: int | None = None,
-        keep_best: int | None = None,
-        keep_every: int | None = None,
-        *,
-        dry_run: bool = False,
-    ) -> list[Removed]:
-        """Removes what the retention rule lets go (the config's, changed by what is given) from a run that is not live.
-
-        The newest, best, final and promoted ones stay in any case. Answers what was (or would be) removed.
-        """
-        given = {"keep_last": keep_last, "keep_best": keep_best, "keep_every": keep_every}
-        changes = {name: value for name, value in given.items() if value is not None}
-        low = [f"{name}={value}" for name, value in changes.items() if value < 1]
-        if low:
-            raise UserError(f"{', '.join(low)}: expected at least 1")
-        if self.live:
-            raise UserError(
-                f"run {self.run_id!r} is live, and its trainer prunes by itself after each checkpoint "
-                f"(checkpoint.keep_last, keep_best, keep_every); prune it when it has ended"
-            )
-        store = self.checkpoint_store()
-        self.folder.lock()
-        try:
-            return prune_checkpoints(store, self.config.checkpoint.model_copy(update=changes), dry_run=dry_run)
-        finally:
-            self.folder.unlock()
 
     def events(self, after: str = "0-0") -> list[Event]:
         """What has happened since the event with this id, in a live run or in one that was started here and is over."""
         if isinstance(self._coordinator, Coordinator) and self._coordinator.outcome is not None:
             return [event for event in self._coordinator.events if id_order(event.id) > id_order(after)]
-        client = self._connect()
+        client = self._client()
         return [] if client is None else read_events(client, self.run_id, after)
 
     def recent(self, count: int) -> str:
         """The id after which the last `count` events of a live run come."""
-        client = self._connect()
+        client = self._client()
         return "0-0" if client is None else recent_events(client, self.run_id, count)
+
+    # Its checkpoints and its experience
 
     @property
     def store_location(self) -> str:
@@ -398,7 +255,54 @@ class Run:
 
     def checkpoint_store(self) -> CheckpointStore:
         """The run's checkpoints, for reading."""
-        return self._checkpoints(self._address())
+        return self.folder.checkpoint_store(self.config)
+
+    def checkpoints(self) -> list[dict[str, Any]]:
+        """The kept checkpoints, oldest first: name, steps, mean return, evaluation, size, and their marks."""
+        return operations.list_checkpoints(self.checkpoint_store())
+
+    def verify(self, checkpoint: str | None = None) -> list[Verdict]:
+        """Reads and checks every byte of all checkpoints, or of one (a name, or a mark such as `best`)."""
+        return operations.verify(self.checkpoint_store(), checkpoint, live=self.live)
+
+    def promote(self, checkpoint: str | None) -> str | None:
+        """Marks a checkpoint for deployment, if it is whole and its weights are finite; returns its name.
+
+        It is never pruned then, and `load_policy` and `evaluate` take it first. None clears the mark, and returns the
+        checkpoint that had it.
+        """
+        if checkpoint is None:
+            return operations.withdraw(self.checkpoint_store())
+        return operations.promote(self.checkpoint_store(), checkpoint, live=self.live).checkpoint
+
+    def export(self, directory: Path, checkpoint: str | None = None) -> Path:
+        """Copies a checkpoint (else the promoted, best or newest one) to `directory/<run id>/`; returns its folder."""
+        return operations.export(self.checkpoint_store(), self.config, checkpoint, directory)
+
+    def export_onnx(self, directory: Path, checkpoint: str | None = None) -> tuple[Export, dict[str, Path]]:
+        """Writes the policies of a checkpoint as ONNX files; returns how they compare with torch, and the files."""
+        return operations.export_onnx(self.checkpoint_store(), self.config, checkpoint, directory)
+
+    def prune(
+        self, keep_last: int | None = None, keep_best: int | None = None, keep_every: int | None = None, *,
+        dry_run: bool = False,
+    ) -> list[Removed]:  # fmt: skip
+        """Removes what the retention rule (the config's, changed by what is given) does not keep; not of a live run.
+
+        The newest, best, final and promoted ones stay in any case. Returns what was (or would be) removed.
+        """
+        given = {"keep_last": keep_last, "keep_best": keep_best, "keep_every": keep_every}
+        changes = {name: value for name, value in given.items() if value is not None}
+        if low := [f"{name}={value}" for name, value in changes.items() if value < 1]:
+            raise UserError(f"{', '.join(low)}: expected at least 1")
+        if self.live:
+            raise UserError(
+                f"run {self.run_id!r} is live, and its trainer prunes by itself after each checkpoint "
+                f"(checkpoint.keep_last, keep_best, keep_every); prune it when it has ended"
+            )
+        rule = self.config.checkpoint.model_copy(update=changes)
+        with self.folder.locked():
+            return operations.prune_checkpoints(self.checkpoint_store(), rule, dry_run=dry_run)
 
     def load_policy(self, checkpoint: str | None = None, policy_id: str = "default") -> DeployedPolicy:
         """A policy that acts: of this checkpoint, else of the promoted, the best or the newest one."""
@@ -411,23 +315,22 @@ class Run:
         return load_policy(data)
 
     def replay(
-        self,
-        start: str,
-        goal: str,
-        progress: Callable[[int, int], None] = lambda version, last: None,
-        *,
+        self, start: str, goal: str, progress: Callable[[int, int], None] = lambda version, last: None, *,
         trust_config: bool = False,
-    ) -> Replayed:
+    ) -> Replayed:  # fmt: skip
         """Trains again from one checkpoint (or `start`) over the archived log, and compares with another one.
 
-        Raises `ArchiveIncomplete`, `CheckpointNotFound`, `CheckpointDamaged`, or `UserError` where no straight line
-        leads from the one to the other, or a config that was not made on this machine names code to import and
-        `trust_config` is not given. Nothing is written, and a live run is not disturbed.
+        Nothing is written, and a live run is not disturbed.
+
+        Raises:
+            ArchiveIncomplete, CheckpointNotFound, CheckpointDamaged: where something is missing.
+            UserError: where no straight line leads from the one to the other, or a config that was not made on this
+                machine names code to import and `trust_config` is not given.
         """
         require_trust(self.config, self.folder.made_here, trust_config, f"run {self.run_id}")
         store = self.checkpoint_store()
         begin = start if start == BEGINNING else store.resolve(start)
-        return replay(store, self.config, read_description(store), begin, store.resolve(goal), progress)
+        return replay(store, self.config, store.description(), begin, store.resolve(goal), progress)
 
     def experience(self, after: str | None = None, through: str | None = None) -> Iterator[Fragment]:
         """The archived experience, lazily, in the log's order; between two log positions where they are given.
@@ -436,65 +339,3 @@ class Run:
         """
         store = self.checkpoint_store()
         return experience(Archive(store.store, store.run_id), self.store_location, after, through)
-
-    def _address(self) -> Address:
-        return self.folder.live_address() or self.folder.offline_address(self.config)
-
-    def _checkpoints(self, address: Address) -> CheckpointStore:
-        return CheckpointStore(open_store(address, self.config), self.run_id)
-
-    def _connect(self, role: RoleName = "viewer") -> redis.Redis | None:
-        """Redis of the live run, connected to once; None where the run is not live or its Redis is gone."""
-        address = self.folder.live_address()
-        away = address is None and not self.folder.live and self.config.redis.url != "embedded"
-        if away:
-            address = self.folder.offline_address(self.config)
-        if address != self._connected_to:
-            while self._clients:
-                self._clients.popitem()[1].close()
-        self._connected_to, self._unreachable = address, None
-        if address is None:
-            return None
-        try:
-            if role not in self._clients:
-                self._clients[role] = connect_redis(address, impatient(self.config), role)
-            client = self._clients[role]
-            return client if not away or tended(client, self.run_id) else None
-        except (RedisUnavailable, redis.ConnectionError, redis.TimeoutError) as error:
-            if self.folder.live:
-                raise
-            self._unreachable = str(error) if self.folder.elsewhere is not None else None
-            return None
-
-    def _flow(self) -> Flow:
-        client = self._connect("coordinator")
-        if client is None and self._unreachable is not None:
-            raise RedisUnavailable(self._unreachable)
-        if client is None:
-            raise UserError(f"run {self.run_id!r} is not live; `stagecoach resume {self.run_id}` continues it")
-        return Flow(client, self.run_id)
-
-
-def _begun(config: Config, run_id: str) -> Config | None:
-    """The config of a run that is there already: in its folder here, or else in the store; None where it is not."""
-    folder = RunFolder.of(config, run_id)
-    if folder is not None:
-        return folder.config()
-    if "embedded" in (config.redis.url, config.store.url):
-        return None
-    store = open_store(Address(run_id, "", config.store.url, config.store.endpoint_url), config)
-    try:
-        return parse_config(parse_yaml(store.get(CONFIG).decode(), f"{CONFIG} of run {run_id}"))
-    except ObjectMissing:
-        return None
-
-
-def _source(config: Config) -> Checkpoint | None:
-    """The checkpoint that a new run begins with, verified; None where it begins untrained."""
-    if config.initialize_from is None:
-        return None
-    found = find_checkpoint(config.initialize_from, config.runs_dir)
-    try:
-        return found.store.load(found.name, only=("policy.safetensors", "algorithm.safetensors", "rewards.safetensors"))
-    except CheckpointDamaged as error:
-        raise UserError(f"initialize_from={config.initialize_from}: {error}; choose another checkpoint") from None

@@ -1,10 +1,8 @@
 #!/usr/bin/env python3
-"""Makes the bucket of STAGECOACH__STORE__URL where it is not there; waits a minute for a store that is just starting.
+"""Makes the bucket of STAGECOACH__STORE__URL if it is missing; waits a minute for a store that is just starting.
 
 Keys come from the usual AWS variables, the place from STAGECOACH__STORE__ENDPOINT_URL and STAGECOACH__STORE__REGION.
 """
-
-from __future__ import annotations
 
 import os
 import sys
@@ -23,9 +21,8 @@ def main() -> None:
     if url.scheme != "s3" or not url.netloc:
         sys.exit("Error: STAGECOACH__STORE__URL is not s3://BUCKET/PREFIX")
     endpoint = os.environ.get("STAGECOACH__STORE__ENDPOINT_URL") or None
-    client = boto3.client(
-        "s3", endpoint_url=endpoint, region_name=os.environ.get("STAGECOACH__STORE__REGION", "us-east-1")
-    )
+    region = os.environ.get("STAGECOACH__STORE__REGION", "us-east-1")
+    client = boto3.client("s3", endpoint_url=endpoint, region_name=region)
     deadline = time.monotonic() + _SECONDS
     while True:
         try:

@@ -7,7 +7,7 @@
 #
 # CONFIG is the run's own. Where Redis and the store are, and the secrets, come from the environment (after the file that
 # STAGECOACH_ENV names, where it names one; cluster.env.example shows it). SIGTERM makes the role leave in order: a worker
-# after its fragment, the trainer with a checkpoint; the run stays open, and the same command goes on with it.
+# after its fragment, the trainer with a checkpoint; the run stays open, and the same command continues it.
 #
 # Exit code: 0 the run has ended or the role has left, 2 a mistake that a new start would make again, 1 it died too often.
 set -euo pipefail

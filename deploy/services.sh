@@ -29,7 +29,7 @@ wait_for() {
   local name=$1 host=$2 port=$3 tried
   for tried in $(seq 300); do
     if (: <>"/dev/tcp/$host/$port") 2>/dev/null && alive "$name"; then
-      sleep 0.2 # whoever answered may be another that has this port: ours then ends
+      sleep 0.2 # another server may have this port: ours then ends
       alive "$name" || break
       echo "$name serves on $host:$port, its log is $folder/$name.log"
       return
@@ -47,7 +47,7 @@ start_redis() {
   [[ $url =~ ^redis://([^:/@]+):([0-9]+)(/[0-9]+)?$ ]] || fail "STAGECOACH__REDIS__URL=$url is not redis://HOST:PORT/0"
   host=${BASH_REMATCH[1]} port=${BASH_REMATCH[2]}
   if ! alive redis; then
-    binary=$("$python" -c 'from coordinator.services import redis_binary; print(redis_binary())')
+    binary=$("$python" -c 'from coordinator.services.embedded import redis_binary; print(redis_binary())')
     mkdir -p "$folder/redis"
     "$python" "$here/make_acl.py" >"$folder/users.acl"
     {
@@ -73,7 +73,7 @@ start_s3() {
     fail "AWS_ACCESS_KEY_ID or AWS_SECRET_ACCESS_KEY is empty; no S3 server without keys"
   mkdir -p "$folder/s3/${BASH_REMATCH[1]}"
   if ! alive s3; then
-    binary=$("$python" -c 'from coordinator.services import rclone_binary; print(rclone_binary())')
+    binary=$("$python" -c 'from coordinator.services.embedded import rclone_binary; print(rclone_binary())')
     RCLONE_AUTH_KEY="\"$AWS_ACCESS_KEY_ID,$AWS_SECRET_ACCESS_KEY\"" RCLONE_CONFIG=/dev/null \
       setsid nohup "$binary" serve s3 "$folder/s3" --addr "$host:$port" --vfs-cache-mode off \
       >>"$folder/s3.log" 2>&1 </dev/null &

@@ -3,7 +3,7 @@
 #
 #   TRAINER_HOST=node1 WORKER_HOSTS="node2 node3" WORKERS_PER_HOST=4 deploy/ssh.sh start examples/cartpole.yaml my-run
 #   deploy/ssh.sh leave my-run                   the roles leave, the trainer with a checkpoint; the run stays open
-#   deploy/ssh.sh again examples/cartpole.yaml my-run      and goes on
+#   deploy/ssh.sh again examples/cartpole.yaml my-run      and continues
 #   deploy/ssh.sh logs my-run                    the last lines of each role
 #
 # ┌─ Edit, or set in the environment ─────────────────────────────────────────────────────────────────────────────────
@@ -48,7 +48,7 @@ prepare() {
   set +a
   [[ -n ${STAGECOACH__REDIS__URL:-} && -n ${STAGECOACH__STORE__URL:-} ]] ||
     fail "$env_file must say where Redis and the store are: STAGECOACH__REDIS__URL, STAGECOACH__STORE__URL"
-  [[ -n $again ]] || "$python" -m coordinator.cli prepare "$config" --run-id "$run" || exit
+  [[ -n $again ]] || "$python" -m coordinator prepare "$config" --run-id "$run" || exit
 }
 
 # The config's folder, the resolved config, the secrets and role.sh go to a machine.
@@ -58,7 +58,7 @@ bring() {
   on "$host" "cat > $folder/role.sh" <"$here/role.sh"
   tar -C "$(dirname "$config")" --exclude=.git --exclude=.venv --exclude=runs --exclude=__pycache__ -cz . |
     on "$host" "tar -xz -C $folder/code"
-  "$python" -m coordinator.cli config "$config" | on "$host" "cat > $folder/code/.stagecoach-run.yaml"
+  "$python" -m coordinator config "$config" | on "$host" "cat > $folder/code/.stagecoach-run.yaml"
 }
 
 # start HOST RUN NAME ROLE [INDEX]: in the background over there, with its log and process id in the run's folder.

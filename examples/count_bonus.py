@@ -1,7 +1,7 @@
 """DQN with hooks of one's own, given to Stagecoach as `algorithm: count_bonus:CountBonus`.
 
 An observation that has seldom been seen is worth a bonus, β / √n of its cell (Strehl and Littman 2008). The counts are
-an extra in each checkpoint, so that a resume goes on with the same bits.
+an extra in each checkpoint, so that a resume continues with the same bits.
 """
 
 from __future__ import annotations
@@ -13,20 +13,12 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from shared.algorithm_configs.dqn import DQNConfig
-from shared.policies.q_network import QNetwork
-from shared.spaces import Columns
-from shared.steps import Counters
-from trainer_node.algorithms.algorithm import Setting
-from trainer_node.algorithms.dqn import DQN
-from trainer_node.algorithms.experience import Experience
-from trainer_node.algorithms.off_policy import Lesson, Minibatch
+from stagecoach import DQN, Columns, Counters, DQNConfig, Experience, Lesson, Minibatch, QNetwork, Setting
 
 
 class CountBonusConfig(DQNConfig):
     """DQN's fields, and those of the bonus."""
 
-    name: str = "count_bonus:CountBonus"  # type: ignore[assignment]
     bonus: float = Field(1.0, ge=0)
     """β."""
     low: tuple[float, ...]
@@ -49,7 +41,7 @@ class CountBonus(DQN):
         self._counts = np.zeros(config.cells ** len(config.low), np.int64)
 
     def observe(self, experience: Sequence[Experience]) -> None:
-        """Called once with each fragment, in the order of the log: before it is learnt from, and in heat-up."""
+        """Called once with each fragment, in the order of the log: before it is learned from, and in warm-up."""
         for item in experience:
             np.add.at(self._counts, self._cell(item.columns["obs"][item.columns["mask"]]), 1)
         super().observe(experience)

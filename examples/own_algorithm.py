@@ -1,6 +1,6 @@
 """An algorithm of one's own, given to Stagecoach as `algorithm: own_algorithm:Reinforce`.
 
-REINFORCE with a learnt baseline (Williams 1992; Sutton and Barto 2018, section 13.4): each action is made more likely
+REINFORCE with a learned baseline (Williams 1992; Sutton and Barto 2018, section 13.4): each action is made more likely
 by how much more came after it than the baseline expected. What comes after the fragment's end, the baseline says.
 """
 
@@ -12,19 +12,26 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from shared.algorithm_configs.section import AlgorithmConfig
-from shared.policies.actor_critic import ActorCritic
-from shared.spaces import Columns
-from shared.steps import Counters
-from trainer_node.algorithms.adam import Adam
-from trainer_node.algorithms.algorithm import Setting
-from trainer_node.algorithms.experience import Experience, side_by_side
-from trainer_node.algorithms.gae import advantages
-from trainer_node.algorithms.share import Share, Whole
+from stagecoach import (
+    ActorCritic,
+    Adam,
+    AlgorithmConfig,
+    Columns,
+    Counters,
+    Experience,
+    Setting,
+    Shard,
+    Trajectories,
+    gae,
+    side_by_side,
+)
 
 
 class ReinforceConfig(AlgorithmConfig):
     """What may stand under `algorithm:` beside `name`, `learning_rate` and `gamma`."""
+
+    learns_from_others = False  # its gradient holds for what its own policy acted: no `dataset`
+    corrects_policy_lag = False  # and for the newest version alone: `rollout.max_policy_lag` stays 0
 
     entropy_coefficient: float = Field(0.01, ge=0)
     """Weight of the entropy bonus."""
@@ -39,10 +46,10 @@ class Reinforce:
 
     def __init__(self, policy: ActorCritic, config: ReinforceConfig, setting: Setting) -> None:
         self.policy = policy.to(setting.device)
-        self.share: Share = Whole()
+        self.shard = Shard()
         self._config = config
         self._device = setting.device
-        self._optimiser = Adam(self.policy.parameters(), epsilon=1e-5)
+        self._optimizer = Adam(self.policy.parameters(), epsilon=1e-5)
 
     def update(self, experience: Sequence[Experience], counters: Counters) -> dict[str, float]:
         """The gradient of log π(a|s) · (return − baseline), averaged over the batch."""
@@ -55,23 +62,25 @@ class Reinforce:
         actions = {name: tensors[name].flatten(0, 1) for name in self.policy.spaces.action.column_names("action")}
         parameters, value = self.policy.action_parameters_and_value(observations)
         with torch.no_grad():
-            advantage = advantages(
+            trajectories = Trajectories(
                 reward=tensors["reward"], value=value.detach().reshape(shape),
                 bootstrap_value=self.policy.value({name: tensors[f"bootstrap_{name}"] for name in names}),
                 terminated=tensors["terminated"], truncated=tensors["truncated"], mask=tensors["mask"],
                 final_index=tensors["final_index"].to(torch.int64),
                 final_value=self.policy.value({name: tensors[f"final_{name}"] for name in names}),
-                gamma=self._config.gamma, gae_lambda=1.0,
-            ).flatten()  # fmt: skip
+                gamma=self._config.gamma,
+            )  # fmt: skip
+            advantage = gae(trajectories, gae_lambda=1.0)[0].flatten()
         mask = tensors["mask"].flatten()
         target = (advantage + value.detach())[mask]
         policy_loss = -(self.policy.distribution.log_prob(parameters, actions) * advantage)[mask].mean()
         value_loss = (value[mask] - target).square().mean()
         entropy = self.policy.distribution.entropy(parameters)[mask].mean()
-        self._optimiser.zero_grad()
+        self._optimizer.zero_grad()
         (policy_loss + 0.5 * value_loss - self._config.entropy_coefficient * entropy).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.max_grad_norm)
-        self._optimiser.step(self._config.learning_rate.value(counters))
+        self._optimizer.step(self._config.learning_rate.value(counters))
+        self.observe(experience)  # after learning: the batch is learned with the statistics that it was acted with
         return {
             "train/policy_loss": float(policy_loss),
             "train/value_loss": float(value_loss),
@@ -79,12 +88,18 @@ class Reinforce:
         }
 
     def observe(self, experience: Sequence[Experience]) -> None:
-        """Nothing is learnt in heat-up: there is no normaliser here."""
+        """Moves the statistics of `policies.<id>.normalize_observations`; in warm-up this is called alone."""
+        if self.policy.normalizer is None:
+            return
+        columns = side_by_side(experience)
+        names = self.policy.spaces.observation.column_names("obs")
+        seen = {name: torch.from_numpy(columns[name][columns["mask"]]).to(self._device) for name in names}
+        self.policy.normalizer.update(seen)
 
     def state(self) -> Columns:
-        """The optimiser; all else is in the policy."""
-        return self._optimiser.state()
+        """The optimizer; all else is in the policy."""
+        return self._optimizer.state()
 
     def load_state(self, arrays: Columns) -> None:
         """The inverse of `state`."""
-        self._optimiser.load_state(arrays)
+        self._optimizer.load_state(arrays)

@@ -1,7 +1,5 @@
 """`python -m rollout_worker RUN --index 3`: a rollout worker without Ray (for a debugger, SSH, SLURM)."""
 
-from __future__ import annotations
-
 import signal
 import sys
 
@@ -9,18 +7,17 @@ if not sys.flags.safe_path:  # `python -m` puts the folder where the user stands
     sys.path.append(sys.path.pop(0))
 
 from rollout_worker.evaluator import Evaluator
-from rollout_worker.watchdog import OUTGROWN
 from rollout_worker.worker import Worker
-from shared.departure import leaves_on_signal
 from shared.errors import StagecoachError, UserError
-from shared.launch import launch_from_arguments, refuse_unreachable, role_arguments
 from shared.printable import complain
+from shared.runtime.failure import RoleEnd
+from shared.runtime.launch import launch_from_arguments, refuse_unreachable, role_arguments, shutdown_on_signal
 
 
 def main() -> int:
     """Joins a run over Redis and the store alone; exit code 0 at the end of the run, 2 for the user's mistakes.
 
-    SIGTERM and Ctrl-C make it leave after the fragment in hand, a second one at once. Exit code 1 asks whoever started
+    SIGTERM and Ctrl-C make it leave after the fragment in hand, a second one at once. Exit code 1 asks its starter
     it for a new process: its environments hang, or it has outgrown its memory limit.
     """
     parser = role_arguments("rollout_worker", "Joins a run as a rollout worker or, with --evaluator, as its evaluator.")
@@ -32,12 +29,12 @@ def main() -> int:
     try:
         launch = launch_from_arguments(arguments)
         refuse_unreachable(launch, "evaluator" if arguments.evaluator else "worker")
-        role = launch.open("evaluator" if arguments.evaluator else f"worker-{arguments.index}")
-        player = Evaluator(role) if arguments.evaluator else Worker(role, arguments.index)
-        with leaves_on_signal(player.ask_to_leave, numbers=(signal.SIGTERM, signal.SIGINT)):
+        context = launch.open("evaluator" if arguments.evaluator else f"worker-{arguments.index}")
+        player = Evaluator(context) if arguments.evaluator else Worker(context, arguments.index)
+        with shutdown_on_signal(player.request_shutdown, numbers=(signal.SIGTERM, signal.SIGINT)):
             ended = player.run()
         print(ended)
-        return 1 if ended == OUTGROWN else 0
+        return 1 if ended == RoleEnd.OUTGROWN else 0
     except StagecoachError as error:
         complain(error)
         return 2 if isinstance(error, UserError) else 1

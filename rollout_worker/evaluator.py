@@ -2,130 +2,225 @@
 
 Where checkpoints come faster than they can be played, it plays the newest. What may be the best is played once more,
 from other starts, before it counts as such. The scores choose the best checkpoint and may end the run; they never
-change what is learnt.
+change what is learned. `stagecoach evaluate` plays by the same functions.
 """
-
-from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from enum import StrEnum
+from statistics import fmean, pstdev
 from typing import Any
 
+import numpy as np
 import torch
 
-from rollout_worker.evaluation import CONFIRMING, SCORING, evaluate_policies, evaluation_seed
-from rollout_worker.watchdog import Watchdog
-from shared.checkpoint import checkpoint_version
-from shared.connection import hurry
-from shared.departure import LEFT
+from rollout_worker.environments.factory import evaluation_environment, make_vector
+from rollout_worker.environments.vector_env import VectorEnvironment, reject_unusable
+from rollout_worker.exploration.base import Greedy, Sampling
+from rollout_worker.watchdog import Watchdog, WatchedEnvironment
+from shared.config.run_config import Config
 from shared.errors import CheckpointError, EnvironmentFailure, StoreError, StoreUnavailable, headline
-from shared.events import confirmed_return, emit, reaches, read_evaluations, read_events, record_evaluation
-from shared.failure import Failure
-from shared.heartbeat import Heartbeat, insist
-from shared.policies.codec import decode_policy
+from shared.experience.fragment import LARGEST_SHOWN, EpisodeRecord
+from shared.experience.spaces import EnvironmentDescription
+from shared.policies.actor_critic import with_states
 from shared.policies.policy import Policy
+from shared.policies.serialization import decode_policy
 from shared.printable import counted
-from shared.profile import Profile
-from shared.restarts import RestartBound
-from shared.role import Role
+from shared.protocol.events import confirmed_return, emit, reaches, read_evaluations, read_events, record_evaluation
+from shared.protocol.flow_control import RunState
+from shared.protocol.heartbeat import Heartbeat, retry_until_deadline
+from shared.protocol.redis_client import retries
+from shared.runtime.failure import Failure, RoleEnd
+from shared.runtime.restarts import RestartBound
+from shared.runtime.run_context import RunContext
+from shared.runtime.stage_timer import Profile
+from shared.storage.checkpoint_store import checkpoint_version
 
 _LOGGER = logging.getLogger("stagecoach.evaluator")
 _PASSING = (CheckpointError, StoreError, StoreUnavailable)
 _POLL_SECONDS = 1.0
 _DEADLINE_SECONDS = 86_400.0
-"""A day without a checkpoint: something is wrong, and a restart looks again."""
+"""A day without a checkpoint: something is wrong, and a restart asks again."""
+SCORING, CONFIRMING = 0, 1
+"""The rounds of a checkpoint's evaluation: every one is scored; what may be the best is confirmed from other starts."""
+
+
+def scores_of(records: Sequence[EpisodeRecord]) -> dict[str, Any]:
+    """Of the episodes played, for JSON: mean, spread, bounds, lengths, success rate, the environment's own metrics."""
+    returns = [record.episode_return for record in records]
+    successes = [record.success for record in records if record.success is not None]
+    names = sorted({name for record in records for name in record.metrics})
+    return {
+        "episodes": len(returns),
+        "mean_return": fmean(returns),
+        "std_return": pstdev(returns),  # exactly 0 where all are equal
+        "min_return": min(returns),
+        "max_return": max(returns),
+        "mean_length": fmean(record.length for record in records),
+        "success_rate": fmean(successes) if successes else None,
+        "metrics": {name: fmean(its.metrics[name] for its in records if name in its.metrics) for name in names},
+    }
+
+
+def evaluation_seed(config: Config, checkpoint: str, evaluation_round: int) -> int:
+    """The seed of the first environment's first episode, 32 bits.
+
+    Another one for each checkpoint and round, and the same whenever that is played again; with `evaluation.seed` the
+    same for all checkpoints.
+    """
+    fixed = config.evaluation.seed
+    whose = [config.seed, checkpoint_version(checkpoint) or 0] if fixed is None else [fixed]
+    return int(np.random.SeedSequence([*whose, evaluation_round]).generate_state(1)[0])
+
+
+@torch.inference_mode()
+def evaluate_policies(
+    config: Config, description: EnvironmentDescription, policies: Mapping[str, Policy], seed: int,
+    episodes: int | None = None, watchdog: Watchdog | None = None,
+) -> tuple[EpisodeRecord, ...]:  # fmt: skip
+    """Plays exactly `episodes` episodes (`evaluation.episodes`) in environments of its own, from the starts of `seed`.
+
+    Each environment plays its share, so that short ones aren't favored. Raises `EnvironmentFailure`, also where
+    `evaluation.deadline_seconds` have passed.
+    """
+    evaluation, episodes = config.evaluation, episodes or config.evaluation.episodes
+
+    def make() -> VectorEnvironment:
+        return make_vector(evaluation_environment(config, episodes), description)
+
+    exploration, generator = Greedy() if evaluation.greedy else Sampling(), torch.Generator().manual_seed(seed)
+    with closing(make() if watchdog is None else WatchedEnvironment(make, watchdog)) as environment:
+        copies = range(environment.num_envs)
+        shares = [(episodes + index) // len(copies) for index in copies]
+        records: list[list[EpisodeRecord]] = [[] for _ in copies]
+        began = environment.reset([seed + index for index in copies])
+        now = {policy_id: observations for policy_id, (observations, _) in began.items()}
+        remembering = with_states(policies, {policy_id: len(mask) for policy_id, (_, mask) in began.items()})
+        acting = {**policies, **remembering}
+        started = time.monotonic()
+        while any(len(done) < share for done, share in zip(records, shares, strict=True)):
+            if time.monotonic() - started > evaluation.deadline_seconds:
+                raise EnvironmentFailure(
+                    f"{counted(episodes, 'episode')} did not end within evaluation.deadline_seconds="
+                    f"{evaluation.deadline_seconds:g}; set environment.max_episode_steps, or more time"
+                )
+            reject_unusable(now, description)
+            actions = {}
+            for policy_id, observations in now.items():
+                tensors = {name: torch.from_numpy(array) for name, array in observations.items()}
+                chosen, _ = exploration.act(acting[policy_id], tensors, generator)
+                actions[policy_id] = {name: tensor.numpy() for name, tensor in chosen.items()}
+            step = environment.step(actions)
+            now = {policy_id: result.obs for policy_id, result in step.policies.items()}
+            for policy_id, its in remembering.items():
+                its.forget(torch.from_numpy(step.policies[policy_id].over))
+            for index, record in step.episodes:
+                if len(records[index]) < shares[index]:
+                    records[index].append(record)
+    played = tuple(record for done in records for record in done)
+    if not all(abs(record.episode_return) <= LARGEST_SHOWN for record in played):
+        found = f"an evaluated episode returned NaN or more than {LARGEST_SHOWN:g}"
+        raise EnvironmentFailure(f"{found}; look at the environment's rewards")
+    return played
+
+
+class StepResult(StrEnum):
+    EVALUATED = "evaluated"
+    WAITED = "waited"
 
 
 class Evaluator:
-    """One evaluator. `run` is its whole life; `step` is one turn of it, for the one-process mode."""
+    """The evaluator. `run` is all of it; `step` is one turn, for the one-process mode."""
 
-    def __init__(self, role: Role) -> None:
-        self._role = role
-        self._heartbeat = Heartbeat(role.redis, role.run_id, "evaluator", "evaluator")
-        self._profile = Profile(role.checkpoints.store, "evaluator", role.config.signals.profile)
-        self._stages = self._profile.add("evaluating", self._heartbeat.stages)
-        self._outage_seconds = role.config.store.retry_seconds
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self.heartbeat = Heartbeat(context.redis, context.run_id, "evaluator", "evaluator")
+        self._profile = Profile(context.checkpoints.store, "evaluator", context.config.metrics.profile)
+        self._stages = self._profile.add("evaluating", self.heartbeat.stages)
+        self._outage_seconds = context.config.store.retry_seconds
         self._after = "0-0"
-        self._failures = RestartBound(role.config.environment.failures_allowed)
+        self._failures = RestartBound(context.config.environment.failures_allowed)
         self._failures.saw((0,))
-        self._watchdog = Watchdog("evaluator", role.config, self._heartbeat, self._last_orders)
+        self._watchdog = Watchdog("evaluator", context.config, self.heartbeat, self._before_exit)
 
     def run(self) -> str:
-        """Evaluates until the run has finished."""
         torch.set_num_threads(1)
         self._watchdog.start()
-        reason = "failed"
+        end = RoleEnd.FAILED
         try:
             self.start()
-            while self._role.flow.read().state != "finished":
+            while not self._run_has_finished():
                 self.step(_POLL_SECONDS)
-            reason = "finished"
+            end = RoleEnd.FINISHED
         except KeyboardInterrupt:
-            reason = LEFT
+            end = RoleEnd.PREEMPTED
         finally:
-            self.stop(reason)
-        return reason
+            self.stop(end)
+        return end
 
     def start(self) -> None:
         """Announces itself, and learns of the run's spaces from the store."""
-        self._role.check_config()
-        self._heartbeat.progress = {"evaluations": 0}
-        self._heartbeat.start()
-        with self._heartbeat.waiting("the store", self._outage_seconds, outage=True) as wait:
-            self._description = insist(wait, self._role.description)
-        self._check_solved()  # where the evaluator before this one died between its last score and this
+        self._context.check_config()
+        self.heartbeat.progress = {"evaluations": 0}
+        self.heartbeat.start()
+        with self.heartbeat.waiting("the store", self._outage_seconds, outage=True) as wait:
+            self._description = retry_until_deadline(wait, self._context.description)
+        self.check_solved()  # where the evaluator before this one died between its last score and this
 
-    def ask_to_leave(self) -> None:
+    def request_shutdown(self) -> None:
         """From a signal handler: it ends at once, since another can play the checkpoint as well."""
-        hurry(self._role.redis)
+        retries(self._context.redis).hurry()
         raise KeyboardInterrupt
 
-    def _last_orders(self, failure: Failure) -> None:
-        emit(self._role.redis, self._role.run_id, "evaluation", f"{failure.detail}; its process is replaced")
-        self._heartbeat.stop(failure.detail, failure=failure.kind)
+    def _before_exit(self, failure: Failure) -> None:
+        emit(self._context.redis, self._context.run_id, "evaluation", f"{failure.detail}; its process is replaced")
+        self.heartbeat.stop(failure.detail, failure=failure.kind)
 
     def stop(self, reason: str) -> None:
-        """Says good-bye."""
         self._watchdog.stop()
-        self._heartbeat.stop(reason)
+        self.heartbeat.stop(reason)
         self._profile.write()
 
-    def step(self, wait_seconds: float) -> str:
-        """One turn: `evaluated` the newest checkpoint, or `waited` for one."""
+    def step(self, wait_seconds: float) -> StepResult:
+        """One turn: plays the newest checkpoint, or waits for one."""
         name = self._newest(wait_seconds) or self._wait_for_checkpoint(wait_seconds)
         if name is None:
-            return "waited"
+            return StepResult.WAITED
         self._evaluate(name)
-        return "evaluated"
+        return StepResult.EVALUATED
+
+    def _run_has_finished(self) -> bool:
+        return self._context.flow.read().state is RunState.FINISHED
 
     def _newest(self, wait_seconds: float) -> str | None:
         """The newest checkpoint, unless it has been played already; a store that is away is waited for by name."""
-        ask = self._role.checkpoints.pointer
+        ask = self._context.checkpoints.pointer
         try:
-            pointer = self._heartbeat.outlast(ask, self._outage_seconds) if wait_seconds > 0 else ask()
+            pointer = self.heartbeat.outlast(ask, self._outage_seconds) if wait_seconds > 0 else ask()
         except _PASSING as error:
             _LOGGER.warning("cannot look for a new checkpoint: %s", error)
             return None
-        done = read_evaluations(self._role.redis, self._role.run_id)
+        done = read_evaluations(self._context.redis, self._context.run_id)
         return None if pointer is None or pointer.latest in done else pointer.latest
 
     def _wait_for_checkpoint(self, wait_seconds: float) -> str | None:
         if wait_seconds <= 0:
             return None
-        with self._heartbeat.waiting("a new checkpoint", _DEADLINE_SECONDS) as wait:
-            while (name := self._newest(wait_seconds)) is None and self._role.flow.read().state != "finished":
+        with self.heartbeat.waiting("a new checkpoint", _DEADLINE_SECONDS) as wait:
+            while (name := self._newest(wait_seconds)) is None and not self._run_has_finished():
                 wait.check()
-                for event in read_events(self._role.redis, self._role.run_id, self._after, wait_seconds):
+                for event in read_events(self._context.redis, self._context.run_id, self._after, wait_seconds):
                     self._after = event.id
         return name
 
     def _evaluate(self, name: str) -> None:
-        role = self._role
+        context = self._context
         started = time.monotonic()
-        self._heartbeat.progress = self._heartbeat.progress | {"evaluating": name}
+        self.heartbeat.progress = self.heartbeat.progress | {"evaluating": name}
         try:
-            checkpoint = role.checkpoints.load(name, only="policy.safetensors")
+            checkpoint = context.checkpoints.load(name, only="policy.safetensors")
             policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
             scores = self._play(name, policies, SCORING)
             if self._may_be_best(scores["mean_return"]):
@@ -136,47 +231,45 @@ class Evaluator:
             return
         except EnvironmentFailure as error:
             _LOGGER.error("evaluation of %s failed: %s", name, error)
-            emit(role.redis, role.run_id, "environment", f"evaluator: {headline(error)}")
+            emit(context.redis, context.run_id, "environment", f"evaluator: {headline(error)}")
             if self._failures.ended():
                 raise
             time.sleep(_POLL_SECONDS)
             return
-        self._failures.saw((self._heartbeat.progress["evaluations"] + 1,))
+        self._failures.saw((self.heartbeat.progress["evaluations"] + 1,))
         scores |= {"version": checkpoint_version(name), "checkpoint": name}
         scores |= {"env_steps": checkpoint.manifest.provenance["counters"]["train"]["env_steps"]}
-        record_evaluation(role.redis, role.run_id, name, scores)
+        record_evaluation(context.redis, context.run_id, name, scores)
         text = f"{name} scores {_spread(scores)} over {counted(scores['episodes'], 'episode')}"
         if confirmation := scores.get("confirmation"):
             text += f", and {_spread(confirmation)} from as many other starts"
-        emit(role.redis, role.run_id, "evaluation", text, **scores)
-        progress = {"evaluations": self._heartbeat.progress["evaluations"] + 1, "checkpoint": name}
-        self._heartbeat.progress = progress | {"seconds": round(time.monotonic() - started, 3)}
-        self._check_solved()
+        emit(context.redis, context.run_id, "evaluation", text, **scores)
+        progress = {"evaluations": self.heartbeat.progress["evaluations"] + 1, "checkpoint": name}
+        self.heartbeat.progress = progress | {"seconds": round(time.monotonic() - started, 3)}
+        self.check_solved()
 
     def _play(self, name: str, policies: Mapping[str, Policy], evaluation_round: int) -> dict[str, Any]:
-        """One evaluation of a checkpoint."""
-        config = self._role.config
+        config = self._context.config
         seed = evaluation_seed(config, name, evaluation_round)
         with self._stages.during("evaluate"):
-            scores = evaluate_policies(config, self._description, policies, seed, watchdog=self._watchdog)
-        return scores.as_dict()
+            return scores_of(evaluate_policies(config, self._description, policies, seed, watchdog=self._watchdog))
 
     def _may_be_best(self, mean_return: float) -> bool:
         """Whether a checkpoint with this score would be among the best that are kept; of equals the newest is."""
-        config, kept = self._role.config.checkpoint, self._role.checkpoints.names()
-        known = read_evaluations(self._role.redis, self._role.run_id)
+        config, kept = self._context.config.checkpoint, self._context.checkpoints.names()
+        known = read_evaluations(self._context.redis, self._context.run_id)
         confirmed = [confirmed_return(known[name]) for name in kept if name in known]
         best = sorted((value for value in confirmed if value is not None), reverse=True)[: config.keep_best]
         return len(best) < config.keep_best or mean_return >= best[-1]
 
-    def _check_solved(self) -> None:
+    def check_solved(self) -> None:
         """Ends the run once each of the last evaluations reaches the target."""
-        stop = self._role.config.stop_at
+        stop = self._context.config.stop_at
         if stop.mean_return is None:
             return
-        last = list(read_evaluations(self._role.redis, self._role.run_id).values())[-stop.evaluations :]
+        last = list(read_evaluations(self._context.redis, self._context.run_id).values())[-stop.evaluations :]
         if len(last) == stop.evaluations and all(reaches(scores, stop.mean_return) for scores in last):
-            self._role.flow.set_state("stopping", "solved", expected="running")
+            self._context.flow.set_state(RunState.STOPPING, "solved", expected=RunState.RUNNING)
 
 
 def _spread(scores: Mapping[str, Any]) -> str:

@@ -1,7 +1,5 @@
 """Environment wrappers that gymnasium lacks, for `environment.wrappers`: `rollout_worker.wrappers:CropObservation` …"""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, SupportsFloat
 
@@ -21,10 +19,8 @@ class CropObservation(gym.ObservationWrapper[Any, Any, Any]):
         if shape is None or len(shape) not in (2, 3):
             raise EnvironmentUnusable(f"CropObservation needs an image (H×W or H×W×C), found {space}")
         if min(top, left) < 0 or min(height, width) < 1 or top + height > shape[0] or left + width > shape[1]:
-            raise EnvironmentUnusable(
-                f"CropObservation: {height}×{width} pixels from ({top}, {left}) do not lie in an image of "
-                f"{shape[0]}×{shape[1]}"
-            )
+            part, whole = f"{height}×{width} pixels from ({top}, {left})", f"{shape[0]}×{shape[1]}"
+            raise EnvironmentUnusable(f"CropObservation: {part} do not lie in an image of {whole}")
         self._part = (slice(top, top + height), slice(left, left + width))
         assert isinstance(space, gym.spaces.Box)
         dtype: Any = space.dtype
@@ -46,8 +42,8 @@ class ClipObservation(gym.ObservationWrapper[Any, Any, Any]):
         self._bounds = np.asarray(low, dtype), np.asarray(high, dtype)
         if not (self._bounds[0] <= self._bounds[1]).all():
             raise EnvironmentUnusable(f"ClipObservation: low={low} is above high={high}")
-        low_then, high_then = (np.clip(side, *self._bounds) for side in (space.low, space.high))
-        self.observation_space = gym.spaces.Box(low_then, high_then, dtype=dtype)
+        lowest, highest = (np.clip(side, *self._bounds) for side in (space.low, space.high))
+        self.observation_space = gym.spaces.Box(lowest, highest, dtype=dtype)
 
     def observation(self, observation: Any) -> Any:
         return np.clip(observation, *self._bounds)
@@ -75,17 +71,16 @@ class MapAction(gym.ActionWrapper[Any, Any, Any]):
 
 def _lives(info: dict[str, Any], wrapper: str) -> int:
     if "lives" not in info:
-        raise EnvironmentUnusable(f"{wrapper} goes by info['lives'], as ALE's games tell it; found {sorted(info)}")
+        raise EnvironmentUnusable(f"{wrapper} reads info['lives'], as ALE's games report it; found {sorted(info)}")
     return int(info["lives"])
 
 
 class EpisodicLife(gym.Wrapper[Any, Any, Any, Any]):
-    """A lost life ends the episode (terminated), but not the game: the next episode goes on where the life was lost.
+    """A lost life ends the episode (terminated), but not the game: the next episode continues where the life was lost.
 
     For training in games with several lives (Mnih et al. 2015): losing one is a loss, whatever can still be won. Only
-    the end of the game begins another one, so that what comes late in a game is seen too. Whole games are what an
-    evaluation scores: leave it out of `evaluation.wrappers`. Needs `info["lives"]`, as ALE has it; action 0 is the one
-    that does nothing.
+    the end of the game begins another one, so that what comes late in a game is seen too. An evaluation scores whole
+    games: leave it out of `evaluation.wrappers`. Needs `info["lives"]`, as ALE has it; action 0 has to do nothing.
 
     Episodes after the first one of a game do not follow from their own seed and actions alone, so a worker that is
     started again in one of them begins new games.
@@ -93,8 +88,7 @@ class EpisodicLife(gym.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: gym.Env[Any, Any]) -> None:
         super().__init__(env)
-        self._left = 0
-        self._lost = False
+        self._left, self._lost = 0, False
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         if self._lost:
@@ -120,18 +114,16 @@ class FireReset(gym.Wrapper[Any, Any, Any, Any]):
     What FIRE brings after a lost life is part of that step's reward. Needs an action 1 that is FIRE, as ALE has it.
     """
 
-    _FIRE = 1
-
     def __init__(self, env: gym.Env[Any, Any]) -> None:
         super().__init__(env)
-        tell = getattr(env.unwrapped, "get_action_meanings", list)
-        if list(tell())[self._FIRE : self._FIRE + 1] != ["FIRE"]:
-            raise EnvironmentUnusable(f"FireReset: action 1 has to be FIRE, found {list(tell())}; leave it out")
+        actions = list(getattr(env.unwrapped, "get_action_meanings", list)())
+        if actions[1:2] != ["FIRE"]:
+            raise EnvironmentUnusable(f"FireReset: action 1 has to be FIRE, found {actions}; leave it out")
         self._left = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         self.env.reset(seed=seed, options=options)
-        observation, _, terminated, truncated, info = self.env.step(self._FIRE)
+        observation, _, terminated, truncated, info = self.env.step(1)
         if terminated or truncated:
             observation, info = self.env.reset(seed=seed, options=options)
         self._left = _lives(info, "FireReset")
@@ -139,9 +131,8 @@ class FireReset(gym.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = self.env.step(action)
-        left = _lives(info, "FireReset")
-        if left < self._left and not terminated and not truncated:
-            observation, more, terminated, truncated, info = self.env.step(self._FIRE)
+        if _lives(info, "FireReset") < self._left and not terminated and not truncated:
+            observation, more, terminated, truncated, info = self.env.step(1)
             reward = float(reward) + float(more)
         self._left = _lives(info, "FireReset")
         return observation, reward, terminated, truncated, info

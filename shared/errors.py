@@ -1,16 +1,15 @@
 """The named errors of Stagecoach.
 
 Every message says what was found, what was expected and what to do. `UserError` and its children are mistakes of the
-person at the keyboard (the command line ends with exit code 2); everything else that derives from `StagecoachError`
-is a fault of the world (exit code 1).
+user (exit code 2); everything else that derives from `StagecoachError` has another cause (exit code 1).
 """
+
+from enum import StrEnum
 
 
 def headline(error: BaseException) -> str:
     """What an error says, in one line, for reasons, events and tables; the rest, a traceback mostly, is for the log.
-
-    Named errors speak for themselves; of others the type is told, too. Notes that were added say what to do.
-    """
+    Named errors speak for themselves; of others the type is told, too. Notes that were added say what to do."""
     first = next(iter(str(error).strip().splitlines()), "")
     if not (isinstance(error, StagecoachError) and first):
         first = f"{type(error).__name__}: {first}" if first else type(error).__name__
@@ -26,7 +25,7 @@ class UserError(StagecoachError):
 
 
 class ConfigError(UserError):
-    """The configuration is misspelt, out of bounds, or combines what cannot work together."""
+    """The configuration is misspelled, out of bounds, or combines what cannot work together."""
 
 
 class RunExists(UserError):
@@ -34,7 +33,7 @@ class RunExists(UserError):
 
 
 class RunLive(UserError):
-    """A coordinator is at work on this run already."""
+    """A coordinator already runs this run."""
 
 
 class RunNotFound(UserError):
@@ -62,7 +61,7 @@ class RedisUnavailable(UserError):
 
 
 class ShardUnavailable(StagecoachError):
-    """A Redis shard cannot be used at this moment; it may be back at the next try."""
+    """A Redis shard is unavailable; it may be back at the next try."""
 
 
 class ShardFull(ShardUnavailable):
@@ -70,7 +69,7 @@ class ShardFull(ShardUnavailable):
 
 
 class BodyLost(StagecoachError):
-    """A fragment that was learnt from already cannot be read again: no shard has its body any more."""
+    """A fragment that was learned from cannot be read again: no shard has its body any more."""
 
 
 class StoreUnavailable(UserError):
@@ -89,10 +88,28 @@ class ObjectMissing(StoreError):
     """The store has no object under this key."""
 
 
-class FragmentError(StagecoachError):
-    """Bytes that are not a valid fragment; `reason` is the ledger's word for it, `detail` says what was found."""
+class DropReason(StrEnum):
+    """Why a fragment is dropped; each has an account in the ledger."""
 
-    def __init__(self, reason: str, detail: str) -> None:
+    UNDECODABLE = "undecodable"
+    CORRUPT = "corrupt"
+    WIRE_VERSION = "wire_version"
+    SCHEMA = "schema"
+    FOREIGN = "foreign"
+    FOREIGN_RUN = "foreign_run"
+    NOT_FINITE = "not_finite"
+    MAGNITUDE = "magnitude"
+    STALE = "stale"
+    DUPLICATE = "duplicate"
+    LOST = "lost"
+    LOST_BODY = "lost_body"
+    POISON = "poison"
+
+
+class FragmentError(StagecoachError):
+    """Bytes that are not a valid fragment (or another blob); `detail` says what was found."""
+
+    def __init__(self, reason: DropReason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail = reason, detail
 
@@ -125,8 +142,8 @@ class Fenced(StagecoachError):
     """A newer trainer has taken over this run; this one must not write any more."""
 
 
-class RedisSetBack(StagecoachError):
-    """Redis may have lost what this trainer's books say; they must be matched before it goes on."""
+class RedisRolledBack(StagecoachError):
+    """Redis may have lost what this trainer's ledger says; the two must be matched before it continues."""
 
 
 class WaitTimeout(StagecoachError):
@@ -138,4 +155,4 @@ class WorkerSuperseded(StagecoachError):
 
 
 class ExportFailed(StagecoachError):
-    """A policy cannot be exported as ONNX, or what came of it acts otherwise than the policy does."""
+    """A policy cannot be exported as ONNX, or the exported one acts differently."""

@@ -1,43 +1,43 @@
-"""Text that came from outside, made fit to be shown: the one function that every log, event, metric and screen uses.
+"""Text from outside, made printable for every log, event, metric and screen.
 
-Environments, workers and servers choose names and error texts. These may hold control characters that a terminal obeys
-(ESC, OSC 52, C1), characters that turn the reading direction, or lone surrogates, which no encoder takes.
+Environments, workers and servers choose names and error texts, which may hold control characters that a terminal obeys
+or lone surrogates. A malformed entry of another process is left out and named in the log once; it ends neither a role
+nor a command.
 """
 
-from __future__ import annotations
-
+import json
 import logging
+import math
 import re
 import sys
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+
+T = TypeVar("T")
 NAME_CHARACTERS = 100
-"""Of a metric's name."""
 _LINE_CHARACTERS, _LINES_CHARACTERS = 2000, 20_000
-_LAYOUT = "\n\t"
 _DIGITS = re.compile(r"(\d{20})\d{45,}")
 """No number, address or hash of ours has as many."""
+_LOGGER = logging.getLogger("stagecoach.foreign")
+_MOST_DIGITS = 18
+_MOST_NAMED, _MOST_COUNTED = 10, 100_000
+_told: set[int] = set()
+"""Hashes of the names that were left out so far, since a name may be of any length."""
 
 
 def printable(text: object, most: int | None = None, lines: bool = False) -> str:
-    """`str(text)` in characters that Unicode calls printable; others become `\\x1b`, `\\udce9`.
-
-    With `lines`, line breaks and tabs stay. What is longer than `most` characters (2,000; 20,000 with `lines`) is cut,
-    and says so, and so is a number of more than 64 digits. What is printable already is returned as it is.
-    """
+    """`str(text)` in characters that Unicode calls printable; others become `\\x1b`, `\\udce9`. With `lines`, line
+    breaks and tabs stay. What is longer than `most` characters (2,000; 20,000 with `lines`) is cut, and says so, and so
+    is a number of more than 64 digits. What is printable already is returned as it is."""
     shown = _DIGITS.sub(lambda found: f"{found[1]}… ({len(found[0])} digits)", str(text))
     most = most or (_LINES_CHARACTERS if lines else _LINE_CHARACTERS)
     if len(shown) > most:
         shown = f"{shown[:most]}… ({len(shown) - most} more characters)"
-    kept = _LAYOUT if lines else ""
+    kept = "\n\t" if lines else ""
     if shown.isprintable():
         return shown
-    return "".join(
-        character
-        if character.isprintable() or character in kept
-        else character.encode("unicode_escape").decode("ascii")
-        for character in shown
-    )
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode("ascii") for c in shown)
 
 
 def printable_data(data: Any) -> Any:
@@ -52,7 +52,7 @@ def printable_data(data: Any) -> Any:
 
 
 def counted(number: int | None, noun: str) -> str:
-    """`1 episode`, `1,200 episodes`; `– episodes` where nobody has counted."""
+    """`1 episode`, `1,200 episodes`; `– episodes` where the number is unknown."""
     return f"{'–' if number is None else f'{number:,}'} {noun}{'' if number == 1 else 's'}"
 
 
@@ -65,5 +65,50 @@ class PrintableFormatter(logging.Formatter):
     """Formats a log record as printable text; all after its first line is indented, so that no text forges a record."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line, and its traceback below."""
         return printable(super().format(record), lines=True).replace("\n", "\n    ")
+
+
+def foreign(adapter: TypeAdapter[T], text: bytes, what: str, **beside: Any) -> T | None:
+    """The JSON object `text`, with the fields `beside` it, as the adapter's type; None where it is none. `what` names
+    it for people, such as `the heartbeat of worker:3`. All texts become printable, all numbers are finite."""
+    try:
+        loaded = json.loads(text.decode(), parse_constant=_refuse, parse_float=_finite, parse_int=_whole)
+        data = printable_data(loaded)
+        if not isinstance(data, dict):
+            raise ValueError("it is not a JSON object")
+        return adapter.validate_python({**data, **beside})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        left_out(what, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+    except (ValueError, RecursionError) as error:
+        left_out(what, error)
+    return None
+
+
+def left_out(what: str, why: object) -> None:
+    """Names something malformed once in this process, and only the first few."""
+    if hash(what) in _told or len(_told) == _MOST_COUNTED:
+        return
+    _told.add(hash(what))
+    if len(_told) <= _MOST_NAMED:
+        _LOGGER.warning("%s is malformed and left out: %s", printable(what, 200), printable(why, 200))
+    elif len(_told).bit_count() == 1:  # 16, 32, 64 …: a long-lived process says how many there are
+        _LOGGER.warning("%d malformed entries are left out so far; the first %d are named", len(_told), _MOST_NAMED)
+
+
+def unnamed() -> int:
+    """How many malformed entries this process has left out without naming them."""
+    return max(0, len(_told) - _MOST_NAMED)
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ValueError(f"{printable(text, 40)} is not a finite number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(text)
+
+
+def _whole(text: str) -> int:
+    return int(text) if len(text) <= _MOST_DIGITS else _refuse(text)

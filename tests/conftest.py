@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis
 from _pytest.config import create_terminal_writer
 
-from coordinator.preparation import create_flow as create_flow  # the product's own, for tests that make a run by hand
-from coordinator.services import BUCKET, new_secret, start_redis, start_s3
-from rollout_worker.making import describe_environment
-from shared.checkpoint import ENVIRONMENT
-from shared.config import Config
-from shared.config_sources import parse_config
-from shared.connection import Address
-from shared.object_store import ObjectStore, open_store, s3_client
-from shared.role import Role, open_role
+from coordinator.services.embedded import BUCKET, new_secret, start_redis, start_s3
+from shared.config.loading import parse_config
+from shared.config.run_config import Config
+from shared.protocol.redis_client import Address
+from shared.runtime.run_context import RunContext
+from shared.storage.object_store import ObjectStore, open_store
+from shared.storage.s3_store import s3_client
 from tests.support import groups, speed
+from tests.support.runs import RedisServer as RedisServer
+from tests.support.runs import folder_address, make_run
+
+if TYPE_CHECKING:
+    from tests.support.command_line import CommandLine
 
 logging.getLogger("stagecoach").propagate = True
 for _name in ("COLUMNS", "LINES"):  # readline gives a terminal's to all children; tests say how wide theirs is
@@ -40,9 +42,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WholeFiles(config, log)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Which part of the tests, and until when."""
-    groups.add_options(parser)
+pytest_addoption = groups.add_options
+pytest_runtest_setup = pytest.hookimpl(tryfirst=True)(groups.skip_if_too_late)
+pytest_terminal_summary = groups.name_those_without_a_turn
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,23 +79,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=turn)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A test whose turn comes too late is skipped."""
-    groups.skip_if_too_late(item)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """What a test has printed and logged may hold text that no encoder takes, which would end pytest-xdist."""
     report = yield
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Names the tests without a turn."""
-    groups.name_those_without_a_turn(terminalreporter)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -103,19 +94,6 @@ def _the_kernel_writes_when_it_likes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
-
-
-@dataclasses.dataclass(frozen=True)
-class RedisServer:
-    """A running server and how to reach it."""
-
-    url: str
-    password: str
-
-    def client(self) -> redis.Redis:
-        """A new connection."""
-        # so patient that nothing is sent twice, and counted twice, where the server's disk stalls
-        return redis.Redis.from_url(self.url, password=self.password, socket_timeout=60)
 
 
 @pytest.fixture(scope="session")
@@ -146,6 +124,10 @@ def s3_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, t
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     moto.start()
     host, port = moto.get_host_and_port()
+    keys = folder / "moto.json"
+    keys.write_text(json.dumps({"s3_access_key": "moto-access", "s3_secret_key": "moto-secret"}))
+    address = Address("any", "", f"s3://{BUCKET}", f"http://{host}:{port}", str(keys))
+    s3_client(address, minimal_config().store).create_bucket(Bucket=BUCKET)
     servers = {
         "rclone": (f"http://127.0.0.1:{rclone.port}", access, secret),
         "moto": (f"http://{host}:{port}", "moto-access", "moto-secret"),
@@ -176,7 +158,7 @@ def minimal_config(**sections: Any) -> Config:
 
 
 @pytest.fixture
-def unique_run_id(request: pytest.FixtureRequest) -> str:
+def unique_run_id() -> str:
     """A run id of this test's own."""
     return f"t-{new_secret()[:12]}"
 
@@ -193,32 +175,30 @@ def any_store(
     credentials_file = tmp_path / "credentials.json"
     credentials_file.write_text(json.dumps({"s3_access_key": access, "s3_secret_key": secret}))
     address = Address(unique_run_id, "", f"s3://{BUCKET}/tests", endpoint, str(credentials_file))
-    config = minimal_config()
-    if request.param == "moto":
-        s3_client(address, config.store).create_bucket(Bucket=BUCKET)
-    return open_store(address, config)
+    return open_store(address, minimal_config())
 
 
-MakeRole = Callable[..., Role]
+MakeRole = Callable[..., RunContext]
 
 
 @pytest.fixture
 def make_role(redis_server: RedisServer, tmp_path: Path, unique_run_id: str) -> MakeRole:
-    """`make_role(config)` → a `Role` of a run that exists in the shared Redis and in a folder store.
+    """`make_role(config)` → a `RunContext` of a run that exists in the shared Redis and in a folder store.
 
     Called again it answers another connection to the same run.
     """
-    store = tmp_path / "store"
-    credentials_file = tmp_path / "redis.json"
 
-    def make(config: Config | None = None) -> Role:
-        config = config or minimal_config()
-        store.mkdir(exist_ok=True)
-        credentials_file.write_text(json.dumps({"redis_password": redis_server.password}))
-        address = Address(unique_run_id, redis_server.url, f"file://{store}", None, str(credentials_file))
-        role = open_role(config, address)
-        create_flow(role)
-        role.checkpoints.store.put(ENVIRONMENT, json.dumps(describe_environment(config).as_dict()).encode())
-        return role
+    def make(config: Config | None = None) -> RunContext:
+        address = folder_address(redis_server, tmp_path, unique_run_id)
+        return make_run(config or minimal_config(), address)
 
     return make
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[CommandLine]:
+    """Stagecoach's command line in a folder of the test's own; whatever a run leaves behind is ended."""
+    from tests.support.command_line import command_line
+
+    with command_line(tmp_path) as terminal:
+        yield terminal

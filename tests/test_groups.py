@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,12 +18,8 @@ from tests.support import groups
 pytest_addoption = groups.add_options
 pytest_configure = groups.configure
 pytest_runtest_setup = groups.skip_if_too_late
-
-def pytest_collection_modifyitems(config, items):
-    groups.select(config, items)
-
-def pytest_terminal_summary(terminalreporter):
-    groups.name_those_without_a_turn(terminalreporter)
+pytest_collection_modifyitems = groups.select
+pytest_terminal_summary = groups.name_those_without_a_turn
 """
 TESTS = """
 import pytest
@@ -66,9 +63,7 @@ def passed(out: str) -> set[str]:
 
 
 def points(out: str) -> set[int]:
-    return {
-        int(point) for line in out.splitlines() if "points:" in line for point in line.partition("points:")[2].split()
-    }
+    return {int(point) for line in re.findall("points:(.*)", out) for point in line.split()}
 
 
 def test_the_parts_together_are_all_tests(folder: Path) -> None:

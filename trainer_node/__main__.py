@@ -1,7 +1,5 @@
 """`python -m trainer_node RUN`: the trainer without Ray, or with `--rank 1` a rank beside it (for SSH, SLURM)."""
 
-from __future__ import annotations
-
 import signal
 import sys
 
@@ -9,11 +7,9 @@ if not sys.flags.safe_path:  # `python -m` puts the folder where the user stands
     sys.path.append(sys.path.pop(0))
 
 from shared.errors import ConfigError, StagecoachError, UserError
-from shared.launch import launch_from_arguments, refuse_unreachable, role_arguments
 from shared.printable import complain
-from trainer_node.lives import learn_along, train
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+from shared.runtime.launch import launch_from_arguments, refuse_unreachable, role_arguments
+from trainer_node.process import run_rank
 
 
 def main() -> int:
@@ -30,7 +26,7 @@ def main() -> int:
         if not 0 <= rank < ranks:
             raise ConfigError(f"--rank {rank}: this run has trainer.ranks={ranks}, which are 0 to {ranks - 1}")
         refuse_unreachable(launch, "trainer")
-        print(learn_along(launch, rank, _SIGNALS) if rank else train(launch, _SIGNALS))
+        print(run_rank(launch, rank, (signal.SIGTERM, signal.SIGINT)))
     except StagecoachError as error:
         complain(error)
         return 2 if isinstance(error, UserError) else 1

@@ -12,22 +12,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.adoption.noting import NOTES, read_notes
-from shared import fragment
-from shared.child import end_with_parent
-from shared.config_sources import dump_config, parse_config
-from shared.connection import credentials
-from shared.experience_log import START
-from shared.launch import RoleLaunch
-from shared.ledger import Ledger
-from shared.policies.codec import VersionHeader, encode_board, state_arrays
+from shared.config.loading import dump_config, parse_config
+from shared.experience import fragment
+from shared.experience.counters import Phase, PhaseCounters
+from shared.experience.log_entry import START
 from shared.policies.registry import build_policies
-from shared.policy_board import PolicyBoard
-from shared.steps import Phase, PhaseCounters
-from trainer_node import snapshot
-from trainer_node.intake import Committed
-from trainer_node.learner import make_learner
-from trainer_node.publisher import Publisher
-from trainer_node.snapshot import Line, Progress
+from shared.policies.serialization import VersionHeader, encode_board, state_arrays
+from shared.protocol.flow_control import RunState
+from shared.protocol.ledger import Ledger
+from shared.protocol.policy_board import PolicyBoard
+from shared.protocol.redis_client import credentials
+from shared.runtime.launch import RoleLaunch
+from shared.runtime.process import end_with_parent
+from trainer_node.checkpointing import snapshot
+from trainer_node.checkpointing.checkpoint_writer import CheckpointWriter
+from trainer_node.checkpointing.snapshot import Progress
+from trainer_node.learning.learner import make_learner
+from trainer_node.log_consumer import Committed
 
 _ARRIVE_SECONDS = 90.0
 _SETTLE_SECONDS = 0.03
@@ -82,7 +83,7 @@ class LockstepPublisher:
 
     def end(self) -> None:
         """The workers end by themselves."""
-        self._role.flow.set_state("finished", "exhausted", epoch=self._epoch)
+        self._role.flow.set_state(RunState.FINISHED, "exhausted", epoch=self._epoch)
 
     def close(self) -> None:
         """After the workers have ended."""
@@ -100,7 +101,7 @@ class LockstepPublisher:
         self._version += 1
         self._board.publish(
             epoch=self._epoch, version=self._version, consumed=self._workers if self._version else 0,
-            settled_id=self._position, ledger=Ledger(), blob=blob,
+            committed_id=self._position, ledger=Ledger(), blob=blob,
             header=VersionHeader(self._version, Phase.TRAIN, PhaseCounters()),
         )  # fmt: skip
 
@@ -121,13 +122,12 @@ class LockstepPublisher:
     def _first_checkpoint(self) -> None:
         """What workers start from."""
         role, description = self._role, self._role.description()
-        learner, progress = make_learner(role.config, description), Progress(0, Phase.TRAIN, 1, None, START, 0, Line())
-        books = Committed(START, Ledger().as_json(), {})
-        publisher = Publisher(role, self._epoch)
-        publisher.start()
-        publisher.submit(snapshot.take(learner, description, role.config, role.run_id, progress, books))
-        publisher.wait_idle(60)
-        publisher.close()
+        learner, progress = make_learner(role.config, description), Progress(0, 1)
+        accounting = Committed(START, Ledger().as_json(), {})
+        writer = CheckpointWriter(role, self._epoch)
+        writer.submit(snapshot.take(learner, role.config, role.run_id, progress, accounting))
+        writer.wait_idle(60)
+        writer.close()
 
 
 @contextmanager

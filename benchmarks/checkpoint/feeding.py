@@ -9,10 +9,10 @@ from typing import cast
 import redis
 
 from benchmarks.transport.made_fragments import Shape, made_columns, made_fragment
-from shared import fragment
-from shared.launch import RoleLaunch
-from shared.redis_keys import RunKeys
-from shared.steps import Phase
+from shared.experience import fragment
+from shared.experience.counters import Phase
+from shared.protocol.keys import RunKeys
+from shared.runtime.launch import RoleLaunch
 
 
 class FeedingWorker:

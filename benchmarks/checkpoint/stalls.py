@@ -6,13 +6,16 @@ import resource
 import time
 from dataclasses import dataclass
 
-from shared.freed_memory import keep_freed_memory
-from shared.launch import RoleLaunch
-from shared.policy_board import Published
-from shared.role import Role
+from shared.protocol.flow_control import RunState
+from shared.protocol.policy_board import Published
+from shared.runtime.failure import EndReason
+from shared.runtime.launch import RoleLaunch
+from shared.runtime.process import keep_freed_memory
+from trainer_node.checkpointing.recovery import Recovery
+from trainer_node.incarnation import Incarnation
 from trainer_node.trainer import Trainer
 
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,8 @@ class Updates:
 class TimedTrainer(Trainer):
     """The product's trainer; its checkpoints can be left out, and are timed."""
 
-    def __init__(self, role: Role) -> None:
-        super().__init__(role, None)
+    def __init__(self, recovery: Recovery) -> None:
+        super().__init__(recovery)
         self.stalls: list[float] = []
         self.worked: list[float] = []
         self.checkpoints = True
@@ -40,9 +43,9 @@ class TimedTrainer(Trainer):
     def _checkpoint_if_due(self, published: Published) -> None:
         if not self.checkpoints:
             return
-        before, began, worked = self._parent_version, time.perf_counter(), time.thread_time()
+        before, began, worked = self.state.parent.version, time.perf_counter(), time.thread_time()
         super()._checkpoint_if_due(published)
-        if self._parent_version != before:
+        if self.state.parent.version != before:
             self.stalls.append(time.perf_counter() - began)
             self.worked.append(time.thread_time() - worked)
 
@@ -51,18 +54,17 @@ class TrainerStation:
     """A trainer's process."""
 
     def __init__(self) -> None:
-        keep_freed_memory()  # as trainer_node/lives.py does
+        keep_freed_memory()  # as trainer_node/process.py does
         self._trainer: TimedTrainer | None = None
 
     def start(self, launch: RoleLaunch, checkpoints: bool, beginning: int) -> int:
         """Takes over a run, and learns so many updates that do not count; answers the parameters."""
         self._role = launch.open("trainer")
-        self._trainer = TimedTrainer(self._role)
-        self._trainer.start()
+        self._trainer = TimedTrainer.start(Incarnation(self._role))
         self._trainer.checkpoints = checkpoints
-        while self._trainer._learner.counters.train.updates < beginning:
-            self._trainer.step(_LOOK_SECONDS)
-        policies = self._trainer._learner.policies.values()
+        while self._trainer.learner.counters.train.updates < beginning:
+            self._trainer.step(_POLL_SECONDS)
+        policies = self._trainer.learner.policies.values()
         return sum(tensor.numel() for policy in policies for tensor in policy.parameters())
 
     def learn(self, updates: int) -> Updates:
@@ -71,7 +73,7 @@ class TrainerStation:
         assert trainer is not None
         trainer.stalls, trainer.worked, first, began = [], [], trainer.version, time.perf_counter()
         while trainer.version < first + updates:
-            trainer.step(_LOOK_SECONDS)
+            trainer.step(_POLL_SECONDS)
         return Updates(updates, time.perf_counter() - began, trainer.stalls, trainer.worked)
 
     def peak_bytes(self) -> int:
@@ -82,9 +84,7 @@ class TrainerStation:
         """Leaves the run as it is: nothing waits for the store."""
         trainer = self._trainer
         assert trainer is not None
-        self._role.flow.set_state("finished", "exhausted")
-        with trainer._publisher._lock:
-            trainer._publisher._pending, trainer._publisher._closing = None, True
-            trainer._publisher._lock.notify_all()
-        trainer._heartbeat.stop("end of the benchmark")
+        self._role.flow.set_state(RunState.FINISHED, EndReason.EXHAUSTED)
+        trainer.state.writer.close(wait_seconds=0.0)
+        trainer.incarnation.heartbeat.stop("end of the benchmark")
         self._trainer = None

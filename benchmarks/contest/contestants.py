@@ -2,7 +2,7 @@
 
 What is common: CartPole-v1, stepped by gymnasium's vector of plain environments or the peer's own; a batch of 64
 environments × 64 steps; policy and value function apart, each with two layers of 64 units and tanh; four passes over a
-batch in minibatches of 1024; PyTorch on two processor cores. Observations and returns are not normalised.
+batch in minibatches of 1024; PyTorch on two processor cores. Observations and returns are not normalized.
 """
 
 from __future__ import annotations

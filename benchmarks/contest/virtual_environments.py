@@ -19,7 +19,7 @@ class NotInstalled(Exception):
 
 
 def python_of(peer: str, cache: Path, *, install: bool, tell: Callable[[str], None]) -> Path:
-    """Its interpreter. Raises `NotInstalled` where the environment is not there and cannot, or shall not, be made."""
+    """Its interpreter. Raises `NotInstalled` where the environment is not there and cannot, or must not, be made."""
     requirements = REQUIREMENTS / f"{peer}.txt"
     folder = cache.resolve() / "peers" / peer
     python, made_from = folder / "bin" / "python", folder / _MADE_FROM

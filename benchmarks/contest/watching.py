@@ -19,7 +19,7 @@ from benchmarks.provenance import ROOT
 
 _MARK = "STAGECOACH_CONTEST"
 """In the environment of a program and all that it starts, wherever its parents have gone."""
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 _SILENT_SECONDS = 120.0
 """A program that tells nothing for so long, starting included, has failed: some fail in a child and live on."""
 _LEAVE_SECONDS = 40.0
@@ -124,7 +124,7 @@ def _lines(process: subprocess.Popen[bytes], tells: Path, log: Path) -> Iterator
             elif time.monotonic() > heard + _SILENT_SECONDS:
                 raise ProgramFailed(f"told nothing for {_SILENT_SECONDS:.0f} s: {_said(log)}")
             else:
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
 
 
 def _said(log: Path) -> str:
@@ -148,7 +148,7 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def _marked(mark: str) -> list[int]:

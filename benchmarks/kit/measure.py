@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from shared.storage.local_disk import replacing
+
 FORMAT = 1
 
 
@@ -58,7 +60,7 @@ class Result:
     """In a sentence or two: what is measured, and how."""
     measures: Sequence[Measure]
     settings: dict[str, Any] = field(default_factory=dict)
-    """Whoever objects finds here what to object to."""
+    """How it was measured, for readers who doubt it."""
     curves: Sequence[Curve] = ()
     remarks: Sequence[str] = ()
     """What the figures do not say themselves."""
@@ -98,9 +100,8 @@ def write(result: Result, path: Path) -> None:
         else:
             lines.append(f"{json.dumps(name)}: {json.dumps(value)}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    partial.replace(path)
+    with replacing(path) as file:
+        file.write(("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def read(path: Path) -> Result:

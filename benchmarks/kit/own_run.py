@@ -1,4 +1,4 @@
-"""Runs of a benchmark's own: an embedded Redis, a store, and runs that exist in them and whose roles nobody starts.
+"""Runs of a benchmark's own: an embedded Redis, a store, and runs that exist in them and whose roles are not started.
 
 A benchmark plays the roles itself, or starts them as processes from the launch that `new_run` answers.
 """
@@ -16,13 +16,14 @@ from typing import Any
 
 import redis
 
-from coordinator.preparation import check, prepare_new
-from coordinator.services import BUCKET, new_secret, start_redis, start_s3
-from shared.config import Config
-from shared.config_sources import parse_config
-from shared.connection import Address
-from shared.launch import LOGS, RoleLaunch
-from shared.role import open_role
+from coordinator.lifecycle.preparation import prepare_new
+from coordinator.lifecycle.validation import check
+from coordinator.services.embedded import BUCKET, new_secret, start_redis, start_s3
+from shared.config.loading import parse_config
+from shared.config.run_config import Config
+from shared.protocol.redis_client import Address
+from shared.runtime.launch import LOGS, RoleLaunch
+from shared.runtime.run_context import open_run_context
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Services:
         (folder / LOGS).mkdir(parents=True)
         store = f"s3://{BUCKET}/{run_id}" if self.s3_endpoint else f"file://{self.folder / 'store'}"
         address = Address(run_id, self.redis_url, store, endpoint_url or self.s3_endpoint, str(self.keys))
-        role = open_role(config, address, "coordinator")
+        role = open_run_context(config, address, "coordinator")
         prepare_new(role, check(config))
         role.redis.close()
         return RoleLaunch(config.model_dump(mode="json"), address, (os.getcwd(),), str(folder))

@@ -128,7 +128,7 @@ def _bars(result: Result, measures: Sequence[Measure], path: Path) -> None:
             axes.plot([measure.aim] * 2, [place - 0.4, place + 0.4], color="tab:red", linewidth=2)
     axes.set_yticks(range(len(measures)), [f"{one.what}\n÷ {one.against}" for one in measures], fontsize="x-small")
     axes.invert_yaxis()
-    axes.axvline(1, color="grey", linewidth=1, linestyle="--")
+    axes.axvline(1, color="gray", linewidth=1, linestyle="--")
     axes.set_xlabel("ratio, median and spread over repeats; red: the aim")
     axes.set_title(result.benchmark, fontsize="medium")
     picture.savefig(path, format="png", metadata={"Software": None})

@@ -64,7 +64,7 @@ class Station:
 
 
 def _serve(pipe: Connection, make: Callable[..., object], arguments: Sequence[Any]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its parent ends it
     try:
         thing = make(*arguments)
         pipe.send((True, None))

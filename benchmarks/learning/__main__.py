@@ -109,5 +109,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        print("interrupted; what has ended is kept, and the same command goes on", file=sys.stderr)
+        print("interrupted; what has ended is kept, and the same command continues", file=sys.stderr)
         sys.exit(130)

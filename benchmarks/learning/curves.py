@@ -12,7 +12,7 @@ from benchmarks.learning.intervals import Array, iqm, iqm_interval
 from benchmarks.learning.results import Result
 from benchmarks.learning.tasks import Mode, Task
 
-_COLOURS: dict[Mode, str] = {"inline": "tab:blue", "distributed": "tab:orange"}
+_COLORS: dict[Mode, str] = {"inline": "tab:blue", "distributed": "tab:orange"}
 _POINTS = 100
 
 
@@ -24,9 +24,9 @@ def draw(task: Task, results: Mapping[Mode, Sequence[Result]], path: Path) -> No
         if found:
             grid, scores = on_grid(found, task.within)
             low, high = iqm_interval(scores)
-            axes.plot(grid, iqm(scores), color=_COLOURS[mode], label=f"{mode}, {len(found)} seeds")
-            axes.fill_between(grid, low, high, color=_COLOURS[mode], alpha=0.2, linewidth=0)
-    axes.axhline(task.reach, color="grey", linestyle="--", linewidth=1, label=f"gate, {task.reach:g}")
+            axes.plot(grid, iqm(scores), color=_COLORS[mode], label=f"{mode}, {len(found)} seeds")
+            axes.fill_between(grid, low, high, color=_COLORS[mode], alpha=0.2, linewidth=0)
+    axes.axhline(task.reach, color="gray", linestyle="--", linewidth=1, label=f"gate, {task.reach:g}")
     axes.set_title(f"{task.environment}: {task.algorithm}", fontsize="medium")
     axes.set_xlabel("env steps")
     axes.set_ylabel("success rate, greedy" if task.measure == "success_rate" else "return, greedy")

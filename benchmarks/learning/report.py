@@ -34,7 +34,7 @@ its own (data of older commits: from the same 20 starts each time).
 - **At the end**: the interquartile mean over seeds of that last checkpoint, with its 95 % bootstrap interval (Agarwal
   et al. 2021).
 - **Steps**: env steps to the gate (to the third of three checkpoints in a row), median over seeds; – where half of them
-  did not get there. Heat-up counts.
+  did not get there. Warm-up counts.
 """
 
 _GATES = """\
@@ -49,7 +49,7 @@ _PARITY = """\
 ## Parity
 
 Does it matter where the roles run? Compared is the mean over all checkpoints of a run, which says how soon and how well
-it learnt. The distributed mean shall lie in the inline runs' 95 % interval. Where nothing differs, that fails now and
+it learned. The distributed mean must lie in the inline runs' 95 % interval. Where nothing differs, that fails now and
 then: with five seeds each, more than every fourth time. So the interval of the difference stands beside it, which then
 leaves out 0 every ninth time.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.learning.tasks import Mode, Task
 from benchmarks.provenance import ROOT
+from shared.storage.local_disk import replacing
 
 DATA = ROOT / "docs" / "learning" / "data"
 FORMAT = 1
@@ -29,7 +30,7 @@ class Result:
     reason: str
     """Why the run ended: exhausted, solved, failed: …"""
     env_steps: int
-    """In all; heat-up counts, here and in the curves."""
+    """In all; warm-up counts, here and in the curves."""
     seconds: float
     """Wall clock from the command to its end: start of the services and evaluation are in it."""
     evaluations: list[tuple[int, float]]
@@ -61,7 +62,7 @@ class Result:
         return [score for at, score in self.evaluations if at <= task.within][-1]
 
     def mean_score(self, task: Task) -> float:
-        """Over all checkpoints within the task's bound: how soon it learnt, and how well."""
+        """Over all checkpoints within the task's bound: how soon it learned, and how well."""
         scores = [score for at, score in self.evaluations if at <= task.within]
         return sum(scores) / len(scores)
 
@@ -76,9 +77,8 @@ def write(result: Result, folder: Path) -> None:
     path = place(folder, result.task, result.mode, result.seed)
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in dataclasses.asdict(result).items()]
-    partial = path.with_suffix(".partial")
-    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    partial.replace(path)
+    with replacing(path) as file:
+        file.write(("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def read(path: Path) -> Result | None:

@@ -18,9 +18,9 @@ import yaml
 from benchmarks.learning.results import Result
 from benchmarks.learning.tasks import Mode, Task
 from benchmarks.provenance import ROOT, commit, machine, versions
-from coordinator.evaluate import evaluate
+from coordinator.catalog.checkpoint_lookup import evaluate
 from coordinator.run import Run
-from shared.checkpoint import FINISHED
+from shared.storage.checkpoint_store import FINISHED
 
 _SIGNAL = "rollout/ep_rew_mean"
 _POINTS = 200
@@ -72,12 +72,12 @@ def run(job: Job, runs_dir: Path, *, until_reached: bool = False) -> Result:
 
 
 def _train(job: Job, run_id: str, mode: Mode, runs_dir: Path, data: dict[str, Any]) -> str:
-    """Until the command has ended; answers what it wrote. Whoever interrupts this waits for its end."""
+    """Until the command has ended; returns what it wrote. An interrupt waits for its end."""
     shutil.rmtree(runs_dir / run_id, ignore_errors=True)
     config = runs_dir / f"{run_id}.yaml"
     config.write_text(yaml.safe_dump(data))
     inline = ["--inline"] if mode == "inline" else []
-    command = [sys.executable, "-m", "coordinator.cli", "train", str(config), "--run-id", run_id, *inline]
+    command = [sys.executable, "-m", "coordinator", "train", str(config), "--run-id", run_id, *inline]
     log = config.with_suffix(".log")
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
@@ -115,7 +115,7 @@ def _result(job: Job, run: Run, seconds: float) -> Result:
         reason=str(finished["reason"]).splitlines()[0], env_steps=heatup + int(counters["train"]["env_steps"]),
         seconds=round(seconds, 1),
         evaluations=_evaluations(run, job.task.measure, heatup),
-        training=_training(run.folder.path / "signals" / "train.csv", heatup),
+        training=_training(run.folder.path / "metrics" / "train.csv", heatup),
         config=job.task.settings, config_hash=run.config.hash(),
         machine=machine(), commit=commit(), versions=versions(),
     )  # fmt: skip

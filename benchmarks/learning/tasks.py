@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from shared.config import Config
-from shared.config_sources import parse_config, parse_yaml
-from shared.section import Section
+from shared.config.loading import parse_config, parse_yaml
+from shared.config.run_config import Config
+from shared.config.section import Section
 
 Mode = Literal["inline", "distributed"]
 MODES: tuple[Mode, ...] = ("inline", "distributed")
@@ -40,7 +40,7 @@ class Task(Section):
     measure: Literal["mean_return", "success_rate"] = "mean_return"
     """What of an evaluation counts."""
     within: int = Field(ge=1)
-    """Env steps that the gate has to be reached in; heat-up counts."""
+    """Env steps that the gate has to be reached in; warm-up counts."""
     negative: bool = False
     """A negative control: it must not reach the gate."""
     reference: str
@@ -79,7 +79,7 @@ class Task(Section):
                 "rollout": {"workers": 2},
                 "checkpoint": {"keep_last": 1_000_000},
                 "evaluation": {"episodes": 20, "num_envs": 20},
-                "signals": {"tensorboard": False},
+                "metrics": {"tensorboard": False},
                 "stop_at": {"env_steps": self.within},
             },
             self.config,

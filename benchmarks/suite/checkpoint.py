@@ -26,7 +26,7 @@ _PUT_SECONDS = 2.0
 _EVERY, _UPDATES, _BEGINNING = 3, 60, 6
 _ON_POLICY, _OFF_POLICY = Shape(16, 8), Shape(64, 64)
 _HELD = 262_144
-"""Transitions in a replay memory, all there before anything is measured."""
+"""Transitions in a replay buffer, all there before anything is measured."""
 _NETWORKS = {"64×64": [64, 64], "2 M": [1000, 1000]}
 _STORES = ("never", "fast store", "slow store")
 
@@ -39,13 +39,13 @@ def _cases(quick: bool) -> dict[str, dict[str, Any]]:
         "minibatch_size": 64,
         "gradient_steps_per_env_step": 1 / _OFF_POLICY.transitions,
     }
-    uniform, prioritised = ({"kind": kind, "capacity": held} for kind in ("uniform", "prioritised"))
+    uniform, prioritized = ({"kind": kind, "capacity": held} for kind in ("uniform", "prioritized"))
     cases: dict[str, dict[str, Any]] = {
         "PPO, 64×64": {"algorithm": {"name": "ppo", "minibatch_size": 128, "epochs": 1}},
         "PPO, 2 M": {"algorithm": {"name": "ppo", "minibatch_size": 128, "epochs": 1}},
-        "DQN, replay memory, 64×64": {"algorithm": dqn | {"memory": uniform}, "heatup": f"{held} env_steps"},
-        "DQN, prioritised memory, 64×64": {"algorithm": dqn | {"memory": prioritised}, "heatup": f"{held} env_steps"},
-        "DQN, prioritised memory, 2 M": {"algorithm": dqn | {"memory": prioritised}, "heatup": f"{held} env_steps"},
+        "DQN, replay buffer, 64×64": {"algorithm": dqn | {"replay_buffer": uniform}, "heatup": f"{held} env_steps"},
+        "DQN, prioritized, 64×64": {"algorithm": dqn | {"replay_buffer": prioritized}, "heatup": f"{held} env_steps"},
+        "DQN, prioritized, 2 M": {"algorithm": dqn | {"replay_buffer": prioritized}, "heatup": f"{held} env_steps"},
     }
     return {name: cases[name] for name in list(cases)[3:4]} if quick else cases
 
@@ -55,7 +55,7 @@ def measure(options: Options) -> Result:
     measures: list[Measure] = []
     settings: dict[str, Any] = {
         "checkpoint.every": f"{_EVERY} updates", "updates in a round": _updates(options),
-        "seconds of each PUT of the slow store": _put_seconds(options), "transitions in a replay memory": _HELD,
+        "seconds of each PUT of the slow store": _put_seconds(options), "transitions in a replay buffer": _HELD,
         "fragments": {"PPO": vars(_ON_POLICY), "DQN": vars(_OFF_POLICY)},
     }  # fmt: skip
     with own_services(s3=True) as services, _stations(services, _put_seconds(options)) as (slow, trainers, workers):

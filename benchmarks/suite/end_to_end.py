@@ -25,14 +25,14 @@ from benchmarks.suite.pinning import RAY_NICENESS, Cores, go_on, on_cores, pin, 
 from benchmarks.suite.real_runs import one_ray, real_run, speed, wait_for_first_versions
 from benchmarks.usage import processor_seconds
 from coordinator.run import Run
-from shared.flow import Flow, FlowState
-from shared.heartbeat import Beat, Wait, poll, read_heartbeats
-from shared.role import Role
+from shared.protocol.flow_control import Flow, FlowState
+from shared.protocol.heartbeat import Beat, Wait, poll, read_heartbeats
+from shared.runtime.run_context import RunContext
 
 _AIM = 0.95
 _START_SECONDS = 300.0
 _WORTH_TELLING = 0.005
-_LOOK_SECONDS = 0.005
+_POLL_SECONDS = 0.005
 QUESTION = (
     "Env steps/s of a run end to end, against the slower of acting alone and learning alone on the same cores; where a "
     "policy may not lag, against one after the other, 1/(1/acting + 1/learning). One core is the trainer's, another "
@@ -91,7 +91,7 @@ def measure(options: Options) -> Result:
         "cores": vars(cores), "torch threads": 1, "niceness of all roles": RAY_NICENESS,
         "windows in seconds": vars(windows),
         "learning rate": "1e-12: the same work, but the policy stays, and so do the episodes' lengths",
-        "images": "84×84 frames of benchmarks/suite/moving_square.py, four stacked; each is sent once",
+        "images": "84×84 frames of benchmarks/suite/environments.py, four stacked; each is sent once",
         "cases": {case.name: case.settings for case in wanted},
     }  # fmt: skip
     return Result("end-to-end", QUESTION, measures, settings, remarks=remarks)
@@ -158,7 +158,7 @@ def _acting_alone(case: Case, cores: Cores) -> Iterator[LoneRun]:
 class WholeRun:
     """The real run, with its processes known by their heartbeats."""
 
-    def __init__(self, case: Case, run: Run, role: Role, cores: Cores) -> None:
+    def __init__(self, case: Case, run: Run, role: RunContext, cores: Cores) -> None:
         self._case, self._run, self._role, self._cores = case, run, role, cores
         self._named: dict[str, int] = {}
 
@@ -179,7 +179,7 @@ class WholeRun:
         return list(self._named.values())
 
     def wait_until_steady(self) -> None:
-        """Until its processes are pinned, and what fills up (a replay memory) is full."""
+        """Until its processes are pinned, and what fills up (a replay buffer) is full."""
         flow, config = self._role.flow, self._case.config
         wait_for_first_versions(self._run, flow)
         for beat in read_heartbeats(self._role.redis, self._run.run_id):
@@ -209,7 +209,7 @@ class WholeRun:
         """Trainer and worker; returns once both beat again, since stages go on while their process stands still."""
         before = self._beats()
         go_on(self.pids)
-        poll(Wait("the run to go on", _START_SECONDS), lambda: self._all_later(before), _LOOK_SECONDS)
+        poll(Wait("the run to go on", _START_SECONDS), lambda: self._all_later(before), _POLL_SECONDS)
 
     def _all_later(self, before: dict[str, Beat]) -> bool:
         return all(beat.stamp != before[role].stamp for role, beat in self._beats().items())

@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shared.config import Config
-from shared.config_sources import parse_config
+from shared.config.loading import parse_config
+from shared.config.run_config import Config
 
 _LEARNING_RATE = 1e-12
 _CARTPOLE = {"id": "CartPole-v1", "num_envs": 64}
 _PENDULUM = {"id": "Pendulum-v1", "num_envs": 64}
 _IMAGES = {
-    "id": "benchmarks.suite.moving_square:make",
+    "id": "benchmarks.suite.environments:moving_square",
     "wrappers": [{"path": "gymnasium.wrappers:FrameStackObservation", "kwargs": {"stack_size": 4}}],
     "num_envs": 16,
 }
@@ -39,8 +39,8 @@ class Case:
 
     @property
     def memory(self) -> int:
-        """Transitions of a full replay memory; 0 where there is none."""
-        memory = getattr(self.config.algorithm, "memory", None)
+        """Transitions of a full replay buffer; 0 where there is none."""
+        memory = getattr(self.config.algorithm, "replay_buffer", None)
         return 0 if memory is None else int(memory.capacity)
 
     @property
@@ -69,13 +69,13 @@ def cases() -> list[Case]:
 def _dqn(ratio: float, minibatch_size: int, capacity: int) -> dict[str, Any]:
     return {
         "name": "dqn", "gradient_steps_per_env_step": ratio, "minibatch_size": minibatch_size, "exploration": _GREEDY,
-        "memory": {"kind": "uniform", "capacity": capacity},
+        "replay_buffer": {"kind": "uniform", "capacity": capacity},
     }  # fmt: skip
 
 
 def _sac() -> dict[str, Any]:
     memory = {"kind": "uniform", "capacity": 50_000}
-    return {"name": "sac", "gradient_steps_per_env_step": 1 / 128, "minibatch_size": 128, "memory": memory}
+    return {"name": "sac", "gradient_steps_per_env_step": 1 / 128, "minibatch_size": 128, "replay_buffer": memory}
 
 
 def _case(

@@ -11,24 +11,29 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any
 
 import gymnasium as gym
 
 from benchmarks.kit.options import Options
-from benchmarks.suite.limits_of_acting import cartpole
+from benchmarks.suite.limits_alone import cartpole
 from benchmarks.suite.lone_run import LoneRun
 from benchmarks.suite.pinning import on_cores, two_cores
-from rollout_worker.exploration import Exploration
-from rollout_worker.making import Guarded
-from rollout_worker.worker import Worker
-from shared.launch import RoleLaunch
+from rollout_worker.acting_policies import ActingPolicies
+from rollout_worker.environments.gymnasium_env import GuardedEnvironment
+from rollout_worker.exploration.base import Exploration
+from rollout_worker.worker import StepResult, Worker
+from shared.runtime.failure import RoleEnd
+from shared.runtime.launch import RoleLaunch
+from trainer_node.incarnation import Incarnation
+from trainer_node.trainer import StepResult as TrainerStep
 from trainer_node.trainer import Trainer
 
 FRAMEWORK = "framework"
 ENVIRONMENT, POLICY = "environment: gymnasium's vector step and reset", "policy: forward, draw, log-probabilities"
-GRADIENT = "gradient: loss, backward, clipping, optimiser"
+GRADIENT = "gradient: loss, backward, clipping, optimizer"
 FORWARD = "values before the update"
 ALGORITHM = "the rest of the update: advantages, minibatches, figures"
 GUARD = "guards around the environments (in framework)"
@@ -156,7 +161,7 @@ class ClockedWorker(Worker):
 
     def start(self) -> None:
         super().start()
-        inner: Any = self._sampler
+        inner: Any = self.episodes.sampler
         vector: gym.vector.VectorEnv[Any, Any, Any] = inner._environment._environment._env
         for name in ("step", "reset"):
             setattr(vector, name, self._clock.around(ENVIRONMENT, getattr(vector, name)))
@@ -168,17 +173,25 @@ class ClockedWorker(Worker):
 
         self._stretches = Stretches(self._clock, *self._to, framework)
 
-    def step(self, wait_seconds: float) -> str:
-        word = super().step(wait_seconds)
-        if word == "pushed":
+    def step(self, wait_seconds: float) -> StepResult | RoleEnd:
+        result = super().step(wait_seconds)
+        if result == StepResult.PUSHED:
             self._stretches.passed(self._config.rollout.fragment_steps * self._config.environment.num_envs)
-        return word
+        return result
 
-    def _exploration(self) -> Exploration:
-        made: Any = super()._exploration()
-        for name in ("act", "log_prob"):
-            setattr(made, name, self._clock.around(POLICY, getattr(made, name)))
-        return made  # type: ignore[no-any-return]
+    @cached_property
+    def policies(self) -> ActingPolicies:
+        policies = super().policies
+        explore = policies.exploration
+
+        def clocked() -> Exploration:
+            made: Any = explore()
+            for name in ("act", "log_prob"):
+                setattr(made, name, self._clock.around(POLICY, getattr(made, name)))
+            return made  # type: ignore[no-any-return]
+
+        policies.exploration = clocked  # type: ignore[method-assign]
+        return policies
 
 
 class ClockedTrainer(Trainer):
@@ -186,22 +199,19 @@ class ClockedTrainer(Trainer):
 
     def clock(self, pipe: Connection, seconds: float) -> None:
         """To be called before it runs."""
-        self._clock, self._to = Clock(), (pipe, seconds)
-
-    def start(self) -> None:
-        super().start()
-        (algorithm,) = self._learner.algorithms.values()
+        self._clock = Clock()
+        (algorithm,) = self.learner.algorithms.values()
         parts: Any = algorithm
-        for name in ("loss", "_descend"):
+        for name in ("loss", "_gradient_step"):
             setattr(parts, name, self._clock.around(GRADIENT, getattr(parts, name)))
         for name in ("value", "action_parameters_and_value"):
             setattr(parts.policy, name, self._clock.around(FORWARD, getattr(parts.policy, name)))
         parts.update = self._clock.inner(ALGORITHM, parts.update)
-        self._stretches = Stretches(self._clock, *self._to, lambda sample: 0.0)
+        self._stretches = Stretches(self._clock, pipe, seconds, lambda sample: 0.0)
 
-    def step(self, wait_seconds: float) -> str:
+    def step(self, wait_seconds: float) -> TrainerStep:
         word = super().step(wait_seconds)
-        if word == "updated":
+        if word is TrainerStep.UPDATED:
             self._stretches.passed(self._config.transitions_per_update)
         return word
 
@@ -213,7 +223,7 @@ def _act(launch: RoleLaunch, pipe: Connection, seconds: float) -> None:
 
 
 def _train(launch: RoleLaunch, pipe: Connection, seconds: float) -> None:
-    trainer = ClockedTrainer(launch.open("trainer"), None)
+    trainer = ClockedTrainer.start(Incarnation(launch.open("trainer")))
     trainer.clock(pipe, seconds)
     trainer.run()
 
@@ -236,7 +246,7 @@ class _Still(gym.Env[Any, Any]):
 
 def _seconds_of_guard() -> float:
     """What the guard around one environment takes in one step."""
-    bare, guarded = _Still(), Guarded(_Still(), 0)
+    bare, guarded = _Still(), GuardedEnvironment(_Still(), 0)
     return _each(lambda: guarded.step(0)) - _each(lambda: bare.step(0))
 
 

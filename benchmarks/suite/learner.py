@@ -13,17 +13,16 @@ from torch import nn
 
 from benchmarks.kit.measure import Measure, Result
 from benchmarks.kit.options import Options, in_turns, per_second
-from benchmarks.plain_learners import NatureNetwork, PlainDQN, PlainMemory, PlainPPO, PlainSAC, mlp
-from shared.algorithm_configs.registry import ALGORITHMS
-from shared.config import PolicyConfig
-from shared.fragment import expected_columns
+from benchmarks.suite.plain_learners import NatureNetwork, PlainDQN, PlainMemory, PlainPPO, PlainSAC, mlp
+from shared.config.algorithms.registry import ALGORITHMS
+from shared.config.sections import PolicyConfig
+from shared.experience.counters import Counters
+from shared.experience.fragment import expected_columns
+from shared.experience.spaces import Columns, Leaf, PolicySpaces, SpaceSpec
 from shared.policies.registry import build_policies
-from shared.spaces import Columns, Leaf, PolicySpaces, SpaceSpec
-from shared.steps import Counters
-from trainer_node.algorithms.algorithm import Setting
-from trainer_node.algorithms.compiling import has_compiler
-from trainer_node.algorithms.experience import Experience
-from trainer_node.algorithms.registry import make_algorithm
+from trainer_node.learning.building_blocks.compilation import has_compiler
+from trainer_node.learning.building_blocks.interface import Experience, Setting
+from trainer_node.learning.learner import make_algorithm
 
 _SECONDS, _QUICK_SECONDS = 1.0, 0.01
 _STEPS, _SLOTS = 64, 64
@@ -45,10 +44,10 @@ _FRAMES = PolicySpaces(
 )
 _COMMON = {"max_grad_norm": 0.5, "entropy_coefficient": 0.01, "learning_rate": 3e-4}
 _CLIPPED = _COMMON | {"epochs": 4}
-_REPLAY = {"gradient_steps_per_env_step": _SHARE, "memory": {"kind": "uniform", "capacity": _CAPACITY}}
+_REPLAY = {"gradient_steps_per_env_step": _SHARE, "replay_buffer": {"kind": "uniform", "capacity": _CAPACITY}}
 _FRAMES_REPLAY = {
     "gradient_steps_per_env_step": _IMAGE_SHARE,
-    "memory": {"kind": "uniform", "capacity": _IMAGE_CAPACITY},
+    "replay_buffer": {"kind": "uniform", "capacity": _IMAGE_CAPACITY},
 }
 
 _OURS: dict[str, tuple[PolicySpaces, tuple[int, ...], dict[str, Any]]] = {
@@ -112,7 +111,7 @@ def measure(options: Options) -> Result:
             "How many gradient steps a second does each algorithm make, alone in a process with one PyTorch thread, "
             "from experience that is there already? Everything of an update counts: taking columns over, values, "
             "advantages, memory, drawing minibatches, forward, loss, backward, clipping, Adam, target networks and "
-            "figures. The yardstick is benchmarks/plain_learners.py: the same by hand, with PyTorch's own Adam."
+            "figures. The yardstick is benchmarks/suite/plain_learners.py: the same by hand, with PyTorch's own Adam."
         ),
         measures=[_measure(name, values, samples) for name, values in samples.items()],
         settings={
@@ -175,7 +174,7 @@ def _ours(name: str, *, compile: bool = False) -> Callable[[], int]:
     """What makes one update and answers its gradient steps."""
     spaces, hidden, fields = _OURS[name]
     config = ALGORITHMS[fields["name"]].model_validate(fields)
-    remembers = "memory" in fields
+    remembers = "replay_buffer" in fields
     activation = "relu" if remembers else "tanh"
     network = PolicyConfig.model_validate({"hidden_sizes": hidden, "activation": activation})
     policy = build_policies({"default": spaces}, {"default": network}, config, seed=1)["default"]

@@ -19,18 +19,18 @@ import torch
 
 from benchmarks.suite.end_to_end_cases import Case
 from benchmarks.suite.pinning import begin_on
-from coordinator.preparation import check
-from rollout_worker.environments import make_vector
-from rollout_worker.exploring import make_exploration
-from rollout_worker.sampler import Sampler
-from rollout_worker.trail import Life
-from shared import fragment
-from shared.config import Config
-from shared.config_sources import parse_config
-from shared.fragment import Fragment, FragmentHeader
+from coordinator.lifecycle.validation import check
+from rollout_worker.acting_policies import make_exploration
+from rollout_worker.environments.factory import make_vector
+from rollout_worker.environments.seeding import SeedLineage
+from rollout_worker.sampling.sampler import Sampler
+from shared.config.loading import parse_config
+from shared.config.run_config import Config
+from shared.experience import fragment
+from shared.experience.counters import Phase, PhaseCounters
+from shared.experience.fragment import Fragment, FragmentHeader
 from shared.policies.registry import build_policies
-from shared.steps import Phase, PhaseCounters
-from trainer_node.learner import make_learner, set_up_torch
+from trainer_node.learning.learner import make_learner, set_up_torch
 
 _READY_SECONDS = 300.0
 _UPDATES = 4
@@ -61,12 +61,12 @@ class LearningAlone:
             process.join()
 
     def wait_until_ready(self) -> None:
-        """Until fragments are recorded, a replay memory is full, and the first updates are over."""
+        """Until fragments are recorded, a replay buffer is full, and the first updates are over."""
         assert self._pipe.poll(_READY_SECONDS), f"the learner was not ready within {_READY_SECONDS:g} s"
         self._pipe.recv()
 
     def speed(self, seconds: float) -> float:
-        """Env steps/s learnt, over updates that take at least so long."""
+        """Env steps/s learned, over updates that take at least so long."""
         self._pipe.send(seconds)
         return float(self._pipe.recv())
 
@@ -114,7 +114,7 @@ def recorded(config: Config, count: int) -> list[Fragment]:
     description, rollout = check(config), config.rollout
     algorithm = config.algorithm.resolved()
     policies = build_policies(description.policies, config.policies, algorithm, config.seed)
-    sampler = Sampler(make_vector(config.environment, description), description, Life(config.seed, 0, 0, 0))
+    sampler = Sampler(make_vector(config.environment, description), description, SeedLineage(config.seed, 0, 0, 0))
     exploration = make_exploration(algorithm.acting, PhaseCounters().train)
     found = []
     for seq in range(count):

@@ -13,9 +13,8 @@ import torch
 
 from benchmarks.kit.measure import Measure, Result
 from benchmarks.kit.options import Options, in_turns, per_second
-from benchmarks.suite import limits_of_acting, limits_of_learning, limits_of_transport
 from benchmarks.suite.framework_cost import TRAINER_PARTS, WORKER_PARTS, FrameworkCost
-from benchmarks.suite.limits_of_acting import Work, cartpole
+from benchmarks.suite.limits_alone import Work, acting, cartpole, learning, transport
 
 _SECONDS = 0.6
 _QUICK_SECONDS = 0.02
@@ -33,9 +32,9 @@ def measure(options: Options) -> Result:
     try:
         with ExitStack() as running:
             work: list[Work] = [
-                *limits_of_acting.works(),
-                *limits_of_learning.works(options.quick),
-                *running.enter_context(limits_of_transport.works()),
+                *acting(),
+                *learning(options.quick),
+                *running.enter_context(transport()),
             ]
             wanted = {each.what: each for each in work if options.wants(each.what)}
             samples = in_turns(options, {what: partial(_speed, each, seconds) for what, each in wanted.items()})

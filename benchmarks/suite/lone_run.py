@@ -15,19 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kit.own_run import own_services
-from benchmarks.scale import ConsumingTrainer
+from benchmarks.rehearsal.rehearsal import ConsumingTrainer
 from benchmarks.suite.pinning import begin_on
 from rollout_worker.worker import Worker
-from shared.config import Config
-from shared.launch import LOGS, RoleLaunch
-from shared.role import Role, open_role
+from shared.config.run_config import Config
+from shared.runtime.launch import LOGS, RoleLaunch
+from shared.runtime.run_context import RunContext, open_run_context
+from trainer_node.incarnation import Incarnation
+from trainer_node.process import run_trainer
 
 
 @dataclass
 class LoneRun:
     """Services, a new run in them, and the processes that were started for it."""
 
-    role: Role
+    role: RunContext
     launch: RoleLaunch
     processes: list[BaseProcess] = field(default_factory=list)
 
@@ -37,7 +39,7 @@ class LoneRun:
         """Everything that was started is ended again, in any case."""
         with ExitStack() as running:
             launch = running.enter_context(own_services(s3=True)).new_run(config)
-            role = open_role(config, launch.address, "coordinator")
+            role = open_run_context(config, launch.address, "coordinator")
             running.callback(role.redis.close)
             made = cls(role, launch)
             running.callback(made._end)
@@ -84,4 +86,4 @@ def act(launch: RoleLaunch) -> None:
 
 def consume(launch: RoleLaunch) -> None:
     """The process of a trainer that takes fragments in and publishes, but learns nothing."""
-    ConsumingTrainer(launch.open("trainer"), None).run()
+    run_trainer(Incarnation(launch.open("trainer")), ConsumingTrainer)

@@ -1,4 +1,4 @@
-"""What memory things take: a replay memory of a million Atari frames, small transitions, each process of a real run."""
+"""What memory things take: a replay buffer of a million Atari frames, small transitions, each process of a real run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from benchmarks.kit.measure import Measure, Result
 from benchmarks.kit.options import Options, in_turns, median_seconds
 from benchmarks.suite.memory_filling import SIDE, SOURCES, STACK, fill, fragments, spaces_of
 from benchmarks.suite.resident import RUNS, sizes_of
-from trainer_node.memories.replay import ReplayMemory
+from trainer_node.learning.replay_buffers.uniform import ReplayBuffer
 
 _STEPS, _SLOTS = 128, 8
 """Of a fragment of examples/breakout.yaml."""
-_IMAGES = "1 M Atari transitions in DQN's replay memory"
+_IMAGES = "1 M Atari transitions in DQN's replay buffer"
 _RAW = "their frames alone"
 _SMALL = {
     "uniform": ("vector", 29),
-    "prioritised": ("vector", 29),
+    "prioritized": ("vector", 29),
     "balanced": ("vector", 29),
     "hindsight": ("goals", 37),
 }
@@ -51,7 +51,7 @@ def measure(options: Options) -> Result:
         measures += _processes(options, run)
     return Result(
         "memory",
-        "What a replay memory of Atari-like stacked frames takes beside the frames themselves, what one of small "
+        "What a replay buffer of Atari-like stacked frames takes beside the frames themselves, what one of small "
         "observations takes for each transition, and how large the processes of a run are (resident, MB).",
         measures,
         settings={
@@ -97,7 +97,7 @@ def _draws(options: Options) -> list[Measure]:
         return []
     places, times = (2, 3) if options.quick else (20, 30)
     spaces = spaces_of("images")
-    memory = ReplayMemory(spaces, _STEPS, _SLOTS, places * _STEPS * _SLOTS)
+    memory = ReplayBuffer(spaces, _STEPS, _SLOTS, places * _STEPS * _SLOTS)
     fill(memory, fragments(spaces, _STEPS, _SLOTS), places)
     whole = np.concatenate([memory.ring.observations(rows)["obs"] for rows in np.split(np.arange(len(memory)), places)])
     random = np.random.default_rng(0)

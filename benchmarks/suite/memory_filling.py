@@ -1,4 +1,4 @@
-"""Fills one replay memory in a process of its own, and prints what it takes.
+"""Fills one replay buffer in a process of its own, and prints what it takes.
 
 Resident bytes are the process's own: what it has after the memory was filled, less what it had with one fragment made.
 """
@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 from pydantic import TypeAdapter
 
-from shared.fragment import expected_columns
-from shared.memory_config import MemoryConfig
-from shared.spaces import Array, Columns, Leaf, PolicySpaces, SpaceSpec
-from trainer_node.memories.make import make_memory
-from trainer_node.memories.replay import ReplayMemory
+from shared.config.algorithms.off_policy import ReplayBufferConfig
+from shared.experience.fragment import expected_columns
+from shared.experience.spaces import Array, Columns, Leaf, PolicySpaces, SpaceSpec
+from trainer_node.learning.algorithms.off_policy import make_replay_buffer
+from trainer_node.learning.replay_buffers.uniform import ReplayBuffer
 
 STACK, SIDE = 4, 84
 SOURCES = 2
@@ -94,7 +94,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def fill(memory: ReplayMemory, source: Iterator[tuple[str, Columns]], fragments: int) -> float:
+def fill(memory: ReplayBuffer, source: Iterator[tuple[str, Columns]], fragments: int) -> float:
     """Puts in so many fragments; answers the processor seconds that the memory took for it."""
     used = 0.0
     for _ in range(fragments):
@@ -113,12 +113,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--slots", type=int, required=True)
     given = parser.parse_args()
-    config: MemoryConfig = TypeAdapter(MemoryConfig).validate_python(json.loads(given.config))
+    config: ReplayBufferConfig = TypeAdapter(ReplayBufferConfig).validate_python(json.loads(given.config))
     spaces = spaces_of(given.spaces)
     made = fragments(spaces, given.steps, given.slots)
     next(made), next(made)
     before = resident_bytes()
-    memory = make_memory(config, spaces, given.steps, given.slots)
+    memory = make_replay_buffer(config, spaces, given.steps, given.slots)
     put = int(memory.fragments * _ROUND_AGAIN) + 1
     used = fill(memory, made, put)
     after = resident_bytes()

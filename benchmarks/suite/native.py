@@ -1,6 +1,6 @@
 """`native`: how fast the whole path is where environments cost next to nothing, on two cores.
 
-Gymnasium's own vectorised CartPole, a rollout worker that acts thousands of its copies at once, Redis, and a trainer
+Gymnasium's own vectorized CartPole, a rollout worker that acts thousands of its copies at once, Redis, and a trainer
 that takes one gradient step for each batch: each in a process of its own. Beside it, each part alone on one core.
 """
 
@@ -17,20 +17,20 @@ import torch
 
 from benchmarks.kit.measure import Measure, Result
 from benchmarks.kit.options import Options, in_turns, per_second
-from benchmarks.roles import Measured, running, train, work
 from benchmarks.suite.pinning import first_cores, on_cores
-from coordinator.preparation import check
-from rollout_worker.environments import make_vector
-from rollout_worker.exploration import Sampling
-from rollout_worker.sampler import Sampler
-from rollout_worker.trail import Life
-from shared import fragment
-from shared.config import Config
-from shared.config_sources import parse_config
-from shared.fragment import Fragment, FragmentHeader
+from benchmarks.suite.roles import Measured, running, train, work
+from coordinator.lifecycle.validation import check
+from rollout_worker.environments.factory import make_vector
+from rollout_worker.environments.seeding import SeedLineage
+from rollout_worker.exploration.base import Sampling
+from rollout_worker.sampling.sampler import Sampler
+from shared.config.loading import parse_config
+from shared.config.run_config import Config
+from shared.experience import fragment
+from shared.experience.counters import Phase
+from shared.experience.fragment import Fragment, FragmentHeader
 from shared.policies.registry import build_policies
-from shared.steps import Phase
-from trainer_node.learner import make_learner, set_up_torch
+from trainer_node.learning.learner import make_learner, set_up_torch
 
 AIM = 500_000
 _CORES = 2
@@ -68,7 +68,7 @@ def asked(network: str, sizes: Sizes) -> dict[str, Any]:
         "algorithm": {"name": "impala"},
         "checkpoint": {"every": "1000 updates"},
         "evaluation": {"episodes": 1},
-        "signals": {"csv": False, "tensorboard": False},
+        "metrics": {"csv": False, "tensorboard": False},
         "stop_at": {"updates": 10**9},
     }  # fmt: skip
 
@@ -87,8 +87,8 @@ class Alone:
         algorithm = self._config.algorithm.resolved()
         self._policies = build_policies(self._description.policies, self._config.policies, algorithm, seed=0)
         vector = make_vector(self._config.environment, self._description)
-        self._sampler = Sampler(vector, self._description, Life(0, 0, 0, 0))
-        self._learner = make_learner(self._config, self._description)
+        self._sampler = Sampler(vector, self._description, SeedLineage(0, 0, 0, 0))
+        self.learner = make_learner(self._config, self._description)
         self._bytes = self.act()
 
     @property
@@ -107,12 +107,12 @@ class Alone:
         return fragment.encode(Fragment(header, sample.columns))
 
     def learn(self) -> None:
-        """One fragment, decoded, checked and learnt from."""
+        """One fragment, decoded, checked and learned from."""
         item = fragment.decode(self._bytes)
         fragment.check(item, _RUN, self._description)
         item = replace(item, position="1-0")
-        self._learner.emulate_acting([item], Phase.TRAIN)
-        self._learner.learn([item], Phase.TRAIN)
+        self.learner.emulate_acting([item], Phase.TRAIN)
+        self.learner.learn([item], Phase.TRAIN)
 
     def environments(self) -> float:
         """Steps a second, of random actions that are there already."""
@@ -171,8 +171,8 @@ def measure(options: Options) -> Result:
     ]
     return Result(
         "native",
-        "How many env steps a second are acted, carried and learnt from on two cores, where the environment is "
-        "vectorised itself (environment.vectorization=native) and the algorithm is light? Counted at the trainer, in "
+        "How many env steps a second are acted, carried and learned from on two cores, where the environment is "
+        "vectorized itself (environment.vectorization=native) and the algorithm is light? Counted at the trainer, in "
         "published policy versions; steps in which an environment only starts again do not count.",
         [*rates, *_costs(names[_LIGHT], found[names[_LIGHT]][-options.repeats :])],
         settings={
@@ -187,7 +187,7 @@ def measure(options: Options) -> Result:
             "Redis, the worker and the trainer share the two cores; the processor times say what each took of them.",
             "IMPALA takes one gradient step for each batch; with its correction for a policy lag of one version, the "
             "worker acts the next fragment while the trainer learns from this one.",
-            "Parts alone have nobody beside them: two of them at once slow each other down where cores share caches.",
+            "Parts alone have the machine to themselves: at once they slow each other down where cores share caches.",
         ],
     )  # fmt: skip
 

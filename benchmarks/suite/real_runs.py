@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 from benchmarks.provenance import ROOT
 from coordinator.run import Run
-from shared.config import Config
-from shared.flow import Flow, FlowState
-from shared.heartbeat import Wait, poll
-from shared.role import Role, open_role
+from shared.config.run_config import Config
+from shared.protocol.flow_control import Flow, FlowState
+from shared.protocol.heartbeat import Wait, poll
+from shared.runtime.run_context import RunContext, open_run_context
 
 _START_SECONDS = 300.0
 _EDGE_SECONDS = 0.005
@@ -20,13 +20,13 @@ _EDGE_SECONDS = 0.005
 
 
 @contextmanager
-def real_run(config: Config) -> Iterator[tuple[Run, Role]]:
+def real_run(config: Config) -> Iterator[tuple[Run, RunContext]]:
     """Started, with what looks into it; ended in any case."""
     run = Run.start(config, "measured", import_path=(str(ROOT),))
     try:
         address = run.folder.live_address()
         assert address is not None, "it was started a moment ago"
-        role = open_role(run.config, address, "coordinator")
+        role = open_run_context(run.config, address, "coordinator")
         try:
             yield run, role
         finally:

@@ -1,6 +1,6 @@
 """How long a run takes to be back after `kill -9` of its trainer or of a worker.
 
-The clock runs from the kill until the work goes on: for the trainer until a version that was not there before is
+The clock runs from the kill until the work continues: for the trainer until a version that was not there before is
 published, for a worker until its successor has pushed a fragment. So all is in it: that Ray notices, a new process, its
 imports, the connections, the newest checkpoint and the log behind it.
 """
@@ -19,9 +19,9 @@ from typing import Any
 from benchmarks.kit.measure import Measure, Result
 from benchmarks.kit.options import Options
 from coordinator.run import Run
-from shared.config_sources import parse_config
+from shared.config.loading import parse_config
 
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _PAUSE_SECONDS = 2.0
 """Between two kills, so that each finds a run at work."""
 _KILLS = 4
@@ -32,7 +32,7 @@ _BACK_SECONDS = 120.0
 
 
 def measure(options: Options) -> Result:
-    """One run, all of whose kills it survives; the books are looked at when it has ended."""
+    """One run, all of whose kills it survives; the accounting is checked when it has ended."""
     kills = 1 if options.quick else _KILLS
     found: dict[str, list[list[float]]] = {role: [] for role in _AIMS if options.wants(role)}
     with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
@@ -53,7 +53,7 @@ def measure(options: Options) -> Result:
         for role, rounds in found.items()
         for all_ in [[seconds for kills_ in rounds for seconds in kills_]]
     ]
-    remarks.append(f"the books {'balance' if balances else 'DO NOT BALANCE'} after all kills")
+    remarks.append(f"the ledger {'balances' if balances else 'DOES NOT BALANCE'} after all kills")
     sections = {name: section for name, section in _sections(Path()).items() if name != "runs_dir"}
     settings = sections | {"kills of each kind in a repeat": kills, "pause (s)": _PAUSE_SECONDS}
     return Result("recovery", __doc__ or "", measures, settings, remarks=remarks)
@@ -84,7 +84,7 @@ def _killed(run: Run, role: str) -> float:
     os.kill(pid, signal.SIGKILL)
     version, fragments = run.status().version, _pushed(run, role)
     if role == "trainer":
-        return _until(lambda: run.status(books=False).version > version)
+        return _until(lambda: run.status(accounting=False).version > version)
     return _until(lambda: _pushed(run, role) > fragments)
 
 
@@ -92,7 +92,7 @@ def _until(done: Callable[[], bool]) -> float:
     """Looks often, but not so often that it takes the processor away; answers the seconds."""
     started = time.monotonic()
     while not done():
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
         if time.monotonic() - started > _BACK_SECONDS:
             raise RuntimeError(f"the run does not go on within {_BACK_SECONDS:g} s")
     return time.monotonic() - started

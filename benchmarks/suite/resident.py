@@ -80,7 +80,7 @@ def _attached(folder: Path, process: subprocess.Popen[bytes]) -> Run:
 def _look(handle: Run) -> tuple[int, dict[int, str]]:
     """The policy version, and process id → role of all that beat; −1 and none before there is something to see."""
     try:
-        status = handle.status(books=False)
+        status = handle.status(accounting=False)
     except (StagecoachError, OSError):
         return -1, {}
     return status.version, {beat.pid: beat.role for beat in status.roles if beat.alive}

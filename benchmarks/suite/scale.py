@@ -1,8 +1,8 @@
 """`scale`: what happens to env steps a second as workers, observations and networks grow, against arithmetic.
 
 Real trainer, real Redis. Workers are real ones for observations and networks; for numbers of workers they are simulated
-(benchmarks/crowd.py: everything but the acting, which is a pause). Each point is a run of its own, measured once.
-(`python -m benchmarks.scale` is another thing: a rehearsal in which workers come, go and die.)
+(benchmarks/rehearsal/crowd.py: everything but the acting, which is a pause). Each point is a run of its own.
+(`python -m benchmarks.rehearsal` is another thing: a rehearsal in which workers come, go and die.)
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from benchmarks.crowd import simulate
 from benchmarks.kit.measure import Curve, Measure, Result
 from benchmarks.kit.options import Options
-from benchmarks.roles import Measured, Part, running, train, work
+from benchmarks.rehearsal.crowd import simulate
 from benchmarks.suite.pinning import first_cores, on_cores
-from shared.config_sources import parse_config
+from benchmarks.suite.roles import Measured, Part, running, train, work
+from shared.config.loading import parse_config
 
 _CORES = 2
 _FLOAT = 4
@@ -72,7 +72,7 @@ class Family:
         ]
 
     def limits(self) -> dict[str, Any]:
-        """Size → what was found there, for whoever wants to know why."""
+        """Size → what was found there, the reasons behind the figures."""
         return {self._what(point): self._found(point) for point in self.points}
 
     def _what(self, point: Point) -> str:
@@ -128,7 +128,7 @@ def config_of(environment: dict[str, Any], rollout: dict[str, Any], policy: dict
         "algorithm": {"name": "impala"},
         "checkpoint": {"every": "1000000 updates", "keep_last": 1},
         "evaluation": {"episodes": 1},
-        "signals": {"csv": False, "tensorboard": False},
+        "metrics": {"csv": False, "tensorboard": False},
         "stop_at": {"updates": 10**9},
     }
 
@@ -144,7 +144,8 @@ def observation_config(size: int) -> dict[str, Any]:
     rows = max(4, min(4096, _FRAGMENT_BYTES // (_FLOAT * size)))
     copies = min(64, rows // 4)
     environment = {
-        "id": "benchmarks.wide:wide", "kwargs": {"size": size}, "vectorization": "native", "num_envs": copies
+        "id": "benchmarks.suite.environments:wide", "kwargs": {"size": size}, "vectorization": "native",
+        "num_envs": copies,
     }  # fmt: skip
     rollout = {"workers": 1, "fragment_steps": rows // copies, "fragments_per_update": 1, "max_policy_lag": 1}
     return config_of(environment, rollout, {"hidden_sizes": [1]})
@@ -182,7 +183,7 @@ def measure(options: Options) -> Result:
         found = [family(options, sizes) for name, family in families.items() if options.wants(name)]
     return Result(
         "scale",
-        "How many env steps a second are learnt from as workers, observations and networks grow, and what sets the "
+        "How many env steps a second are learned from as workers, observations and networks grow, and what sets the "
         "limit? Each point is a run of its own, measured once, and arithmetic is from the processor times of some.",
         [line for family in found for line in family.measures()],
         settings={

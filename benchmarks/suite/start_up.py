@@ -16,12 +16,12 @@ import redis
 from benchmarks.kit.measure import Measure, Result
 from benchmarks.kit.options import Options
 from benchmarks.suite.resident import RUNS, started
-from coordinator.run_folder import RunFolder
-from shared.connection import connect_redis
+from coordinator.catalog.run_folder import RunFolder
 from shared.errors import StagecoachError
-from shared.flow import Flow
-from shared.launch import LOGS
-from shared.redis_keys import RunKeys
+from shared.protocol.flow_control import Flow
+from shared.protocol.keys import RunKeys
+from shared.protocol.redis_client import connect_redis
+from shared.runtime.launch import LOGS
 
 _FIRST_UPDATE = "first update"
 _AIM_SECONDS = 8.0

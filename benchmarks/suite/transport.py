@@ -23,7 +23,7 @@ from benchmarks.transport import raw_redis
 from benchmarks.transport.made_fragments import Shape, made_columns
 from benchmarks.transport.others import running
 from benchmarks.transport.product_path import TRIM_EACH, PushingWorker, TakingTrainer
-from shared.spaces import Columns
+from shared.experience.spaces import Columns
 
 _WORKERS = (1, 2)
 _AIM = 0.8
@@ -169,7 +169,7 @@ def measure(options: Options) -> Result:
         "raw pipeline": {size.name: raw_redis.batch(made.bytes[size.name]) for size in sizes},
         "redis": "appendonly yes, appendfsync everysec, on loopback, as `stagecoach train` starts it; its file is "
         "rewritten between samples, never during one",
-        "trail": "none (what a successor needs to take up episodes travels beside a fragment)",
+        "action_trace": "none (what a successor needs to take up episodes travels beside a fragment)",
     }
     return Result("transport", __doc__ or "", measures + beside, settings, remarks=remarks)
 

@@ -17,8 +17,8 @@ from typing import Any
 from benchmarks.kit.measure import Measure, Result
 from benchmarks.kit.options import Options, in_turns
 from benchmarks.suite.real_runs import one_ray, real_run, speed, wait_for_first_versions
-from shared.config import Config
-from shared.config_sources import parse_config
+from shared.config.loading import parse_config
+from shared.config.run_config import Config
 
 _WINDOW_SECONDS = 4.0
 _TRANSITIONS = 2048
@@ -33,9 +33,9 @@ QUESTION = (
 )
 _KINDS: dict[str, dict[str, Any]] = {
     "fast": {"id": "CartPole-v1"},
-    "slow": {"id": "benchmarks.suite.slow_environment:make", "kwargs": {"seconds": _SLOW_SECONDS}},
+    "slow": {"id": "benchmarks.suite.environments:slow", "kwargs": {"seconds": _SLOW_SECONDS}},
     "images": {
-        "id": "benchmarks.suite.moving_square:make",
+        "id": "benchmarks.suite.environments:moving_square",
         "wrappers": [{"path": "gymnasium.wrappers:FrameStackObservation", "kwargs": {"stack_size": 4}}],
     },
 }
@@ -108,7 +108,7 @@ def measure(options: Options) -> Result:
     remarks = (
         f"slow: an environment that sleeps {_SLOW_SECONDS * 1000:g} ms in each step, as one that waits for a simulator "
         "or a network does: many of them share a core. One that computes needs a core of its own.",
-        "images: 84×84 frames of benchmarks/suite/moving_square.py, four stacked, sent once.",
+        "images: 84×84 frames of benchmarks/suite/environments.py, four stacked, sent once.",
     )
     return Result("tuning", QUESTION, measures, settings, remarks=remarks)
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shared import fragment
-from shared.spaces import Columns, EnvironmentDescription
-from shared.steps import Phase
+from shared.experience import fragment
+from shared.experience.counters import Phase
+from shared.experience.spaces import Columns, EnvironmentDescription
 
 POLICY = "default"
 

@@ -9,17 +9,18 @@ import time
 from dataclasses import replace
 
 from benchmarks.transport.made_fragments import Shape, made_columns, made_fragment
-from shared import fragment
-from shared.experience_log import START, ExperienceLog, LogEntry
-from shared.flow import Claim
-from shared.launch import RoleLaunch
-from shared.ledger import Ledger
-from shared.policies.codec import VersionHeader, encode_board, state_arrays
+from shared.experience import fragment
+from shared.experience.counters import Phase, PhaseCounters
+from shared.experience.log_entry import START, LogEntry
 from shared.policies.registry import build_policies
-from shared.policy_board import PolicyBoard
-from shared.role import Role
-from shared.steps import Phase, PhaseCounters
-from trainer_node.intake import Intake, RedisSettlement
+from shared.policies.serialization import VersionHeader, encode_board, state_arrays
+from shared.protocol.experience_log import ExperienceLog
+from shared.protocol.flow_control import Claim
+from shared.protocol.ledger import Ledger
+from shared.protocol.policy_board import PolicyBoard
+from shared.runtime.launch import RoleLaunch
+from shared.runtime.run_context import RunContext
+from trainer_node.log_consumer import LogConsumer, RedisAccounting
 
 TRIM_EACH = 10
 """Versions between two trims, as between two checkpoints of the default config."""
@@ -54,7 +55,7 @@ class PushingWorker:
             )  # fmt: skip
             if word != "pushed":
                 raise RuntimeError(f"a push was answered with {word!r}")
-            ahead = then.answer
+            ahead = then.reply
         return began
 
     def leave(self) -> None:
@@ -66,7 +67,7 @@ class PushingWorker:
         claim = ahead or self._role.flow.claim(self._worker, self._incarnation, seq)
         while not claim.granted:
             if not claim.waiting:
-                raise RuntimeError(f"a claim was answered with {claim.word!r}")
+                raise RuntimeError(f"a claim was answered with {claim.reply!r}")
             self._role.flow.wait_for_wakeup(claim, 1.0)
             claim = self._role.flow.claim(self._worker, self._incarnation, seq)
         return claim
@@ -91,7 +92,7 @@ class TakingTrainer:
     def take(self, count: int, decode: bool) -> float:
         """So many fragments; answers when the last was here.
 
-        Without `decode` they stay bytes; with it, they go through the trainer's intake: decoded, checked, booked.
+        Without `decode` they stay bytes; with it, they go through the trainer's log consumer: decoded, checked, booked.
         """
         return self._decoded(count) if decode else self._as_bytes(count)
 
@@ -114,33 +115,33 @@ class TakingTrainer:
 
     def _decoded(self, count: int) -> float:
         config, each = self._role.config, self._role.config.rollout.fragments_per_update
-        settlement = RedisSettlement(self._role, self._epoch)
-        intake = Intake(self._role.run_id, config, self._role.description(), self._log, settlement)
+        accounting = RedisAccounting(self._role, self._epoch)
+        consumer = LogConsumer(self._role.run_id, config, self._role.description(), self._log.read, accounting)
         taken = 0
         for got in range(1, count + 1):
-            while intake.take(self._publishing.version, Phase.TRAIN, 1.0) is None:
-                self._refuse_drops(intake)
+            while consumer.take(self._publishing.version, Phase.TRAIN, 1.0) is None:
+                self._refuse_drops(consumer)
             taken += 1
             if taken == each or got == count:
-                intake.commit()
-                self._publishing.publish(taken, intake.committed.position, intake.ledger)
+                consumer.commit()
+                self._publishing.publish(taken, consumer.committed.position, consumer.ledger)
                 taken = 0
         ended = time.monotonic()
-        self._refuse_drops(intake)
+        self._refuse_drops(consumer)
         return ended
 
     @staticmethod
-    def _refuse_drops(intake: Intake) -> None:
+    def _refuse_drops(consumer: LogConsumer) -> None:
         """A worker that the kernel held back for longer than the policy lag allows; the sample would be of less."""
-        dropped = {worker: account.dropped for worker, account in intake.ledger.accounts.items() if account.dropped}
+        dropped = {worker: account.dropped for worker, account in consumer.ledger.accounts.items() if account.dropped}
         if dropped:
-            raise RuntimeError(f"the intake dropped fragments: {dropped}")
+            raise RuntimeError(f"the consumer dropped fragments: {dropped}")
 
 
 class _Publishing:
     """Versions of a small policy, and the trims that a checkpoint allows."""
 
-    def __init__(self, role: Role, epoch: int) -> None:
+    def __init__(self, role: RunContext, epoch: int) -> None:
         description = role.description()
         policies = build_policies(description.policies, role.config.policies, role.config.algorithm.resolved(), seed=0)
         states = {policy_id: state_arrays(policy) for policy_id, policy in policies.items()}
@@ -155,7 +156,7 @@ class _Publishing:
         """The next version, behind so many fragments."""
         self.version += 1
         self._board.publish(
-            epoch=self._epoch, version=self.version, consumed=consumed, settled_id=position, ledger=ledger,
+            epoch=self._epoch, version=self.version, consumed=consumed, committed_id=position, ledger=ledger,
             header=replace(self._header, version=self.version), blob=self._blob,
         )  # fmt: skip
         if self.version and self.version % TRIM_EACH == 0:

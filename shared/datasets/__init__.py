@@ -1,1 +1,1 @@
-"""Recorded experience from files, in one form: a module for each format, and `reading.read_dataset` for all of them."""
+"""Recorded experience from files and archives, in one form."""

@@ -1,21 +1,26 @@
 """A recording: all transitions of a dataset as columns, and fragments' columns cut from it.
 
-Episodes lie end to end. Observations have one row more per episode than there are steps (the one after the last step),
-so the observation after step m of episode e is the row after that of step m: m + e + 1.
+Episodes lie end to end. Observations have one row more per episode than steps (the one after the last step), so the
+observation after step m of episode e is the row after that of step m: m + e + 1.
 """
 
-from __future__ import annotations
-
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
+from shared.config.sections import RecordedConfig
 from shared.errors import DatasetError
-from shared.fragment import EpisodeRecord
-from shared.spaces import Array, Columns, PolicySpaces
+from shared.experience.fragment import EpisodeRecord
+from shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
+
+Way = tuple[str | int, ...]
+"""The way to a leaf of a space: keys of dicts, indices of tuples."""
+Find = Callable[[Leaf, Way], tuple[str, Array]]
+"""Leaf and the way to it → the name in the file, and the values."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,6 @@ class Episode:
 
 
 class Recording:
-    """The episodes of a dataset, in its order."""
-
     def __init__(self, spaces: PolicySpaces, episodes: Sequence[Episode], where: str) -> None:
         """Raises `DatasetError` where there is no step."""
         kept = [episode for episode in episodes if len(episode)]
@@ -52,27 +55,24 @@ class Recording:
             raise DatasetError(f"{where} holds no transition; expected at least one")
         self.spaces = spaces
         self.where = where
-        """Where it was read, for messages."""
         self.columns = {
-            **_end_to_end(spaces.observation.column_names("obs"), [episode.observations for episode in kept]),
-            **_end_to_end(spaces.action.column_names("action"), [episode.actions for episode in kept]),
+            **_end_to_end([episode.observations for episode in kept]),
+            **_end_to_end([episode.actions for episode in kept]),
             "reward": np.concatenate([episode.reward for episode in kept]),
             "log_prob": np.concatenate([episode.log_prob for episode in kept]),
         }
         lengths = np.array([len(episode) for episode in kept])
-        self._starts = np.cumsum(lengths) - lengths
-        self._ends = np.cumsum(lengths) - 1
+        self._starts, self._ends = np.cumsum(lengths) - lengths, np.cumsum(lengths) - 1
         self._terminated = np.array([episode.terminated for episode in kept])
         self._last_known = np.array([episode.last_known for episode in kept])
         self.records = tuple(episode.record for episode in kept)
 
     def __len__(self) -> int:
-        """Steps."""
         return len(self.columns["reward"])
 
     @cached_property
     def sha256(self) -> str:
-        """Of all that is learnt from (64 hex digits): the same for the same transitions in any format."""
+        """Hash of all that is learned from (64 hex digits): the same for the same transitions in any format."""
         found = hashlib.sha256()
         arrays = self.columns | {"ends": self._ends, "terminated": self._terminated, "last_known": self._last_known}
         for name, array in sorted(arrays.items()):
@@ -82,7 +82,6 @@ class Recording:
         return found.hexdigest()
 
     def episodes(self) -> Iterator[Episode]:
-        """Each of them, as views."""
         for number, (start, end) in enumerate(zip(self._starts.tolist(), self._ends.tolist(), strict=True)):
             steps, rows = slice(start, end + 1), slice(start + number, end + number + 2)
             yield Episode(
@@ -96,15 +95,13 @@ class Recording:
             )
 
     def pieces(self, steps: int) -> int:
-        """How many pieces of `steps` steps there are: the last one may be shorter."""
+        """The number of pieces of `steps` steps; the last one may be shorter."""
         return -(-len(self) // steps)
 
     def cut(self, pieces: Sequence[int] | Array, steps: int) -> tuple[Columns, list[EpisodeRecord]]:
-        """Those pieces beside each other, as the columns of a fragment (shared/fragment.py), and what ended in them.
-
-        A piece that is shorter than `steps` is filled up with masked steps. An episode that was cut off ends like a
-        truncated one.
-        """
+        """Pieces side by side as a fragment's columns (shared/experience/fragment.py), and what ended in them. A piece
+        that is shorter than `steps` is filled up with masked steps. An episode that was cut off ends like a truncated
+        one."""
         step = np.arange(steps)[:, None] + np.asarray(pieces, np.int64)[None, :] * steps
         mask = step < len(self)
         step = np.minimum(step, len(self) - 1)
@@ -127,11 +124,155 @@ class Recording:
         known = [self.records[number] for number in episode[ended].tolist()]
         return columns, [record for record in known if record is not None]
 
-    def fragments(self, steps: int) -> Iterator[Columns]:
-        """The whole of it, in order, as fragments with one slot."""
-        for piece in range(self.pieces(steps)):
-            yield self.cut([piece], steps)[0]
+
+def _end_to_end(parts: Sequence[Columns]) -> Columns:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _end_to_end(names: Sequence[str], parts: Sequence[Columns]) -> Columns:
-    return {name: np.concatenate([part[name] for part in parts]) for name in names}
+DatasetReader = Callable[[RecordedConfig, EnvironmentDescription], Recording]
+"""`shared.datasets.read.read_dataset`, handed to learners, since they reach no files or servers themselves."""
+
+
+def _places(spec: SpaceSpec, structure: Any, way: Way = ()) -> Iterator[tuple[Leaf, Way]]:
+    if isinstance(structure, int):
+        yield spec.leaves[structure], way
+        return
+    parts = structure["dict"].items() if "dict" in structure else enumerate(structure["tuple"])
+    for key, below in parts:
+        yield from _places(spec, below, (*way, key))
+
+
+def space_columns(spec: SpaceSpec, prefix: str, find: Find) -> Columns:
+    """A space's columns, of what `find` finds; raises `DatasetError`."""
+    return {
+        leaf.column(prefix): _as_column(*find(leaf, way), leaf, action=prefix == "action")
+        for leaf, way in _places(spec, spec.structure)
+    }
+
+
+def _as_column(name: str, values: Array, leaf: Leaf, *, action: bool) -> Array:
+    """`[M, …]` in the environment's own terms → the leaf's column; choices are counted from 0. Box actions travel as
+    float32. Axes of length 1 may be left out or added. Raises `DatasetError` that begins with `name`."""
+    image = " (an image must not be stored as JPEG: it would not be what was acted on)" if leaf.is_image else ""
+    if values.dtype.kind not in "biuf":
+        raise DatasetError(f"{name} is of type {values.dtype}, expected numbers{image}")
+    _check_finite(values, name)
+    found = values.shape[1:]
+    if [size for size in found if size != 1] != [size for size in leaf.shape if size != 1] or not values.ndim:
+        raise DatasetError(
+            f"{name} has the shape {found} in each row, expected {leaf.shape} as in the run's environment{image}"
+        )
+    values = values.reshape(len(values), *leaf.shape)
+    if leaf.kind == "box":
+        dtype = np.dtype(np.float32) if action else leaf.column_dtype
+        if dtype.kind != "f":
+            _check_whole(values, name, dtype)
+        with np.errstate(over="ignore"):
+            column = values.astype(dtype)
+        _check_finite(column, name)
+        return column
+    _check_whole(values, name, np.dtype(np.int64))
+    start = np.asarray(leaf.start or (0,) * len(leaf.nvec), np.int64).reshape(leaf.shape)
+    chosen = values.astype(np.int64) - start
+    beyond = (chosen < 0) | (chosen >= np.asarray(leaf.nvec).reshape(leaf.shape))
+    if beyond.any():
+        raise DatasetError(
+            f"{name} holds {values[beyond].flat[0]} in row {_row(beyond)}, which is no choice of the run's space; "
+            f"expected {leaf.nvec} choices from {leaf.start or 0}; is it another environment's?"
+        )
+    return chosen
+
+
+def _check_finite(values: Array, name: str) -> None:
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        row = _row(~np.isfinite(values))
+        raise DatasetError(f"{name} holds NaN or infinite values, first in row {row}; leave those episodes out")
+
+
+def _check_whole(values: Array, name: str, dtype: np.dtype[Any]) -> None:
+    low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    odd = (values < low) | (values > high)
+    if values.dtype.kind == "f":
+        odd |= values != np.floor(values)
+    if odd.any():
+        raise DatasetError(
+            f"{name} holds {values[odd].flat[0]} in row {_row(odd)}, expected whole numbers that fit {dtype}, as in "
+            f"the run's environment"
+        )
+
+
+def _row(where: Array) -> int:
+    return int(np.argwhere(where)[0][0])
+
+
+@dataclass(frozen=True)
+class Table:
+    """M transitions in order."""
+
+    obs: Columns
+    action: Columns
+    reward: Array
+    terminated: Array
+    truncated: Array
+    log_prob: Array | None = None
+    """NaN where it is unknown; None where it is unknown everywhere."""
+    next_obs: Columns | None = None
+    """`obs…`: what was observed after each step."""
+    cut_after: Array | None = None
+    """After which rows another episode begins, though the row neither terminated nor truncated."""
+    whole: bool = True
+    """Whether the first row begins an episode."""
+    next_known: Array | None = None
+    """`[M]`, bool: where `next_obs` is valid (it may not be after a step that terminated). None: everywhere."""
+
+
+def episodes_of(table: Table) -> Iterator[Episode]:
+    """The episodes of a table. Without `next_obs` it is not known what was observed after the last step of an episode.
+    Where that step terminated, nothing is bootstrapped from it. Elsewhere the step is left out and the episode is
+    truncated where it was last observed; its return is still that of all its steps."""
+    ends = table.terminated | table.truncated
+    bounds = ends | (False if table.cut_after is None else table.cut_after)
+    bounds[-1:] = True
+    first = 0
+    for last in np.flatnonzero(bounds).tolist():
+        rows = slice(first, last + 1)
+        known = bool(ends[last]) and (table.whole or first > 0)
+        record = EpisodeRecord(float(table.reward[rows].sum(dtype=np.float64)), last + 1 - first) if known else None
+        yield _episode(table, first, last, record)
+        first = last + 1
+
+
+def _episode(table: Table, first: int, last: int, record: EpisodeRecord | None) -> Episode:
+    terminated = bool(table.terminated[last])
+    told = table.next_obs if table.next_known is None or table.next_known[last] else None
+    after = slice(last, last + 1)
+    rows = slice(first, last + 1)
+    if told is None and not terminated:
+        last, after = last - 1, slice(0)
+    steps = slice(first, last + 1)
+    return Episode(
+        {name: np.concatenate([array[rows], (told or table.obs)[name][after]]) for name, array in table.obs.items()},
+        {name: array[steps] for name, array in table.action.items()},
+        table.reward[steps],
+        np.full(last + 1 - first, np.nan, np.float32) if table.log_prob is None else table.log_prob[steps],
+        terminated,
+        record,
+        told is not None or not terminated,
+    )
+
+
+def numbers(values: Array, rows: int, name: str, *, unknown: bool = False) -> Array:
+    """`[M]` float32, NaN only where `unknown` allows for it; raises `DatasetError`."""
+    if values.dtype.kind not in "biuf" or values.size != rows:
+        raise DatasetError(f"{name} is {values.dtype}{values.shape}, expected {rows} numbers, one for each row")
+    with np.errstate(over="ignore"):
+        column = values.reshape(rows).astype(np.float32)
+    _check_finite(np.where(np.isnan(column), 0, column) if unknown else column, name)
+    return column
+
+
+def flags(values: Array, rows: int, name: str) -> Array:
+    """`[M]` bool, from booleans or 0 and 1; raises `DatasetError`."""
+    if values.dtype.kind not in "biuf" or values.size != rows or not np.isin(values, (0, 1)).all():
+        raise DatasetError(f"{name} is {values.dtype}{values.shape}, expected {rows} times true or false (1 or 0)")
+    return values.reshape(rows).astype(np.bool_)

@@ -1,21 +1,20 @@
-"""The actor-critic policy: what a worker acts with and the trainer learns, the same class on both sides."""
-
-from __future__ import annotations
+"""The actor-critic policy, without and with a recurrent core: LSTM (Hochreiter and Schmidhuber 1997) or GRU (Cho et al.
+2014). An LSTM's hidden state is its outputs and cells, side by side."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from shared.config import PolicyConfig
+from shared.config.sections import PolicyConfig
+from shared.experience.spaces import PolicySpaces
 from shared.policies.distributions import ActionDistribution
 from shared.policies.encoders import Encoder, linear, unrounded
 from shared.policies.policy import Policy
-from shared.spaces import PolicySpaces
 
 
 class Heads(Policy):
-    """Action head and value head; a subclass says upon which features."""
+    """Action head and value head, on features of a subclass."""
 
     distribution: ActionDistribution
 
@@ -24,13 +23,10 @@ class Heads(Policy):
         self.distribution = ActionDistribution(spaces.action)
 
     def _make_heads(self, actor_features: int, critic_features: int) -> None:
-        self.head = linear(actor_features, self._head_width(), 0.01)
-        self.value_head = linear(critic_features, 1, 1.0)
         self._gaussians = [leaf.size if leaf.kind == "box" else 0 for leaf in self.spaces.action.leaves]
+        self.head = linear(actor_features, self.distribution.parameters - sum(self._gaussians), 0.01)
+        self.value_head = linear(critic_features, 1, 1.0)
         self.log_std = nn.Parameter(torch.full((sum(self._gaussians),), self.config.log_std_init))
-
-    def _head_width(self) -> int:
-        return self.distribution.parameters - sum(leaf.size for leaf in self.spaces.action.leaves if leaf.kind == "box")
 
     def _value(self, features: Tensor) -> Tensor:
         """`[…, F]` → `[…]`, float32 in whichever precision the networks compute."""
@@ -54,8 +50,6 @@ class Heads(Policy):
 
 
 class ActorCritic(Heads):
-    """Encoder(s) and heads."""
-
     kind = "actor_critic"
 
     def __init__(self, spaces: PolicySpaces, config: PolicyConfig) -> None:
@@ -65,15 +59,94 @@ class ActorCritic(Heads):
         self._make_heads(self.actor.features, self.critic.features)
 
     def action_parameters(self, observations: Mapping[str, Tensor]) -> Tensor:
-        """`[B, P]` for `self.distribution`."""
-        return self._with_deviations(self.actor(observations, self.normaliser))
+        return self._with_deviations(self.actor(observations, self.normalizer))
 
     def value(self, observations: Mapping[str, Tensor]) -> Tensor:
         """`[B]`: the critic's estimate of the discounted return."""
-        return self._value(self.critic(observations, self.normaliser))
+        return self._value(self.critic(observations, self.normalizer))
 
     def action_parameters_and_value(self, observations: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Both, with one pass through a shared encoder."""
-        features = self.actor(observations, self.normaliser)
-        critic = features if self.critic is self.actor else self.critic(observations, self.normaliser)
+        features = self.actor(observations, self.normalizer)
+        critic = features if self.critic is self.actor else self.critic(observations, self.normalizer)
         return self._with_deviations(features), self._value(critic)
+
+
+class RecurrentActorCritic(Heads):
+    kind = "recurrent_actor_critic"
+
+    def __init__(self, spaces: PolicySpaces, config: PolicyConfig) -> None:
+        super().__init__(spaces, config)
+        self.encoder = Encoder(spaces.observation, config)
+        cell = nn.LSTMCell if config.core == "lstm" else nn.GRUCell
+        self.core = cell(self.encoder.features, config.core_size)
+        for name, parameter in self.core.named_parameters():
+            nn.init.zeros_(parameter) if name.startswith("bias") else nn.init.orthogonal_(parameter)
+        self._make_heads(config.core_size, config.core_size)
+
+    def step(self, observations: Mapping[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+        """`[B, P]` for `self.distribution`, and the state after these observations."""
+        state = self._core(self.encoder(observations, self.normalizer), state)
+        return self._with_deviations(self._outputs(state)), state
+
+    def value(self, observations: Mapping[str, Tensor], state: Tensor) -> Tensor:
+        """`[B]`: the critic's estimate of the discounted return, where the state before the observations is this."""
+        state = self._core(self.encoder(observations, self.normalizer), state)
+        return self._value(self._outputs(state))
+
+    def sequence(
+        self, observations: Mapping[str, Tensor], state_in: Tensor, over: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """T steps of S slots at once: parameters `[T, S, P]`, values `[T, S]` and the state after each `[T, S, …]`,
+        from the first `state_in` `[S, …]`. After a step where `over` `[T, S]` the state begins at zero."""
+        steps, slots = over.shape
+        rows = {name: tensor.flatten(0, 1) for name, tensor in observations.items()}
+        features = self.encoder(rows, self.normalizer).reshape(steps, slots, self.encoder.features)
+        state, states = state_in, []
+        for step in range(steps):
+            states.append(self._core(features[step], state))
+            state = states[-1].masked_fill(over[step].unsqueeze(1), 0.0)
+        after = torch.stack(states)
+        outputs = self._outputs(after).flatten(0, 1)
+        params = self._with_deviations(outputs).reshape(steps, slots, self.distribution.parameters)
+        return params, self._value(outputs).reshape(steps, slots), after
+
+    def _core(self, features: Tensor, state: Tensor) -> Tensor:
+        if isinstance(self.core, nn.LSTMCell):
+            outputs, cells = state.chunk(2, dim=1)
+            return torch.cat(self.core(features, (outputs, cells)), dim=1)
+        after: Tensor = self.core(features, state)
+        return after
+
+    def _outputs(self, state: Tensor) -> Tensor:
+        return state[..., : self.config.core_size]
+
+
+class Stateful(Policy):
+    """A policy together with its hidden state: acts on the observations of the same slots, step after step."""
+
+    def __init__(self, policy: Policy, state: Tensor) -> None:
+        nn.Module.__init__(self)  # weights and normalizer are the policy's
+        self.spaces, self.config, self.network = policy.spaces, policy.config, policy.network
+        self.distribution, self.normalizer = policy.distribution, policy.normalizer
+        self._policy = policy
+        self.state = state
+        """`[S, state_size]`: what it remembers."""
+
+    def action_parameters(self, observations: Mapping[str, Tensor]) -> Tensor:
+        """`[S, P]` for `self.distribution`; from now on it remembers these observations."""
+        params, self.state = self._policy.step(observations, self.state)
+        return params
+
+    def forget(self, over: Tensor) -> None:
+        """The episodes of the slots where `over` `[S]` have ended."""
+        self.state = self.state.masked_fill(over.unsqueeze(1), 0.0)
+
+
+def with_states(
+    policies: Mapping[str, Policy], slots: Mapping[str, int], states: Mapping[str, Tensor] | None = None
+) -> dict[str, Stateful]:
+    """The policies with a hidden state, each with its state, else with that of `slots` new episodes."""
+    recurrent = {policy_id: policy for policy_id, policy in policies.items() if policy.state_size}
+    begun = {policy_id: policy.initial_state(slots[policy_id]) for policy_id, policy in recurrent.items()}
+    begun |= {policy_id: state for policy_id, state in (states or {}).items() if policy_id in recurrent}
+    return {policy_id: Stateful(policy, begun[policy_id]) for policy_id, policy in recurrent.items()}

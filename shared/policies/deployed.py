@@ -1,27 +1,22 @@
-"""`load_policy(checkpoint).act(observation)`: for whoever deploys a trained policy. No Ray, Redis, store or gymnasium.
-
-A policy with a core remembers what it has acted on: `reset` tells it that an episode begins.
-It needs torch and NumPy, and the small packages that a policy file is read with (safetensors, xxhash, pydantic).
-"""
-
-from __future__ import annotations
+"""`load_policy(checkpoint).act(observation)`: acting with a trained policy, without Ray, Redis, store or gymnasium."""
 
 import contextlib
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 
-from shared.checkpoint import CHECKPOINTS, MANIFEST, POINTER, PROMOTED, Manifest, Pointer, Promotion
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
-from shared.policies.codec import decode_policy
+from shared.experience.spaces import Columns
 from shared.policies.policy import Policy
-from shared.policies.stateful import Stateful
+from shared.policies.serialization import decode_policy
 from shared.printable import printable
-from shared.spaces import Columns
+from shared.storage.checkpoint_store import CHECKPOINTS, MANIFEST, POINTER, PROMOTED, Manifest, Pointer, Promotion
 
 _FILE = "policy.safetensors"
 _TAKEN = f"a checkpoint's or a run's folder, a {_FILE}, or the bytes of one"
@@ -34,45 +29,45 @@ class DeployedPolicy:
         self._policy = policy.eval()
         self._generator = torch.Generator().manual_seed(seed)
         self.version = version
-        self._remembering: Stateful | None = None
+        self._state: Tensor | None = None
 
     def reset(self, over: Any = None) -> None:
-        """Episodes begin: all of them, or those rows of the batch where `over` `[B]` is true.
-
-        For policies with a core, which act on what they have seen since; others have nothing to forget.
-        """
+        """Begins new episodes, in all rows of the batch or where `over` `[B]` is true; clears a core's hidden state."""
         if over is None:
-            self._remembering = None
-        elif self._remembering is not None:
+            self._state = None
+        elif self._state is not None:
             where = torch.as_tensor(np.asarray(over, np.bool_))
-            if where.shape != self._remembering.state.shape[:1]:
+            if where.shape != self._state.shape[:1]:
                 raise UserError(
-                    f"reset: `over` has the shape {tuple(where.shape)}, the batch so far has "
-                    f"{len(self._remembering.state)} rows; give a flag for each of them"
+                    f"reset: `over` has the shape {tuple(where.shape)}, the batch so far has {len(self._state)} rows; "
+                    f"give a flag for each of them"
                 )
-            self._remembering.forget(where)
+            self._state = self._state.masked_fill(where.unsqueeze(1), 0.0)
 
     @torch.inference_mode()
     def act(self, observation: Any, *, greedy: bool = True) -> Any:
-        """An action for one observation, nested as the space is: the most probable one, or (greedy=False) a draw.
-
-        With a core, observations are those of one episode in their order; call `reset` before the next one.
-        """
+        """An action for one observation, nested as the space is: the most probable one, or (greedy=False) a draw. With
+        a core, observations are those of one episode in their order; call `reset` before the next one."""
         try:
-            one = _batched(observation)
+            one = _in_each(observation, lambda leaf: np.asarray(leaf)[None])
         except ValueError:  # lists of several lengths
             raise self._no_observation(observation) from None
-        return _first(self.act_batch(one, greedy=greedy))
+        return _in_each(self.act_batch(one, greedy=greedy), lambda leaf: leaf[0])
 
     @torch.inference_mode()
     def act_batch(self, observations: Any, *, greedy: bool = True) -> Any:
-        """Actions for a batch: every array of the nested observation has the batch axis first.
-
-        With a core, each row of the batch is an episode of its own, and stays in its place (`reset`).
-        """
+        """Actions for a batch: every array of the nested observation has the batch axis first. With a core, each row of
+        the batch is an episode of its own, and stays in its place (`reset`)."""
         columns = self._columns(observations)
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in columns.items()}
-        params = self._acting(len(next(iter(tensors.values())))).action_parameters(tensors)
+        rows = len(next(iter(tensors.values())))
+        state = self._policy.initial_state(rows) if self._state is None else self._state
+        if len(state) != rows:
+            raise UserError(
+                f"{rows} observations, but the policy holds state for {len(state)} episodes; call reset() first"
+            )
+        params, after = self._policy.step(tensors, state)
+        self._state = after if self._policy.state_size else None
         distribution = self._policy.distribution
         actions = distribution.mode(params) if greedy else distribution.sample(params, self._generator)
         chosen: Columns = {name: tensor.numpy() for name, tensor in actions.items()}
@@ -103,26 +98,11 @@ class DeployedPolicy:
             f"{printable(found, 200)}"
         )
 
-    def _acting(self, rows: int) -> Policy:
-        """The policy; one with a core together with what it remembers of these rows."""
-        if not self._policy.state_size:
-            return self._policy
-        if self._remembering is None:
-            self._remembering = Stateful(self._policy, self._policy.initial_state(rows))
-        known = len(self._remembering.state)
-        if known != rows:
-            raise UserError(
-                f"{rows} observations, but the policy remembers {known} episodes; call reset() before another batch"
-            )
-        return self._remembering
-
 
 def load_policy(checkpoint: str | Path | bytes, policy_id: str = "default") -> DeployedPolicy:
-    """The policy in a checkpoint's folder, in its `policy.safetensors`, or in the bytes of that file.
-
-    A run's folder in a store of files (or an exported one) stands for its promoted checkpoint, else its best, else its
-    newest. Raises `CheckpointNotFound` where there is none and `CheckpointDamaged` for bytes that were altered.
-    """
+    """The policy in a checkpoint's folder, in its `policy.safetensors`, or in the bytes of that file. A run's folder in
+    a store of files (or an exported one) stands for its promoted checkpoint, else its best, else its newest. Raises
+    `CheckpointNotFound` where there is none and `CheckpointDamaged` for bytes that were altered."""
     if isinstance(checkpoint, bytes):
         return DeployedPolicy(*decode_policy(checkpoint))
     if not isinstance(checkpoint, str | Path):
@@ -165,9 +145,7 @@ def _preferred(run: Path) -> Path:
 
 def _upload(folder: Path, promoted: str | None = None) -> Path:
     """The folder of an upload within a checkpoint's: the promoted one, else the one that counts (`Manifest.rank`).
-
-    Itself where it holds none: it may be an upload's. Raises `CheckpointDamaged` where none is the one asked for.
-    """
+    Itself where it holds none: it may be an upload's. Raises `CheckpointDamaged` where none is the one asked for."""
     manifests, ranks = list(folder.glob(f"*/{MANIFEST}")), {}
     for path in manifests:
         data = path.read_bytes()
@@ -180,17 +158,7 @@ def _upload(folder: Path, promoted: str | None = None) -> Path:
     return max(ranks, key=ranks.__getitem__, default=folder)
 
 
-def _batched(observation: Any) -> Any:
-    if isinstance(observation, dict):
-        return {key: _batched(value) for key, value in observation.items()}
-    if isinstance(observation, tuple):
-        return tuple(_batched(value) for value in observation)
-    return np.asarray(observation)[None]
-
-
-def _first(action: Any) -> Any:
-    if isinstance(action, dict):
-        return {key: _first(value) for key, value in action.items()}
-    if isinstance(action, tuple):
-        return tuple(_first(value) for value in action)
-    return action[0]
+def _in_each(nested: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(nested, dict):
+        return {key: _in_each(value, change) for key, value in nested.items()}
+    return tuple(_in_each(value, change) for value in nested) if isinstance(nested, tuple) else change(nested)

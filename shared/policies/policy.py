@@ -1,7 +1,5 @@
 """What every policy is: a torch module that a worker acts with and the trainer learns, the same class on both sides."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -9,9 +7,9 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shared.config import PolicyConfig
-from shared.policies.encoders import ObservationNormaliser
-from shared.spaces import PolicySpaces
+from shared.config.sections import PolicyConfig
+from shared.experience.spaces import PolicySpaces
+from shared.policies.encoders import ObservationNormalizer
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -21,25 +19,20 @@ class Distribution(Protocol):
 
     def sample(self, params: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """A random joint action."""
-        ...
 
     def mode(self, params: Tensor) -> dict[str, Tensor]:
         """The best joint action: how evaluation acts."""
-        ...
 
     def log_prob(self, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
         """`[B]`, natural logarithm (density for boxes), of what `sample` draws."""
-        ...
 
 
 class Policy(nn.Module):
-    """Base of all policies. A subclass sets `kind` and `distribution`, and computes `action_parameters`.
-
-    Its constructor takes spaces, config and, as keyword arguments of plain data, what the algorithm asks of the network
+    """Base of all policies. A subclass sets `kind` and `distribution`, and computes `action_parameters`. Its
+    constructor takes spaces, config and, as keyword arguments of plain data, what the algorithm asks of the network
     (`AlgorithmConfig.network`). All that acting needs is among its parameters and buffers, and nothing else should be:
     they are what travels to the workers with each version. Observations and actions are dicts of columns
-    (shared/spaces.py) with a batch axis first.
-    """
+    (shared/experience/spaces.py) with a batch axis first."""
 
     kind: ClassVar[str]
     """The word for its class in the files (shared/policies/registry.py)."""
@@ -51,11 +44,8 @@ class Policy(nn.Module):
         self.config = config
         self.network = network
         """What it was made with beside the config; stands in its file."""
-        self.normaliser = (
-            ObservationNormaliser(spaces.observation, config.clip_observations)
-            if config.normalise_observations
-            else None
-        )
+        normalizer = ObservationNormalizer(spaces.observation, config.clip_observations)
+        self.normalizer = normalizer if config.normalize_observations else None
 
     @property
     def state_size(self) -> int:
@@ -80,9 +70,6 @@ class Policy(nn.Module):
 
 
 def copy_sharing_buffers(network: Network) -> Network:
-    """A copy with weights of its own that has the buffers of `network`: observation statistics and constants.
-
-    Every copy that acts or learns beside the original is made here (target networks, disturbed policies). Statistics
-    move with each batch; a copy with statistics of its own would see observations that are scaled as they once were.
-    """
+    """A copy with weights of its own that has the buffers of `network`, for all that acts or learns beside it (target
+    networks, disturbed policies): statistics move with each batch, and a copy's own would become stale."""
     return copy.deepcopy(network, {id(buffer): buffer for buffer in network.buffers()})

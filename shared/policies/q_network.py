@@ -1,8 +1,7 @@
 """The Q network: the value of each choice of one discrete action, as a number or as a distribution.
 
-The best choice is the one of the largest mean. Encoder and heads share all layers but the last hidden one, which is
-each stream's own (one stream, or two where it duels). An ensemble has several heads, each with streams of its own: they
-are computed beside each other, and their rows stand one head's after another's.
+All layers but the last hidden one are shared; that belongs to each stream (two where it duels). An ensemble has several
+heads, each with streams of its own, which are computed together: their rows stand one head's after another's.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from shared.config import PolicyConfig
+from shared.config.sections import PolicyConfig
 from shared.errors import UnsupportedSpace
+from shared.experience.spaces import PolicySpaces, SpaceSpec
 from shared.policies.encoders import ACTIVATIONS, Encoder, unrounded
-from shared.policies.noisy import LayerNoise, NoisyLinear
 from shared.policies.policy import Policy
-from shared.spaces import PolicySpaces, SpaceSpec
 
 Head = Literal["expected", "c51", "qr"]
 _NEVER = math.log(1e-38)
@@ -28,17 +26,15 @@ _SIGMA = 0.5
 
 
 class BestChoice:
-    """The distribution of whoever takes the choice of the largest value; the parameters are the values."""
+    """Takes the choice of the largest value; the parameters are the values."""
 
     def __init__(self, action: SpaceSpec) -> None:
         self._name = action.column_names("action")[0]
 
     def sample(self, params: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """The best one: what is random about it is in the values, or in the exploration."""
         return self.mode(params)
 
     def mode(self, params: Tensor) -> dict[str, Tensor]:
-        """The best one, the first of equal ones."""
         return {self._name: params.argmax(dim=1)}
 
     def log_prob(self, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
@@ -56,8 +52,7 @@ class ParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(heads, 1, outputs))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """As `nn.Linear` begins."""
+    def reset_parameters(self) -> None:  # as `nn.Linear` begins
         bound = 1 / math.sqrt(self.weight.shape[1])
         for parameter in (self.weight, self.bias):
             nn.init.uniform_(parameter, -bound, bound)
@@ -121,9 +116,8 @@ class QNetwork(Policy):
         given |= {"heads": heads, "prior_scale": prior_scale} if heads > 1 else {}
         super().__init__(spaces, config, head=head, dueling=dueling, noisy=noisy, **given)
         self.choices = _choices(spaces.action)
-        self.head, self._noisy = head, noisy
+        self.head = head
         self.width = {"expected": 1, "c51": atoms, "qr": quantiles}[head]
-        """Numbers per choice."""
         self.heads = heads
         """K: how many judge each choice."""
         self.register_buffer("support", torch.linspace(v_min, v_max, atoms), persistent=False)
@@ -144,21 +138,18 @@ class QNetwork(Policy):
             self.prior.requires_grad_(False)
 
     def draw_noise(self, generator: torch.Generator) -> list[LayerNoise] | None:
-        """Noise for all noisy layers; None where there are none."""
-        if not self._noisy:
-            return None
         layers = chain(self.advantage.layers, self.value.layers if self.value is not None else ())
-        return [layer.draw(generator) for layer in layers if isinstance(layer, NoisyLinear)]
+        return [layer.draw(generator) for layer in layers if isinstance(layer, NoisyLinear)] or None
 
     def outputs(self, observations: Mapping[str, Tensor], noise: list[LayerNoise] | None = None) -> Tensor:
         """`[K·B, A, width]`: values, logits of c51's atoms, or quantiles; without noise of the mean weights."""
-        features, drawn = self.encoder(observations, self.normaliser), None if noise is None else iter(noise)
+        features, drawn = self.encoder(observations, self.normalizer), None if noise is None else iter(noise)
         found: Tensor = self.advantage(features, drawn).reshape(-1, self.choices, self.width)
         if self.value is not None:  # Wang et al. 2016, eq. 9
             value = self.value(features, drawn).reshape(-1, 1, self.width)
             found = found - found.mean(dim=1, keepdim=True) + value
         if self._prior_scale:  # Osband et al. 2018, alg. 1
-            prior = self.prior(self.prior_encoder(observations, self.normaliser), None)
+            prior = self.prior(self.prior_encoder(observations, self.normalizer), None)
             found = found + self._prior_scale * prior.reshape(found.shape)
         return unrounded(found)
 
@@ -190,3 +181,35 @@ def _choices(action: SpaceSpec) -> int:
         kinds = ", ".join(leaf.kind for leaf in action.leaves)
         raise UnsupportedSpace(f"a Q network needs one Discrete action, found {kinds}; use another algorithm")
     return leaf.nvec[0]
+
+
+LayerNoise = tuple[Tensor, Tensor]
+"""f(ε_in) and f(ε_out) of one layer."""
+
+
+class NoisyLinear(nn.Module):
+    """A linear layer with factorized Gaussian noise on its weights (Fortunato et al. 2018, §3.1 b). y = (μ_w + σ_w ·
+    f(ε_out) f(ε_in)ᵀ) x + μ_b + σ_b · f(ε_out), f(ε) = sgn(ε) √|ε|. The noise is an argument, not a state: the caller
+    draws it with a generator of its own; without noise the layer computes with the means."""
+
+    def __init__(self, inputs: int, outputs: int, sigma: float) -> None:
+        super().__init__()
+        bound = 1 / math.sqrt(inputs)
+        self.weight = nn.Parameter(torch.empty(outputs, inputs).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(outputs).uniform_(-bound, bound))
+        self.weight_sigma = nn.Parameter(torch.full((outputs, inputs), sigma * bound))
+        self.bias_sigma = nn.Parameter(torch.full((outputs,), sigma * bound))
+
+    def draw(self, generator: torch.Generator) -> LayerNoise:
+        """Noise for this layer; the generator's device may be another one."""
+        outputs, inputs = self.weight.shape
+        drawn = torch.randn(inputs + outputs, generator=generator, device=generator.device).to(self.weight.device)
+        shaped = drawn.sign() * drawn.abs().sqrt()
+        return shaped[:inputs], shaped[inputs:]
+
+    def forward(self, values: Tensor, noise: LayerNoise | None = None) -> Tensor:
+        if noise is None:
+            return nn.functional.linear(values, self.weight, self.bias)
+        inward, outward = noise
+        weight = self.weight + self.weight_sigma * torch.outer(outward, inward)
+        return nn.functional.linear(values, weight, self.bias + self.bias_sigma * outward)

@@ -1,37 +1,33 @@
 """Which class a kind of policy is, and policies made from config and spaces.
 
-A file that arrives over the network names a kind, never code: kinds of a user's own are known once the user's module,
-which the run's config names, has registered them.
+A file that arrives over the network names a kind, never code: the user's own module registers its kinds.
 """
 
-from __future__ import annotations
-
-import importlib
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
-from shared.algorithm_configs.section import AlgorithmConfig
-from shared.config import PolicyConfig
+from shared.config.algorithms.base import AlgorithmConfig
+from shared.config.sections import PolicyConfig
 from shared.errors import ConfigError
+from shared.experience.spaces import PolicySpaces
 from shared.policies.policy import Policy
-from shared.spaces import PolicySpaces
+from shared.runtime.user_code import import_object
 
 _BUILT_IN = {
     "actor_critic": "shared.policies.actor_critic:ActorCritic",
     "q_network": "shared.policies.q_network:QNetwork",
-    "actor": "shared.policies.actor:Actor",
-    "deterministic": "shared.policies.actor:Deterministic",
-    "recurrent_actor_critic": "shared.policies.recurrent:RecurrentActorCritic",
+    "actor": "shared.policies.continuous:Actor",
+    "deterministic": "shared.policies.continuous:Deterministic",
+    "recurrent_actor_critic": "shared.policies.actor_critic:RecurrentActorCritic",
 }
 _registered: dict[str, type[Policy]] = {}
 _RANDOM_STATE = threading.Lock()
 
 
 def register_policy(policy: type[Policy]) -> type[Policy]:
-    """Class decorator: files of this `kind` are read with this class."""
     if policy.kind in _BUILT_IN or _registered.get(policy.kind, policy).__qualname__ != policy.__qualname__:
         raise ConfigError(f"the kind of policy {policy.kind!r} of {policy.__qualname__} is taken; choose another word")
     _registered[policy.kind] = policy
@@ -39,15 +35,14 @@ def register_policy(policy: type[Policy]) -> type[Policy]:
 
 
 def policy_class(kind: str) -> type[Policy]:
-    """The class; raises `ConfigError` for a kind that nobody has registered."""
+    """The class; raises `ConfigError` for a kind that is not registered."""
     if kind in _BUILT_IN:
-        module, _, name = _BUILT_IN[kind].partition(":")
-        found: type[Policy] = getattr(importlib.import_module(module), name)
+        found: type[Policy] = import_object(_BUILT_IN[kind], "policy")
         return found
     if kind not in _registered:
         raise ConfigError(
             f"no class for policies of kind {kind!r}; known are {', '.join(sorted({**_BUILT_IN, **_registered}))}. "
-            f"Import the module that registers it (shared.policies.registry.register_policy) first"
+            f"Import the module that registers it (stagecoach.register_policy) first"
         )
     return _registered[kind]
 
@@ -73,25 +68,18 @@ def borrowed_random_state(seed: int = 0) -> Iterator[None]:
 def build_policies(
     spaces: Mapping[str, PolicySpaces], configs: Mapping[str, PolicyConfig], algorithm: AlgorithmConfig, seed: int
 ) -> dict[str, Policy]:
-    """One policy per policy id, initialised from `seed` alone (the global random state is left as it was).
-
-    Raises `ConfigError` for one that is to remember where the algorithm cannot learn that.
-    """
-    chosen = algorithm.resolved()
-    policies = {}
+    """One policy per policy id, initialized from `seed` alone (the global random state is left as it was). Raises
+    `ConfigError` for one with a recurrent core where the algorithm cannot learn sequences."""
+    chosen, policies = algorithm.resolved(), {}
     for index, policy_id in enumerate(sorted(spaces)):
-        made = policy_class(_kind(chosen, configs[policy_id], policy_id))
+        config = configs[policy_id]
+        kind = chosen.policy if config.core == "none" else chosen.recurrent_policy
+        if kind is None:
+            raise ConfigError(
+                f"policies.{policy_id}.core={config.core}: algorithm {chosen.name} learns single steps and cannot "
+                f"train a recurrent core; set core=none, or use an algorithm that learns sequences, such as ppo"
+            )
+        made = policy_class(kind)
         with borrowed_random_state(seed + index):
-            policies[policy_id] = made(spaces[policy_id], configs[policy_id], **chosen.network())
+            policies[policy_id] = made(spaces[policy_id], config, **chosen.network())
     return policies
-
-
-def _kind(algorithm: AlgorithmConfig, config: PolicyConfig, policy_id: str) -> str:
-    if config.core == "none":
-        return algorithm.policy
-    if algorithm.recurrent_policy is None:
-        raise ConfigError(
-            f"policies.{policy_id}.core={config.core}: algorithm {algorithm.name} learns single steps and cannot learn "
-            f"what to remember; set core=none, or take an algorithm that learns sequences, such as ppo"
-        )
-    return algorithm.recurrent_policy

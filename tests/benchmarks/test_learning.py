@@ -21,8 +21,8 @@ from benchmarks.learning.report import verdict, write_report
 from benchmarks.learning.results import Result, current, place, read, write
 from benchmarks.learning.runner import Job, RunLost, run
 from benchmarks.learning.tasks import Mode, Task, load_tasks
-from shared.config_sources import parse_config
-from tests.end_to_end.command_line import CommandLine
+from shared.config.loading import parse_config
+from tests.support.command_line import CommandLine
 
 MakeTask = Callable[..., Task]
 TINY = {
@@ -217,9 +217,7 @@ def test_a_run_leaves_its_curves_and_nothing_else(ran: tuple[Result, Path]) -> N
     assert all(score >= 8 for _, score in found.evaluations)
     assert found.training[-1][0] == 288
     assert all(value >= 8 for _, value in found.training)
-    assert found.versions["torch"]
-    assert found.machine["cores"] > 0
-    assert found.seconds > 0
+    assert found.versions["torch"] and found.machine["cores"] > 0 and found.seconds > 0
     assert list(folder.iterdir()) == []
 
 
@@ -228,18 +226,15 @@ def test_the_teachers_run_is_made_first_and_goes_with_its_pupils(tmp_path: Path)
     found = run(Job(taught, "inline", 1), tmp_path)
     assert found.reason == "exhausted" and found.env_steps == 256 and 2 <= len(found.evaluations) <= 3
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(RunLost, match=r"(?s)tiny-teacher-1 did not come to its end; it said: .*NoSuchThing"):
-        run(
-            Job(
-                task(
-                    config=TINY | CLONING,
-                    teacher=TINY | {"environment": {"id": "NoSuchThing-v0"}, "stop_at": {"updates": 1}},
-                ),
-                "inline",
-                1,
-            ),
-            tmp_path,
-        )
+
+
+@pytest.mark.parametrize("role", ["inline", "teacher"])
+def test_a_run_that_cannot_begin_is_lost_and_says_why(tmp_path: Path, role: str) -> None:
+    wrong = TINY | {"environment": {"id": "NoSuchThing-v0"}}
+    teacher = {"config": TINY | CLONING, "teacher": wrong | {"stop_at": {"updates": 1}}}
+    lost = task(**(teacher if role == "teacher" else {"config": wrong}))
+    with pytest.raises(RunLost, match=rf"(?s)tiny-{role}-1 did not come to its end; it said: .*NoSuchThing"):
+        run(Job(lost, "inline", 1), tmp_path)
 
 
 def test_the_data_name_no_place_on_this_machine_and_come_back_as_they_were(
@@ -251,12 +246,6 @@ def test_the_data_name_no_place_on_this_machine_and_come_back_as_they_were(
     assert read(path) == found
     assert str(folder) not in path.read_text()
     assert parse_config({**found.config, "seed": found.seed}).hash() == found.config_hash
-
-
-def test_a_run_that_cannot_begin_is_lost_and_says_why(tmp_path: Path) -> None:
-    wrong = task(config={**TINY, "environment": {"id": "NoSuchThing-v0"}})
-    with pytest.raises(RunLost, match="NoSuchThing"):
-        run(Job(wrong, "inline", 1), tmp_path)
 
 
 def test_the_command_line_runs_what_is_missing_and_writes_the_report(
@@ -275,23 +264,19 @@ def test_the_command_line_runs_what_is_missing_and_writes_the_report(
         learning.main([*given, "--only", "nothing"])
 
 
-def test_interrupted_it_ends_what_it_started_and_keeps_nothing_of_it(tmp_path: Path) -> None:
-    terminal = CommandLine(tmp_path)
-    try:
-        runs, data = terminal.temporary / "runs", tmp_path / "data"
-        process = terminal.module(
-            "benchmarks.learning", "--only", "cartpole-ppo", "--mode", "inline", "--data", data, "--runs-dir", runs
-        )
-        figures = runs / "cartpole-ppo-inline-1" / "signals" / "train.csv"
-        terminal.wait_until("the first run learns", figures.exists)
-        assert len(terminal.left()) > 1
-        process.terminate()
-        ended = terminal.ended(process)
-        assert (ended.code, "interrupted" in ended.err) == (130, True)
-        terminal.wait_until("nothing is left", lambda: not terminal.left())
-        assert not data.exists()
-    finally:
-        terminal.close()
+def test_interrupted_it_ends_what_it_started_and_keeps_nothing_of_it(terminal: CommandLine, tmp_path: Path) -> None:
+    runs, data = terminal.temporary / "runs", tmp_path / "data"
+    process = terminal.module(
+        "benchmarks.learning", "--only", "cartpole-ppo", "--mode", "inline", "--data", data, "--runs-dir", runs
+    )
+    figures = runs / "cartpole-ppo-inline-1" / "metrics" / "train.csv"
+    terminal.wait_until("the first run learns", figures.exists)
+    assert len(terminal.left()) > 1
+    process.terminate()
+    ended = terminal.ended(process)
+    assert (ended.code, "interrupted" in ended.err) == (130, True)
+    terminal.wait_until("nothing is left", lambda: not terminal.left())
+    assert not data.exists()
 
 
 # The report

@@ -1,5 +1,5 @@
 """The scale rehearsal, small: workers join, leave and die, a process of them is killed, and every transition is found
-again; and where the books were wrong in whatever way, it would say so."""
+again; and where the accounting was wrong in whatever way, it would say so."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.scale import Rehearsal, arguments, rehearsal, verdict
-from benchmarks.scale_report import Measured, rows
-from shared.ledger import read_books
-from shared.redis_keys import RunKeys
+from benchmarks.rehearsal.rehearsal import Measured, Rehearsal, arguments, rehearsal, rows, verdict
+from shared.protocol.keys import RunKeys
+from shared.protocol.ledger import read_accounting
 
 pytestmark = pytest.mark.timeout(240)
 SMALL = (
@@ -34,7 +33,7 @@ def test_workers_came_and_went_and_every_transition_is_accounted_for(ended: tupl
     work, measured = ended
     assert work.problems() == []
     assert verdict(work) == 0
-    assert measured.consumed > 0 and work.books["total"].produced.fragments > measured.consumed
+    assert measured.consumed > 0 and work.accounting["total"].produced.fragments > measured.consumed
     assert all(measured.counts[move] > 0 for move in ("joined", "left", "died", "crashed")), measured.counts
 
 
@@ -49,22 +48,22 @@ def test_its_table_has_a_figure_for_each_role(ended: tuple[Rehearsal, Measured])
     [
         ({"fragments": 1, "transitions": 32}, "does not balance"),
         ({"transitions": 1}, "does not balance"),
-        ({"fragments": 1, "fragments:stale": 1, "transitions": 32, "transitions:stale": 32}, "the books say"),
+        ({"fragments": 1, "fragments:stale": 1, "transitions": 32, "transitions:stale": 32}, "the ledger says"),
     ],
     ids=["a fragment too many", "a transition too many", "balanced, but no worker has pushed it"],
 )
-def test_books_that_are_wrong_are_found(ended: tuple[Rehearsal, Measured], fields: dict[str, int], says: str) -> None:
+def test_wrong_accounting_is_found(ended: tuple[Rehearsal, Measured], fields: dict[str, int], says: str) -> None:
     work, _ = ended
     key, worker = RunKeys(work.role.run_id).produced, work.certain_worker()
-    before = work.books
+    before = work.accounting
     for name, count in fields.items():
         work.role.redis.hincrby(key, f"{worker}:{name}", count)
     try:
-        work.books = read_books(work.role.redis, work.role.run_id)
+        work.accounting = read_accounting(work.role.redis, work.role.run_id)
         said: list[str] = []
         assert verdict(work, said.append) == 1
         assert any(worker in line and says in line for line in said), said
     finally:
         for name, count in fields.items():
             work.role.redis.hincrby(key, f"{worker}:{name}", -count)
-        work.books = before
+        work.accounting = before

@@ -1,14 +1,13 @@
 """Whether memory stays flat: very many tiny fragments through the real protocol, and what Redis and this process hold.
 
 `python -m tests.chaos.memory --fragments 1000000` prints the figures; tests/chaos/test_memory.py does some thousands.
-Claim, push with a trail, take, publish, trim: the product's own classes on a real Redis; only acting, learning and the
+Claim, push, take, publish, trim: the product's own classes on a real Redis; only acting, learning and the
 store are left out. Workers die and register anew all the time, some fragments are rubbish.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -17,17 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.services import new_secret, start_redis
-from rollout_worker.making import describe_environment
-from shared import fragment
-from shared.checkpoint import ENVIRONMENT
-from shared.connection import Address
-from shared.events import emit
-from shared.ledger import read_books
-from shared.redis_keys import RunKeys
-from shared.role import Role, open_role
-from tests.conftest import create_flow
-from tests.trainer_node.test_intake import SIZE, SmallTrainer, SmallWorker, small_config
+from coordinator.services.embedded import new_secret, start_redis
+from shared.experience import fragment
+from shared.protocol.events import emit
+from shared.protocol.keys import RunKeys
+from shared.protocol.ledger import read_accounting
+from shared.runtime.run_context import RunContext
+from tests.support.runs import RedisServer, folder_address, make_run
+from tests.support.small_run import SIZE, SmallTrainer, SmallWorker, small_config
 
 WORKERS, K = 4, 4
 TRIM_EVERY = 10
@@ -37,8 +33,6 @@ RUBBISH_EVERY = 50
 
 @dataclass(frozen=True)
 class Held:
-    """What is held at one moment."""
-
     fragments: int
     redis_bytes: int
     process_bytes: int
@@ -46,7 +40,7 @@ class Held:
     """Redis key, without the run's prefix → bytes."""
 
 
-def pump(role: Role, fragments: int, look_every: int, life: int) -> Iterator[Held]:
+def pump(role: RunContext, fragments: int, look_every: int, life: int) -> Iterator[Held]:
     """So many fragments through the run, workers living `life` rounds; yields what is held, now and then."""
     trainer = SmallTrainer(role)
     trainer.publish(0)
@@ -64,7 +58,7 @@ def pump(role: Role, fragments: int, look_every: int, life: int) -> Iterator[Hel
                 _act(workers[0], trainer.version)
         trainer.publish()
         if turn % TRIM_EVERY == 0:
-            trainer.log.trim(trainer.epoch, trainer.intake.committed.position)
+            trainer.log.trim(trainer.epoch, trainer.consumer.committed.position)
         done += K
         if turn % (look_every // K) == 0:
             yield held(role, done)
@@ -73,13 +67,12 @@ def pump(role: Role, fragments: int, look_every: int, life: int) -> Iterator[Hel
 def _act(worker: SmallWorker, version: int, rubbish: bool = False) -> None:
     assert worker.claim().granted
     blob = b"rubbish" if rubbish else fragment.encode(worker.act(version))
-    word = worker.log.push(worker.name, worker.incarnation, worker.seq, worker.epoch, SIZE, blob, b"trail" * 20, 8)
+    word = worker.log.push(worker.name, worker.incarnation, worker.seq, worker.epoch, SIZE, blob, b"trace" * 50, 8)
     assert word == "pushed", word
     worker.seq += 1
 
 
-def held(role: Role, fragments: int) -> Held:
-    """One look."""
+def held(role: RunContext, fragments: int) -> Held:
     client: Any = role.redis
     prefix = RunKeys(role.run_id).prefix
     keys = {key.decode().removeprefix(prefix): int(client.memory_usage(key)) for key in client.scan_iter(f"{prefix}*")}
@@ -89,20 +82,11 @@ def held(role: Role, fragments: int) -> Held:
     return Held(fragments, int(client.info("memory")["used_memory_rss"]), int(resident[1]) * 1024, keys)
 
 
-def new_role(url: str, password: str, folder: Path) -> Role:
-    """A run of tiny fragments."""
-    config = small_config(fragments_per_update=K)
-    (folder / "store").mkdir()
-    (folder / "keys.json").write_text(json.dumps({"redis_password": password}))
-    address = Address(f"t-{new_secret()[:12]}", url, f"file://{folder / 'store'}", None, str(folder / "keys.json"))
-    role = open_role(config, address)
-    create_flow(role)
-    role.checkpoints.store.put(ENVIRONMENT, json.dumps(describe_environment(config).as_dict()).encode())
-    return role
+def new_role(url: str, password: str, folder: Path) -> RunContext:
+    return make_run(small_config(fragments_per_update=K), folder_address(RedisServer(url, password), folder))
 
 
 def main() -> int:
-    """Reads the command line; prints a table; answers the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.memory")
     parser.add_argument("--fragments", type=int, default=1_000_000)
     given = parser.parse_args()
@@ -118,8 +102,8 @@ def main() -> int:
                 keys = ", ".join(f"{key} {size / 1024:.0f}" for key, size in largest)
                 resident = f"{look.redis_bytes / 2**20:.1f} | {look.process_bytes / 2**20:.1f}"
                 print(f"| {look.fragments:,} | {resident} | {keys} |", flush=True)
-            balanced = all(line.balances for line in read_books(role.redis, role.run_id).values())
-            print(f"\nbooks: {'balanced' if balanced else 'OUT OF BALANCE'}; {time.monotonic() - begun:.0f} s")
+            balanced = all(line.balances for line in read_accounting(role.redis, role.run_id).values())
+            print(f"\nledger: {'balanced' if balanced else 'OUT OF BALANCE'}; {time.monotonic() - begun:.0f} s")
             return 0 if balanced else 1
         finally:
             service.stop()

@@ -2,7 +2,7 @@
 
 Embedded Redis, S3 server and Ray, a trainer, an evaluator and several workers; for so many minutes one of them is
 killed or stopped at a time, chosen by a seed. Then the run is stopped as a user stops it, and its whole log is trained
-again. Ends with code 1 where the run did not come through, the books were ever out of balance, or the replay differs.
+again. Ends with code 1 where the run did not come through, the ledger was ever out of balance, or the replay differs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 
 import yaml
 
-from coordinator.services import process_stat
-from tests.chaos.faults import AWAY, Fault, Watched, go_on, kill, stop
-from tests.end_to_end.command_line import CommandLine
+from coordinator.services.embedded import process_stat
+from tests.support.command_line import CommandLine
+from tests.support.process_faults import AWAY, Fault, Watched, go_on, kill, stop
 
 RUN = "soak"
 KINDS = ("trainer", "worker", "evaluator", "Redis", "store", "raylet", "GCS", "coordinator")
@@ -33,9 +33,9 @@ _WEIGHTS = (5, 5, 3, 3, 3, 1, 1, 1)
 """Ray's processes and the coordinator take everything with them, so they come less often."""
 _RAY = ("raylet", "GCS")
 _STOPPED_SECONDS = (0.5, 4.0)
-_RECOVERY_SECONDS = 300.0
+RECOVERY_SECONDS = 300.0
 """No promise: a run that is not well again after so long has not come through."""
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 class NotThrough(Exception):
@@ -44,8 +44,6 @@ class NotThrough(Exception):
 
 @dataclass
 class Soak:
-    """One soak: the run, what was done to it, and what was seen."""
-
     terminal: CommandLine
     minutes: float
     per_minute: float
@@ -67,18 +65,18 @@ class Soak:
         """Faults for so many minutes, then until the last of them is over."""
         end = time.monotonic() + 60 * self.minutes
         due, look = self._next(), time.monotonic()
-        while time.monotonic() < end or self._open():
+        while time.monotonic() < end or self.unrecovered():
             now = time.monotonic()
             self._end_stops(now)
-            self._tend_coordinator()
+            self.resume_if_killed()
             if due <= now < end:
                 self._strike()
                 due = self._next()
             if look <= now:
-                self._look()
+                self.look()
                 look = now + 1.0
-            self._watch_recovery()
-            time.sleep(_LOOK_SECONDS)
+            self.watch_recovery()
+            time.sleep(_POLL_SECONDS)
 
     def finish(self) -> dict[str, Any]:
         """Stops the run as a user does; answers `.finished`."""
@@ -101,20 +99,20 @@ class Soak:
     def _next(self) -> float:
         return time.monotonic() + self.random.expovariate(self.per_minute / 60)
 
-    def _open(self) -> list[Fault]:
+    def unrecovered(self) -> list[Fault]:
         return [fault for fault in self.faults if fault.recovered is None]
 
     def _strike(self) -> None:
         """One fault to one process that is there and not already suffering one."""
         kind = self.random.choices(KINDS, _WEIGHTS)[0]
-        suffering = {fault.pid for fault in self._open()}
+        suffering = {fault.pid for fault in self.unrecovered()}
         found = [item for item in self.watched.processes().get(kind, []) if item[1] not in suffering]
         if not found:
             return
         name, pid = self.random.choice(sorted(found))
         killed = self.random.random() < 0.7 or kind in _RAY
         fault = (kill if killed else stop)(self.watched, kind, name, pid)
-        for other in (others := self._open()):
+        for other in (others := self.unrecovered()):
             other.alone = False
         fault.alone = not others
         self.faults.append(fault)
@@ -126,7 +124,7 @@ class Soak:
             go_on(fault)
             self.stopped.remove((until, fault))
 
-    def _tend_coordinator(self) -> None:
+    def resume_if_killed(self) -> None:
         """What a person (or systemd) does: a run whose coordinator was killed is resumed."""
         if self.detached:
             if self._is_there(self.coordinator):
@@ -135,11 +133,11 @@ class Soak:
             return
         pid = self.coordinator if self.detached else self.process.pid
         killed = any(fault.pid == pid and fault.how == "killed" for fault in self.faults)
-        ray_is_gone = any(fault.kind in _RAY for fault in self._open())  # killed while it is joined, it takes us along
+        ray_is_gone = any(fault.kind in _RAY for fault in self.unrecovered())  # it takes us along
         if not killed and ((self.terminal.store(RUN) / ".finished").exists() or not ray_is_gone):
             ended = self.terminal.ended(self.process)
             raise NotThrough(f"the run ended with code {ended.code}: {ended.out[-1000:]} {ended.err[-1000:]}")
-        deadline = time.monotonic() + _RECOVERY_SECONDS
+        deadline = time.monotonic() + RECOVERY_SECONDS
         while self.terminal.left():
             for _, fault in self.stopped:
                 go_on(fault)
@@ -164,18 +162,19 @@ class Soak:
     def _is_there(pid: int) -> bool:
         return process_stat(pid) is not None
 
-    def _watch_recovery(self) -> None:
+    def watch_recovery(self) -> None:
+        """Notes which faults are over; raises `NotThrough` for one that lasts too long."""
         with contextlib.suppress(*AWAY):
-            for fault in self._open():
+            for fault in self.unrecovered():
                 waits = any(fault is stopped for _, stopped in self.stopped)
                 if not waits and fault.is_over(self.watched):
                     fault.recovered = time.monotonic() - fault.done
-        for fault in self._open():
-            if time.monotonic() - fault.done > _RECOVERY_SECONDS:
-                raise NotThrough(f"{fault.label} ({fault.name}): not well again after {_RECOVERY_SECONDS:g} s")
+        for fault in self.unrecovered():
+            if time.monotonic() - fault.done > RECOVERY_SECONDS:
+                raise NotThrough(f"{fault.label} ({fault.name}): not well again after {RECOVERY_SECONDS:g} s")
 
-    def _look(self) -> None:
-        """Peak memory of each kind of process, and the books."""
+    def look(self) -> None:
+        """Peak memory of each kind of process, and the accounting."""
         for kind, found in self.watched.processes().items():
             for _, pid in found:
                 with contextlib.suppress(OSError):
@@ -183,9 +182,9 @@ class Soak:
                     peak = next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
                     self.peaks[kind] = max(peak, self.peaks.get(kind, 0))
         with contextlib.suppress(*AWAY):
-            books = self.watched.books()
+            accounting = self.watched.accounting()
             self.looks += 1
-            self.imbalances += [f"{name}: {line.as_dict()}" for name, line in books.items() if not line.balances]
+            self.imbalances += [f"{name}: {line.as_dict()}" for name, line in accounting.items() if not line.balances]
 
 
 def config_of(folder: Path, workers: int) -> Path:
@@ -214,29 +213,28 @@ def soak(minutes: float, per_minute: float, seed: int, workers: int, folder: Pat
     try:
         work.launch("train", config_of(folder, workers), "--run-id", RUN)
         terminal.until(RUN, "training", lambda status: status.version > 1)
-        trouble = ""
+        last_error = ""
         try:
             work.run()
             finished = work.finish()
             replayed = json.loads(terminal.run("replay", RUN, "--json", seconds=3600).out)
         except NotThrough as error:
-            trouble, finished, replayed = str(error), {}, {}
+            last_error, finished, replayed = str(error), {}, {}
         report(work, finished, replayed)
         equal = "equal" if replayed.get("equal") else "DIFFERENT"
-        print(f"\nreplay of the whole log: {equal}; trouble: {trouble or 'none'}")
-        return verdict(work, replayed, trouble)
+        print(f"\nreplay of the whole log: {equal}; last_error: {last_error or 'none'}")
+        return verdict(work, replayed, last_error)
     finally:
         terminal.close()
 
 
-def verdict(work: Soak, replayed: dict[str, Any], trouble: str) -> bool:
-    """Whether nothing was lost: it came through, the books always balanced, and the replay is equal."""
+def verdict(work: Soak, replayed: dict[str, Any], last_error: str) -> bool:
+    """Whether nothing was lost: it came through, the accounting always balanced, and the replay is equal."""
     survived = all(fault.recovered is not None for fault in work.faults)
-    return not trouble and survived and work.looks > 0 and not work.imbalances and bool(replayed.get("equal"))
+    return not last_error and survived and work.looks > 0 and not work.imbalances and bool(replayed.get("equal"))
 
 
 def report(work: Soak, finished: dict[str, Any], replayed: dict[str, Any]) -> None:
-    """The table, in Markdown."""
     print("\n| fault | survived | of these alone | recovery p50 (s) | p95 (s) |\n|---|---|---|---|---|")
     for label in sorted({fault.label for fault in work.faults}):
         faults = [fault for fault in work.faults if fault.label == label]
@@ -259,7 +257,7 @@ def report(work: Soak, finished: dict[str, Any], replayed: dict[str, Any]) -> No
     print("\n| process | peak resident memory (MiB) |\n|---|---|")
     for kind, peak in sorted(work.peaks.items()):
         print(f"| {kind} | {peak // 1024} |")
-    print(f"\nbooks: {work.looks} looks, {len(work.imbalances)} out of balance{' ' if work.imbalances else ''}", end="")
+    print(f"\nledger: {work.looks} looks, {len(work.imbalances)} imbalanced{' ' if work.imbalances else ''}", end="")
     print("; ".join(work.imbalances[:3]))
     print(
         f"resumed after the coordinator's death: {work.resumes} times; policy versions: {finished.get('version')}",
@@ -273,7 +271,6 @@ def _at(seconds: list[float], share: float) -> str:
 
 
 def main() -> int:
-    """Reads the command line; answers the exit code."""
     parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long faults are made")
     parser.add_argument("--kills-per-minute", type=float, default=12.0, help="how many a minute, on average")

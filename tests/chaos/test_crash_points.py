@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from shared.bodies import Needed
-from shared.config import Config
-from tests.chaos.crash_points import Life, Run
+from shared.config.run_config import Config
+from shared.protocol.payload_shards import named_bodies
 from tests.conftest import RedisServer
+from tests.support.crash_points import Life, Run
+from tests.support.game import small
 from tests.support.groups import thinned
-from tests.trainer_node.game import small
-from trainer_node import publisher
+from tests.support.runs import shard_fields
+from trainer_node.checkpointing import checkpoint_writer
 from trainer_node.replay import replay
 
 NewRun = Callable[..., Run]
@@ -29,7 +30,9 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.thinned]
 @pytest.fixture
 def new_run(redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NewRun]:
     """`new_run(config)` → a new run; the one before it is cleared away."""
-    monkeypatch.setattr(publisher, "_TICK_SECONDS", 3600.0)  # it looks for scores when it is told to, not by the clock
+    monkeypatch.setattr(
+        checkpoint_writer, "_TICK_SECONDS", 3600.0
+    )  # it looks for scores when it is told to, not by the clock
     logging.disable(logging.CRITICAL)
     runs: list[Run] = []
     memory = Path("/dev/shm")
@@ -111,7 +114,7 @@ def test_a_trainer_that_dies_while_it_goes_back_to_an_older_checkpoint(new_run: 
     """The newest one is altered and the log behind the older one is gone: its weights go on as a newer version."""
     config = crashing()
     _, whole = undisturbed(new_run, config)
-    trimmed = [number for number, write in enumerate(whole.done) if write == "TRIM"][1] + 1
+    trimmed = [number for number, write in enumerate(whole.done) if write == "trim"][1] + 1
 
     def go_back(*points: int) -> Life:
         run = new_run(config)
@@ -174,14 +177,14 @@ def test_a_worker_that_dies_between_any_two_writes(new_run: NewRun) -> None:
     config = crashing(updates=2)
     run = new_run(config)
     assert run.train(Life())
-    expected, writes = learnt(run), run.worker_life.done
+    expected, writes = learned(run), run.worker_life.done
     for point in thinned(range(len(writes))):
         run = new_run(config)
         run.worker_life = Life(point)
         assert run.train(Life(glance=run.glance))
         run.look()
-        if point > writes.index("PUSH"):
-            assert learnt(run) == expected, f"a worker that died before its write {point}: {writes[point]}"
+        if point > writes.index("push"):
+            assert learned(run) == expected, f"a worker that died before its write {point}: {writes[point]}"
         final = run.outcome()["kept"][-1]
         found = replay(run.role.checkpoints, config, run.role.description(), "start", final)
         assert found.equal, f"a worker that died before its write {point} ({writes[point]}): {found.different}"
@@ -189,18 +192,16 @@ def test_a_worker_that_dies_between_any_two_writes(new_run: NewRun) -> None:
 
 
 @pytest.mark.parametrize("who", ["worker", "trainer"])
-def test_who_dies_between_any_two_writes_of_a_run_with_shards(
-    new_run: NewRun, redis_server: RedisServer, who: str
-) -> None:
+def test_who_dies_between_two_writes_of_a_run_with_shards(new_run: NewRun, redis_server: RedisServer, who: str) -> None:
     """Other databases of the same server; bodies and sweeps are writes as well. Nothing is left behind."""
     redis = {"url": redis_server.url, "shards": [f"{redis_server.url}/{db}" for db in (1, 2)]}
     config = crashing(updates=2)
     sharded = config.model_copy(update={"redis": type(config.redis)(**redis)})
     run, life = new_run(sharded), Life()
     assert run.train(life)
-    expected, writes = learnt(run), (life if who == "trainer" else run.worker_life).done
+    expected, writes = learned(run), (life if who == "trainer" else run.worker_life).done
     assert {"worker": "HSET", "trainer": "HDEL"}[who] in writes
-    first = writes.index("PUSH") + 1 if who == "worker" else 0
+    first = writes.index("push") + 1 if who == "worker" else 0
     for point in thinned(range(first, len(writes))):
         run = new_run(sharded)
         if who == "worker":
@@ -209,21 +210,15 @@ def test_who_dies_between_any_two_writes_of_a_run_with_shards(
             act_alone(run)
         assert run.train(Life(glance=run.glance))
         run.look()
-        assert learnt(run) == expected, f"a {who} that died before its write {point}: {writes[point]}"
+        assert learned(run) == expected, f"a {who} that died before its write {point}: {writes[point]}"
         run.role.flow.register("worker-0")  # no push of a former life can come any more
         run.role.bodies.sweep(run.role.redis)
-        needed = Needed.read(run.role.redis, run.role.run_id)
-        held = {
-            field
-            for by_worker in (run.role.bodies._held(s, ["worker-0"]) for s in run.role.bodies.names)
-            for fields in by_worker.values()
-            for field in fields
-        }
-        assert {field for _, worker, field in needed.named if worker == "worker-0"} == held
+        named = named_bodies(run.role.redis, run.role.run_id)
+        assert {place.field for worker, place in named if worker == "worker-0"} == shard_fields(run.role, "worker-0")
     print(f"{len(writes) - first} writes of a {who}: {sorted(set(writes))}")
 
 
-def learnt(run: Run) -> dict[str, Any]:
+def learned(run: Run) -> dict[str, Any]:
     """What the run came to, apart from which life of the worker pushed what."""
     outcome = run.outcome()
     for account in outcome["state"]["ledger"].values():

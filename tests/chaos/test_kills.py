@@ -5,7 +5,6 @@ With one worker in lockstep the log is that of a run that nothing happened to, s
 
 from __future__ import annotations
 
-import hashlib
 import random
 import signal
 import subprocess
@@ -17,62 +16,25 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.faults import AWAY, Fault, Watched, go_on, kill, stop
-from tests.end_to_end.command_line import DEADLINE_SECONDS, CommandLine, check_ledger
-from tests.support.checkpoints import upload_in
+from tests.support import lockstep_run
+from tests.support.command_line import DEADLINE_SECONDS, CommandLine, check_ledger
+from tests.support.process_faults import AWAY, Fault, Watched, go_on, kill, stop
 
 RUN, UNDISTURBED = "killed", "undisturbed"
 ROLES = [(kill, kind) for kind in ("trainer", "worker", "evaluator")]
 FAULTS = [*ROLES, *((kill, kind) for kind in ("Redis", "store", "raylet", "coordinator"))]
 STOPS = [(stop, kind) for kind in ("trainer", "worker", "evaluator", "Redis", "store", "coordinator")]
-ENVIRONMENT = """
-import time
-
-import gymnasium
-from tests.support.checkpoints import upload_in
-
-
-class Slow(gymnasium.Wrapper):
-    # so that the run lasts while it is killed, and the one that it is compared with need not
-    def __init__(self, env, seconds):
-        super().__init__(env)
-        self._seconds = seconds
-
-    def step(self, action):
-        time.sleep(self._seconds)
-        return self.env.step(action)
-"""
 
 
 @pytest.fixture
 def terminal(tmp_path: Path) -> Iterator[CommandLine]:
-    (tmp_path / "slow.py").write_text(ENVIRONMENT)
+    (tmp_path / "slow.py").write_text(lockstep_run.ENVIRONMENT)
     terminal = CommandLine(tmp_path)
     yield terminal
     terminal.close()
 
 
-def config(terminal: CommandLine, seconds: float, **sections: Any) -> Path:
-    """One worker in lockstep: the log has one order."""
-    wrappers = [{"path": "slow:Slow", "kwargs": {"seconds": seconds}}]
-    data: dict[str, Any] = {
-        "environment": {"id": "CartPole-v1", "num_envs": 4, "wrappers": wrappers},
-        "rollout": {
-            "workers": 1,
-            "fragment_steps": 16,
-            "fragments_per_update": 2,
-            "restarts_allowed": 100,
-            "catch_up_seconds": 600,  # a machine that stands still is no slow environment
-        },
-        "checkpoint": {"every": "10 updates"},
-        "evaluation": {"episodes": 1},
-        "archive": "all",
-    }
-    return terminal.write_config(**(data | sections))
-
-
 def recover(terminal: CommandLine, watched: Watched, fault: Fault) -> None:
-    """Until the run is well again."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while True:
         try:
@@ -119,16 +81,8 @@ def suffer(
             terminal.wait_until("all that it had started to end", lambda: not terminal.left())
             process = terminal.start("resume", RUN)
         recover(terminal, watched, fault)
-        assert all(line.balances for line in watched.books().values()), (fault.label, watched.books())
+        assert all(line.balances for line in watched.accounting().values()), (fault.label, watched.accounting())
     return process
-
-
-def final_weights(terminal: CommandLine, run_id: str) -> dict[str, str]:
-    """SHA-256 of the final checkpoint's objects, but for the one that has log positions in it."""
-    folder = upload_in(terminal.store(run_id) / "checkpoints" / terminal.marker(run_id, ".finished")["final"])
-    files = [path for path in sorted(folder.rglob("*.safetensors")) if path.is_file()]
-    assert files
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.mark.timeout(900)
@@ -139,10 +93,10 @@ def final_weights(terminal: CommandLine, run_id: str) -> dict[str, str]:
         pytest.param(FAULTS + STOPS, id="all"),
     ],
 )
-def test_whatever_is_killed_or_stopped_the_weights_are_those_of_a_run_that_nothing_happened_to(
+def test_whatever_is_killed_or_stopped_the_weights_are_the_same(
     terminal: CommandLine, faults: list[tuple[Any, str]]
 ) -> None:
-    path = config(terminal, 0.003, stop_at={"updates": 10**6})
+    path = lockstep_run.write_config(terminal, 0.003, stop_at={"updates": 10**6})
     process = terminal.start("train", path, "--run-id", RUN)
     terminal.until(RUN, "training", lambda status: status.version > 1)
     process = suffer(terminal, Watched(terminal, RUN), process, faults)
@@ -157,6 +111,8 @@ def test_whatever_is_killed_or_stopped_the_weights_are_those_of_a_run_that_nothi
     assert verified.code == 0, verified
 
     goal = {"updates": finished["counters"]["train"]["updates"]}
-    calm = terminal.run("train", config(terminal, 0.0, stop_at=goal), "--run-id", UNDISTURBED, "--inline")
+    calm = terminal.run(
+        "train", lockstep_run.write_config(terminal, 0.0, stop_at=goal), "--run-id", UNDISTURBED, "--inline"
+    )
     assert calm.code == 0, calm
-    assert final_weights(terminal, RUN) == final_weights(terminal, UNDISTURBED)
+    assert lockstep_run.final_weights(terminal, RUN) == lockstep_run.final_weights(terminal, UNDISTURBED)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.ledger import read_books
+from shared.errors import DropReason
+from shared.protocol.ledger import read_accounting
 from tests.chaos.memory import new_role, pump
 from tests.conftest import RedisServer
 
@@ -25,8 +26,8 @@ def test_no_key_grows_with_the_fragments(redis_server: RedisServer, tmp_path: Pa
     grown = {key: (second.keys.get(key), size) for key, size in last.keys.items() if size > GROWN * second.keys[key]}
     assert grown == {}
     assert sum(last.keys.values()) < 2 << 20
-    books = read_books(role.redis, role.run_id)
-    assert all(line.balances for line in books.values())
-    assert books["total"].consumed.fragments == FRAGMENTS
-    assert books["total"].dropped["undecodable"].fragments > 0
+    accounting = read_accounting(role.redis, role.run_id)
+    assert all(line.balances for line in accounting.values())
+    assert accounting["total"].consumed.fragments == FRAGMENTS
+    assert accounting["total"].dropped[DropReason.UNDECODABLE].fragments > 0
     role.redis.close()

@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 
-from coordinator.status import live_status
-from shared.config import Config
-from shared.heartbeat import outage
-from tests.chaos import store_faults as faults
-from tests.chaos.own_redis import OwnRedis
-from tests.chaos.test_store_faults import Site, eventually
-from tests.end_to_end.command_line import check_ledger
-from tests.role_processes import ended, start_process
-from tests.trainer_node.game import small
+from coordinator.catalog.status import live_status
+from shared.config.run_config import Config
+from shared.protocol.flow_control import RunState
+from shared.protocol.heartbeat import outage
+from tests.support import store_faults as faults
+from tests.support.command_line import check_ledger
+from tests.support.game import small
+from tests.support.own_redis import OwnRedis
+from tests.support.role_processes import ended, start_process
+from tests.support.store_fault_run import StoreFaultRun
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 DEADLINE_SECONDS = 8
@@ -38,18 +40,18 @@ def patient_in_outages_only(**sections: Any) -> Config:
 
 
 @pytest.fixture
-def away(tmp_path: Path, s3_servers: dict[str, tuple[str, str, str]]) -> Iterator[tuple[OwnRedis, Site]]:
+def away(tmp_path: Path, s3_servers: dict[str, tuple[str, str, str]]) -> Iterator[tuple[OwnRedis, StoreFaultRun]]:
     with ExitStack() as running:
         server = OwnRedis(tmp_path / "redis")
         running.callback(server.kill)
-        here = Site(server.through(server.port), s3_servers["rclone"], tmp_path, patient_in_outages_only())
+        here = StoreFaultRun(server.through(server.port), s3_servers["rclone"], tmp_path, patient_in_outages_only())
         running.callback(here.close)
         yield server, here
 
 
 @pytest.mark.parametrize("what", ["Redis", "the store"])
-def test_an_outage_longer_than_every_deadline_is_waited_for_and_no_process_ends(
-    what: str, away: tuple[OwnRedis, Site], tmp_path: Path
+def test_an_outage_is_waited_for_and_no_process_ends(
+    what: str, away: tuple[OwnRedis, StoreFaultRun], tmp_path: Path
 ) -> None:
     server, here = away
     role = here.open()
@@ -70,7 +72,7 @@ def test_an_outage_longer_than_every_deadline_is_waited_for_and_no_process_ends(
         version = role.flow.read().version
         eventually(lambda: role.flow.read().version > version + 2)
         assert [process.poll() for process in processes] == [None, None, None]
-        role.flow.set_state("stopping", "stopped", "running")
+        role.flow.set_state(RunState.STOPPING, "stopped", RunState.RUNNING)
         assert [ended(process).returncode for process in processes] == [0, 0, 0]
         finished = here.reader.marker(".finished") or {}
         assert finished["reason"] == "stopped"
@@ -81,14 +83,14 @@ def test_an_outage_longer_than_every_deadline_is_waited_for_and_no_process_ends(
             process.communicate()
 
 
-def test_an_outage_that_outlasts_its_own_deadline_ends_the_role_which_says_so(
+def test_an_outage_beyond_its_deadline_ends_the_role(
     tmp_path: Path, s3_servers: dict[str, tuple[str, str, str]]
 ) -> None:
     server = OwnRedis(tmp_path / "redis")
     config = patient_in_outages_only().model_copy(
         update={"redis": patient_in_outages_only().redis.model_copy(update={"retry_seconds": 5.0})}
     )
-    here = Site(server.through(server.port), s3_servers["rclone"], tmp_path, config)
+    here = StoreFaultRun(server.through(server.port), s3_servers["rclone"], tmp_path, config)
     process = start_process(here.open(), tmp_path, "trainer_node")
     try:
         role = here.open()
@@ -102,9 +104,7 @@ def test_an_outage_that_outlasts_its_own_deadline_ends_the_role_which_says_so(
         here.close()
 
 
-def test_where_a_person_starts_a_role_a_redis_that_is_not_there_is_refused_at_once(
-    away: tuple[OwnRedis, Site], tmp_path: Path
-) -> None:
+def test_a_role_without_its_redis_is_refused_at_once(away: tuple[OwnRedis, StoreFaultRun], tmp_path: Path) -> None:
     server, here = away
     role = here.open()
     server.kill()

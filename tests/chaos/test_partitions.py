@@ -15,16 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.preparation import check, prepare_new
-from coordinator.services import BUCKET, new_secret, start_redis, start_s3
-from shared.checkpoint import FINISHED
-from shared.config_sources import load_config
-from shared.connection import Address
-from shared.ledger import read_books
-from shared.role import Role, open_role
-from tests.chaos.fault_proxy import FaultProxy
-from tests.chaos.test_kills import ENVIRONMENT, config, final_weights
-from tests.end_to_end.command_line import CommandLine, check_ledger
+from coordinator.lifecycle.preparation import prepare_new
+from coordinator.lifecycle.validation import check
+from coordinator.services.embedded import BUCKET, new_secret, start_redis, start_s3
+from shared.config.loading import load_config
+from shared.protocol.flow_control import RunState
+from shared.protocol.ledger import read_accounting
+from shared.protocol.redis_client import Address
+from shared.runtime.run_context import RunContext, open_run_context
+from shared.storage.checkpoint_store import FINISHED
+from tests.support import lockstep_run
+from tests.support.command_line import CommandLine, check_ledger
+from tests.support.fault_proxy import FaultProxy
 
 RUN, UNDISTURBED = "partitioned", "undisturbed"
 FAULTS: dict[str, Callable[[FaultProxy], None]] = {
@@ -43,7 +45,7 @@ class Network:
     """A prepared run on servers of its own; each role may reach them through links of its own."""
 
     terminal: CommandLine
-    role: Role
+    role: RunContext
     redis_port: int
     s3_port: int
     config: Path
@@ -64,11 +66,11 @@ class Network:
         return self.terminal.module(module, *arguments, *more, environ=self.environ)
 
     def until_after(self, version: int) -> int:
-        """Waits until a later version than this is published, the books balancing all the while; answers it."""
+        """Waits until a later version than this is published, the accounting balancing all the while; answers it."""
 
         def later() -> bool:
-            books = read_books(self.role.redis, RUN)
-            assert all(line.balances for line in books.values()), books
+            accounting = read_accounting(self.role.redis, RUN)
+            assert all(line.balances for line in accounting.values()), accounting
             return self.role.flow.read().version > version
 
         self.terminal.wait_until(f"a version after {version}", later)
@@ -76,23 +78,25 @@ class Network:
 
     def end(self, *processes: subprocess.Popen[str]) -> None:
         """Stops the run as a user does; the roles end in order, and the weights are those of an undisturbed run."""
-        assert self.role.flow.set_state("stopping", "stopped", expected="running")
+        assert self.role.flow.set_state(RunState.STOPPING, "stopped", expected=RunState.RUNNING)
         ends = [self.terminal.ended(process) for process in processes]
         assert [end.code for end in ends] == [0] * len(ends), ends
         finished = self.role.checkpoints.marker(FINISHED)
         assert finished is not None and finished["reason"] == "stopped"
         check_ledger(finished)
         goal = {"updates": finished["counters"]["train"]["updates"]}
-        calm = self.terminal.run("train", config(self.terminal, 0.0, stop_at=goal), "--run-id", UNDISTURBED, "--inline")
+        calm = self.terminal.run(
+            "train", lockstep_run.write_config(self.terminal, 0.0, stop_at=goal), "--run-id", UNDISTURBED, "--inline"
+        )
         assert calm.code == 0, calm
         found = self.role.checkpoints.load(finished["final"]).objects
         hashes = {name: hashlib.sha256(data).hexdigest() for name, data in found.items() if name.endswith("tensors")}
-        assert hashes == final_weights(self.terminal, UNDISTURBED)
+        assert hashes == lockstep_run.final_weights(self.terminal, UNDISTURBED)
 
 
 @pytest.fixture
 def network(tmp_path: Path) -> Iterator[Network]:
-    (tmp_path / "slow.py").write_text(ENVIRONMENT)
+    (tmp_path / "slow.py").write_text(lockstep_run.ENVIRONMENT)
     password, access, secret = new_secret(), new_secret(), new_secret()
     keys, folder = tmp_path / "secrets.json", tmp_path / "servers"
     keys.write_text(json.dumps({"redis_password": password, "s3_access_key": access, "s3_secret_key": secret}))
@@ -104,13 +108,13 @@ def network(tmp_path: Path) -> Iterator[Network]:
         started.callback(s3.stop)
         started.callback(terminal.close)
         url, store, endpoint = f"redis://127.0.0.1:{redis.port}/0", f"s3://{BUCKET}/team", f"http://127.0.0.1:{s3.port}"
-        path = config(
+        path = lockstep_run.write_config(
             terminal, 0.003, stop_at={"updates": 10**6},
             redis={"url": url, "timeout_seconds": 2, "retry_seconds": 120},
             store={"url": store, "endpoint_url": endpoint, "timeout_seconds": 10, "retries": 1},
         ).rename(tmp_path / "partitioned.yaml")  # fmt: skip
         settings = load_config(path, environ={})
-        role = open_role(settings, Address(RUN, url, store, endpoint, str(keys)))
+        role = open_run_context(settings, Address(RUN, url, store, endpoint, str(keys)))
         started.callback(role.redis.close)
         with contextlib.chdir(tmp_path):
             record_run(role, tmp_path)
@@ -123,8 +127,7 @@ def network(tmp_path: Path) -> Iterator[Network]:
             link.close()
 
 
-def record_run(role: Role, folder: Path) -> None:
-    """Records the run; its wrapper is a module in the test's folder."""
+def record_run(role: RunContext, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         prepare_new(role, check(role.config))

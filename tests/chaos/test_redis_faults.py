@@ -1,15 +1,13 @@
-"""Faults of Redis and of the way to it: a run rides each out, its books balance, and where no order is lost its weights
-are those of the run that nothing disturbed.
+"""Faults of Redis and of the way to it: a run rides each out, its ledger balances, and where no order is lost its
+weights are those of the run that nothing disturbed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,146 +15,94 @@ import pytest
 import redis
 
 from rollout_worker.worker import Worker
-from shared import scripts
-from shared.config import Config
 from shared.errors import RedisUnavailable
-from shared.events import emit, read_evaluations, record_evaluation
-from shared.experience_log import ExperienceLog
-from shared.heartbeat import Heartbeat, read_heartbeats
-from shared.ledger import read_books
-from shared.redis_keys import RunKeys
-from tests.chaos.fault_proxy import FaultProxy
-from tests.chaos.own_redis import OwnRedis
+from shared.protocol.events import emit, read_evaluations, record_evaluation
+from shared.protocol.experience_log import ExperienceLog
+from shared.protocol.flow_control import RunState
+from shared.protocol.heartbeat import Heartbeat, read_heartbeats
+from shared.protocol.keys import RunKeys
+from shared.protocol.ledger import read_accounting
+from shared.protocol.policy_board import PolicyBoard
+from shared.protocol.scripts import INCARNATIONS_KEPT, source
+from tests.support.fault_proxy import FaultProxy
+from tests.support.fault_run import UPDATES, FaultRun, as_if_nothing_had_been, new_worker, run_beside
+from tests.support.game import Game, asks, balanced, push_garbage, small
+from tests.support.own_redis import OwnRedis
 from tests.support.speed import stretched
-from tests.trainer_node.game import Game, balanced, make_game, small
-
-UPDATES = 6
-
-
-class Place:
-    """A Redis of the test's own, a proxy before it, and the games played through it."""
-
-    def __init__(self, folder: Path, **settings: str | int) -> None:
-        self.folder = folder
-        self.redis = OwnRedis(folder / "redis", settings=settings)
-        self.proxy = FaultProxy(self.redis.port)
-        self._games: list[Game] = []
-
-    def game(self, config: Config | None = None) -> Game:
-        """A new run, reached through the proxy."""
-        server = self.redis.through(self.proxy.port)
-        self._games.append(make_game(server, self.folder, config or patient()))
-        return self._games[-1]
-
-    def close(self) -> None:
-        """Ends all of it; whoever says good-bye shall not wait for a Redis that a test has killed."""
-        self.proxy.heal()
-        if not self.redis.runs:
-            self.redis.start()
-        self.proxy.retarget(self.redis.port)
-        for game in self._games:
-            game.end()
-        self.proxy.close()
-        self.redis.kill()
-
-
-def patient(**sections: Any) -> Config:
-    """A small run that gives up a silent connection soon, and Redis late."""
-    return small(**({"redis": {"timeout_seconds": 2, "retry_seconds": 60}} | sections))
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    found = Place(tmp_path)
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The weights of a run without any fault."""
-    found = Place(tmp_path_factory.mktemp("undisturbed"))
-    try:
-        return found.game().finish()
-    finally:
-        found.close()
-
-
-@contextmanager
-def meanwhile(act: Callable[[], None]) -> Iterator[None]:
-    """`act` happens in another thread while the body runs; what it raises is raised at the end."""
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            act()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    yield
-    thread.join(60)
-    assert not thread.is_alive()
-    if failures:
-        raise failures[0]
-
-
-def as_if_nothing_had_been(game: Game, undisturbed: str, incarnation: int = 0) -> None:
-    """The goal is reached, the books balance, nothing was lost or learnt twice, and the weights are the same."""
-    game.finish()
-    lines = balanced(game)
-    assert game.finished()["counters"]["train"]["updates"] == UPDATES
-    assert lines["total"]["consumed"]["fragments"] == 2 * UPDATES
-    assert "lost" not in lines["total"]["dropped"] and "duplicate" not in lines["total"]["dropped"]
-    assert game.worker.incarnation == incarnation
-    assert game.policy_hash() == undisturbed
-    state = game.role.flow.read()
-    assert 0 <= state.in_flight <= state.window
-
+from tests.support.waiting import eventually, meanwhile
+from trainer_node.log_consumer import RedisAccounting
 
 # The server goes away and comes back with all it had
 
 
+@pytest.fixture
+def servers(request: pytest.FixtureRequest) -> tuple[FaultRun, list[OwnRedis]]:
+    """A run, and those of its servers that the test's parameter names."""
+    run: FaultRun = request.getfixturevalue("place" if request.param == "Redis" else "sharded")
+    return run, [run.redis] if request.param == "Redis" else run.shards
+
+
+each_kind = pytest.mark.parametrize("servers", ["Redis", "shards"], indirect=True)
+
+
+@each_kind
 @pytest.mark.parametrize("version", [0, 3])
-def test_redis_is_killed_and_restarted_in_the_middle(place: Place, undisturbed: str, version: int) -> None:
+def test_a_killed_server_comes_back(servers: tuple[FaultRun, list[OwnRedis]], undisturbed: str, version: int) -> None:
+    place, failing = servers
     game = place.game()
     game.play_to(version)
     game.worker.step(0)
-    place.redis.kill()
+    for server in failing:
+        server.kill()
 
     def come_back() -> None:
+        if failing != [place.redis]:
+            eventually(lambda: game.worker.heartbeat.waits)
         time.sleep(0.5)
-        place.redis.start()
+        for server in failing:
+            server.start()
 
     with meanwhile(come_back):
         game.play_to(version + 2)
     as_if_nothing_had_been(game, undisturbed)
-    assert "Redis came back" in game.events("trainer")
+    if failing == [place.redis]:
+        assert "Redis came back" in game.events("trainer")
+    else:
+        assert game.worker.heartbeat.waited_seconds["a Redis shard"] > 0
 
 
-def test_redis_is_killed_again_and_again_while_the_roles_run(place: Place, undisturbed: str) -> None:
-    game = place.game(patient(rollout={"fragment_steps": 8, "fragments_per_update": 2, "wait_deadline_seconds": 60}))
+@each_kind
+def test_servers_are_killed_again_and_again(servers: tuple[FaultRun, list[OwnRedis]], undisturbed: str) -> None:
+    place, failing = servers
+    game = place.game()
 
     def kills() -> None:
-        for _ in range(4):
-            time.sleep(0.15)
-            place.redis.restart(0.1)
+        for turn in range(4 if failing == [place.redis] else 6):
+            time.sleep(0.1)
+            failing[turn % len(failing)].restart(0.1)
 
-    def act() -> None:
-        while not game.worker.step(0.2).startswith("end:"):
-            pass
-
-    with meanwhile(kills), meanwhile(act):
-        while game.trainer.step(0.2) != "ended":
-            pass
-        game.trainer.finish("exhausted")
+    run_beside(game, kills)
     assert game.policy_hash() == undisturbed
     assert game.finished()["ledger"] == balanced(game)
     assert balanced(game)["total"]["consumed"]["fragments"] == 2 * UPDATES
 
 
-def test_a_redis_that_has_forgotten_the_scripts_gets_them_again_in_one_command(place: Place) -> None:
+@each_kind
+def test_a_server_that_is_stopped_and_continued(servers: tuple[FaultRun, list[OwnRedis]], undisturbed: str) -> None:
+    place, failing = servers
+    game = place.game()
+    game.play_to(2)
+    failing[-1].stopped(True)
+
+    def later() -> None:
+        time.sleep(2.5)
+        failing[-1].stopped(False)
+
+    with meanwhile(later):
+        as_if_nothing_had_been(game, undisturbed)
+
+
+def test_a_redis_that_has_forgotten_the_scripts_gets_them_again_in_one_command(place: FaultRun) -> None:
     """Else it could be gone again between being given a script and running it."""
     game = place.game()
     place.redis.command("SCRIPT", "FLUSH")
@@ -167,7 +113,7 @@ def test_a_redis_that_has_forgotten_the_scripts_gets_them_again_in_one_command(p
 
 
 def test_redis_that_loads_its_data_is_waited_for(tmp_path: Path, undisturbed: str) -> None:
-    place = Place(tmp_path, **{"key-load-delay": 20000})
+    place = FaultRun(tmp_path, **{"key-load-delay": 20000})
     try:
         game = place.game()
         game.play_to(2)
@@ -175,7 +121,7 @@ def test_redis_that_loads_its_data_is_waited_for(tmp_path: Path, undisturbed: st
             noise = random.Random(0)
             client.mset({f"other-{number}": noise.randbytes(40_000) for number in range(400)})
             client.bgrewriteaof()
-            wait_until(lambda: client.info("persistence")["aof_rewrite_in_progress"] == 0)
+            eventually(lambda: client.info("persistence")["aof_rewrite_in_progress"] == 0)
         place.redis.kill()
         place.redis.start(wait=False)
         refusals = []
@@ -198,10 +144,10 @@ def test_redis_that_loads_its_data_is_waited_for(tmp_path: Path, undisturbed: st
         place.close()
 
 
-def replica_of(place: Place, port: int) -> OwnRedis:
+def replica_of(place: FaultRun, port: int) -> OwnRedis:
     """A replica that has all of the primary that is behind `port`."""
     replica = OwnRedis(place.folder / "replica", place.redis.password, {"replicaof": f"127.0.0.1 {port}"})
-    wait_until(lambda: link(replica)["master_link_status"] == "up")
+    eventually(lambda: link(replica)["master_link_status"] == "up")
     return replica
 
 
@@ -210,14 +156,7 @@ def link(server: OwnRedis) -> dict[str, Any]:
         return dict(client.info("replication"))
 
 
-def wait_until(done: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + stretched(seconds)
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_a_replica_takes_over(place: Place, undisturbed: str) -> None:
+def test_a_replica_takes_over(place: FaultRun, undisturbed: str) -> None:
     """The way leads to it before it is promoted: until then it refuses to write, and that is waited for."""
     game = place.game()
     game.play_to(2)
@@ -225,7 +164,7 @@ def test_a_replica_takes_over(place: Place, undisturbed: str) -> None:
     try:
         game.play_to(3)
         game.worker.step(0)
-        wait_until(lambda: link(replica)["slave_repl_offset"] == link(place.redis)["master_repl_offset"])
+        eventually(lambda: link(replica)["slave_repl_offset"] == link(place.redis)["master_repl_offset"])
         place.redis.kill()
         place.proxy.retarget(replica.port)
 
@@ -241,13 +180,13 @@ def test_a_replica_takes_over(place: Place, undisturbed: str) -> None:
         replica.kill()
 
 
-def test_a_replica_that_was_behind_takes_over_and_what_it_never_had_is_counted_as_lost(place: Place) -> None:
+def test_a_replica_that_was_behind_takes_over_and_what_it_never_had_is_counted_as_lost(place: FaultRun) -> None:
     game = place.game()
     game.play_to(2)
-    with FaultProxy(place.redis.port) as between:
+    with closing(FaultProxy(place.redis.port)) as between:
         replica = replica_of(place, between.port)
         try:
-            wait_until(lambda: link(replica)["slave_repl_offset"] == link(place.redis)["master_repl_offset"])
+            eventually(lambda: link(replica)["slave_repl_offset"] == link(place.redis)["master_repl_offset"])
             between.black_hole()
             game.play_to(4)
             game.worker.step(0)
@@ -267,34 +206,34 @@ def test_a_replica_that_was_behind_takes_over_and_what_it_never_had_is_counted_a
 
 # The way to it fails
 
-STEPS = ["CLAIM", "PUSH", "PUBLISH", "DROP", "TRIM", "HEARTBEAT", "WRITE", "CHECK_EPOCH", "SET_STATE", "RELEASE",
-         "TAKE_OVER", "SET_FORWARD", "IN_FLIGHT", "REGISTER"]  # fmt: skip
+STEPS = ["claim", "push", "publish", "drop", "trim", "heartbeat", "write", "check_epoch", "set_state", "release",
+         "take_over", "fast_forward", "accounting", "register"]  # fmt: skip
 
 
 def sha(step: str) -> bytes:
-    return hashlib.sha1(getattr(scripts, step).encode()).hexdigest().encode()
+    return source(step).sha.encode()
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
 @pytest.mark.parametrize("step", STEPS)
-def test_a_reply_that_is_cut_is_asked_for_again_and_nothing_happens_twice(place: Place, step: str, after: int) -> None:
+def test_a_reply_that_is_cut_is_asked_for_and_nothing_happens_twice(place: FaultRun, step: str, after: int) -> None:
     """Each step has been done when its answer is lost; then it is sent again."""
     game = place.game()
     game.play_to(1)
     game.crash()
     push_garbage(game)
     place.proxy.cut_reply(after, sha(step))
-    if step == "REGISTER":
-        game.worker = Worker(game._open(), 0)
+    if step == "register":
+        game.worker = Worker(game.open(), 0)
         game.worker.start()
     game.restart()
     game.play_to(2)
-    if step == "SET_FORWARD":
-        game.trainer._redis_came_back()
+    if step == "fast_forward":
+        game.trainer.recovery.redis_came_back()
     game.finish()
     game.worker.stop("the end")
     assert not place.proxy.armed, "it was cut"
-    wait_until(lambda: place.proxy.cuts > 0)
+    eventually(lambda: place.proxy.cuts > 0)
     total = balanced(game)["total"]
     assert total["consumed"] == {"fragments": 2 * UPDATES, "transitions": 2 * UPDATES * 32}
     assert total["dropped"] == {"undecodable": {"fragments": 1, "transitions": 32}}
@@ -303,20 +242,9 @@ def test_a_reply_that_is_cut_is_asked_for_again_and_nothing_happens_twice(place:
     assert game.role.flow.read().epoch <= 3, "a take-over that is sent again is one more, and harmless"
 
 
-def push_garbage(game: Game) -> None:
-    """The worker's next fragment is none: the trainer will drop it."""
-    worker = game.worker
-    claim = game.role.flow.claim(worker.id, worker.incarnation, worker._seq)
-    assert claim.granted
-    assert worker._log.push(worker.id, worker.incarnation, worker._seq, claim.epoch, 32, b"garbage") == "pushed"
-    worker._seq += 1
-
-
-@pytest.mark.parametrize("step", ["CLAIM", "PUSH", "PUBLISH", "TRIM"])
+@pytest.mark.parametrize("step", ["claim", "push", "publish", "trim"])
 @pytest.mark.parametrize("after", [1, 60, 200])
-def test_a_request_that_is_cut_before_it_arrives_is_sent_again(
-    place: Place, undisturbed: str, step: str, after: int
-) -> None:
+def test_a_request_that_is_cut_is_sent_again(place: FaultRun, undisturbed: str, step: str, after: int) -> None:
     game = place.game()
     game.play_to(1)
     place.proxy.cut_request(after, sha(step))
@@ -324,70 +252,16 @@ def test_a_request_that_is_cut_before_it_arrives_is_sent_again(
     assert not place.proxy.armed
 
 
-def test_connections_that_are_cut_all_the_time(place: Place, undisturbed: str) -> None:
-    game = place.game()
-    over = threading.Event()
-
-    def cut() -> None:
-        while not over.wait(0.05):
-            place.proxy.cut()
-
-    with meanwhile(cut):
-        try:
-            as_if_nothing_had_been(game, undisturbed)
-        finally:
-            over.set()
-    assert place.proxy.cuts > 3
-
-
-@pytest.mark.parametrize("heals", [True, False])
-def test_a_half_open_connection_is_given_up_and_made_anew(place: Place, undisturbed: str, heals: bool) -> None:
-    """What was held back arrives late, or never."""
-    game = place.game()
-    game.play_to(2)
-    place.proxy.black_hole()
-
-    def later() -> None:
-        time.sleep(2.5)
-        if not heals:
-            place.proxy.cut()
-        place.proxy.heal()
-
-    with meanwhile(later):
-        as_if_nothing_had_been(game, undisturbed)
-
-
-def test_a_server_that_is_stopped_and_continued(place: Place, undisturbed: str) -> None:
-    game = place.game()
-    game.play_to(2)
-    place.redis.stopped(True)
-
-    def later() -> None:
-        time.sleep(2.5)
-        place.redis.stopped(False)
-
-    with meanwhile(later):
-        as_if_nothing_had_been(game, undisturbed)
-
-
-def test_a_slow_way(place: Place, undisturbed: str) -> None:
-    game = place.game()
-    place.proxy.delay(0.005, jitter=0.01)
-    game.play_to(3)
-    place.proxy.throttle(400_000)
-    as_if_nothing_had_been(game, undisturbed)
-
-
 @pytest.mark.parametrize("fault", ["refuse", "black_hole"])
-def test_beyond_retry_seconds_the_error_says_what_could_not_be_used_and_for_how_long(place: Place, fault: str) -> None:
+def test_beyond_retry_seconds_the_error_says_what_could_not_be_used(place: FaultRun, fault: str) -> None:
     """By the clock, not by the number of tries: a black hole takes a timeout for each of them."""
-    game = place.game(patient(redis={"timeout_seconds": 2, "retry_seconds": 3}))
+    game = place.game(place.config(redis={"timeout_seconds": 2, "retry_seconds": 3}))
     getattr(place.proxy, fault)()
     where = rf"Redis at 127\.0\.0\.1:{place.proxy.port} could not be used for [2-9]\.\d s, \d+ tries: "
     with pytest.raises((redis.ConnectionError, redis.TimeoutError), match=where):
         game.trainer.step(0)
     with pytest.raises(RedisUnavailable, match=r"does not answer .*could not be used for"):
-        game._open()
+        game.open()
     place.proxy.heal()
     game.crash()
     game.restart()
@@ -398,27 +272,26 @@ def test_beyond_retry_seconds_the_error_says_what_could_not_be_used_and_for_how_
 # Its memory is full
 
 
-def fill(place: Place, room: int = 0) -> None:
-    """From now on Redis takes no more than so many bytes."""
+def fill(place: FaultRun, room: int = 0) -> None:
     used = int(place.redis.command("INFO", "memory")["used_memory"])
     place.redis.command("CONFIG", "SET", "maxmemory", max(1, used + room) if room else 1)
 
 
-def empty(place: Place) -> None:
+def empty(place: FaultRun) -> None:
     place.redis.command("CONFIG", "SET", "maxmemory", 0)
 
 
-def test_a_full_memory_makes_claims_wait_and_nothing_else(place: Place) -> None:
+def test_a_full_memory_makes_claims_wait_and_nothing_else(place: FaultRun) -> None:
     game = place.game()
     game.play_to(2)
     flow, worker = game.role.flow, game.worker
-    held = flow.claim(worker.id, worker.incarnation, worker._seq)
+    held = flow.claim(worker.id, worker.incarnation, worker.claims.seq)
     before = flow.read()
     fill(place)
     with pytest.raises(redis.OutOfMemoryError), game.role.redis as client:
         client.set("another", "x")
-    assert flow.claim(worker.id, worker.incarnation, worker._seq).granted, "it is held already"
-    assert flow.claim("worker-9", 0, 0).word == "wait_memory"
+    assert asks(game) == "granted", "it is held already"
+    assert flow.claim("worker-9", 0, 0).reply == "wait_memory"
     state = flow.read()
     assert (state.claimed, state.memory_full) == (before.claimed, True)
     assert game.role.redis.zcard(RunKeys(game.role.run_id).claims) == 1
@@ -439,7 +312,7 @@ def test_a_full_memory_makes_claims_wait_and_nothing_else(place: Place) -> None:
     assert (flow.read().desired_workers, flow.read().max_log_bytes) == (7, 1 << 21)
     assert flow.register("worker-6") == (0, 1)
     assert flow.release("worker-6") == 0
-    assert flow.set_state("stopping", "stopped", expected="running", epoch=1)
+    assert flow.set_state(RunState.STOPPING, "stopped", expected=RunState.RUNNING, epoch=1)
     assert flow.take_over() == 2
     balanced(game)
     empty(place)
@@ -454,7 +327,7 @@ def test_a_run_in_a_small_memory_goes_on_by_checkpoints_that_free_it(tmp_path: P
         stop_at={"updates": 12},
         redis={"timeout_seconds": 2, "retry_seconds": 60},
     )
-    place = Place(tmp_path)
+    place = FaultRun(tmp_path)
     try:
         hashes = []
         for room in (0, 70_000):
@@ -464,7 +337,7 @@ def test_a_run_in_a_small_memory_goes_on_by_checkpoints_that_free_it(tmp_path: P
                 fill(place, room)
             words, deadline = [], time.monotonic() + stretched(100)
             while game.trainer.step(0.0) != "ended" and time.monotonic() < deadline:
-                words.append(game.worker._claim(0).word)
+                words.append(asks(game))
                 game.worker.step(0)
             assert ("wait_memory" in words) == bool(room)
             game.trainer.finish("exhausted")
@@ -483,54 +356,39 @@ def test_a_run_in_a_small_memory_goes_on_by_checkpoints_that_free_it(tmp_path: P
 
 
 def no_fragment_twice(game: Game) -> dict[str, Any]:
-    """The end of a run whose Redis lost something: the goal, the bound, balanced books, and each version once."""
+    """The end of a run whose Redis lost something: the goal, the bound, balanced accounting, and each version once."""
     game.finish()
-    books, state = balanced(game), game.role.flow.read()
+    accounting, state = balanced(game), game.role.flow.read()
     assert game.finished()["counters"]["train"]["updates"] == UPDATES
     assert 0 <= state.in_flight <= state.window
     assert state.version == game.board_version() >= UPDATES
-    return books["total"]  # type: ignore[no-any-return]
+    return accounting["total"]  # type: ignore[no-any-return]
 
 
-def new_worker(game: Game) -> None:
-    game.worker.stop("replaced")
-    game.worker = Worker(game._open(), 0)
-    game.worker.start()
+LOSSES: dict[str, list[Callable[[Game], object]]] = {
+    "claim": [asks],
+    "push": [lambda game: game.worker.step(0)],
+    "pushes of an update": [lambda game: game.worker.step(0)] * 2,
+    "versions": [lambda game: game.play_to(5), lambda game: game.worker.step(0)],
+    "checkpoint": [lambda game: game.play_to(4), Game.durable],
+    "epoch": [Game.crash, Game.restart, lambda game: game.play_to(4), Game.durable],
+    "life": [new_worker, lambda game: game.play_to(4)],
+}
+"""What has happened since the file was written that Redis comes back with."""
 
 
 @pytest.mark.parametrize("who_dies", ["nobody", "trainer", "worker", "both"])
-@pytest.mark.parametrize(
-    "what_is_lost", ["claim", "push", "pushes of an update", "versions", "checkpoint", "epoch", "life"]
-)
-def test_redis_comes_back_with_an_older_file(place: Place, what_is_lost: str, who_dies: str) -> None:
+@pytest.mark.parametrize("what_is_lost", LOSSES)
+def test_redis_comes_back_with_an_older_file(place: FaultRun, what_is_lost: str, who_dies: str) -> None:
     game = place.game()
     game.play_to(3)
     game.durable()
     past = place.redis.keep()
-    if what_is_lost == "claim":
-        assert game.role.flow.claim(game.worker.id, game.worker.incarnation, game.worker._seq).granted
-    elif what_is_lost == "push":
-        game.worker.step(0)
-    elif what_is_lost == "pushes of an update":
-        game.worker.step(0)
-        game.worker.step(0)
-    elif what_is_lost == "versions":
-        game.play_to(5)
-        game.worker.step(0)
-    elif what_is_lost == "checkpoint":
-        game.play_to(4)
-        game.durable()
-    elif what_is_lost == "epoch":
-        game.crash()
-        game.restart()
-        game.play_to(4)
-        game.durable()
-    else:
-        new_worker(game)
-        game.play_to(4)
+    for happens in LOSSES[what_is_lost]:
+        happens(game)
     if who_dies in ("trainer", "both"):
         game.crash()
-    place.redis.set_back(past)
+    place.redis.roll_back(past)
     if who_dies in ("worker", "both"):
         new_worker(game)
     if who_dies in ("trainer", "both"):
@@ -538,15 +396,15 @@ def test_redis_comes_back_with_an_older_file(place: Place, what_is_lost: str, wh
     no_fragment_twice(game)
 
 
-def test_a_gap_that_a_worker_shows_is_counted_as_lost_in_the_same_step(place: Place) -> None:
+def test_a_gap_that_a_worker_shows_is_counted_as_lost_in_the_same_step(place: FaultRun) -> None:
     game = place.game()
     game.play_to(3)
     past = place.redis.keep()
     game.worker.step(0)
     game.worker.step(0)
-    place.redis.set_back(past)
+    place.redis.roll_back(past)
     assert game.worker.step(0) == "pushed"
-    lines = read_books(game.role.redis, game.role.run_id)
+    lines = read_accounting(game.role.redis, game.role.run_id)
     assert lines["total"].balances and lines["total"].in_flight.fragments == 3
     assert game.trainer.step(0) == "waited"
     total = no_fragment_twice(game)
@@ -554,8 +412,8 @@ def test_a_gap_that_a_worker_shows_is_counted_as_lost_in_the_same_step(place: Pl
 
 
 @pytest.mark.parametrize("step", ["publish", "drop"])
-def test_a_trainer_that_has_learnt_what_redis_lost_meanwhile_writes_nothing_into_its_books(
-    place: Place, step: str
+def test_what_redis_lost_meanwhile_is_not_accounted_for(
+    place: FaultRun, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Redis goes between the trainer's look and its write; the worker has died too, so no gap will ever show."""
     game = place.game()
@@ -566,29 +424,27 @@ def test_a_trainer_that_has_learnt_what_redis_lost_meanwhile_writes_nothing_into
         game.worker.step(0)
     else:
         push_garbage(game)
-    write = game.trainer._board._publish if step == "publish" else game.trainer._settlement._drop
     happened: list[bool] = []
+    of, name = {"publish": (PolicyBoard, "publish"), "drop": (RedisAccounting, "commit_drop")}[step]
+    write = getattr(of, name)
 
-    def at_the_worst_moment(keys: list[str], args: list[Any]) -> Any:
+    def at_the_worst_moment(*arguments: Any, **options: Any) -> Any:
         if not happened:
             happened.append(True)
-            place.redis.set_back(past)
-        return write(keys, args)
+            place.redis.roll_back(past)
+        return write(*arguments, **options)
 
-    if step == "publish":
-        game.trainer._board._publish = at_the_worst_moment  # type: ignore[assignment]
-    else:
-        game.trainer._settlement._drop = at_the_worst_moment  # type: ignore[assignment]
+    monkeypatch.setattr(of, name, at_the_worst_moment)
     assert game.trainer.step(0) == ("updated" if step == "publish" else "waited")
     assert happened
-    assert all(line.balances for line in read_books(game.role.redis, game.role.run_id).values())
+    assert all(line.balances for line in read_accounting(game.role.redis, game.role.run_id).values())
     new_worker(game)
     no_fragment_twice(game)
 
 
-def test_a_trainer_that_waits_for_experience_sees_that_redis_lost_its_last_version(place: Place) -> None:
-    """Else all claims would stand for fragments that it has learnt, and everybody would wait for ever."""
-    game = place.game(patient(stop_at={"updates": 1000}))
+def test_a_trainer_that_waits_for_experience_sees_that_redis_lost_its_last_version(place: FaultRun) -> None:
+    """Else all claims would stand for fragments that it has learned, and everybody would wait for ever."""
+    game = place.game(place.config(stop_at={"updates": 1000}))
     game.play_to(2)
     game.worker.step(0)
     game.worker.step(0)
@@ -601,34 +457,34 @@ def test_a_trainer_that_waits_for_experience_sees_that_redis_lost_its_last_versi
         reasons.append(game.trainer.finish("stopped"))
 
     with meanwhile(train):
-        wait_until(lambda: game.role.flow.read().version == 3)
-        place.redis.set_back(past)
-        wait_until(lambda: game.role.flow.read().version == 3)
+        eventually(lambda: game.role.flow.read().version == 3)
+        place.redis.roll_back(past)
+        eventually(lambda: game.role.flow.read().version == 3)
         for _ in range(4):
             game.worker.step(5.0)
-        wait_until(lambda: game.role.flow.read().version >= 5)
-        game.role.flow.set_state("stopping", "stopped", expected="running")
+        eventually(lambda: game.role.flow.read().version >= 5)
+        game.role.flow.set_state(RunState.STOPPING, "stopped", expected=RunState.RUNNING)
     assert reasons[-1] == "stopped"
     balanced(game)
 
 
-def test_a_redis_that_lost_a_take_over_knows_the_new_trainer_again_and_refuses_the_old(place: Place) -> None:
+def test_a_redis_that_lost_a_take_over_knows_the_new_trainer_again_and_refuses_the_old(place: FaultRun) -> None:
     game = place.game()
     game.play_to(2)
     game.durable()
     past, old = place.redis.keep(), game.trainer
     game.restart()
-    place.redis.set_back(past)
+    place.redis.roll_back(past)
     game.trainer.step(0)
     assert game.role.flow.read().epoch == 2
     with pytest.raises(Exception, match="has taken over"):
         old.step(0)
-    old._publisher.close()
-    old._heartbeat._stop.set()
+    old.incarnation.closing.close()
+    old.incarnation.heartbeat.stop("", last_beat=False)
     no_fragment_twice(game)
 
 
-def test_a_new_trainer_gets_no_epoch_that_redis_has_forgotten(place: Place) -> None:
+def test_a_new_trainer_gets_no_epoch_that_redis_has_forgotten(place: FaultRun) -> None:
     game = place.game()
     game.play_to(2)
     past = place.redis.keep()
@@ -637,14 +493,14 @@ def test_a_new_trainer_gets_no_epoch_that_redis_has_forgotten(place: Place) -> N
         game.restart()
         game.durable()
     game.crash()
-    place.redis.set_back(past)
+    place.redis.roll_back(past)
     assert game.role.flow.read().epoch == 1
     game.restart()
     assert game.role.flow.read().epoch == 4
     no_fragment_twice(game)
 
 
-def test_ids_in_the_log_go_on_behind_what_the_trainer_has_read_whatever_the_clock_says(place: Place) -> None:
+def test_ids_in_the_log_go_on_behind_what_the_trainer_has_read_whatever_the_clock_says(place: FaultRun) -> None:
     """A new master's clock may be slower: what came before the trainer's position would never be read."""
     game = place.game()
     game.play_to(2)
@@ -653,9 +509,9 @@ def test_ids_in_the_log_go_on_behind_what_the_trainer_has_read_whatever_the_cloc
     log, past = RunKeys(game.role.run_id).log, place.redis.keep()
     place.redis.command("XSETID", log, ahead)
     game.play_to(3)
-    place.redis.set_back(past)
+    place.redis.roll_back(past)
     before = len(ExperienceLog(game.role.redis, game.role.run_id))
-    game.trainer._redis_came_back()
+    game.trainer.recovery.redis_came_back()
     assert len(ExperienceLog(game.role.redis, game.role.run_id)) == before
     game.worker.step(0)
     ids: Any = game.role.redis.xrevrange(log, count=1)
@@ -663,17 +519,17 @@ def test_ids_in_the_log_go_on_behind_what_the_trainer_has_read_whatever_the_cloc
     no_fragment_twice(game)
 
 
-def test_what_is_kept_of_old_incarnations_stays_bounded(place: Place) -> None:
+def test_what_is_kept_of_old_incarnations_stays_bounded(place: FaultRun) -> None:
     game = place.game()
     game.play_to(1)
-    first, seq = game.worker, game.worker._seq
+    first, seq = game.worker, game.worker.claims.seq
     claim = game.role.flow.claim(first.id, first.incarnation, seq)
     for life in range(1, 60):
         incarnation, _ = game.role.flow.register(first.id, at_least=3 * (life // 20) + life)
         assert game.role.flow.claim(first.id, incarnation, 0).granted
-        assert first._log.push(first.id, incarnation, 0, claim.epoch, 32, b"garbage") == "pushed"
+        assert game.role.log().push(first.id, incarnation, 0, claim.epoch, 32, b"garbage") == "pushed"
         game.trainer.step(0)
     kept = game.role.redis.hlen(RunKeys(game.role.run_id).pushed)
-    assert kept <= scripts.INCARNATIONS_KEPT
-    assert first._log.push(first.id, 0, seq, claim.epoch, 32, b"from a grave") == "superseded"
+    assert kept <= INCARNATIONS_KEPT
+    assert game.role.log().push(first.id, 0, seq, claim.epoch, 32, b"from a grave") == "superseded"
     assert balanced(game)["total"]["produced"]["fragments"] == 2 + 59

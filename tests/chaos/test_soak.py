@@ -12,20 +12,18 @@ from pathlib import Path
 import pytest
 import redis
 
-from shared.redis_keys import RunKeys
+from shared.protocol.keys import RunKeys
 from tests.chaos import soak
-from tests.chaos.faults import Fault, Watched
 from tests.chaos.soak import NotThrough, Soak, verdict
 from tests.conftest import MakeRole
-from tests.end_to_end.command_line import CommandLine
-from tests.trainer_node.test_intake import SmallWorker, begin, small_config
+from tests.support.command_line import CommandLine
+from tests.support.process_faults import Fault, Watched
+from tests.support.small_run import SmallWorker, begin, small_config
 
 EQUAL = {"equal": True}
 
 
 class Beside(Watched):
-    """Looks at a run that no command line has started."""
-
     def __init__(self, client: redis.Redis, terminal: CommandLine, run_id: str) -> None:
         super().__init__(terminal, run_id)
         self._beside = client
@@ -36,7 +34,6 @@ class Beside(Watched):
 
 @pytest.fixture
 def work(make_role: MakeRole, tmp_path: Path) -> Iterator[Soak]:
-    """A soak of a run with one version and a fragment in its log."""
     role = make_role(small_config())
     begin(role)
     SmallWorker(role).work()
@@ -57,33 +54,33 @@ def fault(version: int) -> Fault:
 
 def test_a_soak_that_came_through_passes(work: Soak) -> None:
     work.faults.append(fault(version=-1))
-    work._watch_recovery()  # it asks for the version, and waits for a later one
-    assert work._open() and not verdict(work, EQUAL, "")
+    work.watch_recovery()  # it asks for the version, and waits for a later one
+    assert work.unrecovered() and not verdict(work, EQUAL, "")
     work.watched.client().hset(RunKeys(work.watched.run_id).flow, "version", "1")
-    work._watch_recovery()
-    work._look()
-    assert (work._open(), work.looks) == ([], 1)
+    work.watch_recovery()
+    work.look()
+    assert (work.unrecovered(), work.looks) == ([], 1)
     assert verdict(work, EQUAL, "")
     assert not verdict(work, {"equal": False}, "")
     assert not verdict(work, EQUAL, "the run ended with code 1")
 
 
-def test_one_transition_too_many_in_the_books_fails_it(work: Soak) -> None:
+def test_one_transition_too_many_in_the_accounting_fails_it(work: Soak) -> None:
     work.watched.client().hincrby(RunKeys(work.watched.run_id).produced, "worker-0:transitions", 1)
-    work._look()
+    work.look()
     assert {line.partition(":")[0] for line in work.imbalances} == {"worker-0", "total"}
     assert not verdict(work, EQUAL, "")
 
 
 def test_a_run_that_is_not_well_again_in_time_fails_it(work: Soak, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak, "_RECOVERY_SECONDS", 0.0)
+    monkeypatch.setattr(soak, "RECOVERY_SECONDS", 0.0)
     work.faults.append(fault(version=0))
     with pytest.raises(NotThrough, match="trainer killed"):
-        work._watch_recovery()
+        work.watch_recovery()
 
 
 def test_a_run_that_ends_on_its_own_fails_it(work: Soak) -> None:
     work.process = work.terminal.start("status", "nobody")
     work.process.wait()
     with pytest.raises(NotThrough, match="ended with code 2"):
-        work._tend_coordinator()
+        work.resume_if_killed()

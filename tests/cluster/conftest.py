@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Network, unsupported
+from tests.support.cluster.hosts import Network, unsupported
 
 WHY_NOT = unsupported()
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster.hosts import Network
-from tests.cluster.ray_cluster import RayCluster, until
-from tests.cluster.seen_run import SeenRun, write_config
-from tests.cluster.services import Services
+from tests.support.cluster.hosts import Network
+from tests.support.cluster.observed_run import ObservedRun, write_config
+from tests.support.cluster.ray_cluster import RayCluster, until
+from tests.support.cluster.services import Services
 
 RUN = "need"
 pytestmark = pytest.mark.timeout(400)
@@ -20,13 +20,12 @@ def cluster(network: Network) -> RayCluster:
     workers = [hosts["one"], hosts["two"]]
     cluster = RayCluster(network, Services(hosts["head"]), workers, idle_timeout_minutes=0.1)
     cluster.up()
-    cluster.wait_for_nodes()
     return cluster
 
 
 def test_a_host_comes_with_the_workers_and_goes_when_it_is_idle(cluster: RayCluster) -> None:
     cluster.train(RUN, write_config(cluster, archive="off"), "--set", "rollout.workers=1")
-    run = SeenRun(cluster, RUN)
+    run = ObservedRun(cluster, RUN)
     run.until("the worker", lambda status: "worker-0" in run.beats())
     assert cluster.nodes() == {cluster.head.address}
 
@@ -36,7 +35,7 @@ def test_a_host_comes_with_the_workers_and_goes_when_it_is_idle(cluster: RayClus
     added = {beat.address for beat in grown.roles if beat.role == "worker"} - {cluster.head.address}
     assert added and added <= {host.address for host in cluster.workers}
     until("the host in Ray's view", lambda: added < cluster.nodes(), cluster.log)
-    run.until("all three learnt from", lambda status: three <= status.ledger.keys())
+    run.until("all three learned from", lambda status: three <= status.ledger.keys())
 
     cluster.stagecoach("scale", RUN, "1")
     until("the head alone", lambda: cluster.nodes() == {cluster.head.address}, cluster.log)

@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from shared.heartbeat import Beat
-from tests.cluster.hosts import Host, Network
-from tests.cluster.ray_cluster import RayCluster
-from tests.cluster.seen_run import SeenRun, write_config
-from tests.cluster.services import Services
-from tests.end_to_end.command_line import check_ledger
+from shared.protocol.heartbeat import Beat
+from tests.support.cluster.hosts import Host, Network
+from tests.support.cluster.observed_run import ObservedRun, write_config
+from tests.support.cluster.ray_cluster import RayCluster
+from tests.support.cluster.services import Services
+from tests.support.command_line import check_ledger
 
 RUN = "losses"
 _CUT_SECONDS = 20.0
@@ -28,26 +28,25 @@ def cluster(network: Network) -> RayCluster:
     services = Services(hosts["services"])
     services.start()
     cluster = RayCluster(network, services, [hosts["one"], hosts["two"]], cpus=(0, 5), min_workers=2)
-    cluster.up()
-    cluster.wait_for_nodes(hosts["one"], hosts["two"])
+    cluster.up(hosts["one"], hosts["two"])
     return cluster
 
 
 @pytest.fixture(scope="module")
-def run(cluster: RayCluster) -> SeenRun:
+def run(cluster: RayCluster) -> ObservedRun:
     """It has no end in sight, and two workers."""
     cluster.train(RUN, write_config(cluster))
-    run = SeenRun(cluster, RUN)
+    run = ObservedRun(cluster, RUN)
     run.until_workers(2)
     return run
 
 
-def test_it_scales_from_2_to_6_to_1(cluster: RayCluster, run: SeenRun) -> None:
+def test_it_scales_from_2_to_6_to_1(cluster: RayCluster, run: ObservedRun) -> None:
     before = run.until_it_goes_on()
     cluster.stagecoach("scale", RUN, "6")
     six = {f"worker-{index}" for index in range(6)}
     at_work = run.until(
-        "six workers that are learnt from", lambda status: six <= run.beats().keys() and six <= status.ledger.keys()
+        "six workers that are learned from", lambda status: six <= run.beats().keys() and six <= status.ledger.keys()
     )
     assert {beat.address for beat in at_work.roles if beat.role == "worker"} == {
         host.address for host in cluster.workers
@@ -61,7 +60,7 @@ def test_it_scales_from_2_to_6_to_1(cluster: RayCluster, run: SeenRun) -> None:
     run.until_workers(2)
 
 
-def test_a_host_that_dies_is_replaced_and_used_again(cluster: RayCluster, run: SeenRun) -> None:
+def test_a_host_that_dies_is_replaced_and_used_again(cluster: RayCluster, run: ObservedRun) -> None:
     trainers = run.host_of("trainer")
     victim = next(host for host in cluster.workers if host is not trainers)
     lose(cluster, run, victim, trainers)
@@ -70,7 +69,7 @@ def test_a_host_that_dies_is_replaced_and_used_again(cluster: RayCluster, run: S
     cluster.stagecoach("scale", RUN, "2")
 
 
-def test_the_trainers_host_dies(cluster: RayCluster, run: SeenRun) -> None:
+def test_the_trainers_host_dies(cluster: RayCluster, run: ObservedRun) -> None:
     victim = run.host_of("trainer")
     other = next(host for host in cluster.workers if host is not victim)
     lose(cluster, run, victim, other)
@@ -78,7 +77,7 @@ def test_the_trainers_host_dies(cluster: RayCluster, run: SeenRun) -> None:
 
 
 @pytest.mark.parametrize("whose", ["a worker", "the trainer"])
-def test_a_host_is_cut_off_and_comes_back(cluster: RayCluster, run: SeenRun, whose: str) -> None:
+def test_a_host_is_cut_off_and_comes_back(cluster: RayCluster, run: ObservedRun, whose: str) -> None:
     trainers, epoch = run.host_of("trainer"), run.epoch()
     victim = trainers if whose == "the trainer" else next(host for host in cluster.workers if host is not trainers)
     work_on(cluster, run, victim)
@@ -95,7 +94,7 @@ def test_a_host_is_cut_off_and_comes_back(cluster: RayCluster, run: SeenRun, who
     assert run.given_up() == []
 
 
-def test_at_its_end_all_is_accounted_for(cluster: RayCluster, run: SeenRun) -> None:
+def test_at_its_end_all_is_accounted_for(cluster: RayCluster, run: ObservedRun) -> None:
     cluster.stagecoach("stop", RUN)
     finished = cluster.services.marker(RUN, ".finished")
     assert finished["reason"] == "stopped"
@@ -105,12 +104,12 @@ def test_at_its_end_all_is_accounted_for(cluster: RayCluster, run: SeenRun) -> N
     assert cluster.services.marker(RUN, ".checkpoint")["epoch"] == 3
 
 
-def test_its_replay_gives_the_same_weights(cluster: RayCluster, run: SeenRun) -> None:
+def test_its_replay_gives_the_same_weights(cluster: RayCluster, run: ObservedRun) -> None:
     replayed = json.loads(cluster.stagecoach("replay", RUN, "--from", "start", "--to", "final", "--json").stdout)
     assert replayed["equal"], replayed
 
 
-def lose(cluster: RayCluster, run: SeenRun, victim: Host, other: Host) -> None:
+def lose(cluster: RayCluster, run: ObservedRun, victim: Host, other: Host) -> None:
     """Power goes, all of its roles go on on the other host, power comes back, and so does the node."""
     victim.power_off()
     roles = {"trainer", "evaluator", "worker-0", "worker-1"}
@@ -121,7 +120,7 @@ def lose(cluster: RayCluster, run: SeenRun, victim: Host, other: Host) -> None:
     cluster.wait_for_nodes(*cluster.workers)
 
 
-def work_on(cluster: RayCluster, run: SeenRun, host: Host) -> None:
+def work_on(cluster: RayCluster, run: ObservedRun, host: Host) -> None:
     """Until a worker is on this host. Ray may not know yet that it is there when the first ones are placed."""
     while host.address not in addresses(run, "worker"):
         for workers in (2, 4):
@@ -129,7 +128,7 @@ def work_on(cluster: RayCluster, run: SeenRun, host: Host) -> None:
             run.until_workers(workers)
 
 
-def addresses(run: SeenRun, role: str | None = None) -> set[str]:
+def addresses(run: ObservedRun, role: str | None = None) -> set[str]:
     """Where the living roles are, or those of one kind; the coordinator is on the head."""
     beats = run.beats().values()
     return {beat.address for beat in beats if beat.role == role or (role is None and beat.role != "coordinator")}

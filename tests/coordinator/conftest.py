@@ -4,15 +4,41 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from coordinator.cli import main
-from tests.coordinator.terminal import CONFIG, Stagecoach
-from tests.end_to_end.command_line import Ended
+from coordinator.cli.app import main
+from shared.config.run_config import Config
+from tests.conftest import RedisServer, minimal_config
+from tests.support.command_line import CONFIG, Ended, Stagecoach
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., Config]:
+    """`config(**sections)`: runs below the test's folder, one worker unless `rollout` says otherwise."""
+
+    def make(**sections: Any) -> Config:
+        rollout = {"workers": 1, "fragment_steps": 8, "fragments_per_update": 2} | sections.pop("rollout", {})
+        common = {"runs_dir": str(tmp_path / "runs"), "rollout": rollout, "evaluation": {"episodes": 1}}
+        return minimal_config(**common | sections)
+
+    return make
+
+
+@pytest.fixture
+def servers(
+    redis_server: RedisServer, s3_servers: dict[str, tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, str]:
+    """URL of Redis and endpoint of the store, with their credentials in the environment."""
+    endpoint, access, secret = s3_servers["rclone"]
+    monkeypatch.setenv("STAGECOACH_REDIS_PASSWORD", redis_server.password)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", access)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    return redis_server.url, endpoint
 
 
 @pytest.fixture

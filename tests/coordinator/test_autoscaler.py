@@ -1,46 +1,318 @@
-"""With Ray's own autoscaler: room is what it may add as well, as the head's monitor has been told."""
+"""The number of workers that `auto` finds, against a model of a run whose true demand is known; and what is ordered,
+what comes of it and what is said of it, in a real Redis.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import math
+import re
+from typing import Any
 
 import pytest
 
-from tests.support.speed import stretched
+from coordinator.fleet.autoscaler import Autoscale, Decision, Scaling, Window
+from shared.protocol.events import read_events
+from shared.protocol.heartbeat import Beat
+from shared.runtime.run_context import RunContext
+from tests.conftest import MakeRole, minimal_config
 
-_ISOLATED = ["unshare", "--net", "--pid", "--mount", "--ipc", "--fork", "--kill-child", "--mount-proc", "bash", "-c"]
-_PREPARE = "ip link set lo up && mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray && "
-_SECONDS = stretched(120)
-"""It takes some twenty on a quiet machine."""
+WINDOW = 10.0
+
+
+def beat(
+    role: str, index: int, at: float, waited: dict[str, float], version: int = 0, pid: int = 1, **progress: Any
+) -> Beat:
+    return Beat(
+        role=role, id=role if role == "trainer" else f"worker-{index}", stamp=f"{at:.3f}", age_seconds=0.1, pid=pid,
+        host="here", ended=None, waiting_for=None, waiting_seconds=0.0, deadline_seconds=0.0,
+        progress={"version": version} | progress, waited=dict(waited),
+    )  # fmt: skip
+
+
+class Model:
+    """A run in seconds: acting a fragment takes `act`, learning from an update `learn`; beats come once a second."""
+
+    def __init__(
+        self, act: float, learn: float, batch: int = 4, lag: int = 9, workers: int = 1, cores: float = math.inf
+    ) -> None:
+        self.act, self.learn, self.batch, self.lag, self.workers, self.cores = act, learn, batch, lag, workers, cores
+        self.at, self.version = 1000.0, 0.0
+        self.waited: dict[str, dict[str, float]] = {}
+        self.autoscale = Autoscale(WINDOW, batch, lag)
+        self.history: list[int] = []
+        self.decisions: list[Decision] = []
+        self.elsewhere = 0.0
+        """Share of the time that the trainer waits for the store."""
+
+    def shares(self) -> tuple[float, float, float]:
+        """The trainer's wait, the workers' wait, and updates per second, as this many workers give them."""
+        act = self.act * max(1.0, self.workers / self.cores)
+        if self.lag == 0:
+            acting = math.ceil(self.batch / self.workers) * act
+            total = acting + self.learn
+            busy = self.batch * act / (min(self.workers, self.batch) * total)
+            return acting / total, 1.0 - busy * min(1.0, self.batch / self.workers), 1.0 / total
+        offered = min(self.workers, (self.lag + 1) * self.batch) / act / self.batch
+        updates = min(offered, 1.0 / self.learn)
+        return 1.0 - updates * self.learn, 1.0 - updates * self.batch * act / self.workers, updates
+
+    def run(self, seconds: int, least: int = 1, most: int = 1000) -> None:
+        """Second after second; what is decided is done at once."""
+        for _ in range(seconds):
+            trainer, worker, updates = self.shares()
+            self.at += 1.0
+            self.version += updates * (1.0 - self.elsewhere)
+            self._wait("trainer", "experience", trainer * (1.0 - self.elsewhere))
+            self._wait("trainer", "the store", self.elsewhere)
+            for index in range(self.workers):
+                self._wait(f"worker-{index}", "credit", worker)
+            beats = [beat("worker", i, self.at, self.waited[f"worker-{i}"]) for i in range(self.workers)]
+            told = beat("trainer", 0, self.at, self.waited["trainer"], int(self.version))
+            decision = self.autoscale.decide(told, beats, least, most)
+            if decision is not None and decision.workers != self.workers:
+                self.decisions.append(decision)
+                self.workers = decision.workers
+            self.history.append(self.workers)
+
+    def _wait(self, who: str, name: str, seconds: float) -> None:
+        waits = self.waited.setdefault(who, {})
+        waits[name] = waits.get(name, 0.0) + seconds
+
+
+@pytest.mark.parametrize("needed", [0.4, 0.97, 1.05, 1.2, 2.0, 2.5, 3.3, 7.1, 12.0, 19.9])
+@pytest.mark.parametrize("begin", [1, 2, 5, 16, 40])
+def test_it_comes_to_what_the_trainer_needs_and_stays_there(needed: float, begin: int) -> None:
+    model = Model(act=0.05 * needed, learn=0.2, workers=begin)  # `needed` workers keep the trainer just busy
+    model.run(400)
+    assert needed * 0.9 <= model.workers <= max(math.ceil(needed * 1.05), 1), model.history
+    assert len(set(model.history[200:])) == 1, "it stays"
+    ups = [after > before for before, after in zip(model.history, model.history[1:], strict=False) if after != before]
+    assert len(set(ups)) <= 1, f"it goes one way only: {model.history}"
+
+
+@pytest.mark.parametrize(
+    ("model", "decided", "why"),
+    [
+        (Model(act=0.8, learn=0.2), [2, 4, 8, 16], "the trainer waited 94 % of the last 10 s for experience"),
+        (Model(act=0.05, learn=0.2, workers=9), [5, 3, 2], "workers waited 89 % of the last 10 s for credit"),
+        (
+            Model(act=1.0, learn=0.1, batch=2, lag=1, workers=12),
+            [4],
+            "no more than 4 can hold a claim at the same time",
+        ),
+    ],
+)
+def test_each_step_is_bounded_and_says_why(model: Model, decided: list[int], why: str) -> None:
+    model.run(100)
+    assert [decision.workers for decision in model.decisions] == decided
+    assert model.decisions[0].why == why
+
+
+def test_what_changes_is_followed() -> None:
+    model = Model(act=0.2, learn=0.2, lag=3)
+    model.run(200)
+    assert model.workers == 4
+    model.act = 0.5  # the environment has become slower
+    model.run(200)
+    assert model.workers == 10
+    model.learn = 1.0  # two are just enough, and a little is kept to spare
+    model.run(200)
+    assert model.workers == 3
+
+
+@pytest.mark.parametrize(("learn", "expected"), [(0.001, 8), (0.3, 8), (3.0, 2), (60.0, 1)])
+@pytest.mark.parametrize("begin", [1, 3, 8, 30])
+def test_lockstep_takes_as_many_as_make_an_update_faster(learn: float, expected: int, begin: int) -> None:
+    model = Model(act=0.1, learn=learn, batch=8, lag=0, workers=begin)
+    model.run(2000)
+    assert len(set(model.history[-500:])) == 1, "it stays"
+    if begin == 1 or expected == 8:
+        assert model.workers == expected, model.history[::50]
+    assert model.workers <= 8, "more than K can never hold a claim"
+
+
+def test_the_bounds_are_kept_and_what_was_wanted_is_told() -> None:
+    model = Model(act=0.8, learn=0.2)
+    model.run(100, least=2, most=6)
+    assert max(model.history) == model.workers == 6
+    model.learn, model.act = 1.0, 0.01
+    model.run(200, least=2, most=6)
+    assert model.workers == 2
+
+
+def test_workers_that_bring_nothing_are_taken_back_and_not_tried_again_for_long() -> None:
+    model = Model(act=0.4, learn=0.2, cores=2)
+    model.run(250)
+    assert model.history.count(4) < 40
+    assert model.workers == 2
+    whys = [decision.why for decision in model.decisions if decision.workers == 2]
+    assert re.fullmatch(r"4 workers brought \d % more updates than 2", whys[-1])
+    assert sum(decision.workers > 2 for decision in model.decisions) == 1
+
+
+def test_while_the_store_is_what_the_trainer_waits_for_nothing_is_done() -> None:
+    model = Model(act=0.05, learn=0.2, workers=8)
+    model.elsewhere = 0.6
+    model.run(100)
+    assert model.decisions == []
+
+
+def test_a_window_begins_anew_with_whoever_joins_leaves_or_is_replaced() -> None:
+    window = Window(3.0)
+
+    def look(at: float, crew: list[tuple[int, int]]) -> bool:
+        told = beat("trainer", 0, at, {"experience": at / 2}, version=int(at * 10))
+        return window.add(told, [beat("worker", index, at, {}, pid=pid) for index, pid in crew]) is not None
+
+    def first(begin: int, crew: list[tuple[int, int]]) -> int:
+        return next(second for second in range(10) if look(float(begin + second), crew))
+
+    for number, crew in enumerate(([(0, 1)], [(0, 1), (1, 1)], [(0, 1), (1, 2)], [(1, 2)])):
+        assert first(100 * (number + 1), crew) == 3
+    window.restart()
+    assert not look(404.0, [(1, 2)])
+
+
+def test_a_window_lasts_until_there_have_been_some_updates() -> None:
+    window = Window(3.0)
+    full = []
+    for second in range(100):
+        told = beat("trainer", 0, 50.0 + second, {"experience": 0.5 * second}, version=second // 10)
+        shares = window.add(told, [beat("worker", 0, 50.0 + second, {"credit": 0.25 * second})])
+        full.append(shares is not None)
+    assert full.index(True) == 40
+    assert shares is not None
+    assert (shares.experience, shares.credit) == (0.5, 0.25)
+    assert 40 <= shares.seconds <= 51
+
+
+def test_one_long_wait_that_goes_on_is_seen() -> None:
+    window, shares = Window(3.0), None
+    for second in range(20):
+        told = beat("trainer", 0, 50.0 + second, {"experience": float(second)}, version=second)
+        shares = window.add(told, [beat("worker", 0, 50.0 + second, {})])
+    assert shares is not None and (shares.experience, shares.elsewhere) == (1.0, 0.0)
 
 
 @pytest.fixture
-def isolated() -> list[str]:
-    """Ray's test cluster ends every Ray that it sees, so it gets namespaces in which it sees only its own."""
-    tried = subprocess.run([*_ISOLATED, f"{_PREPARE} true"], capture_output=True, text=True, timeout=20, check=False)
-    if tried.returncode:
-        pytest.skip(f"namespaces are not allowed here: {tried.stderr.strip()}")
-    return _ISOLATED
+def role(make_role: MakeRole) -> RunContext:
+    rollout = {"scaling": "auto", "max_workers": 8, "fragment_steps": 8, "fragments_per_update": 2, "max_policy_lag": 9}
+    return make_role(minimal_config(rollout=rollout | {"scaling_window_seconds": 2}))
 
 
-@pytest.mark.ray
-@pytest.mark.timeout(_SECONDS + 20)
-def test_what_the_autoscaler_may_add_counts(isolated: list[str]) -> None:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where `ray` is
-    script = f"{sys.executable} -m tests.coordinator.autoscaled"
-    root = Path(__file__).parents[2]
-    done = subprocess.run(  # bash stays the first process: it buries the dead
-        [*isolated, f"{_PREPARE} timeout {_SECONDS} {script}; exit $?"],
-        env=os.environ | {"PATH": path}, cwd=root, capture_output=True, text=True, timeout=_SECONDS + 10, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-4000:])
-    told = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"refused"')))
-    assert told == {
-        "refused": "6 workers with 1 CPU each asked for; the cluster (1 machine, 2 CPUs; the trainer takes 1 CPU), "
-        "with the 2 machines that its autoscaler may add, has room for 5: --set rollout.workers=5, or add machines",
-        "now": 1,
-    }
+class Crew:
+    """A fleet whose heartbeats say what a test wants them to say."""
+
+    def __init__(self, role: RunContext) -> None:
+        self.role, self.scaling = role, Scaling(role)
+        self.at, self.workers, self.unplaced = 100.0, 2, 0
+        self.phase, self.reads_again, self.version = "train", False, 0
+        self.waited = {"experience": 0.0, "credit": 0.0}
+        self.starting: set[str] = set()
+
+    def look(self, experience: float = 0.0, credit: float = 0.0, room: int = 100) -> int:
+        """A second later: what the fleet would be brought to."""
+        self.at += 1
+        self.waited["experience"] += experience
+        self.waited["credit"] += credit
+        self.version += 2 * self.workers
+        flow = self.role.flow.read()
+        trainer: dict[str, Any] = {"version": self.version, "phase": self.phase, "reads_again": self.reads_again}
+        names = [f"worker-{index}" for index in range(self.workers + self.unplaced)]
+        beats = {"trainer": beat("trainer", 0, self.at, {"experience": self.waited["experience"]}, **trainer)}
+        for index, name in enumerate(names[: self.workers]):
+            fragments = 0 if name in self.starting else 5
+            beats[name] = beat("worker", index, self.at, {"credit": self.waited["credit"]}, fragments=fragments)
+        return self.scaling.desired(flow, beats, names, names[self.workers :], room)
+
+    def after(self, looks: int, **waits: Any) -> int:
+        """The answer to the last of so many looks."""
+        return [self.look(**waits) for _ in range(looks)][-1]
+
+    def told(self) -> list[str]:
+        """The events of scaling."""
+        return [event.text for event in read_events(self.role.redis, self.role.run_id) if event.kind == "scaling"]
+
+
+def test_it_grows_and_shrinks_writes_what_it_decides_and_says_why(role: RunContext) -> None:
+    crew = Crew(role)
+    assert crew.after(2, experience=0.5) == 2, "too little seen"
+    assert crew.after(1, experience=0.5) == 4
+    assert role.flow.read().desired_workers == 4
+    crew.workers = 4
+    assert crew.after(3, credit=0.5) == 3
+    assert crew.told() == [
+        "scaled 2 → 4: the trainer waited 50 % of the last 2 s for experience",
+        "scaled 4 → 3: workers waited 50 % of the last 2 s for credit",
+    ]
+
+
+def test_a_fixed_number_is_left_alone(role: RunContext) -> None:
+    crew = Crew(role)
+    role.flow.set_scaling("fixed", 1, 8, 5)
+    crew.workers = 5
+    assert crew.after(10, experience=1.0) == 5
+    assert crew.told() == []
+    role.flow.set_scaling("auto", 6, 8)
+    assert crew.look() == 6, "new bounds hold at once"
+    role.flow.set_scaling("auto", 1, 1)
+    assert crew.look() == 1
+    assert crew.told() == ["scaled 5 → 6: the bounds are 6 and 8", "scaled 6 → 1: the bounds are 1 and 1"]
+
+
+def test_an_order_that_came_meanwhile_stands(role: RunContext) -> None:
+    crew = Crew(role)
+    crew.after(2, experience=0.5)
+    flow = role.flow.read()
+    role.flow.set_scaling("fixed", 1, 8, 7)
+    assert not role.flow.set_desired_workers(4, "auto")
+    assert (role.flow.read().desired_workers, flow.desired_workers) == (7, 2)
+    assert crew.look(experience=0.5) == 7
+
+
+def test_nothing_is_decided_while_workers_start_or_the_trainer_reads_again_or_in_heatup(role: RunContext) -> None:
+    crew = Crew(role)
+    crew.starting = {"worker-1"}
+    assert crew.after(6, experience=1.0) == 2
+    crew.starting = set()
+    crew.reads_again = True
+    assert crew.after(6, credit=1.0) == 2, "a trainer that reads the log again needs its workers soon"
+    crew.reads_again, crew.phase = False, "heatup"
+    assert crew.after(6, experience=1.0) == 2
+    assert crew.told() == []
+
+
+def test_what_is_wanted_and_cannot_be_is_said_once(role: RunContext) -> None:
+    crew = Crew(role)
+    assert crew.after(20, experience=0.5, room=2) == 2
+    role.flow.set_scaling("auto", 1, 2)
+    assert crew.after(20, experience=0.5) == 2
+    why = "the trainer waited 50 % of the last 2 s for experience"
+    assert crew.told() == [
+        f"4 workers are wanted ({why}), but 2 is all that fit",
+        f"4 workers are wanted ({why}), but 2 is the bound (rollout.max_workers, or --max)",
+    ]
+
+
+def test_workers_without_a_place_stop_the_growth_and_go_when_they_are_not_needed(role: RunContext) -> None:
+    crew = Crew(role)
+    role.flow.set_desired_workers(4)
+    crew.unplaced = 2
+    assert crew.after(20, experience=0.5) == 4, "they wait for a machine"
+    assert crew.told() == [
+        "more than 2 workers are wanted (the trainer waited 50 % of the last 2 s for experience), but no machine has "
+        "capacity for another"
+    ]
+    assert crew.after(20, credit=0.02) == 2, "nobody waits for them any more"
+    assert crew.told()[1:] == ["scaled 4 → 2: worker-2, worker-3 had no place, and are not needed"]
+
+
+def test_without_a_bound_one_machine_grows_to_its_cores_and_what_is_more_already_may_stay(role: RunContext) -> None:
+    crew = Crew(role)
+    crew.scaling = Scaling(role, cores=3)
+    role.flow.set_scaling("auto", 1, None)
+    assert crew.after(3, experience=0.5) == 3
+    role.flow.set_scaling("auto", 1, None, 5)
+    crew.workers = 5
+    assert crew.after(9) == 5
+    assert crew.told() == ["scaled 2 → 3: the trainer waited 50 % of the last 2 s for experience"]

@@ -13,40 +13,40 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.capacity import Additions, Machines, fit, parse_additions, read_autoscaler_config
-from coordinator.room import Room, refuse_order
+from coordinator.catalog.status import WorkerCapacity, check_order
+from coordinator.fleet.capacity import Additions, Machines, fit, parse_additions, read_autoscaler_config
 from shared.errors import UserError
 
 CPU1 = {"CPU": 1.0}
 
 
+CPU4, GPU = {"CPU": 4.0}, {"CPU": 1.0, "GPU": 0.25}
+
+
 @pytest.mark.parametrize(
     ("machines", "roles", "worker", "expected"),
     [
-        ([{"CPU": 4.0}, {"CPU": 4.0}], [CPU1, {"CPU": 0.5}], CPU1, 6),
-        ([{"CPU": 4.0}, {"CPU": 4.0}], [CPU1, {"CPU": 1.0}], CPU1, 6),
-        ([{"CPU": 4.0}, {"CPU": 4.0}], [CPU1, {"CPU": 0.5}], {"CPU": 0.5}, 13),
+        ([CPU4, CPU4], [CPU1, {"CPU": 0.5}], CPU1, 6),
+        ([CPU4, CPU4], [CPU1, CPU1], CPU1, 6),
+        ([CPU4, CPU4], [CPU1, {"CPU": 0.5}], {"CPU": 0.5}, 13),
         ([{"CPU": 0.5}, {"CPU": 0.5}], [], CPU1, 0),
-        ([{"CPU": 8.0, "GPU": 1.0}, {"CPU": 8.0}], [{"CPU": 1.0, "GPU": 1.0}], {"CPU": 1.0, "GPU": 0.25}, 0),
-        ([{"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0}], [{"CPU": 1.0, "GPU": 1.0}], {"CPU": 1.0, "GPU": 0.25}, 4),
+        ([{"CPU": 8.0, "GPU": 1.0}, {"CPU": 8.0}], [{"CPU": 1.0, "GPU": 1.0}], GPU, 0),
+        ([{"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0}], [{"CPU": 1.0, "GPU": 1.0}], GPU, 4),
         ([{"CPU": 8.0, "simulator": 2.0}, {"CPU": 8.0}], [CPU1], {"CPU": 1.0, "simulator": 1.0}, 2),
         ([{"CPU": 2.0}, {"CPU": 2.0}], [{"CPU": 64.0}], CPU1, 4),
         ([{"CPU": 0.3}], [], {"CPU": 0.1}, 3),
-        ([{"CPU": 1.0}], [], {}, 10_000),
+        ([CPU1], [], {}, 10_000),
         ([], [CPU1], CPU1, 0),
     ],
 )
-def test_room_by_hand(
+def test_capacity_by_hand(
     machines: list[dict[str, float]], roles: list[dict[str, float]], worker: dict[str, float], expected: int
 ) -> None:
     assert fit(machines, roles, worker, False, None) == expected
-
-
-def test_nobody_fits_on_the_trainers_machine_where_workers_keep_apart() -> None:
-    machines = [{"CPU": 8.0}, {"CPU": 4.0}]
-    assert fit(machines, [CPU1], CPU1, True, None) == 8, "at best the trainer takes the smaller one"
-    assert fit(machines, [CPU1], CPU1, True, 0) == 4, "but that is where it stands"
-    assert fit(machines[:1], [CPU1], CPU1, True, None) == 0
+    apart = [{"CPU": 8.0}, CPU4]
+    assert fit(apart, [CPU1], CPU1, True, None) == 8, "at best the trainer takes the smaller one"
+    assert fit(apart, [CPU1], CPU1, True, 0) == 4, "but that is where it stands"
+    assert fit(apart[:1], [CPU1], CPU1, True, None) == 0
 
 
 amounts = st.integers(0, 4).map(float)
@@ -91,15 +91,12 @@ CLUSTER: dict[str, Any] = {
 def test_a_cluster_file_says_how_far_its_autoscaler_goes() -> None:
     found = parse_additions(yaml.safe_dump(CLUSTER), True)
     assert found == Additions((Machines({"CPU": 16, "memory": 10**10}, 3), Machines({"CPU": 2}, 5)), 5)
-    assert parse_additions(None, True) == Additions(), "a monitor without a config adds nothing"
-    assert parse_additions(None, False).unknown, "an autoscaler in a container of its own"
-
-
-def test_provider_local_does_not_say_how_large_its_machines_are() -> None:
     kinds = {"local.cluster.node": {"resources": {}, "node_config": {}, "min_workers": 2, "max_workers": 2}}
     local = CLUSTER | {"provider": {"type": "local"}, "head_node_type": "local.cluster.node", "max_workers": 2}
     found = parse_additions(yaml.safe_dump(local | {"available_node_types": kinds}), True)
-    assert found == Additions((Machines(None, 2),), 2)
+    assert found == Additions((Machines(None, 2),), 2), "provider local does not say how large its machines are"
+    assert parse_additions(None, True) == Additions(), "a monitor without a config adds nothing"
+    assert parse_additions(None, False).unknown, "an autoscaler in a container of its own"
 
 
 @pytest.mark.parametrize("version", ["_private", "v2"])
@@ -124,7 +121,7 @@ def test_the_config_is_that_of_the_running_monitor(tmp_path: Path, version: str)
 
 
 def test_what_does_not_fit_is_refused_with_the_number_that_does() -> None:
-    room = Room(6, 6, "1 CPU", "the cluster (2 machines, 8 CPUs; the trainer takes 1 CPU)")
+    room = WorkerCapacity(6, 6, "1 CPU", "the cluster (2 machines, 8 CPUs; the trainer takes 1 CPU)")
     room.refuse(6, "--set rollout.workers=", "add machines")
     with pytest.raises(UserError) as refused:
         room.refuse(12, "--set rollout.workers=", "add machines")
@@ -133,8 +130,8 @@ def test_what_does_not_fit_is_refused_with_the_number_that_does() -> None:
         "6: --set rollout.workers=6, or add machines"
     )
     with pytest.raises(UserError, match=r"has room for none: add machines$"):
-        Room(0, 0, "1 CPU", "the cluster").refuse(1, "--set rollout.workers=", "add machines")
-    Room(0, None, "1 CPU", "the cluster").refuse(1000, "", "")  # an autoscaler that does not say how far it goes
+        WorkerCapacity(0, 0, "1 CPU", "the cluster").refuse(1, "--set rollout.workers=", "add machines")
+    WorkerCapacity(0, None, "1 CPU", "the cluster").refuse(1000, "", "")  # an autoscaler without a limit
 
 
 @pytest.mark.parametrize(
@@ -150,5 +147,5 @@ def test_what_does_not_fit_is_refused_with_the_number_that_does() -> None:
 )
 def test_orders_that_nobody_can_mean(order: tuple[int | None, int | None, int | None], words: str) -> None:
     with pytest.raises(UserError, match=words.split("`", maxsplit=1)[0]) as refused:
-        refuse_order("r", *order)
+        check_order("r", *order)
     assert words in str(refused.value)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from coordinator.checkpoints import (
+from coordinator.catalog.checkpoint_lookup import evaluate
+from coordinator.catalog.checkpoint_operations import (
     Removed,
     export,
     list_checkpoints,
@@ -20,18 +21,25 @@ from coordinator.checkpoints import (
     verify,
     withdraw,
 )
-from coordinator.evaluate import evaluate
 from coordinator.run import Run
-from shared.checkpoint import CHECKPOINTS, MANIFEST, POINTER, PROMOTED, STATUS, CheckpointStore, describe_objects
-from shared.config import CheckpointConfig
+from shared.config.sections import CheckpointConfig
 from shared.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, StoreError, UserError
-from shared.object_store import FileStore, ObjectStore
-from shared.policies.codec import decode_policy, encode_policy
 from shared.policies.deployed import load_policy
+from shared.policies.serialization import decode_policy, encode_policy
+from shared.storage.checkpoint_store import (
+    CHECKPOINTS,
+    MANIFEST,
+    POINTER,
+    PROMOTED,
+    STATUS,
+    CheckpointStore,
+    describe_objects,
+)
+from shared.storage.object_store import FileStore, ObjectStore
 from tests.conftest import minimal_config
 from tests.support.checkpoints import key_of
-from tests.support.speed import stretched
-from trainer_node.retention import going, prune, take_stock
+from tests.support.command_line import until
+from trainer_node.checkpointing.retention import prune, take_inventory, to_prune
 
 POLICY, STATE = "default/policy.safetensors", "trainer/state.json"
 NAMES = [f"{version}_Step-{version * 64}.ckpt" for version in range(5)]
@@ -52,23 +60,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
+def copy(run: Run, store: ObjectStore) -> CheckpointStore:
+    source = run.checkpoint_store().store
+    for key in source.keys(""):
+        store.put(key, source.get(key))
+    return CheckpointStore(store, "a")
+
+
 @pytest.fixture
 def checkpoints(run: Run, any_store: ObjectStore) -> CheckpointStore:
     """A copy of the run's checkpoints that a test may spoil."""
-    source = run.checkpoint_store().store
-    for key in source.keys(""):
-        any_store.put(key, source.get(key))
-    return CheckpointStore(any_store, "a")
+    return copy(run, any_store)
 
 
 @pytest.fixture
 def files(run: Run, tmp_path: Path) -> CheckpointStore:
     """The same, in a folder."""
     (tmp_path / "files").mkdir()
-    target, source = FileStore(tmp_path / "files", "a"), run.checkpoint_store().store
-    for key in source.keys(""):
-        target.put(key, source.get(key))
-    return CheckpointStore(target, "a")
+    return copy(run, FileStore(tmp_path / "files", "a"))
 
 
 class Altered:
@@ -89,6 +98,17 @@ class Altered:
 
 def altered(checkpoints: CheckpointStore, before: Callable[[str, str], None]) -> CheckpointStore:
     return CheckpointStore(Altered(checkpoints.store, before), checkpoints.run_id)
+
+
+def cut_off(checkpoints: CheckpointStore, after: int, words: Container[str] | None = None) -> CheckpointStore:
+    """One whose store takes this number of calls (of these kinds), and then fails."""
+    count = itertools.count()
+
+    def fail(word: str, key: str) -> None:
+        if (words is None or word in words) and next(count) >= after:
+            raise StoreError("cut off")
+
+    return altered(checkpoints, fail)
 
 
 def listing(checkpoints: CheckpointStore) -> dict[str, bytes]:
@@ -119,9 +139,6 @@ def not_finite(checkpoints: CheckpointStore) -> bytes:
 def half_upload(checkpoints: CheckpointStore, name: str = HALF) -> str:
     checkpoints.store.put(f"{CHECKPOINTS}{name}/0123456789abcdef/{STATE}", b"half")
     return name
-
-
-# Verify
 
 
 def test_whole_checkpoints_are_ok(checkpoints: CheckpointStore) -> None:
@@ -161,7 +178,10 @@ DAMAGES: dict[str, tuple[Callable[[CheckpointStore], None], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_named_and_the_others_are_ok(files: CheckpointStore, damage: str) -> None:
+def test_damage_is_named_and_never_promoted_nor_exported_and_the_others_are_ok(
+    run: Run, files: CheckpointStore, tmp_path: Path, damage: str
+) -> None:
+    promote(files, NAMES[0], live=False)
     spoil_it, said = DAMAGES[damage]
     spoil_it(files)
     before = listing(files)
@@ -171,6 +191,12 @@ def test_damage_is_named_and_the_others_are_ok(files: CheckpointStore, damage: s
     }
     assert len(found[NAME].problems) == 1 and said in found[NAME].problems[0]
     assert verify(files, NAME) == [found[NAME]]
+    with pytest.raises(CheckpointDamaged, match=rf"{NAME} is not promoted: .*{said}"):
+        promote(files, NAME, live=False)
+    if damage != "replaced manifest":  # which is whole in itself
+        with pytest.raises(CheckpointError):
+            export(files, run.config, NAME, tmp_path / "out")
+        assert list((tmp_path / "out").iterdir()) == []
     assert listing(files) == before
 
 
@@ -200,7 +226,7 @@ def test_an_upload_that_was_cut_off_is_no_damage(checkpoints: CheckpointStore) -
 
 
 def test_damaged_sync_files_are_named(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.checkpoint._READ_PAUSES_SECONDS", ())
+    monkeypatch.setattr("shared.storage.checkpoint_store._READ_PAUSES_SECONDS", ())
     promote(checkpoints, NAMES[0], live=False)
     checkpoints.delete(NAMES[0])
     found = verify(checkpoints)[-1]
@@ -209,9 +235,6 @@ def test_damaged_sync_files_are_named(checkpoints: CheckpointStore, monkeypatch:
         checkpoints.store.put(key, b"garbage")
     found_all = {verdict.name: verdict.state for verdict in verify(checkpoints)}
     assert found_all == dict.fromkeys(NAMES[1:], "ok") | dict.fromkeys((STATUS, POINTER, PROMOTED), "damaged")
-
-
-# Promote
 
 
 def test_promoted_is_listed_preferred_and_taken_back(checkpoints: CheckpointStore) -> None:
@@ -224,23 +247,10 @@ def test_promoted_is_listed_preferred_and_taken_back(checkpoints: CheckpointStor
     assert withdraw(checkpoints) is None
     assert checkpoints.preferred() == checkpoints.resolve("best")
     assert PROMOTED not in checkpoints.store.keys("")
-
-
-def test_a_damaged_mark_is_left_out_of_the_list_and_set_anew(files: CheckpointStore) -> None:
-    files.store.put(PROMOTED, b"garbage")
-    assert all("promoted" not in entry["marks"] for entry in list_checkpoints(files))
-    promote(files, NAME, live=False)
-    assert files.preferred() == NAME
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_damaged_or_not_finite_is_never_promoted(files: CheckpointStore, damage: str) -> None:
-    promote(files, NAMES[0], live=False)
-    DAMAGES[damage][0](files)
-    before = listing(files)
-    with pytest.raises(CheckpointDamaged, match=rf"{NAME} is not promoted: .*{DAMAGES[damage][1]}"):
-        promote(files, NAME, live=False)
-    assert listing(files) == before
+    checkpoints.store.put(PROMOTED, b"garbage")
+    assert all("promoted" not in entry["marks"] for entry in list_checkpoints(checkpoints))
+    promote(checkpoints, NAME, live=False)
+    assert checkpoints.preferred() == NAME
 
 
 def test_what_is_not_complete_or_not_there_is_not_promoted(files: CheckpointStore) -> None:
@@ -259,7 +269,7 @@ def test_whoever_comes_second_gives_way_where_a_checkpoint_is_promoted_while_it_
     rule, pointer = CheckpointConfig(keep_last=1), files.pointer()
     assert pointer is not None
     whole, outcomes = listing(files), list[str]()
-    goes = going(take_stock(files, {}), pointer, rule, ())[-1]
+    goes = to_prune(take_inventory(files, {}), pointer, rule, ())[-1]
     for step in range(6):
         for key, data in whole.items():
             files.store.put(key, data)
@@ -277,15 +287,12 @@ def test_whoever_comes_second_gives_way_where_a_checkpoint_is_promoted_while_it_
                         outcomes.append("refused")
 
         pruning = altered(files, at_step)
-        prune(pruning, take_stock(pruning, {}), pointer, rule, ())
+        prune(pruning, take_inventory(pruning, {}), pointer, rule, ())
         if outcomes[-1] == "promoted":
             assert [verdict.state for verdict in verify(files, "promoted")] == ["ok"], step
         else:
             assert files.promotion() is None
     assert set(outcomes) == {"promoted", "refused"}
-
-
-# Prune
 
 
 def test_pruning_keeps_what_is_marked_and_what_the_rule_says(checkpoints: CheckpointStore) -> None:
@@ -318,16 +325,8 @@ def test_a_pruning_that_is_cut_off_anywhere_leaves_no_damage_and_is_completed_by
     for step in range(100):
         for key, data in whole.items():
             files.store.put(key, data)
-        count = [0]
-
-        def fail(word: str, key: str, count: list[int] = count, step: int = step) -> None:
-            if word in {"put", "delete"}:
-                count[0] += 1
-                if count[0] > step:
-                    raise StoreError("cut off")
-
         try:
-            prune_checkpoints(altered(files, fail), rule, dry_run=False)
+            prune_checkpoints(cut_off(files, step, {"put", "delete"}), rule, dry_run=False)
         except StoreError:
             steps += 1
             found = verify(files)
@@ -344,7 +343,7 @@ def test_a_pruning_that_is_cut_off_anywhere_leaves_no_damage_and_is_completed_by
 def test_where_the_newest_is_damaged_or_a_mark_cannot_be_read_nothing_is_pruned(
     files: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.checkpoint._READ_PAUSES_SECONDS", ())
+    monkeypatch.setattr("shared.storage.checkpoint_store._READ_PAUSES_SECONDS", ())
     whole = listing(files)
     for key in (*(key_of(files, NAMES[-1], key) for key in (STATE, MANIFEST)), POINTER, PROMOTED):
         files.store.put(key, b"garbage")
@@ -355,9 +354,6 @@ def test_where_the_newest_is_damaged_or_a_mark_cannot_be_read_nothing_is_pruned(
         files.store.delete(key)
         if key in whole:
             files.store.put(key, whole[key])
-
-
-# Export
 
 
 def test_an_exported_checkpoint_needs_nothing_else(run: Run, checkpoints: CheckpointStore, tmp_path: Path) -> None:
@@ -394,31 +390,13 @@ def test_nothing_is_overwritten(run: Run, files: CheckpointStore, tmp_path: Path
 
 def test_an_export_that_fails_anywhere_leaves_nothing(run: Run, files: CheckpointStore, tmp_path: Path) -> None:
     for step in range(100):
-        count = [0]
-
-        def fail(word: str, key: str, count: list[int] = count, step: int = step) -> None:
-            count[0] += 1
-            if count[0] > step:
-                raise StoreError("cut off")
-
         try:
-            export(altered(files, fail), run.config, NAME, tmp_path / "out")
+            export(cut_off(files, step), run.config, NAME, tmp_path / "out")
         except StoreError:
             assert list((tmp_path / "out").glob("*")) == []
             continue
         break
     assert step > 5
-
-
-@pytest.mark.parametrize("damage", [damage for damage in DAMAGES if damage != "replaced manifest"])
-def test_what_is_damaged_is_not_exported(run: Run, files: CheckpointStore, tmp_path: Path, damage: str) -> None:
-    DAMAGES[damage][0](files)
-    with pytest.raises(CheckpointError):
-        export(files, run.config, NAME, tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
-
-
-# A live run
 
 
 @pytest.mark.exhaustive
@@ -431,11 +409,12 @@ def test_a_live_run_is_verified_promoted_and_exported_while_it_prunes(tmp_path: 
     run = Run.start(config, "a", inline=True)
     try:
         other = Run.attach("a", config.runs_dir)
-        wait_for(run, 6)
+        until(run, lambda status: status.version >= 6)
         promoted = other.promote("latest")
         for _ in range(10):
             assert {v.state for v in other.verify()} <= {"ok", "being written"}
-        wait_for(run, run.status(books=False).version + 14)
+        version = run.status(accounting=False).version
+        until(run, lambda status: status.version >= version + 14)
         assert promoted in other.checkpoint_store().names(), "the trainer keeps what is promoted"
         (entry,) = [entry for entry in other.checkpoints() if "promoted" in entry["marks"]]
         assert entry["name"] == promoted
@@ -449,21 +428,9 @@ def test_a_live_run_is_verified_promoted_and_exported_while_it_prunes(tmp_path: 
     assert {verdict.state for verdict in other.verify()} == {"ok"}
     again = Run.resume("a", config.runs_dir, (f"stop_at.updates={run.status().updates + 4}",), inline=True)
     assert again.wait(60).reason == "exhausted"
-    assert promoted in again.checkpoint_store().names()
     assert again.checkpoint_store().preferred() == promoted, "any restart keeps it"
-    still_marked = {again.checkpoint_store().marked(mark) for mark in ("latest", "best")}
-    left = {promoted, *still_marked}
+    left = {promoted, *(again.checkpoint_store().marked(mark) for mark in ("latest", "best"))}
     assert {item.name for item in again.prune(keep_last=1)} & left == set()
     assert set(again.checkpoint_store().names()) == left
-    assert again.prune(keep_last=1) == []
     with pytest.raises(UserError, match="keep_last=0: expected at least 1"):
         again.prune(keep_last=0)
-    assert again.promote(None) == promoted
-    assert [item.name for item in again.prune(keep_last=1)] == ([promoted] if promoted not in still_marked else [])
-
-
-def wait_for(run: Run, version: int) -> None:
-    deadline = time.monotonic() + stretched(60)
-    while run.status(books=False).version < version:
-        assert time.monotonic() < deadline and not run.ended
-        time.sleep(0.02)

@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
-from coordinator.cli_checkpoints import app
-from coordinator.services import BUCKET
-from shared.checkpoint import MARKS
-from tests.coordinator.terminal import CONFIG, Stagecoach, check_refused
-from tests.end_to_end.command_line import CommandLine, Ended
+from coordinator.services.embedded import BUCKET
+from shared.storage.checkpoint_store import MARKS
 from tests.support.checkpoints import upload_in
+from tests.support.command_line import Ended, Stagecoach, check_refused, train_inline
 
 NAMES = ["0_Step-0.ckpt", "1_Step-32.ckpt", "2_Step-64.ckpt", "3_Step-96.ckpt"]
 SETS = [
@@ -28,14 +25,7 @@ POLICY = "default/policy.safetensors"
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an ended run `a` with four checkpoints."""
-    terminal = CommandLine(tmp_path_factory.mktemp("trained"))
-    try:
-        (terminal.folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
-        done = terminal.run("train", "config.yaml", "--run-id", "a", "--inline", *SETS)
-        assert done.code == 0, done
-    finally:
-        terminal.close()
-    return terminal.folder / "runs"
+    return train_inline(tmp_path_factory.mktemp("trained"), *SETS)
 
 
 @pytest.fixture
@@ -94,7 +84,7 @@ def test_show_prints_the_provenance(stagecoach: Stagecoach, run: Path) -> None:
     words = [
         NAMES[2], upload_in(run / "checkpoints" / NAMES[3]).name, said["code_version"],
         f"{said['config_hash']} (this run's config)", " to ".join(said["log_range"]),
-        "2 to 3", "96 env steps", "ledger, worker-0", "ledger, all workers", "96 settled = 96 consumed + 0 dropped",
+        "2 to 3", "96 env steps", "ledger, worker-0", "ledger, all workers", "96 committed = 96 consumed + 0 dropped",
         f"{said['evaluation']['checkpoint']} ", "over 1 episode",
         *(item["sha256"] for item in manifest["objects"].values()),
     ]  # fmt: skip
@@ -151,32 +141,12 @@ def test_what_cannot_be_done_says_why(stagecoach: Stagecoach, run: Path) -> None
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("command", ["list", "verify", "show", "prune", "promote", "export"])
-def test_a_run_that_is_not_there(stagecoach: Stagecoach, tmp_path: Path, command: str) -> None:
-    rest = {"promote": ["latest"], "export": ["out"]}.get(command, [])
-    check_refused(stagecoach("checkpoints", command, "nobody", *rest), "no run 'nobody'", "runs there: 0")
-    assert not (tmp_path / "runs").exists() and not (tmp_path / "out").exists()
-
-
-def test_every_command_helps_with_an_example(stagecoach: Stagecoach, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    commands = {
-        str(command.name or command.callback.__name__) for command in app.registered_commands if command.callback
-    }
-    assert commands == {"list", "verify", "show", "prune", "promote", "export"}
-    for command in commands:
-        done = stagecoach("checkpoints", command, "--help")
-        assert done.code == 0
-        shown = command if command != "list" else "my-run"
-        assert f"Example: stagecoach checkpoints {shown}" in done.out.replace("`", ""), done.out
-
-
 def test_a_resume_behind_a_damaged_checkpoint_says_plainly_where_it_goes_on(stagecoach: Stagecoach, run: Path) -> None:
     damage(run, NAMES[3])
     done = stagecoach("resume", "a", "--inline", "--set=stop_at.updates=6")
     assert done.code == 0, done
     assert f"{NAMES[3]}/{POLICY} was altered: its SHA-256 is not the manifest's; going back to {NAMES[2]}" in done.out
-    assert f"restored {NAMES[2]}, but the log behind it is trimmed: goes on as version 4" in done.out
+    assert f"restored {NAMES[2]}, but the log behind it is trimmed: continues as version 4" in done.out
     entries = data(stagecoach("checkpoints", "a", "--json"))
     assert entries[-1]["updates"] == 6
     assert stagecoach("checkpoints", "verify", "a", "latest").code == 0

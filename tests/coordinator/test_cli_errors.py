@@ -14,32 +14,18 @@ import pytest
 import typer.main
 import yaml
 
-from coordinator.cli import app
-from coordinator.services import BUCKET
-from tests.conftest import RedisServer
-from tests.coordinator.terminal import Stagecoach, check_refused
-from tests.end_to_end.command_line import CommandLine, Ended
+from coordinator.cli.app import app
+from coordinator.cli.checkpoints import app as checkpoints
+from coordinator.services.embedded import BUCKET
+from tests.support.command_line import Stagecoach, check_refused
 
-ENVIRONMENTS = "tests.environments_for_tests"
+ENVIRONMENTS = "tests.support.environments"
 
+# one of each way to be refused; tests/shared/test_config_sources.py has the configs, test_environment_trial.py the rest
 REFUSED: dict[str, tuple[list[str], list[str]]] = {
-    "misspelt environment": (["environment.id=CartPoel-v1"], ["CartPoel-v1", "CartPole", "module:factory"]),
-    "environment of no package": (["environment.id=nowhere.at_all:make"], ["nowhere.at_all:make", "No module named"]),
-    "module without that factory": ([f"environment.id={ENVIRONMENTS}:Nothing"], ["Nothing"]),
+    "misspelled environment": (["environment.id=CartPoel-v1"], ["CartPoel-v1", "CartPole", "module:factory"]),
     "factory that fails": ([f"environment.id={ENVIRONMENTS}:broken_factory"], ["no such mesh: arm.stl"]),
-    "factory of something else": ([f"environment.id={ENVIRONMENTS}:not_an_environment"], ["int"]),
-    "unsupported space": ([f"environment.id={ENVIRONMENTS}:Graphs"], ["Text", "expected Box"]),
-    "misspelt key": (["rollout.wokers=3"], ["rollout.wokers", "rollout.workers"]),
-    "misspelt section": (["rolout.workers=3"], ["rolout", "rollout"]),
-    "out of bounds": (["rollout.workers=0"], ["rollout.workers", "0"]),
-    "no number": (["rollout.workers=many"], ["rollout.workers", "'many'"]),
-    "no assignment": (["rollout.workers"], ["section.field=value", "'rollout.workers'"]),
-    "combination": (["algorithm.minibatch_size=999"], ["algorithm.minibatch_size=999", "rollout.fragment_steps=8"]),
-    "would never end": (["stop_at.updates=null"], ["stop_at"]),
-    "log too small": (
-        ["rollout.max_log_bytes=1048576", "environment.num_envs=4000"], ["rollout.max_log_bytes=1048576", "Raise it"],
-    ),
-    "wrapper of nothing": (["environment.wrappers=[nowhere:Wrapper]"], ["nowhere"]),
+    "misspelled key": (["rollout.wokers=3"], ["rollout.wokers", "rollout.workers"]),
     "secret in the config": (["redis.url=redis://:hunter2@localhost"], ["STAGECOACH_REDIS_PASSWORD"]),
     "Redis that is not there": (["redis.url=redis://127.0.0.1:1"], ["127.0.0.1:1", "does not answer", "redis.url"]),
     "store folder that is not there": (["store.url=file:///nowhere/at/all"], ["/nowhere/at/all", "store.url"]),
@@ -52,52 +38,6 @@ def test_train_refuses(stagecoach: Stagecoach, tmp_path: Path, case: str) -> Non
     done = stagecoach("train", "config.yaml", "--run-id", "a", *(f"--set={setting}" for setting in settings))
     check_refused(done, *words)
     assert "hunter2" not in done.err and "starting" not in done.out
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_redis_that_refuses_the_password(
-    stagecoach: Stagecoach, redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = ["train", "config.yaml", "--run-id", "a", "--set", f"redis.url={redis_server.url}"]
-    for password in ("hunter2", None):
-        if password:
-            monkeypatch.setenv("STAGECOACH_REDIS_PASSWORD", password)
-        else:
-            monkeypatch.delenv("STAGECOACH_REDIS_PASSWORD")
-        done = stagecoach(*arguments)
-        check_refused(done, "refuses the credentials", "STAGECOACH_REDIS_PASSWORD")
-        assert "hunter2" not in done.err
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_store_that_is_not_there_or_refuses_or_has_no_such_bucket(
-    stagecoach: Stagecoach, s3_servers: dict[str, tuple[str, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    endpoint, access, secret = s3_servers["rclone"]
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", access)
-
-    def train(bucket: str, at: str, secret_key: str) -> Ended:
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret_key)
-        settings = [f"--set=store.url=s3://{bucket}", f"--set=store.endpoint_url={at}", "--set=store.retries=0"]
-        return stagecoach("train", "config.yaml", "--run-id", "a", *settings)
-
-    refused = train(BUCKET, endpoint, "hunter2")
-    check_refused(refused, BUCKET, "refuses", "AWS_ACCESS_KEY_ID")
-    assert "hunter2" not in refused.err
-    check_refused(train("no-such-bucket", endpoint, secret), "no-such-bucket", "create it")
-    check_refused(train(BUCKET, "http://127.0.0.1:1", secret), "http://127.0.0.1:1", "does not answer")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_config_file_that_is_not_there_or_is_no_config(stagecoach: Stagecoach, tmp_path: Path) -> None:
-    check_refused(stagecoach("train", "nowhere.yaml"), "nowhere.yaml", "stagecoach init")
-    (tmp_path / "broken.yaml").write_text("environment: {id: CartPole-v1\n")
-    check_refused(stagecoach("train", "broken.yaml"), "broken.yaml", "not valid YAML", "line 2")
-    (tmp_path / "list.yaml").write_text("- environment\n")
-    check_refused(stagecoach("train", "list.yaml"), "list.yaml", "mapping", "list")
-    (tmp_path / "empty.yaml").write_text("{}\n")
-    check_refused(stagecoach("train", "empty.yaml"), "environment is missing")
-    check_refused(stagecoach("train", str(tmp_path)), str(tmp_path))
     assert not (tmp_path / "runs").exists()
 
 
@@ -118,36 +58,40 @@ def test_a_run_that_exists_is_not_overwritten(stagecoach: Stagecoach, tmp_path: 
     check_refused(stagecoach("resume", "a", "--inline", "--drop=7-0..5-0"), "--drop 7-0..5-0: expected a position")
     assert contents(tmp_path) == before
     check_refused(stagecoach("evaluate", "a/9_Step-9.ckpt"), "9_Step-9.ckpt", "there are: 0_Step-0.ckpt")
-    check_refused(stagecoach("scale", "a", "3"), "not live", "stagecoach resume a")
-    check_refused(stagecoach("stop", "a"), "not live", "stagecoach resume a")
+    for order in (["scale", "a", "3"], ["scale", "a", "auto"], ["stop", "a"]):
+        check_refused(stagecoach(*order), "not live", "stagecoach resume a")
+    check_refused(stagecoach("scale", "a", "3", "--max", "4"), "a number or bounds, not both")
+    assert "say how many" in stagecoach("scale", "a").err
     assert contents(tmp_path) == before
+    check_refused(stagecoach("resume", "a", "--inline"), "2 updates", "stop_at.updates=2", "--set stop_at.updates=")
+    finished = json.loads((tmp_path / "runs" / "a" / "s3" / BUCKET / "a" / ".finished").read_text())
+    assert finished["reason"] == "exhausted"
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_resume_that_would_end_at_once(stagecoach: Stagecoach, tmp_path: Path) -> None:
-    assert stagecoach("train", "config.yaml", "--run-id", "a", "--inline").code == 0
-    check_refused(stagecoach("resume", "a", "--inline"), "2 updates", "stop_at.updates=2", "--set stop_at.updates=")
-    finished = json.loads((tmp_path / "runs" / "a" / "s3" / BUCKET / "a" / ".finished").read_text())
-    assert finished["reason"] == "exhausted"
+CHECKPOINTS = ["list", "verify", "show", "prune", "promote", "export"]
 
 
-@pytest.mark.parametrize("command", ["status", "watch", "scale", "stop", "resume", "checkpoints", "evaluate"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "status",
+        "watch",
+        "scale",
+        "stop",
+        "resume",
+        "checkpoints",
+        "evaluate",
+        *(f"checkpoints {c}" for c in CHECKPOINTS),
+    ],
+)
 def test_a_run_that_is_not_there(stagecoach: Stagecoach, tmp_path: Path, command: str) -> None:
-    rest = ["2"] if command == "scale" else []
-    check_refused(stagecoach(command, "nobody", *rest), "no run 'nobody'", "runs there: 0")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_scale_to_nothing(stagecoach: Stagecoach) -> None:
-    assert stagecoach("train", "config.yaml", "--run-id", "a", "--inline").code == 0
-    check_refused(stagecoach("scale", "a", "0"), "at least 1", "stagecoach stop a")
-    check_refused(stagecoach("scale", "a", "auto", "--min", "0"), "--min 0: expected at least 1")
-    check_refused(stagecoach("scale", "a", "3", "--max", "4"), "a number or bounds, not both")
-    check_refused(stagecoach("scale", "a", "auto"), "not live", "stagecoach resume a")
-    assert "say how many" in stagecoach("scale", "a").err
+    rest = {"scale": ["2"], "checkpoints promote": ["latest"], "checkpoints export": ["out"]}.get(command, [])
+    check_refused(stagecoach(*command.split(), "nobody", *rest), "no run 'nobody'", "runs there: 0")
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "out").exists()
 
 
 def test_init_writes_a_config_that_trains_and_overwrites_none(stagecoach: Stagecoach, tmp_path: Path) -> None:
@@ -171,7 +115,14 @@ def test_config_prints_what_is_resolved_and_the_schema(stagecoach: Stagecoach, m
 def test_an_environment_that_raises_fails_the_run_in_one_line(stagecoach: Stagecoach, tmp_path: Path) -> None:
     settings = [f"--set=environment.id={ENVIRONMENTS}:Counting", "--set=environment.kwargs={fails: step, fails_at: 1}"]
     done = stagecoach("train", "config.yaml", "--run-id", "a", "--inline", *settings)
-    check_failed(done, tmp_path, "raised ValueError in step: the gripper is stuck")
+    assert (done.code, done.err.count("\n")) == (2, 1), done
+    text = "raised ValueError in step: the gripper is stuck"
+    assert "run a failed: environment: " in done.err and text in done.err
+    assert "starting it again" in done.out and "Traceback" not in done.out  # within its limits
+    logs = "".join(path.read_text() for path in (tmp_path / "runs" / "a" / "logs").glob("*.log"))
+    assert "Traceback" in logs and "in _fail" in logs
+    reason = json.loads((tmp_path / "runs" / "a" / "s3" / BUCKET / "a" / ".finished").read_text())["reason"]
+    assert reason.startswith("failed: ") and text in reason and "\n" not in reason
     for shown in (stagecoach("runs"), stagecoach("status", "a")):
         assert (shown.code, shown.err) == (0, "")
         assert "the gripper is stuck" in " ".join(shown.out.replace("│", " ").split())
@@ -189,42 +140,6 @@ def test_nan_that_comes_only_later_ends_the_run_as_the_environments_fault_and_is
     assert finished["failure"] == "environment" and finished["ledger"]["total"]["dropped"] == {}
 
 
-def check_failed(done: Ended, folder: Path, text: str) -> None:
-    assert (done.code, done.err.count("\n")) == (2, 1), done
-    assert "run a failed: environment: " in done.err
-    assert text in done.err
-    assert "starting it again" in done.out  # within its limits
-    logs = "".join(path.read_text() for path in (folder / "runs" / "a" / "logs").glob("*.log"))
-    assert "Traceback" in logs
-    assert "in _fail" in logs
-    finished = json.loads((folder / "runs" / "a" / "s3" / BUCKET / "a" / ".finished").read_text())
-    assert finished["reason"].startswith("failed: ")
-    assert text in finished["reason"]
-    assert "\n" not in finished["reason"]
-    assert "Traceback" not in done.out
-
-
-@pytest.mark.ray
-@pytest.mark.timeout(300)
-def test_an_environment_that_raises_at_once_is_restarted_within_limits_by_ray_too(tmp_path: Path) -> None:
-    terminal = CommandLine(tmp_path)
-    config = terminal.write_config(
-        environment={
-            "id": f"{ENVIRONMENTS}:Counting", "kwargs": {"fails": "reset"}, "num_envs": 4, "failures_allowed": 1,
-        },
-        rollout={"workers": 2, "fragment_steps": 32, "fragments_per_update": 2, "restarts_allowed": 1},
-    )  # fmt: skip
-    try:
-        done = terminal.run("train", config, "--run-id", "a")
-        check_failed(done, tmp_path, "raised ValueError in reset: the gripper is stuck")
-        assert "no rollout worker is left" in done.err
-        for worker in ("worker-0", "worker-1"):
-            assert f"{worker} is given up: it failed 2 times in a row" in done.out
-        terminal.check_nothing_left()
-    finally:
-        terminal.close()
-
-
 def test_every_command_helps_with_an_example(stagecoach: Stagecoach, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     commands = list(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
@@ -233,13 +148,14 @@ def test_every_command_helps_with_an_example(stagecoach: Stagecoach, monkeypatch
         "doctor",
     }  # fmt: skip
     assert {"train", "stop"} <= set(stagecoach("--help").out.split())
-    for command in commands:
-        done = stagecoach(command, "--help")
+    assert {command.name or command.callback.__name__ for command in checkpoints.registered_commands} == {*CHECKPOINTS}  # type: ignore[union-attr]
+    for command in [*commands, *(f"checkpoints {one}" for one in CHECKPOINTS)]:
+        done = stagecoach(*command.split(), "--help")
         assert done.code == 0
-        assert f"Example: stagecoach {command}" in done.out.replace("`", ""), done.out
+        assert f"Example: stagecoach {command.replace('list', 'my-run')}" in done.out.replace("`", ""), done.out
 
 
-@pytest.mark.parametrize(("module", "command"), [("coordinator.cli", ["runs"]), ("torch", ["train", "cartpole"])])
+@pytest.mark.parametrize(("module", "command"), [("coordinator.cli.app", ["runs"]), ("torch", ["train", "cartpole"])])
 def test_ctrl_c_while_it_imports_is_told_in_one_word(module: str, command: list[str], tmp_path: Path) -> None:
     """The signal comes just as `module` is looked for."""
     code = f"""
@@ -250,7 +166,7 @@ class Finder(importlib.abc.MetaPathFinder):
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Finder())
 sys.argv = ["stagecoach", *{command}]
-from coordinator.start import main
+from coordinator.__main__ import main
 main()
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)

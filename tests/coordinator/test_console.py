@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from coordinator.cli_options import figure
-from coordinator.console import ledger_line, print_status, print_summary, scores_of_note
-from coordinator.coordinator import Outcome
+from coordinator.catalog.run_files import RunStatus
+from coordinator.catalog.run_folder import RunFolder
+from coordinator.catalog.status import Status, bottleneck
+from coordinator.cli.live_view import ledger_line, print_status, print_summary, scores_of_note
+from coordinator.cli.options import PrintableConsole, figure
+from coordinator.fleet.managed_actor import cause
+from coordinator.lifecycle.supervisor import Outcome
 from coordinator.run import Run
-from coordinator.run_folder import RunFolder
-from coordinator.status import Status, bottleneck
-from shared.failure import RunEnd
-from shared.heartbeat import Beat
-from shared.ledger import Count, LedgerLine
+from shared.errors import DropReason, EnvironmentFailure, EnvironmentUnusable, StoreError
+from shared.protocol.heartbeat import Beat
+from shared.protocol.ledger import Count, LedgerLine
+from shared.runtime.failure import Failure, FailureKind, RunEnd
 from tests.conftest import minimal_config
 
 NASTY = "failed: closing [/red] tag in obs[key] and [bold]"
@@ -26,22 +28,22 @@ NASTY = "failed: closing [/red] tag in obs[key] and [bold]"
 
 def status(reason: str) -> Status:
     """An ended run's."""
-    return Status("a", "finished", reason, False, 3, 64, 3, 2, None, "nobody")
+    return Status("a", RunStatus.FINISHED, reason, False, 3, 64, 3, 2, None, "nobody")
 
 
-def shown(console: Console) -> str:
+def shown(console: PrintableConsole) -> str:
     """Everything printed, on one line."""
     assert isinstance(console.file, io.StringIO)
     return " ".join(console.file.getvalue().split())
 
 
 @pytest.fixture
-def console() -> Console:
+def console() -> PrintableConsole:
     """As the command line makes it, but wide and into memory."""
-    return Console(markup=False, file=io.StringIO(), width=300)
+    return PrintableConsole(file=io.StringIO(), width=300)
 
 
-def test_brackets_in_a_reason_are_text(console: Console, tmp_path: Path) -> None:
+def test_brackets_in_a_reason_are_text(console: PrintableConsole, tmp_path: Path) -> None:
     config = minimal_config(runs_dir=str(tmp_path))
     folder = RunFolder.create(config, "a")
     try:
@@ -52,7 +54,7 @@ def test_brackets_in_a_reason_are_text(console: Console, tmp_path: Path) -> None
     assert shown(console).count(NASTY) >= 2
 
 
-def test_a_run_that_has_reached_its_bound_is_completed(console: Console, tmp_path: Path) -> None:
+def test_a_run_that_has_reached_its_bound_is_completed(console: PrintableConsole, tmp_path: Path) -> None:
     config = minimal_config(runs_dir=str(tmp_path))
     beat = Beat("trainer", "trainer", "1-0", 0.0, 7, "host", "exhausted", None, 0.0, 0.0, {})
     ended = dataclasses.replace(status("exhausted"), roles=[beat], bottleneck=bottleneck([beat], {}))
@@ -62,7 +64,7 @@ def test_a_run_that_has_reached_its_bound_is_completed(console: Console, tmp_pat
     assert "exhausted" not in shown(console) and ended.as_dict()["reason"] == "exhausted"
 
 
-def test_an_export_that_failed_is_told(console: Console) -> None:
+def test_an_export_that_failed_is_told(console: PrintableConsole) -> None:
     failed = {"checkpoint": "2_Step-64.ckpt", "error": "default: no [such] operator"}
     print_status(dataclasses.replace(status("stopped"), store={"durable": "3_Step-96.ckpt", "export": failed}), console)
     assert "export: 2_Step-64.ckpt could not be exported: default: no [such] operator" in shown(console)
@@ -93,8 +95,25 @@ def test_the_result_is_the_best_checkpoint_with_its_confirmed_score_and_the_last
     assert last == ("last", f"3_Step-96.ckpt was not evaluated before the run ended; {hint}")
 
 
-def test_books_that_do_not_balance_say_so() -> None:
-    line = LedgerLine(Count(3, 30), Count(1, 10), {"stale": Count(1, 10)}, Count(0, 0))
+def test_accounting_that_do_not_balance_say_so() -> None:
+    line = LedgerLine(Count(3, 30), Count(1, 10), {DropReason.STALE: Count(1, 10)}, Count(0, 0))
     assert ledger_line(line.as_dict()) == (
         "30 produced = 10 consumed + 10 dropped (stale 10) + 0 in flight: DOES NOT BALANCE"
     )
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "reason"),
+    [
+        (StoreError("no room"), FailureKind.OTHER, "failed: no room"),
+        (EnvironmentFailure("stuck"), FailureKind.ENVIRONMENT, "failed: environment: stuck"),
+        (EnvironmentFailure("stuck\nTraceback\n  odd"), FailureKind.ENVIRONMENT, "failed: environment: stuck"),
+        (EnvironmentUnusable("no mesh"), FailureKind.ENVIRONMENT, "failed: environment: no mesh"),
+        (ValueError("environment: odd\nand long"), FailureKind.OTHER, "failed: ValueError: environment: odd"),
+        (AssertionError(), FailureKind.OTHER, "failed: AssertionError"),
+    ],
+)
+def test_what_a_role_raised_is_told_without_rays_frame(raised: Exception, kind: FailureKind, reason: str) -> None:
+    error = RuntimeError("Ray's long text")
+    error.cause = raised  # type: ignore[attr-defined]
+    assert RunEnd.failed(Failure.of(cause(error))) == RunEnd(reason, kind)

@@ -9,22 +9,23 @@ from typing import Any
 
 import pytest
 
-from coordinator.preparation import prepare_resume
-from coordinator.status import live_status, tended
-from coordinator.tenure import Tenure
+from coordinator.catalog.status import is_supervised, live_status
+from coordinator.lifecycle.preparation import create_flow, prepare_resume
+from coordinator.lifecycle.run_lease import RunLease
 from rollout_worker.evaluator import Evaluator
 from rollout_worker.worker import Worker
-from shared.damaged_keys import KeyDamaged
 from shared.errors import StagecoachError
-from shared.experience_log import before
-from shared.redis_keys import RunKeys, key_name, key_type
-from shared.role import Role
-from tests.conftest import RedisServer, create_flow
-from tests.end_to_end.command_line import CommandLine, check_ledger
-from tests.trainer_node.game import Game, make_game, small
+from shared.experience.log_entry import before
+from shared.protocol.flow_control import KeyDamaged
+from shared.protocol.keys import TYPES, RunKeys, key_name, key_type
+from shared.runtime.run_context import RunContext
+from tests.conftest import RedisServer
+from tests.support.command_line import CommandLine, check_ledger, redis_of
+from tests.support.game import Game, make_game, small
+from trainer_node.incarnation import Incarnation
 from trainer_node.trainer import Trainer
 
-NAMES = sorted(name for name, kind in vars(RunKeys).items() if isinstance(kind, property) and name != "prefix")
+NAMES = sorted(TYPES.keys() - {"bodies", "action_trace"})
 GARBAGE = b"\xff garbage\x1b"
 FIELDS = (
     "worker", "incarnation", "seq", "end", "lost", "transitions", "fragment", "kind", "text", "data", "epoch",
@@ -34,7 +35,7 @@ FIELDS = (
 
 def keys_of(run_id: str) -> dict[str, str]:
     keys = RunKeys(run_id)
-    return {name: getattr(keys, name) for name in NAMES} | {"trail": keys.trail("worker-0")}
+    return {name: getattr(keys, name) for name in NAMES} | {"action_trace": keys.action_trace("worker-0")}
 
 
 def of_another_type(client: Any, key: str) -> None:
@@ -61,10 +62,10 @@ def full_of_garbage(client: Any, key: str) -> None:
 
 def everybody(game: Game) -> dict[str, Callable[[], object]]:
     """What roles and commands do, those that are at work and those that begin."""
-    role: Role = game.role
+    role: RunContext = game.role
 
     def evaluate() -> None:
-        evaluator = Evaluator(game._open())
+        evaluator = Evaluator(game.open())
         try:
             evaluator.start()
             evaluator.step(0.0)
@@ -72,7 +73,7 @@ def everybody(game: Game) -> dict[str, Callable[[], object]]:
             evaluator.stop("end of test")
 
     def begin_to_act() -> None:
-        worker = Worker(game._open(), 0)
+        worker = Worker(game.open(), 0)
         try:
             worker.start()
             worker.step(0)
@@ -80,11 +81,11 @@ def everybody(game: Game) -> dict[str, Callable[[], object]]:
             worker.stop("end of test")
 
     def begin_to_train() -> None:
-        trainer = Trainer(game._open(), None)
+        incarnation = Incarnation(game.open())
         try:
-            trainer.start()
+            trainer = Trainer.start(incarnation)
         except StagecoachError as error:
-            trainer.fail(error)
+            incarnation.fail(error)
             raise
         trainer.leave()
 
@@ -93,19 +94,19 @@ def everybody(game: Game) -> dict[str, Callable[[], object]]:
 
     return {
         "status": lambda: live_status(role.redis, role.run_id),
-        "whether it is live": lambda: tended(role.redis, role.run_id),
+        "whether it is live": lambda: is_supervised(role.redis, role.run_id),
         "a worker at work": several(game.worker.step),
         "the trainer at work": several(game.trainer.step),
         "an evaluator": evaluate,
-        "a coordinator": Tenure(game._open()).take,
-        "resume": lambda: prepare_resume(game._open()),
+        "a coordinator": RunLease(game.open()).take,
+        "resume": lambda: prepare_resume(game.open()),
         "a new worker": begin_to_act,
         "a new trainer": begin_to_train,
     }
 
 
 @pytest.mark.parametrize("spoil", [of_another_type, full_of_garbage])
-@pytest.mark.parametrize("name", [*NAMES, "trail"])
+@pytest.mark.parametrize("name", [*NAMES, "action_trace"])
 def test_whoever_meets_a_damaged_key_goes_on_or_names_it(
     redis_server: RedisServer, tmp_path: Path, name: str, spoil: Callable[[Any, str], None]
 ) -> None:
@@ -125,30 +126,27 @@ def test_whoever_meets_a_damaged_key_goes_on_or_names_it(
     game.end()
 
 
-def test_each_key_has_its_type_and_what_it_holds_is_named(make_role: Callable[..., Role]) -> None:
+def test_each_key_has_its_type_and_what_it_holds_is_named(make_role: Callable[..., RunContext]) -> None:
     keys = RunKeys("run")
-    for name, kind in vars(RunKeys).items():
-        if name != "prefix" and isinstance(kind, property):
-            said = (kind.__doc__ or "").split()[0].strip(";(,").lower()
-            assert key_type(getattr(keys, name)) == {"sorted": "zset"}.get(said, said), name
-    assert key_type(keys.trail("worker-0")) == "list" and key_type(keys.bodies("worker-0")) == "hash"
+    there = keys_of("run") | {"bodies": keys.bodies("worker-0")}
+    assert {name: key_type(key) for name, key in there.items()} == TYPES
     assert key_name("someone:else") is None
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("epoch", "x"), ("version", ""), ("state", "resting"), ("settled_id", "here"), ("claimed", "1e400"),
+    [("epoch", "x"), ("version", ""), ("state", "resting"), ("committed_id", "here"), ("claimed", "1e400"),
      ("max_workers", "many"), ("fragments_per_update", "0"), ("consumed", None)],
 )  # fmt: skip
 def test_a_field_of_the_flow_is_named_with_what_it_holds(
-    make_role: Callable[..., Role], field: str, value: str | None
+    make_role: Callable[..., RunContext], field: str, value: str | None
 ) -> None:
     role = make_role(small())
     create_flow(role)
     flow = RunKeys(role.run_id).flow
     just_before = before("1795422992337-0")
-    role.redis.hset(flow, "settled_id", just_before)
-    assert role.flow.read().settled_id == just_before
+    role.redis.hset(flow, "committed_id", just_before)
+    assert role.flow.read().committed_id == just_before
     role.redis.hdel(flow, field) if value is None else role.redis.hset(flow, field, value)
     with pytest.raises(KeyDamaged, match=f"{role.run_id}}}:flow is damaged: its field {field} is ") as caught:
         role.flow.read()
@@ -157,25 +155,19 @@ def test_a_field_of_the_flow_is_named_with_what_it_holds(
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(240)
-def test_the_command_line_names_a_damaged_key_in_one_line(tmp_path: Path) -> None:
+def test_the_command_line_names_a_damaged_key_in_one_line(terminal: CommandLine, tmp_path: Path) -> None:
     """And the way out that it names is one."""
-    terminal = CommandLine(tmp_path)
-    try:
-        process = terminal.start(
-            "train", terminal.write_config(stop_at={"updates": 10**6}), "--run-id", "run", "--inline"
-        )
-        terminal.until("run", "something learnt", lambda status: status.version > 25)
-        flow = terminal.handle("run")._flow()
-        flow._redis.hset(RunKeys("run").flow, "epoch", "\x1bgarbage")
-        failed = terminal.ended(process)
-        assert failed.code == 1 and ":flow is damaged: its field epoch is" in failed.err, failed
-        for command in (["resume", "run", "--inline"], ["resume", "run", "--inline", "--from", "best"]):
-            refused = terminal.run(*command)
-            assert (refused.code, refused.err.count("\n")) == (2, 1), refused
-            assert ":flow is damaged: its field epoch is" in refused.err and "\x1b" not in refused.err
-        shutil.rmtree(tmp_path / "runs" / "run" / "redis")
-        done = terminal.run("resume", "run", "--inline", "--set", "stop_at.updates=100")
-        assert done.code == 0, done
-        check_ledger(terminal.marker("run", ".finished"))
-    finally:
-        terminal.close()
+    process = terminal.start("train", terminal.write_config(stop_at={"updates": 10**6}), "--run-id", "run", "--inline")
+    terminal.until("run", "something learned", lambda status: status.version > 25)
+    with redis_of(terminal.handle("run")) as client:
+        client.hset(RunKeys("run").flow, "epoch", "\x1bgarbage")
+    failed = terminal.ended(process)
+    assert failed.code == 1 and ":flow is damaged: its field epoch is" in failed.err, failed
+    for command in (["resume", "run", "--inline"], ["resume", "run", "--inline", "--from", "best"]):
+        refused = terminal.run(*command)
+        assert (refused.code, refused.err.count("\n")) == (2, 1), refused
+        assert ":flow is damaged: its field epoch is" in refused.err and "\x1b" not in refused.err
+    shutil.rmtree(tmp_path / "runs" / "run" / "redis")
+    done = terminal.run("resume", "run", "--inline", "--set", "stop_at.updates=100")
+    assert done.code == 0, done
+    check_ledger(terminal.marker("run", ".finished"))

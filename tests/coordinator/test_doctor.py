@@ -1,19 +1,50 @@
-"""`doctor`: everything is tried for real, and each failure says what to do about it."""
+"""`doctor`: all is tried for real, on real servers; each failure says what to do; what is open to all is warned of."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 import redis
 
-from coordinator.doctor import Finding, examine
-from coordinator.services import BUCKET, start_redis
-from shared.config import Config
+from coordinator.diagnostics.doctor import Finding, examine, in_the_clear, open_bucket, open_ray, open_redis
+from coordinator.services.embedded import BUCKET, free_port, new_secret, start_redis, start_s3
+from coordinator.services.ray_internals import LOOPBACK_VARIABLE
+from shared.config.loading import dump_config
+from shared.config.run_config import Config
 from tests.conftest import RedisServer, minimal_config
-from tests.environments_for_tests import MODULE
+from tests.support.acl_server import ROLES, acl_server
+from tests.support.environments import MODULE
+from tests.support.ray_head import DashboardHead
+
+ACCESS, SECRET = new_secret(), new_secret()
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for role in ("", "COORDINATOR_"):
+        monkeypatch.delenv(f"STAGECOACH_{role}REDIS_PASSWORD", raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[tuple[Config, redis.Redis]]:
+    """A Redis with one password for everything, as most people begin; and who may change that."""
+    password = new_secret()
+    service = start_redis(tmp_path / "redis", tmp_path / "redis.log", password)
+    try:
+        with redis.Redis(port=service.port, password=password) as admin:
+            yield minimal_config(redis={"url": f"redis://127.0.0.1:{service.port}"}), admin
+    finally:
+        service.stop()
 
 
 def examined(config: Config | None) -> dict[str, Finding]:
@@ -25,11 +56,6 @@ def first(name: str, config: Config) -> Finding:
     return next(finding for finding in examine(config) if finding.name == name)
 
 
-@pytest.fixture
-def embedded(tmp_path: Path) -> dict[str, Any]:
-    return {"runs_dir": str(tmp_path / "runs")}
-
-
 def test_all_is_well_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     found = examined(None)
@@ -39,54 +65,82 @@ def test_all_is_well_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == [], "it leaves nothing behind"
 
 
-def test_a_config_adds_its_environment_and_one_failure_does_not_hide_the_rest(embedded: dict[str, Any]) -> None:
-    found = examined(minimal_config(environment={"id": f"{MODULE}:broken_factory"}, **embedded))
+def test_a_config_adds_its_environment_and_one_failure_does_not_hide_the_rest(tmp_path: Path) -> None:
+    found = examined(minimal_config(environment={"id": f"{MODULE}:broken_factory"}, runs_dir=str(tmp_path / "runs")))
     assert [name for name, finding in found.items() if not finding.ok] == ["environment and policies"]
     assert "no such mesh" in found["environment and policies"].text
 
 
-def test_redis_of_ones_own(
-    embedded: dict[str, Any], redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_redis_with_one_password_for_everything(
+    own_redis: tuple[Config, redis.Redis], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = minimal_config(redis={"url": redis_server.url}, **embedded)
+    config, admin = own_redis
+    password: Any = admin.config_get("requirepass")
     refused = first("Redis", config)
-    assert not refused.ok
-    assert "STAGECOACH_REDIS_PASSWORD" in refused.text
-    monkeypatch.setenv("STAGECOACH_REDIS_PASSWORD", redis_server.password)
+    assert not refused.ok and "STAGECOACH_REDIS_PASSWORD" in refused.text
+    monkeypatch.setenv("STAGECOACH_REDIS_PASSWORD", password["requirepass"])
     assert first("Redis", config).ok
-
-    careless = start_redis(tmp_path / "redis", tmp_path / "redis.log", redis_server.password)
-    try:
-        config = minimal_config(redis={"url": f"redis://127.0.0.1:{careless.port}"}, **embedded)
-        with redis.Redis(port=careless.port, password=redis_server.password) as client:
-            client.config_set("appendonly", "no")
-            assert "appendonly is off; turn it on" in first("Redis", config).text
-            client.config_set("maxmemory-policy", "allkeys-lru")
-            assert "maxmemory-policy is allkeys-lru; set it to noeviction" in first("Redis", config).text
-    finally:
-        careless.stop()
-    away = first("Redis", config)
-    assert not away.ok
-    assert "does not answer" in away.text
+    admin.config_set("appendonly", "no")
+    assert "appendonly is off; turn it on" in first("Redis", config).text
+    admin.config_set("maxmemory-policy", "allkeys-lru")
+    assert "maxmemory-policy is allkeys-lru; set it to noeviction" in first("Redis", config).text
+    said = "the user default may do everything; give each role its own (deploy/users.acl)"
+    assert open_redis(config) == [said]  # and nobody comes in without the password
+    admin.acl_setuser("team", enabled=True, passwords=[f"+{SECRET}"], commands=["+@all"], keys=["*"])
+    monkeypatch.setenv("STAGECOACH_REDIS_USERNAME", "team")
+    monkeypatch.setenv("STAGECOACH_REDIS_PASSWORD", SECRET)
+    (said,) = open_redis(config)
+    assert said.startswith("the user team and the user default may do everything")
 
 
-def test_a_store_of_ones_own(
-    embedded: dict[str, Any],
-    s3_servers: dict[str, tuple[str, str, str]],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    endpoint, access, secret = s3_servers["rclone"]
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", access)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+def test_the_redis_that_we_ship_is_nothing_to_warn_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with acl_server(tmp_path) as server:
+        for name, value in server.variables(*ROLES).items():
+            monkeypatch.setenv(name, value)
+        config = minimal_config(redis={"url": server.url}, runs_dir=str(tmp_path))
+        assert open_redis(config) == []
+        assert first("Redis", config).outcome == "ok"
+        found = first("access to Redis", config)
+        assert found.outcome == "ok" and "refused" in found.text
 
-    def store(url: str, at: str | None = endpoint) -> Finding:
-        return first("store", minimal_config(store={"url": url, "endpoint_url": at, "retries": 0}, **embedded))
+
+def test_doctor_warns_and_does_not_fail(own_redis: tuple[Config, redis.Redis], tmp_path: Path) -> None:
+    config, admin = own_redis
+    admin.config_set("requirepass", "")
+    stranger, mighty = open_redis(config)
+    assert "answers without a password" in stranger and "deploy/users.acl" in stranger
+    assert "the user default may do everything" in mighty
+    config = config.model_copy(update={"runs_dir": tmp_path})
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    ended = subprocess.run(
+        [sys.executable, "-m", "coordinator", "doctor", str(tmp_path / "config.yaml"), "--json"],
+        capture_output=True, text=True, timeout=110, cwd=tmp_path,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended
+    said = {finding["name"]: finding for finding in json.loads(ended.stdout)}
+    assert (said["access to Redis"]["outcome"], said["access to Redis"]["ok"]) == ("warn", True)
+    assert "answers without a password" in said["access to Redis"]["text"]
+    assert {said[name]["outcome"] for name in ("Redis", "encryption")} == {"ok"}
+
+
+def test_what_cannot_be_reached_is_told_and_not_looked_at(tmp_path: Path) -> None:
+    config = minimal_config(redis={"url": f"redis://127.0.0.1:{free_port()}"}, runs_dir=str(tmp_path))
+    found = {}
+    for finding in examine(config):
+        found[finding.name] = finding
+        if finding.name.startswith("embedded S3"):
+            break
+    assert not found["Redis"].ok and "does not answer" in found["Redis"].text and "access to Redis" not in found
+
+
+def test_a_store_of_ones_own(servers: tuple[str, str], tmp_path: Path) -> None:
+    def store(url: str, at: str | None = servers[1]) -> Finding:
+        store = {"url": url, "endpoint_url": at, "retries": 0}
+        return first("store", minimal_config(store=store, runs_dir=str(tmp_path / "runs")))
 
     assert store(f"s3://{BUCKET}/doctor").ok
     missing = store("s3://no-such-bucket")
-    assert not missing.ok
-    assert "create it" in missing.text
+    assert not missing.ok and "create it" in missing.text
     assert "does not answer" in store(f"s3://{BUCKET}", "http://127.0.0.1:1").text
     (tmp_path / "folder").mkdir()
     assert store(f"file://{tmp_path / 'folder'}", None).ok
@@ -107,3 +161,85 @@ def test_a_finding_is_plain_data() -> None:
     assert Finding("Redis", False, "why").as_dict() == failed
     assert Finding("Redis", False, "why", warning=True).outcome == "fail"
     assert [Finding("Redis", True, "why", warning=warned).outcome for warned in (False, True)] == ["ok", "warn"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"redis": {"url": "redis://192.0.2.5:6379"}}, ["redis.url", "rediss://"]),
+        ({"redis": {"url": "redis://no-such-host.invalid"}}, ["redis.url", "rediss://"]),
+        ({"store": {"url": "s3://b", "endpoint_url": "http://192.0.2.7:9000"}}, ["store.endpoint_url", "https://"]),
+        ({"redis": {"url": "rediss://192.0.2.5"}, "store": {"url": "s3://b", "endpoint_url": "https://192.0.2.7"}}, []),
+        ({"redis": {"url": "redis://127.0.0.1"}, "store": {"url": "s3://b", "endpoint_url": "http://localhost:1"}}, []),
+        ({"redis": {"url": "redis://[::1]:6379"}, "store": {"url": "s3://b"}}, []),
+        ({"store": {"url": "file:///folder"}}, []),
+        ({}, []),
+    ],
+)
+def test_what_goes_over_the_network_in_plain_text(sections: dict[str, Any], words: list[str]) -> None:
+    found = in_the_clear(minimal_config(**sections))
+    assert len(found) == (1 if words else 0)
+    assert all(word in found[0] for word in words)
+
+
+def bucket(endpoint: str) -> Config:
+    return minimal_config(store={"url": f"s3://{BUCKET}/team", "endpoint_url": endpoint, "retries": 0})
+
+
+def test_a_bucket_of_a_server_with_keys(tmp_path: Path) -> None:
+    service = start_s3(tmp_path / "closed", tmp_path / "closed.log", ACCESS, SECRET)
+    try:
+        assert open_bucket(bucket(f"http://127.0.0.1:{service.port}")) == []
+        assert not list((tmp_path / "closed" / BUCKET).rglob("probe")), "it leaves nothing behind"
+    finally:
+        service.stop()
+
+
+def test_a_public_bucket(s3_servers: dict[str, tuple[str, str, str]], tmp_path: Path) -> None:
+    """moto asks nobody for credentials, but for an object that no policy gives away."""
+    client = boto3.client("s3", endpoint_url=s3_servers["moto"][0], region_name="us-east-1")
+    client.create_bucket(Bucket=BUCKET)
+    (listed,) = open_bucket(bucket(s3_servers["moto"][0]))
+    assert "without credentials (it can be listed);" in listed and "block public access" in listed
+    everybody = {"Effect": "Allow", "Principal": "*", "Action": "s3:GetObject", "Resource": f"arn:aws:s3:::{BUCKET}/*"}
+    client.put_bucket_policy(Bucket=BUCKET, Policy=json.dumps({"Version": "2012-10-17", "Statement": [everybody]}))
+    try:
+        config = bucket(s3_servers["moto"][0]).model_copy(update={"runs_dir": tmp_path})
+        assert first("store", config).outcome == "ok"
+        warned = first("access to store", config)
+        assert warned.outcome == "warn"
+        assert "without credentials (it can be listed, read, its policy says so);" in warned.text
+    finally:
+        client.delete_bucket_policy(Bucket=BUCKET)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(240)
+def test_a_ray_without_token(tmp_path: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/end_to_end/test_job.py has one with a token."""
+    (tmp_path / "store").mkdir()
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    head = DashboardHead(1, None, {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"})
+    try:
+        token, board = open_ray(head.address, head.dashboard)
+        assert "asks for no token" in token and "RAY_AUTH_MODE=token" in token
+        assert "dashboard" in board and head.dashboard in board
+        config = minimal_config(
+            ray={"address": head.address}, redis={"url": redis_server.url}, store={"url": f"file://{tmp_path}/store"},
+            runs_dir=str(tmp_path),
+        )  # fmt: skip
+        (tmp_path / "config.yaml").write_text(dump_config(config))
+        ended = subprocess.run(
+            [sys.executable, "-m", "coordinator", "doctor", str(tmp_path / "config.yaml")], cwd=tmp_path,
+            capture_output=True, text=True, timeout=110,
+            env={
+                **os.environ, LOOPBACK_VARIABLE: "0", "STAGECOACH_REDIS_PASSWORD": redis_server.password,
+                "COLUMNS": "500",
+            },
+        )  # fmt: skip
+        assert ended.returncode == 0, ended
+        assert "ok   Ray: " in ended.stdout and "warn access to Ray: it asks for no token" in ended.stdout
+        assert f"dashboard at {head.dashboard} answers" in ended.stdout
+    finally:
+        head.stop()

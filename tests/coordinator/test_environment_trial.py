@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from coordinator.environment_trial import Trial, try_environment
-from rollout_worker import environment_check
+from coordinator.diagnostics.environment_trial import Trial, try_environment
+from rollout_worker.environments import check
 from shared.errors import EnvironmentUnusable
-from tests.broken_environments import MODULE
 from tests.conftest import minimal_config
-from tests.coordinator.terminal import Stagecoach, check_refused
-from tests.environments_for_tests import MODULE as WORKING
+from tests.support.broken_environments import MODULE
+from tests.support.command_line import Stagecoach, check_refused
+from tests.support.environments import MODULE as WORKING
 
 UNEQUAL = "wrong: two episodes with the seed 0 and equal actions are not the same"
 OLD_RESET, OLD_STEP = "fatal: reset() returned an array of shape (2,)", "fatal: step() returned 4 values"
@@ -69,7 +69,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "killed": (
         {"id": "Dies", "kwargs": {"how": "kill"}},
-        ["fatal: step() ended its process with SIGKILL", "no licence found"],
+        ["fatal: step() ended its process with SIGKILL", "no license found"],
     ),
     "several agents": ({"id": f"{WORKING}:Twins", "api": "pettingzoo"}, []),
     "an agent": (
@@ -180,8 +180,8 @@ def test_what_raises_now_and_then_may_train_and_doctor_tells() -> None:
 
 
 def test_steps_that_take_long_are_left_out_and_this_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment_check, "_LONGEST_SECONDS", 0.3)
+    monkeypatch.setattr(check, "_LONGEST_SECONDS", 0.3)
     told: list[dict[str, Any]] = []
     config = minimal_config(environment={"id": f"{MODULE}:Sluggish"})
-    environment_check.Check(config, 1, 20.0, told.append).run(100, whole=False, alone=False)
+    check.Check(config, 1, 20.0, told.append).run(100, whole=False, alone=False)
     assert "steps took 0.3 s, so the rest of 100 was left out" in str(told)

@@ -11,44 +11,33 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import ray
 
-from coordinator.ray_head import RayHead
+from coordinator.catalog.status import Status
 from coordinator.run import Run
-from coordinator.status import Status
-from shared.config import Config
-from shared.connection import connect_redis
+from coordinator.services.ray_head import RayHead
+from shared.config.run_config import Config
 from shared.errors import UserError
-from shared.heartbeat import Wait
-from shared.launch import LOGS
-from shared.redis_keys import RunKeys
+from shared.protocol.flow_control import Flow
+from shared.protocol.keys import RunKeys
+from shared.runtime.launch import LOGS
 from tests.conftest import minimal_config
-from tests.environments_for_tests import MODULE
-from tests.support.speed import stretched
+from tests.support import ray_head
+from tests.support.command_line import redis_of, until
+from tests.support.environments import MODULE
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.ray]
 MakeConfig = Callable[..., Config]
-ROLLOUT = {"workers": 1, "fragment_steps": 8, "fragments_per_update": 2}
+FOR_EVER = {"updates": 10**6}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def _ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One Ray for all tests of this module; a run that starts in a process which is connected uses that one."""
     head = RayHead(minimal_config(), tmp_path_factory.mktemp("ray"))
+    head.wait()
     head.connect()
     yield
     head.stop()
-
-
-@pytest.fixture
-def config(tmp_path: Path, _ray: None) -> MakeConfig:
-    def make(**sections: Any) -> Config:
-        rollout = ROLLOUT | sections.pop("rollout", {})
-        return minimal_config(
-            **{"runs_dir": str(tmp_path / "runs"), "rollout": rollout, "evaluation": {"episodes": 1}} | sections
-        )
-
-    return make
 
 
 @pytest.fixture
@@ -65,16 +54,34 @@ def start(config: Config, running: ExitStack) -> Run:
     return run
 
 
-def until(run: Run, done: Callable[[Status], bool]) -> Status:
-    wait = Wait("what was to be seen", stretched(120))
-    while not done(status := run.status()):
-        wait.check()
-        time.sleep(0.05)
-    return status
+def check_stopped(run: Run) -> None:
+    run.stop()
+    outcome = run.wait(120)
+    assert outcome.reason == "stopped"
+    assert outcome.status.ledger["total"]["balances"]
 
 
-def pid_of(status: Status, id_: str) -> int | None:
-    return next((beat.pid for beat in status.roles if beat.id == id_ and beat.alive), None)
+def check_stopped_without_failure(run: Run) -> None:
+    check_stopped(run)
+    assert not any("failed" in event.text for event in run.events())
+
+
+def process_of(run: Run, id_: str, former: int | None = None) -> int:
+    """The process of a role, once that is there and another one than `former`."""
+
+    def found(status: Status) -> list[int]:
+        return [beat.pid for beat in status.roles if beat.id == id_ and beat.alive and beat.pid != former]
+
+    return found(until(run, lambda status: bool(found(status))))[0]
+
+
+def goes_on(run: Run) -> None:
+    version = max(0, run.status().version)
+    until(run, lambda status: status.version > version + 1)
+
+
+def told_of(run: Run, words: str) -> list[str]:
+    return [event.text for event in run.events() if event.text.startswith(words)]
 
 
 def counting(fails: str, **more: Any) -> dict[str, Any]:
@@ -91,76 +98,61 @@ def test_a_worker_that_raises_is_restarted_and_the_run_reaches_its_goal(
     assert (tmp_path / "tally").read_text() == "xxx"
 
 
-@pytest.mark.parametrize("fails", ["exit", "crash"])
 def test_an_environment_that_ends_its_process_is_given_up_by_name_whatever_the_clock_says(
-    fails: str, config: MakeConfig, running: ExitStack
+    config: MakeConfig, running: ExitStack
 ) -> None:
     """A bound by seconds let it be started again without end on a slow machine, and no event said why it ended."""
     evaluation = {"episodes": 1, "kwargs": {"fails": ""}}
-    run = start(config(environment=counting(fails), evaluation=evaluation, rollout={"restarts_allowed": 2}), running)
+    run = start(config(environment=counting("crash"), evaluation=evaluation, rollout={"restarts_allowed": 2}), running)
     outcome = run.wait(200)
     assert outcome.users_fault
-    how = {"exit": "ended with exit code 3", "crash": "was ended by SIGSEGV"}[fails]
-    told = [event.text for event in run.events() if event.text.startswith("worker-0 failed: environment: ")]
+    told = told_of(run, "worker-0 failed: environment: ")
     assert len(told) == 3
     for text in (*told, outcome.reason, (run.folder.path / LOGS / "coordinator.log").read_text()):
-        assert how in text
-        assert "environments_for_tests.py" in text  # who did it
+        assert "was ended by SIGSEGV" in text
+        assert "support/environments.py" in text  # who did it
+    assert told_of(run, "worker-0 is given up: it failed 3 times in a row")
     assert "no rollout worker is left" in outcome.reason
     assert outcome.status.state == "finished"
 
 
 def test_an_evaluator_that_fails_does_not_end_a_run_with_another_bound(config: MakeConfig, running: ExitStack) -> None:
     evaluation = {"episodes": 1, "kwargs": {"fails": "exit", "fails_at": 0}, "final_wait_seconds": 5}
-    run = start(
-        config(environment=counting(""), evaluation=evaluation, rollout={"restarts_allowed": 1}), running
-    )  # fmt: skip
+    run = start(config(environment=counting(""), evaluation=evaluation, rollout={"restarts_allowed": 1}), running)
     outcome = run.wait(120)
     assert (outcome.reason, outcome.status.evaluation) == ("exhausted", None)
 
 
-def test_a_silent_worker_is_replaced(config: MakeConfig, running: ExitStack) -> None:
-    run = start(config(stop_at={"updates": 10**6}, rollout={"silent_seconds": 10.5}), running)
-    before = until(run, lambda status: status.version > 2 and pid_of(status, "worker-0") is not None)
-    stopped = pid_of(before, "worker-0")
-    assert stopped is not None
-    os.kill(stopped, signal.SIGSTOP)
-    after = until(run, lambda status: pid_of(status, "worker-0") not in (None, stopped))
-    until(run, lambda status: status.version > after.version)
-    run.stop()
-    outcome = run.wait(120)
-    assert outcome.reason == "stopped"
-    assert outcome.status.ledger["total"]["balances"]
-
-
-def test_a_process_that_was_cut_off_and_beats_in_turns_with_its_successor_is_no_death(
+def test_a_silent_worker_is_replaced_and_one_that_beats_in_turns_with_its_successor_is_no_death(
     config: MakeConfig, running: ExitStack
 ) -> None:
-    """As after its machine came back: for some seconds both are there, under one name."""
-    run = start(config(stop_at={"updates": 10**6}, rollout={"restarts_allowed": 2}), running)
-    before = until(run, lambda status: status.version > 2 and pid_of(status, "worker-0") is not None)
-    pid, key, address = pid_of(before, "worker-0"), RunKeys("a").heartbeats, run.folder.live_address()
-    assert pid is not None and address is not None
-    with connect_redis(address, run.config) as client:
+    """As after its machine was cut off and came back: for some seconds both are there, under one name."""
+    run = start(config(stop_at=FOR_EVER, rollout={"silent_seconds": 10.5, "restarts_allowed": 2}), running)
+    until(run, lambda status: status.version > 2)
+    pid = process_of(run, "worker-0")
+    os.kill(pid, signal.SIGSTOP)
+    pid = process_of(run, "worker-0", pid)
+    goes_on(run)
+    key = RunKeys("a").heartbeats
+    with redis_of(run) as client:
         beat = cast(bytes, client.hget(key, "worker:worker-0")).decode().partition(" ")[2]
         os.kill(pid, signal.SIGKILL)
-        until(run, lambda status: pid_of(status, "worker-0") not in (None, pid))
+        process_of(run, "worker-0", pid)
         for _ in range(6):
             for _ in range(20):  # a second long, in which the fleet looks five times
-                seconds, micros = cast(tuple[int, int], client.time())
+                seconds, micros = client.time()
                 client.hset(key, "worker:worker-0", f"{seconds}.{micros:06d} {beat}")
                 time.sleep(0.05)
-            until(run, lambda status: pid_of(status, "worker-0") not in (None, pid))
+            process_of(run, "worker-0", pid)
             time.sleep(0.5)
     assert not [event for event in run.events() if "given up" in event.text]
-    version = run.status().version
-    until(run, lambda status: status.version > version)
-    run.stop()
+    goes_on(run)
+    check_stopped(run)
 
 
 def test_a_trainer_that_gets_nowhere_ends_the_run_which_says_so(config: MakeConfig, running: ExitStack) -> None:
     policies = {"default": {"transform": f"{MODULE}:end_this_process"}}
-    run = start(config(stop_at={"updates": 10**6}, policies=policies, rollout={"restarts_allowed": 1}), running)
+    run = start(config(stop_at=FOR_EVER, policies=policies, rollout={"restarts_allowed": 1}), running)
     outcome = run.wait(150)
     assert outcome.reason.startswith("failed: trainer: its process (pid ")
     assert "ended with exit code 4; it said last: " in outcome.reason
@@ -168,110 +160,84 @@ def test_a_trainer_that_gets_nowhere_ends_the_run_which_says_so(config: MakeConf
     assert outcome.status.state == "finished"
 
 
-def test_a_trainer_that_makes_progress_may_die_as_often_as_it_likes(config: MakeConfig, running: ExitStack) -> None:
-    """In less time than ten deaths were allowed in, and more often in all than without progress."""
-    run = start(config(stop_at={"updates": 10**6}, rollout={"restarts_allowed": 0}), running)
-    former = None
-    for _ in range(3):
-        begun = until(run, lambda s, former=former: pid_of(s, "trainer") not in (None, former))  # type: ignore[misc]
-        former = pid_of(begun, "trainer")
-        version = until(run, lambda s, begun=begun: s.version > max(0, begun.version)).version  # type: ignore[misc]
-        assert former is not None
-        os.kill(former, signal.SIGKILL)
-    until(run, lambda status: status.version > version + 1)
-    told = [event.text for event in run.events() if event.text.startswith("trainer failed: ")]
-    assert len(told) == 3
-    assert all("was killed: it said nothing of its end" in text for text in told)
-    run.stop()
-    outcome = run.wait(120)
-    assert outcome.reason == "stopped"
-    assert outcome.status.ledger["total"]["balances"]
-
-
-def test_deaths_in_an_outage_do_not_count(config: MakeConfig, tmp_path: Path, running: ExitStack) -> None:
+def test_progress_forgives_each_death_and_deaths_in_an_outage_do_not_count(
+    config: MakeConfig, tmp_path: Path, running: ExitStack
+) -> None:
     store = tmp_path / "store"
     store.mkdir()
-    run = start(
-        config(stop_at={"updates": 10**6}, store={"url": f"file://{store}"}, rollout={"restarts_allowed": 0}), running
-    )
-    status = until(run, lambda status: status.version > 2 and pid_of(status, "worker-0") is not None)
+    run = start(config(stop_at=FOR_EVER, store={"url": f"file://{store}"}, rollout={"restarts_allowed": 0}), running)
+    former = None
+    for _ in range(3):
+        former = process_of(run, "trainer", former)
+        goes_on(run)
+        os.kill(former, signal.SIGKILL)
+    goes_on(run)
+    told = told_of(run, "trainer failed: ")
+    assert len(told) == 3
+    assert all("was killed: it said nothing of its end" in text for text in told)
+
+    former = process_of(run, "worker-0")
     store.rename(tmp_path / "away")
-    former = pid_of(status, "worker-0")
     for number in range(3):
-        assert former is not None
         os.kill(former, signal.SIGKILL)  # the first one had made progress; the others wait for the store
-        until(run, lambda s, former=former: pid_of(s, "worker-0") not in (None, former))  # type: ignore[misc]
+        process_of(run, "worker-0", former)
         status = until(run, lambda s: any(beat.id == "worker-0" and beat.outage for beat in s.roles))
-        former = pid_of(status, "worker-0")
+        former = process_of(run, "worker-0")
         assert status.state == "running", number
     (tmp_path / "away").rename(store)
-    version = run.status().version
-    until(run, lambda status: status.version > version)
+    goes_on(run)
     back = "the store is back; the run continues"  # once the last role has found it
-    until(run, lambda status: back in [event.text for event in run.events()])
+    until(run, lambda status: bool(told_of(run, back)))
     told = [event.text for event in run.events() if event.kind == "outage"]
     assert "the run waits for the store, which is away (" in told[0] and "the store folder" in told[0]
-    run.stop()
-    outcome = run.wait(120)
-    assert outcome.reason == "stopped"
-    assert outcome.status.ledger["total"]["balances"]
+    check_stopped(run)
 
 
-def test_the_evaluator_begins_once_trainer_and_a_worker_are_there(
+def test_roles_begin_in_order_and_continue_when_their_machines_are_taken_away_or_they_are_called_back(
     config: MakeConfig, running: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.fleet._OTHERS_FIRST_SECONDS", 120.0)
-    run = start(config(stop_at={"updates": 10**6}), running)
-    until(run, lambda status: pid_of(status, "evaluator") is not None)
+    monkeypatch.setattr("coordinator.fleet.fleet._OTHERS_FIRST_SECONDS", 120.0)
+    run = start(config(**slow(0.02), rollout={"fragments_per_update": 4}), running)
+    process_of(run, "evaluator")
     logs = run.folder.path / LOGS
     begun = {name: (logs / f"{name}.log").read_text().split(" [")[0] for name in ("trainer", "worker-0", "evaluator")}
     assert begun["evaluator"] > max(begun["trainer"], begun["worker-0"])
 
-
-def test_a_role_whose_machine_is_taken_away_goes_on_in_a_new_process(config: MakeConfig, running: ExitStack) -> None:
-    run = start(config(stop_at={"updates": 10**6}), running)
+    until(run, lambda status: status.version > 2)
     for name in ("trainer", "worker-0", "evaluator"):
-        before = until(run, lambda status, name=name: status.version > 2 and pid_of(status, name) is not None)  # type: ignore[misc]
-        pid = pid_of(before, name)
-        assert pid is not None
+        pid = process_of(run, name)
         os.kill(pid, signal.SIGTERM)
-        after = until(run, lambda status, name=name, pid=pid: pid_of(status, name) not in (None, pid))  # type: ignore[misc]
-        assert after.state == "running"
-        until(run, lambda status, after=after: status.version > after.version)  # type: ignore[misc]
-    told = [event.text for event in run.events() if "it goes on in a new process" in event.text]
+        process_of(run, name, pid)
+        assert run.status().state == "running"
+        goes_on(run)
+    told = [event.text for event in run.events() if "it continues in a new process" in event.text]
     assert [text.partition(" ")[0] for text in told] == ["trainer", "worker-0", "evaluator"]
-    assert not any("failed" in event.text for event in run.events())
-    run.stop()
-    outcome = run.wait(120)
-    assert outcome.reason == "stopped"
-    assert outcome.status.ledger["total"]["balances"]
 
-
-def hanging(tally: Path, times: int) -> dict[str, Any]:
-    environment = {"id": f"{MODULE}:Hangs", "kwargs": {"tally": str(tally), "times": times}, "num_envs": 2}
-    return {
-        "environment": environment | {"step_deadline_seconds": 3.0},
-        "evaluation": {"episodes": 1, "kwargs": {"times": 0}},
-    }
+    for count in (4, 1, 4, 2, 4):
+        run.scale(count)
+        time.sleep(0.3)  # the fleet takes some notice, the workers are in the midst of a fragment, or of their start
+    until(run, lambda status: at_work(status) == names(4))
+    run.scale(1)
+    run.scale(4)
+    before = run.status()
+    after = until(run, lambda status: at_work(status) == names(4) and status.version > before.version + 10)
+    assert after.desired_workers == 4
+    run.scale(1)
+    until(run, lambda status: {beat.id for beat in status.roles if beat.role == "worker"} == names(1))
+    goes_on(run)
+    check_stopped_without_failure(run)
 
 
 def test_a_worker_whose_environment_hangs_is_replaced_and_the_run_reaches_its_goal(
     config: MakeConfig, tmp_path: Path, running: ExitStack
 ) -> None:
-    run = start(config(**hanging(tmp_path / "tally", times=1)), running)
+    kwargs = {"tally": str(tmp_path / "tally"), "times": 1}
+    environment = {"id": f"{MODULE}:Hangs", "kwargs": kwargs, "num_envs": 2, "step_deadline_seconds": 3.0}
+    run = start(config(environment=environment, evaluation={"episodes": 1, "kwargs": {"times": 0}}), running)
     outcome = run.wait(120)
     assert outcome.reason == "exhausted"
-    assert any("worker-0 hangs in step of its environments" in event.text for event in run.events())
+    assert any("environment: worker-0 hangs in step of its environments, at " in event.text for event in run.events())
     assert outcome.status.ledger["total"]["balances"]
-
-
-def test_environments_that_always_hang_end_the_run_which_says_so(
-    config: MakeConfig, tmp_path: Path, running: ExitStack
-) -> None:
-    outcome = start(config(**hanging(tmp_path / "tally", times=1000)), running).wait(150)
-    assert outcome.users_fault
-    assert outcome.reason.startswith("failed: environment: worker-0 hangs in step of its environments, at ")
-    assert "no rollout worker is left" in outcome.reason
 
 
 def at_work(status: Status) -> set[str]:
@@ -282,20 +248,12 @@ def names(count: int) -> set[str]:
     return {f"worker-{index}" for index in range(count)}
 
 
-def check_stopped(run: Run) -> None:
-    run.stop()
-    outcome = run.wait(120)
-    assert outcome.reason == "stopped"
-    assert outcome.status.ledger["total"]["balances"]
-    assert not any("failed" in event.text for event in run.events())
-
-
 def slow(seconds: float) -> dict[str, Any]:
     return {
         "environment": {"id": f"{MODULE}:Slow", "kwargs": {"seconds": seconds}, "num_envs": 1},
         "algorithm": {"minibatch_size": 16, "epochs": 1},
         "evaluation": {"episodes": 1, "kwargs": {"seconds": 0.0}},
-        "stop_at": {"updates": 10**6},
+        "stop_at": FOR_EVER,
     }
 
 
@@ -311,40 +269,12 @@ def test_auto_grows_while_the_trainer_waits_for_experience_and_says_why(config: 
     assert run.scale(1) == "to 1 worker"
     after = until(run, lambda status: at_work(status) == names(1))
     assert after.scaling["mode"] == "fixed"
-    check_stopped(run)
-
-
-def test_auto_shrinks_while_workers_wait_for_credit(config: MakeConfig, running: ExitStack) -> None:
-    rollout = {"workers": 3, "scaling": "auto", "scaling_window_seconds": 2, "max_policy_lag": 2}
-    busy = {"algorithm": {"minibatch_size": 4, "epochs": 20}, "stop_at": {"updates": 10**6}}
-    run = start(config(**busy, rollout=rollout), running)
-    until(run, lambda status: status.desired_workers == 1 and at_work(status) == names(1))
-    told = [event.text for event in run.events() if event.kind == "scaling"]
-    assert told[0].startswith("scaled 3 → 2: workers waited ")
-    assert "for credit" in told[0]
-    check_stopped(run)
-
-
-def test_workers_that_are_called_back_before_they_have_left_go_on(config: MakeConfig, running: ExitStack) -> None:
-    run = start(config(**slow(0.02), rollout={"fragments_per_update": 4}), running)
-    for count in (4, 1, 4, 2, 4):
-        run.scale(count)
-        time.sleep(0.3)  # the fleet takes some notice, the workers are in the midst of a fragment, or of their start
-    until(run, lambda status: at_work(status) == names(4))
-    run.scale(1)
-    run.scale(4)
-    before = run.status()
-    after = until(run, lambda status: at_work(status) == names(4) and status.version > before.version + 10)
-    assert after.desired_workers == 4
-    run.scale(1)
-    alone = until(run, lambda status: {beat.id for beat in status.roles if beat.role == "worker"} == names(1))
-    until(run, lambda status: status.version > alone.version)
-    check_stopped(run)
+    check_stopped_without_failure(run)
 
 
 def pending() -> int:
-    actors: dict[str, Any] = ray._private.state.actors()
-    return sum(actor["State"] in ("PENDING_CREATION", "DEPENDENCIES_UNREADY") for actor in actors.values())
+    waiting = ("PENDING_CREATION", "DEPENDENCIES_UNREADY")
+    return sum(actor["State"] in waiting for actor in ray_head.actors().values())
 
 
 def test_more_than_fit_are_refused_and_one_without_a_place_goes_at_once(config: MakeConfig, running: ExitStack) -> None:
@@ -354,20 +284,22 @@ def test_more_than_fit_are_refused_and_one_without_a_place_goes_at_once(config: 
     said = "3 workers with 30 CPUs each asked for; embedded Ray (1 machine, 64 CPUs by count, on "
     assert said in str(refused.value) and "; the trainer takes 1 CPU" in str(refused.value)
     assert "has room for 2: --set rollout.workers=2, or raise ray.num_cpus" in str(refused.value)
-    small = config(rollout=big, stop_at={"updates": 10**6})
+    small = config(rollout=big, stop_at=FOR_EVER)
     assert not (small.runs_dir / "a").exists(), "nothing was written"
 
     run = start(small, running)
-    status = until(run, lambda status: bool(status.scaling.get("room")) and status.version > 2)
-    assert status.scaling["room"]["now"] == 2
+    status = until(run, lambda status: bool(status.scaling.get("capacity")) and status.version > 2)
+    assert status.scaling["capacity"].now == 2
     with pytest.raises(UserError, match=r"has room for 2: stagecoach scale a 2, or "):
         run.scale(3)
     assert run.status().desired_workers == 1
-    run._flow().set_desired_workers(3)  # as if a machine had gone since
+    with redis_of(run) as client:
+        Flow(client, run.run_id).set_desired_workers(3)  # as if a machine had gone since
     until(run, lambda status: at_work(status) == names(2) and pending() == 1)
     run.scale(2)
     until(run, lambda status: pending() == 0)
     assert at_work(run.status()) == names(2)
-    run._flow().set_desired_workers(3)
+    with redis_of(run) as client:
+        Flow(client, run.run_id).set_desired_workers(3)
     until(run, lambda status: pending() == 1)
-    check_stopped(run)  # whoever never had a process is not waited for
+    check_stopped_without_failure(run)  # whoever never had a process is not waited for

@@ -12,33 +12,38 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator.cli_options import PrintableConsole
-from coordinator.console import figures_table, one_line, print_status
-from coordinator.preparation import prepare_resume
-from coordinator.scaling import Scaling
-from coordinator.status import live_status, tended
-from rollout_worker import trail
+from coordinator.catalog.status import is_supervised, live_status
+from coordinator.cli.live_view import metrics_table, one_line, print_status
+from coordinator.cli.options import PrintableConsole
+from coordinator.fleet.autoscaler import Scaling
+from coordinator.lifecycle.preparation import create_flow, prepare_resume
 from rollout_worker.evaluator import Evaluator
-from shared import foreign
-from shared.events import emit, prune_evaluations, read_evaluations, read_events, recent_events, record_evaluation
-from shared.heartbeat import Beat, Heartbeat, read_heartbeats
-from shared.ledger import read_books
-from shared.redis_keys import RunKeys
-from shared.role import Role
-from tests.conftest import MakeRole, create_flow, minimal_config
-from trainer_node.publisher import Publisher
-from trainer_node.rendezvous import Rendezvous
+from rollout_worker.sampling import action_trace
+from shared.protocol.events import (
+    emit,
+    prune_evaluations,
+    read_evaluations,
+    read_events,
+    recent_events,
+    record_evaluation,
+)
+from shared.protocol.heartbeat import Beat, Heartbeat, read_heartbeats
+from shared.protocol.keys import RunKeys
+from shared.protocol.ledger import read_accounting
+from shared.runtime.run_context import RunContext
+from tests.conftest import MakeRole, minimal_config
+from trainer_node.checkpointing.checkpoint_writer import checkpoint_in_evaluation
+from trainer_node.distributed.leader import Rendezvous
 
 NAMES = sorted({field.name for field in fields(Beat)} | {
-    "version", "mean_return", "checkpoint", "std_return", "episodes", "unplaced", "room", "evaluating", "fragments",
+    "version", "mean_return", "checkpoint", "std_return", "episodes", "unplaced", "capacity", "evaluating", "fragments",
     "env_steps", "updates", "phase", "durable", "error", "since", "attempts", "export", "time/fps", "consumed",
     "worker-0", "worker-1", "dropped", "high_water", "host", "port", "size",
 })  # fmt: skip
-SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.sampled_from([10**400, -1, 1e308])
-)
 JSON = st.recursive(
-    SCALARS,
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.sampled_from([10**400, -1, 1e308])
+    ),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES) | st.text(), inner, max_size=8),
     max_leaves=12,
 )
@@ -50,7 +55,7 @@ def as_text(data: Any) -> bytes:
 
 BEAT: dict[str, Any] = {
     "pid": 7, "process": "7-a", "host": "here", "address": "", "ended": None, "waiting_for": None,
-    "waiting_seconds": 0.0, "deadline_seconds": 0.0, "trouble": None, "waited": {}, "stages": {}, "progress": {},
+    "waiting_seconds": 0.0, "deadline_seconds": 0.0, "last_error": None, "waited": {}, "stages": {}, "progress": {},
 }  # fmt: skip
 BYTES = st.one_of(
     st.binary(max_size=40),
@@ -68,22 +73,22 @@ ROLES = st.sampled_from(
 
 
 @pytest.fixture
-def role(make_role: MakeRole) -> Role:
+def role(make_role: MakeRole) -> RunContext:
     made = make_role(minimal_config())
     create_flow(made)
     made.flow.take_over()
     return made
 
 
-def every_reader(role: Role) -> None:
+def every_reader(role: RunContext) -> None:
     """What roles and commands do with all that others wrote."""
     status = live_status(role.redis, role.run_id)
     assert json.loads(json.dumps(status.as_dict(), default=str))
     console = PrintableConsole(file=io.StringIO(), width=120)
     print_status(status, console)
     console.print(one_line(status))
-    console.print(figures_table(status))
-    tended(role.redis, role.run_id)
+    console.print(metrics_table(status))
+    is_supervised(role.redis, role.run_id)
     after = recent_events(role.redis, role.run_id, 3)
     for event in read_events(role.redis, role.run_id, after):
         console.print(f"{event.kind:<11} {event.text}")
@@ -91,35 +96,34 @@ def every_reader(role: Role) -> None:
     Scaling(role, 2).desired(role.flow.read(), beats, ["worker-0"], [], 4)
     evaluator = Evaluator(role)
     evaluator.step(0.0)
-    evaluator._check_solved()
-    publisher = Publisher(role, 1)
-    publisher._in_evaluation()
+    evaluator.check_solved()
+    checkpoint_in_evaluation(role.redis, role.run_id)
     prune_evaluations(role.redis, role.run_id, [])
-    Rendezvous(role).next(0.001)
-    trail.read(role.log().left("worker-0").trail)
+    Rendezvous(role.redis, role.run_id).next(0.001)
+    action_trace.read(role.log().left("worker-0").action_trace)
     prepare_resume(role)
 
 
-def in_heartbeats(role: Role, name: bytes, value: bytes) -> None:
+def in_heartbeats(role: RunContext, name: bytes, value: bytes) -> None:
     role.redis.hset(RunKeys(role.run_id).heartbeats, mapping={name: value})
 
 
-def in_events(role: Role, name: bytes, value: bytes) -> None:
+def in_events(role: RunContext, name: bytes, value: bytes) -> None:
     client: Any = role.redis
     client.xadd(RunKeys(role.run_id).events, {b"kind": name, b"text": value, b"data": value})
     client.xadd(RunKeys(role.run_id).events, {name: value})
 
 
-def in_evaluations(role: Role, name: bytes, value: bytes) -> None:
+def in_evaluations(role: RunContext, name: bytes, value: bytes) -> None:
     role.redis.hset(RunKeys(role.run_id).evaluations, mapping={name: value, b"3_Step-5.ckpt": value})
 
 
-def in_figures(role: Role, name: bytes, value: bytes) -> None:
-    role.redis.set(RunKeys(role.run_id).signals, value)
+def in_figures(role: RunContext, name: bytes, value: bytes) -> None:
+    role.redis.set(RunKeys(role.run_id).metrics, value)
     role.redis.set(RunKeys(role.run_id).store_status, value)
 
 
-def in_books(role: Role, name: bytes, value: bytes) -> None:
+def in_accounting(role: RunContext, name: bytes, value: bytes) -> None:
     keys = RunKeys(role.run_id)
     role.redis.hset(keys.ledger, mapping={name: value})
     role.redis.hset(keys.produced, mapping={name: value, b"worker-0:fragments": value})
@@ -127,20 +131,20 @@ def in_books(role: Role, name: bytes, value: bytes) -> None:
     role.redis.hset(keys.pushed, mapping={b"worker-0:tries": value})
 
 
-def in_calls(role: Role, name: bytes, value: bytes) -> None:
+def in_calls(role: RunContext, name: bytes, value: bytes) -> None:
     client: Any = role.redis
     client.delete(RunKeys(role.run_id).ranks)
     client.xadd(RunKeys(role.run_id).ranks, {b"epoch": value, b"invitation": value, name: value})
-    client.rpush(RunKeys(role.run_id).trail("worker-0"), value)
+    client.rpush(RunKeys(role.run_id).action_trace("worker-0"), value)
 
 
 @pytest.mark.parametrize(
     ("write", "values"),
-    [(in_heartbeats, STAMPED), (in_events, BYTES), (in_evaluations, BYTES), (in_figures, BYTES), (in_books, BYTES),
+    [(in_heartbeats, STAMPED), (in_events, BYTES), (in_evaluations, BYTES), (in_figures, BYTES), (in_accounting, BYTES),
      (in_calls, BYTES)],
 )  # fmt: skip
 def test_no_reader_falls_over_what_somebody_wrote(
-    role: Role, write: Callable[[Role, bytes, bytes], None], values: st.SearchStrategy[bytes]
+    role: RunContext, write: Callable[[RunContext, bytes, bytes], None], values: st.SearchStrategy[bytes]
 ) -> None:
     @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
     @given(ROLES, values)
@@ -153,9 +157,9 @@ def test_no_reader_falls_over_what_somebody_wrote(
 
 
 def test_what_is_sound_is_read_beside_what_is_not_which_is_named_once(
-    role: Role, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    role: RunContext, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(foreign, "_told", set())
+    monkeypatch.setattr("shared.printable._told", set())
     keys = RunKeys(role.run_id)
     Heartbeat(role.redis, role.run_id, "trainer", "trainer").start()
     in_heartbeats(role, b"worker:worker-3", b"1234567890.000000 {}")
@@ -172,19 +176,19 @@ def test_what_is_sound_is_read_beside_what_is_not_which_is_named_once(
     named = [record.getMessage() for record in caplog.records if "malformed" in record.getMessage()]
     assert len(named) == 4
     assert any("heartbeat of worker:worker-3" in text and "pid" in text for text in named)
-    assert any("score of 2_Step-2.ckpt" in text and "NaN is no finite number" in text for text in named)
+    assert any("score of 2_Step-2.ckpt" in text and "NaN is not a finite number" in text for text in named)
 
 
-def test_books_that_somebody_has_spoilt_do_not_balance(role: Role) -> None:
-    in_books(role, b"worker-1:fragments", b"3")
+def test_accounting_that_somebody_has_spoilt_do_not_balance(role: RunContext) -> None:
+    in_accounting(role, b"worker-1:fragments", b"3")
     role.redis.hset(RunKeys(role.run_id).ledger, "worker-0", b"5")
-    assert not read_books(role.redis, role.run_id)["total"].balances
+    assert not read_accounting(role.redis, role.run_id)["total"].balances
 
 
 def test_much_garbage_is_counted_and_only_some_of_it_is_named(
-    role: Role, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    role: RunContext, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(foreign, "_told", set())
+    monkeypatch.setattr("shared.printable._told", set())
     for number in range(300):
         role.redis.hset(RunKeys(role.run_id).heartbeats, f"worker:{number}", b"{")
     for _ in range(2):

@@ -14,10 +14,9 @@ import onnxruntime
 import pytest
 import yaml
 
-from coordinator.services import BUCKET
-from tests.coordinator.terminal import CONFIG, Stagecoach, check_refused
-from tests.end_to_end.command_line import CommandLine
+from coordinator.services.embedded import BUCKET
 from tests.support.checkpoints import upload_in
+from tests.support.command_line import Stagecoach, check_refused, train_inline
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.exhaustive]
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "EXPORT.md").read_text()
@@ -31,14 +30,7 @@ LATEST = "2_Step-64.ckpt"
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an ended run `a` whose newest and best checkpoints have exports, and others perhaps not."""
-    terminal = CommandLine(tmp_path_factory.mktemp("trained"))
-    try:
-        (terminal.folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
-        done = terminal.run("train", "config.yaml", "--run-id", "a", "--inline", *SETS, seconds=280)
-        assert done.code == 0, done
-    finally:
-        terminal.close()
-    return terminal.folder / "runs"
+    return train_inline(tmp_path_factory.mktemp("trained"), *SETS)
 
 
 @pytest.fixture
@@ -63,6 +55,10 @@ def test_what_the_trainer_has_exported_is_shown_and_copied(stagecoach: Stagecoac
     for here, there in (("default.onnx", "default/policy.onnx"), ("export.json", "export.json")):
         assert (tmp_path / "out" / here).read_text("latin-1") == (upload_in(run / LATEST) / there).read_text("latin-1")
     check_refused(stagecoach("checkpoints", "export", "a", "latest", "out", "--onnx"), "nothing is overwritten")
+    assert stagecoach("checkpoints", "export", "a", "latest", "copied").code == 0
+    copy = upload_in(tmp_path / "copied" / "a" / "checkpoints" / LATEST)
+    for name in ("default/policy.onnx", "export.json"):
+        assert (copy / name).read_bytes() == (upload_in(run / LATEST) / name).read_bytes()
     said = "differs from torch by at most"
     assert said in stagecoach("checkpoints", "show", "a").out
     shown = json.loads(stagecoach("checkpoints", "show", "a", "--json").out)
@@ -83,13 +79,6 @@ def test_one_that_has_none_is_exported_on_the_spot(stagecoach: Stagecoach, run: 
     assert onnxruntime.InferenceSession(tmp_path / "out" / "default.onnx").get_inputs()[0].name == "obs"
     assert not (upload_in(run / LATEST) / "export.json").exists()  # only the trainer writes there
     assert stagecoach("checkpoints", "list", "a").code == stagecoach("checkpoints", "show", "a").code == 0
-
-
-def test_a_copied_checkpoint_takes_its_export_along(stagecoach: Stagecoach, run: Path, tmp_path: Path) -> None:
-    assert stagecoach("checkpoints", "export", "a", "latest", "out").code == 0
-    copy = tmp_path / "out" / "a" / "checkpoints" / LATEST
-    for name in ("default/policy.onnx", "export.json"):
-        assert (upload_in(copy) / name).read_bytes() == (upload_in(run / LATEST) / name).read_bytes()
 
 
 def test_a_damaged_export_is_found_and_made_anew(stagecoach: Stagecoach, run: Path, tmp_path: Path) -> None:
@@ -113,7 +102,7 @@ def test_a_damaged_export_is_found_and_made_anew(stagecoach: Stagecoach, run: Pa
 def test_without_the_extra_it_says_what_to_install(
     stagecoach: Stagecoach, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_node.onnx_export._PACKAGES", ("onnx", "no-such-package"))
+    monkeypatch.setattr("trainer_node.export.onnx_translation._PACKAGES", ("onnx", "no-such-package"))
     assert stagecoach("checkpoints", "export", "a", "latest", "copied", "--onnx").code == 0  # it is there already
     (upload_in(run / LATEST) / "export.json").unlink()
     words = ("needs no-such-package: pip install", "stagecoach[onnx]")
@@ -123,6 +112,8 @@ def test_without_the_extra_it_says_what_to_install(
 
 def test_the_example_on_the_page_acts(stagecoach: Stagecoach, run: Path, tmp_path: Path) -> None:
     """With ONNX Runtime alone: neither torch nor anything of Stagecoach may be imported."""
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    assert yaml.safe_load(block) == {"checkpoint": {"export": "onnx"}}
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert len(example.strip().splitlines()) <= 15
     assert stagecoach("checkpoints", "export", "a", "latest", "exported", "--onnx").code == 0
@@ -132,8 +123,3 @@ def test_the_example_on_the_page_acts(stagecoach: Stagecoach, run: Path, tmp_pat
     )
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"return \d+\n", done.stdout)
-
-
-def test_the_yaml_on_the_page_is_the_setting() -> None:
-    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    assert yaml.safe_load(block) == {"checkpoint": {"export": "onnx"}}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,19 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from coordinator.capacity import Additions, room
-from coordinator.placement import Places, worker_options
+from coordinator.fleet.capacity import Additions, Machines, additions, worker_capacity
+from coordinator.fleet.worker_pool import Places
 from coordinator.run import Run
-from coordinator.services import new_secret
+from coordinator.services.embedded import new_secret
+from coordinator.services.ray_internals import reread_settings
 from shared.errors import UserError
 from tests.conftest import minimal_config
-from tests.support.speed import stretched
+from tests.support import ray_head
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.ray]
 MEMORY = 80_000_000
+SERVICES = {"ray": {"address": "auto"}, "redis": {"url": "redis://127.0.0.1/0"}, "store": {"url": "file:///tmp/none"}}
 
 
 @pytest.fixture
@@ -31,9 +33,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     # A process that has once asked for the token goes on doing so: without one, the cluster would not reach its driver.
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", os.environ.get("RAY_AUTH_TOKEN") or new_secret())
-    raylet: Any = ray._raylet
-    raylet.AuthenticationTokenLoader.instance().reset_cache()
-    raylet.Config.initialize("")
+    reread_settings()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": MEMORY})
     try:
         for _ in range(2):
@@ -54,21 +54,11 @@ class Anybody:
         return ray.get_runtime_context().get_node_id()
 
 
-def wait_for(done: Callable[[], Any]) -> Any:
-    """What `done` answers, once that is something."""
-    deadline = time.monotonic() + stretched(120)
-    while not (found := done()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return found
-
-
 def actors(kind: str) -> dict[str, str]:
     """Live actors of a class: id → machine."""
-    state: Any = ray._private.state
     return {
         name: actor["Address"]["NodeID"]
-        for name, actor in state.actors().items()
+        for name, actor in ray_head.actors().items()
         if actor["ActorClassName"] == kind and actor["State"] == "ALIVE"
     }
 
@@ -77,11 +67,11 @@ def place(count: int, **rollout: Any) -> list[str]:
     """The machines of so many workers, started in one go, with the first machine for the trainer."""
     config = minimal_config(rollout={"fragment_steps": 8, "fragments_per_update": 2, "num_cpus": 1} | rollout)
     places = Places(config, ray.get_runtime_context().get_node_id())
-    made = [Anybody.options(**worker_options(config) | places.next()).remote() for _ in range(count)]  # type: ignore[attr-defined]
+    made = [Anybody.options(**places.next()).remote() for _ in range(count)]  # type: ignore[attr-defined]
     nodes = ray.get([actor.node.remote() for actor in made])
     for actor in made:
         ray.kill(actor)
-    wait_for(lambda: ray.available_resources().get("CPU") == 10.0)  # type: ignore[no-untyped-call]
+    eventually(lambda: ray.available_resources().get("CPU") == 10.0)  # type: ignore[no-untyped-call]
     return [str(node) for node in nodes]
 
 
@@ -103,24 +93,28 @@ def test_workers_are_spread_packed_and_kept_off_a_machine_and_make_way_for_the_t
         },
         "evaluation": {"episodes": 1, "num_cpus": 0}, "stop_at": {"updates": 10**6},
     }  # fmt: skip
-    assert room(minimal_config(**sections), Additions()).now == 6
+    assert worker_capacity(minimal_config(**sections), Additions()).now == 6
+    assert additions(minimal_config(**sections | SERVICES)) == Additions(), "no autoscaler runs there"
+    may_come = Additions((Machines({"CPU": 2.0}, 3),), most=4)
+    with pytest.raises(UserError, match=r", with the 2 machines that its autoscaler may add, has room for 10: "):
+        worker_capacity(minimal_config(**sections), may_come).refuse(11, "", "")
     with pytest.raises(UserError, match="has room for 6"):
         Run.start(minimal_config(**sections | {"rollout": sections["rollout"] | {"workers": 7}}), "a")
     with ExitStack() as running:
         run = Run.start(minimal_config(**sections), "a")
         running.callback(run.wait, 60)
         running.callback(run.abandon)
-        wait_for(lambda: run.status().version > 2 and len(actors("WorkerFace")) == 3)
-        (former,) = actors("TrainerFace").values()
+        eventually(lambda: run.status().version > 2 and len(actors("WorkerFace")) == 3, 120)
+        (former,) = actors("TrainerProcess").values()
         assert former not in actors("WorkerFace").values()
         lost = next(node for node in cluster.worker_nodes if node.node_id == former)
         version = run.status().version
         cluster.remove_node(lost, allow_graceful=False)
-        (now,) = wait_for(lambda: set(actors("TrainerFace").values()) - {former})
-        wait_for(lambda: now not in actors("WorkerFace").values())
-        wait_for(lambda: actors("WorkerFace") and set(actors("WorkerFace").values()) == {head})
-        wait_for(lambda: run.status().version > version + 2)
-        wait_for(lambda: run.status().scaling["room"]["now"] == 2)
+        (now,) = eventually(lambda: set(actors("TrainerProcess").values()) - {former}, 120)
+        eventually(lambda: now not in actors("WorkerFace").values(), 120)
+        eventually(lambda: actors("WorkerFace") and set(actors("WorkerFace").values()) == {head}, 120)
+        eventually(lambda: run.status().version > version + 2, 120)
+        eventually(lambda: run.status().scaling["capacity"].now == 2, 120)
         run.stop()
         outcome = run.wait(120)
         assert (outcome.reason, outcome.status.ledger["total"]["balances"]) == ("stopped", True)

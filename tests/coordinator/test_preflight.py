@@ -1,34 +1,27 @@
-"""What each machine of a cluster is asked before a run starts, asked of this one."""
+"""What a config is refused for before anything starts, and what each machine of a cluster is asked."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from coordinator import preflight
-from coordinator.job import PACKAGES
-from coordinator.preflight import Machine, difference, look, versions
-from shared.config import Config
-from shared.connection import Address
-from shared.launch import RoleLaunch
-from tests.broken_environments import MODULE as BROKEN
-from tests.conftest import RedisServer, minimal_config
+from coordinator.diagnostics.preflight import difference, examine_machine, versions
+from coordinator.lifecycle import validation
+from coordinator.lifecycle.validation import check
+from shared.errors import ConfigError
+from shared.protocol.redis_client import Address
+from shared.runtime.launch import RoleLaunch
+from shared.runtime.user_code import PACKAGES
+from tests.conftest import minimal_config
+from tests.support.broken_environments import MODULE as BROKEN
 
 
 @pytest.fixture
-def launch(
-    redis_server: RedisServer,
-    s3_servers: dict[str, tuple[str, str, str]],
-    unique_run_id: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> RoleLaunch:
-    endpoint, access, secret = s3_servers["rclone"]
-    monkeypatch.setenv("STAGECOACH_REDIS_PASSWORD", redis_server.password)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", access)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
-    address = Address(unique_run_id, redis_server.url, "s3://stagecoach", endpoint)
+def launch(servers: tuple[str, str], unique_run_id: str) -> RoleLaunch:
+    address = Address(unique_run_id, servers[0], "s3://stagecoach", servers[1])
     return RoleLaunch(minimal_config().model_dump(mode="json"), address, (), None)
 
 
@@ -37,12 +30,12 @@ def away(launch: RoleLaunch, **changes: str) -> RoleLaunch:
 
 
 def test_a_machine_that_has_everything_has_no_problem(launch: RoleLaunch) -> None:
-    assert look(launch) == Machine(versions(), None)
+    assert examine_machine(launch) == (versions(), None)
 
 
 def test_what_a_machine_does_not_reach_or_have_is_said(launch: RoleLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
     def problem(launch: RoleLaunch) -> str:
-        return str(look(launch).problem)
+        return str(examine_machine(launch)[1])
 
     assert "Redis at 127.0.0.1:9 does not answer" in problem(away(launch, redis_url="redis://127.0.0.1:9"))
     assert "http://127.0.0.1:9 does not answer" in problem(away(launch, endpoint_url="http://127.0.0.1:9"))
@@ -63,9 +56,8 @@ def test_what_a_machine_does_not_reach_or_have_is_said(launch: RoleLaunch, monke
 def test_the_user_s_modules_are_found_where_the_launch_says(launch: RoleLaunch, tmp_path: Path) -> None:
     (tmp_path / "preflight_game.py").write_text("import gymnasium\nmake = lambda: gymnasium.make('CartPole-v1')\n")
     game = minimal_config(environment={"id": "preflight_game:make"})
-    assert isinstance(game, Config)
-    found = look(dataclasses.replace(launch, config=game.model_dump(mode="json"), import_path=(str(tmp_path),)))
-    assert found.problem is None
+    launch = dataclasses.replace(launch, config=game.model_dump(mode="json"), import_path=(str(tmp_path),))
+    assert examine_machine(launch)[1] is None
 
 
 def test_other_versions_are_named_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,12 +69,48 @@ def test_other_versions_are_named_on_both_sides(monkeypatch: pytest.MonkeyPatch)
     assert "Stagecoach's code feed" in said
 
 
-def test_code_that_was_changed_has_another_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_was_changed_has_another_digest(tmp_path: Path) -> None:
     for package in PACKAGES:
         (tmp_path / package).mkdir()
         (tmp_path / package / "a.py").write_text("1")
-    monkeypatch.setattr(preflight, "__file__", str(tmp_path / "coordinator" / "preflight.py"))
-    before = versions()["Stagecoach's code"]
-    assert versions()["Stagecoach's code"] == before
+    before = versions(tmp_path)["Stagecoach's code"]
+    assert versions(tmp_path)["Stagecoach's code"] == before
     (tmp_path / "shared" / "a.py").write_text("2")
-    assert versions()["Stagecoach's code"] != before
+    assert versions(tmp_path)["Stagecoach's code"] != before
+
+
+def of_width(width: int, **sections: Any) -> Any:
+    return minimal_config(policies={"default": {"hidden_sizes": [width]}}, **sections)
+
+
+def test_what_no_value_of_redis_holds_is_refused_and_the_store_takes_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "_MOST_VALUE_BYTES", 50_000)
+    check(of_width(64))
+    with pytest.raises(ConfigError, match=r"a policy version of \d+ bytes .*policy_versions.transport: object_store"):
+        check(of_width(2000))
+    check(of_width(2000, policy_versions={"transport": "object_store"}))
+    check(of_width(8, rollout={"fragment_steps": 64}))
+    with pytest.raises(ConfigError, match=r"a fragment of about \d+ bytes .*lower rollout.fragment_steps or"):
+        check(of_width(8, rollout={"fragment_steps": 640}))
+
+
+@pytest.mark.parametrize("transport", ["redis", "object_store"])
+def test_a_network_that_no_machine_holds_is_refused_without_taking_its_memory(transport: str) -> None:
+    policies = {"default": {"hidden_sizes": [65536] * 100}}
+    with pytest.raises(ConfigError, match=r"the policies take [\d,.]+ GB, to train .* this machine has .*hidden_sizes"):
+        check(minimal_config(policies=policies, policy_versions={"transport": transport}))
+
+
+def test_an_evaluation_with_other_spaces_is_refused() -> None:
+    wrapper = {"path": "rollout_worker.wrappers:MapAction", "kwargs": {"actions": [0, 1]}}
+    check(minimal_config(evaluation={"wrappers": [wrapper]}))
+    for wrapped in ({**wrapper, "kwargs": {"actions": [0]}}, "gymnasium.wrappers:TimeAwareObservation"):
+        with pytest.raises(ConfigError, match=r"evaluation\.wrappers.* has other spaces than the one of training"):
+            check(minimal_config(evaluation={"wrappers": [wrapped]}))
+
+
+def test_an_algorithm_whose_class_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = minimal_config()
+    monkeypatch.setattr(type(config.algorithm), "learner", "trainer_node.learning.algorithms.ppo:Nobody")
+    with pytest.raises(ConfigError, match="Nobody"):
+        check(config)

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from coordinator.cli import app
-from coordinator.profiles import RunProfile, in_one_line
+from coordinator.cli.app import app
+from coordinator.cli.live_view import in_one_line
+from coordinator.cli.profile_and_bench import read_profile
 from coordinator.run import Run
 from shared.errors import UserError
+from shared.storage.checkpoint_store import CheckpointStore
+from shared.storage.object_store import FileStore
 from tests.conftest import minimal_config
 
 pytestmark = pytest.mark.timeout(120)
@@ -22,7 +25,7 @@ ROLES = {"trainer / training", "trainer / publishing", "worker-0 / acting", "eva
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One that has ended, with a profile."""
     config = minimal_config(
-        runs_dir=str(tmp_path_factory.mktemp("runs")), signals={"profile": True}, stop_at={"updates": 3},
+        runs_dir=str(tmp_path_factory.mktemp("runs")), metrics={"profile": True}, stop_at={"updates": 3},
         rollout={"workers": 1, "fragment_steps": 8, "fragments_per_update": 1}, evaluation={"episodes": 1},
     )  # fmt: skip
     run = Run.start(config, "profiled", inline=True)
@@ -31,15 +34,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_each_process_has_left_its_stages(run: Run) -> None:
-    found = RunProfile.read(run.checkpoint_store())
-    assert found.seconds.keys() == ROLES
-    assert {"update", "publish", "observe", "decode", "read", "report", "checkpoint"} <= found.seconds[
-        "trainer / training"
-    ].keys()
-    assert {"act", "env", "record", "encode", "push", "claim"} <= found.seconds["worker-0 / acting"].keys()
-    assert {"upload", "pointer and pruning", "trim", "idle"} <= found.seconds["trainer / publishing"].keys()
-    updates = [event for event in found.events if event["ph"] == "X" and event["name"] == "update"]
-    assert len(updates) == 3
+    events, seconds = read_profile(run.checkpoint_store())
+    assert seconds.keys() == ROLES
+    for role, stages in {
+        "trainer / training": {"update", "publish", "observe", "decode", "read", "report", "checkpoint"},
+        "worker-0 / acting": {"act", "env", "record", "encode", "push", "claim"},
+        "trainer / publishing": {"upload", "pointer and pruning", "trim", "idle"},
+    }.items():
+        assert stages <= seconds[role].keys()
+    assert sum((event["ph"], event["name"]) == ("X", "update") for event in events) == 3
 
 
 def test_the_command_writes_the_timeline_and_tells_the_shares(run: Run, tmp_path: Path) -> None:
@@ -52,26 +55,13 @@ def test_the_command_writes_the_timeline_and_tells_the_shares(run: Run, tmp_path
     assert (run.folder.path / "profile.json").is_file()
 
 
-def test_a_run_without_one_is_told_how_to_get_it(run: Run) -> None:
-    store = run.checkpoint_store().store
-    kept = {key: store.get(key) for key in store.keys("profile/")}
-    for key in kept:
-        store.delete(key)
-    try:
-        with pytest.raises(UserError, match="train --profile"):
-            RunProfile.read(run.checkpoint_store())
-    finally:
-        for key, data in kept.items():
-            store.put(key, data)
-
-
-def test_one_that_was_cut_off_is_named(run: Run) -> None:
-    run.checkpoint_store().store.put("profile/worker-9.json", b'{"traceEvents": [')
-    try:
-        with pytest.raises(UserError, match=r"profile/worker-9\.json of run 'profiled' was cut off"):
-            RunProfile.read(run.checkpoint_store())
-    finally:
-        run.checkpoint_store().store.delete("profile/worker-9.json")
+def test_a_profile_that_is_not_there_or_was_cut_off_is_told(tmp_path: Path) -> None:
+    store = CheckpointStore(FileStore(tmp_path, "profiled"), "profiled")
+    with pytest.raises(UserError, match="train --profile"):
+        read_profile(store)
+    store.store.put("profile/worker-9.json", b'{"traceEvents": [')
+    with pytest.raises(UserError, match=r"profile/worker-9\.json of run 'profiled' was cut off"):
+        read_profile(store)
 
 
 def test_one_line_has_the_largest_shares_of_the_time_after_the_start() -> None:

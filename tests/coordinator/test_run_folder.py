@@ -8,16 +8,17 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from coordinator.run_folder import RunFolder
-from coordinator.run_list import run_paths
-from coordinator.services import BUCKET
-from shared.config import Config
-from shared.connection import Address
+from coordinator.catalog.run_files import run_paths
+from coordinator.catalog.run_folder import RunFolder
+from coordinator.services.embedded import BUCKET
+from shared.config.run_config import Config
 from shared.errors import RunExists, RunNotFound, UserError
+from shared.protocol.redis_client import Address
 from tests.conftest import minimal_config
 
 ADDRESS = Address("a", "redis://127.0.0.1:7/0", "s3://bucket", "http://127.0.0.1:8", "/where/credentials.json")
@@ -33,8 +34,15 @@ def runs(config: Config) -> Path:
     return config.runs_dir
 
 
-def test_a_new_folder_holds_the_config_and_is_live(config: Config, runs: Path) -> None:
-    folder = RunFolder.create(config, "a")
+@pytest.fixture
+def folder(config: Config) -> Iterator[RunFolder]:
+    """A new one, of the run `a`, which is held."""
+    made = RunFolder.create(config, "a")
+    yield made
+    made.unlock()
+
+
+def test_a_new_folder_holds_the_config_and_is_live(config: Config, folder: RunFolder, runs: Path) -> None:
     assert folder.path == runs / "a"
     assert folder.config() == config
     assert folder.live
@@ -43,8 +51,10 @@ def test_a_new_folder_holds_the_config_and_is_live(config: Config, runs: Path) -
     assert not RunFolder.find("a", runs).live
 
 
-def test_a_second_one_of_the_same_id_is_refused_and_changes_nothing(config: Config, runs: Path) -> None:
-    RunFolder.create(config, "a").unlock()
+def test_a_second_one_of_the_same_id_is_refused_and_changes_nothing(
+    config: Config, folder: RunFolder, runs: Path
+) -> None:
+    folder.unlock()
     before = {path: path.read_bytes() for path in (runs / "a").rglob("*") if path.is_file()}
     other = Config.model_validate({**config.model_dump(), "seed": 99})
     with pytest.raises(RunExists, match=r"run 'a' exists in .*runs; choose another --run-id, or .*stagecoach resume a"):
@@ -58,8 +68,7 @@ def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
         RunFolder.create(minimal_config(runs_dir=str(tmp_path / "file" / "runs")), "a")
 
 
-def test_one_holds_it_and_a_second_is_told_so(config: Config, runs: Path) -> None:
-    folder = RunFolder.create(config, "a")
+def test_one_holds_it_and_a_second_is_told_so(folder: RunFolder, runs: Path) -> None:
     with pytest.raises(UserError, match="run 'a' is live already; see `stagecoach status a`"):
         RunFolder.find("a", runs).lock()
     folder.unlock()
@@ -69,27 +78,26 @@ def test_one_holds_it_and_a_second_is_told_so(config: Config, runs: Path) -> Non
     again.unlock()
 
 
-def test_somebody_who_only_looks_does_not_hold_it(config: Config, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.run_folder._LOCK_TRIES", 200)
-    RunFolder.create(config, "a").unlock()
+def test_somebody_who_only_looks_does_not_hold_it(
+    folder: RunFolder, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.catalog.run_folder._LOCK_TRIES", 200)
+    folder.unlock()
     looking = os.open(runs / "a" / "lock", os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)
     threading.Timer(0.1, os.close, [looking]).start()
-    folder = RunFolder.find("a", runs)
     folder.lock()
+
+
+def test_the_lock_goes_with_the_process_that_holds_it(folder: RunFolder, runs: Path) -> None:
     folder.unlock()
-
-
-def test_the_lock_goes_with_the_process_that_holds_it(config: Config, runs: Path) -> None:
-    RunFolder.create(config, "a").unlock()
     script = (
-        "import sys, time; from pathlib import Path; from coordinator.run_folder import RunFolder\n"
+        "import sys, time; from pathlib import Path; from coordinator.catalog.run_folder import RunFolder\n"
         "RunFolder.find('a', Path(sys.argv[1])).lock(); print('held', flush=True); time.sleep(600)"
     )
     holder = subprocess.Popen([sys.executable, "-c", script, str(runs)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
-    folder = RunFolder.find("a", runs)
     assert folder.live
     holder.kill()
     holder.wait()
@@ -114,39 +122,32 @@ def test_what_is_not_there_is_not_found_with_what_is(config: Config, runs: Path)
     assert run_paths(runs / "nowhere") == []
 
 
-def test_secrets_are_made_once_and_are_the_owners(config: Config, runs: Path) -> None:
-    folder = RunFolder.create(config, "a")
+def test_secrets_are_made_once_and_are_the_owners(config: Config, folder: RunFolder, runs: Path) -> None:
     path, secrets = folder.credentials(config)
     assert set(secrets) == {"redis_password", "s3_access_key", "s3_secret_key"}
     assert len(set(secrets.values())) == 3
     assert path.stat().st_mode & 0o777 == 0o600
     assert RunFolder.find("a", runs).credentials(config) == (path, secrets)
-    folder.unlock()
 
 
 @pytest.mark.parametrize(
     "damage", [b"", b'{"redis_passw', b"\xff\xfe", b"[]", b'{"redis_password": "", "s3_access_key": null}'],
 )  # fmt: skip
-def test_damaged_secrets_are_made_anew(config: Config, damage: bytes) -> None:
+def test_damaged_secrets_are_made_anew(config: Config, folder: RunFolder, damage: bytes) -> None:
     """As a full disk or a power cut left them; the services are told them as they start."""
-    folder = RunFolder.create(config, "a")
     path, former = folder.credentials(config)
     path.write_bytes(damage)
     assert folder.credentials(config)[1].keys() == former.keys()
     assert path.stat().st_mode & 0o777 == 0o600
     assert folder.credentials(config)[1] == json.loads(path.read_text()) != former
-    folder.unlock()
 
 
-def test_there_are_secrets_of_embedded_services_only(tmp_path: Path) -> None:
-    config = minimal_config(runs_dir=str(tmp_path), redis={"url": "redis://elsewhere:6379"})
-    folder = RunFolder.create(config, "a")
+def test_there_are_secrets_of_embedded_services_only(folder: RunFolder) -> None:
+    config = minimal_config(redis={"url": "redis://elsewhere:6379"})
     assert set(folder.credentials(config)[1]) == {"s3_access_key", "s3_secret_key"}
-    folder.unlock()
 
 
-def test_the_address_is_there_while_the_run_is_live(config: Config, runs: Path) -> None:
-    folder = RunFolder.create(config, "a")
+def test_the_address_is_there_while_the_run_is_live(folder: RunFolder, runs: Path) -> None:
     assert folder.live_address() is None, "its services are not up yet"
     folder.write_services(ADDRESS, ("/own/modules",))
     assert RunFolder.find("a", runs).live_address() == ADDRESS
@@ -158,17 +159,16 @@ def test_the_address_is_there_while_the_run_is_live(config: Config, runs: Path) 
     folder.forget_services()
 
 
-def test_an_embedded_store_is_read_offline_as_the_folder_that_it_is(config: Config, runs: Path, tmp_path: Path) -> None:
-    folder = RunFolder.create(config, "a")
+def test_an_embedded_store_is_read_offline_as_the_folder_that_it_is(
+    config: Config, folder: RunFolder, runs: Path
+) -> None:
     assert folder.offline_address(config).store_url == f"file://{runs / 'a' / 's3' / BUCKET}"
-    folder.unlock()
     store = {"url": "s3://bucket/team", "endpoint_url": "http://minio:9000"}
-    own = minimal_config(runs_dir=str(tmp_path / "other"), store=store)
+    own = minimal_config(store=store)
     assert folder.offline_address(own) == Address("a", "embedded", "s3://bucket/team", "http://minio:9000")
 
 
-def test_a_run_that_never_started_takes_its_folder_back(config: Config, runs: Path) -> None:
-    folder = RunFolder.create(config, "a")
+def test_a_run_that_never_started_takes_its_folder_back(config: Config, folder: RunFolder, runs: Path) -> None:
     folder.credentials(config)
     folder.remove()
     assert list(runs.iterdir()) == []

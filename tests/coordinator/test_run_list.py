@@ -17,15 +17,16 @@ from typing import NoReturn
 import pytest
 from typer.testing import CliRunner
 
-from coordinator import cli_live
-from coordinator.cli import app
+from coordinator.catalog.run_files import RunStatus
+from coordinator.cli import foreground
+from coordinator.cli.app import app
+from coordinator.cli.runs import list_runs, row_from_servers
 from coordinator.run import Run
-from coordinator.run_list import _asked, list_runs
 from shared.errors import RunLive
-from shared.redis_keys import RunKeys
-from shared.user_code import SOURCE
+from shared.protocol.keys import RunKeys
+from shared.runtime.user_code import SOURCE
 from tests.conftest import RedisServer, minimal_config
-from tests.coordinator.terminal import Stagecoach, check_refused
+from tests.support.command_line import Stagecoach, check_refused
 
 HEAVY = {"torch", "ray", "redis", "boto3", "numpy", "gymnasium"}
 
@@ -47,13 +48,14 @@ def test_what_the_files_tell_is_what_the_run_tells(folder: Path) -> None:
     rows = {row.run_id: row for row in list_runs(folder / "runs")}
     assert (rows["ended"].state, rows["cut-off"].state) == ("finished", "interrupted")
     assert rows["ended"].best is not None and rows["ended"].env_steps > 0
-    assert rows == {name: _asked(folder / "runs" / name) for name in rows}
+    assert set(asdict(rows["ended"])) == {"run_id", "state", "env_steps", "best", "reason"}
+    assert rows == {name: row_from_servers(folder / "runs" / name) for name in rows}
 
 
 def imported(folder: Path, arguments: list[str], **environ: str) -> tuple[list[str], str]:
     """What the command prints in this folder, and which heavy modules it imports."""
     program = (
-        "import sys; from coordinator.start import main; sys.argv[0] = 'stagecoach'\n"
+        "import sys; from coordinator.__main__ import main; sys.argv[0] = 'stagecoach'\n"
         "try: main()\n"
         "except SystemExit: pass\n"
         f"print(sorted({HEAVY!r} & set(sys.modules)))"
@@ -66,34 +68,21 @@ def imported(folder: Path, arguments: list[str], **environ: str) -> tuple[list[s
     return printed, modules
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["runs"], ["train", "--help"], ["checkpoints"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["runs"], ["train", "--help"]])
 def test_what_needs_nothing_imports_nothing(folder: Path, arguments: list[str]) -> None:
-    _, loaded = imported(folder, arguments)
-    assert loaded == ("[]" if arguments != ["checkpoints"] else loaded)
+    assert imported(folder, arguments)[1] == "[]"
 
 
 @pytest.mark.parametrize(
     ("typed", "offered"),
-    [
-        ("sta", ["status"]),
-        ("train --or", ["--or-resume"]),
-        ("status ", ["cut-off", "ended"]),
-        ("evaluate cu", ["cut-off"]),
-        ("stop --runs-dir others ", ["another"]),
-        ("train lunar", ["lunarlander"]),
-        ("train my-", ["my-config.yaml", "my-folder/"]),
-        ("config ./my-folder/", ["./my-folder/deep.yml"]),
-        ("doctor nothing-like-it", []),
-    ],
-)
+    [("sta", ["status"]), ("train --or", ["--or-resume"]), ("status ", ["cut-off", "ended"]),
+     ("evaluate cu", ["cut-off"]), ("stop --runs-dir others ", ["another"]), ("train lunar", ["lunarlander"]),
+     ("train my-", ["my-config.yaml", "my-folder/"]), ("config ./my-folder/", ["./my-folder/deep.yml"]),
+     ("doctor nothing-like-it", [])],
+)  # fmt: skip
 def test_a_shell_completes_options_runs_presets_and_config_files(folder: Path, typed: str, offered: list[str]) -> None:
-    for path in (
-        "my-config.yaml",
-        "my-folder/deep.yml",
-        "my-folder/notes.txt",
-        "my-notes.txt",
-        "others/another/config.yaml",
-    ):
+    there = "my-config.yaml my-folder/deep.yml my-folder/notes.txt my-notes.txt others/another/config.yaml"
+    for path in there.split():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).touch()
     environ = {"_STAGECOACH_COMPLETE": "complete_bash", "COMP_WORDS": f"stagecoach {typed}"}
@@ -130,15 +119,10 @@ def test_delete_asks_and_takes_the_run_and_no_other(folder: Path, stagecoach: St
 
 
 def test_delete_takes_what_a_run_has_in_redis_and_in_the_store(
-    redis_server: RedisServer,
-    stagecoach: Stagecoach,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    unique_run_id: str,
+    servers: tuple[str, str], redis_server: RedisServer, stagecoach: Stagecoach, tmp_path: Path, unique_run_id: str
 ) -> None:
-    monkeypatch.setenv("STAGECOACH_REDIS_PASSWORD", redis_server.password)
     config = minimal_config(
-        runs_dir=str(tmp_path / "runs"), redis={"url": redis_server.url}, store={"url": f"file://{tmp_path / 'store'}"}
+        runs_dir=str(tmp_path / "runs"), redis={"url": servers[0]}, store={"url": f"file://{tmp_path / 'store'}"}
     )
     (tmp_path / "store").mkdir()
     names = [f"{unique_run_id}-a", f"{unique_run_id}-ab"]
@@ -155,16 +139,11 @@ def test_delete_takes_what_a_run_has_in_redis_and_in_the_store(
 
 
 def test_force_begins_a_run_anew(stagecoach: Stagecoach, tmp_path: Path) -> None:
-    check_refused(stagecoach("train", "config.yaml", "--inline", "--force"), "--run-id")
-    assert stagecoach("train", "config.yaml", "--inline", "--run-id", "a", "--force").code == 0
-    first = json.loads((tmp_path / "runs/a/s3/stagecoach/a/.finished").read_text())
-    check_refused(stagecoach("train", "config.yaml", "--inline", "--run-id", "a"), "exists")
-    assert (
-        stagecoach("train", "config.yaml", "--inline", "--run-id", "a", "--force", "--set", "stop_at.updates=3").code
-        == 0
-    )
-    second = json.loads((tmp_path / "runs/a/s3/stagecoach/a/.finished").read_text())
-    assert (first["version"], second["version"]) == (2, 3)
+    train = ("train", "config.yaml", "--inline", "--force")
+    check_refused(stagecoach(*train), "--run-id")
+    for updates in (2, 3):
+        assert stagecoach(*train, "--run-id", "a", "--set", f"stop_at.updates={updates}").code == 0
+        assert json.loads((tmp_path / "runs/a/s3/stagecoach/a/.finished").read_text())["version"] == updates
 
 
 def test_presets_are_the_examples_by_name(stagecoach: Stagecoach) -> None:
@@ -175,19 +154,12 @@ def test_presets_are_the_examples_by_name(stagecoach: Stagecoach) -> None:
     check_refused(stagecoach("train", "cartpool"), "no file cartpool", "presets: ", "cartpole")
 
 
-def test_the_wheel_carries_them() -> None:
-    wheel = tomllib.loads((SOURCE / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert wheel["force-include"] == {"examples": "coordinator/presets"}
+def test_the_wheel_carries_them_and_the_version_is_the_installed_ones(stagecoach: Stagecoach) -> None:
+    content = tomllib.loads((SOURCE / "pyproject.toml").read_text())
+    wheel = content["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["force-include"]["examples"] == "coordinator/presets"
     assert (SOURCE / "examples" / "cartpole.yaml").is_file()
-
-
-def test_the_version_is_the_installed_ones(stagecoach: Stagecoach) -> None:
-    version = tomllib.loads((SOURCE / "pyproject.toml").read_text())["project"]["version"]
-    assert stagecoach("--version").out == f"stagecoach {version}\n"
-
-
-def test_a_row_is_plain_data(folder: Path) -> None:
-    assert set(asdict(list_runs(folder / "runs")[0])) == {"run_id", "state", "env_steps", "best", "reason"}
+    assert stagecoach("--version").out == f"stagecoach {content['project']['version']}\n"
 
 
 def test_of_two_that_attach_to_an_interrupted_run_the_slower_one_watches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,12 +169,12 @@ def test_of_two_that_attach_to_an_interrupted_run_the_slower_one_watches(monkeyp
     def taken_up(*_: object, **__: object) -> NoReturn:
         raise RunLive("run 'my-run' is live already")
 
-    status = SimpleNamespace(state="interrupted")
+    status = SimpleNamespace(state=RunStatus.INTERRUPTED)
     handle = SimpleNamespace(
-        live=False, folder=SimpleNamespace(elsewhere=None), take_up=taken_up, status=lambda books: status
+        live=False, folder=SimpleNamespace(remote=None), take_up=taken_up, status=lambda accounting: status
     )
     monkeypatch.setattr(Run, "attach", lambda *_, **__: handle)
-    monkeypatch.setattr(cli_live, "watch", watched.append)
+    monkeypatch.setattr(foreground, "watch", watched.append)
     before = signal.getsignal(signal.SIGTERM)
     try:
         done = CliRunner().invoke(app, ["attach", "my-run"])

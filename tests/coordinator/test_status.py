@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.status import Status, bottleneck, ended_status, live_status
-from shared.checkpoint import FINISHED, STATUS, CheckpointStore
+from coordinator.catalog.status import bottleneck, ended_status, live_status
+from coordinator.lifecycle.preparation import create_flow
 from shared.errors import RunNotFound
-from shared.events import record_evaluation
-from shared.heartbeat import DEAD_AFTER_SECONDS, Beat, Heartbeat
-from shared.object_store import FileStore
-from tests.conftest import MakeRole, create_flow, minimal_config
+from shared.protocol.events import record_evaluation
+from shared.protocol.heartbeat import DEAD_AFTER_SECONDS, Beat, Heartbeat
+from shared.storage.checkpoint_store import FINISHED, STATUS, CheckpointStore
+from shared.storage.object_store import FileStore
+from tests.conftest import MakeRole, minimal_config
 
 
 def beat(role: str, id_: str | None = None, **changes: Any) -> Beat:
@@ -60,19 +61,20 @@ CASES: dict[str, tuple[list[Beat], dict[str, Any], str]] = {
         {"error": "SlowDown"}, "which a durable checkpoint frees (SlowDown)",
     ),
     "trainer starts without a store": (
-        [beat("trainer", progress={}, waiting_for="the store", waiting_seconds=4.0, trouble="it is on fire")], {},
+        [beat("trainer", progress={}, waiting_for="the store", waiting_seconds=4.0, last_error="it is on fire")], {},
         "the store: it is on fire (the trainer, for 4.0 s)",
     ),
     "workers start without a store": (
-        [beat("trainer", **WAITS), beat("worker", "worker-0", waiting_for="the store", trouble="it is on fire")], {},
+        [beat("trainer", **WAITS), beat("worker", "worker-0", waiting_for="the store", last_error="it is on fire")], {},
         "the store: it is on fire (worker-0, for 0.0 s)",
     ),
     "one worker starts without a store, another acts": (
-        [beat("trainer", **WAITS), beat("worker", "worker-0", waiting_for="the store", trouble="x"),
+        [beat("trainer", **WAITS), beat("worker", "worker-0", waiting_for="the store", last_error="x"),
          beat("worker", "worker-1")], {}, "rollout workers (worker-1), for 2.0 s",
     ),
     "missing rank": (
-        [beat("trainer", progress={}, waiting_for="the other ranks", waiting_seconds=4.0, trouble="rank-1 (left)")], {},
+        [beat("trainer", progress={}, waiting_for="the other ranks", waiting_seconds=4.0, last_error="rank-1 (left)")],
+        {},
         "rank-1 (left) (the trainer, for 4.0 s)",
     ),
     "ranks that start": (
@@ -86,7 +88,7 @@ CASES: dict[str, tuple[list[Beat], dict[str, Any], str]] = {
         [beat("trainer", waiting_for="the last evaluation", waiting_seconds=3.0)], {},
         "the last evaluation (the trainer, for 3.0 s)",
     ),
-    "all at work": ([beat("trainer"), beat("worker", "worker-0")], {}, "everyone is at work"),
+    "all at work": ([beat("trainer"), beat("worker", "worker-0")], {}, "each role is at work"),
 }  # fmt: skip
 
 
@@ -128,11 +130,6 @@ def test_a_run_that_redis_does_not_know_is_not_found(make_role: MakeRole) -> Non
     role.redis.close()
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(FileStore(tmp_path, "a"), "a")
-
-
 ENTRIES = [
     {"name": "0_Step-0.ckpt", "version": 0, "env_steps": 0, "evaluation": {"mean_return": 20.0}},
     {"name": "4_Step-256.ckpt", "version": 4, "env_steps": 256, "evaluation": None},
@@ -140,45 +137,35 @@ ENTRIES = [
 KEPT = {"latest": "4_Step-256.ckpt", "best": "0_Step-0.ckpt", "final": None, "checkpoints": ENTRIES}
 
 
-def test_an_ended_run_is_read_from_its_sync_files(store: CheckpointStore) -> None:
-    counters = {"train": {"env_steps": 300, "updates": 5, "episodes": 7}}
-    ledger = {"total": {"balances": True}}
-    store.write_marker(STATUS, KEPT | {"final": "4_Step-256.ckpt"})
-    store.write_marker(FINISHED, {"reason": "solved", "version": 5, "counters": counters, "ledger": ledger})
+COUNTERS = {"train": {"env_steps": 300, "updates": 5, "episodes": 7}}
+LEDGER = {"total": {"balances": True}}
+FAILED = {"reason": "failed: no luck", "version": -1, "counters": None, "ledger": {}}
+SOLVED = {"reason": "solved", "version": 5, "counters": COUNTERS, "ledger": LEDGER}
+ENDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a whole one": (
+        {STATUS: KEPT | {"final": "4_Step-256.ckpt"}, FINISHED: SOLVED},
+        {"state": "finished", "reason": "solved", "live": False, "version": 5, "env_steps": 300, "updates": 5,
+         "episodes": 7, "latest": "4_Step-256.ckpt", "best": "0_Step-0.ckpt", "final": "4_Step-256.ckpt",
+         "ledger": LEDGER, "evaluation": {"mean_return": 20.0}},
+    ),
+    "without an end": ({STATUS: KEPT}, {"state": "interrupted", "version": 4, "env_steps": 256}),
+    "damaged without an end": ({STATUS: None}, {"state": "interrupted"}),
+    "damaged": ({STATUS: None, FINISHED: SOLVED}, {"reason": "solved", "version": 5}),
+    "failed before anything was learned": (
+        {FINISHED: FAILED}, {"state": "finished", "reason": "failed: no luck", "version": -1, "env_steps": 0},
+    ),
+    "nothing stored": ({}, {"state": "interrupted", "version": -1, "latest": None}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENDED)
+def test_an_ended_run_is_read_from_its_sync_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """A status file that is damaged is as one that is lost: the next checkpoint makes it anew."""
+    monkeypatch.setattr("shared.storage.checkpoint_store._READ_PAUSES_SECONDS", ())
+    store = CheckpointStore(FileStore(tmp_path, "a"), "a")
+    markers, expected = ENDED[case]
+    for name, content in markers.items():
+        store.store.put(name, b"{") if content is None else store.write_marker(name, content)
     status = ended_status(store)
-    assert (status.state, status.reason, status.live) == ("finished", "solved", False)
-    assert (status.version, status.env_steps, status.updates, status.episodes) == (5, 300, 5, 7)
-    assert (status.latest, status.best, status.final) == ("4_Step-256.ckpt", "0_Step-0.ckpt", "4_Step-256.ckpt")
-    assert status.ledger == ledger
-    assert status.evaluation == {"mean_return": 20.0}
-
-
-def test_a_run_without_an_end_was_interrupted_and_says_how_to_go_on(store: CheckpointStore) -> None:
-    store.write_marker(STATUS, KEPT)
-    status = ended_status(store)
-    assert status.state == "interrupted"
-    assert "stagecoach resume" in status.reason
-    assert (status.version, status.env_steps) == (4, 256)
-
-
-def test_a_status_file_that_is_damaged_is_as_one_that_is_lost(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next checkpoint makes it anew; until then `.finished` tells the rest."""
-    monkeypatch.setattr("shared.checkpoint._READ_PAUSES_SECONDS", ())
-    store.store.put(STATUS, b"{")
-    assert ended_status(store).state == "interrupted"
-    store.write_marker(FINISHED, {"reason": "solved", "version": 7, "counters": None})
-    assert (ended_status(store).reason, ended_status(store).version) == ("solved", 7)
-
-
-def test_a_run_that_failed_before_anything_was_learnt_has_a_status(store: CheckpointStore) -> None:
-    store.write_marker(FINISHED, {"reason": "failed: no luck", "version": -1, "counters": None, "ledger": {}})
-    status = ended_status(store)
-    assert (status.state, status.reason, status.version, status.env_steps) == ("finished", "failed: no luck", -1, 0)
-
-
-def test_a_run_of_which_nothing_is_stored_has_a_status(store: CheckpointStore) -> None:
-    status = ended_status(store)
-    assert isinstance(status, Status)
-    assert (status.state, status.version, status.latest) == ("interrupted", -1, None)
+    assert {name: getattr(status, name) for name in expected} == expected
+    assert ("stagecoach resume" in status.reason) == (status.state == "interrupted")

@@ -21,18 +21,20 @@ import pytest
 import redis
 import yaml
 
-from coordinator.services import free_port, new_secret
-from shared.checkpoint import FINISHED, CheckpointStore
-from shared.config_sources import load_config
-from shared.connection import Address
-from shared.flow import Flow
-from shared.object_store import open_store
-from shared.redis_keys import RunKeys
-from tests.end_to_end.command_line import DEADLINE_SECONDS, check_ledger
+from coordinator.services.embedded import free_port, new_secret
+from shared.config.loading import load_config
+from shared.protocol.flow_control import Flow, RunState
+from shared.protocol.keys import RunKeys
+from shared.protocol.redis_client import Address
+from shared.storage.checkpoint_store import FINISHED, CheckpointStore
+from shared.storage.object_store import open_store
+from tests.support.command_line import DEADLINE_SECONDS, check_ledger
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
-SCRIPTS = ["services.sh", "role.sh", "ssh.sh", "slurm.sbatch"]
+SCRIPTS = sorted(
+    path.name for path in DEPLOY.iterdir() if path.is_file() and path.read_text().startswith("#!/usr/bin/env bash")
+)
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 BREAKS = {
     "services.sh": ('mkdir -p "$folder"', "mkdir -p $folder"),
@@ -63,12 +65,6 @@ def test_shellcheck_finds_a_break(name: str, tmp_path: Path) -> None:
     assert "SC" in shellcheck(tmp_path / name)
 
 
-def test_every_script_is_looked_at() -> None:
-    files = [path for path in DEPLOY.rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    found = [path.name for path in files if path.read_text().startswith("#!/usr/bin/env bash")]
-    assert sorted(found) == sorted(SCRIPTS)
-
-
 @dataclass(frozen=True)
 class Head:
     """A machine's services by services.sh, and a shell with the environment that they and the roles need."""
@@ -83,10 +79,8 @@ class Head:
         )  # fmt: skip
 
     def checkpoints(self) -> CheckpointStore:
-        keys = {
-            "s3_access_key": self.environ["AWS_ACCESS_KEY_ID"],
-            "s3_secret_key": self.environ["AWS_SECRET_ACCESS_KEY"],
-        }
+        access, secret = self.environ["AWS_ACCESS_KEY_ID"], self.environ["AWS_SECRET_ACCESS_KEY"]
+        keys = {"s3_access_key": access, "s3_secret_key": secret}
         secrets = self.folder / "keys.json"
         secrets.write_text(json.dumps(keys))
         url, endpoint = self.environ["STAGECOACH__STORE__URL"], self.environ["STAGECOACH__STORE__ENDPOINT_URL"]
@@ -239,21 +233,21 @@ def test_a_run_by_ssh_alone_trains_leaves_goes_on_and_ends(head: Head, sshd: str
         assert began.stdout.count(" runs on ") == 4
         assert (folder / "stagecoach.env").stat().st_mode & 0o077 == 0
         with head.client("coordinator") as client:
-            learnt = Flow(client, RUN).read
-            until("training", lambda: learnt().version > 3, folder)
+            learned = Flow(client, RUN).read
+            until("training", lambda: learned().version > 3, folder)
             until("fragments of both", lambda: len(client.hkeys(keys.incarnations)) == 2, folder)
             twice = head.bash("ssh.sh", "start", path, RUN, **environ)
             assert (twice.returncode, "has a run" in twice.stderr) == (2, True), twice
 
             assert head.bash("ssh.sh", "leave", RUN, **environ).stdout.count(" leaves") == 4
             until("no role is left", lambda: not roles_left(), folder)
-            version = learnt().version
+            version = learned().version
             assert store.newest_good()[0].manifest.name.startswith(f"{version}_")
             assert store.marker(FINISHED) is None
 
             assert head.bash("ssh.sh", "again", path, RUN, **environ).returncode == 0
-            until("training goes on", lambda: learnt().version > version, folder)
-            Flow(client, RUN).set_state("stopping", "stopped", expected="running")
+            until("training goes on", lambda: learned().version > version, folder)
+            Flow(client, RUN).set_state(RunState.STOPPING, "stopped", expected=RunState.RUNNING)
             until("the end of the run", lambda: store.marker(FINISHED), folder)
             until("no role is left", lambda: not roles_left(), folder)
         mark = store.marker(FINISHED)
@@ -331,3 +325,29 @@ def end_roles() -> None:
 
 def tails(folder: Path) -> str:
     return " | ".join(f"{path.name}: {path.read_text()[-300:]}" for path in folder.glob("*.log"))
+
+
+def make_bucket(**environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(DEPLOY / "make_bucket.py")], env={**os.environ, **environ}, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("server", ["rclone", "moto"])
+def test_a_bucket_is_made_once_on_each_server(s3_servers: dict[str, tuple[str, str, str]], server: str) -> None:
+    endpoint, access, secret = s3_servers[server]
+    keys = {"AWS_ACCESS_KEY_ID": access, "AWS_SECRET_ACCESS_KEY": secret, "STAGECOACH__STORE__ENDPOINT_URL": endpoint}
+    for _ in range(2):
+        made = make_bucket(STAGECOACH__STORE__URL="s3://a-new-bucket/experiments", **keys)
+        assert (made.returncode, made.stdout) == (0, "bucket a-new-bucket is there\n"), made
+
+
+def test_what_keeps_a_bucket_from_being_made_is_told(s3_servers: dict[str, tuple[str, str, str]]) -> None:
+    wrong = {"AWS_ACCESS_KEY_ID": "nobody", "AWS_SECRET_ACCESS_KEY": "nothing"}
+    refused = make_bucket(
+        STAGECOACH__STORE__URL="s3://other/x", STAGECOACH__STORE__ENDPOINT_URL=s3_servers["rclone"][0], **wrong
+    )
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1), refused
+    assert make_bucket(STAGECOACH__STORE__URL="file:///tmp").stderr == (
+        "Error: STAGECOACH__STORE__URL is not s3://BUCKET/PREFIX\n"
+    )

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.own_redis import OwnRedis
-from tests.end_to_end.command_line import CommandLine, check_ledger
+from tests.support.command_line import CommandLine, check_ledger
+from tests.support.own_redis import OwnRedis
 
 RUN = "full"
 GRACE_SECONDS = 4
@@ -90,11 +90,9 @@ def check_resumed_without_loss(terminal: CommandLine, version: int) -> None:
     check_ledger(terminal.marker(RUN, ".finished"))
 
 
-@pytest.mark.parametrize("options", [["--inline"], pytest.param([], marks=pytest.mark.ray)], ids=["one process", "ray"])
-def test_a_full_disk_of_the_runs_folder_pauses_it_by_name(
-    terminal: CommandLine, disk: SmallDisk, options: list[str]
-) -> None:
-    process = terminal.start("train", config(terminal), "--run-id", RUN, *options)
+@pytest.mark.ray
+def test_a_full_disk_of_the_runs_folder_pauses_it_by_name(terminal: CommandLine, disk: SmallDisk) -> None:
+    process = terminal.start("train", config(terminal), "--run-id", RUN)
     version = later(terminal, 0)
     disk.fill()
     why = f"its disk is full (No space left on device): make room in the file system of {disk.folder / RUN}"

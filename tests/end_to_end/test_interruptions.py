@@ -1,5 +1,5 @@
-"""A run that is interrupted: by Ctrl-C and SIGTERM, once and twice, while it starts; and by the death of its
-coordinator, its trainer or a worker. What is durable stays, the books balance, and `resume` goes on from there.
+"""A run that is interrupted: by Ctrl-C and SIGTERM, once and twice, while it starts; by the death of its coordinator or
+of a rank (tests/chaos/test_kills.py has the other roles). What is durable stays, and `resume` goes on from there.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.status import Status
-from tests.chaos.test_kills import ENVIRONMENT as SLOW_ENVIRONMENT
-from tests.end_to_end.command_line import SOURCE, CommandLine, check_ledger
-from tests.environments_for_tests import MODULE
+from coordinator.catalog.status import Status
+from tests.support.command_line import SOURCE, CommandLine, check_ledger
+from tests.support.environments import MODULE
 
 RUN = "interrupted"
 FOR_EVER = {"updates": 10**6}
@@ -23,9 +22,9 @@ AT_HOME = {"PYTHONPATH": str(SOURCE)}
 pytestmark = pytest.mark.timeout(300)
 
 
-def train(terminal: CommandLine, **sections: Any) -> subprocess.Popen[str]:
-    """A run in the foreground of its own session, until it has a checkpoint of something learnt."""
-    process = terminal.start("train", terminal.write_config(stop_at=FOR_EVER, **sections), "--run-id", RUN)
+def train(terminal: CommandLine) -> subprocess.Popen[str]:
+    """A run in the foreground of its own session, until it has a checkpoint of something learned."""
+    process = terminal.start("train", terminal.write_config(stop_at=FOR_EVER), "--run-id", RUN)
     terminal.until(RUN, "a checkpoint", lambda status: _version(status.latest) > 0)
     return process
 
@@ -46,7 +45,7 @@ def pid_of(status: Status, id_: str) -> int:
 
 
 def check_stopped(terminal: CommandLine, reason: str = "stopped") -> dict[str, Any]:
-    """It ended as it should: `.finished`, a final checkpoint, balanced books, nothing left behind."""
+    """It ended as it should: `.finished`, a final checkpoint, balanced accounting, nothing left behind."""
     finished: dict[str, Any] = terminal.marker(RUN, ".finished")
     pointer = terminal.marker(RUN, ".checkpoint")
     assert finished["reason"] == reason
@@ -76,28 +75,9 @@ def test_one_signal_ends_it_with_a_last_checkpoint(terminal: CommandLine) -> Non
     assert second["counters"]["train"]["env_steps"] > first["counters"]["train"]["env_steps"]
 
 
-def test_two_signals_end_it_at_once_and_resume_finishes_it(terminal: CommandLine) -> None:
-    process = train(terminal)
-    trainer = pid_of(terminal.handle(RUN).status(), "trainer")
-    os.kill(trainer, signal.SIGSTOP)  # so that the first signal cannot end it
-    process.send_signal(signal.SIGINT)
-    terminal.wait_until("the first signal to be taken", lambda: "Ctrl-C again" in terminal.output(process))
-    reached = terminal.handle(RUN).status().version
-    process.send_signal(signal.SIGINT)
-    done = terminal.ended(process)
-    assert done.code == 130, done
-    terminal.check_nothing_left()
-    assert not (terminal.store(RUN) / ".finished").exists()
-    assert "Traceback" not in done.err
-
-    goal = max(reached, durable(terminal)[0]) + 200
-    resumed = terminal.run("resume", RUN, "--set", f"stop_at.updates={goal}")
-    assert resumed.code == 0, resumed
-    finished = check_stopped(terminal, "exhausted")
-    assert finished["version"] == finished["counters"]["train"]["updates"] == goal
-
-
-def test_a_coordinator_that_is_killed_takes_everything_with_it_and_resume_goes_on(terminal: CommandLine) -> None:
+def test_a_killed_coordinator_takes_everything_with_it_and_resume_goes_on_until_two_signals_end_it_at_once(
+    terminal: CommandLine,
+) -> None:
     process = train(terminal)
     process.kill()
     process.wait()
@@ -119,9 +99,25 @@ def test_a_coordinator_that_is_killed_takes_everything_with_it_and_resume_goes_o
         seen.append(durable(terminal))
     assert seen == sorted(seen)
     assert seen[0] >= (version, steps)
+
+    os.kill(pid_of(terminal.handle(RUN).status(), "trainer"), signal.SIGSTOP)  # so that the first signal cannot end it
     process.send_signal(signal.SIGINT)
-    assert terminal.ended(process).code == 0
-    check_stopped(terminal)
+    terminal.wait_until("the first signal to be taken", lambda: "Ctrl-C again" in terminal.output(process))
+    reached = terminal.handle(RUN).status().version
+    process.send_signal(signal.SIGINT)
+    done = terminal.ended(process)
+    assert done.code == 130, done
+    terminal.check_nothing_left()
+    assert not (terminal.store(RUN) / ".finished").exists()
+    assert "Traceback" not in done.err
+
+    goal = max(reached, durable(terminal)[0]) + 200
+    resumed = terminal.run("resume", RUN, "--set", f"stop_at.updates={goal}")
+    assert resumed.code == 0, resumed
+    finished = check_stopped(terminal, "exhausted")
+    assert finished["version"] == finished["counters"]["train"]["updates"] == goal
+    rows = (terminal.folder / "runs" / RUN / "metrics" / "train.csv").read_text().splitlines()
+    assert len(rows) == 1 + goal, "every version has one row, also those that were learned twice"
 
 
 @pytest.mark.parametrize("when", ["its services start", "its roles start"])
@@ -147,37 +143,29 @@ def test_ctrl_c_while_it_starts_leaves_nothing(terminal: CommandLine, when: str)
         assert terminal.marker(RUN, ".finished")["reason"] == "stopped"
 
 
-def test_killed_workers_and_trainers_are_replaced_and_the_run_reaches_its_goal(terminal: CommandLine) -> None:
-    updates = 120
-    (terminal.folder / "slow.py").write_text(SLOW_ENVIRONMENT)
-    slow = {"path": "slow:Slow", "kwargs": {"seconds": 0.001}}  # so that it lasts until a new worker is there
+def test_a_run_with_two_ranks_survives_the_death_of_one(terminal: CommandLine) -> None:
     config = terminal.write_config(
-        environment={"id": "CartPole-v1", "num_envs": 4, "wrappers": [slow]}, stop_at={"updates": updates}
+        stop_at=FOR_EVER, rollout={"workers": 1, "fragment_steps": 32, "fragments_per_update": 2}
     )
-    process = terminal.start("train", config, "--run-id", RUN)
-    before = terminal.until(
-        RUN, "training",
-        lambda status: _version(status.latest) > 0 and "worker-1" in {beat.id for beat in status.roles},
-    )  # fmt: skip
+    run = terminal.start("train", config, "--run-id", RUN, "--set", "trainer.ranks=2")
 
-    os.kill(pid_of(before, "worker-1"), signal.SIGKILL)
-    replaced = terminal.until(
-        RUN, "a new incarnation of worker-1",
-        lambda s: any(b.id == "worker-1" and b.alive and b.progress.get("incarnation") == 1 for b in s.roles),
-    )  # fmt: skip
+    def rank(status: Status) -> int | None:
+        return next((beat.pid for beat in status.roles if beat.id == "rank-1" and beat.alive), None)
 
-    os.kill(pid_of(replaced, "trainer"), signal.SIGKILL)
-    old = pid_of(replaced, "trainer")
-    after = terminal.until(RUN, "a new trainer", lambda status: pid_of(status, "trainer") != old)
-    assert after.version >= replaced.version
-
-    done = terminal.ended(process)
+    pid = rank(
+        terminal.until(RUN, "two ranks learning", lambda status: status.version > 2 and rank(status) is not None)
+    )
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    after = terminal.until(RUN, "another process", lambda status: rank(status) not in (None, pid))
+    terminal.until(RUN, "learning again", lambda status: status.version > after.version + 2)
+    assert terminal.run("stop", RUN).code == 0
+    done = terminal.ended(run)
     assert done.code == 0, done
-    finished = check_stopped(terminal, "exhausted")
-    assert finished["version"] == finished["counters"]["train"]["updates"] == updates
-    assert finished["ledger"]["worker-1"]["consumed"]["fragments"] > 0
-    rows = (terminal.folder / "runs" / RUN / "signals" / "train.csv").read_text().splitlines()
-    assert len(rows) == 1 + updates, "every version has one row, also those that were learnt twice"
+    assert "2 ranks learn together over gloo, in the group of epoch 2" in done.out, done
+    check_stopped(terminal)
+    shown = terminal.run("checkpoints", "show", RUN)
+    assert "ranks 2" in shown.out, shown
 
 
 @pytest.mark.parametrize(
@@ -192,8 +180,8 @@ def test_an_environment_that_ends_the_only_process_is_told_of(
 ) -> None:
     environment = {"id": f"{MODULE}:Counting", "kwargs": {"fails": fails, "fails_at": 2}}
     config = terminal.write_config(environment=environment, algorithm={"minibatch_size": 8})
-    done = terminal.ended(terminal.module("coordinator.cli", "train", config, "--inline", environ=AT_HOME))
-    assert (done.code, words in done.err, "environments_for_tests.py" in done.err) == (code, True, True), done
+    done = terminal.ended(terminal.module("coordinator", "train", config, "--inline", environ=AT_HOME))
+    assert (done.code, words in done.err, "support/environments.py" in done.err) == (code, True, True), done
 
 
 def test_of_two_command_lines_for_one_run_one_is_refused_and_the_other_trains(terminal: CommandLine) -> None:

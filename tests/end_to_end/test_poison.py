@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.command_line import SOURCE, CommandLine, check_ledger
+from tests.support.command_line import SOURCE, CommandLine, check_ledger
 
 RUN = "poisoned"
 CODE = """
@@ -19,7 +19,7 @@ import signal
 from gymnasium.envs.classic_control import CartPoleEnv
 
 from own_algorithm import Reinforce, ReinforceConfig
-from trainer_node.algorithms.experience import side_by_side
+from trainer_node.learning.building_blocks.interface import side_by_side
 
 
 class Once(CartPoleEnv):
@@ -56,14 +56,14 @@ def fragile(terminal: CommandLine, fate: str) -> Path:
     (terminal.folder / "fragile.py").write_text(CODE)
     return terminal.write_config(
         environment={"id": "fragile:Once", "num_envs": 1},
-        rollout={"workers": 1, "fragment_steps": 16, "fragments_per_update": 2, "max_policy_lag": 1},
+        rollout={"workers": 1, "fragment_steps": 16, "fragments_per_update": 2},
         algorithm={"name": "fragile:Fragile", "fate": fate},
         checkpoint={"every": "2 updates"}, archive="all", stop_at={"updates": 12},
     )  # fmt: skip
 
 
 def check_dropped(terminal: CommandLine) -> None:
-    """The two entries of one update are dropped as poison, the books balance, and a replay comes to the same."""
+    """The two entries of one update are dropped as poison, the ledger balances, and a replay comes to the same."""
     finished = terminal.marker(RUN, ".finished")
     check_ledger(finished)
     dropped = finished["ledger"]["total"]["dropped"]
@@ -89,7 +89,7 @@ def test_a_run_that_failed_over_entries_is_resumed_without_them(terminal: Comman
         assert done.code == 1, done
     way = re.search(rf"`stagecoach resume {RUN} --drop (\d+-\d+\.\.\d+-\d+)`", again.err)
     assert way is not None and way[0] in failed.err, (failed, again)
-    for wrong, why in (("seven", "expected a position of the log"), ("1-0", "has learnt from it, or dropped it")):
+    for wrong, why in (("seven", "expected a position of the log"), ("1-0", "has learned from it, or dropped it")):
         refused = terminal.run("resume", RUN, "--inline", "--drop", wrong)
         assert (refused.code, refused.err.count("\n")) == (2, 1) and why in refused.err, refused
     done = terminal.run("resume", RUN, "--inline", "--drop", way[1])

@@ -4,25 +4,22 @@ run, and a whole run without Ray over a Redis and a store that were there before
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from coordinator.preparation import check, prepare_new
-from coordinator.services import BUCKET, new_secret, start_redis, start_s3
-from shared.checkpoint import FINISHED, READY
-from shared.config import Config
-from shared.config_sources import dump_config, load_config
-from shared.connection import Address
-from shared.events import read_evaluations
-from shared.heartbeat import read_heartbeats
-from shared.role import Role, open_role
-from tests.end_to_end.command_line import CommandLine, check_ledger
+from coordinator.lifecycle.preparation import prepare_new
+from coordinator.lifecycle.validation import check
+from shared.config.loading import dump_config, load_config
+from shared.config.run_config import Config
+from shared.protocol.events import read_evaluations
+from shared.protocol.heartbeat import read_heartbeats
+from shared.runtime.run_context import RunContext, open_run_context
+from shared.storage.checkpoint_store import FINISHED, READY
+from tests.support.command_line import CommandLine, check_ledger, own_servers
 
 RUN = "no-ray"
 pytestmark = pytest.mark.timeout(300)
@@ -39,7 +36,7 @@ def test_a_worker_joins_a_live_run_and_ends_with_it(terminal: CommandLine) -> No
 
     joined = terminal.module("rollout_worker", RUN, "--index", "7")
     status = terminal.until(
-        RUN, "fragments of worker-7 learnt from",
+        RUN, "fragments of worker-7 learned from",
         lambda now: "worker-7" in now.ledger and now.ledger["worker-7"]["consumed"]["fragments"] > 2,
     )  # fmt: skip
     beat = next(beat for beat in status.roles if beat.id == "worker-7")
@@ -60,36 +57,31 @@ def test_a_worker_joins_a_live_run_and_ends_with_it(terminal: CommandLine) -> No
 class Services:
     """A prepared run on servers that are nobody's child but the test's; what a role is told of them."""
 
-    role: Role
+    role: RunContext
     arguments: list[str]
     environ: dict[str, str]
 
 
 @pytest.fixture
 def services(tmp_path: Path, terminal: CommandLine) -> Iterator[Services]:
-    password, access, secret = new_secret(), new_secret(), new_secret()
-    folder = tmp_path / "servers"
-    with contextlib.ExitStack() as started:
-        redis = start_redis(folder / "redis", folder / "redis.log", password)
-        started.callback(redis.stop)
-        s3 = start_s3(folder / "s3", folder / "s3.log", access, secret)
-        started.callback(s3.stop)
-        url, store, endpoint = f"redis://127.0.0.1:{redis.port}/0", f"s3://{BUCKET}/team", f"http://127.0.0.1:{s3.port}"
+    with own_servers(tmp_path / "servers") as servers:
         path = terminal.write_config(
-            redis={"url": url}, store={"url": store, "endpoint_url": endpoint}, stop_at={"updates": 12},
+            **servers.config, stop_at={"updates": 12},
             rollout={"fragment_steps": 32, "fragments_per_update": 2, "max_policy_lag": 1},
         )  # fmt: skip
-        config = load_config(path, environ={})
-        secrets = {"redis_password": password, "s3_access_key": access, "s3_secret_key": secret}
-        (tmp_path / "secrets.json").write_text(json.dumps(secrets))
-        role = open_role(config, Address(RUN, url, store, endpoint, str(tmp_path / "secrets.json")))
-        started.callback(role.redis.close)
+        config, address = load_config(path, environ={}), servers.address(RUN)
+        role = open_run_context(config, address)
         prepare_new(role, check(config))
-        yield Services(
-            role,
-            [RUN, "--redis", url, "--store", store, "--endpoint-url", endpoint, "--config", str(path)],
-            {"STAGECOACH_REDIS_PASSWORD": password, "AWS_ACCESS_KEY_ID": access, "AWS_SECRET_ACCESS_KEY": secret},
-        )
+        places = [
+            "--redis",
+            address.redis_url,
+            "--store",
+            address.store_url,
+            "--endpoint-url",
+            address.endpoint_url or "",
+        ]
+        yield Services(role, [RUN, *places, "--config", str(path)], servers.environ)
+        role.redis.close()
 
 
 def test_a_whole_run_without_ray_and_without_a_coordinator(terminal: CommandLine, services: Services) -> None:

@@ -7,20 +7,22 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.chaos.own_redis import OwnRedis
-from tests.end_to_end.command_line import CommandLine, check_ledger
+from tests.support.command_line import CommandLine, check_ledger
+from tests.support.own_redis import OwnRedis
 
 RUN = "services"
+REDIS = r"\S*(redis|valkey)-server"
 pytestmark = pytest.mark.timeout(300)
 
 
-def kill(terminal: CommandLine, pattern: str) -> None:
-    """SIGKILL to the process whose command line begins so, and not to one that it forks at this moment."""
-    os.kill(min(pid for pid, command in terminal.left().items() if re.match(pattern, command)), signal.SIGKILL)
+def send(terminal: CommandLine, pattern: str, number: int) -> None:
+    """A signal to the process whose command line begins so, and not to one that it forks at this moment."""
+    os.kill(min(pid for pid, command in terminal.left().items() if re.match(pattern, command)), number)
 
 
 def goes_on(terminal: CommandLine, beyond: int) -> int:
@@ -31,50 +33,36 @@ def goes_on(terminal: CommandLine, beyond: int) -> int:
     ).version  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("options", "killed"),
-    [
-        (["--inline"], {r"\S*(redis|valkey)-server": "Redis ended (code -9)", r"\S*rclone serve": "S3 server ended"}),
-        ([], {r"\S*raylet ": "Ray has died"}),
-    ],
-    ids=["redis and s3", "raylet"],
-)
-def test_what_dies_is_started_again_and_the_run_goes_on(
-    terminal: CommandLine, options: list[str], killed: dict[str, str]
-) -> None:
-    config = terminal.write_config(stop_at={"updates": 10**6}, checkpoint={"every": "10 updates"})
+def start(terminal: CommandLine, *options: str) -> subprocess.Popen[str]:
+    rollout = {"workers": 1, "fragment_steps": 16, "fragments_per_update": 2, "service_silent_seconds": 8}
+    config = terminal.write_config(stop_at={"updates": 10**6}, checkpoint={"every": "10 updates"}, rollout=rollout)
     process = terminal.start("train", config, "--run-id", RUN, *options)
-    version = goes_on(terminal, 0)
-    for pattern, told in killed.items():
-        kill(terminal, pattern)
+    goes_on(terminal, 0)
+    return process
+
+
+def suffers(terminal: CommandLine, process: subprocess.Popen[str], faults: Sequence[tuple[int, str, str]]) -> None:
+    """Signal by signal to the services of these names, each told of with these words, until the run ends in order."""
+    for number, pattern, told in faults:
+        send(terminal, pattern, number)
         terminal.wait_until(told, lambda told=told: told in terminal.output(process))  # type: ignore[misc]
         version = goes_on(terminal, terminal.handle(RUN).status().version)
     ends_in_order(terminal, process, version)
     assert list(terminal.temporary.glob("sc-*")) == []
 
 
-def test_a_redis_that_hangs_is_told_of_and_started_again(terminal: CommandLine) -> None:
-    rollout = {"workers": 1, "fragment_steps": 16, "fragments_per_update": 2, "service_silent_seconds": 8}
-    config = terminal.write_config(stop_at={"updates": 10**6}, checkpoint={"every": "10 updates"}, rollout=rollout)
-    process = terminal.start("train", config, "--run-id", RUN, "--inline")
-    goes_on(terminal, 0)
-    pid = min(pid for pid, command in terminal.left().items() if re.match(r"\S*(redis|valkey)-server", command))
-    os.kill(pid, signal.SIGSTOP)
-    terminal.wait_until("the hang to be told", lambda: "Redis hung (no answer for " in terminal.output(process))
-    ends_in_order(terminal, process, goes_on(terminal, terminal.handle(RUN).status().version))
+def test_what_dies_is_started_again_and_the_run_goes_on(terminal: CommandLine) -> None:
+    """A Redis that hangs as well."""
+    faults = [
+        (signal.SIGKILL, REDIS, "Redis ended (code -9)"), (signal.SIGKILL, r"\S*rclone serve", "S3 server ended"),
+        (signal.SIGSTOP, REDIS, "Redis hung (no answer for "),
+    ]  # fmt: skip
+    suffers(terminal, start(terminal, "--inline"), faults)
 
 
 @pytest.mark.parametrize("part", ["raylet", "gcs_server"])
 def test_a_ray_that_hangs_is_told_of_and_started_again(terminal: CommandLine, part: str) -> None:
-    rollout = {"workers": 1, "fragment_steps": 16, "fragments_per_update": 2, "service_silent_seconds": 8}
-    config = terminal.write_config(stop_at={"updates": 10**6}, checkpoint={"every": "10 updates"}, rollout=rollout)
-    process = terminal.start("train", config, "--run-id", RUN)
-    goes_on(terminal, 0)
-    os.kill(min(pid for pid, command in terminal.left().items() if re.match(rf"\S*{part} ", command)), signal.SIGSTOP)
-    told = f"Ray hung (no answer of its {part} for "
-    terminal.wait_until("the hang to be told", lambda: told in terminal.output(process))
-    ends_in_order(terminal, process, goes_on(terminal, terminal.handle(RUN).status().version))
-    assert list(terminal.temporary.glob("sc-*")) == []
+    suffers(terminal, start(terminal), [(signal.SIGSTOP, rf"\S*{part} ", f"Ray hung (no answer of its {part} for ")])
 
 
 def test_a_redis_of_ones_own_that_is_silent_pauses_the_run_by_name(
@@ -109,7 +97,7 @@ def test_a_redis_of_ones_own_that_is_silent_pauses_the_run_by_name(
 
 
 def ends_in_order(terminal: CommandLine, process: subprocess.Popen[str], version: int) -> None:
-    """Ctrl-C, with all that was learnt, and nothing left behind."""
+    """Ctrl-C, with all that was learned, and nothing left behind."""
     assert not (terminal.store(RUN) / ".finished").exists()
     process.send_signal(signal.SIGINT)
     done = terminal.ended(process)
@@ -133,13 +121,11 @@ def test_a_coordinator_whose_parent_has_ended_outlives_its_ray(terminal: Command
     niceness = {os.getpriority(os.PRIO_PROCESS, pid) for pid in (*roles, int(coordinator))}
     assert len(roles) >= 3 and len(niceness) == 1, "Ray would put its workers last of all on the machine"
     for number, part in enumerate(("gcs_server", "raylet"), start=1):
-        kill(terminal, rf"\S*{part} ")
+        send(terminal, rf"\S*{part} ", signal.SIGKILL)
         log = terminal.folder / "runs" / RUN / "logs" / "coordinator.log"
         terminal.wait_until("Ray has died", lambda: log.read_text().count("starting it again") == number)  # noqa: B023
         terminal.wait_until("another Ray", lambda: log.read_text().count("Ray serves") == number + 1)  # noqa: B023
-        version = goes_on(
-            terminal, terminal.handle(RUN).status().version
-        )  # the roles of the former one are gone by now
+        version = goes_on(terminal, terminal.handle(RUN).status().version)  # the former one's roles are gone by now
     assert lock.read_text() == coordinator
     assert terminal.run("stop", RUN).code == 0
     terminal.check_nothing_left()

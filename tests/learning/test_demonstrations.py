@@ -11,8 +11,8 @@ import pytest
 from benchmarks.learning.results import Result
 from benchmarks.learning.runner import Job, run
 from benchmarks.learning.tasks import Task
-from shared.config_sources import parse_yaml
-from tests.balancing import played, write_played
+from shared.config.loading import parse_yaml
+from tests.support.cartpole_data import played, write_played
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.timeout(300)
@@ -39,7 +39,7 @@ def test_the_car_gets_to_the_top_as_it_was_shown_and_without_that_it_does_not(tm
     found = trained(tmp_path / "shown", example, -130, 15_360, demonstrations=shown)
     assert max(score for _, score in found.evaluations) >= -130, found.evaluations
     algorithm = parse_yaml((EXAMPLES / f"{example}.yaml").read_text(), example)["algorithm"] | {
-        "behavioural_cloning": None
+        "behavioral_cloning": None
     }
     alone = trained(tmp_path / "alone", example, -130, 15_360, demonstrations=None, algorithm=algorithm)
     assert {score for _, score in alone.evaluations} == {-200.0}

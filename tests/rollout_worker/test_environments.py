@@ -1,31 +1,31 @@
-"""Vectorised environments: what each step tells, in every vectorisation, on environments worked out by hand."""
+"""Vectorized environments: what each step tells, in each vectorization, on environments worked out by hand; EnvPool."""
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
-from rollout_worker.environments import make_vector
-from rollout_worker.making import describe_environment
-from rollout_worker.vector import Step, VectorEnvironment
-from shared.config import Config
-from shared.errors import EnvironmentFailure
-from shared.fragment import EpisodeRecord
-from shared.spaces import Columns
+from rollout_worker.environments.description import describe_environment
+from rollout_worker.environments.envpool_env import PREFIX, EnvPoolSingle
+from rollout_worker.environments.factory import evaluation_environment, is_factory, make, make_native, make_vector
+from rollout_worker.environments.vector_env import Step, VectorEnvironment
+from shared.config.run_config import Config
+from shared.errors import EnvironmentFailure, EnvironmentUnusable
+from shared.experience.fragment import EpisodeRecord
+from shared.experience.spaces import Columns
 from tests.conftest import minimal_config
-from tests.environments_for_tests import MODULE
-
-AGENTS = {"api": "pettingzoo", "id": f"{MODULE}:Chase"}
-TWO_POLICIES: dict[str, Any] = {
-    "policies": {"hunter": {}, "prey": {}},
-    "agents": {"cat": "hunter", "mouse": "prey"},
-}
+from tests.support.environments import CHASE, CHASE_POLICIES, MODULE
 
 
 def config_of(environment: dict[str, Any], **sections: Any) -> Config:
@@ -35,15 +35,11 @@ def config_of(environment: dict[str, Any], **sections: Any) -> Config:
 @contextmanager
 def started(environment: dict[str, Any], **sections: Any) -> Iterator[VectorEnvironment]:
     config = config_of(environment, **sections)
-    vector = make_vector(config.environment, describe_environment(config))
-    try:
+    with contextlib.closing(make_vector(config.environment, describe_environment(config))) as vector:
         yield vector
-    finally:
-        vector.close()
 
 
 def act(vector: VectorEnvironment, *choices: int) -> Step:
-    """The same choice everywhere, or one for each environment."""
     actions = np.array(choices if len(choices) > 1 else choices * vector.num_envs)
     return vector.step({"default": {"action": actions}})
 
@@ -87,7 +83,7 @@ def test_wrappers_are_applied_in_their_order() -> None:
     wrappers = [
         {"path": f"{MODULE}:AddOne", "kwargs": {"amount": 3.0}},
         {"path": "gymnasium.wrappers:TransformReward", "kwargs": {"func": float}},
-        "tests.environments_for_tests:AddOne",
+        "tests.support.environments:AddOne",
     ]
     with started(counting() | {"wrappers": wrappers}) as vector:
         vector.reset([1, 2])
@@ -97,8 +93,7 @@ def test_wrappers_are_applied_in_their_order() -> None:
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
 @pytest.mark.parametrize("ends", ["terminated", "truncated"])
 def test_native_environments_tell_the_same_whatever_way_they_start_again(mode: str, ends: str) -> None:
-    native = {"id": f"{MODULE}:counting_vector", "vectorization": "native", "num_envs": 3}
-    with started(native | {"kwargs": {"mode": mode, "ends": ends}}) as vector:
+    with started(NATIVE | {"num_envs": 3, "kwargs": {"mode": mode, "ends": ends}}) as vector:
         assert vector.reset([1, 2, 3])["default"][0]["obs"].tolist() == [[0, 0]] * 3
         rows: list[list[tuple[Any, ...]]] = [[] for _ in range(3)]
         records: list[list[EpisodeRecord]] = [[] for _ in range(3)]
@@ -127,75 +122,39 @@ def test_native_environments_tell_the_same_whatever_way_they_start_again(mode: s
         assert records[index] == [expected] * (len(rows[index]) // length)
 
 
-def test_cartpoles_own_vector_version_masks_the_step_in_which_it_resets() -> None:
-    with started({"id": "CartPole-v1", "vectorization": "native", "num_envs": 4, "max_episode_steps": 12}) as vector:
-        observation = vector.reset([1, 2, 3, 4])["default"][0]["obs"]
-        over, returns, seen = np.zeros(4, np.bool_), np.zeros(4), {"terminated": 0, "truncated": 0}
-        random = np.random.default_rng(0)
-        for _ in range(80):
-            step = act(vector, *random.integers(0, 2, 4).tolist())
-            told = step.policies["default"]
-            assert (told.mask == ~over).all()
-            assert (np.abs(told.obs["obs"][over]) <= 0.05).all(), "a new episode starts near zero"
-            returns += told.reward
-            over = told.terminated | told.truncated
-            assert {index for index, _ in step.episodes} == set(np.flatnonzero(over).tolist())
-            for index, record in step.episodes:
-                assert record.episode_return == record.length == returns[index] <= 12
-                assert told.truncated[index] == (record.length == 12) or told.terminated[index]
-                returns[index] = 0
-            assert np.array_equal(told.final_slots, np.flatnonzero(over))
-            assert np.array_equal(told.final_obs["final_obs"], told.obs["obs"][over])
-            seen = {name: count + int(getattr(told, name).sum()) for name, count in seen.items()}
-            observation = told.obs["obs"]
-        assert observation.shape == (4, 4) and min(seen.values()) > 3
+NATIVE = {"id": f"{MODULE}:counting_vector", "vectorization": "native"}
 
 
-@pytest.mark.parametrize("vectorization", ["sync", "async"])
-def test_an_environment_that_raises_in_step_is_named_with_its_traceback(vectorization: str) -> None:
-    failing = counting(fails="action", message="arm 3 is 100% stuck") | {"vectorization": vectorization}
-    with started(failing) as vector:
-        vector.reset([1, 2])
-        with pytest.raises(EnvironmentFailure) as caught:
-            act(vector, 0, 1)
-    first, *rest = str(caught.value).splitlines()
-    assert first == "environment 1 raised ValueError in step: arm 3 is 100% stuck"
-    assert rest[0].startswith("Traceback") and "environments_for_tests.py" in str(caught.value)
-
-
-@pytest.mark.parametrize("vectorization", ["sync", "async"])
-def test_an_environment_that_raises_in_reset_is_named_with_its_traceback(vectorization: str) -> None:
-    with (
-        started(counting(fails="reset") | {"vectorization": vectorization, "num_envs": 1}) as vector,
-        pytest.raises(EnvironmentFailure, match=r"^environment 0 raised ValueError in reset: the gripper is stuck\n"),
-    ):
-        vector.reset([1])
-
-
-def test_a_process_that_dies_is_a_failure_and_the_others_are_closed() -> None:
-    with started(counting(fails="exit", fails_at=1) | {"vectorization": "async"}) as vector:
-        vector.reset([1, 2])
-        act(vector, 0)
-        with pytest.raises(EnvironmentFailure, match="in step: "):
-            act(vector, 0)
-
-
-def test_an_environment_that_raises_in_a_later_reset_is_named() -> None:
-    with started(counting(length=1, fails="reset", fails_at=1)) as vector:
-        vector.reset([1, 2])
-        with pytest.raises(EnvironmentFailure, match="environment 0 raised ValueError in reset: the gripper"):
-            act(vector, 0)
-
-
-def test_a_native_environment_that_raises_is_named() -> None:
-    native = {"id": f"{MODULE}:counting_vector", "vectorization": "native"}
-    with started(native | {"kwargs": {"mode": "SAME_STEP", "fails_at": 1}}) as vector:
-        vector.reset([1, 2])
-        act(vector, 0)
-        with pytest.raises(
-            EnvironmentFailure, match=r"raised ValueError in step: the simulator lost its licence\nTrace"
-        ):
-            act(vector, 0)
+@pytest.mark.parametrize(
+    ("environment", "actions", "says"),
+    [
+        *[
+            (counting(fails="action", message="arm 3 is 100% stuck") | {"vectorization": kind}, [[0, 1]],
+             r"^environment 1 raised ValueError in step: arm 3 is 100% stuck\nTraceback(.|\n)*support/environments.py")
+            for kind in ("sync", "async")
+        ],
+        *[
+            (counting(fails="reset") | {"vectorization": kind, "num_envs": 1}, [],
+             r"^environment 0 raised ValueError in reset: the gripper is stuck\n")
+            for kind in ("sync", "async")
+        ],
+        (counting(length=1, fails="reset", fails_at=1), [[0, 0]], "environment 0 raised ValueError in reset: the grip"),
+        (counting(fails="exit", fails_at=1) | {"vectorization": "async"}, [[0, 0]] * 2, "in step: "),
+        (NATIVE | {"kwargs": {"mode": "SAME_STEP", "fails_at": 1}}, [[0, 0]] * 2,
+         r"raised ValueError in step: the simulator lost its license\nTrace"),
+        (CHASE | {"kwargs": {"fails_at": 0}}, [[]], "environment 0 raised ValueError in step: the mouse escaped"),
+    ],
+)  # fmt: skip
+def test_an_environment_that_fails_is_named_with_its_traceback(
+    environment: dict[str, Any], actions: list[list[int]], says: str
+) -> None:
+    with started(environment, **(CHASE_POLICIES if "api" in environment else {})) as vector:
+        turn = partial(chase, vector, [0, 0], [0.0, 0.0]) if "api" in environment else partial(act, vector)
+        *calls, last = [partial(vector.reset, [1, 2][: vector.num_envs]), *(partial(turn, *each) for each in actions)]
+        for call in calls:
+            call()
+        with pytest.raises(EnvironmentFailure, match=says):
+            last()
 
 
 def chase(vector: VectorEnvironment, cat: list[int], mouse: list[float]) -> Step:
@@ -203,7 +162,7 @@ def chase(vector: VectorEnvironment, cat: list[int], mouse: list[float]) -> Step
 
 
 def test_agents_of_a_parallel_environment_end_each_at_their_own_time() -> None:
-    with started(AGENTS | {"kwargs": {"cat_steps": 1, "mouse_steps": 3}}, **TWO_POLICIES) as vector:
+    with started(CHASE | {"kwargs": {"cat_steps": 1, "mouse_steps": 3}}, **CHASE_POLICIES) as vector:
         first = vector.reset([1, 2])
         assert first["hunter"][0]["obs"].shape == (2, 3) and first["prey"][0]["obs"].tolist() == [[0, 0], [0, 0]]
         cat_ends = chase(vector, [0, 1], [0.5, 0.5])
@@ -230,8 +189,8 @@ def test_agents_of_a_parallel_environment_end_each_at_their_own_time() -> None:
 
 def test_a_parallel_environment_is_truncated_after_its_most_steps() -> None:
     """The cat terminates just then; the mouse, which would go on to step 9, is cut off and has a last observation."""
-    limited = AGENTS | {"kwargs": {"cat_steps": 2, "mouse_steps": 9}, "max_episode_steps": 2}
-    with started(limited, **TWO_POLICIES) as vector:
+    limited = CHASE | {"kwargs": {"cat_steps": 2, "mouse_steps": 9}, "max_episode_steps": 2}
+    with started(limited, **CHASE_POLICIES) as vector:
         vector.reset([1, 2])
         first = chase(vector, [0, 0], [0.0, 0.0])
         assert not first.episodes and not first.policies["prey"].truncated.any()
@@ -241,13 +200,6 @@ def test_a_parallel_environment_is_truncated_after_its_most_steps() -> None:
         assert prey.truncated.all() and not prey.terminated.any()
         assert prey.final_obs["final_obs"].tolist() == [[2, 0], [2, 0]] and prey.obs["obs"].tolist() == [[0, 1], [0, 1]]
         assert [record.length for _, record in second.episodes] == [2, 2]
-
-
-def test_a_parallel_environment_that_raises_is_named() -> None:
-    with started(AGENTS | {"kwargs": {"fails_at": 0}}, **TWO_POLICIES) as vector:
-        vector.reset([1, 2])
-        with pytest.raises(EnvironmentFailure, match="environment 0 raised ValueError in step: the mouse escaped"):
-            chase(vector, [0, 0], [0.0, 0.0])
 
 
 @pytest.mark.parametrize("environment", [{"id": f"{MODULE}:Noise"}, {"id": "CartPole-v1", "vectorization": "native"}])
@@ -270,3 +222,151 @@ def test_what_an_environment_of_its_own_process_starts_inherits_no_token(
     environment = {"id": f"{MODULE}:StartsAProcess", "kwargs": {"path": str(told)}, "vectorization": "async"}
     with started(environment):
         assert re.findall("value of .*", told.read_text()) == ["value of OF_THE_USER"]
+
+
+LENGTH = 3
+TASK = "Count-v1"
+
+
+class FakePool:
+    """Counts from its seed; an episode has `LENGTH` steps, and after its end the next step only starts again."""
+
+    observation_space = gym.spaces.Box(-1e9, 1e9, (2,), np.float32)
+    action_space = gym.spaces.Discrete(3)
+
+    def __init__(self, num_envs: int, seed: int, players: int = 1, ends: str = "truncated", **kwargs: Any) -> None:
+        self.config = {"num_envs": num_envs, "max_num_players": players}
+        self.seed, self.kwargs, self._ends = seed, kwargs, ends
+        self._steps = np.zeros(num_envs, np.int64)
+        self.closed = False
+
+    def _answer(self) -> tuple[Any, dict[str, Any]]:
+        count = len(self._steps)
+        ids = np.arange(count, dtype=np.int32)
+        info = {"env_id": ids, "players": {"env_id": ids}, "elapsed_step": self._steps, "lives": 3 - self._steps}
+        return np.stack([np.full(count, self.seed), self._steps], axis=1).astype(np.float32), info
+
+    def reset(self) -> tuple[Any, dict[str, Any]]:
+        self._steps[:] = 0
+        return self._answer()
+
+    def step(self, actions: Any) -> tuple[Any, ...]:
+        assert isinstance(actions, np.ndarray) and actions.shape == self._steps.shape
+        again = self._steps == LENGTH
+        self._steps = np.where(again, 0, self._steps + 1)
+        over = self._steps == LENGTH
+        none = np.zeros_like(over)
+        observations, info = self._answer()
+        ends = (none, over) if self._ends == "truncated" else (over, none)
+        return observations, np.where(again, 0, actions + 1.0).astype(np.float32), *ends, info
+
+    def render(self) -> Any:
+        return np.zeros((1, 4, 4, 3), np.uint8)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> list[FakePool]:
+    """The pools that a stand-in for the package has made."""
+    made: list[FakePool] = []
+
+    def make(task: str, env_type: str, **kwargs: Any) -> FakePool:
+        assert task == TASK, f"{task} is not supported"
+        assert env_type == "gymnasium"
+        made.append(FakePool(**kwargs))
+        return made[-1]
+
+    module = types.ModuleType("envpool")
+    module.make = make  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "envpool", module)
+    return made
+
+
+def envpool(task: str = TASK, **environment: Any) -> dict[str, Any]:
+    return {"id": PREFIX + task, "num_envs": 2, "vectorization": "native"} | environment
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("ends", ["terminated", "truncated"])
+def test_ends_are_told_apart_and_the_step_that_starts_again_is_masked(ends: str) -> None:
+    masks, episodes = [], []
+    with started(envpool(kwargs={"ends": ends})) as vector:
+        assert vector.reset([7, 8])["default"][0]["obs"].tolist() == [[7, 0], [7, 0]], "one seed for all copies"
+        for step in range(1, 6):
+            told = act(vector, 0, 2)
+            its = told.policies["default"]
+            masks.append(its.mask.tolist())
+            episodes += told.episodes
+            over = step == LENGTH
+            assert its.truncated.tolist() == [over and ends == "truncated"] * 2
+            assert its.terminated.tolist() == [over and ends == "terminated"] * 2
+            assert its.final_obs["final_obs"].tolist() == ([[7, LENGTH]] * 2 if over else [])
+    assert masks == [[True, True]] * 3 + [[False, False], [True, True]]
+    assert [(index, record.episode_return, record.length) for index, record in episodes] == [(0, 3.0, 3), (1, 9.0, 3)]
+    assert episodes[0][1].metrics == {"lives": 0.0}, "what the environment tells, without EnvPool's own"
+
+
+def test_evaluation_plays_single_ones_by_their_seeds(fake: list[FakePool]) -> None:
+    env = make(evaluation_environment(config_of(envpool(max_episode_steps=9))), render_mode="rgb_array")
+    assert env.reset(seed=5)[0].tolist() == [5, 0] and env.reset()[0].tolist() == [5, 0]
+    observation, reward, terminated, truncated, info = env.step(1)
+    assert observation.tolist() == [5, 1] and (reward, terminated, truncated) == (2.0, False, False)
+    assert info == {"lives": 2} and env.render().shape == (4, 4, 3) and env.render_mode == "rgb_array"
+    assert fake[-1].kwargs == {"num_threads": 1, "max_episode_steps": 9, "render_mode": "rgb_array"}
+    env.close()
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"task": "Chess-v1"}, "envpool:Chess-v1 cannot be made: AssertionError: Chess-v1 is not supported"),
+        ({"kwargs": {"batch_size": 1}}, r"environment.kwargs \['batch_size'\] of envpool:Count-v1 are Stagecoach's"),
+        ({"kwargs": {"players": 2}}, "has several players"),
+    ],
+)
+def test_what_cannot_be_used_is_told_in_one_line(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(EnvironmentUnusable, match=says):
+        make_native(config_of(envpool(**fields)).environment)
+
+
+def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "envpool", None)
+    assert not is_factory("envpool:Ant-v4")
+    with pytest.raises(EnvironmentUnusable, match=r"envpool:Ant-v4 needs EnvPool.*pip install 'stagecoach\[envpool\]'"):
+        EnvPoolSingle("envpool:Ant-v4", None, {})
+
+
+def test_envpools_cartpole_moves_as_gymnasiums() -> None:
+    pytest.importorskip("envpool", reason="the extra `envpool` installs it")
+    config = config_of(envpool("CartPole-v1", num_envs=16, max_episode_steps=25))
+    vector = make_vector(config.environment, describe_environment(config))
+    observations = vector.reset([3, *range(15)])["default"][0]["obs"].copy()
+    single = gym.make("CartPole-v1", max_episode_steps=None).unwrapped
+    single.reset(seed=0)
+    random, ended, over = np.random.default_rng(0), {"terminated": 0, "truncated": 0}, np.zeros(16, np.bool_)
+    lengths = np.zeros(16, np.int64)
+    for _ in range(120):
+        actions = random.integers(0, 2, 16)
+        step = vector.step({"default": {"action": actions}})
+        told = step.policies["default"]
+        assert (told.mask == ~over).all()
+        lengths = np.where(over, 0, lengths + 1)
+        for index in np.flatnonzero(told.mask):
+            single.state, single.steps_beyond_terminated = tuple(observations[index].astype(np.float64)), None  # type: ignore[attr-defined]
+            expected, reward, fell, _, _ = single.step(int(actions[index]))
+            assert np.allclose(expected, told.obs["obs"][index], atol=1e-5) and reward == told.reward[index]
+            limit = lengths[index] == 25
+            assert bool(told.truncated[index]) == limit and bool(told.terminated[index]) == (fell and not limit)
+        assert not told.reward[over].any() and (np.abs(told.obs["obs"][over]) <= 0.05).all()
+        over = told.terminated | told.truncated
+        assert np.array_equal(told.final_slots, np.flatnonzero(over))
+        assert np.array_equal(told.final_obs["final_obs"], told.obs["obs"][over])
+        assert {index for index, _ in step.episodes} == set(np.flatnonzero(over).tolist())
+        assert all(record.length == lengths[index] == record.episode_return for index, record in step.episodes)
+        ended = {name: count + int(getattr(told, name).sum()) for name, count in ended.items()}
+        observations = told.obs["obs"].copy()
+    vector.close()
+    assert min(ended.values()) > 3

@@ -1,23 +1,168 @@
-"""The evaluator: other starts for each checkpoint, the best one confirmed, and solved only by scores that hold."""
+"""Evaluation: exactly the episodes asked for, other starts for each checkpoint, the best one confirmed."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
+import gymnasium as gym
+import numpy as np
 import pytest
+import torch
 
-from rollout_worker.evaluator import Evaluator
-from shared.checkpoint import Manifest, Pointer, checkpoint_name, describe_objects
-from shared.config import Config
-from shared.events import confirmed_return, read_evaluations, read_events, record_evaluation
-from shared.policies.codec import encode_policy
+from rollout_worker.environments.description import describe_environment
+from rollout_worker.environments.factory import evaluation_environment
+from rollout_worker.environments.seeding import episode_seed
+from rollout_worker.evaluator import CONFIRMING, SCORING, Evaluator, evaluate_policies, evaluation_seed, scores_of
+from shared.config.run_config import Config
+from shared.errors import EnvironmentFailure
+from shared.experience.fragment import EpisodeRecord
+from shared.policies.actor_critic import RecurrentActorCritic
+from shared.policies.deployed import DeployedPolicy
+from shared.policies.policy import Policy
 from shared.policies.registry import build_policies
-from shared.redis_keys import RunKeys
-from shared.role import Role
+from shared.policies.serialization import encode_policy
+from shared.protocol.events import confirmed_return, read_evaluations, read_events, record_evaluation
+from shared.protocol.keys import RunKeys
+from shared.runtime.run_context import RunContext
+from shared.storage.checkpoint_store import Manifest, Pointer, checkpoint_name, describe_objects
 from tests.conftest import MakeRole, minimal_config
-from tests.environments_for_tests import MODULE
+from tests.support.environments import CHASE, CHASE_POLICIES, MODULE
+
+
+def config_of(environment: dict[str, Any], **evaluation: Any) -> Config:
+    return minimal_config(environment={"num_envs": 8} | environment, evaluation=evaluation)
+
+
+def policies_of(config: Config) -> dict[str, Policy]:
+    return build_policies(describe_environment(config).policies, config.policies, config.algorithm, seed=0)
+
+
+def played(
+    config: Config, episodes: int | None = None, policies: dict[str, Policy] | None = None, seed: int = 10_000
+) -> tuple[EpisodeRecord, ...]:
+    return evaluate_policies(config, describe_environment(config), policies or policies_of(config), seed, episodes)
+
+
+@pytest.mark.parametrize(("episodes", "copies"), [(1, 4), (5, 4), (8, 4), (7, 3)])
+def test_exactly_the_episodes_asked_for_are_played(episodes: int, copies: int) -> None:
+    config = config_of({"id": f"{MODULE}:Counting", "kwargs": {"length": 3}}, episodes=episodes, num_envs=copies)
+    scores = played(config)
+    assert [record.length for record in scores] == [3] * episodes
+    assert scores_of(played(config, episodes=2))["episodes"] == 2
+
+
+def test_each_environment_plays_its_share_however_short_its_episodes_are() -> None:
+    config = config_of({"id": f"{MODULE}:LengthOfSeed"}, episodes=7, num_envs=3)
+    assert [record.length for record in played(config, seed=0)] == [2, 2, 3, 3, 4, 4, 4]
+
+
+def test_an_observation_of_nan_is_no_score() -> None:
+    with pytest.raises(EnvironmentFailure, match=r"an observation \(default/obs\) that cannot be learned from"):
+        played(config_of({"id": f"{MODULE}:Spoils", "kwargs": {"what": "observation"}}, episodes=3, num_envs=1))
+
+
+def test_the_seed_alone_decides_which_episodes_are_played() -> None:
+    config = config_of({"id": "CartPole-v1"}, episodes=6, greedy=False)
+    policies, found = policies_of(config), []
+    for state, seed in ((1, 10_000), (2, 10_000), (1, 5)):
+        torch.manual_seed(state)
+        np.random.seed(state)
+        found.append(played(config, policies=policies, seed=seed))
+    assert found[0] == found[1] != found[2]
+
+
+def test_each_checkpoint_and_round_begins_elsewhere_unless_the_seed_is_fixed() -> None:
+    names = [checkpoint_name(version, 64 * version) for version in range(3)]
+
+    def seeds(**sections: Any) -> list[int]:
+        config = minimal_config(**sections)
+        found = [evaluation_seed(config, name, turn) for name in names for turn in (SCORING, CONFIRMING)]
+        assert found == [evaluation_seed(config, name, turn) for name in names for turn in (SCORING, CONFIRMING)]
+        return found
+
+    assert len({*seeds(seed=1), *seeds(seed=2)}) == 12
+    fixed = seeds(evaluation={"seed": 7})
+    assert fixed[:2] * 3 == fixed and fixed[0] != fixed[1], "the same for all checkpoints, others to confirm"
+
+
+def test_greedy_plays_the_mode_and_sampling_does_not() -> None:
+    environment = {"id": f"{MODULE}:Target"}
+    greedy, sampled = config_of(environment, episodes=50), config_of(environment, episodes=50, greedy=False)
+    policies = policies_of(greedy)
+    with torch.no_grad():
+        policies["default"].get_parameter("head.weight").zero_()
+        policies["default"].get_parameter("head.bias").fill_(0.5)
+    best, spread = scores_of(played(greedy, policies=policies)), scores_of(played(sampled, policies=policies))
+    assert best["mean_return"] == best["min_return"] == 0.0
+    assert spread["std_return"] > 0.1 and spread["mean_return"] < -0.3
+
+
+def test_the_training_environment_is_taken_with_the_evaluations_arguments_and_copies() -> None:
+    kwargs = {"length": 3, "message": "kept"}
+    config = config_of({"id": f"{MODULE}:Counting", "kwargs": kwargs}, episodes=2, num_envs=5, kwargs={"length": 9})
+    made = evaluation_environment(config)
+    assert made.kwargs == {"length": 9, "message": "kept"} and made.num_envs == 2 and made.vectorization == "sync"
+    assert [record.length for record in played(config)] == [9, 9]
+
+
+def test_the_evaluations_wrappers_stand_in_place_of_those_of_training() -> None:
+    trained_in = {"id": f"{MODULE}:Counting", "wrappers": [f"{MODULE}:AddOne"]}
+
+    def returns(**evaluation: Any) -> list[float]:
+        scores = played(config_of(trained_in, episodes=2, num_envs=2, **evaluation))
+        return [record.episode_return for record in scores]
+
+    assert returns() == [9.0, 9.0]
+    assert returns(wrappers=[]) == [6.0, 6.0]
+    assert returns(wrappers=[{"path": f"{MODULE}:AddOne", "kwargs": {"amount": 10.0}}]) == [36.0, 36.0]
+
+
+def test_scores_sum_up_what_was_played() -> None:
+    records = (
+        EpisodeRecord(1.0, 10, success=True, metrics={"depth": 2.0}),
+        EpisodeRecord(4.0, 20, success=False, metrics={"depth": 4.0, "speed": 7.0}),
+        EpisodeRecord(7.0, 30, success=None),
+    )
+    assert scores_of(records) == {
+        "episodes": 3, "mean_return": 4.0, "std_return": pytest.approx(6**0.5), "min_return": 1.0, "max_return": 7.0,
+        "mean_length": 20.0, "success_rate": 0.5, "metrics": {"depth": 3.0, "speed": 7.0},
+    }  # fmt: skip
+    assert scores_of(records[2:])["success_rate"] is None
+    assert scores_of((EpisodeRecord(0.99, 14),) * 20)["std_return"] == 0, "no rounding shows as spread"
+
+
+def test_agents_of_one_environment_are_evaluated_together() -> None:
+    config = minimal_config(environment=CHASE, **CHASE_POLICIES, evaluation={"episodes": 3, "num_envs": 2})
+    scores = played(config)
+    assert [(record.length, set(record.agent_returns)) for record in scores] == [(4, {"cat", "mouse"})] * 3
+
+
+def test_a_policy_with_a_core_remembers_within_each_episode_and_not_across() -> None:
+    policy = {"core": "lstm", "core_size": 6, "share_encoder": True}
+    config = minimal_config(
+        environment={"id": "Pendulum-v1", "max_episode_steps": 30}, policies={"default": policy},
+        evaluation={"episodes": 7, "num_envs": 3},
+    )  # fmt: skip
+    policies = policies_of(config)
+    with torch.no_grad():
+        cast(RecurrentActorCritic, policies["default"]).head.weight.mul_(100)
+    found = played(config, policies=policies)
+    returns = []
+    for copy, share in enumerate((2, 2, 3)):
+        env = gym.make("Pendulum-v1", max_episode_steps=30)
+        acting, first = DeployedPolicy(policies["default"], 0), 10_000 + copy
+        for episode in range(share):
+            acting.reset()
+            observation, _ = env.reset(seed=episode_seed(first, episode))
+            over, total = False, 0.0
+            while not over:
+                observation, reward, terminated, truncated, _ = env.step(acting.act(observation))
+                over, total = terminated or truncated, total + float(reward)
+            returns.append(total)
+    assert [record.episode_return for record in found] == pytest.approx(returns, rel=1e-4)
+
 
 LUCK = {"id": f"{MODULE}:Noise", "num_envs": 4}
 """What an episode pays follows from its seed alone: all policies are worth the same, and scores differ by luck."""
@@ -39,7 +184,7 @@ def new_evaluator(make_role: MakeRole) -> Iterator[NewEvaluator]:
         evaluator.stop("end of test")
 
 
-def store_checkpoint(role: Role, version: int) -> str:
+def store_checkpoint(role: RunContext, version: int) -> str:
     """An untrained policy as the run's newest checkpoint, as a trainer leaves it."""
     policies = build_policies(role.description().policies, role.config.policies, role.config.algorithm, seed=0)
     objects = {f"{name}/policy.safetensors": encode_policy(policy, version) for name, policy in policies.items()}
@@ -53,7 +198,7 @@ def store_checkpoint(role: Role, version: int) -> str:
     return manifest.name
 
 
-def played(evaluator: Evaluator, role: Role, versions: range) -> dict[str, dict[str, Any]]:
+def scored(evaluator: Evaluator, role: RunContext, versions: range) -> dict[str, dict[str, Any]]:
     """The scores of these checkpoints, stored and played one after the other."""
     for version in versions:
         store_checkpoint(role, version)
@@ -66,27 +211,20 @@ def test_each_checkpoint_meets_starts_of_its_own_the_same_whoever_plays_it(
 ) -> None:
     config = minimal_config(environment=LUCK, evaluation={"episodes": 2})
     role = make_role(config)
-    first = played(new_evaluator(config), role, range(4))
+    first = scored(new_evaluator(config), role, range(4))
     assert len({scores["mean_return"] for scores in first.values()}) == 4
+    told = [event.text for event in read_events(role.redis, role.run_id) if event.kind == "evaluation"]
+    assert "over 2 episodes, and " in told[0] and "from as many other starts" in told[0]
     again = new_evaluator(config)
     role.redis.delete(RunKeys(role.run_id).evaluations)
-    assert played(again, role, range(4)) == first
-
-
-def test_with_a_fixed_seed_all_checkpoints_meet_the_same_starts(
-    make_role: MakeRole, new_evaluator: NewEvaluator
-) -> None:
-    config = minimal_config(environment=LUCK, evaluation={"episodes": 2, "seed": 3})
-    found = played(new_evaluator(config), make_role(config), range(3)).values()
-    assert len({scores["mean_return"] for scores in found}) == 1
-    assert len({scores["confirmation"]["mean_return"] for scores in found}) == 1
+    assert scored(again, role, range(4)) == first
 
 
 def test_what_may_be_the_best_is_played_again_from_other_starts_and_nothing_else(
     make_role: MakeRole, new_evaluator: NewEvaluator
 ) -> None:
     config = minimal_config(environment=LUCK, evaluation={"episodes": 1}, checkpoint={"keep_best": 1})
-    found = played(new_evaluator(config), make_role(config), range(12))
+    found = scored(new_evaluator(config), make_role(config), range(12))
     best = float("-inf")
     for scores in found.values():
         expected = scores["mean_return"] >= best
@@ -107,7 +245,7 @@ def test_a_better_one_that_is_gone_keeps_nothing_from_being_the_best(
     role, evaluator = make_role(config), new_evaluator(config)
     gone = {"version": 0, "mean_return": 1e6, "confirmation": {"mean_return": 1e6}}
     record_evaluation(role.redis, role.run_id, checkpoint_name(0, 0), gone)
-    found = played(evaluator, role, range(1, 2))
+    found = scored(evaluator, role, range(1, 2))
     assert "confirmation" in found[checkpoint_name(1, 64)]
 
 
@@ -126,27 +264,14 @@ def test_a_better_one_that_is_gone_keeps_nothing_from_being_the_best(
     ],
 )
 def test_a_run_is_solved_when_each_of_the_last_evaluations_reaches_the_threshold(
-    make_role: MakeRole,
-    new_evaluator: NewEvaluator,
-    stop: dict[str, Any],
-    returns: list[float | tuple[float, float]],
-    solved: bool,
+    make_role: MakeRole, new_evaluator: NewEvaluator, stop: dict[str, Any], returns: list[Any], solved: bool
 ) -> None:
     config = minimal_config(stop_at={"updates": 4, "mean_return": 475.0} | stop)
     role = make_role(config)
     for version, value in enumerate(returns):
-        first, *second = value if isinstance(value, tuple) else (value,)
-        scores: dict[str, Any] = {"version": version, "mean_return": first}
-        if second:
-            scores["confirmation"] = {"mean_return": second[0]}
+        first, second = value if isinstance(value, tuple) else (value, None)
+        scores = {"version": version, "mean_return": first}
+        scores |= {"confirmation": {"mean_return": second}} if second else {}
         record_evaluation(role.redis, role.run_id, checkpoint_name(version, version), scores)
     new_evaluator(config)
     assert (role.flow.read().state, role.flow.read().reason) == (("stopping", "solved") if solved else ("running", ""))
-
-
-def test_the_event_tells_both_scores(make_role: MakeRole, new_evaluator: NewEvaluator) -> None:
-    config = minimal_config(environment=LUCK, evaluation={"episodes": 2})
-    role = make_role(config)
-    played(new_evaluator(config), role, range(1))
-    (event,) = [event for event in read_events(role.redis, role.run_id) if event.kind == "evaluation"]
-    assert "over 2 episodes, and " in event.text and "from as many other starts" in event.text

@@ -9,77 +9,61 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from rollout_worker.making import describe_environment, describe_space, is_factory, make, make_native
-from shared.config import EnvironmentConfig
-from shared.errors import ConfigError, EnvironmentUnusable, StagecoachError, UnsupportedSpace, UserError
-from shared.spaces import EnvironmentDescription, SpaceSpec
+from rollout_worker.environments.description import describe_environment, describe_space
+from rollout_worker.environments.factory import is_factory, make, make_native
+from shared.config.sections import EnvironmentConfig
+from shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace, UserError
+from shared.experience.spaces import EnvironmentDescription, SpaceSpec
 from tests.conftest import minimal_config
-from tests.environments_for_tests import ACTIONS, MODULE, OBSERVATIONS, AddOne, Counting
-
-CHASE: dict[str, Any] = {"api": "pettingzoo", "id": f"{MODULE}:Chase"}
+from tests.support.environments import ACTIONS, CHASE, CHASE_POLICIES, MODULE, OBSERVATIONS, AddOne, Counting
 
 
 def environment(**fields: Any) -> EnvironmentConfig:
     return EnvironmentConfig.model_validate({"num_envs": 2} | fields)
 
 
+NATIVE: dict[str, Any] = {"id": "CartPole-v1", "vectorization": "native"}
+
+
 @pytest.mark.parametrize(
-    ("fields", "kind", "message"),
+    ("fields", "message"),
     [
-        ({"id": "CartPoole-v1"}, EnvironmentUnusable, "'CartPoole-v1'.*own environment is given as module:factory"),
-        ({"id": "nowhere_at_all:make"}, EnvironmentUnusable, "No module named 'nowhere_at_all'; expected"),
-        ({"id": f"{MODULE}:absent"}, EnvironmentUnusable, "no attribute 'absent'"),
-        ({"id": f"{MODULE}:"}, EnvironmentUnusable, "environment.id=.*: expected package.module:factory"),
-        ({"id": f"{MODULE}:broken_factory"}, EnvironmentUnusable, "FileNotFoundError: no such mesh: arm.stl"),
-        ({"id": f"{MODULE}:Counting", "kwargs": {"lenght": 3}}, EnvironmentUnusable, "keyword argument 'lenght'"),
-        ({"id": "CartPole-v1", "kwargs": {"gravity": 1}}, EnvironmentUnusable, "unexpected keyword argument 'gravity'"),
-        ({"id": f"{MODULE}:not_an_environment"}, EnvironmentUnusable, "returned a int.*expects a gymnasium.Env"),
-        ({"id": f"{MODULE}:Counting", "api": "pettingzoo"}, EnvironmentUnusable, "Counting.*a PettingZoo parallel"),
-        ({"id": f"{MODULE}:Chase"}, EnvironmentUnusable, "Chase.*api=gymnasium expects a gymnasium.Env"),
+        ({"id": "CartPoole-v1"}, "'CartPoole-v1'.*own environment is given as module:factory"),
+        ({"id": "nowhere_at_all:make"}, "No module named 'nowhere_at_all'; expected"),
+        ({"id": f"{MODULE}:absent"}, "no attribute 'absent'"),
+        ({"id": f"{MODULE}:"}, "environment.id=.*: expected package.module:factory"),
+        ({"id": f"{MODULE}:broken_factory"}, "FileNotFoundError: no such mesh: arm.stl"),
+        ({"id": f"{MODULE}:Counting", "kwargs": {"lenght": 3}}, "keyword argument 'lenght'"),
+        ({"id": "CartPole-v1", "kwargs": {"gravity": 1}}, "unexpected keyword argument 'gravity'"),
+        ({"id": f"{MODULE}:not_an_environment"}, "returned a int.*expects a gymnasium.Env"),
+        ({"id": f"{MODULE}:Counting", "api": "pettingzoo"}, "Counting.*a PettingZoo parallel"),
+        ({"id": f"{MODULE}:Chase"}, "Chase.*api=gymnasium expects a gymnasium.Env"),
         (
             {"id": "CartPole-v1", "wrappers": [f"{MODULE}:broken_wrapper"]},
-            EnvironmentUnusable, "broken_wrapper cannot be made: TypeError: this wrapper wants images",
+            "broken_wrapper cannot be made: TypeError: this wrapper wants images",
         ),
-        ({"id": "CartPole-v1", "wrappers": ["gymnasium.wrappers:Nope"]}, EnvironmentUnusable, "no attribute 'Nope'"),
-        ({"id": "CartPole-v1", "wrappers": ["nope"]}, EnvironmentUnusable, "wrappers=nope: expected package.module"),
-        ({"id": "ALE/Nope-v5"}, EnvironmentUnusable, "ALE"),
+        ({"id": "CartPole-v1", "wrappers": ["gymnasium.wrappers:Nope"]}, "no attribute 'Nope'"),
+        ({"id": "CartPole-v1", "wrappers": ["nope"]}, "wrappers=nope: expected package.module"),
+        ({"id": "ALE/Nope-v5"}, "ALE"),
+        (NATIVE | {"id": "MountainCarContinuous-v0"}, "no vectorized version of its own; use .*sync or async"),
+        (NATIVE | {"id": "CartPoole-v1"}, "CartPoole-v1"),
+        (NATIVE | {"wrappers": [f"{MODULE}:AddOne"]}, "native cannot apply environment.wrappers"),
+        (NATIVE | {"id": f"{MODULE}:Counting"}, "unexpected keyword argument 'num_envs'"),
+        (NATIVE | {"kwargs": {"gravity": 1}}, "unexpected keyword argument 'gravity'"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_made_is_told_in_one_line(
-    fields: dict[str, Any], kind: type[StagecoachError], message: str
-) -> None:
+def test_what_cannot_be_made_is_told_in_one_line(fields: dict[str, Any], message: str) -> None:
+    kind = ConfigError if "sync or async" in message or "native cannot" in message else EnvironmentUnusable
     with pytest.raises(kind, match=message) as caught:
-        make(environment(**fields))
+        (make_native if "vectorization" in fields else make)(environment(**fields))
     assert isinstance(caught.value, UserError) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("fields", "kind", "message"),
-    [
-        ({"id": "MountainCarContinuous-v0"}, ConfigError, "no vectorised version of its own; use .*sync or async"),
-        ({"id": "CartPoole-v1"}, EnvironmentUnusable, "CartPoole-v1"),
-        (
-            {"id": "CartPole-v1", "wrappers": [f"{MODULE}:AddOne"]},
-            ConfigError,
-            "native cannot apply environment.wrappers",
-        ),
-        ({"id": f"{MODULE}:Counting"}, EnvironmentUnusable, "unexpected keyword argument 'num_envs'"),
-        ({"id": "CartPole-v1", "kwargs": {"gravity": 1}}, EnvironmentUnusable, "unexpected keyword argument 'gravity'"),
-    ],
-)
-def test_what_has_no_native_form_is_told_in_one_line(
-    fields: dict[str, Any], kind: type[UserError], message: str
-) -> None:
-    with pytest.raises(kind, match=message) as caught:
-        make_native(environment(vectorization="native", **fields))
-    assert "\n" not in str(caught.value)
 
 
 def test_a_module_with_an_error_of_its_own_is_told_in_one_line(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "users_broken_module.py").write_text("def make():\n    return 1 +\n")
-    (tmp_path / "users_raising_module.py").write_text("raise RuntimeError('licence expired')\n")
+    (tmp_path / "users_raising_module.py").write_text("raise RuntimeError('license expired')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    for name, found in {"users_broken_module": "SyntaxError", "users_raising_module": "licence expired"}.items():
+    for name, found in {"users_broken_module": "SyntaxError", "users_raising_module": "license expired"}.items():
         with pytest.raises(EnvironmentUnusable, match=found):
             make(environment(id=f"{name}:make"))
 
@@ -126,32 +110,25 @@ def test_a_described_space_gives_back_what_was_sampled(name: str) -> None:
             assert space.contains(back) or back == value
 
 
+TEXT = spaces.Text(5)
+
+
 @pytest.mark.parametrize(
-    "space",
+    ("space", "message"),
     [
-        spaces.Text(5),
-        spaces.Sequence(spaces.Discrete(2)),
-        spaces.Graph(spaces.Discrete(2), None),
-        spaces.Dict({"said": spaces.Text(5)}),
-        spaces.Dict({}),
-        spaces.Box(-1, 1, (0,)),
-        spaces.OneOf((spaces.Discrete(2), spaces.Discrete(3))),
+        (TEXT, "Text spaces are not supported; expected Box"),
+        (spaces.Sequence(spaces.Discrete(2)), "Sequence"),
+        (spaces.Graph(spaces.Discrete(2), None), "Graph"),
+        (spaces.Dict({"talk": spaces.Tuple((spaces.Discrete(2), TEXT))}), "^talk.1: Text spaces are not supported"),
+        (spaces.Dict({}), "holds nothing"),
+        (spaces.Box(-1, 1, (0,)), "expected"),
+        (spaces.OneOf((spaces.Discrete(2), spaces.Discrete(3))), "OneOf"),
+        (spaces.Dict({"a.b": spaces.Discrete(2), "a": spaces.Dict({"b": spaces.Discrete(2)})}), "same column name"),
     ],
-)
-def test_spaces_that_cannot_be_learnt_from_are_refused(space: spaces.Space[Any]) -> None:
-    with pytest.raises(UnsupportedSpace):
+)  # fmt: skip
+def test_spaces_that_cannot_be_learned_from_are_refused(space: spaces.Space[Any], message: str) -> None:
+    with pytest.raises(UnsupportedSpace, match=message):
         describe_space(space)
-
-
-def test_the_refused_space_is_named_by_its_place() -> None:
-    with pytest.raises(UnsupportedSpace, match=r"^talk.1: Text spaces are not supported; expected Box"):
-        describe_space(spaces.Dict({"talk": spaces.Tuple((spaces.Discrete(2), spaces.Text(4)))}))
-
-
-def test_keys_that_become_one_column_are_refused() -> None:
-    clash = spaces.Dict({"a.b": spaces.Discrete(2), "a": spaces.Dict({"b": spaces.Discrete(2)})})
-    with pytest.raises(UnsupportedSpace, match="same column name"):
-        describe_space(clash)
 
 
 def test_a_single_agent_is_described_under_the_one_policy() -> None:
@@ -161,11 +138,8 @@ def test_a_single_agent_is_described_under_the_one_policy() -> None:
 
 
 def test_each_agent_is_described_with_its_policys_spaces() -> None:
-    config = minimal_config(
-        environment=CHASE, policies={"hunter": {}, "prey": {}}, agents={"cat": "hunter", "mouse": "prey"}
-    )
-    described = describe_environment(config)
-    assert described.agents == {"cat": "hunter", "mouse": "prey"}
+    described = describe_environment(minimal_config(environment=CHASE, **CHASE_POLICIES))
+    assert described.agents == CHASE_POLICIES["agents"]
     assert described.policies["hunter"].observation.leaves[0].shape == (3,)
     assert described.policies["prey"].action.leaves[0].kind == "box"
     assert described.slots("hunter") == described.slots("prey") == 1
@@ -175,13 +149,10 @@ def test_each_agent_is_described_with_its_policys_spaces() -> None:
     ("sections", "message"),
     [
         ({}, "agents of policy 'default' have different spaces; give 'mouse' a policy of its own"),
-        (
-            {"policies": {"a": {}, "b": {}}, "agents": {"cat": "a"}},
-            r"agent 'mouse' is mapped to no policy; add agents.mouse",
-        ),
+        ({"policies": {"a": {}, "b": {}}, "agents": {"cat": "a"}}, r"agent 'mouse' is mapped to no policy; add agents"),
         ({"policies": {"a": {}, "b": {}}, "agents": {"cat": "a", "mouse": "a"}}, "different spaces"),
         (
-            {"policies": {"a": {}, "b": {}, "c": {}}, "agents": {"cat": "a", "mouse": "b"}},
+            {"policies": {name: {} for name in "abc"}, "agents": {"cat": "a", "mouse": "b"}},
             r"policies \['c'\] have no agent",
         ),
         ({"agents": {"dog": "default"}}, r"agents names \['dog'\], but the environment has \['cat', 'mouse'\]"),

@@ -1,7 +1,8 @@
-"""The sampler: environments × policies → columns that the trainer accepts; episodes go on across fragments."""
+"""The sampler: environments or data → columns that the trainer accepts; successors go on exactly."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -9,48 +10,49 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout_worker.environments import make_vector
-from rollout_worker.exploration import Exploration, RandomActing, Sampling
-from rollout_worker.making import describe_environment
-from rollout_worker.sampler import Sample, Sampler
-from rollout_worker.trail import Life
-from shared import fragment
-from shared.config import Config
+from rollout_worker.acting_policies import make_exploration
+from rollout_worker.environments.description import describe_environment
+from rollout_worker.environments.factory import make_vector
+from rollout_worker.environments.seeding import SeedLineage, episode_seed
+from rollout_worker.exploration.base import Exploration, RandomActing, Sampling
+from rollout_worker.sampling import action_trace
+from rollout_worker.sampling.dataset_sampler import DatasetSampler
+from rollout_worker.sampling.sampler import Sample, Sampler
+from shared.datasets.recording import Recording
 from shared.errors import EnvironmentFailure
-from shared.fragment import Fragment, FragmentHeader
-from shared.policies.actor_critic import Heads
-from shared.policies.policy import Policy
-from shared.policies.recurrent import RecurrentActorCritic
+from shared.experience import fragment
+from shared.experience.counters import Counters, Phase
+from shared.experience.fragment import Fragment, FragmentHeader
+from shared.experience.spaces import Columns
+from shared.policies.actor_critic import Heads, RecurrentActorCritic
 from shared.policies.registry import build_policies
-from shared.spaces import Columns, EnvironmentDescription
-from shared.steps import Phase
 from tests.conftest import minimal_config
-from tests.environments_for_tests import ACTIONS, MODULE, OBSERVATIONS
+from tests.support.datasets import described, episodes
+from tests.support.environments import ACTIONS, CHASE, CHASE_POLICIES, MODULE, OBSERVATIONS
 
-TWO_POLICIES: dict[str, Any] = {
-    "policies": {"hunter": {"normalise_observations": True}, "prey": {}},
-    "agents": {"cat": "hunter", "mouse": "prey"},
-}
+TWO_POLICIES = CHASE_POLICIES | {"policies": {"hunter": {"normalize_observations": True}, "prey": {}}}
+LIFE = SeedLineage(1, 0, 0, 0)
+COUNTING = {"id": f"{MODULE}:Counting"}
 
 
 class Stage:
-    """A sampler with its policies, checked by `fragment.check` at every sample."""
+    """A sampler with its policies, checked by `fragment.check` at every sample, and the action trace that it leaves."""
 
-    def __init__(self, environment: dict[str, Any], seed: int = 1, **sections: Any) -> None:
-        sections = {"policies": {"default": {"cnn": "small"}}} | sections
-        self.config: Config = minimal_config(
-            environment={"num_envs": 2} | environment, algorithm={"minibatch_size": 8}, **sections
-        )
-        self.description: EnvironmentDescription = describe_environment(self.config)
-        self.policies: dict[str, Policy] = build_policies(
-            self.description.policies, self.config.policies, self.config.algorithm, 0
-        )
-        self.sampler = Sampler(
-            make_vector(self.config.environment, self.description), self.description, Life(seed, 0, 0, 0)
-        )
+    def __init__(self, environment: dict[str, Any], seed: int = 1, left: Sequence[bytes] = (), **sections: Any) -> None:
+        sections = {"policies": {"default": {"cnn": "small"}}, "algorithm": {"minibatch_size": 8}} | sections
+        self.config = minimal_config(environment={"num_envs": 2} | environment, **sections)
+        self.description = describe_environment(self.config)
+        self.policies = build_policies(self.description.policies, self.config.policies, self.config.algorithm, 0)
+        self.left, self.past = list(left), action_trace.read(list(left))
+        vector = make_vector(self.config.environment, self.description)
+        lineage = self.past.lineage if self.past else SeedLineage(seed, 0, 0, 0)
+        self.sampler = Sampler(vector, self.description, lineage, trace=self.past)
 
-    def sample(self, steps: int, exploration: Exploration | None = None) -> Sample:
-        sample = self.sampler.sample(self.policies, exploration or Sampling(), steps)
+    def sample(self, steps: int = 7, exploration: Exploration | None = None) -> Sample:
+        acting = exploration or make_exploration(self.config.algorithm.acting, Counters())
+        sample = self.sampler.sample(self.policies, acting, steps)
+        if (step := self.sampler.traced(sample)) is not None:
+            self.left = [*self.left, action_trace.encode(step)][-step.fragments :]
         header = FragmentHeader(
             "run", "worker-0", 0, 0, Phase.TRAIN, dict.fromkeys(self.policies, 0), steps,
             self.config.environment.num_envs, sample.episodes,
@@ -59,13 +61,22 @@ class Stage:
         fragment.check(sent, "run", self.description, self.config.state_sizes)
         received = fragment.decode(fragment.encode(sent))
         fragment.check(received, "run", self.description, self.config.state_sizes)
-        for policy_id, columns in received.columns.items():
-            assert all(np.array_equal(array, sample.columns[policy_id][name]) for name, array in columns.items())
+        assert same(received, sample)
         return sample
 
 
-def counting(**kwargs: Any) -> dict[str, Any]:
-    return {"id": f"{MODULE}:Counting", "kwargs": kwargs}
+def line(environment: dict[str, Any], sections: Mapping[str, Any] = {}, left: Sequence[bytes] = ()) -> Stage:
+    """A worker's line of fragments, in three environments."""
+    return Stage({"num_envs": 3} | environment, left=left, **sections)
+
+
+def same(one: Sample | Fragment, other: Sample) -> bool:
+    """Whether two fragments hold the same, bit for bit."""
+    return all(
+        array.tobytes() == other.columns[policy][name].tobytes() and array.dtype == other.columns[policy][name].dtype
+        for policy, columns in one.columns.items()
+        for name, array in columns.items()
+    ) and (isinstance(one, Fragment) or one.episodes == other.episodes)
 
 
 @pytest.mark.parametrize("exploration", [Sampling(), RandomActing()], ids=["sampling", "random"])
@@ -73,29 +84,24 @@ def counting(**kwargs: Any) -> dict[str, Any]:
 def test_every_action_space_is_acted_in(action: str, exploration: Exploration) -> None:
     stage = Stage({"id": f"{MODULE}:AnySpaces", "kwargs": {"observation": "box", "action": action}})
     assert len(stage.sample(6, exploration).episodes) == 2
-    stage.sampler.close()
 
 
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 def test_every_observation_space_is_acted_on(observation: str) -> None:
     stage = Stage({"id": f"{MODULE}:AnySpaces", "kwargs": {"observation": observation, "action": "dict"}})
-    sample = stage.sample(6)
-    assert len(sample.columns["default"]["final_index"]) == 2
-    stage.sampler.close()
+    assert len(stage.sample(6).columns["default"]["final_index"]) == 2
 
 
 def test_nested_spaces_also_pass_between_processes() -> None:
     kwargs = {"observation": "dict", "action": "tuple"}
     stage = Stage({"id": f"{MODULE}:AnySpaces", "kwargs": kwargs, "vectorization": "async"})
     here = Stage({"id": f"{MODULE}:AnySpaces", "kwargs": kwargs})
-    one, other = stage.sample(6).columns["default"], here.sample(6).columns["default"]
-    assert all(np.array_equal(array, other[name]) for name, array in one.items())
+    assert same(stage.sample(6), here.sample(6))
     stage.sampler.close()
-    here.sampler.close()
 
 
 def test_rows_hold_what_was_seen_before_the_action_and_paid_after_it() -> None:
-    columns = Stage(counting(length=3, ends="truncated")).sample(5).columns["default"]
+    columns = Stage(COUNTING | {"kwargs": {"ends": "truncated"}}).sample(5).columns["default"]
     assert columns["obs"][:, 0].tolist() == [[0, 0], [1, 0], [2, 0], [0, 1], [1, 1]]
     assert columns["reward"][:, 0].tolist() == [1, 2, 3, 1, 2]
     assert columns["truncated"][:, 0].tolist() == [False, False, True, False, False]
@@ -105,7 +111,7 @@ def test_rows_hold_what_was_seen_before_the_action_and_paid_after_it() -> None:
 
 
 def test_episodes_go_on_in_the_next_fragment() -> None:
-    stage = Stage(counting(length=3))
+    stage = Stage(COUNTING)
     first, second = stage.sample(2), stage.sample(2)
     assert not first.episodes and [record.length for record in second.episodes] == [3, 3]
     assert second.episodes[0].episode_return == 6.0
@@ -124,29 +130,19 @@ def test_log_probabilities_are_those_of_the_acting_policy() -> None:
     assert np.abs(columns["action"]).max() > 1, "the action as sampled; only the environment sees it clipped"
 
 
-def test_random_acting_knows_its_density() -> None:
-    columns = Stage({"id": f"{MODULE}:Noise"}).sample(3, RandomActing()).columns["default"]
-    np.testing.assert_allclose(columns["log_prob"], -np.log(4))
-
-
-def as_bytes(sample: Sample) -> dict[str, bytes]:
-    return {f"{p}/{name}": array.tobytes() for p, columns in sample.columns.items() for name, array in columns.items()}
-
-
 @pytest.mark.parametrize(
     ("environment", "sections"),
     [
         ({"id": f"{MODULE}:Noise"}, {}),
         ({"id": "CartPole-v1"}, {}),
         ({"id": "CartPole-v1", "vectorization": "native"}, {}),
-        ({"id": f"{MODULE}:Chase", "api": "pettingzoo"}, TWO_POLICIES),
+        (CHASE, TWO_POLICIES),
     ],
     ids=["continuous", "sync", "native", "two agents"],
 )
 def test_the_seed_decides_the_trajectory(environment: dict[str, Any], sections: dict[str, Any]) -> None:
-    samples = [as_bytes(Stage(environment, seed, **sections).sample(8)) for seed in (1, 1, 2)]
-    assert samples[0] == samples[1]
-    assert samples[0] != samples[2]
+    one, again, other = (Stage(environment, seed, **sections).sample(8) for seed in (1, 1, 2))
+    assert same(one, again) and not same(one, other)
 
 
 def test_native_rows_of_reset_are_masked_and_no_episode_is_counted_twice() -> None:
@@ -161,10 +157,7 @@ def test_native_rows_of_reset_are_masked_and_no_episode_is_counted_twice() -> No
 
 
 def test_two_agents_fill_the_columns_of_their_policies() -> None:
-    stage = Stage(
-        {"id": f"{MODULE}:Chase", "api": "pettingzoo", "kwargs": {"cat_steps": 2, "mouse_steps": 4}}, **TWO_POLICIES
-    )
-    sample = stage.sample(9)
+    sample = Stage(CHASE, **TWO_POLICIES).sample(9)
     hunter, prey = sample.columns["hunter"], sample.columns["prey"]
     assert hunter["obs"].shape == (9, 2, 3) and prey["obs"].shape == (9, 2, 2)
     assert hunter["mask"][:, 0].tolist() == [True, True, False, False] * 2 + [True]
@@ -195,7 +188,7 @@ def test_a_last_observation_beyond_its_space_is_unknown_and_costs_nothing_else(c
         ("reward", "a reward for policy default that cannot be learned from: it holds NaN"),
         ("choice", " to 7, expected -1 to 3; correct the space"),
         ("shape", "raised ValueError in step"),
-        ("exit", "environment 0 raised SystemExit in step: the licence is over"),
+        ("exit", "environment 0 raised SystemExit in step: the license is over"),
         ("None", "a reward for policy default that cannot be learned from: it holds NaN"),
     ],
 )
@@ -228,18 +221,11 @@ def test_what_no_column_holds_is_a_failure_of_the_environment(what: str) -> None
 
 
 def test_agents_of_one_policy_are_slots_beside_each_other() -> None:
-    stage = Stage(
-        {"id": f"{MODULE}:Twins", "api": "pettingzoo", "num_envs": 3},
-        policies={"default": {}},
-    )  # fmt: skip
-    columns = stage.sample(4).columns["default"]
+    columns = line({"id": f"{MODULE}:Twins", "api": "pettingzoo"}).sample(4).columns["default"]
     assert columns["obs"].shape == (4, 6, 2)
     assert columns["obs"][0, :, 1].tolist() == [0, 0, 0, 1, 1, 1], "agent 0 of all environments, then agent 1"
     assert columns["terminated"][:, 0].tolist() == [False, True, False, False]
-    assert columns["mask"][:, 3].tolist() == [True] * 4 and columns["truncated"][:, 5].tolist() == [False] * 2 + [
-        True,
-        False,
-    ]
+    assert columns["mask"][:, 3].all() and columns["truncated"][:, 5].tolist() == [False, False, True, False]
 
 
 LSTM: dict[str, Any] = {"core": "lstm", "core_size": 5, "share_encoder": True, "hidden_sizes": [8]}
@@ -263,10 +249,7 @@ def retold(stage: Stage, policy_id: str, columns: Columns) -> tuple[Tensor, Tens
         ({"id": "CartPole-v1", "max_episode_steps": 9}, {"policies": {"default": LSTM}}),
         ({"id": "CartPole-v1", "max_episode_steps": 9}, {"policies": {"default": LSTM | {"core": "gru"}}}),
         ({"id": "CartPole-v1", "vectorization": "native", "max_episode_steps": 9}, {"policies": {"default": LSTM}}),
-        (
-            {"id": f"{MODULE}:Chase", "api": "pettingzoo", "kwargs": {"cat_steps": 2, "mouse_steps": 4}},
-            TWO_POLICIES | {"policies": {"hunter": LSTM, "prey": {}}},
-        ),
+        (CHASE, CHASE_POLICIES | {"policies": {"hunter": LSTM, "prey": {}}}),
         ({"id": f"{MODULE}:Twins", "api": "pettingzoo"}, {"policies": {"default": LSTM}}),
     ],
     ids=["continuous", "sync", "gru", "native", "two agents", "twins"],
@@ -297,3 +280,194 @@ def test_random_acting_asks_nobody_and_nothing_is_remembered_of_it() -> None:
     stage.sample(4, RandomActing())
     assert not stage.sample(4).columns["default"]["state_in"].any()
     assert stage.sample(4).columns["default"]["state_in"].any()
+
+
+STACKED = {"path": "gymnasium.wrappers:FrameStackObservation", "kwargs": {"stack_size": 3}}
+LONG_CHASE = CHASE | {"kwargs": {"cat_steps": 12, "mouse_steps": 100}}
+ENSEMBLE = {"name": "dqn", "heads": 5, "prior_scale": 3, "exploration": {"kind": "bootstrapped"}}
+
+
+def spaces(observation: str, action: str) -> dict[str, Any]:
+    """An environment with these spaces; its episodes end in the midst of a fragment, at its end, and later."""
+    return {"id": f"{MODULE}:AnySpaces", "kwargs": {"observation": observation, "action": action, "length": 14}}
+
+
+@pytest.mark.parametrize(
+    ("environment", "sections"),
+    [
+        ({"id": "CartPole-v1"}, {}),
+        pytest.param({"id": "CartPole-v1", "vectorization": "async"}, {}, marks=pytest.mark.exhaustive),
+        ({"id": "Pendulum-v1", "max_episode_steps": 20}, {}),
+        ({"id": "Pendulum-v1", "max_episode_steps": 20}, {"policies": {"default": LSTM | {"core": "gru"}}}),
+        ({"id": "CartPole-v1"}, {"policies": {"default": LSTM}}),
+        (LONG_CHASE, CHASE_POLICIES | {"policies": {"hunter": LSTM, "prey": {}}}),
+        ({"id": "CartPole-v1"}, {"algorithm": ENSEMBLE}),
+        ({"id": "Acrobot-v1", "max_episode_steps": 9}, {}),
+        (LONG_CHASE, CHASE_POLICIES),
+        (CHASE | {"kwargs": {"cat_steps": 21, "mouse_steps": 42, "counts": False}}, CHASE_POLICIES),
+        (CHASE | {"kwargs": {"cat_steps": 3, "mouse_steps": 8, "counts": False}}, CHASE_POLICIES),
+        (spaces("dict", "dict"), {}),
+        (spaces("tuple", "tuple"), {}),
+        (spaces("image", "multi_discrete_matrix") | {"wrappers": [STACKED]}, {}),
+        (spaces("matrix", "box64"), {}),
+        (spaces("multi_discrete", "multi_binary"), {}),
+    ],
+    ids=lambda value: str(value.get("id", "")).removeprefix(MODULE) + value.get("vectorization", ""),
+)
+def test_a_successor_goes_on_as_its_predecessor_would_have(
+    environment: dict[str, Any], sections: dict[str, Any]
+) -> None:
+    worker = line(environment, sections)
+    for _ in range(5):
+        worker.sample()
+        successor = line(environment, sections, worker.left)
+        assert successor.past is not None and successor.sampler.position_digest == successor.past.digest
+        assert same(worker.sample(), successor.sample())
+        successor.sampler.close()
+    worker.sampler.close()
+
+
+def test_an_episode_that_goes_on_in_other_fragments_is_acted_by_the_same_head() -> None:
+    """Every head always does the same, each another of Acrobot's three actions; episodes take 9 steps of 7."""
+    worker = line(
+        {"id": "Acrobot-v1", "max_episode_steps": 9}, {"algorithm": ENSEMBLE | {"prior_scale": 0, "heads": 3}}
+    )
+    policy = worker.policies["default"]
+    for name, tensor in policy.named_parameters():
+        tensor.data.zero_()
+        if name == "advantage.layers.1.bias":
+            tensor.data.add_(torch.eye(3).unsqueeze(1))
+    columns = [worker.sample().columns["default"] for _ in range(9)]
+    actions = np.concatenate([part["action"] for part in columns])
+    by_episode = actions.reshape(7, 9, 3)
+    assert (by_episode == by_episode[:, :1]).all()
+    assert (np.bincount(by_episode[:, 0].flatten(), minlength=3) > 0).all()
+
+
+def test_the_trail_is_as_long_as_the_longest_running_episode() -> None:
+    worker = line({"id": "Pendulum-v1", "max_episode_steps": 20})
+    lengths = []
+    for _ in range(6):
+        worker.sample()
+        lengths.append(len(worker.left))
+    assert lengths == [1, 2, 1, 2, 3, 1], "7, 14, 1 (after 20), 8, 15, 2 steps of 7"
+
+
+def test_a_native_environment_leaves_none() -> None:
+    worker = line({"id": "CartPole-v1", "vectorization": "native"})
+    worker.sample()
+    assert worker.left == [] and worker.sampler.position_digest == ""
+
+
+@pytest.mark.parametrize(
+    ("environment", "sections"),
+    [({"id": f"{MODULE}:Unseeded"}, {}), (CHASE, CHASE_POLICIES)],
+    ids=["unseeded", "counts"],
+)
+def test_an_environment_that_does_not_follow_from_its_seed_and_actions_is_found_out(
+    environment: dict[str, Any], sections: dict[str, Any]
+) -> None:
+    worker = line(environment, sections)
+    worker.sample()
+    successor = line(environment, sections, worker.left)
+    assert successor.past is not None and successor.sampler.position_digest != successor.past.digest
+
+
+def test_a_trail_that_cannot_be_followed_is_none() -> None:
+    worker = line({"id": "Pendulum-v1"})
+    for _ in range(3):
+        worker.sample()
+    left = worker.left
+    assert len(left) == 3 and action_trace.read(left) is not None
+    assert action_trace.read([]) is None
+    assert action_trace.read([*left[:2], b"garbage"]) is None
+    assert action_trace.read(left[1:]) is None, "the first is gone"
+    assert action_trace.read([left[0], left[2]]) is None, "an older Redis came back, and lost one"
+
+
+def test_seeds_differ_between_lives_fragments_environments_and_episodes() -> None:
+    lives = [
+        SeedLineage(*numbers) for numbers in ((1, 0, 0, 0), (2, 0, 0, 0), (1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1))
+    ]
+    seeds = [life.acting(number) for life in lives for number in range(3)]
+    seeds += [seed for life in lives for seed in life.environments(4)]
+    seeds += [episode_seed(lives[0].environments(1)[0], number) for number in range(1, 4)]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_what_is_sound_and_no_trail_is_not_taken_up() -> None:
+    """As somebody else may have written it."""
+
+    def step(**changes: Any) -> bytes:
+        made = {"lineage": LIFE, "number": 0, "episodes": (0, 0), "lengths": (4, 4), "digest": "d", "actions": actions}
+        return action_trace.encode(action_trace.ActionTrace(**(made | changes)))  # type: ignore[arg-type]
+
+    actions = {"default": {"action": np.zeros((2, 2), np.int64)}}
+    last = step(number=1)
+    assert action_trace.read([step(), last]) is not None
+    text: Any = "4"
+    wrong: list[dict[str, Any]] = [
+        {"actions": {"default": {"action": np.zeros((2, 2, 3), np.int64)}}},
+        {"actions": {"default": {"other": np.zeros((2, 2), np.int64)}}},
+        {"actions": {"default": {"action": np.zeros(2, np.int64)}}},
+        {"actions": {}}, {"number": "x"}, {"number": -1}, {"lengths": ("a", 4)}, {"lengths": (4,)},
+        {"episodes": (-1, 0)},
+        {"lineage": SeedLineage(3, 1, text, 0)}, {"lineage": SeedLineage(3, 1, 4, -1)},
+    ]  # fmt: skip
+    for changes in wrong:
+        assert action_trace.read([step(**changes), last]) is None, changes
+
+
+def recording() -> Recording:
+    """41 steps: eleven pieces, the last one of a single step."""
+    spaces = described().policies["default"]
+    return Recording(spaces, episodes(spaces, (5, 1, 7, 4, 9, 15), "tTtctT"), "memory")
+
+
+def of_data(life: SeedLineage = LIFE, past: action_trace.ActionTrace | None = None) -> DatasetSampler:
+    return DatasetSampler(recording(), "default", 3, life, past)
+
+
+def sampled(source: DatasetSampler, count: int) -> list[Sample]:
+    return [source.sample({}, RandomActing(), 4) for _ in range(count)]
+
+
+def firsts(samples: list[Sample]) -> list[int]:
+    """Which piece each slot holds, by its first observation."""
+    spaces = [recording().cut([piece], 4)[0]["obs"][0, 0] for piece in range(recording().pieces(4))]
+    observed = [row for sample in samples for row in sample.columns["default"]["obs"][0]]
+    return [next(n for n, first in enumerate(spaces) if np.array_equal(first, row)) for row in observed]
+
+
+def test_each_epoch_takes_every_piece_once_in_an_order_of_its_own() -> None:
+    pieces = firsts(sampled(of_data(), 11))
+    epochs = [pieces[start : start + 11] for start in (0, 11, 22)]
+    assert all(sorted(epoch) == list(range(11)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_each_life_has_its_own_order_and_keeps_it() -> None:
+    lives = [SeedLineage(*numbers, 0) for numbers in ((1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1))]
+    orders = [tuple(firsts(sampled(of_data(life), 4))) for life in lives]
+    assert len(set(orders)) == 4
+    assert tuple(firsts(sampled(of_data(), 4))) == orders[0]
+
+
+def test_the_records_are_those_of_the_episodes_that_end() -> None:
+    returns = sorted(record.episode_return for sample in sampled(of_data(), 11) for record in sample.episodes)
+    known = [record.episode_return for record in recording().records if record is not None]
+    assert returns == sorted(known * 3), "three epochs; that of the episode that was cut off is not known"
+
+
+def test_a_successor_goes_on_where_its_predecessor_ended() -> None:
+    source = of_data()
+    for _ in range(6):
+        step = source.traced(sampled(source, 1)[0])
+        assert step.fragments == 1
+        past = action_trace.read([action_trace.encode(step)])
+        assert past is not None
+        successor = of_data(past.lineage, past)
+        assert successor.position_digest == past.digest
+        ahead = of_data(past.lineage, past)
+        assert same(sampled(successor, 2)[1], sampled(ahead, 2)[1])
+        assert firsts(sampled(of_data(past.lineage, past), 1)) == firsts(sampled(of_data(), past.number + 2)[-1:])

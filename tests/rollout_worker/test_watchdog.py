@@ -7,27 +7,26 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollout_worker.watchdog import OWN_WORK, Watchdog, resident_bytes
-from shared.config import Config
-from shared.failure import FailureKind
-from shared.heartbeat import Heartbeat, read_heartbeats
-from shared.last_words import last_words
-from shared.ledger import read_books
-from shared.role import Role
+from shared.config.run_config import Config
+from shared.protocol.heartbeat import Heartbeat, read_heartbeats
+from shared.protocol.ledger import read_accounting
+from shared.runtime.failure import FailureKind
+from shared.runtime.process import last_words
+from shared.runtime.run_context import RunContext
 from tests.conftest import minimal_config
-from tests.environments_for_tests import MODULE
-from tests.role_processes import ended, events, start_process
+from tests.support.environments import MODULE
 from tests.support.groups import some_quick
-from trainer_node.trainer import Trainer
+from tests.support.role_processes import ended, events, start_process
+from tests.support.started import published
 
-MakeRole = Callable[..., Role]
+MakeRole = Callable[..., RunContext]
 MIB = 1 << 20
 
 
@@ -37,20 +36,7 @@ def hanging(tally: Path, place: str, **fields: Any) -> Config:
     return minimal_config(environment=environment | fields)
 
 
-@contextmanager
-def published(make_role: MakeRole, config: Config) -> Iterator[Role]:
-    """A run whose trainer has put version 0 on the board."""
-    role = make_role(config)
-    trainer = Trainer(make_role(config), None)
-    trainer.start()
-    try:
-        yield role
-    finally:
-        trainer._publisher.close()
-        trainer._heartbeat.stop("the test is over")
-
-
-def worker_process(role: Role, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def worker_process(role: RunContext, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`python -m rollout_worker` on this run, until it ends."""
     return ended(start_process(role, folder, "rollout_worker", *arguments))
 
@@ -71,12 +57,7 @@ def left_behind(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("place", "vectorization", "where"),
     some_quick(
-        [
-            ("step", "sync", "in hang"),
-            ("reset", "sync", "in hang"),
-            ("start", "sync", "in hang"),
-            ("step", "async", ""),
-        ],
+        [*((place, "sync", "in hang") for place in ("step", "reset", "start")), ("step", "async", "")],
         ("step", "sync", "in hang"),
     ),
 )
@@ -88,7 +69,8 @@ def test_environments_that_hang_end_the_process_which_says_where(
     monkeypatch.setenv("THIS_TEST", str(tmp_path))
     if place == "start":
         (tmp_path / "tally").write_text("x")  # not while the test looks at the spaces
-    with published(make_role, config) as role:
+    role = make_role(config)
+    with published(make_role, config):
         (tmp_path / "tally").unlink(missing_ok=True)
         done = worker_process(role, tmp_path, "--index", "0")
         assert done.returncode == 1, done
@@ -98,7 +80,7 @@ def test_environments_that_hang_end_the_process_which_says_where(
         assert role.flow.read().claimed == 0, "the claim is free again"
         (beat,) = [beat for beat in read_heartbeats(role.redis, role.run_id) if beat.id == "worker-0"]
         assert (beat.ended or "").startswith("worker-0 hangs") and beat.failure is FailureKind.ENVIRONMENT
-        assert read_books(role.redis, role.run_id)["total"].produced.fragments == 0
+        assert read_accounting(role.redis, role.run_id)["total"].produced.fragments == 0
         assert left_behind(tmp_path) == []
 
 
@@ -106,7 +88,9 @@ def test_environments_that_hang_end_the_process_which_says_where(
 def test_one_that_keeps_python_s_lock_ends_the_process_too_with_its_stack(make_role: MakeRole, tmp_path: Path) -> None:
     kwargs = {"tally": str(tmp_path / "tally"), "times": 1, "locks": True}
     environment = {"id": f"{MODULE}:Hangs", "num_envs": 2, "kwargs": kwargs}
-    with published(make_role, minimal_config(environment=environment, rollout={"silent_seconds": 10.5})) as role:
+    config = minimal_config(environment=environment, rollout={"silent_seconds": 10.5})
+    role = make_role(config)
+    with published(make_role, config):
         done = worker_process(role, tmp_path, "--index", "0")
         assert done.returncode == 1, done
         words = last_words(done.stderr)
@@ -125,10 +109,11 @@ def test_a_process_that_leaks_ends_after_its_fragment(make_role: MakeRole, tmp_p
             "memory_limit_bytes": 700 * MIB,
         },
     )
-    with published(make_role, config) as role:
+    role = make_role(config)
+    with published(make_role, config):
         done = worker_process(role, tmp_path, "--index", "0")
         assert (done.returncode, done.stdout.strip()) == (1, "outgrew its memory limit"), done
-        line = read_books(role.redis, role.run_id)["worker-0"]
+        line = read_accounting(role.redis, role.run_id)["worker-0"]
         assert line.balances and line.produced.fragments > 0
         assert role.flow.read().claimed == line.produced.fragments, "no claim is left open"
 
@@ -139,7 +124,8 @@ def test_a_process_far_beyond_its_limit_ends_at_once(make_role: MakeRole, tmp_pa
         environment={"id": f"{MODULE}:Leaks", "num_envs": 1, "kwargs": {"kept": 600 * MIB, "seconds": 3.0}},
         rollout={"fragment_steps": 64, "fragments_per_update": 1, "memory_limit_bytes": 512 * MIB},
     )
-    with published(make_role, config) as role:
+    role = make_role(config)
+    with published(make_role, config):
         done = worker_process(role, tmp_path, "--index", "0")
         assert done.returncode == 1, done
         assert "far beyond rollout.memory_limit_bytes=536870912" in events(role)
@@ -148,7 +134,9 @@ def test_a_process_far_beyond_its_limit_ends_at_once(make_role: MakeRole, tmp_pa
 
 @pytest.mark.processes
 def test_an_evaluator_that_hangs_ends_too(make_role: MakeRole, tmp_path: Path) -> None:
-    with published(make_role, hanging(tmp_path / "tally", "step")) as role:
+    config = hanging(tmp_path / "tally", "step")
+    role = make_role(config)
+    with published(make_role, config):
         done = worker_process(role, tmp_path, "--evaluator")
         assert done.returncode == 1, done
         assert "evaluator hangs in step of its environments" in events(role)
@@ -173,16 +161,16 @@ def test_who_gets_on_or_waits_is_left_alone(make_role: MakeRole, monkeypatch: py
     orders: list[str] = []
     watchdog = Watchdog("worker-0", role.config, heartbeat, lambda failure: orders.append(failure.detail))
     for _ in range(3):
-        watchdog._look_at_progress()  # nothing is being done
+        watchdog.check_progress()  # nothing is being done
     with watchdog.during(OWN_WORK):
         for _ in range(3):
             watchdog.steps += 1
-            watchdog._look_at_progress()
+            watchdog.check_progress()
         with heartbeat.waiting("credit", 600.0):
             for _ in range(3):
-                watchdog._look_at_progress()
-        assert watchdog._looks == 0
+                watchdog.check_progress()
+        assert orders == []
         monkeypatch.setattr(os, "_exit", lambda code: orders.append(f"exit {code}"))
-        watchdog._look_at_progress()
-        watchdog._look_at_progress()
+        watchdog.check_progress()
+        watchdog.check_progress()
     assert orders[0].startswith("worker-0 hangs in its own work") and orders[1] == "exit 1"

@@ -10,25 +10,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_worker.sampler import Sample, Sampler
-from rollout_worker.trail import Life
+from rollout_worker.sampling.sampler import Sample, Sampler
 from rollout_worker.worker import Worker
-from shared import fragment
-from shared.config import Config
-from shared.errors import ConfigError, EnvironmentFailure, WorkerSuperseded
-from shared.events import read_events
-from shared.experience_log import START
-from shared.fragment import Fragment
-from shared.heartbeat import Beat, read_heartbeats
-from shared.ledger import read_books
-from shared.redis_keys import RunKeys
-from shared.role import Role
-from shared.steps import Phase
+from shared.config.run_config import Config
+from shared.errors import ConfigError, DropReason, EnvironmentFailure, WorkerSuperseded
+from shared.experience import fragment
+from shared.experience.counters import Phase
+from shared.experience.fragment import Fragment
+from shared.experience.log_entry import START
+from shared.protocol import heartbeat
+from shared.protocol.events import read_events
+from shared.protocol.flow_control import RunState
+from shared.protocol.heartbeat import Beat, read_heartbeats
+from shared.protocol.keys import RunKeys
+from shared.protocol.ledger import read_accounting
+from shared.runtime.run_context import RunContext
 from tests.conftest import minimal_config
-from tests.environments_for_tests import MODULE
-from trainer_node.trainer import Trainer
+from tests.support.environments import MODULE
+from tests.support.started import published
 
-MakeRole = Callable[..., Role]
+MakeRole = Callable[..., RunContext]
 
 
 def flaky(tally: Path, times: int, place: str = "step", **fields: Any) -> Config:
@@ -37,19 +38,7 @@ def flaky(tally: Path, times: int, place: str = "step", **fields: Any) -> Config
 
 
 @contextmanager
-def published(make_role: MakeRole, config: Config) -> Iterator[Trainer]:
-    """A run whose trainer has put version 0 on the board."""
-    trainer = Trainer(make_role(config), None)
-    trainer.start()
-    try:
-        yield trainer
-    finally:
-        trainer._publisher.close()
-        trainer._heartbeat.stop("the test is over")
-
-
-@contextmanager
-def started(role: Role, index: int = 0) -> Iterator[Worker]:
+def started(role: RunContext, index: int = 0) -> Iterator[Worker]:
     worker = Worker(role, index)
     worker.start()
     try:
@@ -58,11 +47,23 @@ def started(role: Role, index: int = 0) -> Iterator[Worker]:
         worker.stop("the test is over")
 
 
-def fragments_of(role: Role) -> list[Fragment]:
+def during_the_next_fragment(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """`act` is called once, when the next fragment of any worker begins."""
+    sample = Sampler.sample
+
+    def first(sampler: Sampler, *arguments: Any) -> Sample:
+        monkeypatch.setattr(Sampler, "sample", sample)
+        act()
+        return sample(sampler, *arguments)
+
+    monkeypatch.setattr(Sampler, "sample", first)
+
+
+def fragments_of(role: RunContext) -> list[Fragment]:
     return [fragment.decode(entry.fragment or b"") for entry in role.log().read(START, 100, 0)]
 
 
-def beat_of(role: Role, worker: str) -> Beat:
+def beat_of(role: RunContext, worker: str) -> Beat:
     return next(beat for beat in read_heartbeats(role.redis, role.run_id) if beat.id == worker)
 
 
@@ -74,43 +75,27 @@ def test_fragments_tell_who_made_them_in_which_order_with_which_policy(make_role
         sent = fragments_of(role)
         for seq, item in enumerate(sent):
             header = item.header
-            assert (header.run_id, header.worker_id, header.incarnation, header.seq) == (
-                role.run_id,
-                "worker-3",
-                0,
-                seq,
-            )
+            made_by = header.run_id, header.worker_id, header.incarnation, header.seq
+            assert made_by == (role.run_id, "worker-3", 0, seq)
             assert (header.phase, header.policy_versions) == (Phase.TRAIN, {"default": 0})
             assert (header.steps, header.num_envs) == (8, 4) and header.acting_seconds > 0
             fragment.check(item, role.run_id, role.description())
-        assert np.array_equal(sent[0].columns["default"]["bootstrap_obs"], sent[1].columns["default"]["obs"][0]), (
-            "episodes go on"
-        )
-        line = read_books(role.redis, role.run_id)["worker-3"]
+        after, then = sent[0].columns["default"]["bootstrap_obs"], sent[1].columns["default"]["obs"][0]
+        assert np.array_equal(after, then), "episodes go on"
+        line = read_accounting(role.redis, role.run_id)["worker-3"]
         assert line.balances and line.produced.fragments == line.in_flight.fragments == 2
         assert line.produced.transitions == 64
 
 
-def test_it_acts_with_the_version_that_the_claim_asks_for(make_role: MakeRole) -> None:
-    config = minimal_config()
-    role = make_role(config)
-    with published(make_role, config) as trainer, started(role) as worker:
-        assert [worker.step(0), worker.step(0)] == ["pushed", "pushed"]
-        assert trainer.step(0) == "updated"
-        assert worker.step(0) == "pushed"
-        assert [item.header.version for item in fragments_of(role)][-1] == 1
-        assert beat_of(role, "worker-0").alive
-
-
-def test_a_push_asks_for_the_next_claim_as_well_and_who_leaves_gives_it_back(make_role: MakeRole) -> None:
+def test_a_push_asks_for_the_next_claim_as_well_and_who_leaves_gives_it_back(
+    make_role: MakeRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 1e6)  # a beat is a call as well
     config = minimal_config(rollout={"fragment_steps": 8, "fragments_per_update": 4})
     role = make_role(config)
-    with published(make_role, config) as trainer, started(role) as worker:
+    with published(make_role, config), started(role) as worker:
         assert worker.step(1.0) == "pushed"
         assert role.redis.zrange(RunKeys(role.run_id).claims, 0, -1) == [b"worker-0:0:1"]
-        for heartbeat in (worker._heartbeat, trainer._heartbeat):  # a beat is a call as well
-            heartbeat._stop.set()
-            heartbeat._thread.join()
         calls = role.redis.info("commandstats")["cmdstat_evalsha"]["calls"]
         assert worker.step(1.0) == "pushed"
         assert role.redis.info("commandstats")["cmdstat_evalsha"]["calls"] - calls == 2, "one push, one claim"
@@ -119,39 +104,38 @@ def test_a_push_asks_for_the_next_claim_as_well_and_who_leaves_gives_it_back(mak
     assert (state.claimed, role.redis.zcard(RunKeys(role.run_id).claims)) == (2, 0)
 
 
-def test_after_a_stale_fragment_no_claim_is_left_that_nobody_uses(make_role: MakeRole) -> None:
+def test_after_a_stale_fragment_no_claim_is_left_that_nobody_uses(
+    make_role: MakeRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = minimal_config(rollout={"fragment_steps": 8, "fragments_per_update": 1})
     role, other = make_role(config), make_role(config)
     with published(make_role, config) as trainer, started(role) as slow, started(other, 1) as quick:
-        act = slow._act
 
-        def overtaken() -> Sample:
+        def overtaken() -> None:
             role.redis.zadd(RunKeys(role.run_id).claims, {"worker-0:0:0": 1})  # its lease runs out
             assert quick.step(0) == "pushed"
-            return act()
 
-        slow._act = overtaken  # type: ignore[method-assign]
+        during_the_next_fragment(monkeypatch, overtaken)
         assert slow.step(1.0) == "pushed"
-        assert read_books(role.redis, role.run_id)["worker-0"].dropped["stale"].fragments == 1
-        slow._act = act  # type: ignore[method-assign]
+        assert read_accounting(role.redis, role.run_id)["worker-0"].dropped[DropReason.STALE].fragments == 1
         assert trainer.step(0) == "updated"
         assert slow.step(1.0) == "pushed"
         assert [item.header.worker_id for item in fragments_of(role)] == ["worker-1", "worker-0"]
         assert role.redis.zcard(RunKeys(role.run_id).claims) == 0
 
 
-def test_in_heat_up_it_acts_at_random(make_role: MakeRole) -> None:
+def test_in_heat_up_it_acts_at_random_then_with_the_version_that_the_claim_asks_for(make_role: MakeRole) -> None:
     config = minimal_config(heatup="64 env_steps")
     role = make_role(config)
     with published(make_role, config) as trainer, started(role) as worker:
         assert [worker.step(0), worker.step(0), trainer.step(0), worker.step(0)] == [
-            "pushed",
-            "pushed",
+            *["pushed"] * 2,
             "updated",
             "pushed",
         ]
         sent = fragments_of(role)
-        assert [item.header.phase for item in sent] == [Phase.HEATUP, Phase.HEATUP, Phase.TRAIN]
+        done = [(item.header.phase, item.header.version) for item in sent]
+        assert done == [(Phase.HEATUP, 0), (Phase.HEATUP, 0), (Phase.TRAIN, 1)]
         acted = [item.columns["default"]["log_prob"] for item in sent]
         assert np.allclose(acted[0], -np.log(2)), "uniform over two actions"
         assert not np.allclose(acted[2], -np.log(2)) and np.isfinite(acted[2]).all()
@@ -162,75 +146,49 @@ def test_a_failing_environment_is_started_again_and_told(make_role: MakeRole, tm
     config = flaky(tmp_path / "tally", times=2, place=place, failures_allowed=2)
     role = make_role(config)
     with published(make_role, config), started(role) as worker:
-        words = [worker.step(0) for _ in range(4)]
+        words = [str(worker.step(0)) for _ in range(4)]
         assert words.count("pushed") == 2 and set(words) <= {"failed", "pushed", "waited"}
         assert len(fragments_of(role)) == 2, "what was cut off was never produced"
         assert [item.header.seq for item in fragments_of(role)] == [0, 1]
         told = [event.text for event in read_events(role.redis, role.run_id) if event.kind == "environment"]
         assert [text.startswith("worker-0: environment 0 raised ValueError in") for text in told] == [True, True]
         assert "failure number 1" in told[0] and "failure number 2" in told[1]
-        assert read_books(role.redis, role.run_id)["total"].balances
+        assert read_accounting(role.redis, role.run_id)["total"].balances
 
 
+@pytest.mark.parametrize("place", ["step", "reset"])
 def test_beyond_the_limit_the_worker_raises_with_the_environments_traceback(
-    make_role: MakeRole, tmp_path: Path
+    make_role: MakeRole, tmp_path: Path, place: str
 ) -> None:
-    config = flaky(tmp_path / "tally", times=99, failures_allowed=2)
+    config = flaky(tmp_path / "tally", times=99, place=place, failures_allowed=2)
     role = make_role(config)
     with published(make_role, config):
         with pytest.raises(EnvironmentFailure) as caught:
             Worker(role, 0).run()
         text = str(caught.value)
-        assert text.startswith("worker-0: environment 0 raised ValueError in step: failure number 3")
-        assert "environments_for_tests.py" in text and "failures_allowed is 2" in text
+        assert text.startswith(f"worker-0: environment 0 raised ValueError in {place}: failure number 3")
+        assert "support/environments.py" in text and "failures_allowed is 2" in text
         beat = beat_of(role, "worker-0")
-        assert not beat.alive and beat.ended == "failed"
+        assert not beat.alive and beat.ended == "failed", "nobody beats on for a worker that is gone"
         assert role.flow.read().claimed == 0, "its claim is given back"
         assert not fragments_of(role)
 
 
-def test_an_environment_that_fails_from_the_start_ends_the_worker_cleanly(make_role: MakeRole, tmp_path: Path) -> None:
-    config = flaky(tmp_path / "tally", times=99, place="reset", failures_allowed=2)
-    role = make_role(config)
-    with published(make_role, config):
-        with pytest.raises(
-            EnvironmentFailure, match=r"^worker-0: environment 0 raised ValueError in reset: failure number 3"
-        ):
-            Worker(role, 0).run()
-        beat = beat_of(role, "worker-0")
-        assert not beat.alive and beat.ended == "failed", "nobody beats on for a worker that is gone"
-
-
-def test_a_drained_worker_ends_after_its_fragment(make_role: MakeRole) -> None:
+def test_a_drained_worker_ends_after_its_fragment(make_role: MakeRole, monkeypatch: pytest.MonkeyPatch) -> None:
     config = minimal_config()
     role = make_role(config)
     with published(make_role, config):
         worker = Worker(role, 1)
-        act = worker._act
-
-        def drained_meanwhile() -> Sample:
-            role.flow.drain("worker-1")
-            return act()
-
-        worker._act = drained_meanwhile  # type: ignore[method-assign]
+        during_the_next_fragment(monkeypatch, lambda: role.flow.drain("worker-1"))
         assert worker.run() == "drained"
-        assert read_books(role.redis, role.run_id)["worker-1"].produced.fragments == 1
+        assert read_accounting(role.redis, role.run_id)["worker-1"].produced.fragments == 1
         beat = beat_of(role, "worker-1")
         assert beat.ended == "drained" and not beat.alive
         assert [event.text for event in read_events(role.redis, role.run_id)][-1] == "worker-1 ended: drained"
 
 
-def test_the_other_workers_go_on_when_one_is_drained(make_role: MakeRole) -> None:
-    config = minimal_config()
-    role, other = make_role(config), make_role(config)
-    with published(make_role, config), started(role, 0) as stays, started(other, 1) as goes:
-        role.flow.drain("worker-1")
-        assert goes.step(0) == "end:drained"
-        assert [stays.step(0), stays.step(0)] == ["pushed", "pushed"]
-
-
-@pytest.mark.parametrize("word", ["stopping", "finished"])
-def test_a_worker_ends_with_the_run(make_role: MakeRole, word: str) -> None:
+@pytest.mark.parametrize("word", [RunState.STOPPING, RunState.FINISHED])
+def test_a_worker_ends_with_the_run(make_role: MakeRole, word: RunState) -> None:
     config = minimal_config()
     role = make_role(config)
     with published(make_role, config):
@@ -247,17 +205,11 @@ def test_a_superseded_worker_ends_and_its_successor_goes_on(make_role: MakeRole)
             elder.step(0)
         assert younger.step(0) == "pushed"
         assert [item.header.incarnation for item in fragments_of(role)] == [1]
-
-
-def test_a_superseded_worker_leaves_its_successors_claims_alone(make_role: MakeRole) -> None:
-    config = minimal_config()
-    role, other = make_role(config), make_role(config)
-    with published(make_role, config), started(other) as elder, started(role) as younger:
-        assert role.flow.claim("worker-0", younger.incarnation, 0).granted
+        assert role.flow.claim("worker-0", younger.incarnation, 1).granted
         elder.stop("superseded")
-        assert role.flow.read().claimed == 1
+        assert role.flow.read().claimed == 2, "its successor's claims are left alone"
         younger.stop("the test is over")
-        assert role.flow.read().claimed == 0
+        assert role.flow.read().claimed == 1
 
 
 def test_every_worker_and_every_incarnation_meets_its_own_starts(make_role: MakeRole) -> None:
@@ -272,21 +224,18 @@ def test_every_worker_and_every_incarnation_meets_its_own_starts(make_role: Make
     assert len(set(seen)) == 3
 
 
-def test_the_same_worker_of_the_same_run_seed_meets_the_same_starts(
-    make_role: MakeRole, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = minimal_config(seed=7)
-    role = make_role(config)
-    with published(make_role, config):
-        first, second = Worker(role, 2), Worker(role, 2)
-        drawn = []
-        for worker in (first, second):
-            worker._description = role.description()
-            sampler = worker._make_sampler(Life(config.seed, 2, 4, 0))
-            assert isinstance(sampler, Sampler)
-            drawn.append(sampler._now["default"]["obs"].copy())
-            sampler.close()
-    assert np.array_equal(drawn[0], drawn[1])
+def test_the_same_worker_of_the_same_run_seed_meets_the_same_starts(make_role: MakeRole) -> None:
+    config = minimal_config(
+        seed=7, environment={"id": f"{MODULE}:Noise", "num_envs": 2}, algorithm={"minibatch_size": 16}
+    )
+    seen = []
+    for _ in range(2):
+        role = make_role(config)
+        with published(make_role, config), started(role, 2) as worker:
+            assert worker.step(0) == "pushed"
+            seen += [item.columns["default"]["obs"] for item in fragments_of(role)]
+        role.redis.delete(*role.redis.scan_iter(f"{RunKeys(role.run_id).prefix}*"))
+    assert len(seen) == 2 and np.array_equal(seen[0], seen[1])
 
 
 def test_a_config_that_is_not_the_runs_is_refused_before_anything_happens(make_role: MakeRole) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.services import BUCKET
-from shared.archive import Archive, Segment, decode_segment, encode_segment, read_experience
+from coordinator.services.embedded import BUCKET
 from shared.errors import ArchiveIncomplete, StoreUnavailable, UserError
-from shared.experience_log import LogEntry
-from shared.object_store import FileStore, ObjectStore, open_folder
+from shared.experience.log_entry import LogEntry
+from shared.storage.log_archive import Archive, Segment, decode_segment, encode_segment, read_experience
+from shared.storage.object_store import FileStore, ObjectStore, open_folder
 
 
 def entry(number: int, size: int = 3) -> LogEntry:

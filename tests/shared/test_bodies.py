@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,47 +11,28 @@ import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.bodies import Bodies, BodyPlace, bytes_by_shard
 from shared.errors import ConfigError, RedisUnavailable, ShardFull, ShardUnavailable
-from shared.redis_keys import RunKeys
-from shared.role import Role
-from tests.chaos.own_redis import OwnRedis
+from shared.experience.log_entry import BodyPlace
+from shared.protocol.flow_control import RunState
+from shared.protocol.keys import RunKeys
+from shared.protocol.payload_shards import Bodies, bytes_by_shard
+from shared.protocol.redis_client import shard_clients
+from shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole, RedisServer
-from tests.trainer_node.test_intake import SmallTrainer, SmallWorker, begin, small_config
+from tests.support.own_redis import OwnRedis
+from tests.support.runs import shard_fields
+from tests.support.small_run import SmallTrainer, SmallWorker, begin, small_config
 
-DATABASES = (1, 2, 3)
 words = st.text(st.characters(codec="ascii", categories=["L", "N", "P"]), min_size=1)
 
 
-@pytest.fixture
-def shards(redis_server: RedisServer) -> Iterator[dict[str, redis.Redis]]:
-    """Other databases of the tests' Redis."""
-    found = {
-        f"shard/{db}": redis.Redis.from_url(redis_server.url, password=redis_server.password, db=db, socket_timeout=60)
-        for db in DATABASES
-    }
-    yield found
-    for client in found.values():
-        client.close()
-
-
-def sharded_role(make_role: MakeRole, redis_server: RedisServer, databases: tuple[int, ...] = (1, 2)) -> Role:
-    """A run with its bodies in other databases of the tests' Redis."""
+def sharded_role(make_role: MakeRole, redis_server: RedisServer, databases: tuple[int, ...] = (1, 2)) -> RunContext:
     config = small_config()
     urls = tuple(f"{redis_server.url}/{db}" for db in databases)
     return make_role(config.model_copy(update={"redis": config.redis.model_copy(update={"shards": urls})}))
 
 
-def fields(role: Role, worker: str = "worker-0") -> set[str]:
-    """What all shards have of a worker."""
-    found = set()
-    for client in role.bodies._shards.values():
-        names: Any = client.hkeys(RunKeys(role.run_id).bodies(worker))
-        found |= {name.decode() for name in names}
-    return found
-
-
-def only_entry(role: Role) -> dict[bytes, bytes]:
+def only_entry(role: RunContext) -> dict[bytes, bytes]:
     """The log's, as Redis holds it."""
     page: Any = role.redis.xrange(RunKeys(role.run_id).log)
     ((_, entry),) = page
@@ -74,22 +55,17 @@ def test_a_worker_fills_one_shard_after_the_other_and_finds_all_again(
     shards: dict[str, redis.Redis], unique_run_id: str
 ) -> None:
     bodies = Bodies(shards, unique_run_id)
-    wanted = [
-        (worker, bodies.put(worker, 0, seq, f"{worker} {seq}".encode()))
-        for worker in ("worker-0", "worker-1")
-        for seq in range(30)
-    ]
+    written = [(worker, seq, f"{worker} {seq}".encode()) for worker in ("worker-0", "worker-1") for seq in range(30)]
+    wanted = [(worker, bodies.put(worker, 0, seq, data)) for worker, seq, data in written]
     assert bodies.names == tuple(shards)
     assert Counter(place.shard for worker, place in wanted if worker == "worker-0") == dict.fromkeys(shards, 10)
     assert all(wanted[index][1].shard != wanted[index + 1][1].shard for index in range(29))
     assert bodies.put("worker-0", 0, 7, b"worker-0 7") == wanted[7][1], "safe to repeat"
-    assert bodies.fetch(wanted) == [
-        f"{worker} {seq}".encode() for worker in ("worker-0", "worker-1") for seq in range(30)
-    ]
+    assert bodies.fetch(wanted) == [data for *_, data in written]
 
 
 def test_other_contents_have_another_place(shards: dict[str, redis.Redis], unique_run_id: str) -> None:
-    """After a Redis that was set back two processes may have the same worker's number, incarnation and all."""
+    """After a Redis that was rolled back two processes may have the same worker's number, incarnation and all."""
     bodies = Bodies(shards, unique_run_id)
     one, other = bodies.put("worker-0", 3, 4, b"one"), bodies.put("worker-0", 3, 4, b"other")
     assert bodies.fetch([("worker-0", one), ("worker-0", other)]) == [b"one", b"other"]
@@ -114,13 +90,15 @@ def test_with_shards_the_log_names_the_places_and_counts_the_bytes(
     role = sharded_role(make_role, redis_server)
     trainer, worker = begin(role), SmallWorker(role)
     worker.work(blob=b"x" * 1000)
+    worker.seq = 0
+    assert worker.push(b"x" * 1000) == "duplicate", "and its body stays"
     entry = only_entry(role)
     assert b"fragment" not in entry and len(entry[b"body"]) < 100
     assert role.flow.read().log_bytes == 1000
     sizes = bytes_by_shard(role.redis, role.run_id)
     assert sum(sizes.values()) == 1000 and set(sizes) < set(role.bodies.names)
     (found,) = trainer.log.read("0-0", 10, 0.0)
-    assert found.fragment == b"x" * 1000 and found.claimed and not found.lost_body
+    assert found.fragment == b"x" * 1000 and found.pushed and not found.lost_body
     assert list(trainer.log.between("0-0", found.id)) == [found]
 
 
@@ -129,30 +107,19 @@ def test_a_push_that_is_refused_takes_its_body_back(make_role: MakeRole, redis_s
     role = sharded_role(make_role, redis_server)
     begin(role)
     worker = SmallWorker(role)
-    if word == "stale":
-        for index in (1, 2):
-            SmallWorker(role, f"worker-{index}").work()
-    elif word == "superseded":
-        SmallWorker(role)
-    elif word == "finished":
-        role.flow.set_state("finished", "enough")
-    else:
-        worker.epoch = 9
+    reasons: dict[str, Callable[[], object]] = {
+        "stale": lambda: [SmallWorker(role, f"worker-{index}").push() for index in (1, 2)],
+        "superseded": lambda: SmallWorker(role),
+        "finished": lambda: role.flow.set_state(RunState.FINISHED, "enough"),
+        "epoch": lambda: setattr(worker, "epoch", 9),
+    }
+    reasons[word]()
     assert worker.push() == word
-    assert fields(role) == set()
+    assert shard_fields(role) == set()
     if word == "stale":
         assert worker.send(b"another") == "stale"
         assert worker.push(b"another") == "stale"
         assert role.redis.hget(RunKeys(role.run_id).produced, "worker-0:fragments:stale") == b"2"
-
-
-def test_a_push_that_is_sent_again_keeps_its_body(make_role: MakeRole, redis_server: RedisServer) -> None:
-    role = sharded_role(make_role, redis_server)
-    trainer, worker = begin(role), SmallWorker(role)
-    worker.work(blob=b"once")
-    worker.seq = 0
-    assert worker.push(b"once") == "duplicate"
-    assert [entry.fragment for entry in trainer.log.read("0-0", 10, 0.0)] == [b"once"]
 
 
 def consume(trainer: SmallTrainer, worker: SmallWorker, updates: int) -> str:
@@ -162,7 +129,7 @@ def consume(trainer: SmallTrainer, worker: SmallWorker, updates: int) -> str:
             worker.work(trainer.version)
             assert trainer.take() is not None
         trainer.publish()
-    return trainer.intake.committed.position
+    return trainer.consumer.committed.position
 
 
 def test_a_trim_sweeps_what_it_covers_and_orphans_but_nothing_whose_push_may_come(
@@ -175,23 +142,23 @@ def test_a_trim_sweeps_what_it_covers_and_orphans_but_nothing_whose_push_may_com
     worker.work(trainer.version, b"in the log")
     role.bodies.put("worker-0", 0, 5, b"its push is on its way")
     role.bodies.put("worker-1", 0, 0, b"of a worker that has not registered, as far as Redis knows")
-    client = next(iter(role.bodies._shards.values()))
-    client.hset(RunKeys(role.run_id).bodies("worker-0"), "by hand", "x")
-    assert len(fields(role)) == 1 + 4 + 1 + 1 + 1
+    with next(iter(shard_clients(role.address, role.config).values())) as client:
+        client.hset(RunKeys(role.run_id).bodies("worker-0"), "by hand", "x")
+    assert len(shard_fields(role)) == 1 + 4 + 1 + 1 + 1
     assert trainer.log.trim(trainer.epoch, through) == 4
-    assert {field[:4] for field in fields(role)} == {"0:4:", "0:5:"}
-    assert len(fields(role, "worker-1")) == 1
+    assert {field[:4] for field in shard_fields(role)} == {"0:4:", "0:5:"}
+    assert len(shard_fields(role, "worker-1")) == 1
     successor = SmallWorker(role)
     trainer.log.trim(trainer.epoch, through)
-    assert {field[:4] for field in fields(role)} == {"0:4:"}, "the push of a former life is refused"
+    assert {field[:4] for field in shard_fields(role)} == {"0:4:"}, "the push of a former life is refused"
     role.bodies.put("worker-0", successor.incarnation, 0, b"its push is on its way")
     SmallWorker(role, "worker-1")
     trainer.log.trim(trainer.epoch, through)
-    assert {field[:4] for field in fields(role)} == {"0:4:", "1:0:"}
-    assert len(fields(role, "worker-1")) == 1
+    assert {field[:4] for field in shard_fields(role)} == {"0:4:", "1:0:"}
+    assert len(shard_fields(role, "worker-1")) == 1
     assert trainer.take() is None, "what is in the log was no fragment"
-    trainer.log.trim(trainer.epoch, trainer.intake.position)
-    assert {field[:4] for field in fields(role)} == {"1:0:"}
+    trainer.log.trim(trainer.epoch, trainer.consumer.position)
+    assert {field[:4] for field in shard_fields(role)} == {"1:0:"}
 
 
 def test_many_bodies_are_swept_in_pieces(make_role: MakeRole, redis_server: RedisServer) -> None:
@@ -202,7 +169,7 @@ def test_many_bodies_are_swept_in_pieces(make_role: MakeRole, redis_server: Redi
         role.bodies.put("worker-0", 0, seq, b"x")
     SmallWorker(role)
     assert role.bodies.sweep(role.redis) == 1500
-    assert fields(role) == set()
+    assert shard_fields(role) == set()
 
 
 def test_a_shard_that_is_away_or_full_or_locked_is_named(tmp_path: Any, unique_run_id: str) -> None:

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from shared.algorithm_configs.registry import ALGORITHMS
-from shared.config import Config
-from shared.config_sources import dump_config, field_paths, load_config, parse_config
+from shared.config.algorithms.registry import ALGORITHMS
+from shared.config.loading import dump_config, load_config, parse_config
+from shared.config.run_config import Config
+from shared.config.validation import field_paths
 from shared.errors import ConfigError
 from tests.conftest import minimal_config
 
@@ -50,60 +51,45 @@ def refused(path: Path | None, overrides: list[str] | None = None, environ: dict
     return text
 
 
-def test_the_later_source_wins(write: WriteConfig) -> None:
-    path = write(BASE)
-    environ = {"STAGECOACH__ROLLOUT__WORKERS": "5", "PATH": "/bin"}
-    assert load_config(write("environment: {id: A-v0}\nstop_at: {updates: 1}"), [], {}).rollout.workers == 2
-    assert load_config(write(BASE), [], {}).rollout.workers == 3
-    assert load_config(path, [], environ).rollout.workers == 5
-    assert load_config(path, ["rollout.workers=7"], environ).rollout.workers == 7
-    assert load_config(path, ["rollout.workers=7", "rollout.workers=8"], environ).rollout.workers == 8
-    kept = load_config(path, ["rollout.workers=7"], environ)
-    assert (kept.rollout.fragment_steps, kept.environment.num_envs) == (8, 2)
-
-
-def test_the_process_environment_is_the_default(write: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_later_source_wins(write: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, environ = write(BASE), {"STAGECOACH__ROLLOUT__WORKERS": "5", "PATH": "/bin"}
+    for file, overrides, variables, workers in (
+        (None, ["environment.id=A-v0", "stop_at.updates=1"], {}, 2),
+        (path, [], {}, 3),
+        (path, [], environ, 5),
+        (path, ["rollout.workers=7"], environ, 7),
+        (path, ["rollout.workers=7", "rollout.workers=8"], environ, 8),
+    ):
+        config = load_config(file, overrides, variables)
+        assert config.rollout.workers == workers
+    assert (config.rollout.fragment_steps, config.environment.num_envs) == (8, 2)
     monkeypatch.setenv("STAGECOACH__SEED", "41")
-    assert load_config(write(BASE)).seed == 41
-    assert load_config(write(BASE), environ={}).seed == 1
-
-
-def test_no_file_is_needed() -> None:
-    config = load_config(None, ["environment.id=CartPole-v1"], {"STAGECOACH__STOP_AT__UPDATES": "3"})
-    assert (config.environment.id, config.stop_at.updates) == ("CartPole-v1", 3)
+    assert [load_config(path).seed, load_config(path, environ={}).seed] == [41, 1]
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-3", 1e-3),
-        ("1E-3", 1e-3),
-        ("1.e-3", 1e-3),
-        ("2.5e-4", 2.5e-4),
-        ("3e+2", 300.0),
-        ("0.001", 1e-3),
-        ("{kind: linear, start: 1e-3, over: 10 updates}", 1e-3),
-    ],
+    "text", ["1e-3", "1E-3", "1.e-3", "10.e-4", "1e+0 ", "0.001", "{kind: linear, start: 1e-3, over: 10 updates}"]
 )
-def test_numbers_may_have_exponents(text: str, value: float, write: WriteConfig) -> None:
-    assert load_config(write(BASE), [f"algorithm.learning_rate={text}"], {}).algorithm.learning_rate.start == value
-    file = write(BASE + f"algorithm: {{learning_rate: {text}}}")
+def test_numbers_may_have_exponents(text: str, write: WriteConfig) -> None:
+    file, value = write(BASE + f"algorithm: {{learning_rate: {text}}}"), 1.0 if "+" in text else 1e-3
     assert load_config(file, [], {}).algorithm.learning_rate.start == value
+    assert load_config(write(BASE), [f"algorithm.learning_rate={text}"], {}).algorithm.learning_rate.start == value
 
 
 def test_overrides_are_yaml_values(write: WriteConfig) -> None:
     overrides = [
         "policies.default.hidden_sizes=[32, 16]",
-        "signals.csv=false",
+        "metrics.csv=false",
         "evaluation.kwargs.render_mode=rgb_array",
+        "evaluation.kwargs.since=2020-01-01",
         "environment.kwargs={a: 1, b: 'x=y'}",
         "store.endpoint_url=",
         "checkpoint.every=5 episodes",
     ]
     config = load_config(write(BASE), overrides, {})
     assert config.policies["default"].hidden_sizes == (32, 16)
-    assert config.signals.csv is False
-    assert config.evaluation.kwargs == {"render_mode": "rgb_array"}
+    assert config.metrics.csv is False
+    assert config.evaluation.kwargs == {"render_mode": "rgb_array", "since": "2020-01-01"}
     assert config.environment.kwargs == {"a": 1, "b": "x=y"}
     assert config.store.endpoint_url is None
     assert str(config.checkpoint.every) == "5 episodes"
@@ -112,11 +98,10 @@ def test_overrides_are_yaml_values(write: WriteConfig) -> None:
 def test_every_path_of_the_config_can_be_named_in_the_environment() -> None:
     for path in field_paths(Config):
         environ = {"STAGECOACH__" + path.replace(".", "__").upper(): "{no such thing: 1}"}
-        owner = [
-            name for name, section in ALGORITHMS.items() if path.removeprefix("algorithm.") in field_paths(section)
-        ]
         if path.startswith("algorithm.") and path != "algorithm.name":
-            environ |= {"STAGECOACH__ALGORITHM__NAME": owner[0]}
+            field = path.removeprefix("algorithm.")
+            owner = next(name for name, section in ALGORITHMS.items() if field in field_paths(section))
+            environ |= {"STAGECOACH__ALGORITHM__NAME": owner}
         assert f"unknown key {path}; " not in refused(None, environ=environ)
 
 
@@ -124,16 +109,16 @@ def test_every_path_of_the_config_can_be_named_in_the_environment() -> None:
     ("section", "said"),
     [
         (
-            "memory={capacity: 500}",
-            "algorithm.memory.kind must be one of uniform, prioritised, hindsight, balanced, found",
+            "replay_buffer={capacity: 500}",
+            "buffer.kind must be one of uniform, prioritized, hindsight, balanced,",
         ),
         (
-            "memory.kind=unifrom",
-            "algorithm.memory.kind must be one of uniform, prioritised, hindsight, balanced, found",
+            "replay_buffer.kind=unifrom",
+            "buffer.kind must be one of uniform, prioritized, hindsight, balanced, f",
         ),
         ("exploration=greedy", "algorithm.exploration.kind must be one of"),
-        ("memory={kind: uniform, capcity: 5}", "unknown key algorithm.memory.capcity"),
-        ("memory={kind: uniform, capacity: -5}", "algorithm.memory.capacity: expected 1 or more, found -5"),
+        ("replay_buffer={kind: uniform, capcity: 5}", "unknown key algorithm.replay_buffer.capcity"),
+        ("replay_buffer={kind: uniform, capacity: -5}", "replay_buffer.capacity: expected 1 or more, found -5"),
     ],
 )
 def test_a_section_of_several_kinds_is_told_by_its_path(section: str, said: str) -> None:
@@ -187,8 +172,6 @@ def test_whatever_is_wrong_with_whatever_field_is_told_in_plain_words() -> None:
     ("override", "said"),
     [
         ("algorithm.learning_rate=.inf", "algorithm.learning_rate: expected a finite number, found inf; give such a"),
-        ("algorithm.gamma=.nan", "algorithm.gamma: expected a finite number, found nan; give such a number"),
-        ("rollout.lease_seconds=-.inf", "rollout.lease_seconds: expected a finite number, found -inf; give such a"),
         ("rollout.workers=1e400", "rollout.workers: expected a finite number, found inf; give such a number"),
         (f"algorithm.learning_rate=1{'0' * 400}", "algorithm.learning_rate: expected a"),
         (f"seed={'1' * 5000}", "seed=1111"),
@@ -202,18 +185,13 @@ def test_whatever_is_wrong_with_whatever_field_is_told_in_plain_words() -> None:
         ("environment.kwargs={1: 2}", "environment.kwargs.1: expected keys that are text, found 1; put it in quotes"),
         ("policies.default.reward_clip=[1]", "policies.default.reward_clip: expected 2 values, found [1]"),
         ("policies.default.hidden_sizes=[1000000000]", "hidden_sizes.0: expected 65536 or less, found 1000000000"),
-        ("algorithm=", "algorithm.name=None is no algorithm; known are a2c"),
+        ("algorithm=", "algorithm.name must be one of a2c, appo, bc, cql, ddpg, dqn, impala, iql, ppo, "),
     ],
     ids=lambda text: text[:40],
 )
 def test_a_wrong_value_is_told_with_what_to_do(override: str, said: str, write: WriteConfig) -> None:
     text = refused(write(BASE), [override])
     assert said in text and len(text) < 400
-
-
-def test_a_field_of_another_algorithm_is_told_as_such() -> None:
-    text = refused(None, ["algorithm.target_entropy=1"])
-    assert "unknown key algorithm.target_entropy; ppo has no such field, but cql, sac: is algorithm.name right?" in text
 
 
 @pytest.mark.parametrize(
@@ -245,16 +223,19 @@ def test_a_misspelt_key_gets_the_nearest_right_one(wrong: str, right: str, write
     assert expected in refused(write(yaml.safe_dump(nested)))
 
 
-def test_a_misspelt_key_of_a_wrapper_gets_the_right_one() -> None:
-    with pytest.raises(
-        ConfigError, match=r"environment.wrappers.0.kwarg; did you mean environment.wrappers.0.kwargs\?"
-    ):
-        minimal_config(environment={"id": "X-v0", "wrappers": [{"path": "a:B", "kwarg": {}}]})
-
-
-def test_a_key_like_no_other_gets_the_list_of_those_there_are(write: WriteConfig) -> None:
-    text = refused(write(BASE), ["ray.zzz=1"])
-    assert text == "unknown key ray.zzz; known here: address, num_cpus, resources"
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("environment.wrappers=[{path: a:B, kwarg: {}}]", "environment.wrappers.0.kwarg; did you mean environment.wrap"
+         "pers.0.kwargs?"),
+        ("ray.zzz=1", "ray.zzz; known here: address, num_cpus, resources"),
+        ("algorithm.target_entropy=1", "algorithm.target_entropy; ppo has no such field, but cql, sac: is algorithm.na"
+         "me right?"),
+    ],
+    ids=["of a wrapper", "like no other", "of another algorithm"],
+)  # fmt: skip
+def test_an_unknown_key_gets_what_helps(override: str, told: str, write: WriteConfig) -> None:
+    assert f"unknown key {told}" in refused(write(BASE), [override])
 
 
 @pytest.mark.parametrize(
@@ -278,7 +259,7 @@ def test_variables_of_other_meaning_are_left_alone(write: WriteConfig) -> None:
 
 def test_all_mistakes_are_told_at_once(write: WriteConfig) -> None:
     text = refused(write(BASE), ["rollout.workrs=1", "algorithm.gamma=2", "sed=1"])
-    assert [word in text for word in ("rollout.workers", "algorithm.gamma", "did you mean seed?")] == [True] * 3
+    assert all(word in text for word in ("rollout.workers", "algorithm.gamma", "did you mean seed?"))
 
 
 @pytest.mark.parametrize(
@@ -288,7 +269,6 @@ def test_all_mistakes_are_told_at_once(write: WriteConfig) -> None:
         ("rollout: {workers: 1, workers: 2}", "key 'workers' stands twice"),
         ("environment: {id: A-v0, kwargs: {a: {b: 1, b: 1}}}", "key 'b' stands twice"),
         ("a: b: c", "not valid YAML"),
-        ("seed: [1", "not valid YAML"),
         ("{{seed}}: 1", "cannot be a key"),
         ("? [a]\n: 1", "cannot be a key"),
         ("\tseed: 1", "not valid YAML"),
@@ -309,7 +289,6 @@ def test_all_mistakes_are_told_at_once(write: WriteConfig) -> None:
         ("seed: " + "[" * 3000, "nested too deeply"),
         ("- seed", "must hold a mapping of sections (environment: …), found list"),
         ("", "found NoneType"),
-        ("CartPole-v1", "found str"),
         ("1: 2", "1"),
         ("environment: CartPole-v1", "environment: expected a section, as in {name: value}, found 'CartPole-v1'"),
         ("seed: 1", "environment is missing; add it to the config or give --set environment=…"),
@@ -341,22 +320,10 @@ def test_a_malformed_override_is_refused(override: str, words: str, write: Write
     assert words in refused(write(BASE + "\nseed: 1"), [override])
 
 
-def test_a_date_stays_text(write: WriteConfig) -> None:
-    config = load_config(write(BASE), ["environment.kwargs.since=2020-01-01"], {})
-    assert config.environment.kwargs == {"since": "2020-01-01"}
-
-
 def test_merge_keys_are_understood_and_their_own_keys_win(write: WriteConfig) -> None:
     text = BASE + "policies:\n  red: &base {hidden_sizes: [8], cnn: small}\n  blue: {<<: *base, hidden_sizes: [16]}\n"
     config = load_config(write(text), [], {})
     assert (config.policies["blue"].hidden_sizes, config.policies["blue"].cnn) == ((16,), "small")
-
-
-def assert_dump_loads(config: Config, write: WriteConfig) -> None:
-    found = load_config(write(dump_config(config)), [], {})
-    assert found == config
-    assert found.hash() == config.hash()
-    assert dump_config(found) == dump_config(config)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +339,9 @@ def assert_dump_loads(config: Config, write: WriteConfig) -> None:
     ids=str,
 )
 def test_a_dumped_config_loads_to_the_same(sections: dict[str, Any], write: WriteConfig) -> None:
-    assert_dump_loads(minimal_config(**sections), write)
+    config = minimal_config(**sections)
+    found = load_config(write(dump_config(config)), [], {})
+    assert (found, found.hash(), dump_config(found)) == (config, config.hash(), dump_config(config))
 
 
 YAML_TRAPS = ["yes", "null", "~", "1_000", "0x1f", "12:30", "2020-01-01", "=", "<<", "a: b", "- a", "#", ".inf"]
@@ -396,5 +365,4 @@ def test_environment_arguments_come_back_from_a_dump_as_they_were(
     path = tmp_path_factory.mktemp("dumped") / "config.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
     found = load_config(path, [], {})
-    assert repr(found.environment.kwargs) == repr(config.environment.kwargs)
-    assert found.hash() == config.hash()
+    assert (repr(found.environment.kwargs), found.hash()) == (repr(kwargs), config.hash())

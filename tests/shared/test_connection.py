@@ -1,36 +1,34 @@
-"""Reaching Redis: what is wrong is said in one line, with what to do, and never with a secret in it."""
+"""Reaching Redis with each role's own credentials: what is wrong is said in one line, and never with a secret in it."""
 
 from __future__ import annotations
 
 import json
+import logging
+import pickle
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import redis
 
-from shared.config import Config
-from shared.connection import Address, Credentials, check_redis, connect_redis, credentials
-from shared.errors import RedisUnavailable, UserError
-from shared.role import open_role
+from shared.config.loading import dump_config
+from shared.config.run_config import Config
+from shared.errors import ConfigError, RedisUnavailable, UserError
+from shared.protocol.redis_client import Address, Credentials, RoleName, connect_redis, credentials
+from shared.runtime.launch import RoleLaunch
 from tests.conftest import MakeRole, RedisServer, minimal_config
 
 SECRET = "pass-that-nobody-may-see"
 AOF = "MISCONF Errors writing to the AOF file: "
 
 
-@pytest.fixture(autouse=True)
-def no_credentials_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of whoever runs the tests doesn't matter."""
-    monkeypatch.delenv("STAGECOACH_REDIS_USERNAME", raising=False)
-    monkeypatch.delenv("STAGECOACH_REDIS_PASSWORD", raising=False)
-
-
-def impatient() -> Config:
-    """Gives up at once."""
+def without_retries() -> Config:
     return minimal_config(redis={"timeout_seconds": 10, "retry_seconds": 0})
 
 
@@ -75,7 +73,7 @@ def answering(reply: bytes | None) -> Iterator[str]:
 def refusal(where: Address) -> str:
     """The message for a Redis that cannot be used."""
     with pytest.raises(RedisUnavailable) as caught:
-        connect_redis(where, impatient())
+        connect_redis(where, without_retries())
     message = str(caught.value)
     assert SECRET not in message and SECRET not in repr(caught.value)
     assert "\n" not in message and isinstance(caught.value, UserError)
@@ -83,54 +81,37 @@ def refusal(where: Address) -> str:
     return message
 
 
-def test_a_good_address_is_a_checked_connection(redis_server: RedisServer, tmp_path: Path) -> None:
-    with connect_redis(address(redis_server.url, tmp_path, redis_server.password), impatient()) as client:
-        check_redis(client, redis_server.url)
+def test_the_password_may_come_from_a_file_or_the_environment(
+    redis_server: RedisServer, environment: SetUp, tmp_path: Path
+) -> None:
+    with connect_redis(address(redis_server.url, tmp_path, redis_server.password), without_retries()) as client:
+        assert client.ping()
+    environment(REDIS_PASSWORD=redis_server.password)
+    with connect_redis(Address("run", redis_server.url, f"file://{tmp_path}"), without_retries()) as client:
         assert client.ping()
 
 
-def test_the_password_may_come_from_the_environment(
-    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("STAGECOACH_REDIS_PASSWORD", redis_server.password)
-    with connect_redis(Address("run", redis_server.url, f"file://{tmp_path}"), impatient()) as client:
-        assert client.ping()
-
-
-def test_the_file_of_embedded_services_comes_before_the_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("STAGECOACH_REDIS_PASSWORD", "another")
-    monkeypatch.setenv("STAGECOACH_REDIS_USERNAME", "somebody")
+def test_the_file_of_embedded_services_comes_before_the_environment(environment: SetUp, tmp_path: Path) -> None:
+    environment(REDIS_PASSWORD="another", REDIS_USERNAME="somebody")
     found = credentials(address("redis://x", tmp_path, SECRET))
     assert (found.redis_password, found.redis_username) == (SECRET, None)
 
 
-def test_a_port_where_nobody_listens(tmp_path: Path) -> None:
+def test_an_address_where_nothing_listens(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    message = refusal(address(f"redis://127.0.0.1:{port}", tmp_path, SECRET))
-    assert f"127.0.0.1:{port}" in message and "does not answer" in message and "redis.url" in message
+    for server in (f"127.0.0.1:{port}", "no-such-host.invalid:6379"):
+        message = refusal(address(f"redis://{server}", tmp_path, SECRET))
+        assert f"{server} does not answer" in message and "redis.url" in message
 
 
-def test_a_host_that_does_not_exist(tmp_path: Path) -> None:
-    message = refusal(address("redis://no-such-host.invalid:6379", tmp_path, SECRET))
-    assert "no-such-host.invalid:6379 does not answer" in message
-
-
-def test_a_wrong_password(redis_server: RedisServer, tmp_path: Path) -> None:
-    message = refusal(address(redis_server.url, tmp_path, SECRET))
-    assert "refuses the credentials" in message and "STAGECOACH_REDIS_PASSWORD" in message
-    assert redis_server.password not in message
-
-
-def test_no_password_where_one_is_needed(redis_server: RedisServer, tmp_path: Path) -> None:
-    assert "refuses the credentials" in refusal(address(redis_server.url, tmp_path))
-
-
-def test_a_user_that_does_not_exist(redis_server: RedisServer, tmp_path: Path) -> None:
-    message = refusal(address(redis_server.url, tmp_path, SECRET, "nobody"))
-    assert "STAGECOACH_REDIS_USERNAME" in message
+@pytest.mark.parametrize(("password", "username"), [(SECRET, None), (None, None), (SECRET, "nobody")])
+def test_wrong_credentials(
+    redis_server: RedisServer, tmp_path: Path, password: str | None, username: str | None
+) -> None:
+    message = refusal(address(redis_server.url, tmp_path, password, username))
+    assert "refuses the credentials" in message and redis_server.password not in message
+    assert "STAGECOACH_REDIS_PASSWORD" in message and "STAGECOACH_REDIS_USERNAME" in message
 
 
 def test_a_user_who_may_not_do_what_is_needed(redis_server: RedisServer, tmp_path: Path, unique_run_id: str) -> None:
@@ -142,10 +123,16 @@ def test_a_user_who_may_not_do_what_is_needed(redis_server: RedisServer, tmp_pat
 
 @pytest.mark.parametrize(
     "reply",
-    [b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n", b"SSH-2.0-OpenSSH_9.2\r\n", b"\x00\x01\x02\r\n", b""],
-    ids=["http", "ssh", "binary", "empty"],
+    [
+        None,
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"\x00\x01\x02\r\n",
+        b"",
+    ],
+    ids=["silence", "http", "ssh", "binary", "empty"],
 )
-def test_a_port_that_is_not_redis(tmp_path: Path, reply: bytes) -> None:
+def test_a_port_that_is_not_redis(tmp_path: Path, reply: bytes | None) -> None:
     with answering(reply) as url:
         assert "does not answer" in refusal(address(url, tmp_path, SECRET))
 
@@ -155,7 +142,7 @@ def test_a_port_that_is_not_redis(tmp_path: Path, reply: bytes) -> None:
     [
         (f"{AOF}No space left on device", "its disk is full (No space left on device)"),
         (
-            f"ERR Error running script (call to f_1): @user_script:1: -{AOF}Disk quota exceeded",
+            f"ERR Error running script (call to f_1): @user_script: -{AOF}Disk quota exceeded",
             "its disk is full (Disk",
         ),
         (f"{AOF}Input/output error script: 1, on @user_script:2.", "it cannot write to its disk (Input/output error)"),
@@ -172,11 +159,6 @@ def test_a_redis_that_cannot_write_to_its_disk_says_why_where_and_what_to_do(
     assert message.endswith(f"the file system of {folder or 'Redis'}")
 
 
-def test_a_port_that_says_nothing(tmp_path: Path) -> None:
-    with answering(None) as url:
-        assert "does not answer" in refusal(address(url, tmp_path, SECRET))
-
-
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:99999", "redis://127.0.0.1:port", f"redis://:{SECRET}@[half"])
 def test_an_address_that_is_none(tmp_path: Path, url: str) -> None:
     assert "redis.url" in refusal(address(url, tmp_path, SECRET))
@@ -187,10 +169,130 @@ def test_secrets_are_not_printable(make_role: MakeRole, redis_server: RedisServe
     for text in (repr(stored), str(stored), f"{[stored]}"):
         assert SECRET not in text and "another-secret" not in text and "access" not in text
     role = make_role()
-    for shown in (role, role.redis, role.address, role.flow, role.checkpoints, role.config, role.address.as_dict()):
+    for shown in (role, role.redis, role.address, role.flow, role.checkpoints, role.config, asdict(role.address)):
         assert redis_server.password not in repr(shown) and redis_server.password not in str(shown)
 
 
-def test_a_role_opens_with_the_same_error(redis_server: RedisServer, tmp_path: Path) -> None:
-    with pytest.raises(RedisUnavailable, match="refuses the credentials"):
-        open_role(impatient(), address(redis_server.url, tmp_path, SECRET))
+SetUp = Callable[..., None]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> SetUp:
+    """`environment(WORKER_REDIS_PASSWORD="x")` sets STAGECOACH_WORKER_REDIS_PASSWORD; nothing else is set."""
+    for role in ("", "WORKER_", "EVALUATOR_", "TRAINER_", "COORDINATOR_", "VIEWER_"):
+        for what in ("USERNAME", "PASSWORD", "PASSWORD_FILE"):
+            monkeypatch.delenv(f"STAGECOACH_{role}REDIS_{what}", raising=False)
+
+    def set_up(**variables: str) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(f"STAGECOACH_{name}", value)
+
+    return set_up
+
+
+def user(role: RoleName | None) -> tuple[str | None, str | None]:
+    found = credentials(Address("run", "redis://x", "file:///x"), role)
+    return found.redis_username, found.redis_password
+
+
+def test_a_roles_own_come_before_those_for_all(environment: SetUp) -> None:
+    assert user("worker") == (None, None)
+    environment(REDIS_PASSWORD="all")
+    assert user("worker") == user(None) == (None, "all")
+    environment(REDIS_USERNAME="somebody", WORKER_REDIS_PASSWORD="own")
+    assert user("worker") == ("worker", "own")
+    assert user("trainer") == user(None) == ("somebody", "all")
+    environment(WORKER_REDIS_USERNAME="other-name")
+    assert user("worker") == ("other-name", "own")
+    environment(WORKER_REDIS_PASSWORD="", WORKER_REDIS_USERNAME="")
+    assert user("worker") == ("somebody", "all"), "what is empty is not set"
+
+
+def test_who_may_do_more_may_also_look(environment: SetUp) -> None:
+    environment(REDIS_PASSWORD="all", COORDINATOR_REDIS_PASSWORD="may do more")
+    assert user("viewer") == user("coordinator") == ("coordinator", "may do more")
+    environment(VIEWER_REDIS_PASSWORD="looks")
+    assert user("viewer") == ("viewer", "looks")
+    assert user("coordinator") == ("coordinator", "may do more")
+
+
+def test_from_a_mounted_file(environment: SetUp, tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("from file\n")
+    environment(TRAINER_REDIS_PASSWORD_FILE=str(file))
+    assert user("trainer") == ("trainer", "from file")
+    environment(REDIS_PASSWORD_FILE=str(file))
+    assert user("worker") == (None, "from file")
+    environment(TRAINER_REDIS_PASSWORD="set")
+    assert user("trainer") == ("trainer", "set")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\n", b"\xff\xfe"])
+def test_a_file_that_holds_no_password_is_named(environment: SetUp, tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "secret"
+    if content is not None:
+        file.write_bytes(content)
+    environment(WORKER_REDIS_PASSWORD_FILE=str(file))
+    with pytest.raises(ConfigError, match="STAGECOACH_WORKER_REDIS_PASSWORD_FILE") as caught:
+        user("worker")
+    assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_rotated_secret_is_found_at_the_next_connection(
+    environment: SetUp, redis_server: RedisServer, tmp_path: Path, unique_run_id: str
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text("first-password")
+    environment(WORKER_REDIS_PASSWORD_FILE=str(file), WORKER_REDIS_USERNAME=unique_run_id)
+    with redis_server.client() as admin:
+        admin.acl_setuser(unique_run_id, enabled=True, passwords=["+first-password"], commands=["+@all"], keys=["*"])
+        config = minimal_config(redis={"timeout_seconds": 10, "retry_seconds": 0})
+        with connect_redis(Address("run", redis_server.url, ""), config, "worker") as client:
+            assert client.acl_whoami() == unique_run_id
+            admin.acl_setuser(unique_run_id, enabled=True, passwords=["-first-password", "+second-password"])
+            client.connection_pool.disconnect()
+            with pytest.raises(redis.AuthenticationError):
+                client.ping()
+            file.write_text("second-password")
+            assert client.ping()
+        admin.acl_deluser(unique_run_id)
+
+
+def test_the_refusal_names_the_roles_own_variable(environment: SetUp, redis_server: RedisServer) -> None:
+    environment(VIEWER_REDIS_PASSWORD=SECRET)
+    config = minimal_config(redis={"retry_seconds": 0})
+    with pytest.raises(RedisUnavailable, match="STAGECOACH_VIEWER_REDIS_PASSWORD, or STAGECOACH_REDIS_PASS") as caught:
+        connect_redis(Address("run", redis_server.url, ""), config, "viewer")
+    assert SECRET not in str(caught.value) + repr(caught.value)
+
+
+def test_nothing_that_is_printed_logged_or_sent_holds_a_secret(
+    environment: SetUp, redis_server: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    environment(WORKER_REDIS_PASSWORD=redis_server.password, WORKER_REDIS_USERNAME="default")
+    caplog.set_level(logging.DEBUG)
+    config, address = minimal_config(), Address("run", redis_server.url, f"file://{tmp_path}")
+    launch = RoleLaunch(config.model_dump(mode="json"), address, (), None)
+    role = launch.open("worker-3")
+    try:
+        assert role.redis.ping()
+        shown = [repr(role), str(role), repr(role.redis), repr(role.redis.connection_pool), repr(launch), caplog.text]
+        shown += [repr(credentials(address, "worker")), dump_config(config), str(role.redis.connection_pool.__dict__)]
+        assert not any(redis_server.password in text for text in shown)
+        assert redis_server.password.encode() not in pickle.dumps(launch), "Ray carries the launch to other machines"
+    finally:
+        role.redis.close()
+
+
+def test_a_process_with_a_wrong_password_ends_with_one_line(
+    environment: SetUp, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    environment(TRAINER_REDIS_PASSWORD=SECRET, TRAINER_REDIS_USERNAME="default")
+    (tmp_path / "config.yaml").write_text(dump_config(minimal_config(redis={"retry_seconds": 0})))
+    where = ["--redis", redis_server.url, "--store", f"file://{tmp_path}", "--config", str(tmp_path / "config.yaml")]
+    command = [sys.executable, "-m", "trainer_node", "run", *where]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    said = [line for line in ended.stderr.splitlines() if not line.endswith("trainer begins")]
+    assert (ended.returncode, len(said)) == (2, 1), ended.stderr
+    assert "STAGECOACH_TRAINER_REDIS_PASSWORD" in ended.stderr
+    assert SECRET not in ended.stderr + ended.stdout

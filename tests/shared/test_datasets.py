@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared import fragment
-from shared.dataset_config import DatasetConfig
-from shared.datasets.reading import read_dataset
+from shared.config.sections import DatasetConfig
+from shared.datasets.read import read_dataset
 from shared.datasets.recording import Episode, Recording
 from shared.errors import DatasetError, UserError
-from shared.fragment import EpisodeRecord
-from shared.spaces import Columns, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
-from tests.shared.datasets import (
+from shared.experience import fragment
+from shared.experience.fragment import EpisodeRecord
+from shared.experience.spaces import Columns, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
+from tests.support.datasets import (
     BOX,
     CHOICE,
     NESTED,
@@ -25,17 +25,23 @@ from tests.shared.datasets import (
     described,
     episodes,
     fragment_of,
-    values,
     write_archive,
     write_csv,
     write_d4rl,
     write_minari,
 )
 
+WRITERS: dict[str, tuple[Callable[..., None], str]] = {
+    "csv": (write_csv, "data.csv"), "d4rl": (write_d4rl, "data.hdf5"), "minari": (write_minari, "sample-v0")
+}  # fmt: skip
 ROWS = 17
 """Steps of the episodes that are written, by default."""
 MINARI = Path(__file__).parent / "minari_cartpole"
 """Two episodes of CartPole-v1, written by minari 0.5.4: one falls, one is truncated after 12 steps."""
+
+
+DESCRIPTION = described()
+SPACES = DESCRIPTION.policies["default"]
 
 
 @pytest.fixture
@@ -64,38 +70,24 @@ def assert_same(found: Recording, listed: Sequence[Episode]) -> None:
         assert (mine.terminated, mine.record, mine.last_known) == (theirs.terminated, theirs.record, theirs.last_known)
 
 
-every_space = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("observation", "action"), [(BOX, CHOICE), (BOX, TORQUE), (NESTED, CHOICE)], ids=["choice", "torque", "nested"]
 )
-
-
-@every_space
-def test_csv_is_read_as_it_was_written(tmp_path: Path, observation: SpaceSpec, action: SpaceSpec) -> None:
+@pytest.mark.parametrize("layout", WRITERS)
+def test_each_layout_is_read_as_it_was_written(
+    tmp_path: Path, layout: str, observation: SpaceSpec, action: SpaceSpec
+) -> None:
+    if layout != "csv":
+        pytest.importorskip("h5py")
+    write, name = WRITERS[layout]
     description = described(observation, action)
-    listed = episodes(spaces_of(description))
-    write_csv(tmp_path / "data.csv", spaces_of(description), listed)
-    found = read(tmp_path / "data.csv", description)
+    listed = episodes(spaces_of(description), log_prob=layout != "minari")
+    write(tmp_path / name, spaces_of(description), listed)
+    found = read(tmp_path / name, description)
     assert_same(found, listed)
     assert len(found) == ROWS
-
-
-@every_space
-@pytest.mark.usefixtures("needs_h5py")
-def test_minaris_layout_is_read_as_it_was_written(tmp_path: Path, observation: SpaceSpec, action: SpaceSpec) -> None:
-    description = described(observation, action)
-    listed = episodes(spaces_of(description), log_prob=False)
-    write_minari(tmp_path / "sample-v0", spaces_of(description), listed)
-    assert_same(read(tmp_path / "sample-v0", description), listed)
-    assert_same(read(tmp_path / "sample-v0" / "data" / "main_data.hdf5", description), listed)
-
-
-@every_space
-@pytest.mark.usefixtures("needs_h5py")
-def test_d4rls_layout_is_read_as_it_was_written(tmp_path: Path, observation: SpaceSpec, action: SpaceSpec) -> None:
-    description = described(observation, action)
-    listed = episodes(spaces_of(description))
-    write_d4rl(tmp_path / "data.hdf5", spaces_of(description), listed)
-    assert_same(read(tmp_path / "data.hdf5", description), listed)
+    if layout == "minari":
+        assert_same(read(tmp_path / name / "data" / "main_data.hdf5", description), listed)
 
 
 @pytest.mark.usefixtures("needs_h5py")
@@ -126,9 +118,8 @@ def test_an_archive_gives_back_the_episodes_that_were_acted(tmp_path: Path) -> N
 
 
 def test_an_archive_with_gaps_repeats_masks_and_a_late_start(tmp_path: Path) -> None:
-    description = described()
-    listed = episodes(spaces_of(description), (12, 3, 9), "ttt")
-    recording = Recording(spaces_of(description), listed, "memory")
+    listed = episodes(SPACES, (12, 3, 9), "ttt")
+    recording = Recording(SPACES, listed, "memory")
     pieces = [recording.cut([piece], 4)[0] for piece in range(6)]
     wide = {name: np.insert(array, 1, array[1], axis=0) for name, array in pieces[5].items() if len(array) == 4}
     resets = pieces[5] | wide
@@ -136,7 +127,7 @@ def test_an_archive_with_gaps_repeats_masks_and_a_late_start(tmp_path: Path) -> 
     resets["final_index"] = resets["final_index"] + np.array([1, 0], np.int32)
     sent = [(0, pieces[0]), (1, pieces[1]), (1, pieces[1]), (3, pieces[3]), (4, pieces[4]), (5, resets)]
     write_archive(tmp_path, [fragment_of(columns, seq) for seq, columns in sent])
-    found = list(read(tmp_path / "a-run", description).episodes())
+    found = list(read(tmp_path / "a-run", DESCRIPTION).episodes())
     assert [len(episode) for episode in found] == [8, 3, 9]
     assert [episode.record for episode in found] == [None, None, listed[2].record], (
         "the gap hides the third's beginning"
@@ -145,16 +136,17 @@ def test_an_archive_with_gaps_repeats_masks_and_a_late_start(tmp_path: Path) -> 
 
 
 def test_an_archive_of_the_wire_version_before_has_no_last_observation_of_what_terminated(tmp_path: Path) -> None:
-    description = described()
-    listed = episodes(spaces_of(description), (5, 4, 7), "tTt")
+    listed = episodes(SPACES, (5, 4, 7), "tTt")
     older = []
-    for seq, columns in enumerate(Recording(spaces_of(description), listed, "memory").fragments(4)):
+    recording = Recording(SPACES, listed, "memory")
+    for seq in range(recording.pieces(4)):
+        columns, _ = recording.cut([seq], 4)
         kept = columns["truncated"][tuple(columns["final_index"].T)]
         columns |= {name: columns[name][kept] for name in ("final_index", "final_obs")}
         made = fragment_of(columns, seq)
         older.append(dataclasses.replace(made, header=dataclasses.replace(made.header, wire_version=2)))
     write_archive(tmp_path, older)
-    found = list(read(tmp_path / "a-run", description).episodes())
+    found = list(read(tmp_path / "a-run", DESCRIPTION).episodes())
     assert [episode.last_known for episode in found] == [False, True, False]
     for mine, theirs in zip(found, listed, strict=True):
         last = len(theirs) + mine.last_known
@@ -162,40 +154,40 @@ def test_an_archive_of_the_wire_version_before_has_no_last_observation_of_what_t
         assert (mine.terminated, mine.record) == (theirs.terminated, theirs.record)
 
 
+def without(path: Path, name: str) -> None:
+    """Takes away the columns of a CSV file whose names begin so."""
+    rows = [row.split(",") for row in path.read_text().splitlines()]
+    keep = [place for place, column in enumerate(rows[0]) if not column.startswith(name)]
+    path.write_text("\n".join(",".join(row[place] for place in keep) for row in rows))
+
+
 @pytest.mark.usefixtures("needs_h5py")
 def test_a_probability_may_be_unknown_of_a_step_and_of_all(tmp_path: Path) -> None:
-    description = described()
-    listed = episodes(spaces_of(description))
+    listed = episodes(SPACES)
     listed[1].log_prob[0] = np.nan
-    write_csv(tmp_path / "data.csv", spaces_of(description), listed)
-    write_d4rl(tmp_path / "data.h5", spaces_of(description), listed)
+    write_csv(tmp_path / "data.csv", SPACES, listed)
+    write_d4rl(tmp_path / "data.h5", SPACES, listed)
     for name in ("data.csv", "data.h5"):
-        assert_same(read(tmp_path / name, description), listed)
-    write_csv(tmp_path / "data.csv", spaces_of(description), listed, log_prob=["inf"] * ROWS)
+        assert_same(read(tmp_path / name, DESCRIPTION), listed)
+    write_csv(tmp_path / "data.csv", SPACES, listed, log_prob=["inf"] * ROWS)
     with pytest.raises(DatasetError, match="log_prob holds NaN or infinite"):
-        read(tmp_path / "data.csv", description)
-    header, *rows = (tmp_path / "data.csv").read_text().splitlines()
-    place = header.split(",").index("log_prob")
-    without = [[cell for number, cell in enumerate(row.split(",")) if number != place] for row in (header, *rows)]
-    (tmp_path / "data.csv").write_text("\n".join(",".join(row) for row in without))
-    assert np.isnan(read(tmp_path / "data.csv", description).columns["log_prob"]).all()
+        read(tmp_path / "data.csv", DESCRIPTION)
+    without(tmp_path / "data.csv", "log_prob")
+    assert np.isnan(read(tmp_path / "data.csv", DESCRIPTION).columns["log_prob"]).all()
 
 
 def test_without_next_observations_the_unknown_is_not_made_up(tmp_path: Path) -> None:
-    description = described()
-    listed = episodes(spaces_of(description))
+    listed = episodes(SPACES)
     path = tmp_path / "data.csv"
-    write_csv(path, spaces_of(description), listed)
-    header, *rows = path.read_text().splitlines()
-    keep = [place for place, name in enumerate(header.split(",")) if not name.startswith("next_obs")]
-    path.write_text("\n".join(",".join(row.split(",")[place] for place in keep) for row in (header, *rows)))
-    found = list(read(path, description).episodes())
+    write_csv(path, SPACES, listed)
+    without(path, "next_obs")
+    found = list(read(path, DESCRIPTION).episodes())
     assert [len(episode) for episode in found] == [5, 7, 3], "a truncated last step has nothing to bootstrap from"
     assert [episode.terminated for episode in found] == [True, True, False]
     np.testing.assert_array_equal(found[2].observations["obs"], listed[3].observations["obs"][:4])
     np.testing.assert_array_equal(found[0].observations["obs"][:-1], listed[0].observations["obs"][:-1])
     assert [episode.last_known for episode in found] == [False, False, True]
-    recording = Recording(spaces_of(description), found, "memory")
+    recording = Recording(SPACES, found, "memory")
     assert recording.cut([0], 20)[0]["final_index"].tolist() == [[14, 0]], "only the one that was stopped"
 
 
@@ -212,9 +204,8 @@ def test_fragments_cut_from_it_are_what_the_log_takes() -> None:
 
 
 def test_cut_agrees_with_a_walk_through_the_episodes() -> None:
-    description = described()
-    listed = episodes(spaces_of(description), (5, 1, 7, 4, 3), "tTtcT")
-    recording = Recording(spaces_of(description), listed, "memory")
+    listed = episodes(SPACES, (5, 1, 7, 4, 3), "tTtcT")
+    recording = Recording(SPACES, listed, "memory")
     walk = [
         (episode.observations["obs"][step], episode.observations["obs"][step + 1], episode.actions["action"][step],
          episode.reward[step], step == len(episode) - 1, episode.terminated)
@@ -239,12 +230,11 @@ def test_cut_agrees_with_a_walk_through_the_episodes() -> None:
 
 @pytest.mark.usefixtures("needs_h5py")
 def test_the_hash_is_that_of_the_transitions_in_any_format(tmp_path: Path) -> None:
-    description = described()
-    listed = episodes(spaces_of(description), ends="tTtT", log_prob=False)
-    write_csv(tmp_path / "data.csv", spaces_of(description), listed)
-    write_d4rl(tmp_path / "data.h5", spaces_of(description), listed)
-    write_minari(tmp_path / "minari", spaces_of(description), listed)
-    found = {read(tmp_path / name, description).sha256 for name in ("data.csv", "data.h5", "minari")}
+    listed = episodes(SPACES, ends="tTtT", log_prob=False)
+    write_csv(tmp_path / "data.csv", SPACES, listed)
+    write_d4rl(tmp_path / "data.h5", SPACES, listed)
+    write_minari(tmp_path / "minari", SPACES, listed)
+    found = {read(tmp_path / name, DESCRIPTION).sha256 for name in ("data.csv", "data.h5", "minari")}
     assert len(found) == 1
     changes: list[Callable[[Columns], object]] = [
         lambda columns: columns["obs"].__setitem__((3, 1), 7.0),
@@ -253,13 +243,13 @@ def test_the_hash_is_that_of_the_transitions_in_any_format(tmp_path: Path) -> No
         lambda columns: columns["log_prob"].__setitem__(0, -0.5),
     ]
     for change in changes:
-        other = Recording(spaces_of(description), listed, "")
+        other = Recording(SPACES, listed, "")
         change(other.columns)
         found.add(other.sha256)
-    found.add(Recording(spaces_of(description), episodes(spaces_of(description), (6, 7, 4), "ttT"), "").sha256)
+    found.add(Recording(SPACES, episodes(SPACES, (6, 7, 4), "ttT"), "").sha256)
     assert len(found) == 6
     with pytest.raises(DatasetError, match=r"has the SHA-256 .*, the run was made with 0000"):
-        read(tmp_path / "data.csv", description, sha256="0" * 64)
+        read(tmp_path / "data.csv", DESCRIPTION, sha256="0" * 64)
 
 
 PROBLEMS: list[tuple[dict[str, Any], str]] = [
@@ -276,36 +266,33 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("columns", "message"), PROBLEMS, ids=[message[10:30] for _, message in PROBLEMS])
 def test_a_csv_that_does_not_fit_is_named(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
-    description = described()
-    write_csv(tmp_path / "data.csv", spaces_of(description), episodes(spaces_of(description)), **columns)
+    write_csv(tmp_path / "data.csv", SPACES, episodes(SPACES), **columns)
     with pytest.raises(DatasetError, match=message) as caught:
-        read(tmp_path / "data.csv", description)
+        read(tmp_path / "data.csv", DESCRIPTION)
     assert "\n" not in str(caught.value) and isinstance(caught.value, UserError)
 
 
 def test_missing_columns_and_ragged_rows_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "data.csv"
-    path.write_text("obs.0,obs.1,action,reward,terminated\n0,0,1,0,0\n")
-    with pytest.raises(
-        DatasetError, match=r"has no column obs.2, which the run's spaces ask for; found obs.0, obs.1, act"
+    path, header = tmp_path / "data.csv", b"obs.0,obs.1,obs.2,action,reward,terminated\n"
+    for content, message in (
+        (
+            header.replace(b"obs.2,", b""),
+            r"has no column obs.2, which the run's spaces ask for; found obs.0, obs.1",
+        ),
+        (header + b"0,0,0,1,0,0\n0,0\n", "row 1 has 2 cells, expected 6"),
+        (header, r"data.csv holds no transition"),
+        (b"\xff\xfe\x00", "cannot be read as CSV"),
     ):
-        read(path, described())
-    path.write_text("obs.0,obs.1,obs.2,action,reward,terminated\n0,0,0,1,0,0\n0,0\n")
-    with pytest.raises(DatasetError, match="row 1 has 2 cells, expected 6"):
-        read(path, described())
-    path.write_text("obs.0,obs.1,obs.2,action,reward,terminated\n")
-    with pytest.raises(DatasetError, match=r"data.csv holds no transition"):
-        read(path, described())
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DatasetError, match="cannot be read as CSV"):
-        read(path, described())
+        path.write_bytes(content)
+        with pytest.raises(DatasetError, match=message):
+            read(path, DESCRIPTION)
 
 
 @pytest.mark.usefixtures("needs_h5py")
 def test_an_hdf5_file_that_does_not_fit_is_named(tmp_path: Path) -> None:
     import h5py
 
-    description, path = described(), tmp_path / "data.hdf5"
+    description, path = DESCRIPTION, tmp_path / "data.hdf5"
     for change, message in (
         (lambda file: file.__delitem__("terminals"), "terminals is missing, expected an array.*found actions"),
         (lambda file: file.__delitem__("observations"), r"holds actions, .*expected observations, actions"),
@@ -339,31 +326,29 @@ def test_what_is_no_dataset_or_another_environments_is_refused(tmp_path: Path) -
         ("", r"is of no known format .it holds notes.txt.; expected a run's folder with experience/"),
     ):
         with pytest.raises(DatasetError, match=message):
-            read(tmp_path / name, described())
+            read(tmp_path / name, DESCRIPTION)
     with pytest.raises(DatasetError, match="does not exist; expected a csv dataset"):
-        read(tmp_path / "none.csv", described(), format="csv")
+        read(tmp_path / "none.csv", DESCRIPTION, format="csv")
     two = EnvironmentDescription({"a": "default", "b": "default"}, described().policies)
     with pytest.raises(DatasetError, match="is that of one agent, the run's environment has a, b"):
         read(tmp_path, two)
-    description = described()
-    recording = Recording(spaces_of(description), episodes(spaces_of(description)), "memory")
+    recording = Recording(SPACES, episodes(SPACES), "memory")
     write_archive(tmp_path, [fragment_of(recording.cut([0], 8)[0], 0)])
     with pytest.raises(DatasetError, match="does not fit the run's environment: default/obs is"):
         read(tmp_path / "a-run", described(SpaceSpec((TORQUE.leaves[0],), 0)))
 
 
 def test_only_episodes_that_are_good_enough(tmp_path: Path) -> None:
-    description = described()
-    listed = episodes(spaces_of(description), (5, 6, 7, 4), "tTtc")
-    write_csv(tmp_path / "data.csv", spaces_of(description), listed)
+    listed = episodes(SPACES, (5, 6, 7, 4), "tTtc")
+    write_csv(tmp_path / "data.csv", SPACES, listed)
     returns = sorted(episode.record.episode_return for episode in listed if episode.record is not None)
-    found = read(tmp_path / "data.csv", description, min_return=returns[1])
+    found = read(tmp_path / "data.csv", DESCRIPTION, min_return=returns[1])
     kept = [item for item in listed if item.record is not None and item.record.episode_return >= returns[1]]
     assert len(kept) == 2
     assert_same(found, kept)
-    assert found.sha256 != read(tmp_path / "data.csv", description).sha256
+    assert found.sha256 != read(tmp_path / "data.csv", DESCRIPTION).sha256
     with pytest.raises(DatasetError, match=f"the best whole episode of .* returned {returns[-1]:g}"):
-        read(tmp_path / "data.csv", description, min_return=returns[-1] + 1)
+        read(tmp_path / "data.csv", DESCRIPTION, min_return=returns[-1] + 1)
 
 
 def test_numbers_are_cast_to_the_spaces_own_types(tmp_path: Path) -> None:
@@ -372,5 +357,3 @@ def test_numbers_are_cast_to_the_spaces_own_types(tmp_path: Path) -> None:
     write_csv(tmp_path / "data.csv", spaces_of(description), listed, **{"obs.cam.3": [256.0] * ROWS})
     with pytest.raises(DatasetError, match=r"obs.cam.… holds 256.0 in row 0, expected whole numbers that fit uint8"):
         read(tmp_path / "data.csv", description)
-    drawn = values(NESTED, "obs", 3, np.random.default_rng(1))
-    assert {array.dtype.str for array in drawn.values()} == {"|u1", "<i8", "<f4"}

@@ -14,22 +14,21 @@ from typing import Any
 
 import pytest
 
-from coordinator.preparation import create_flow
-from coordinator.services import BUCKET, start_s3
-from rollout_worker.making import describe_environment
-from shared.checkpoint import ENVIRONMENT, FINISHED
-from shared.config import Config
-from shared.connection import Address, credentials
-from shared.heartbeat import read_heartbeats
-from shared.ledger import read_books
-from shared.redis_keys import RunKeys
-from shared.role import Role, open_role
+from coordinator.services.embedded import BUCKET, start_s3
+from shared.config.run_config import Config
+from shared.protocol.heartbeat import read_heartbeats
+from shared.protocol.keys import RunKeys
+from shared.protocol.ledger import read_accounting
+from shared.protocol.redis_client import Address
+from shared.runtime.run_context import RunContext
+from shared.storage.checkpoint_store import FINISHED
 from tests.conftest import RedisServer, minimal_config
-from tests.environments_for_tests import MODULE
-from tests.role_processes import ended, events, start_process
-from tests.support.speed import stretched
+from tests.support.environments import MODULE
+from tests.support.role_processes import ended, events, start_process
+from tests.support.runs import make_run
+from tests.support.waiting import eventually
 
-MakeRole = Callable[..., Role]
+MakeRole = Callable[..., RunContext]
 Start = Callable[..., subprocess.Popen[str]]
 FOR_EVER = {"updates": 10**6}
 pytestmark = pytest.mark.timeout(400)
@@ -40,7 +39,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """`start(role, module, …)`; ends what is left."""
     started: list[subprocess.Popen[str]] = []
 
-    def begin(role: Role, module: str, *arguments: str) -> subprocess.Popen[str]:
+    def begin(role: RunContext, module: str, *arguments: str) -> subprocess.Popen[str]:
         started.append(start_process(role, tmp_path, module, *arguments))
         return started[-1]
 
@@ -50,18 +49,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.communicate()
 
 
-def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + stretched(100)
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def open_claims(role: Role) -> int:
+def open_claims(role: RunContext) -> int:
     return int(role.redis.zcard(RunKeys(role.run_id).claims))
 
 
-def acts(role: Role) -> bool:
+def acts(role: RunContext) -> bool:
     """Whether the worker acts its first fragment: who only has its claim may still wait for the policy, and leave."""
     return role.log().left("worker-0").tries == 1
 
@@ -80,10 +72,10 @@ def slow(seconds: float, **sections: Any) -> Config:
 def test_a_trainer_leaves_with_a_checkpoint_and_the_next_one_goes_on(make_role: MakeRole, start: Start) -> None:
     role = make_role(minimal_config(stop_at=FOR_EVER, checkpoint={"every": "1000000 updates"}, trainer=PATIENT))
     trainer, worker = start(role, "trainer_node"), start(role, "rollout_worker", "--index", "0")
-    until(lambda: role.flow.read().version > 5)
+    eventually(lambda: role.flow.read().version > 5)
     trainer.send_signal(signal.SIGTERM)
     done = ended(trainer)
-    assert (done.returncode, done.stdout.strip()) == (0, "left"), done
+    assert (done.returncode, done.stdout.strip()) == (0, "preempted"), done
     state = role.flow.read()
     assert state.state == "running"
     assert role.checkpoints.marker(FINISHED) is None
@@ -91,15 +83,15 @@ def test_a_trainer_leaves_with_a_checkpoint_and_the_next_one_goes_on(make_role: 
     assert latest is not None and latest.manifest.version == state.version > 5
     assert "the trainer leaves with a checkpoint" in events(role)
 
-    until(lambda: any(beat.waiting_for == "credit" for beat in read_heartbeats(role.redis, role.run_id)))
+    eventually(lambda: any(beat.waiting_for == "credit" for beat in read_heartbeats(role.redis, role.run_id)))
     worker.send_signal(signal.SIGTERM)
     done = ended(worker)
-    assert (done.returncode, done.stdout.strip()) == (0, "left"), done
+    assert (done.returncode, done.stdout.strip()) == (0, "preempted"), done
     assert open_claims(role) == 0
 
     trainer, worker = start(role, "trainer_node"), start(role, "rollout_worker", "--index", "0")
-    until(lambda: role.flow.read().version > state.version)
-    assert read_books(role.redis, role.run_id)["total"].balances
+    eventually(lambda: role.flow.read().version > state.version)
+    assert read_accounting(role.redis, role.run_id)["total"].balances
     assert f"restored {latest.manifest.name}" in events(role)
 
 
@@ -107,11 +99,11 @@ def test_a_worker_finishes_its_fragment_before_it_leaves(make_role: MakeRole, st
     role = make_role(slow(0.5, stop_at=FOR_EVER))
     start(role, "trainer_node")
     worker = start(role, "rollout_worker", "--index", "0")
-    until(lambda: acts(role) or read_books(role.redis, role.run_id)["total"].produced.fragments > 0)
+    eventually(lambda: acts(role) or read_accounting(role.redis, role.run_id)["total"].produced.fragments > 0)
     worker.send_signal(signal.SIGTERM)
     done = ended(worker)
-    assert (done.returncode, done.stdout.strip()) == (0, "left"), done
-    assert read_books(role.redis, role.run_id)["worker-0"].produced.fragments > 0
+    assert (done.returncode, done.stdout.strip()) == (0, "preempted"), done
+    assert read_accounting(role.redis, role.run_id)["worker-0"].produced.fragments > 0
     assert open_claims(role) == 0
 
 
@@ -120,14 +112,14 @@ def test_a_second_signal_ends_it_at_once(make_role: MakeRole, start: Start) -> N
     role = make_role(slow(10.0, stop_at=FOR_EVER))
     start(role, "trainer_node")
     worker = start(role, "rollout_worker", "--index", "0")
-    until(lambda: acts(role))
+    eventually(lambda: acts(role))
     worker.send_signal(signal.SIGTERM)
     time.sleep(0.3)
     assert worker.poll() is None, "it acts its fragment"
     worker.send_signal(signal.SIGINT)
     done = ended(worker, 30)
-    assert (done.returncode, done.stdout.strip()) == (0, "left"), done
-    assert read_books(role.redis, role.run_id)["total"].produced.fragments == 0
+    assert (done.returncode, done.stdout.strip()) == (0, "preempted"), done
+    assert read_accounting(role.redis, role.run_id)["total"].produced.fragments == 0
     assert open_claims(role) == 0
 
 
@@ -135,9 +127,11 @@ def test_a_second_signal_ends_it_at_once(make_role: MakeRole, start: Start) -> N
 def test_who_waits_for_the_first_checkpoint_leaves_at_once(make_role: MakeRole, start: Start) -> None:
     role = make_role(slow(0.0))
     worker = start(role, "rollout_worker", "--index", "0")
-    until(lambda: "the first checkpoint (.ready)" in [b.waiting_for for b in read_heartbeats(role.redis, role.run_id)])
+    eventually(
+        lambda: "the first checkpoint (.ready)" in [b.waiting_for for b in read_heartbeats(role.redis, role.run_id)]
+    )
     worker.send_signal(signal.SIGTERM)
-    assert ended(worker).stdout.strip() == "left"
+    assert ended(worker).stdout.strip() == "preempted"
 
 
 @pytest.mark.processes
@@ -151,34 +145,31 @@ def test_a_trainer_whose_store_is_away_leaves_when_its_grace_is_over(
         (tmp_path / "keys.json").write_text(json.dumps(secrets))
         endpoint = f"http://127.0.0.1:{s3.port}"
         address = Address(unique_run_id, redis_server.url, f"s3://{BUCKET}", endpoint, str(tmp_path / "keys.json"))
-        role = open_role(config, address)
-        assert credentials(address).s3_access_key == "access"
-        create_flow(role)
-        role.checkpoints.store.put(ENVIRONMENT, json.dumps(describe_environment(config).as_dict()).encode())
+        role = make_run(config, address)
         trainer, _ = start(role, "trainer_node"), start(role, "rollout_worker", "--index", "0")
-        until(lambda: role.flow.read().version > 5)
+        eventually(lambda: role.flow.read().version > 5)
         os.kill(s3.process.pid, signal.SIGSTOP)
         trainer.send_signal(signal.SIGTERM)
         done = ended(trainer)
         os.kill(s3.process.pid, signal.SIGCONT)
-        assert (done.returncode, done.stdout.strip()) == (0, "left"), done
+        assert (done.returncode, done.stdout.strip()) == (0, "preempted"), done
         state = role.flow.read()
         assert state.state == "running"
         latest = role.checkpoints.load_latest()
         assert latest is not None and latest.manifest.version < state.version
         start(role, "trainer_node")
-        until(lambda: role.flow.read().version > state.version)
-        assert read_books(role.redis, role.run_id)["total"].balances
+        eventually(lambda: role.flow.read().version > state.version)
+        assert read_accounting(role.redis, role.run_id)["total"].balances
     finally:
         s3.stop()
 
 
 SCRIPT = """
 import os, signal, sys, time
-from shared.departure import leaves_on_signal
+from shared.runtime.launch import shutdown_on_signal
 before = signal.getsignal(signal.SIGTERM)
 try:
-    with leaves_on_signal(lambda: os.write(1, b"asked\\n"), grace_seconds=float(sys.argv[1]) or None):
+    with shutdown_on_signal(lambda: os.write(1, b"asked\\n"), grace_seconds=float(sys.argv[1]) or None):
         print("ready", flush=True)
         time.sleep(100)
 except KeyboardInterrupt:

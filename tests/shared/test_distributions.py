@@ -1,18 +1,30 @@
-"""Action distributions agree with `torch.distributions`, leaf by leaf and jointly, and sample what they say they do."""
+"""Action distributions and actors agree with `torch.distributions`, and sample what they say they do."""
 
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 from torch import Tensor
-from torch.distributions import Categorical, Independent, Normal, kl_divergence
+from torch.distributions import (
+    AffineTransform,
+    Categorical,
+    Independent,
+    Normal,
+    TanhTransform,
+    TransformedDistribution,
+    kl_divergence,
+)
 
-from rollout_worker.making import describe_space
+from rollout_worker.environments.description import describe_space
 from shared.errors import UnsupportedSpace
+from shared.policies.continuous import BoundedActions, SquashedGaussian
 from shared.policies.distributions import ActionDistribution
+from tests.support.policies import SIGHT, built_policy, generator
 
 ROWS = 7
 
@@ -23,7 +35,7 @@ def distribution_of(space: spaces.Space[object]) -> ActionDistribution:
 
 def random_params(distribution: ActionDistribution, rows: int = ROWS) -> Tensor:
     """Moderate ones: no log σ near its bounds."""
-    return torch.randn(rows, distribution.parameters, generator=torch.Generator().manual_seed(3)) * 0.5
+    return torch.randn(rows, distribution.parameters, generator=generator(3)) * 0.5
 
 
 @pytest.mark.parametrize(
@@ -70,7 +82,7 @@ def test_a_box_has_the_density_of_torchs_normals() -> None:
 def test_extreme_deviations_stay_finite_and_have_no_gradient_beyond_the_bounds() -> None:
     distribution = distribution_of(spaces.Box(-1.0, 1.0, (2,)))
     params = torch.tensor([[0.5, -0.5, -1000.0, 1000.0]], requires_grad=True)
-    action = distribution.sample(params.detach(), torch.Generator().manual_seed(0))
+    action = distribution.sample(params.detach(), generator(0))
     log_prob = distribution.log_prob(params, {"action": action["action"]})
     log_prob.sum().backward()
     assert bool(torch.isfinite(log_prob).all()) and bool(torch.isfinite(distribution.entropy(params)).all())
@@ -81,7 +93,7 @@ def test_extreme_deviations_stay_finite_and_have_no_gradient_beyond_the_bounds()
 def test_extreme_logits_stay_finite() -> None:
     distribution = distribution_of(spaces.Discrete(3))
     params = torch.tensor([[1e4, -1e4, 0.0]])
-    assert distribution.sample(params, torch.Generator().manual_seed(0))["action"].tolist() == [0]
+    assert distribution.sample(params, generator(0))["action"].tolist() == [0]
     assert distribution.log_prob(params, {"action": torch.tensor([0])}).item() == 0.0
     assert distribution.entropy(params).item() == 0.0
 
@@ -91,7 +103,7 @@ def test_choices_are_sampled_as_often_as_their_probabilities_say() -> None:
     probabilities = torch.tensor([0.5, 0.3, 0.2, 0.9, 0.1])
     rows = 40_000
     params = probabilities.log().expand(rows, -1)
-    actions = distribution.sample(params, torch.Generator().manual_seed(1))["action"]
+    actions = distribution.sample(params, generator(1))["action"]
     first = torch.bincount(actions[:, 0], minlength=3) / rows
     second = torch.bincount(actions[:, 1], minlength=2) / rows
     torch.testing.assert_close(torch.cat([first, second]), probabilities, rtol=0, atol=0.012)  # five deviations
@@ -102,7 +114,7 @@ def test_choices_are_sampled_as_often_as_their_probabilities_say() -> None:
 def test_gaussian_samples_have_their_mean_and_deviation() -> None:
     distribution = distribution_of(spaces.Box(-1.0, 1.0, (2,)))
     params = torch.tensor([0.3, -2.0, 0.0, -1.0]).expand(40_000, -1)
-    actions = distribution.sample(params, torch.Generator().manual_seed(2))["action"]
+    actions = distribution.sample(params, generator(2))["action"]
     torch.testing.assert_close(actions.mean(0), torch.tensor([0.3, -2.0]), rtol=0, atol=0.025)
     torch.testing.assert_close(actions.std(0), torch.tensor([0.0, -1.0]).exp(), rtol=0.02, atol=0)
 
@@ -113,23 +125,20 @@ def test_sampling_follows_the_generator_alone() -> None:
     drawn: list[dict[str, Tensor]] = []
     for seed in (5, 5, 6):
         torch.manual_seed(len(drawn))  # the global random state must not matter
-        drawn.append(distribution.sample(params, torch.Generator().manual_seed(seed)))
+        drawn.append(distribution.sample(params, generator(seed)))
     assert all(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0])
     assert not torch.equal(drawn[0]["action.b"], drawn[2]["action.b"])
 
 
 def test_a_nested_space_is_the_product_of_its_leaves() -> None:
     space = spaces.Dict(
-        {
-            "arm": spaces.Box(-1.0, 1.0, (2,)),
-            "hands": spaces.Tuple((spaces.Discrete(3), spaces.MultiBinary(2))),
-        }
+        {"arm": spaces.Box(-1.0, 1.0, (2,)), "hands": spaces.Tuple((spaces.Discrete(3), spaces.MultiBinary(2)))}
     )
     distribution = distribution_of(space)
     assert distribution.names == ("action.arm", "action.hands.0", "action.hands.1")
     assert distribution.parameters == 4 + 3 + 4
     params = random_params(distribution)
-    action = distribution.sample(params, torch.Generator().manual_seed(0))
+    action = distribution.sample(params, generator(0))
     assert {name: tuple(value.shape) for name, value in action.items()} == {
         "action.arm": (ROWS, 2), "action.hands.0": (ROWS,), "action.hands.1": (ROWS, 2),
     }  # fmt: skip
@@ -175,3 +184,118 @@ def test_the_divergence_is_torchs_and_nothing_from_itself() -> None:
 def test_a_box_of_integers_cannot_be_acted_in() -> None:
     with pytest.raises(UnsupportedSpace, match="Box of int32 cannot be sampled; use floats"):
         distribution_of(spaces.Box(0, 5, (2,), np.int32))
+
+
+LOW, HIGH = np.array([-2.0, 0.0], np.float32), np.array([2.0, 10.0], np.float32)
+NESTED = spaces.Dict({"arm": spaces.Box(LOW, HIGH), "grip": spaces.Box(-1.0, 1.0, (1, 1), np.float64)})
+
+
+def squashed(action: spaces.Space[Any]) -> SquashedGaussian:
+    return SquashedGaussian(BoundedActions(describe_space(action)))
+
+
+def test_the_density_is_that_of_torchs_transformed_distribution() -> None:
+    distribution = squashed(NESTED)
+    params = torch.randn(500, 6, generator=generator()) * 0.5
+    actions = distribution.sample(params, generator(1))
+    assert {name: tuple(array.shape) for name, array in actions.items()} == {
+        "action.arm": (500, 2), "action.grip": (500, 1, 1),
+    }  # fmt: skip
+    flat = torch.cat([actions["action.arm"], actions["action.grip"].flatten(1)], dim=1).to(torch.float64)
+    low, high = torch.tensor([-2.0, 0.0, -1.0]), torch.tensor([2.0, 10.0, 1.0])
+    mean, log_std = params.to(torch.float64).clamp(max=2.0).chunk(2, dim=1)  # the bound of log σ; no mean is as large
+    affine = AffineTransform(((low + high) / 2).to(torch.float64), ((high - low) / 2).to(torch.float64))
+    theirs = TransformedDistribution(
+        Independent(Normal(mean, log_std.exp()), 1), [TanhTransform(), affine], validate_args=False
+    )
+    inside = ((flat - (low + high) / 2) / ((high - low) / 2)).abs().amax(dim=1) < 0.999  # beyond, float32 is coarse
+    assert inside.sum() > 400
+    found = distribution.log_prob(params, actions).to(torch.float64)
+    expected = theirs.log_prob(flat.clamp(low, high))
+    torch.testing.assert_close(found[inside], expected[inside], rtol=1e-3, atol=2e-3)
+
+
+def test_what_is_reparameterized_has_the_density_of_what_was_drawn() -> None:
+    distribution = squashed(spaces.Box(-1.0, 1.0, (2,)))
+    params, noise = torch.randn(300, 4, generator=generator()) * 0.5, torch.randn(300, 2, generator=generator(1))
+    action, log_prob = distribution.reparameterized(params, noise)
+    inside = action.abs().amax(dim=1) < 0.999  # beyond, float32 is coarse
+    assert inside.sum() > 200
+    found = distribution.log_prob(params, {"action": action})
+    torch.testing.assert_close(log_prob[inside], found[inside], rtol=1e-3, atol=2e-3)
+
+
+def test_its_gradients_are_those_of_finite_differences() -> None:
+    distribution = squashed(spaces.Box(-3.0, 1.0, (2,)))
+    noise = torch.randn(4, 2, generator=generator(1), dtype=torch.float64)
+    params = torch.randn(4, 4, generator=generator(), dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda given: distribution.reparameterized(given, noise), (params,))
+
+
+def test_the_density_over_the_box_sums_to_one() -> None:
+    distribution = squashed(spaces.Box(-2.0, 6.0, (1,)))
+    grid = torch.linspace(-2.0, 6.0, 20_001)
+    params = torch.tensor([[0.3, -0.5]]).expand(len(grid), -1)
+    total = torch.trapezoid(distribution.log_prob(params, {"action": grid[:, None]}).exp(), grid)
+    assert abs(float(total) - 1.0) < 1e-3
+
+
+@pytest.mark.parametrize("mean", [-60.0, 60.0])
+@pytest.mark.parametrize("log_std", [-40.0, 0.0, 40.0])
+def test_saturated_actions_have_finite_densities_and_gradients(mean: float, log_std: float) -> None:
+    distribution = squashed(spaces.Box(-2.0, 2.0, (1,)))
+    params = torch.tensor([[mean, log_std]], requires_grad=True)
+    action, log_prob = distribution.reparameterized(params, torch.ones(1, 1))
+    (action.sum() + log_prob.sum()).backward()
+    assert torch.isfinite(log_prob).all() and params.grad is not None and torch.isfinite(params.grad).all()
+    taken = distribution.sample(params.detach(), generator())
+    assert abs(float(taken["action"])) <= 2.0
+    assert torch.isfinite(distribution.log_prob(params, taken)).all()
+
+
+@pytest.mark.parametrize("name", ["sac", "td3", "ddpg"])
+def test_actions_reach_the_bounds_and_stay_within(name: str) -> None:
+    policy = built_policy(SIGHT, NESTED, name)
+    with torch.no_grad():
+        for bias, end in ((30.0, HIGH), (-30.0, LOW)):
+            policy.get_parameter("head.bias")[:3] = bias
+            mode = policy.distribution.mode(policy.action_parameters({"obs": torch.randn(5, 3)}))
+            np.testing.assert_allclose(mode["action.arm"].numpy(), np.broadcast_to(end, (5, 2)), rtol=1e-6)
+
+
+def test_log_std_init_is_the_spread_at_the_start() -> None:
+    policy = built_policy(SIGHT, NESTED, "sac", log_std_init=-1.25)
+    params = policy.action_parameters({"obs": torch.zeros(2, 3)})
+    assert (params[:, 3:] == -1.25).all() and (params[:, :3] == 0).all()
+
+
+def test_a_deterministic_policy_draws_what_is_best() -> None:
+    policy = built_policy(SIGHT, NESTED, "td3")
+    params = policy.action_parameters({"obs": torch.randn(4, 3)})
+    best, drawn = policy.distribution.mode(params), policy.distribution.sample(params, generator())
+    assert all(torch.equal(best[name], drawn[name]) for name in best)
+    assert policy.distribution.log_prob(params, best).isnan().all()
+
+
+@pytest.mark.parametrize("name", ["sac", "td3", "ddpg"])
+@pytest.mark.parametrize(
+    "action",
+    [
+        spaces.Box(-np.inf, np.inf, (2,)),
+        spaces.Box(0.0, np.inf, (2,)),
+        spaces.Box(0, 5, (2,), np.int64),
+        spaces.Box(np.array([0.0, 1.0], np.float32), np.array([1.0, 1.0], np.float32)),
+        spaces.Tuple((spaces.Box(-1.0, 1.0, (2,)), spaces.Discrete(2))),
+    ],
+    ids=["unbounded", "half bounded", "integers", "no width", "mixed"],
+)
+def test_spaces_without_finite_bounds_are_refused_in_one_line(name: str, action: spaces.Space[Any]) -> None:
+    with pytest.raises(UnsupportedSpace, match="continuous actions need Boxes of floats with finite bounds") as refused:
+        built_policy(SIGHT, action, name)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["td3", "ddpg"])
+def test_discrete_actions_are_refused_where_a_gradient_has_to_go_through_them(name: str) -> None:
+    with pytest.raises(UnsupportedSpace, match="discrete of int64"):
+        built_policy(SIGHT, spaces.Discrete(3), name)

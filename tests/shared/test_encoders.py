@@ -1,31 +1,26 @@
-"""Encoders: every kind of observation becomes features that mean what the environment meant."""
+"""Encoders, activations, normalizer: observations become features that mean what the environment meant."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from rollout_worker.making import describe_space
-from shared.config import PolicyConfig
+from rollout_worker.environments.description import describe_space
+from shared.config.sections import PolicyConfig
 from shared.errors import UnsupportedSpace
-from shared.policies.encoders import Encoder
-from shared.policies.tanh import Tanh
-from tests.environments_for_tests import OBSERVATIONS
+from shared.policies.encoders import Encoder, ObservationNormalizer, RunningMoments, Tanh
+from tests.support.environments import OBSERVATIONS
+from tests.support.policies import batch_of
 
 PLAIN = PolicyConfig(hidden_sizes=())
 SMALL = PolicyConfig(cnn="small", hidden_sizes=(16,))
-
-
-def batch_of(space: spaces.Space[Any], rows: int) -> dict[str, torch.Tensor]:
-    """Random observations as the sampler hands them to a policy."""
-    space.seed(7)
-    spec = describe_space(space)
-    samples = [spec.flatten("obs", space.sample()) for _ in range(rows)]
-    return {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in samples[0]}
 
 
 @pytest.mark.parametrize("name", OBSERVATIONS)
@@ -70,70 +65,201 @@ def test_the_leaves_of_a_dict_stand_beside_each_other_in_order() -> None:
     assert encoder(rows, None).shape == (1, 4)
 
 
-@pytest.mark.parametrize(
-    ("shape", "channels"),
-    [((40, 48, 3), 3), ((3, 40, 48), 3), ((4, 40, 48), 4), ((4, 40, 48, 3), 12), ((4, 3, 40, 48), 12)],
-    ids=["HWC", "CHW", "stacked grey", "stack of HWC", "stack of CHW"],
-)
-def test_images_reach_the_convolutions_channels_first_and_scaled_to_one(shape: tuple[int, ...], channels: int) -> None:
-    spec = describe_space(spaces.Box(0, 255, shape, np.uint8))
-    encoder = Encoder(spec, PolicyConfig())
+def first_image(encoder: Encoder, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What reaches the first convolution, and the features."""
     seen: list[torch.Tensor] = []
-    for module in encoder.modules():
-        if isinstance(module, torch.nn.Conv2d):
-            module.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
-            break
-    image = np.zeros((1, *shape), np.uint8)
-    where = [0] * len(shape)
-    spatial = {
-        (40, 48, 3): (0, 1),
-        (3, 40, 48): (1, 2),
-        (4, 40, 48): (1, 2),
-        (4, 40, 48, 3): (1, 2),
-        (4, 3, 40, 48): (2, 3),
-    }
-    for axis, position in zip(spatial[shape], (5, 7), strict=True):
-        where[axis] = position
-    image[(0, *where)] = 255
-    assert encoder({"obs": torch.from_numpy(image)}, None).shape == (1, 64)
-    assert seen[0].shape == (1, channels, 40, 48)
-    assert seen[0].nonzero().tolist() == [[0, 0, 5, 7]] and seen[0].max().item() == 1.0
+    first = next(module for module in encoder.modules() if isinstance(module, torch.nn.Conv2d))
+    first.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    features = encoder({"obs": image}, None)
+    return seen[0], features
+
+
+@pytest.mark.parametrize(
+    ("shape", "channels", "place"),
+    [((40, 48, 3), 3, (5, 7, 0)), ((3, 40, 48), 3, (0, 5, 7)), ((4, 40, 48), 4, (0, 5, 7)),
+     ((4, 40, 48, 3), 12, (0, 5, 7, 0)), ((4, 3, 40, 48), 12, (0, 0, 5, 7))],
+    ids=["HWC", "CHW", "stacked gray", "stack of HWC", "stack of CHW"],
+)  # fmt: skip
+def test_images_reach_the_convolutions_channels_first_and_scaled_to_one(
+    shape: tuple[int, ...], channels: int, place: tuple[int, ...]
+) -> None:
+    image = torch.zeros((1, *shape), dtype=torch.uint8)
+    image[(0, *place)] = 255
+    seen, features = first_image(Encoder(describe_space(spaces.Box(0, 255, shape, np.uint8)), PolicyConfig()), image)
+    assert features.shape == (1, 64) and seen.shape == (1, channels, 40, 48)
+    assert seen.nonzero().tolist() == [[0, 0, 5, 7]] and seen.max().item() == 1.0
 
 
 def test_a_boolean_image_is_not_scaled() -> None:
     encoder = Encoder(describe_space(spaces.Box(0, 1, (10, 10, 4), np.bool_)), SMALL)
-    image = torch.ones((2, 10, 10, 4), dtype=torch.bool)
-    seen: list[torch.Tensor] = []
-    next(m for m in encoder.modules() if isinstance(m, torch.nn.Conv2d)).register_forward_pre_hook(
-        lambda _, arguments: seen.append(arguments[0])
-    )
-    encoder({"obs": image}, None)
-    assert seen[0].min().item() == seen[0].max().item() == 1.0
+    seen, _ = first_image(encoder, torch.ones((2, 10, 10, 4), dtype=torch.bool))
+    assert seen.min().item() == seen.max().item() == 1.0
 
 
-@pytest.mark.parametrize(
-    ("kind", "size", "needed"), [("nature", 35, "36×36"), ("small", 4, "5×5")], ids=["nature", "small"]
-)
-def test_images_that_are_too_small_are_refused_by_name(kind: Any, size: int, needed: str) -> None:
-    spec = describe_space(spaces.Dict({"camera": spaces.Box(0, 255, (size, 60, 3), np.uint8)}))
-    with pytest.raises(UnsupportedSpace, match=rf"camera: images of {size}×60 are too small for cnn: {kind}.*{needed}"):
-        Encoder(spec, PolicyConfig(cnn=kind))
+@pytest.mark.parametrize(("kind", "least"), [("nature", 36), ("small", 5)])
+def test_the_smallest_images_allowed_work_and_smaller_ones_are_refused_by_name(kind: Any, least: int) -> None:
+    def encoder(*size: int) -> Encoder:
+        spec = describe_space(spaces.Dict({"camera": spaces.Box(0, 255, (*size, 3), np.uint8)}))
+        return Encoder(spec, PolicyConfig(cnn=kind))
 
-
-@pytest.mark.parametrize(("kind", "size"), [("nature", 36), ("small", 5)])
-def test_the_smallest_images_allowed_work(kind: Any, size: int) -> None:
-    encoder = Encoder(describe_space(spaces.Box(0, 255, (size, size, 3), np.uint8)), PolicyConfig(cnn=kind))
-    assert encoder({"obs": torch.zeros((2, size, size, 3), dtype=torch.uint8)}, None).shape == (2, 64)
+    images = {"obs.camera": torch.zeros((2, least, least, 3), dtype=torch.uint8)}
+    assert encoder(least, least)(images, None).shape == (2, 64)
+    said = rf"camera: images of {least - 1}×60 are too small for cnn: {kind}.*{least}×{least}"
+    with pytest.raises(UnsupportedSpace, match=said):
+        encoder(least - 1, 60)
 
 
 def test_the_activation_is_the_configured_one() -> None:
     spec = describe_space(spaces.Box(-1.0, 1.0, (3,)))
-    for name, kind in {
-        "tanh": Tanh,
-        "relu": torch.nn.ReLU,
-        "elu": torch.nn.ELU,
-        "silu": torch.nn.SiLU,
-    }.items():
+    for name, kind in {"tanh": Tanh, "relu": torch.nn.ReLU, "elu": torch.nn.ELU, "silu": torch.nn.SiLU}.items():
         encoder = Encoder(spec, PolicyConfig.model_validate({"activation": name, "hidden_sizes": (5, 6)}))
         assert [type(layer) for layer in encoder.mlp] == [torch.nn.Linear, kind, torch.nn.Linear, kind]
         assert encoder.features == 6
+
+
+VALUES = torch.cat([torch.linspace(-30, 30, 10_001), torch.tensor([0.0, 1e-8, -1e-8, 1e-3, torch.inf, -torch.inf])])
+
+
+def test_it_is_tanh_to_float32s_precision_and_the_same_with_and_without_gradients() -> None:
+    found = Tanh()(VALUES)
+    assert (found - torch.tanh(VALUES)).abs().max() < 2.5e-7
+    assert torch.equal(Tanh()(VALUES.clone().requires_grad_()), found)
+    assert Tanh()(torch.tensor([torch.nan])).isnan().all()
+
+
+def test_what_goes_in_stays_as_it_was() -> None:
+    before = VALUES.clone()
+    Tanh()(VALUES)
+    assert torch.equal(VALUES, before)
+
+
+def test_the_gradient_is_that_of_tanh_and_so_is_the_gradients_gradient() -> None:
+    at = torch.linspace(-4, 4, 101)
+    found: list[torch.Tensor] = []
+    expected: list[torch.Tensor] = []
+    for function, into in ((Tanh(), found), (torch.tanh, expected)):
+        values = at.clone().requires_grad_()
+        (first,) = torch.autograd.grad(function(values).sum(), values, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), values)
+        into += [first.detach(), second]
+    for ours, its in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, its, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions_are_pytorchs(dtype: torch.dtype) -> None:
+    values = VALUES[:100].to(dtype)
+    assert torch.equal(Tanh()(values), torch.tanh(values))
+
+
+def batches(seed: int, sizes: list[int]) -> list[torch.Tensor]:
+    random = np.random.default_rng(seed)
+    scale, offset = np.array([1.0, 1e-3, 50.0]), np.array([0.0, 1.0, -1e4])
+    return [torch.from_numpy(random.normal(size=(n, 3)) * scale + offset) for n in sizes]
+
+
+def moments_after(parts: list[torch.Tensor]) -> RunningMoments:
+    moments = RunningMoments(3, clip=10.0)
+    for part in parts:
+        moments.update(part)
+    return moments
+
+
+def as_bytes(moments: RunningMoments) -> dict[str, bytes]:
+    return {name: tensor.numpy().tobytes() for name, tensor in moments.state_dict().items()}
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 99), sizes=st.lists(st.integers(0, 20), min_size=1, max_size=6))
+def test_moments_are_those_of_all_data_together(seed: int, sizes: list[int]) -> None:
+    parts = batches(seed, sizes)
+    everything = torch.cat(parts).numpy()
+    moments = moments_after(parts)
+    assert float(moments.get_buffer("count")) == len(everything)
+    if not len(everything):
+        return
+    np.testing.assert_allclose(moments.get_buffer("mean").numpy(), everything.mean(0), rtol=1e-9, atol=1e-12)
+    variance = moments.get_buffer("m2").numpy() / len(everything)
+    np.testing.assert_allclose(variance, everything.var(0), rtol=1e-7, atol=1e-12)
+    values = torch.from_numpy(everything[:1].astype(np.float32))
+    shift, deviation = everything.mean(0).astype(np.float32), np.sqrt(everything.var(0) + 1e-8)
+    expected = np.clip((values.numpy() - shift) / deviation, -10, 10)
+    np.testing.assert_allclose(moments(values).numpy(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_it_is_the_identity_until_it_has_seen_anything() -> None:
+    moments = RunningMoments(2, clip=1.0)
+    values = torch.tensor([[1e20, -3.25], [0.0, 1e-30]])
+    assert torch.equal(moments(values), values)
+    moments.update(torch.zeros(0, 2))
+    assert torch.equal(moments(values), values)
+
+
+def test_clipping_starts_with_the_first_update() -> None:
+    moments = RunningMoments(1, clip=2.0)
+    moments.update(torch.tensor([[-1.0], [1.0]]))
+    assert moments(torch.tensor([[1.5], [100.0], [-100.0]])).flatten().tolist() == pytest.approx([1.5, 2.0, -2.0])
+
+
+def test_the_order_of_batches_decides_nothing_but_the_last_digits() -> None:
+    parts = batches(1, [5, 1, 17, 8])
+    reference = moments_after(parts)
+    for order in itertools.permutations(parts):
+        other = moments_after(list(order))
+        for name in ("mean", "m2"):
+            torch.testing.assert_close(other.get_buffer(name), reference.get_buffer(name), rtol=1e-9, atol=1e-9)
+
+
+def test_the_same_order_gives_the_same_bits_also_from_a_snapshot() -> None:
+    parts = batches(2, [5, 1, 17, 8])
+    whole = moments_after(parts)
+    assert as_bytes(whole) == as_bytes(moments_after(parts))
+    resumed = RunningMoments(3, clip=10.0)
+    resumed.load_state_dict(moments_after(parts[:2]).state_dict())
+    for part in parts[2:]:
+        resumed.update(part)
+    assert as_bytes(resumed) == as_bytes(whole)
+
+
+def test_a_constant_observation_does_not_divide_by_zero() -> None:
+    moments = RunningMoments(1, clip=10.0)
+    moments.update(torch.full((4, 1), 7.0))
+    assert moments(torch.tensor([[7.0]])).item() == 0.0
+    assert np.isfinite(moments(torch.tensor([[8.0]])).item())
+
+
+SPACE: spaces.Space[Any] = spaces.Dict(
+    {
+        "camera": spaces.Box(0, 255, (6, 6, 3), np.uint8),
+        "joints": spaces.Box(-100.0, 100.0, (2, 2)),
+        "mode": spaces.Discrete(3),
+        "speed": spaces.Box(-100.0, 100.0, (1,)),
+    }
+)
+
+
+def test_vectors_are_normalized_and_images_and_choices_are_not() -> None:
+    spec = describe_space(SPACE)
+    normalizer = ObservationNormalizer(spec, clip=10.0)
+    random = torch.Generator().manual_seed(0)
+    rows = {
+        "obs.camera": torch.randint(0, 256, (50, 6, 6, 3), generator=random, dtype=torch.uint8),
+        "obs.joints": torch.randn(50, 2, 2, generator=random) * 20 + 5,
+        "obs.mode": torch.randint(0, 3, (50,), generator=random),
+        "obs.speed": torch.randn(50, 1, generator=random) * 3 - 50,
+    }
+    normalizer.update(rows)
+    encoder = Encoder(spec, PolicyConfig(cnn="small", hidden_sizes=()))
+    plain, normal = encoder(rows, None), encoder(rows, normalizer)
+    changed = (plain != normal).any(dim=0)
+    assert int(changed.sum()) == 5
+    vectors = normal[:, changed]
+    torch.testing.assert_close(vectors.mean(0), torch.zeros(5), rtol=0, atol=1e-4)
+    torch.testing.assert_close(vectors.std(0, correction=0), torch.ones(5), rtol=0, atol=1e-4)
+
+
+def test_the_statistics_travel_in_the_state_of_the_policy() -> None:
+    normalizer = ObservationNormalizer(describe_space(SPACE), clip=10.0)
+    names = {name.rpartition(".")[2] for name in normalizer.state_dict()}
+    assert names == {"count", "mean", "m2", "shift", "scale", "bound"}
+    assert not list(normalizer.parameters())

@@ -7,51 +7,32 @@ from typing import Any
 import pytest
 import redis
 
-from shared.damaged_keys import KeyDamaged
-from shared.errors import Fenced
-from shared.experience_log import START, STRANGERS, ExperienceLog
-from shared.ledger import Count, read_books
-from shared.redis_keys import RunKeys
-from shared.role import Role
+from shared.errors import RunNotFound
+from shared.experience.log_entry import START, STRANGERS
+from shared.protocol.experience_log import ExperienceLog
+from shared.protocol.flow_control import KeyDamaged, RunState
+from shared.protocol.keys import RunKeys
+from shared.protocol.ledger import Count, read_accounting
+from shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole
-from tests.trainer_node.test_intake import SIZE, SmallTrainer, SmallWorker, begin, books, in_redis, small_config
+from tests.support.small_run import SIZE, SmallTrainer, SmallWorker, begin, in_redis, ledger_lines, small_config
 
 EXPIRED_MS = 1
 
 
 @pytest.fixture
-def role(make_role: MakeRole) -> Role:
+def role(make_role: MakeRole) -> RunContext:
     """K = 1, L = 0: one claim at a time."""
     return make_role(small_config(fragments_per_update=1))
 
 
-def lease_runs_out(worker: SmallWorker) -> None:
-    """Time passes for the claim that `worker` holds."""
-    claim = f"{worker.name}:{worker.incarnation}:{worker.seq}"
-    worker.role.redis.zadd(RunKeys(worker.role.run_id).claims, {claim: EXPIRED_MS})
-
-
-def test_a_push_appends_the_fragment_counts_it_and_honours_its_claim(role: Role) -> None:
-    worker = SmallWorker(role)
-    assert worker.claim().granted
-    assert worker.push(b"abc") == "pushed"
-    (entry,) = worker.log.read(START, 10, 0)
-    assert (entry.worker, entry.incarnation, entry.seq, entry.transitions) == ("worker-0", 0, 0, SIZE)
-    assert (entry.fragment, entry.claimed) == (b"abc", True)
-    state = role.flow.read()
-    assert (state.claimed, state.log_bytes) == (1, 3)
-    assert role.redis.zcard(RunKeys(role.run_id).claims) == 0
-    assert books(role)["worker-0"].produced == books(role)["worker-0"].in_flight == Count(1, SIZE)
-
-
-def test_a_repeated_push_changes_nothing(role: Role) -> None:
-    worker = SmallWorker(role)
-    worker.work()
-    before = in_redis(role)
-    for seq in (0, 0):
-        worker.seq = seq
-        assert worker.push() == "duplicate"
-    assert in_redis(role) == before and len(worker.log) == 1
+def too_slow(role: RunContext) -> SmallWorker:
+    """A worker whose lease has run out; another one's fragment has taken its place."""
+    slow = SmallWorker(role)
+    assert slow.claim().granted
+    role.redis.zadd(RunKeys(role.run_id).claims, {f"{slow.name}:{slow.incarnation}:{slow.seq}": EXPIRED_MS})
+    SmallWorker(role, "worker-1").work()
+    return slow
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["the server knows the scripts", "it has forgotten them"])
@@ -63,96 +44,51 @@ def test_a_claim_can_go_with_a_push(make_role: MakeRole, known: bool) -> None:
         role.redis.script_flush()
     claiming = role.flow.claiming("worker-0", 0, 1)
     assert worker.log.push("worker-0", 0, 0, worker.epoch, SIZE, b"abc", then=claiming) == "pushed"
-    assert claiming.answer is not None and claiming.answer.granted
+    assert claiming.reply is not None and claiming.reply.granted
     assert role.redis.zrange(RunKeys(role.run_id).claims, 0, -1) == [b"worker-0:0:1"]
     again = role.flow.claiming("worker-0", 0, 1)
     assert worker.log.push("worker-0", 0, 0, worker.epoch, SIZE, b"abc", then=again) == "duplicate"
-    assert again.answer == claiming.answer, "as where the answer to the first was lost"
+    assert again.reply == claiming.reply, "as where the answer to the first was lost"
     assert role.flow.read().claimed == 2
 
 
-def test_a_repeat_is_recognised_after_the_run_has_finished(role: Role) -> None:
+def test_a_repeat_is_recognized_after_the_run_has_finished_and_changes_nothing(role: RunContext) -> None:
     worker = SmallWorker(role)
     worker.work()
-    role.flow.set_state("finished", "solved")
-    worker.seq = 0
-    assert worker.push() == "duplicate"
+    role.flow.set_state(RunState.FINISHED, "solved")
+    before, worker.seq = in_redis(role), 0
+    assert worker.push() == worker.push() == "duplicate"
     worker.seq = 1
     assert worker.push() == "finished"
-    assert len(worker.log) == 1 and books(role)["total"].produced.fragments == 1
+    assert in_redis(role) == before
 
 
-def test_a_fragment_that_is_under_way_while_the_run_stops_still_lands(role: Role) -> None:
+def test_a_fragment_that_is_under_way_while_the_run_stops_still_lands(role: RunContext) -> None:
     worker = SmallWorker(role)
     assert worker.claim().granted
-    role.flow.set_state("stopping", "stopped")
+    role.flow.set_state(RunState.STOPPING, "stopped")
     assert worker.push() == "pushed"
 
 
-def test_two_incarnations_count_from_zero_each(role: Role) -> None:
-    trainer, old = begin(role), SmallWorker(role)
-    old.work()
-    assert trainer.take() is not None
-    trainer.publish()
-    new = SmallWorker(role)
-    new.work(version=1)
-    assert [(entry.incarnation, entry.seq) for entry in new.log.read(START, 10, 0)] == [(0, 0), (1, 0)]
-    assert trainer.take() is not None
-
-
-def test_a_late_fragment_is_taken_where_there_is_room(role: Role) -> None:
-    worker = SmallWorker(role)
-    assert worker.claim().granted
-    lease_runs_out(worker)
-    assert worker.push() == "pushed"
-    assert role.flow.read().in_flight == 1
-
-
-def test_a_late_fragment_whose_claim_was_given_back_claims_again(role: Role) -> None:
-    trainer, worker = begin(role), SmallWorker(role)
-    assert worker.claim().granted
-    role.flow.release("worker-0")
-    assert role.flow.read().in_flight == 0
-    assert worker.push() == "pushed"
-    assert role.flow.read().in_flight == 1
-    assert trainer.take() is not None
-    trainer.publish()
-    assert role.flow.read().in_flight == 0
-
-
-def test_a_late_fragment_whose_place_is_taken_is_stale_and_counted(role: Role) -> None:
-    slow, other = SmallWorker(role), SmallWorker(role, "worker-1")
-    assert slow.claim().granted
-    lease_runs_out(slow)
-    assert other.claim().granted
-    assert slow.push() == "stale"
-    assert len(slow.log) == 0 and role.flow.read().in_flight == 1
-    line = books(role)["worker-0"]
-    assert line.produced == Count(1, SIZE) and line.dropped == {"stale": Count(1, SIZE)}
-    assert books(role)["total"].dropped == {"stale": Count(1, SIZE)}
-    assert other.push() == "pushed"
-
-
-def test_a_stale_fragment_that_is_sent_again_is_counted_once_and_another_one_too(role: Role) -> None:
+def test_a_stale_fragment_that_is_sent_again_is_counted_once_and_another_one_too(role: RunContext) -> None:
     """The first answer got lost on its way; what is acted later under the same number is another fragment."""
-    slow, other = SmallWorker(role), SmallWorker(role, "worker-1")
-    assert slow.claim().granted
-    lease_runs_out(slow)
-    other.work()
+    slow = too_slow(role)
     assert [slow.send(b"one"), slow.push(b"one")] == ["stale", "stale"]
-    assert books(role)["worker-0"].dropped == {"stale": Count(1, SIZE)}
+    assert len(slow.log) == 1 == role.flow.read().in_flight, "only the other's"
+    line = ledger_lines(role)["worker-0"]
+    assert line.produced == Count(1, SIZE) and line.dropped == {"stale": Count(1, SIZE)}
+    assert ledger_lines(role)["total"].dropped == {"stale": Count(1, SIZE)}
     assert slow.push(b"another") == "stale"
-    assert books(role)["worker-0"].dropped == {"stale": Count(2, 2 * SIZE)}
-    assert books(role)["worker-0"].produced == Count(2, 2 * SIZE)
+    assert ledger_lines(role)["worker-0"].dropped == {"stale": Count(2, 2 * SIZE)}
+    assert ledger_lines(role)["worker-0"].produced == Count(2, 2 * SIZE)
 
 
 @pytest.mark.parametrize("claimed_again", [False, True])
-def test_a_fragment_that_was_refused_is_not_learnt_when_it_is_sent_again(role: Role, claimed_again: bool) -> None:
+def test_a_fragment_that_was_refused_is_not_learned_when_it_is_sent_again(
+    role: RunContext, claimed_again: bool
+) -> None:
     """The answer was lost, and there is room by then; or a copy of the command comes while the next claim is held."""
-    trainer, slow, other = begin(role), SmallWorker(role), SmallWorker(role, "worker-1")
-    assert slow.claim().granted
-    lease_runs_out(slow)
-    other.work()
+    trainer, slow = begin(role), too_slow(role)
     assert slow.send(b"late") == "stale"
     assert trainer.take() is not None
     trainer.publish()
@@ -160,19 +96,18 @@ def test_a_fragment_that_was_refused_is_not_learnt_when_it_is_sent_again(role: R
         assert slow.claim().granted
     assert slow.send(b"late") == "stale"
     assert len(slow.log) == 1 and role.flow.read().in_flight == claimed_again
-    line = books(role)["worker-0"]
+    line = ledger_lines(role)["worker-0"]
     assert line.produced == Count(1, SIZE) and line.dropped == {"stale": Count(1, SIZE)}
     slow.refusals += 1
     slow.work(version=1)
-    assert books(role)["worker-0"].produced == Count(2, 2 * SIZE)
+    assert ledger_lines(role)["worker-0"].produced == Count(2, 2 * SIZE)
 
 
-def test_a_worker_whose_number_redis_has_given_before_is_not_taken_for_the_one_that_was_refused(role: Role) -> None:
-    """Redis was set back to before a worker registered, and refused it then; its successor gets the same number."""
-    trainer, slow, other = begin(role), SmallWorker(role), SmallWorker(role, "worker-1")
-    assert slow.claim().granted
-    lease_runs_out(slow)
-    other.work()
+def test_a_worker_whose_number_redis_has_given_before_is_not_taken_for_the_one_that_was_refused(
+    role: RunContext,
+) -> None:
+    """Redis was rolled back to before a worker registered, and refused it then; its successor gets the same number."""
+    trainer, slow = begin(role), too_slow(role)
     role.redis.hdel(RunKeys(role.run_id).incarnations, "worker-0")
     assert slow.push() == "stale"
     assert trainer.take() is not None
@@ -182,22 +117,8 @@ def test_a_worker_whose_number_redis_has_given_before_is_not_taken_for_the_one_t
     successor.work(version=1)
 
 
-def test_a_worker_goes_on_after_a_stale_fragment(role: Role) -> None:
-    trainer, slow, other = begin(role), SmallWorker(role), SmallWorker(role, "worker-1")
-    assert slow.claim().granted
-    lease_runs_out(slow)
-    other.work()
-    assert slow.push() == "stale"
-    assert trainer.take() is not None
-    trainer.publish()
-    slow.work(version=1)
-    assert trainer.take() is not None
-    line = books(role)["worker-0"]
-    assert line.produced.fragments == 2 and line.dropped == {"stale": Count(1, SIZE)}
-
-
-def test_a_push_that_has_seen_a_newer_trainer_than_redis_has_is_told(role: Role) -> None:
-    """Redis was set back to before that trainer came: what it knows of this worker may be wrong."""
+def test_a_push_that_has_seen_a_newer_trainer_than_redis_has_is_told(role: RunContext) -> None:
+    """Redis was rolled back to before that trainer came: what it knows of this worker may be wrong."""
     worker = SmallWorker(role)
     assert worker.claim().granted
     before = in_redis(role)
@@ -205,16 +126,9 @@ def test_a_push_that_has_seen_a_newer_trainer_than_redis_has_is_told(role: Role)
     assert in_redis(role) == before
 
 
-def test_a_push_from_before_a_new_trainer_came_is_welcome(role: Role) -> None:
-    worker = SmallWorker(role)
-    assert worker.claim().granted
-    SmallTrainer(role)
-    assert worker.push() == "pushed"
-
-
 def test_a_push_to_an_unknown_run_writes_nothing(redis_client: redis.Redis, unique_run_id: str) -> None:
     log = ExperienceLog(redis_client, unique_run_id)
-    with pytest.raises(redis.ResponseError, match="NORUN"):
+    with pytest.raises(RunNotFound, match=unique_run_id):
         log.push("worker-0", 0, 0, 0, SIZE, b"abc")
     assert list(redis_client.scan_iter(match=RunKeys(unique_run_id).prefix + "*")) == []
 
@@ -230,7 +144,7 @@ def test_reads_in_pages_after_a_position(make_role: MakeRole) -> None:
     assert worker.log.read(rest[-1].id, 10, 0) == [] == worker.log.read(rest[-1].id, 10, 0.01)
 
 
-def filled(role: Role, fragments: int) -> tuple[SmallTrainer, list[str]]:
+def filled(role: RunContext, fragments: int) -> tuple[SmallTrainer, list[str]]:
     """A log with so many fragments of 10 bytes, and their ids."""
     trainer, worker = begin(role), SmallWorker(role)
     for _ in range(fragments):
@@ -238,25 +152,21 @@ def filled(role: Role, fragments: int) -> tuple[SmallTrainer, list[str]]:
     return trainer, [entry.id for entry in worker.log.read(START, fragments, 0)]
 
 
-def settled(role: Role, position: str) -> None:
+def committed(role: RunContext, position: str) -> None:
     """The ledger accounts for everything through this position."""
-    role.redis.hset(RunKeys(role.run_id).flow, "settled_id", position)
+    role.redis.hset(RunKeys(role.run_id).flow, "committed_id", position)
 
 
-def test_trim_frees_what_it_covers_and_no_more(make_role: MakeRole) -> None:
+def test_trim_frees_what_it_covers_and_the_ledger_accounts_for_and_no_more(make_role: MakeRole) -> None:
     role = make_role(small_config(fragments_per_update=5))
     trainer, ids = filled(role, 5)
-    settled(role, ids[-1])
     log = ExperienceLog(role.redis, role.run_id)
-    assert log.trim(trainer.epoch, START) == 0
-    assert log.trim(trainer.epoch, ids[1]) == 2
-    state = role.flow.read()
-    assert [entry.id for entry in log.read(START, 10, 0)] == ids[2:]
-    assert (state.log_bytes, state.trimmed_id) == (30, ids[1])
-    assert log.trim(trainer.epoch, ids[1]) == 0 == log.trim(trainer.epoch, ids[0])
-    state = role.flow.read()
-    assert (state.log_bytes, state.trimmed_id) == (30, ids[1])
-    assert log.trim(trainer.epoch, ids[4]) == 3 and role.flow.read().log_bytes == 0
+    committed(role, ids[3])
+    for through, freed, left in ((START, 0, 5), (ids[1], 2, 3), (ids[1], 0, 3), (ids[0], 0, 3), (ids[4], 2, 1)):
+        assert log.trim(trainer.epoch, through) == freed
+        assert [entry.id for entry in log.read(START, 10, 0)] == ids[5 - left :]
+        state = role.flow.read()
+        assert state.log_bytes == 10 * left and state.trimmed_id == (ids[4 - left] if left < 5 else START)
 
 
 def test_trim_frees_the_bytes_before_an_entry_that_a_stranger_added(make_role: MakeRole) -> None:
@@ -264,30 +174,10 @@ def test_trim_frees_the_bytes_before_an_entry_that_a_stranger_added(make_role: M
     trainer, _ = filled(role, 2)
     client: Any = role.redis
     strange = client.xadd(RunKeys(role.run_id).log, {b"hello": b"world"}).decode()
-    settled(role, strange)
+    committed(role, strange)
     log = ExperienceLog(role.redis, role.run_id)
     assert log.trim(trainer.epoch, strange) == 3
     assert role.flow.read().log_bytes == 0
-
-
-def test_trim_leaves_what_the_ledger_does_not_account_for_yet(make_role: MakeRole) -> None:
-    role = make_role(small_config(fragments_per_update=5))
-    trainer, ids = filled(role, 3)
-    settled(role, ids[0])
-    log = ExperienceLog(role.redis, role.run_id)
-    assert log.trim(trainer.epoch, ids[2]) == 1
-    assert [entry.id for entry in log.read(START, 10, 0)] == ids[1:]
-    assert (role.flow.read().log_bytes, role.flow.read().trimmed_id) == (20, ids[0])
-
-
-def test_an_older_trainer_may_not_trim(make_role: MakeRole) -> None:
-    role = make_role(small_config(fragments_per_update=5))
-    old, ids = filled(role, 3)
-    role.flow.take_over()
-    before = in_redis(role)
-    with pytest.raises(Fenced, match=f"epoch {old.epoch} may not trim"):
-        ExperienceLog(role.redis, role.run_id).trim(old.epoch, ids[-1])
-    assert in_redis(role) == before
 
 
 def test_stream_ids_are_compared_as_numbers(make_role: MakeRole) -> None:
@@ -299,8 +189,8 @@ def test_stream_ids_are_compared_as_numbers(make_role: MakeRole) -> None:
         client.xadd(keys.log, {b"hello": b"world"}, id=id_)
     log = ExperienceLog(role.redis, role.run_id)
     assert trainer.take() is None
-    assert role.flow.read().settled_id == "1000-0"
-    assert trainer.intake.ledger.of(STRANGERS).dropped == {"foreign": Count(4, 0)}
+    assert role.flow.read().committed_id == "1000-0"
+    assert trainer.consumer.ledger.of(STRANGERS).dropped == {"foreign": Count(4, 0)}
     assert log.trim(trainer.epoch, "5-9") == 1 and log.trim(trainer.epoch, "999-0") == 2
     assert [entry.id for entry in log.read(START, 10, 0)] == ["1000-0"]
 
@@ -316,12 +206,12 @@ def test_a_position_beyond_the_numbers_of_lua_is_one_like_any_other(make_role: M
         worker.work()
         assert trainer.take() is not None
     trainer.publish()
-    taken = trainer.intake.position
+    taken = trainer.consumer.position
     worker.work()
     assert worker.log.trim(trainer.epoch, first) == 1 and len(worker.log) == 3
     assert worker.log.trim(trainer.epoch, taken) == 2
     assert [entry.worker for entry in worker.log.read(START, 10, 0)] == ["worker-0"]
-    assert all(line.balances for line in read_books(role.redis, role.run_id).values())
+    assert all(line.balances for line in read_accounting(role.redis, role.run_id).values())
 
 
 def test_the_last_position_that_there_is_is_told_as_damage_with_the_way_out(make_role: MakeRole) -> None:
@@ -334,13 +224,13 @@ def test_the_last_position_that_there_is_is_told_as_damage_with_the_way_out(make
             act()
 
 
-def test_the_books_page_through_a_long_log(make_role: MakeRole) -> None:
+def test_the_accounting_page_through_a_long_log(make_role: MakeRole) -> None:
     role = make_role(small_config(fragments_per_update=250))
     filled(role, 250)
-    assert read_books(role.redis, role.run_id)["worker-0"].in_flight == Count(250, 250 * SIZE)
+    assert read_accounting(role.redis, role.run_id)["worker-0"].in_flight == Count(250, 250 * SIZE)
 
 
-def test_an_outside_client_sees_the_stream(role: Role) -> None:
+def test_an_outside_client_sees_the_stream(role: RunContext) -> None:
     """The fields of an entry, as `redis-cli XRANGE` shows them."""
     worker = SmallWorker(role)
     worker.work(blob=b"abc")

@@ -2,7 +2,7 @@
 
 Workers join, claim, act, push, push twice, die, leave, come late and are drained; leases run out; the trainer takes,
 drops, publishes, trims, crashes and reads again, and is taken over. The model keeps no counters of its own: what is in
-flight are the claims that are held and the entries that no published version and no drop has settled.
+flight are the claims that are held and the entries that no published version and no drop has committed.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from coordinator.services import new_secret
-from rollout_worker.making import describe_environment
-from shared import fragment, scripts
-from shared.bodies import Bodies, Needed
-from shared.checkpoint import ENVIRONMENT, CheckpointStore
-from shared.connection import Address
+from coordinator.lifecycle.preparation import create_flow
+from coordinator.services.embedded import new_secret
+from rollout_worker.environments.description import describe_environment
 from shared.errors import Fenced, WorkerSuperseded
-from shared.flow import Flow
-from shared.ledger import read_books
-from shared.object_store import open_store
-from shared.redis_keys import RunKeys
-from shared.role import Role
-from tests.conftest import RedisServer, create_flow
-from tests.trainer_node.test_intake import SIZE, SmallTrainer, SmallWorker, in_redis, small_config
-from trainer_node.intake import Committed
+from shared.experience import fragment
+from shared.protocol.flow_control import Flow
+from shared.protocol.keys import RunKeys
+from shared.protocol.ledger import read_accounting
+from shared.protocol.payload_shards import Bodies, named_bodies
+from shared.protocol.redis_client import Address
+from shared.protocol.scripts import Script
+from shared.runtime.run_context import RunContext
+from shared.storage.checkpoint_store import ENVIRONMENT, CheckpointStore
+from shared.storage.object_store import open_store
+from tests.conftest import RedisServer
+from tests.support.small_run import SIZE, SmallTrainer, SmallWorker, in_redis, small_config
+from trainer_node.log_consumer import Committed
 
 PAST_MS = 1
 
@@ -57,7 +59,6 @@ class Acted:
 
     @property
     def claim(self) -> str:
-        """The claim behind it, as Redis names it."""
         return f"{self.worker.name}:{self.worker.incarnation}:{self.seq}"
 
 
@@ -77,13 +78,11 @@ class Entry:
 
 @dataclass
 class Snapshot:
-    """What a checkpoint keeps of the intake."""
+    """What a checkpoint keeps of the log's consumer."""
 
     version: int
     read: int
-    position: str
-    ledger: str
-    lags: dict[int, int]
+    committed: Committed
 
 
 @dataclass
@@ -131,7 +130,7 @@ class Protocol(RuleBasedStateMachine):
         checkpoints = CheckpointStore(store, address.run_id)
         self.bodies = Bodies(self.shards, address.run_id)
         flow = Flow(self.server, address.run_id)
-        self.role = Role(config, address, self.server, checkpoints, flow, self.bodies)
+        self.role = RunContext(config, address, self.server, checkpoints, flow, self.bodies)
         assert create_flow(self.role)
         self.keys = RunKeys(address.run_id)
         self.names = ["worker-" + "1" * (index + 1) for index in range(fleet)]  # each the beginning of the next
@@ -142,25 +141,21 @@ class Protocol(RuleBasedStateMachine):
         self.model = Model((self.max_lag + 1) * self.updates_of)
         self.trainer = SmallTrainer(self.role)
         self.trainer.publish(0)
-        self.committed = self.trainer.intake.committed
+        self.committed = self.trainer.consumer.committed
         self.snapshots = [self.snapshot()]
         for name in self.names:
             self.join(name)
 
     def snapshot(self) -> Snapshot:
-        """The intake at the last published version."""
-        books = self.trainer.intake.committed
-        return Snapshot(self.trainer.version, self.model.read, books.position, books.ledger, books.lags)
+        return Snapshot(self.trainer.version, self.model.read, self.trainer.consumer.committed)
 
     # Workers
 
     @rule(data=st.data())
     def register(self, data: st.DataObject) -> None:
-        """A worker joins, or its next incarnation does; what the one before held is given back."""
         self.join(data.draw(st.sampled_from(self.names)))
 
     def join(self, name: str) -> None:
-        """Registers `name` and compares with the model."""
         if name in self.live:
             self.old_workers.append(self.live[name])
         worker = SmallWorker(self.role, name)
@@ -188,7 +183,6 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule()
     def all_claim(self) -> None:
-        """The whole fleet asks at once."""
         for worker in self.live.values():
             self.expect_claim(worker)
 
@@ -206,7 +200,6 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.acting)
     @rule()
     def all_push(self) -> None:
-        """Everybody has acted what it claimed."""
         for acted in list(self.acting):
             self.expect_push(acted, "good")
 
@@ -215,17 +208,18 @@ class Protocol(RuleBasedStateMachine):
         answer = worker.claim()
         model, claim = self.model, f"{worker.name}:{worker.incarnation}:{worker.seq}"
         if worker.name in model.draining:
-            assert answer.word == "drain"
-            return answer.word
+            assert answer.reply == "drain"
+            return answer.reply
         model.claims = {name: over for name, over in model.claims.items() if not over}
         expected = "granted" if claim in model.claims or model.in_flight < model.window else "wait_credit"
-        assert (answer.word, answer.version) == (expected, model.version)
+        assert (answer.reply, answer.version) == (expected, model.version)
         if answer.granted:
+            assert answer.epoch == self.trainer.epoch
             model.claims[claim] = False
             refused = any(item.refused for item in self.acting if item.claim == claim)  # it has not heard of that
             acted = Acted(worker, worker.seq, answer.version, refused)
             self.acting = [item for item in self.acting if item.claim != claim] + [acted]
-        return answer.word
+        return answer.reply
 
     @precondition(lambda self: self.acting)
     @rule(data=st.data(), kind=st.sampled_from(["good", "good", "good", "newest", "bad"]), again=st.booleans())
@@ -266,7 +260,6 @@ class Protocol(RuleBasedStateMachine):
         self.acting.remove(acted)
 
     def everybody(self, name: str) -> list[SmallWorker]:
-        """All incarnations of a worker."""
         return [worker for worker in (*self.live.values(), *self.old_workers) if worker.name == name]
 
     @precondition(lambda self: self.live)
@@ -290,7 +283,6 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: len(self.live) > 1)
     @rule(data=st.data())
     def drain(self, data: st.DataObject) -> None:
-        """The coordinator asks a worker to end."""
         name = data.draw(st.sampled_from(sorted(self.live)))
         self.role.flow.drain(name)
         self.model.draining.add(name)
@@ -298,7 +290,6 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.model.claims)
     @rule(data=st.data())
     def lease_runs_out(self, data: st.DataObject) -> None:
-        """Time passes for one claim."""
         claim = data.draw(st.sampled_from(sorted(self.model.claims)))
         self.server.zadd(self.keys.claims, {claim: PAST_MS})
         self.model.claims[claim] = True
@@ -327,18 +318,17 @@ class Protocol(RuleBasedStateMachine):
     @rule(keep=st.booleans())
     def publish(self, keep: bool) -> None:
         """K fragments have become a version; a checkpoint may keep it."""
-        assert self.trainer.publish().word == "published"
+        assert self.trainer.publish().reply == "published"
         self.model.version += 1
         for entry in self.model.taken:
             entry.fate = "consumed"
         self.model.taken = []
-        self.committed = self.trainer.intake.committed
+        self.committed = self.trainer.consumer.committed
         if keep:
             self.snapshots.append(self.snapshot())
 
     @rule(keep=st.booleans())
     def take_all(self, keep: bool) -> None:
-        """The trainer works off what is there."""
         while True:
             if self.trainer.taken == self.updates_of:
                 self.publish(keep)
@@ -354,11 +344,14 @@ class Protocol(RuleBasedStateMachine):
         self.snapshots = self.snapshots[kept:]
         through = self.snapshots[0]
         log = self.trainer.log
-        assert log.trim(self.trainer.epoch, through.position) == through.read - self.model.trimmed
+        assert log.trim(self.trainer.epoch, through.committed.position) == through.read - self.model.trimmed
         self.model.trimmed = through.read
-        assert held(self.shards, self.keys, self.names) == Needed.read(self.server, self.role.run_id).named, (
-            "all is swept"
-        )
+        assert held(self.shards, self.keys, self.names) == self.named_bodies(), "all is swept"
+
+    def named_bodies(self) -> frozenset[tuple[str, str, str]]:
+        """Shard, worker and field of every body that the log names."""
+        named = named_bodies(self.server, self.role.run_id)
+        return frozenset((place.shard, worker, place.field) for worker, place in named)
 
     @rule(data=st.data())
     def crash_and_read_again(self, data: st.DataObject) -> None:
@@ -368,14 +361,14 @@ class Protocol(RuleBasedStateMachine):
         self.trainer = trainer = SmallTrainer(self.role)
         assert trainer.epoch == self.old_trainers[-1].epoch + 1
         trainer.version = snapshot.version
-        trainer.intake.restore(Committed(snapshot.position, snapshot.ledger, snapshot.lags))
+        trainer.consumer.restore(snapshot.committed)
         before = in_redis(self.role)
         while trainer.version < self.model.version:
             while trainer.taken < self.updates_of:
                 assert trainer.take() is not None
-            assert trainer.publish().word == "known"
+            assert trainer.publish().reply == "known"
         assert in_redis(self.role) == before
-        assert trainer.intake.committed == self.committed
+        assert trainer.consumer.committed == self.committed
         behind = [index for index, entry in enumerate(self.model.entries) if entry.fate == "consumed"]
         self.model.read, self.model.taken = (behind[-1] + 1 if behind else 0), []
 
@@ -385,13 +378,12 @@ class Protocol(RuleBasedStateMachine):
         """Whoever was taken over can neither publish, drop nor trim."""
         old, before = data.draw(st.sampled_from(self.old_trainers)), in_redis(self.role)
         assert not self.role.flow.holds(old.epoch) and self.role.flow.holds(self.trainer.epoch)
-        with pytest.raises(Fenced):
+        with pytest.raises(Fenced, match=f"epoch {old.epoch} may not publish version"):
             old.publish(self.model.version + 1)
         with pytest.raises(Fenced):
             old.log.trim(old.epoch, "9999999999999-0")
-        drop = self.server.register_script(scripts.DROP)
-        keys = [self.keys.flow, self.keys.ledger, self.keys.wakeups]
-        assert drop(keys, [old.epoch, "9999999999999-0", 1, "", "", ""]) == b"fenced"
+        drop, late = Script(self.server, self.keys, "drop"), "9999999999999-0"
+        assert drop(epoch=old.epoch, committed_id=late, claims=1, process="", decided="", accounts=[""]) == b"fenced"
         assert in_redis(self.role) == before
 
     # What always holds
@@ -405,9 +397,9 @@ class Protocol(RuleBasedStateMachine):
         assert 0 <= state.in_flight <= state.window == self.model.window
 
     @invariant()
-    def the_books_balance(self) -> None:
+    def the_ledger_balances(self) -> None:
         """For every worker and in total; and the log holds the bytes that the flow says."""
-        model, lines = self.model, read_books(self.server, self.role.run_id)
+        model, lines = self.model, read_accounting(self.server, self.role.run_id)
         assert all(line.balances for line in lines.values())
         total, pushed = lines["total"], len(model.entries) + model.refused
         assert (total.produced.fragments, total.produced.transitions) == (pushed, pushed * SIZE)
@@ -419,7 +411,7 @@ class Protocol(RuleBasedStateMachine):
     def the_shards_hold_every_body_that_the_log_names(self) -> None:
         """Pushes that were refused have taken theirs back."""
         if self.shards:
-            named = Needed.read(self.server, self.role.run_id).named
+            named = self.named_bodies()
             assert named <= held(self.shards, self.keys, self.names)
             assert len(named) == len(self.model.entries) - self.model.trimmed
 
@@ -464,36 +456,23 @@ def client(redis_server: RedisServer) -> Iterator[redis.Redis]:
 
 @pytest.mark.parametrize("fragments_per_update", [1, 2, 4])
 @pytest.mark.parametrize("max_policy_lag", [0, 1, 3])
-def test_the_protocol_keeps_its_bounds_and_its_books_in_every_order(
+def test_the_protocol_keeps_its_bounds_and_its_accounting_in_every_order(
     client: redis.Redis, tmp_path: Path, max_policy_lag: int, fragments_per_update: int
 ) -> None:
-    class Configured(Protocol):
-        server, folder, max_lag, updates_of = client, tmp_path, max_policy_lag, fragments_per_update
-        description = json.dumps(describe_environment(small_config()).as_dict()).encode()
-
-    play(Configured)
+    play(server=client, folder=tmp_path, max_lag=max_policy_lag, updates_of=fragments_per_update)
 
 
-def test_so_it_does_with_the_bodies_on_shards(client: redis.Redis, redis_server: RedisServer, tmp_path: Path) -> None:
-    """Other databases of the same server: to everybody they are other servers."""
-    others = {
-        f"shard/{db}": redis.Redis.from_url(redis_server.url, password=redis_server.password, db=db, socket_timeout=60)
-        for db in (1, 2)
-    }
-
-    class Sharded(Protocol):
-        server, folder, max_lag, updates_of = client, tmp_path, 1, 2
-        description = json.dumps(describe_environment(small_config()).as_dict()).encode()
-        shards = others
-
-    play(Sharded)
-    for other in others.values():
-        other.close()
+def test_so_it_does_with_the_bodies_on_shards(
+    client: redis.Redis, shards: dict[str, redis.Redis], tmp_path: Path
+) -> None:
+    play(server=client, folder=tmp_path, max_lag=1, updates_of=2, shards=shards)
 
 
-def play(machine: type[Protocol]) -> None:
+def play(**attributes: Any) -> None:
+    """Runs the machine with these attributes."""
+    attributes["description"] = json.dumps(describe_environment(small_config()).as_dict()).encode()
     run_state_machine_as_test(
-        machine,
+        type("Configured", (Protocol,), attributes),
         settings=settings(
             max_examples=15, stateful_step_count=50, deadline=None, derandomize=True, database=None,
             phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck),

@@ -1,10 +1,11 @@
-"""Heartbeats and named waits: who is there, what it waits for, and why it ended, by the Redis server's clock."""
+"""Heartbeats, named waits, events: who is there, what it waits for, why it ended, by the Redis server's clock."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -13,19 +14,20 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from shared import heartbeat
 from shared.errors import CheckpointDamaged, StoreError, StoreUnavailable, WaitTimeout
-from shared.heartbeat import (
+from shared.protocol import heartbeat
+from shared.protocol.events import emit, read_evaluations, read_events, record_evaluation
+from shared.protocol.heartbeat import (
     DEAD_AFTER_SECONDS,
     Beat,
     Heartbeat,
     Wait,
     growing_pauses,
-    insist,
     poll,
     read_heartbeats,
+    retry_until_deadline,
 )
-from shared.redis_keys import RunKeys
+from shared.protocol.keys import RunKeys
 
 
 @pytest.fixture(autouse=True)
@@ -34,25 +36,29 @@ def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)
 
 
-def only(client: redis.Redis, run_id: str) -> Beat:
-    """The one beat of the run."""
-    (beat,) = read_heartbeats(client, run_id)
-    return beat
+Until = Callable[..., Beat]
 
 
-def until(client: redis.Redis, run_id: str, wanted: Any) -> Beat:
-    """The first beat that is as wanted."""
-    while not wanted(beat := only(client, run_id)):
-        time.sleep(0.005)
-    return beat
+@pytest.fixture
+def until(redis_client: redis.Redis, unique_run_id: str) -> Until:
+    """`until(wanted)` → the run's one beat, once it is as wanted."""
+
+    def look(wanted: Callable[[Beat], bool] = lambda beat: True) -> Beat:
+        while True:
+            (beat,) = read_heartbeats(redis_client, unique_run_id)
+            if wanted(beat):
+                return beat
+            time.sleep(0.005)
+
+    return look
 
 
-def test_a_role_is_seen_from_its_first_beat(redis_client: redis.Redis, unique_run_id: str) -> None:
+def test_a_role_is_seen_from_its_first_beat(redis_client: redis.Redis, unique_run_id: str, until: Until) -> None:
     beating = Heartbeat(redis_client, unique_run_id, "worker", "worker-3")
     assert read_heartbeats(redis_client, unique_run_id) == []
     beating.progress = {"fragments": 7}
     beating.start()
-    beat = only(redis_client, unique_run_id)
+    beat = until()
     beating.stop("drained")
     assert (beat.role, beat.id, beat.pid, beat.progress) == ("worker", "worker-3", os.getpid(), {"fragments": 7})
     assert beat.alive and beat.ended is None and beat.waiting_for is None and beat.host
@@ -60,59 +66,44 @@ def test_a_role_is_seen_from_its_first_beat(redis_client: redis.Redis, unique_ru
     assert json.loads(json.dumps(beat.as_dict()))["alive"] is True
 
 
-def test_a_wait_shows_up_under_its_name_with_its_seconds(redis_client: redis.Redis, unique_run_id: str) -> None:
+def test_a_wait_shows_up_under_its_name_with_its_seconds(
+    redis_client: redis.Redis, unique_run_id: str, until: Until
+) -> None:
     beating = Heartbeat(redis_client, unique_run_id, "trainer", "trainer")
     beating.start()
+    with pytest.raises(KeyError), beating.waiting("experience", 60):
+        raise KeyError("from inside")
+    failed = beating.waited_seconds["experience"]
     with beating.waiting("experience", 60):
-        first = until(redis_client, unique_run_id, lambda beat: beat.waiting_for == "experience")
-        later = until(redis_client, unique_run_id, lambda beat: beat.waiting_seconds > first.waiting_seconds)
+        first = until(lambda beat: beat.waiting_for == "experience")
+        later = until(lambda beat: beat.waiting_seconds > first.waiting_seconds)
         assert (later.waiting_for, later.deadline_seconds) == ("experience", 60)
         with beating.waiting("the store", 60):
-            until(redis_client, unique_run_id, lambda beat: beat.waiting_for == "the store")
-        until(redis_client, unique_run_id, lambda beat: beat.waiting_for == "experience")
-    free = until(redis_client, unique_run_id, lambda beat: beat.waiting_for is None)
+            until(lambda beat: beat.waiting_for == "the store")
+        until(lambda beat: beat.waiting_for == "experience")
+    free = until(lambda beat: beat.waiting_for is None)
     beating.stop("solved")
     assert (free.waiting_seconds, free.deadline_seconds) == (0, 0)
-    assert beating.waited_seconds["experience"] >= later.waiting_seconds
+    assert beating.waited_seconds["experience"] >= failed + later.waiting_seconds > later.waiting_seconds
     assert set(beating.waited_seconds) == {"experience", "the store"}
 
 
-def test_waits_of_one_name_add_up_even_when_they_fail(redis_client: redis.Redis, unique_run_id: str) -> None:
-    beating = Heartbeat(redis_client, unique_run_id, "trainer", "trainer")
-    with beating.waiting("experience", 60):
-        pass
-    once = beating.waited_seconds["experience"]
-    with pytest.raises(KeyError), beating.waiting("experience", 60):
-        raise KeyError("from inside")
-    assert beating.waited_seconds["experience"] > once > 0
-
-
 def test_beats_tell_what_was_waited_for_in_all_with_the_wait_that_goes_on(
-    redis_client: redis.Redis, unique_run_id: str
+    redis_client: redis.Redis, unique_run_id: str, until: Until
 ) -> None:
     heartbeat = Heartbeat(redis_client, unique_run_id, "worker", "worker-0")
     heartbeat.start()
     with heartbeat.waiting("credit", 60):
         time.sleep(0.05)
-    over = until(redis_client, unique_run_id, lambda beat: "credit" in beat.waited and not beat.waiting_for)
+    over = until(lambda beat: "credit" in beat.waited and not beat.waiting_for)
     assert over.waited["credit"] >= 0.05
     with heartbeat.waiting("the store", 60), heartbeat.waiting("credit", 60):
-        going_on = until(redis_client, unique_run_id, lambda beat: beat.waited["credit"] > over.waited["credit"] + 0.05)
+        going_on = until(lambda beat: beat.waited["credit"] > over.waited["credit"] + 0.05)
         assert going_on.waiting_for == "credit"
     heartbeat.stop("done")
-    last = only(redis_client, unique_run_id).waited
+    last = until().waited
     assert set(last) == {"credit", "the store"}
     assert last["credit"] >= going_on.waited["credit"]
-
-
-def test_a_beat_of_before_waits_were_added_up_is_read(redis_client: redis.Redis, unique_run_id: str) -> None:
-    heartbeat = Heartbeat(redis_client, unique_run_id, "worker", "worker-0")
-    heartbeat.stop("done")
-    key = RunKeys(unique_run_id).heartbeats
-    stamp, _, text = redis_client.hget(key, "worker:worker-0").decode().partition(" ")  # type: ignore[union-attr]
-    old = {name: value for name, value in json.loads(text).items() if name != "waited"}
-    redis_client.hset(key, "worker:worker-0", f"{stamp} {json.dumps(old)}")
-    assert only(redis_client, unique_run_id).waited == {}
 
 
 def test_a_wait_beyond_its_deadline_says_what_it_waited_for() -> None:
@@ -131,23 +122,25 @@ def test_poll_ends_when_it_is_done_or_the_deadline_has_passed() -> None:
         poll(Wait("what never comes", 0.0), lambda: False, pause_seconds=0.001)
 
 
-def test_the_last_beat_says_why_the_role_ended(redis_client: redis.Redis, unique_run_id: str) -> None:
+def test_the_last_beat_says_why_the_role_ended(redis_client: redis.Redis, unique_run_id: str, until: Until) -> None:
     beating = Heartbeat(redis_client, unique_run_id, "worker", "worker-0")
     beating.start()
     beating.stop("drained")
-    beat = only(redis_client, unique_run_id)
+    beat = until()
     assert beat.ended == "drained" and not beat.alive
+    Heartbeat(redis_client, unique_run_id, "worker", "worker-0").stop("no such environment")  # it never started
+    assert until().ended == "no such environment"
 
 
-def test_a_role_that_never_started_can_say_why_it_ended(redis_client: redis.Redis, unique_run_id: str) -> None:
-    Heartbeat(redis_client, unique_run_id, "worker", "worker-0").stop("no such environment")
-    assert only(redis_client, unique_run_id).ended == "no such environment"
-
-
-def test_silence_is_told_from_the_servers_clock(redis_client: redis.Redis, unique_run_id: str) -> None:
-    """The role's own clock may be wrong by hours."""
+def test_silence_is_told_from_the_servers_clock(
+    redis_client: redis.Redis, unique_run_id: str, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of this machine may be wrong by hours."""
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 3600)
     beating = Heartbeat(redis_client, unique_run_id, "worker", "worker-0")
     beating.start()
+    assert until().alive and 0 <= until().age_seconds < DEAD_AFTER_SECONDS
     beating.stop("x")
     keys, client = RunKeys(unique_run_id), redis_client
     raw: Any = client.hget(keys.heartbeats, "worker:worker-0")
@@ -157,31 +150,13 @@ def test_silence_is_told_from_the_servers_clock(redis_client: redis.Redis, uniqu
     alive = json.dumps(json.loads(text) | {"ended": None})
     for age, expected in ((DEAD_AFTER_SECONDS / 2, True), (DEAD_AFTER_SECONDS + 1, False)):
         client.hset(keys.heartbeats, "worker:worker-0", f"{answer[0] - age:.6f} {alive}")
-        beat = only(client, unique_run_id)
+        beat = until()
         assert beat.alive is expected and beat.age_seconds >= age
 
 
-def test_this_machines_clock_does_not_matter(
-    redis_client: redis.Redis, unique_run_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now - 3600)
-    beating = Heartbeat(redis_client, unique_run_id, "worker", "worker-0")
-    beating.start()
-    beat = only(redis_client, unique_run_id)
-    beating.stop("x")
-    assert beat.alive and 0 <= beat.age_seconds < DEAD_AFTER_SECONDS
-
-
 def test_the_trainer_comes_first_and_workers_in_their_order(redis_client: redis.Redis, unique_run_id: str) -> None:
-    for role, id_ in [
-        ("worker", "worker-10"),
-        ("other", "x"),
-        ("worker", "worker-2"),
-        ("evaluator", "e"),
-        ("trainer", "t"),
-    ]:
-        Heartbeat(redis_client, unique_run_id, role, id_).stop("x")
+    for name in ("worker:worker-10", "other:x", "worker:worker-2", "evaluator:e", "trainer:t"):
+        Heartbeat(redis_client, unique_run_id, *name.split(":")).stop("x")
     found = [beat.id for beat in read_heartbeats(redis_client, unique_run_id)]
     assert found == ["t", "e", "worker-2", "worker-10", "x"]
 
@@ -195,7 +170,7 @@ def test_a_beat_that_redis_refuses_at_the_start_is_an_error_and_at_the_end_is_no
 
 
 def test_insisting_calls_again_while_the_store_fails_and_shows_what_it_says(
-    redis_client: redis.Redis, unique_run_id: str
+    redis_client: redis.Redis, unique_run_id: str, until: Until
 ) -> None:
     beating = Heartbeat(redis_client, unique_run_id, "worker", "worker-0")
     beating.start()
@@ -203,16 +178,16 @@ def test_insisting_calls_again_while_the_store_fails_and_shows_what_it_says(
 
     def call() -> str:
         if failures:
-            until(redis_client, unique_run_id, lambda beat: beat.trouble == seen[-1])
+            until(lambda beat: beat.last_error == seen[-1])
             seen.append(str(failures[0]))
             raise failures.pop(0)
-        until(redis_client, unique_run_id, lambda beat: beat.trouble == "no bucket")
+        until(lambda beat: beat.last_error == "no bucket")
         return "here"
 
     seen: list[str | None] = [None]
     with beating.waiting("the store", 60) as wait:
-        assert insist(wait, call) == "here"
-        until(redis_client, unique_run_id, lambda beat: beat.trouble is None)
+        assert retry_until_deadline(wait, call) == "here"
+        until(lambda beat: beat.last_error is None)
     beating.stop("ended")
 
 
@@ -221,9 +196,9 @@ def test_insisting_ends_at_the_deadline_with_the_last_words_and_at_once_for_what
         raise error
 
     with pytest.raises(WaitTimeout, match=r"for the store; the deadline is 0\.01 s: SlowDown"):
-        insist(Wait("the store", 0.01), lambda: call(StoreError("SlowDown")))
+        retry_until_deadline(Wait("the store", 0.01), lambda: call(StoreError("SlowDown")))
     with pytest.raises(CheckpointDamaged):
-        insist(Wait("the store", 60), lambda: call(CheckpointDamaged("altered")))
+        retry_until_deadline(Wait("the store", 60), lambda: call(CheckpointDamaged("altered")))
 
 
 def test_pauses_double_up_to_the_longest_and_chance_takes_up_to_half() -> None:
@@ -231,3 +206,47 @@ def test_pauses_double_up_to_the_longest_and_chance_takes_up_to_half() -> None:
     for number, whole in enumerate([1.0, 2.0, 4.0, 8.0, 8.0, 8.0]):
         drawn = [pauses[number] for pauses in series]
         assert whole / 2 <= min(drawn) < max(drawn) <= whole
+
+
+def test_events_come_in_order_with_their_text_and_data(redis_client: redis.Redis, unique_run_id: str) -> None:
+    emit(redis_client, unique_run_id, "worker", "worker-0 joined", incarnation=0)
+    emit(redis_client, unique_run_id, "checkpoint", "12_Step-24576.ckpt — fertig", name="12", sizes=[1, 2], none=None)
+    first, second = read_events(redis_client, unique_run_id)
+    assert (first.kind, first.text, first.data) == ("worker", "worker-0 joined", {"incarnation": 0})
+    assert (second.kind, second.text) == ("checkpoint", "12_Step-24576.ckpt — fertig")
+    assert second.data == {"name": "12", "sizes": [1, 2], "none": None}
+    client: Any = redis_client
+    _, (_, fields) = client.xrange(RunKeys(unique_run_id).events)
+    assert fields[b"kind"] == b"checkpoint" and json.loads(fields[b"data"]) == second.data, "plain JSON"
+
+
+def test_a_reader_goes_on_after_the_last_event_it_has_seen(redis_client: redis.Redis, unique_run_id: str) -> None:
+    emit(redis_client, unique_run_id + "-other", "state", "elsewhere")
+    assert read_events(redis_client, unique_run_id) == []
+    emit(redis_client, unique_run_id, "state", "one")
+    (seen,) = read_events(redis_client, unique_run_id)
+    assert read_events(redis_client, unique_run_id, after=seen.id) == []
+    assert read_events(redis_client, unique_run_id, after=seen.id, block_seconds=0.01) == []
+    emit(redis_client, unique_run_id, "state", "two")
+    assert [event.text for event in read_events(redis_client, unique_run_id, seen.id, block_seconds=60)] == ["two"]
+
+
+def test_only_the_newest_are_kept(redis_client: redis.Redis, unique_run_id: str) -> None:
+    with redis_client.pipeline() as pipeline:
+        for number in range(3000):
+            emit(pipeline, unique_run_id, "state", str(number))
+        pipeline.execute()
+    kept = read_events(redis_client, unique_run_id)
+    assert 1000 <= len(kept) < 2000
+    assert [event.text for event in kept] == [str(number) for number in range(3000 - len(kept), 3000)]
+
+
+def test_scores_come_in_the_order_of_their_versions(redis_client: redis.Redis, unique_run_id: str) -> None:
+    assert read_evaluations(redis_client, unique_run_id) == {}
+    for name, version in (("10_Step-9.ckpt", 10), ("2_Step-1.ckpt", 2), ("9_Step-8.ckpt", 9)):
+        record_evaluation(redis_client, unique_run_id, name, {"version": version, "mean_return": 1.5 * version})
+    found = read_evaluations(redis_client, unique_run_id)
+    assert list(found) == ["2_Step-1.ckpt", "9_Step-8.ckpt", "10_Step-9.ckpt"]
+    assert found["9_Step-8.ckpt"] == {"version": 9, "mean_return": 13.5}
+    record_evaluation(redis_client, unique_run_id, "9_Step-8.ckpt", {"version": 9, "mean_return": 20.0})
+    assert read_evaluations(redis_client, unique_run_id)["9_Step-8.ckpt"]["mean_return"] == 20.0

@@ -1,4 +1,4 @@
-"""The ledger: counting, its JSON, and books that balance only when they are right."""
+"""The ledger: counting, its JSON, and accounting that balances only when it is right."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.errors import Fenced
-from shared.experience_log import STRANGERS
-from shared.fragment import REASONS
-from shared.ledger import Count, Ledger, LedgerLine, WorkerAccount, read_books, read_ledger, set_forward, total
-from shared.redis_keys import RunKeys
-from shared.role import Role
+from shared.errors import DropReason, Fenced
+from shared.experience.log_entry import STRANGERS
+from shared.protocol.keys import RunKeys
+from shared.protocol.ledger import Count, Ledger, LedgerLine, WorkerAccount, fast_forward, read_accounting, read_ledger
+from shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole
-from tests.trainer_node.test_intake import SIZE, SmallTrainer, SmallWorker, begin, books, in_redis, small_config
-from trainer_node.intake import Committed
+from tests.support.small_run import SIZE, SmallTrainer, SmallWorker, begin, in_redis, ledger_lines, small_config
+from trainer_node.log_consumer import Committed
 
 counts = st.builds(Count, st.integers(0, 10**12), st.integers(0, 10**12))
 accounts = st.builds(
     WorkerAccount,
     consumed=counts,
-    dropped=st.dictionaries(st.sampled_from(REASONS), counts),
+    dropped=st.dictionaries(st.sampled_from(DropReason), counts),
     high_water=st.dictionaries(st.integers(0, 1000), st.integers(0, 10**9), max_size=4),
 )
 ledgers = st.builds(Ledger, st.dictionaries(st.text(min_size=1, max_size=12), accounts, max_size=4))
 
 
 @pytest.fixture
-def role(make_role: MakeRole) -> Role:
-    """Room for four fragments."""
+def role(make_role: MakeRole) -> RunContext:
+    """With credit for four fragments."""
     return make_role(small_config(fragments_per_update=4))
 
 
@@ -57,12 +56,11 @@ def test_counts_fragments_and_transitions_by_worker_and_reason() -> None:
     ledger.consume("a", 4)
     ledger.consume("a", 4)
     ledger.consume("b", 6)
-    ledger.drop("a", "stale", 4)
-    ledger.drop("a", "lost", 12, fragments=3)
+    ledger.drop("a", DropReason.STALE, 4)
+    ledger.drop("a", DropReason.LOST, 12, fragments=3)
     assert ledger.consumed() == Count(3, 14)
     assert ledger.of("a").dropped == {"stale": Count(1, 4), "lost": Count(3, 12)}
-    assert ledger.of("a").dropped_total() == Count(4, 16)
-    assert ledger.of("never seen").dropped_total() == Count()
+    assert ledger.of("never seen").dropped == {}
 
 
 @pytest.mark.parametrize(
@@ -70,93 +68,79 @@ def test_counts_fragments_and_transitions_by_worker_and_reason() -> None:
     [(Count(6, 24), True), (Count(7, 28), False), (Count(5, 20), False), (Count(6, 25), False)],
 )
 def test_a_line_balances_in_fragments_and_in_transitions(produced: Count, balances: bool) -> None:
-    dropped = {"stale": Count(1, 4), "lost": Count(2, 8)}
+    dropped = {DropReason.STALE: Count(1, 4), DropReason.LOST: Count(2, 8)}
     line = LedgerLine(produced, consumed=Count(2, 8), dropped=dropped, in_flight=Count(1, 4))
     assert line.balances is balances
     assert line.as_dict()["balances"] is balances
-    assert total({"a": line, "b": line}).balances is balances
+    assert (line + line).balances is balances
     assert dropped == {"stale": Count(1, 4), "lost": Count(2, 8)}
 
 
 def test_the_total_adds_up_every_worker_and_reason() -> None:
-    one = LedgerLine(Count(3, 12), Count(1, 4), {"stale": Count(1, 4)}, Count(1, 4))
-    other = LedgerLine(Count(2, 8), Count(), {"stale": Count(1, 4), "lost": Count(1, 4)}, Count())
-    summed = total({"a": one, "b": other})
+    one = LedgerLine(Count(3, 12), Count(1, 4), {DropReason.STALE: Count(1, 4)}, Count(1, 4))
+    other = LedgerLine(Count(2, 8), Count(), {DropReason.STALE: Count(1, 4), DropReason.LOST: Count(1, 4)}, Count())
+    summed = sum([one, other], LedgerLine())
     assert (summed.produced, summed.consumed, summed.in_flight) == (Count(5, 20), Count(1, 4), Count(1, 4))
     assert summed.dropped == {"stale": Count(2, 8), "lost": Count(1, 4)}
-    assert total({}) == LedgerLine(Count(), Count(), {}, Count())
 
 
-def test_the_books_of_a_run_without_fragments_are_empty(role: Role) -> None:
-    assert books(role) == {"total": LedgerLine(Count(), Count(), {}, Count())}
-
-
-def test_the_books_have_a_line_for_each_worker_at_every_moment(role: Role) -> None:
+def test_the_accounting_has_a_line_for_each_worker_at_every_moment(role: RunContext) -> None:
     trainer, one, other = begin(role), SmallWorker(role), SmallWorker(role, "worker-1")
+    assert ledger_lines(role) == {"total": LedgerLine()}
     one.work()
     other.work(blob=b"bad")
-    assert books(role)["total"].in_flight == Count(2, 2 * SIZE)
+    assert ledger_lines(role)["total"].in_flight == Count(2, 2 * SIZE)
     assert trainer.take() is not None and trainer.take() is None
-    lines = books(role)
+    lines = ledger_lines(role)
     assert lines["worker-1"].dropped == {"undecodable": Count(1, SIZE)} and lines["worker-1"].in_flight == Count()
     for _ in range(3):
         one.work()
         assert trainer.take() is not None
     trainer.publish()
-    lines = books(role)
+    lines = ledger_lines(role)
     assert lines["worker-0"] == LedgerLine(Count(4, 4 * SIZE), Count(4, 4 * SIZE), {}, Count())
     assert list(lines) == ["worker-0", "worker-1", "total"]
 
 
-def test_an_entry_that_vanishes_shows_as_imbalance_and_one_put_in_by_hand_is_a_stranger_s(role: Role) -> None:
+def test_an_entry_that_vanishes_shows_as_imbalance_and_one_put_in_by_hand_is_a_stranger_s(role: RunContext) -> None:
     worker, keys = SmallWorker(role), RunKeys(role.run_id)
     worker.work()
     worker.work()
     client: Any = role.redis
     first, _ = client.xrange(keys.log)
     client.xdel(keys.log, first[0])
-    line = read_books(role.redis, role.run_id)["worker-0"]
+    line = read_accounting(role.redis, role.run_id)["worker-0"]
     assert not line.balances and (line.produced.fragments, line.in_flight.fragments) == (2, 1)
     client.xadd(keys.log, first[1])
-    lines = read_books(role.redis, role.run_id)
+    lines = read_accounting(role.redis, role.run_id)
     assert lines["worker-0"] == line and lines[STRANGERS].balances and not lines["total"].balances
 
 
-def test_the_books_survive_trimming(role: Role) -> None:
-    trainer, worker = begin(role), SmallWorker(role)
-    for _ in range(4):
-        worker.work()
-        assert trainer.take() is not None
-    trainer.publish()
-    assert worker.log.trim(trainer.epoch, trainer.intake.position) == 4
-    assert books(role)["total"] == LedgerLine(Count(4, 4 * SIZE), Count(4, 4 * SIZE), {}, Count())
-
-
-def test_worker_names_with_colons_are_kept_apart(role: Role) -> None:
+def test_worker_names_with_colons_are_kept_apart(role: RunContext) -> None:
     SmallWorker(role, "host:1").work()
-    lines = books(role)
+    lines = ledger_lines(role)
     assert lines["host:1"].produced == Count(1, SIZE)
     assert set(lines) == {"host:1", "total"}
 
 
-def settled_elsewhere() -> Ledger:
+def committed_elsewhere() -> Ledger:
     """What a checkpoint says, and Redis does not know: three fragments of worker-0."""
     ledger = Ledger()
     ledger.consume("worker-0", SIZE)
-    ledger.drop("worker-0", "lost", 2 * SIZE, fragments=2)
+    ledger.drop("worker-0", DropReason.LOST, 2 * SIZE, fragments=2)
     return ledger
 
 
-def test_a_redis_that_lost_its_past_is_set_forward_to_a_checkpoint(role: Role) -> None:
-    trainer, ledger = begin(role), settled_elsewhere()
-    set_forward(role.redis, role.run_id, trainer.epoch, "0-0", ledger)
-    assert books(role)["worker-0"].produced == Count(3, 3 * SIZE)
+def test_a_redis_that_lost_its_past_is_set_forward_to_a_checkpoint(role: RunContext) -> None:
+    trainer, ledger = begin(role), committed_elsewhere()
+    fast_forward(role.redis, role.run_id, trainer.epoch, "0-0", ledger)
+    assert ledger_lines(role)["worker-0"].produced == Count(3, 3 * SIZE)
     assert role.flow.read().in_flight == 0
     SmallWorker(role).work()
-    assert books(role)["worker-0"].produced == Count(4, 4 * SIZE)
+    assert ledger_lines(role)["worker-0"].produced == Count(4, 4 * SIZE)
 
 
-def test_claims_and_entries_that_a_checkpoint_does_not_cover_stay_in_flight(role: Role) -> None:
+def test_claims_and_entries_that_a_checkpoint_does_not_cover_stay_in_flight(role: RunContext) -> None:
     """Two entries are behind the checkpoint's position, one after it, one claim is held, one fragment was refused."""
     trainer, worker, other, slow = begin(role), *(SmallWorker(role, f"worker-{index}") for index in range(3))
     for _ in range(3):
@@ -171,40 +155,40 @@ def test_claims_and_entries_that_a_checkpoint_does_not_cover_stay_in_flight(role
     ledger.consume("worker-0", SIZE)
     ledger.of("worker-0").saw(0, 1)
     for _ in range(2):
-        set_forward(role.redis, role.run_id, trainer.epoch, position, ledger)
+        fast_forward(role.redis, role.run_id, trainer.epoch, position, ledger)
         assert role.flow.read().in_flight == 2
-    trainer.intake.restore(Committed(position, ledger.as_json(), {}))
+    trainer.consumer.restore(Committed(position, ledger.as_json(), {}))
     trainer.publish()
-    lines = books(role)
+    lines = ledger_lines(role)
     assert lines["worker-0"] == LedgerLine(Count(3, 3 * SIZE), Count(2, 2 * SIZE), {}, Count(1, SIZE))
     assert lines["worker-2"].dropped == {"stale": Count(1, SIZE)}
 
 
-def test_going_on_from_settled_books_frees_the_credit_of_fragments_behind_no_version(role: Role) -> None:
-    """A drop settles the good fragments before it, too; a trainer that goes on from there will not take them again."""
+def test_going_on_from_committed_accounting_frees_the_credit_of_fragments_behind_no_version(role: RunContext) -> None:
+    """A drop commits the good fragments before it, too; a trainer that goes on from there will not take them again."""
     trainer, worker = begin(role), SmallWorker(role)
     worker.work()
     worker.work(blob=b"bad")
     worker.work()
     assert trainer.take() is not None and trainer.take() is not None
     second = SmallTrainer(role)
-    settled, ledger = role.flow.read().settled_id, read_ledger(role.redis, role.run_id)
-    second.intake.restore(Committed(settled, ledger.as_json(), {}))
+    committed, ledger = role.flow.read().committed_id, read_ledger(role.redis, role.run_id)
+    second.consumer.restore(Committed(committed, ledger.as_json(), {}))
     assert role.flow.read().in_flight == 2
-    set_forward(role.redis, role.run_id, second.epoch, settled, ledger)
+    fast_forward(role.redis, role.run_id, second.epoch, committed, ledger)
     assert role.flow.read().in_flight == 1
     assert second.take() is not None and second.take() is None
-    assert second.publish(1).word == "published"
+    assert second.publish(1).reply == "published"
     assert role.flow.read().in_flight == 0
-    assert books(role)["total"].produced == Count(3, 3 * SIZE)
+    assert ledger_lines(role)["total"].produced == Count(3, 3 * SIZE)
 
 
-def test_an_older_trainer_sets_nothing_forward(role: Role) -> None:
+def test_an_older_trainer_sets_nothing_forward(role: RunContext) -> None:
     old = begin(role)
     role.flow.take_over()
     before = in_redis(role)
     with pytest.raises(Fenced):
-        set_forward(role.redis, role.run_id, old.epoch, "0-0", settled_elsewhere())
+        fast_forward(role.redis, role.run_id, old.epoch, "0-0", committed_elsewhere())
     assert in_redis(role) == before
 
 
@@ -216,7 +200,7 @@ def test_what_redis_is_told_adds_up_to_the_whole(steps: list[tuple[str, str]]) -
         if step == "consume":
             ledger.consume(worker, SIZE)
         elif step == "drop":
-            ledger.drop(worker, "stale", SIZE)
+            ledger.drop(worker, DropReason.STALE, SIZE)
         elif step == "saw":
             ledger.of(worker).saw(0, number)
         else:
@@ -228,7 +212,7 @@ def test_what_redis_is_told_adds_up_to_the_whole(steps: list[tuple[str, str]]) -
                 assert ledger.news() == [""]
 
 
-def test_only_what_has_changed_travels(role: Role) -> None:
+def test_only_what_has_changed_travels(role: RunContext) -> None:
     """A mark that stands in Redis for another worker's account stays, until all is written anew."""
     trainer, workers = begin(role), [SmallWorker(role, f"worker-{index}") for index in range(3)]
     marked = RunKeys(role.run_id).ledger
@@ -248,12 +232,12 @@ def test_only_what_has_changed_travels(role: Role) -> None:
     trainer.publish()
     assert turn(workers[1], bad=True) != b"a mark"
     role.redis.set(marked, "what an earlier version wrote")
-    read_books(role.redis, role.run_id)
-    trainer.intake.restore(trainer.intake.committed)
+    read_accounting(role.redis, role.run_id)
+    trainer.consumer.restore(trainer.consumer.committed)
     workers[0].work(trainer.version)
     assert trainer.take() is not None
     trainer.publish()
-    assert read_ledger(role.redis, role.run_id) == trainer.intake.ledger
+    assert read_ledger(role.redis, role.run_id) == trainer.consumer.ledger
     role.redis.hset(marked, mapping={"worker-1": b"a mark", "worker-9": b"gone"})
-    set_forward(role.redis, role.run_id, trainer.epoch, trainer.intake.position, trainer.intake.ledger)
-    assert read_ledger(role.redis, role.run_id) == trainer.intake.ledger
+    fast_forward(role.redis, role.run_id, trainer.epoch, trainer.consumer.position, trainer.consumer.ledger)
+    assert read_ledger(role.redis, role.run_id) == trainer.consumer.ledger

@@ -6,41 +6,42 @@ import errno
 import json
 import os
 import resource
-import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from coordinator.services import BUCKET, free_port, new_secret, start_s3
-from shared.connection import Address
+from coordinator.services.embedded import BUCKET, free_port, new_secret, start_s3
 from shared.errors import ObjectMissing, StoreError, StoreUnavailable
-from shared.object_store import ObjectStore, open_store
-from tests.chaos import store_faults as faults
-from tests.chaos.store_faults import Fault, StoreFaults
+from shared.protocol.redis_client import Address
+from shared.storage.object_store import ObjectStore, open_store
+from shared.storage.s3_store import S3Store, s3_client
 from tests.conftest import minimal_config
-from tests.support.speed import stretched
+from tests.support import store_faults as faults
+from tests.support.store_faults import Fault, StoreFaults
+from tests.support.waiting import Background, eventually
 
-Servers = dict[str, tuple[str, str, str]]
+Server = tuple[str, str, str]
+Servers = dict[str, Server]
 OpenS3 = Callable[..., ObjectStore]
 QUICK = {"timeout_seconds": 5, "retries": 0}
 
 
+def s3_address(server: Server, folder: Path, run_id: str, url: str) -> Address:
+    """Of a run in this server, its keys in a file."""
+    keys = folder / "keys.json"
+    keys.write_text(json.dumps({"s3_access_key": server[1], "s3_secret_key": server[2]}))
+    return Address(run_id, "", url, server[0], str(keys))
+
+
 @pytest.fixture
 def open_s3(tmp_path: Path, unique_run_id: str) -> OpenS3:
-    """`open_s3(server, bucket=…, secret=…, endpoint=…)` → a store that gives up at once."""
+    """`open_s3(server, bucket=…, endpoint=…)` → a store that gives up at once."""
 
-    def make(
-        server: tuple[str, str, str],
-        bucket: str = BUCKET,
-        secret: str | None = None,
-        endpoint: str | None = None,
-        **settings: float,
-    ) -> ObjectStore:
-        file = tmp_path / "keys.json"
-        file.write_text(json.dumps({"s3_access_key": server[1], "s3_secret_key": secret or server[2]}))
-        address = Address(unique_run_id, "", f"s3://{bucket}/tests", endpoint or server[0], str(file))
+    def make(server: Server, bucket: str = BUCKET, endpoint: str | None = None, **settings: float) -> ObjectStore:
+        address = s3_address((endpoint or server[0], *server[1:]), tmp_path, unique_run_id, f"s3://{bucket}/tests")
         return open_store(address, minimal_config(store=QUICK | settings))
 
     return make
@@ -49,7 +50,7 @@ def open_s3(tmp_path: Path, unique_run_id: str) -> OpenS3:
 @pytest.fixture
 def faulty(s3_servers: Servers) -> Iterator[StoreFaults]:
     """A fault proxy before rclone."""
-    with StoreFaults(s3_servers["rclone"][0]) as proxy:
+    with closing(StoreFaults(s3_servers["rclone"][0])) as proxy:
         yield proxy
 
 
@@ -70,20 +71,11 @@ def file_store(folder: Path) -> ObjectStore:
 # What every store promises
 
 
-def test_check_passes_where_the_store_is_usable(any_store: ObjectStore) -> None:
+def test_what_was_put_last_is_what_get_returns(any_store: ObjectStore) -> None:
     any_store.check()
-
-
-@pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 4096], ids=["empty", "one byte", "1 MiB"])
-def test_what_was_put_is_what_get_answers(any_store: ObjectStore, data: bytes) -> None:
-    any_store.put("checkpoints/1_Step-2.ckpt/default/policy.safetensors", data)
-    assert any_store.get("checkpoints/1_Step-2.ckpt/default/policy.safetensors") == data
-
-
-def test_a_second_put_replaces_the_first(any_store: ObjectStore) -> None:
-    any_store.put(".checkpoint", b"long first content")
-    any_store.put(".checkpoint", b"short")
-    assert any_store.get(".checkpoint") == b"short"
+    for data in (b"", bytes(range(256)) * 4096, b"x"):
+        any_store.put("checkpoints/1_Step-2.ckpt/default/policy.safetensors", data)
+        assert any_store.get("checkpoints/1_Step-2.ckpt/default/policy.safetensors") == data
 
 
 def test_an_object_that_is_not_there_is_missing_by_name(any_store: ObjectStore) -> None:
@@ -123,16 +115,15 @@ def test_folders_are_the_names_directly_below_sorted(any_store: ObjectStore) -> 
 
 
 def test_more_keys_than_one_page_of_a_listing_are_all_listed(
-    s3_servers: Servers, open_s3: OpenS3, monkeypatch: pytest.MonkeyPatch
+    s3_servers: Servers, tmp_path: Path, unique_run_id: str
 ) -> None:
-    store = open_s3(s3_servers["rclone"])
+    config = minimal_config(store=QUICK).store
+    client = s3_client(s3_address(s3_servers["rclone"], tmp_path, unique_run_id, f"s3://{BUCKET}"), config)
+    client.meta.events.register("provide-client-params.s3.ListObjectsV2", lambda params, **_: params | {"MaxKeys": 2})
+    store = S3Store(BUCKET, f"{unique_run_id}/", lambda: client, "the server")
     expected = [f"checkpoints/{index:02}/manifest.json" for index in range(7)]
     for key in expected:
         store.put(key, b"1")
-    call = store._call  # type: ignore[attr-defined]
-    monkeypatch.setattr(
-        store, "_call", lambda name, *args, **kw: call(name, *args, **(kw | ({"MaxKeys": 2} if "list" in name else {})))
-    )
     assert store.keys("") == expected
     assert store.folders("checkpoints/") == [f"{index:02}" for index in range(7)]
 
@@ -140,11 +131,9 @@ def test_more_keys_than_one_page_of_a_listing_are_all_listed(
 def test_runs_whose_ids_begin_alike_do_not_see_each_other(
     tmp_path: Path, s3_servers: Servers, unique_run_id: str
 ) -> None:
-    endpoint, access, secret = s3_servers["rclone"]
-    (tmp_path / "keys.json").write_text(json.dumps({"s3_access_key": access, "s3_secret_key": secret}))
     for url in (f"file://{tmp_path}", f"s3://{BUCKET}", f"s3://{BUCKET}/a/b"):
         one, two = (
-            open_store(Address(run, "", url, endpoint, str(tmp_path / "keys.json")), minimal_config())
+            open_store(s3_address(s3_servers["rclone"], tmp_path, run, url), minimal_config())
             for run in (unique_run_id, unique_run_id + "0")
         )
         one.put("checkpoints/1/x", b"one")
@@ -163,33 +152,6 @@ def test_a_missing_bucket_is_named_with_what_to_do(s3_servers: Servers, open_s3:
             store.check()
         with pytest.raises(StoreUnavailable, match="no-such-bucket"):
             store.put("key", b"1")
-
-
-def test_wrong_keys_are_refused_with_what_to_do_and_without_the_secret(s3_servers: Servers, open_s3: OpenS3) -> None:
-    wrong = new_secret()
-    store = open_s3(s3_servers["rclone"], secret=wrong)
-    attempts: list[Callable[[], object]] = [
-        store.check, lambda: store.get("x"), lambda: store.put("x", b""), lambda: store.keys("")
-    ]  # fmt: skip
-    for attempt in attempts:
-        with pytest.raises(StoreUnavailable, match=r"refuses the credentials.*check AWS_ACCESS_KEY_ID") as caught:
-            attempt()
-        assert wrong not in str(caught.value)
-        assert s3_servers["rclone"][1] not in str(caught.value)
-
-
-def test_no_credentials_at_all_says_which_to_set(
-    s3_servers: Servers, unique_run_id: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    store = open_store(
-        Address(unique_run_id, "", f"s3://{BUCKET}", s3_servers["rclone"][0]), minimal_config(store=QUICK)
-    )
-    with pytest.raises(StoreUnavailable, match="no credentials found; set AWS_ACCESS_KEY_ID"):
-        store.check()
 
 
 def test_an_endpoint_that_does_not_answer_is_named_with_what_to_do(s3_servers: Servers, open_s3: OpenS3) -> None:
@@ -239,17 +201,10 @@ def test_a_folder_without_permission_is_named_with_what_to_do(tmp_path: Path) ->
         (-7200.0, r"differ \(by 7\d{3} s; ours is ahead\)"),
     ],
     ids=[
-        "expired",
-        "unknown key",
-        "redirect",
-        "region",
-        "region in words",
-        "some region",
-        "no bucket",
-        "server ahead",
+        "expired", "unknown key", "redirect", "region", "region in words", "some region", "no bucket", "server ahead",
         "server behind",
     ],
-)
+)  # fmt: skip
 def test_what_a_person_has_to_mend_is_said_by_every_operation_and_over_once_it_is_mended(
     s3_servers: Servers, open_s3: OpenS3, faulty: StoreFaults, fault: Fault | float, message: str
 ) -> None:
@@ -317,19 +272,16 @@ def test_a_body_that_breaks_off_is_read_again_and_never_taken_for_whole(
 @pytest.mark.parametrize("server", ["rclone", "moto"])
 def test_an_upload_that_is_cut_is_never_seen_half(s3_servers: Servers, open_s3: OpenS3, server: str) -> None:
     """moto keeps what was there; rclone, which writes in place, takes it away."""
-    with StoreFaults(s3_servers[server][0]) as proxy:
+    with closing(StoreFaults(s3_servers[server][0])) as proxy:
         store = open_s3(s3_servers[server], endpoint=proxy.url)
-        _make_bucket(store)
         store.put("key", b"old")
         proxy.fail(faults.CUT_UPLOAD, "PUT")
         for key in ("key", "new"):
             with pytest.raises(StoreError, match=f"put_object {key} on .* failed"):
                 store.put(key, bytes(300_000))
         proxy.heal()
-        left, deadline = ["key"] if server == "moto" else [], time.monotonic() + stretched(30)
-        while store.keys("") != left:  # rclone sees a moment later that its client is gone
-            assert time.monotonic() < deadline, store.keys("")
-            time.sleep(0.05)
+        left = ["key"] if server == "moto" else []
+        eventually(lambda: store.keys("") == left)  # rclone sees a moment later that its client is gone
         for key in ("key", "new"):
             if (server, key) == ("moto", "key"):
                 assert store.get(key) == b"old"
@@ -360,7 +312,7 @@ def test_a_write_whose_answer_was_lost_is_done(s3_servers: Servers, open_s3: Ope
     assert patient.get("manifest.json") == b"first"
 
 
-def test_renewed_credentials_are_read_by_the_store_that_is_open(
+def test_wrong_or_no_credentials_are_told_and_renewed_ones_are_read_by_the_store_that_is_open(
     s3_servers: Servers, unique_run_id: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     endpoint, access, secret = s3_servers["rclone"]
@@ -370,13 +322,15 @@ def test_renewed_credentials_are_read_by_the_store_that_is_open(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(profile))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     store = open_store(Address(unique_run_id, "", f"s3://{BUCKET}", endpoint), minimal_config(store=QUICK))
-    with pytest.raises(StoreUnavailable, match="no credentials found"):
-        store.put("key", b"1")
-    for key, words in ((new_secret(), "refuses the credentials"), (secret, None)):
-        profile.write_text(f"[default]\naws_access_key_id = {access}\naws_secret_access_key = {key}\n")
-        if words:
-            with pytest.raises(StoreUnavailable, match=words):
-                store.put("key", b"1")
+    wrong, operations = new_secret(), [store.check, *(lambda do=do: do(store) for do in OPERATIONS.values())]
+    for key, said in ((None, "no credentials found; set AWS_ACCESS_KEY_ID"), (wrong, "check AWS_ACCESS_KEY_ID")):
+        if key:
+            profile.write_text(f"[default]\naws_access_key_id = {access}\naws_secret_access_key = {key}\n")
+        for operation in operations:
+            with pytest.raises(StoreUnavailable, match=said) as caught:
+                operation()
+            assert wrong not in str(caught.value) and access not in str(caught.value)
+    profile.write_text(profile.read_text().replace(wrong, secret))
     store.put("key", b"1")
     profile.unlink()
     assert store.get("key") == b"1", "credentials that work are kept"
@@ -387,13 +341,6 @@ def test_tls_that_fails_is_named_with_what_to_do(s3_servers: Servers, open_s3: O
     for attempt in (store.check, lambda: store.get("x")):
         with pytest.raises(StoreUnavailable, match=r"does not speak TLS; .* begin store\.endpoint_url with http://"):
             attempt()
-
-
-def _make_bucket(store: ObjectStore) -> None:
-    """moto's servers begin without one."""
-    made = store._make_client()  # type: ignore[attr-defined]
-    if BUCKET not in [bucket["Name"] for bucket in made.list_buckets()["Buckets"]]:
-        made.create_bucket(Bucket=BUCKET)
 
 
 # The folder
@@ -428,31 +375,19 @@ def test_a_reader_of_the_folder_sees_whole_objects_only_and_never_a_temporary_na
     store, reader = file_store(tmp_path), file_store(tmp_path)
     contents = [bytes([index]) * (200_000 + index) for index in range(3)]
     store.put("a/object", contents[0])
-    writing = threading.Event()
-    writing.set()
 
     def write() -> None:
         for index in range(60):
             store.put("a/object", contents[index % 3])
             store.put(f"a/new-{index % 5}", contents[index % 3])
             store.delete(f"a/new-{index % 5}")
-        writing.clear()
 
-    thread = threading.Thread(target=write)
-    thread.start()
-    seen = set()
-    while writing.is_set():
+    writing, seen = Background(write), set[str]()
+    while writing.runs:
         assert reader.get("a/object") in contents
         seen |= set(reader.keys(""))
-    thread.join()
+    writing.result()
     assert seen <= {"a/object", *(f"a/new-{index}" for index in range(5))}
-
-
-def test_what_a_killed_writer_left_is_not_listed(tmp_path: Path) -> None:
-    store = file_store(tmp_path)
-    store.put("a/object", b"1")
-    (tmp_path / "r" / "a" / ".partial-abc").write_bytes(b"half")
-    assert store.keys("") == ["a/object"]
 
 
 def test_the_folder_of_what_is_deleted_goes_with_what_killed_writers_left_and_live_objects_stay(tmp_path: Path) -> None:

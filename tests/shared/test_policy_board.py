@@ -10,47 +10,48 @@ import redis
 import torch
 
 from shared.errors import Fenced
-from shared.ledger import Ledger, read_ledger
-from shared.policies.codec import VersionHeader, encode_board, state_arrays
+from shared.experience.counters import Phase, PhaseCounters
+from shared.experience.spaces import Columns
 from shared.policies.registry import build_policies
-from shared.policy_board import PolicyBoard
-from shared.redis_keys import RunKeys
-from shared.role import Role
-from shared.spaces import Columns
-from shared.steps import Phase, PhaseCounters
+from shared.policies.serialization import VersionHeader, encode_board, state_arrays
+from shared.protocol.flow_control import RunState
+from shared.protocol.keys import RunKeys
+from shared.protocol.ledger import Ledger, read_ledger
+from shared.protocol.policy_board import PolicyBoard
+from shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole
-from tests.trainer_node.test_intake import SmallTrainer, SmallWorker, begin, in_redis, small_config
+from tests.support.small_run import SmallWorker, begin, in_redis, small_config
 
 
 @pytest.fixture
-def role(make_role: MakeRole) -> Role:
+def role(make_role: MakeRole) -> RunContext:
     """K = 2, L = 0."""
     return make_role(small_config())
 
 
-def policies(role: Role) -> dict[str, Columns]:
+def policies(role: RunContext) -> dict[str, Columns]:
     """Weights of this run's policy."""
     built = build_policies(role.description().policies, role.config.policies, role.config.algorithm, seed=3)
     return {policy_id: state_arrays(policy) for policy_id, policy in built.items()}
 
 
-def publish(role: Role, epoch: int, version: int, **changes: Any) -> str:
+def publish(role: RunContext, epoch: int, version: int, **changes: Any) -> str:
     """Publishes real weights; answers the word."""
     counters = PhaseCounters()
     counters.train.env_steps = 100 * version
     header = VersionHeader(version, Phase.TRAIN, counters)
     given: dict[str, Any] = {
-        "epoch": epoch, "version": version, "consumed": 0, "settled_id": "0-0", "ledger": Ledger(), "header": header,
+        "epoch": epoch, "version": version, "consumed": 0, "committed_id": "0-0", "ledger": Ledger(), "header": header,
         "blob": encode_board(policies(role), header),
     }  # fmt: skip
-    return PolicyBoard(role.redis, role.run_id).publish(**given | changes).word
+    return PolicyBoard(role.redis, role.run_id).publish(**given | changes).reply
 
 
-def test_nothing_is_on_the_board_before_the_first_version(role: Role) -> None:
+def test_nothing_is_on_the_board_before_the_first_version(role: RunContext) -> None:
     assert PolicyBoard(role.redis, role.run_id).fetch(role.checkpoints) is None
 
 
-def test_a_worker_fetches_exactly_what_was_published(role: Role) -> None:
+def test_a_worker_fetches_exactly_what_was_published(role: RunContext) -> None:
     epoch = role.flow.take_over()
     assert publish(role, epoch, 7) == "published"
     found = PolicyBoard(role.redis, role.run_id).fetch(role.checkpoints)
@@ -65,7 +66,7 @@ def test_a_worker_fetches_exactly_what_was_published(role: Role) -> None:
             assert torch.from_numpy(np.array(found.states[policy_id][name])).dtype == torch.from_numpy(array).dtype
 
 
-def test_version_credit_position_and_ledger_move_together(role: Role) -> None:
+def test_version_credit_position_and_ledger_move_together(role: RunContext) -> None:
     trainer, worker = begin(role), SmallWorker(role)
     worker.work()
     worker.work()
@@ -73,56 +74,34 @@ def test_version_credit_position_and_ledger_move_together(role: Role) -> None:
     assert role.flow.read().consumed == 0 and read_ledger(role.redis, role.run_id) == Ledger()
     answer = trainer.publish()
     state = role.flow.read()
-    assert (answer.word, answer.state, answer.reason, answer.log_bytes) == ("published", "running", "", state.log_bytes)
-    assert (state.version, state.consumed, state.settled_id) == (1, 2, trainer.intake.position)
-    assert read_ledger(role.redis, role.run_id) == trainer.intake.ledger
+    assert (answer.reply, answer.state, answer.reason) == ("published", "running", "")
+    assert answer.log_bytes == state.log_bytes
+    assert (state.version, state.consumed, state.committed_id) == (1, 2, trainer.consumer.position)
+    assert read_ledger(role.redis, role.run_id) == trainer.consumer.ledger
     assert role.redis.hget(RunKeys(role.run_id).board, "version") == b"1"
 
 
-def test_a_publication_tells_the_trainer_that_the_run_is_to_end(role: Role) -> None:
+def test_a_publication_tells_the_trainer_that_the_run_is_to_end(role: RunContext) -> None:
     trainer = begin(role)
-    role.flow.set_state("stopping", "solved")
+    role.flow.set_state(RunState.STOPPING, "solved")
     answer = trainer.publish()
     assert (answer.state, answer.reason) == ("stopping", "solved")
 
 
 @pytest.mark.parametrize("version", [0, 2, 3])
-def test_a_known_version_changes_nothing(role: Role, version: int) -> None:
+def test_a_known_version_changes_nothing(role: RunContext, version: int) -> None:
     epoch = role.flow.take_over()
-    assert publish(role, epoch, 3, consumed=2, settled_id="5-1") == "published"
+    assert publish(role, epoch, 3, consumed=2, committed_id="5-1") == "published"
     before = in_redis(role)
     changed = Ledger()
     changed.consume("worker-0", 4)
-    others: dict[str, Any] = {"settled_id": "9-9", "ledger": changed, "blob": b"others", "checkpoint": "x"}
+    others: dict[str, Any] = {"committed_id": "9-9", "ledger": changed, "blob": b"others", "checkpoint": "x"}
     word = publish(role, epoch, version, consumed=2, **others)
     assert word == "known" and in_redis(role) == before
 
 
-def test_an_older_trainer_may_not_publish(role: Role) -> None:
-    old = begin(role)
-    new = SmallTrainer(role)
-    before = in_redis(role)
-    with pytest.raises(Fenced, match=f"epoch {old.epoch} may not publish version 1"):
-        old.publish()
-    assert in_redis(role) == before
-    assert new.publish().word == "published"
-
-
-def test_a_trainer_of_a_run_that_is_gone_is_refused(role: Role, redis_client: redis.Redis) -> None:
+def test_a_trainer_of_a_run_that_is_gone_is_refused(role: RunContext, redis_client: redis.Redis) -> None:
     trainer = begin(role)
     redis_client.delete(RunKeys(role.run_id).flow)
     with pytest.raises(Fenced):
         trainer.publish()
-
-
-def test_a_reader_never_sees_half_a_version(role: Role) -> None:
-    """Header and weights of a fetch are always of one version, whatever is published meanwhile."""
-    epoch = role.flow.take_over()
-    board = PolicyBoard(role.redis, role.run_id)
-    for version in range(20):
-        state = {"default": {"w": np.full(1000, version, np.float32)}}
-        header = VersionHeader(version, Phase.TRAIN, PhaseCounters())
-        publish(role, epoch, version, header=header, blob=encode_board(state, header))
-        found = board.fetch(role.checkpoints)
-        assert found is not None and found.header.version == version
-        assert (found.states["default"]["w"] == version).all()

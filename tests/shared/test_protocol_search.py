@@ -1,13 +1,15 @@
-"""The protocol in every order of its steps, up to a depth: nothing is learnt twice, and the books balance."""
+"""The protocol in every order of its steps, up to a depth: nothing is learned twice, and the ledger balances."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from shared import scripts
-from shared.config import Config
-from tests.conftest import MakeRole, minimal_config
-from tests.support.protocol_search import ENVS, STEPS, Search, Violation
+from shared.protocol import scripts
+from tests.conftest import MakeRole
+from tests.support.protocol_search import Search, Violation
+from tests.support.small_run import small_config
 
 TOO_LATE = [
     "worker-0 claims",
@@ -19,19 +21,8 @@ TOO_LATE = [
 """There is no place for the fragment of worker-0, which has not heard of it."""
 
 
-def config_of(fragments_per_update: int, max_policy_lag: int) -> Config:
-    """A run with small fragments."""
-    return minimal_config(
-        environment={"id": "CartPole-v1", "num_envs": ENVS},
-        rollout={
-            "fragment_steps": STEPS, "fragments_per_update": fragments_per_update, "max_policy_lag": max_policy_lag,
-        },
-        algorithm={"minibatch_size": STEPS * ENVS},
-    )  # fmt: skip
-
-
 def test_no_short_order_of_steps_breaks_the_protocol(make_role: MakeRole) -> None:
-    search = Search(make_role(config_of(1, 0)))
+    search = Search(make_role(small_config(1, 0)))
     found = search.run(4, search.beginning(faults=2))
     assert found.worlds > 1000 and found.by_depth[-1] > 700
 
@@ -45,7 +36,7 @@ def test_no_short_order_of_steps_breaks_the_protocol(make_role: MakeRole) -> Non
 def test_no_order_of_steps_breaks_the_protocol(
     make_role: MakeRole, fragments_per_update: int, max_policy_lag: int, depth: int, faults: int
 ) -> None:
-    search = Search(make_role(config_of(fragments_per_update, max_policy_lag)))
+    search = Search(make_role(small_config(fragments_per_update, max_policy_lag)))
     found = search.run(depth, search.beginning(faults))
     print(f"{found.worlds} worlds by {found.steps} steps; new at each depth: {found.by_depth}")
     assert found.by_depth[-1] > 0
@@ -53,16 +44,16 @@ def test_no_order_of_steps_breaks_the_protocol(
 
 def test_what_was_refused_is_never_taken(make_role: MakeRole) -> None:
     """However it goes on from there: the trainer makes room, answers are lost, claims are held again."""
-    search = Search(make_role(config_of(1, 0)))
+    search = Search(make_role(small_config(1, 0)))
     search.run(3, search.follow(3, TOO_LATE))
 
 
 FAULTS = {
-    "what was refused is taken": ("PUSH", ":refused')) or 0) > heard", ":refused')) or 0) > heard + 1", TOO_LATE),
-    "what was pushed is taken again": ("PUSH", "if seq <= last then", "if seq < last then", []),
-    "a version is counted again": ("PUBLISH", "if wanted > version then", "if wanted >= version then", [
+    "what was refused is taken": ("push", ":refused')) or 0) > heard", ":refused')) or 0) > heard + 1", TOO_LATE),
+    "what was pushed is taken again": ("push", "if seq <= last then", "if seq < last then", []),
+    "a version is counted again": ("publish", "if wanted > version then", "if wanted >= version then", [
         "worker-0 claims", "worker-0 pushes", "trainer 1 reads"]),
-    "a claim that was given back still counts": ("REGISTER", "'claimed', -1)", "'claimed', 0)", []),
+    "a claim that was given back still counts": ("register", "'claimed', -1)", "'claimed', 0)", []),
 }  # fmt: skip
 
 
@@ -70,9 +61,10 @@ FAULTS = {
 def test_a_fault_of_a_script_is_found(make_role: MakeRole, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """So the search can fail. The first is how a push was once taken."""
     name, right, wrong, way = FAULTS[fault]
-    script = getattr(scripts, name)
-    assert script.count(right) == 1
-    monkeypatch.setattr(scripts, name, script.replace(right, wrong))
-    search = Search(make_role(config_of(1, 0)))
+    source = scripts.source
+    assert source(name).text.count(right) == 1
+    spoilt = replace(source(name), text=source(name).text.replace(right, wrong))
+    monkeypatch.setattr(scripts, "source", lambda wanted: spoilt if wanted == name else source(wanted))
+    search = Search(make_role(small_config(1, 0)))
     with pytest.raises(Violation, match=", after: "):
         search.run(4, search.follow(3, way))

@@ -9,45 +9,22 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rollout_worker.making import describe_space
-from shared.algorithm_configs.dqn import DQNConfig
-from shared.config import PolicyConfig
 from shared.errors import UnsupportedSpace
-from shared.policies.codec import decode_policy, encode_policy, state_arrays
-from shared.policies.noisy import NoisyLinear
-from shared.policies.q_network import QNetwork
-from shared.policies.registry import build_policies
-from shared.spaces import PolicySpaces
+from shared.policies.q_network import NoisyLinear, QNetwork
+from shared.policies.serialization import state_arrays
+from tests.support.policies import Q_NETWORKS, SIGHT, built_policy, generator
 
-SIGHT = spaces.Box(-1.0, 1.0, (3,), np.float32)
-KINDS: list[dict[str, Any]] = [
-    {},
-    {"dueling": True},
-    {"noisy": True},
-    {"head": "c51", "atoms": 5, "v_min": -2.0, "v_max": 2.0},
-    {"head": "qr", "quantiles": 4, "dueling": True},
-    {"head": "c51", "atoms": 3, "v_min": 0.0, "v_max": 4.0, "dueling": True, "noisy": True},
-    {"heads": 3},
-    {"heads": 2, "head": "c51", "atoms": 3, "v_min": 0.0, "v_max": 4.0, "dueling": True},
-    {"heads": 2, "head": "qr", "quantiles": 4, "prior_scale": 2.0},
-]
-every_kind = pytest.mark.parametrize("fields", KINDS, ids=str)
+every_kind = pytest.mark.parametrize("fields", Q_NETWORKS, ids=str)
 
 
 def network(action: spaces.Space[Any] | None = None, hidden: tuple[int, ...] = (8, 6), **fields: Any) -> QNetwork:
-    described = PolicySpaces(describe_space(SIGHT), describe_space(action or spaces.Discrete(4, start=2)))
-    config = PolicyConfig(hidden_sizes=hidden)
-    made = build_policies({"p": described}, {"p": config}, DQNConfig.model_validate(fields), seed=1)["p"]
+    made = built_policy(SIGHT, action or spaces.Discrete(4, start=2), "dqn", fields=fields, hidden_sizes=hidden)
     assert isinstance(made, QNetwork)
     return made
 
 
-def observations(rows: int = 7) -> dict[str, torch.Tensor]:
-    return {"obs": torch.randn(rows, 3, generator=torch.Generator().manual_seed(1))}
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def observations() -> dict[str, torch.Tensor]:
+    return {"obs": torch.randn(7, 3, generator=generator(1))}
 
 
 @every_kind
@@ -175,13 +152,3 @@ def test_without_noisy_layers_exploring_parameters_draw_nothing() -> None:
     policy, drawing = network(), generator(4)
     assert torch.equal(policy.exploring_parameters(observations(), drawing), policy.action_parameters(observations()))
     assert torch.equal(drawing.get_state(), generator(4).get_state())
-
-
-@every_kind
-@torch.no_grad()
-def test_its_file_makes_the_same_network_again(fields: dict[str, Any]) -> None:
-    policy = network(**fields)
-    again, version = decode_policy(encode_policy(policy, 7))
-    assert version == 7 and isinstance(again, QNetwork) and again.network == policy.network
-    assert torch.equal(again.action_parameters(observations()), policy.action_parameters(observations()))
-    assert not [name for name in state_arrays(policy) if "support" in name or "noise" in name]

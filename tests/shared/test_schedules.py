@@ -1,7 +1,9 @@
-"""Schedules: values that change with the trainer's counters, and the forms that the config may give them in."""
+"""Durations, counters, and schedules: values that change with the trainer's counters, as the config may give them."""
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
@@ -9,108 +11,60 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from shared.schedules import Schedule, ScheduleField
-from shared.steps import Counters, Duration
+from shared.config.section import Schedule, ScheduleField
+from shared.experience.counters import UNITS, Counters, Duration, Phase, PhaseCounters, Unit, parse_duration
 
 FIELD: TypeAdapter[Schedule] = TypeAdapter(ScheduleField)
 
 
-def test_a_number_stays_what_it_is() -> None:
-    schedule = FIELD.validate_python(3e-4)
-    assert {schedule.value(Counters(updates=count, env_steps=10**9)) for count in (0, 1, 10**6)} == {3e-4}
-
-
-def test_a_linear_schedule_goes_straight_and_then_stays() -> None:
-    schedule = FIELD.validate_python({"kind": "linear", "start": 1.0, "end": 0.2, "over": "100 updates"})
-    values = [schedule.value(Counters(updates=count)) for count in (0, 25, 50, 100, 1000)]
-    assert values == pytest.approx([1.0, 0.8, 0.6, 0.2, 0.2])
-    assert schedule.value(Counters(env_steps=10**9, episodes=10**9)) == 1.0
-
-
-@settings(deadline=None, derandomize=True)
-@given(
-    start=st.floats(-1e6, 1e6),
-    end=st.floats(-1e6, 1e6),
-    amount=st.integers(1, 10**9),
-    counts=st.tuples(st.integers(0, 10**10), st.integers(0, 10**10)),
-)
-def test_a_linear_schedule_never_leaves_its_ends_and_never_turns(
-    start: float, end: float, amount: int, counts: tuple[int, int]
-) -> None:
-    schedule = Schedule(kind="linear", start=start, end=end, over=Duration(amount, "env_steps"))
-    early, late = (schedule.value(Counters(env_steps=count)) for count in sorted(counts))
-    tolerance = 1e-6
-    assert min(start, end) - tolerance <= min(early, late)
-    assert max(early, late) <= max(start, end) + tolerance
-    assert (late - early) * (end - start) >= -tolerance * abs(end - start)
-
-
 @pytest.mark.parametrize(
-    "value",
+    ("schedule", "counts", "values"),
     [
-        {"kind": "linear", "start": 1.0},
-        {"kind": "linear", "start": 1.0, "over": None},
-        {"kind": "linear", "start": 1.0, "over": "0 updates"},
+        (3e-4, [0, 1, 10**6], [3e-4] * 3),
+        ({"kind": "linear", "start": 1.0, "end": 0.2, "over": "100 updates"}, [0, 25, 50, 100, 999],
+         [1, 0.8, 0.6, 0.2, 0.2]),
+        ({"kind": "exponential", "start": 1.0, "end": 0.01, "over": "100 updates"},
+         [0, 25, 50, 75, 100, 999], [1, 10**-0.5, 0.1, 10**-1.5, 0.01, 0.01]),
+        ({"kind": "cosine", "start": 3.0, "end": 1.0, "over": "60 updates"}, [0, 20, 30, 40, 60, 999],
+         [3, 2.5, 2, 1.5, 1, 1]),
+        ({"kind": "piecewise", "start": 1, "points": [["10 updates", 0.5], ["20 updates", 0.5], ["30 updates", 2]]},
+         [0, 5, 10, 15, 20, 25, 30, 999], [1, 0.75, 0.5, 0.5, 0.5, 1.25, 2, 2]),
     ],
-    ids=str,
-)
-def test_a_linear_schedule_must_say_how_long_it_takes(value: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match="a linear schedule needs 'over'"):
-        FIELD.validate_python(value)
-
-
-@pytest.mark.parametrize("kind", ["exponential", "cosine"])
-def test_the_other_changes_take_time_too(kind: str) -> None:
-    with pytest.raises(ValidationError, match=f"a {kind} schedule needs 'over'"):
-        FIELD.validate_python({"kind": kind, "start": 1.0, "end": 0.5})
-
-
-def values_of(schedule: dict[str, Any], counts: list[int]) -> list[float]:
+    ids=lambda value: value["kind"] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_each_kind_of_schedule_has_its_values(schedule: Any, counts: list[int], values: list[float]) -> None:
     made = FIELD.validate_python(schedule)
-    assert made.value(Counters(env_steps=10**9, episodes=10**9)) == schedule["start"], "another unit does not count"
-    return [made.value(Counters(updates=count)) for count in counts]
-
-
-def test_an_exponential_schedule_changes_by_equal_factors() -> None:
-    schedule = {"kind": "exponential", "start": 1.0, "end": 0.01, "over": "100 updates"}
-    assert values_of(schedule, [0, 25, 50, 75, 100, 999]) == pytest.approx([1, 10**-0.5, 0.1, 10**-1.5, 0.01, 0.01])
-
-
-def test_a_cosine_schedule_is_slow_at_both_ends() -> None:
-    schedule = {"kind": "cosine", "start": 3.0, "end": 1.0, "over": "60 updates"}
-    assert values_of(schedule, [0, 20, 30, 40, 60, 999]) == pytest.approx([3.0, 2.5, 2.0, 1.5, 1.0, 1.0])
-
-
-def test_a_piecewise_schedule_goes_straight_from_point_to_point() -> None:
-    schedule = {
-        "kind": "piecewise",
-        "start": 1.0,
-        "points": [["10 updates", 0.5], ["20 updates", 0.5], ["30 updates", 2]],
-    }
-    assert values_of(schedule, [0, 5, 10, 15, 20, 25, 30, 999]) == pytest.approx([1, 0.75, 0.5, 0.5, 0.5, 1.25, 2, 2])
+    assert made.value(Counters(env_steps=10**9, episodes=10**9)) == values[0], "another unit does not count"
+    assert [made.value(Counters(updates=count)) for count in counts] == pytest.approx(values)
 
 
 @settings(deadline=None, derandomize=True)
 @given(
-    kind=st.sampled_from(["exponential", "cosine", "piecewise"]),
-    start=st.floats(1e-6, 1e6),
-    end=st.floats(1e-6, 1e6),
+    kind=st.sampled_from(["linear", "exponential", "cosine", "piecewise"]),
+    start=st.floats(1e-6, 1e6), end=st.floats(1e-6, 1e6), sign=st.sampled_from([1, -1]),
     counts=st.tuples(st.integers(0, 200), st.integers(0, 200)),
-)
+)  # fmt: skip
 def test_between_two_values_no_schedule_leaves_them_or_turns(
-    kind: str, start: float, end: float, counts: tuple[int, int]
+    kind: str, start: float, end: float, sign: int, counts: tuple[int, int]
 ) -> None:
+    if kind != "exponential":  # which has no way to the other side of 0
+        end *= sign
     way = {"points": [["100 updates", end]]} if kind == "piecewise" else {"end": end, "over": "100 updates"}
-    schedule = FIELD.validate_python({"kind": kind, "start": start, **way})
+    schedule = Schedule.model_validate({"kind": kind, "start": start, **way})
     early, late = (schedule.value(Counters(updates=count)) for count in sorted(counts))
-    low, high = sorted((start, end))
-    assert low - 1e-9 * high <= min(early, late) and max(early, late) <= high * (1 + 1e-9)
+    (low, high), tolerance = sorted((start, end)), 1e-9 * (start + abs(end))
+    assert low - tolerance <= min(early, late) and max(early, late) <= high + tolerance
     assert (late - early) * (end - start) >= -1e-6 * abs(end - start)
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
+        ({"kind": "linear", "start": 1.0}, "a linear schedule needs 'over'"),
+        ({"kind": "linear", "start": 1.0, "over": None}, "a linear schedule needs 'over'"),
+        ({"kind": "linear", "start": 1.0, "over": "0 updates"}, "a linear schedule needs 'over'"),
+        ({"kind": "exponential", "start": 1.0, "end": 0.5}, "exponential schedule needs 'over'"),
+        ({"kind": "cosine", "start": 1.0, "end": 0.5}, "a cosine schedule needs 'over'"),
         ({"kind": "exponential", "start": 1, "end": 0, "over": "5 updates"}, "both must be above 0"),
         ({"kind": "exponential", "start": 1, "end": -1, "over": "5 updates"}, "both must be above 0"),
         ({"kind": "piecewise", "start": 1}, "needs at least one"),
@@ -164,3 +118,42 @@ def test_a_schedule_reads_what_it_writes(value: object) -> None:
 def test_the_least_value_is_the_least_of_all_that_it_has(given: Any, least: float) -> None:
     schedule = FIELD.validate_python(given)
     assert schedule.least == least == pytest.approx(min(schedule.value(Counters(updates=at)) for at in range(40)))
+
+
+@settings(deadline=None, derandomize=True)
+@given(amount=st.integers(0, 10**15), unit=st.sampled_from(UNITS))
+def test_a_duration_reads_what_it_writes(amount: int, unit: Unit) -> None:
+    assert parse_duration(str(Duration(amount, unit))) == Duration(amount, unit)
+    assert parse_duration(f"  {amount:_}   {unit} ") == Duration(amount, unit)
+
+
+OTHER_FORMS = ["10", "updates", "10 minutes", "-1 updates", "1.5 updates", "1e3 updates", "10updates", "", 10, None]
+
+
+@pytest.mark.parametrize("text", OTHER_FORMS)
+def test_other_forms_are_refused_and_the_right_one_shown(text: object) -> None:
+    expected = f"expected '<number> <env_steps|episodes|updates>' such as '10 updates', found {text!r}"
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_duration_looks_at_its_own_counter_only(unit: Unit) -> None:
+    assert Duration(0, unit).reached(Counters()) and Duration(0, unit).index(Counters(**{unit: 5})) == 0
+    others = Counters(**{name: 1000 for name in UNITS if name != unit})
+    assert not Duration(1, unit).reached(others)
+    assert Duration(1, unit).index(others) == 0
+    assert Duration(7, unit).reached(Counters(**{unit: 7}))
+    assert not Duration(7, unit).reached(Counters(**{unit: 6}))
+    assert [Duration(7, unit).index(Counters(**{unit: count})) for count in (0, 6, 7, 13, 14)] == [0, 0, 1, 1, 2]
+
+
+def test_counters_are_kept_per_phase_and_travel_through_json() -> None:
+    counters = PhaseCounters()
+    counters.of(Phase.HEATUP).env_steps += 5
+    counters.of(Phase.TRAIN).updates += 2
+    found = PhaseCounters.from_dict(json.loads(json.dumps(counters.as_dict())))
+    assert found == counters
+    assert (found.heatup.env_steps, found.train.env_steps, found.train.get("updates")) == (5, 0, 2)
+    with pytest.raises(KeyError):
+        counters.of(Phase.TEST)

@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.services import BUCKET, free_port, new_secret, rclone_binary
-from shared.config_sources import dump_config
-from shared.connection import Address, connect_redis
+from coordinator.services.embedded import BUCKET, free_port, new_secret, rclone_binary
+from shared.config.loading import dump_config
 from shared.errors import ConfigError, RedisUnavailable, StoreUnavailable
-from shared.launch import launch_from_arguments, role_arguments
-from shared.object_store import ObjectStore, open_store
-from tests.authority import Authority, Certificate, tls_before
+from shared.protocol.redis_client import Address, connect_redis
+from shared.runtime.launch import launch_from_arguments, role_arguments
+from shared.storage.object_store import ObjectStore, open_store
 from tests.conftest import RedisServer, minimal_config
+from tests.support.certificate_authority import Authority, Certificate, tls_before
 from tests.support.speed import stretched
 
 ACCESS, KEY = new_secret(), new_secret()
@@ -239,7 +239,7 @@ def test_the_command_line_ends_with_exit_code_2(
         config = minimal_config(redis={"url": f"rediss://127.0.0.1:{port}", "ca_file": str(ours.ca_file)})
         (tmp_path / "config.yaml").write_text(dump_config(config))
         ended = subprocess.run(
-            [sys.executable, "-m", "coordinator.cli", "train", str(tmp_path / "config.yaml")], cwd=tmp_path,
+            [sys.executable, "-m", "coordinator", "train", str(tmp_path / "config.yaml")], cwd=tmp_path,
             capture_output=True, text=True, timeout=100, env={**os.environ, "STAGECOACH_REDIS_PASSWORD": KEY},
         )  # fmt: skip
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended

@@ -1,14 +1,90 @@
-"""The user's modules are found last, imported in one way, and what Stagecoach's own names hide is said."""
+"""The user's modules are found last; what is missing, hidden or broken is told, with the extra that brings it."""
 
 from __future__ import annotations
 
+import importlib.abc
 import sys
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from shared.errors import ConfigError
-from shared.user_code import SOURCE, extend_imports, import_object
+from coordinator.catalog.checkpoint_lookup import require_recorder
+from coordinator.lifecycle.ray_job import job_client
+from rollout_worker.environments.factory import make
+from shared.config.sections import EnvironmentConfig
+from shared.datasets.read import read_hdf5
+from shared.errors import ConfigError, UserError
+from shared.experience.spaces import PolicySpaces, SpaceSpec
+from shared.runtime.user_code import EXTRAS, SOURCE, extend_imports, import_object, install, with_extra
+from trainer_node.export.onnx_translation import require_onnx
+
+NOTHING = PolicySpaces(SpaceSpec((), {}), SpaceSpec((), {}))
+
+
+def environment(name: str, **kwargs: str) -> Callable[[], object]:
+    return lambda: make(EnvironmentConfig(id=name, kwargs=kwargs))
+
+
+ASKED: dict[str, tuple[str, Callable[[], object]]] = {
+    "cluster": ("ray.job_submission", lambda: job_client("http://127.0.0.1:1")),
+    "pettingzoo": ("pettingzoo", lambda: import_object("pettingzoo.sisl.pursuit_v5:parallel_env", "environment.id")),
+    "box2d": ("Box2D", environment("LunarLander-v3")),
+    "mujoco": ("mujoco", environment("HalfCheetah-v5")),
+    "robotics": ("gymnasium_robotics", environment("gymnasium_robotics:FetchReach-v4")),
+    "minatar": ("minatar", lambda: import_object("minatar.gym:BaseEnv", "environment.id")),
+    "atari": ("ale_py", environment("ale_py:ALE/Breakout-v5")),
+    "envpool": ("envpool", environment("envpool:CartPole-v1")),
+    "data": ("h5py", lambda: read_hdf5(Path("data.hdf5"), NOTHING)),
+    "onnx": ("onnx", require_onnx),
+    "video": ("moviepy", require_recorder),
+}
+
+
+class Without(importlib.abc.MetaPathFinder):
+    """As if this module were not installed."""
+
+    def __init__(self, hidden: str) -> None:
+        self._hidden = hidden
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name == self._hidden:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_what_is_missing_is_told_with_its_extra(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, ask = ASKED[extra]
+    loaded = (hidden, f"{hidden}.", f"gymnasium.envs.{extra}")
+    for name in [name for name in sys.modules if name == hidden or name.startswith(loaded[1:])]:
+        monkeypatch.delitem(sys.modules, name)
+    if extra == "onnx":  # it is only looked for
+        monkeypatch.setitem(sys.modules, hidden, None)
+    monkeypatch.setattr(sys, "meta_path", [Without(hidden), *sys.meta_path])
+    with pytest.raises(UserError) as refused:
+        ask()
+    assert install(extra) in str(refused.value)
+    assert "gymnasium[" not in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_the_extras_are_those_of_the_package() -> None:
+    project = tomllib.loads((SOURCE / "pyproject.toml").read_text())["project"]
+    assert set(EXTRAS) == set(project["optional-dependencies"]) - {"dev"}
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ('No pygame, run `pip install "gymnasium[toy-text]"`', "No pygame; {video} brings it"),
+        ("Namespace ALE not found. Install it?", "Namespace ALE not found. Install it?; {atari} brings it"),
+        ("No module named 'own_game'", "No module named 'own_game'"),
+        ("No module named 'pygame'; {video} brings it", "No module named 'pygame'; {video} brings it"),
+    ],
+)  # fmt: skip
+def test_others_errors_get_the_extra_once(said: str, expected: str) -> None:
+    extras = {extra: install(extra) for extra in EXTRAS}
+    assert with_extra(said.format(**extras)) == expected.format(**extras)
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +129,7 @@ def test_what_is_hidden_by_a_package_of_stagecoach_is_named(tmp_path: Path) -> N
             r"it raised ValueError: low is more than high \(at .*rover\.py:2\)",
         ),
         ("import no_such_simulator", r"it raised ModuleNotFoundError: No module named 'no_such_simulator' \(at .*:2\)"),
-        ("raise SystemExit('no licence')", r"it raised SystemExit: no licence \(at .*:2\)"),
+        ("raise SystemExit('no license')", r"it raised SystemExit: no license \(at .*:2\)"),
         ("other = 1", "has no attribute 'make'; expected package.module:name"),
     ],
 )

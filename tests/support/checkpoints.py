@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shared.checkpoint import MANIFEST, CheckpointStore
+from shared.storage.checkpoint_store import MANIFEST, CheckpointStore
 
 
 def key_of(checkpoints: CheckpointStore, name: str, key: str) -> str:

@@ -21,12 +21,11 @@ Item = TypeVar("Item")
 GROUPS = {
     "ray": "starts Ray, in this process or by the command line",
     "chaos": "real faults: kills, partitions, crash points, stores and Redis servers that go away",
-    "processes": "starts several processes of a run without Ray: ranks, exporters, roles that are signalled",
+    "processes": "starts several processes of a run without Ray: ranks, exporters, roles that are signaled",
     "exhaustive": "the other cases of a table or a search of which the quick part takes some",
     "cluster": "a whole cluster by `ray up` on hosts that are namespaces of this machine",
-    "others": "computes the same with another library, and compares",
     "compile": "compiles losses to machine code",
-    "learning": "trains until something is learnt",
+    "learning": "trains until something is learned",
     "benchmarks": "runs a benchmark for a moment",
 }
 """The marks, most valuable first: in this order they have their turn."""
@@ -35,12 +34,11 @@ FOLDERS = {
     "chaos": "chaos",
     "cluster": "cluster",
     "learning": "learning",
-    "against_others": "others",
     "benchmarks": "benchmarks",
 }
 """Folders whose tests all belong to a group, and need not say so."""
-_NEVER_QUICK = ("benchmarks", "learning", "against_others")
-"""Folders without an essential test: the quick part does not even import what they compare with."""
+_NEVER_QUICK = ("benchmarks", "learning")
+"""Folders without an essential test: the quick part does not even import them."""
 _STEP = 8
 _NO_TURN = "its turn did not come"
 
@@ -124,17 +122,17 @@ def skip_if_too_late(item: pytest.Item) -> None:
         pytest.skip(_NO_TURN)
 
 
-def name_those_without_a_turn(reporter: Any) -> None:
+def name_those_without_a_turn(terminalreporter: Any) -> None:
     """Says for which files the time was not enough."""
     files = Counter(
         report.nodeid.partition("::")[0]
-        for report in reporter.stats.get("skipped", [])
+        for report in terminalreporter.stats.get("skipped", [])
         if _NO_TURN in str(report.longrepr)
     )
     if files:
-        reporter.section(f"the time was over: {files.total()} tests did not get their turn")
+        terminalreporter.section(f"the time was over: {files.total()} tests did not get their turn")
         for file, count in sorted(files.items()):
-            reporter.line(f"{file}: {count}")
+            terminalreporter.line(f"{file}: {count}")
 
 
 def _offset() -> int:

@@ -11,8 +11,8 @@ from tests.support.groups import GROUPS, group_of
 
 WHOLE = ("tests/cluster", "tests/end_to_end")
 """Folders of which one test at a time is enough for a machine: each has a Ray, or three."""
-APART = "tests/learning"
-"""The tests of this one compute for long and share nothing."""
+APART = ("tests/learning/", "tests/benchmarks/test_suite.py")
+"""The tests of these compute for long and share nothing."""
 
 
 def turn(item: pytest.Item) -> int:
@@ -30,7 +30,7 @@ class WholeFiles(LoadScopeScheduling):  # type: ignore[misc,unused-ignore]  # wh
     def _split_scope(self, nodeid: str) -> str:
         file: str = nodeid.partition("::")[0]
         folder = file.rpartition("/")[0]
-        return folder if folder in WHOLE else nodeid if folder == APART else file
+        return folder if folder in WHOLE else nodeid if nodeid.startswith(APART) else file
 
     def remove_node(self, node: Any) -> str | None:
         """What a process that is gone had still to do is done by others, but for the test at which it has died (or was

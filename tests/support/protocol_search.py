@@ -4,7 +4,7 @@ A world is what Redis holds (as `DUMP` gives it) and what workers and trainers k
 lets one party act through the product's own clients, and reads back what became of it. Worlds that differ in clocks and
 stream ids only are the same: ids are compared by their order, leases by whether they are over. A step that needs a
 fault (an answer that is lost, a command that arrives late, a lease that runs out, a process replaced while the old one
-lives on, a Redis set back in time) costs one of a few faults.
+lives on, a Redis rolled back) costs one of a few faults.
 """
 
 from __future__ import annotations
@@ -15,23 +15,21 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
-import numpy as np
+from shared.errors import Fenced, RedisRolledBack, WorkerSuperseded
+from shared.experience import fragment
+from shared.experience.counters import Phase, PhaseCounters
+from shared.experience.log_entry import LogEntry, id_order
+from shared.policies.serialization import VersionHeader
+from shared.protocol.experience_log import ExperienceLog
+from shared.protocol.flow_control import Claim
+from shared.protocol.keys import RunKeys
+from shared.protocol.ledger import Ledger, fast_forward, read_accounting, read_ledger
+from shared.protocol.policy_board import PolicyBoard
+from shared.runtime.run_context import RunContext
+from tests.support.fragments import zero_fragment
+from tests.support.small_run import ENVS, STEPS
+from trainer_node.log_consumer import Committed, LogConsumer, RedisAccounting
 
-from shared import fragment
-from shared.errors import Fenced, RedisSetBack, WorkerSuperseded
-from shared.experience_log import ExperienceLog, LogEntry, id_order
-from shared.flow import Claim
-from shared.fragment import Fragment, FragmentHeader
-from shared.ledger import Ledger, read_books, read_ledger, set_forward
-from shared.policies.codec import VersionHeader
-from shared.policy_board import PolicyBoard
-from shared.redis_keys import RunKeys
-from shared.role import Role
-from shared.script_calls import Step
-from shared.steps import Phase, PhaseCounters
-from trainer_node.intake import Committed, Intake, RedisSettlement
-
-STEPS, ENVS = 2, 2
 PAST_MS = 1
 _LEASE_SECONDS = 1e9
 _ANOTHER_PROCESS = "the process before"
@@ -113,7 +111,7 @@ class WorkerState:
 
 
 @dataclass(frozen=True)
-class Books:
+class Accounting:
     """Where a trainer stands in the log."""
 
     position: Position
@@ -126,16 +124,16 @@ class TrainerState:
 
     epoch: int
     version: int
-    now: Books
-    committed: Books
+    now: Accounting
+    committed: Accounting
     process: bool = True
-    """Whether the Redis process is the one that its books were matched with."""
+    """Whether the Redis process is the one that its accounting was matched with."""
     untold: tuple[str, ...] | None = None
     """Whose accounts Redis does not know yet; None for all."""
     taken: tuple[str, ...] = ()
-    learnt: tuple[str, ...] = ()
+    learned: tuple[str, ...] = ()
     exact: bool = True
-    """Whether it has learnt all that its ledger says was consumed: not behind a log that was trimmed."""
+    """Whether it has learned all that its ledger says was consumed: not behind a log that was trimmed."""
     alive: bool = True
 
 
@@ -144,8 +142,8 @@ class Saved:
     """A durable checkpoint."""
 
     version: int
-    books: Books
-    learnt: tuple[str, ...]
+    accounting: Accounting
+    learned: tuple[str, ...]
     exact: bool
 
 
@@ -168,8 +166,8 @@ class World:
     faults: int
     late: tuple[Late, ...] = ()
     past: Image | None = None
-    set_back: bool = False
-    """Whether Redis ever was: then what it refused or lost before is not in its books."""
+    rolled_back: bool = False
+    """Whether Redis ever was: then what it refused or lost before is not in its accounting."""
 
 
 Next = tuple[str, Callable[[World], World], int]
@@ -192,7 +190,7 @@ class Found:
 class Search:
     """Workers and trainers of one run; K and L are its config's."""
 
-    def __init__(self, role: Role, workers: int = 2) -> None:
+    def __init__(self, role: RunContext, workers: int = 2) -> None:
         self.role, self._keys = role, RunKeys(role.run_id)
         rollout = role.config.rollout
         self._needed, self._max_lag = rollout.fragments_per_update, rollout.max_policy_lag
@@ -203,7 +201,7 @@ class Search:
             keys.flow, keys.log, keys.claims, keys.pushed, keys.produced, keys.incarnations, keys.ledger, keys.board,
             keys.pushes,
         ]  # fmt: skip
-        self._save, self._load = Step(role.redis, _SAVE), Step(role.redis, _LOAD)
+        self._save, self._load = role.redis.register_script(_SAVE), role.redis.register_script(_LOAD)
         self._process = self._flow.process()
         self._encode = lru_cache(None)(self._encoded)
         self._flow.set_bounds(_LEASE_SECONDS, 2**40)
@@ -214,10 +212,10 @@ class Search:
     def beginning(self, faults: int) -> World:
         """Version 0 is published and durable; the workers have registered."""
         epoch = self._flow.take_over()
-        books = Books(Position("0-0"), Ledger().as_json())
-        trainer = TrainerState(epoch, 0, books, books)
+        accounting = Accounting(Position("0-0"), Ledger().as_json())
+        trainer = TrainerState(epoch, 0, accounting, accounting)
         empty = Image((), (), ())
-        world = World(empty, (), (trainer,), (Saved(0, books, (), True),), faults)
+        world = World(empty, (), (trainer,), (Saved(0, accounting, (), True),), faults)
         world = _with_trainer(world, 0, self._publish(trainer, 0))
         workers = [f"worker-{index}" for index in range(self._workers)]
         registered = tuple(WorkerState(name, *self._flow.register(name)) for name in workers)
@@ -226,7 +224,7 @@ class Search:
     def _image(self, before: Image) -> Image:
         dumps, flow, log, last, claims, *others = self._save(self._names, [])
         pairs = {name.decode(): value.decode() for name, value in zip(flow[::2], flow[1::2], strict=True)}
-        for name in ("settled_id", "trimmed_id"):
+        for name in ("committed_id", "trimmed_id"):
             pairs[name] = Position(pairs[name])
         entries = tuple(Position(item.decode()) if b"=" not in item else item for item in log)
         held = tuple(
@@ -242,22 +240,11 @@ class Search:
     # Workers
 
     def _encoded(self, name: str, incarnation: int, seq: int, version: int, act: str) -> bytes:
-        spaces = self._description.policies
-        columns = {
-            policy: {
-                column: np.zeros([max(size, 0) for size in shape], dtype)
-                for column, (shape, dtype) in fragment.expected_columns(
-                    space, STEPS, ENVS * self._description.slots(policy)
-                ).items()
-            }
-            for policy, space in spaces.items()
-        }
-        for part in columns.values():
-            part["mask"][:] = True
-        header = FragmentHeader(
-            self.role.run_id, name, incarnation, seq, Phase.TRAIN, dict.fromkeys(spaces, version), STEPS, ENVS, life=act
-        )
-        return fragment.encode(Fragment(header, columns))
+        made = zero_fragment(
+            self._description, run_id=self.role.run_id, worker_id=name, incarnation=incarnation, seq=seq,
+            policy_versions=dict.fromkeys(self._description.policies, version), steps=STEPS, num_envs=ENVS, life=act,
+        )  # fmt: skip
+        return fragment.encode(made)
 
     def _pushing(self, worker: WorkerState) -> tuple[Any, ...]:
         assert worker.hand is not None
@@ -281,9 +268,9 @@ class Search:
             image = replace(image, appended=image.appended | {act})
         if word == "stale":
             image = replace(image, refused=image.refused | {act})
-        if word == "duplicate" and not world.set_back and act not in image.appended:
+        if word == "duplicate" and not world.rolled_back and act not in image.appended:
             raise Violation(f"{act} is taken for a duplicate, though it is not in the log")
-        return replace(world, redis=image), word, claiming.answer
+        return replace(world, redis=image), word, claiming.reply
 
     def _granted(self, worker: WorkerState, claim: Claim) -> WorkerState:
         version = worker.version
@@ -302,7 +289,7 @@ class Search:
             claim = self._flow.claim(worker.name, worker.incarnation, worker.seq)
         except WorkerSuperseded:
             return _with_worker(world, index, replace(worker, alive=False))
-        if claim.word == "taken":
+        if claim.reply == "taken":
             return _with_worker(world, index, self._registered_again(worker))
         return _with_worker(world, index, self._granted(worker, claim) if claim.granted else worker)
 
@@ -329,53 +316,55 @@ class Search:
 
     # Trainers
 
-    def _settlement(self, trainer: TrainerState) -> RedisSettlement:
-        settlement = RedisSettlement(self.role, trainer.epoch)
-        settlement.process = self._process if trainer.process else _ANOTHER_PROCESS
-        settlement.tell = lambda text: None  # type: ignore[method-assign]
-        return settlement
+    def _accounting(self, trainer: TrainerState) -> RedisAccounting:
+        accounting = RedisAccounting(self.role, trainer.epoch)
+        accounting.redis_process = self._process if trainer.process else _ANOTHER_PROCESS
+        accounting.tell = lambda text: None  # type: ignore[method-assign]
+        return accounting
 
     def _takes(self, world: World, index: int) -> World:
         """The next entry, if there is one."""
         trainer = world.trainers[index]
         reader = _OneEntry(self._log)
-        intake = Intake(self.role.run_id, self.role.config, self._description, reader, self._settlement(trainer))
-        intake.restore(Committed(trainer.now.position, trainer.now.ledger, {}))
-        intake.ledger = _ledger_of(trainer)
+        consumer = LogConsumer(
+            self.role.run_id, self.role.config, self._description, reader.read, self._accounting(trainer)
+        )
+        consumer.restore(Committed(trainer.now.position, trainer.now.ledger, {}))
+        consumer.ledger = _ledger_of(trainer)
         try:
-            found = intake.take(trainer.version, Phase.TRAIN, 0.0)
+            found = consumer.take(trainer.version, Phase.TRAIN, 0.0)
         except Fenced:
             return _with_trainer(world, index, replace(trainer, alive=False))
-        except RedisSetBack:
+        except RedisRolledBack:
             return self._comes_back(world, index)
-        whole, *news = intake.ledger.news()
-        now = Books(Position(intake.position), intake.ledger.as_json())
+        whole, *news = consumer.ledger.news()
+        now = Accounting(Position(consumer.position), consumer.ledger.as_json())
         trainer = replace(trainer, now=now, untold=None if whole else tuple(news[::2]))
         if found is None:
             return _with_trainer(world, index, trainer)
         lag, act = trainer.version - found.header.version, found.header.life
         if not 0 <= lag <= self._max_lag:
-            raise Violation(f"{act} is learnt from with lag {lag}")
-        if act in trainer.learnt or act in trainer.taken:
-            raise Violation(f"{act} is learnt from twice")
-        if act in world.redis.refused and not world.set_back:
-            raise Violation(f"{act} was refused and is learnt from all the same")
+            raise Violation(f"{act} is learned from with lag {lag}")
+        if act in trainer.learned or act in trainer.taken:
+            raise Violation(f"{act} is learned from twice")
+        if act in world.redis.refused and not world.rolled_back:
+            raise Violation(f"{act} was refused and is learned from all the same")
         return _with_trainer(world, index, replace(trainer, taken=(*trainer.taken, act)))
 
     def _publish(self, trainer: TrainerState, consumed: int) -> TrainerState:
         assert trainer.now == trainer.committed
         header = VersionHeader(trainer.version, Phase.TRAIN, PhaseCounters())
         published = self._board.publish(
-            epoch=trainer.epoch, version=trainer.version, consumed=consumed, settled_id=trainer.now.position,
+            epoch=trainer.epoch, version=trainer.version, consumed=consumed, committed_id=trainer.now.position,
             ledger=_ledger_of(trainer), header=header, blob=b"weights",
             process=self._process if trainer.process else _ANOTHER_PROCESS,
         )  # fmt: skip
-        return replace(trainer, untold=()) if published.word == "published" else trainer
+        return replace(trainer, untold=()) if published.reply == "published" else trainer
 
     @staticmethod
     def _learned(trainer: TrainerState) -> TrainerState:
-        learnt = (*trainer.learnt, *trainer.taken)
-        return replace(trainer, version=trainer.version + 1, committed=trainer.now, learnt=learnt, taken=())
+        learned = (*trainer.learned, *trainer.taken)
+        return replace(trainer, version=trainer.version + 1, committed=trainer.now, learned=learned, taken=())
 
     def _publishes(self, world: World, index: int) -> World:
         trainer = self._learned(world.trainers[index])
@@ -384,7 +373,7 @@ class Search:
             return _with_trainer(world, index, self._publish(trainer, self._needed))
         except Fenced:
             return _with_trainer(world, index, replace(trainer, alive=False))
-        except RedisSetBack:
+        except RedisRolledBack:
             return self._comes_back(world, index)
 
     def _looks(self, world: World, index: int) -> World:
@@ -402,28 +391,28 @@ class Search:
             return _with_trainer(world, index, replace(trainer, alive=False))
         trainer = replace(trainer, process=True, taken=(), now=trainer.committed, untold=None)
         knows_more = self._flow.read().version > trainer.version
-        trainer = self._publish(trainer, 0) if knows_more else self._set_forward(trainer)
+        trainer = self._publish(trainer, 0) if knows_more else self._fast_forward(trainer)
         return _with_trainer(world, index, trainer)
 
-    def _set_forward(self, trainer: TrainerState) -> TrainerState:
-        books = trainer.committed
-        set_forward(self.role.redis, self.role.run_id, trainer.epoch, books.position, Ledger.from_json(books.ledger))
+    def _fast_forward(self, trainer: TrainerState) -> TrainerState:
+        known = trainer.committed
+        fast_forward(self.role.redis, self.role.run_id, trainer.epoch, known.position, Ledger.from_json(known.ledger))
         return self._publish(trainer, 0)
 
     def _starts(self, world: World) -> World:
         """Another trainer, from the newest checkpoint, as `Trainer._recover` does it; the old ones live on."""
         epoch = self._flow.take_over(max(trainer.epoch for trainer in world.trainers))
         newest, state = max(world.store, key=lambda saved: saved.version), self._flow.read()
-        if id_order(state.trimmed_id) > id_order(newest.books.position) and state.version >= newest.version:
+        if id_order(state.trimmed_id) > id_order(newest.accounting.position) and state.version >= newest.version:
             text = self._ledger()
-            books = Books(Position(state.settled_id), text)
-            newest = Saved(state.version + 1 + self._max_lag, books, newest.learnt, False)
+            accounting = Accounting(Position(state.committed_id), text)
+            newest = Saved(state.version + 1 + self._max_lag, accounting, newest.learned, False)
             world = replace(world, store=(*world.store, newest))
         trainer = TrainerState(
-            epoch, newest.version, newest.books, newest.books, learnt=newest.learnt, exact=newest.exact
+            epoch, newest.version, newest.accounting, newest.accounting, learned=newest.learned, exact=newest.exact
         )
         if state.version < trainer.version:
-            trainer = self._set_forward(trainer)
+            trainer = self._fast_forward(trainer)
         return replace(world, trainers=(*world.trainers, trainer))
 
     def _ledger(self) -> str:
@@ -434,7 +423,7 @@ class Search:
         trainer = world.trainers[index]
         if not self._flow.holds(trainer.epoch):
             return _with_trainer(world, index, replace(trainer, alive=False))
-        saved = Saved(trainer.version, trainer.committed, trainer.learnt, trainer.exact)
+        saved = Saved(trainer.version, trainer.committed, trainer.learned, trainer.exact)
         if saved not in world.store:
             world = replace(world, store=(*world.store, saved))
         command = Late("trim", (trainer.epoch, trainer.committed.position))
@@ -449,7 +438,7 @@ class Search:
             else:
                 trainer: TrainerState = command.arguments[0]
                 self._publish(trainer, self._needed)
-        except (Fenced, RedisSetBack):
+        except (Fenced, RedisRolledBack):
             pass  # whoever sent it is told by its next one
         return world
 
@@ -474,7 +463,7 @@ class Search:
         if world.past is None and world.faults:
             yield "Redis writes its file", lambda world: replace(world, past=world.redis), 0
         if world.past is not None:
-            yield "Redis is set back", self._is_set_back, 1
+            yield "Redis is rolled back", self._is_rolled_back, 1
 
     def _worker_steps(self, index: int, worker: WorkerState) -> Iterator[Next]:
         if worker.hand is None:
@@ -515,7 +504,7 @@ class Search:
         left.remove(command)
         return self._arrives(replace(world, late=tuple(left)), command)
 
-    def _is_set_back(self, world: World) -> World:
+    def _is_rolled_back(self, world: World) -> World:
         """Another process, with what was written then; whoever sends again, sends to that one."""
         assert world.past is not None
         self._enter(world.past)
@@ -526,29 +515,29 @@ class Search:
             for command in world.late
         )
         trainers = tuple(replace(trainer, process=False) for trainer in world.trainers)
-        return replace(world, redis=world.past, trainers=trainers, late=late, set_back=True)
+        return replace(world, redis=world.past, trainers=trainers, late=late, rolled_back=True)
 
     # What always holds
 
     def check(self, world: World) -> None:
         """Of a world that Redis is in."""
-        lines = read_books(self.role.redis, self.role.run_id)
+        lines = read_accounting(self.role.redis, self.role.run_id)
         odd = {name: line.as_dict() for name, line in lines.items() if not line.balances}
         if odd:
-            raise Violation(f"the books do not balance: {odd}")
+            raise Violation(f"the accounting does not balance: {odd}")
         flow = dict(world.redis.seen[0])
         in_flight, window = int(flow["claimed"]) - int(flow["consumed"]), (self._max_lag + 1) * self._needed
         if not 0 <= in_flight <= window:
             raise Violation(f"{in_flight} are in flight of at most {window}")
         produced = lines["total"].produced.fragments
         known = len(world.redis.appended) + len(world.redis.refused)
-        if not world.set_back and produced != known:
+        if not world.rolled_back and produced != known:
             raise Violation(f"{produced} are counted as produced, which are {known}")
         for trainer in world.trainers:
             consumed = Ledger.from_json(trainer.committed.ledger).consumed().fragments
-            if trainer.exact and consumed != len(trainer.learnt):
+            if trainer.exact and consumed != len(trainer.learned):
                 raise Violation(
-                    f"trainer {trainer.epoch} counts {consumed} as consumed and has learnt {trainer.learnt}"
+                    f"trainer {trainer.epoch} counts {consumed} as consumed and has learned {trainer.learned}"
                 )
 
     def goes_on(self, world: World) -> None:

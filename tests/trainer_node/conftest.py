@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.config import Config
+from shared.config.run_config import Config
 from tests.conftest import RedisServer
-from tests.trainer_node.game import Game, NewGame, make_game
+from tests.support.game import Game, NewGame, make_game
 
 
 @pytest.fixture

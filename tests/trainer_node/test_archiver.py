@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 
-from shared.archive import Archive, read_experience
-from shared.config import ArchiveConfig
+from coordinator.lifecycle.preparation import create_flow
+from shared.config.sections import ArchiveConfig
 from shared.errors import ArchiveIncomplete, StoreError
-from shared.experience_log import ExperienceLog
-from shared.object_store import FileStore
-from shared.redis_keys import RunKeys
-from tests.conftest import MakeRole, create_flow
-from tests.trainer_node.game import NewGame, balanced, small
-from tests.trainer_node.test_recovery import restore_redis
-from trainer_node.archiver import Archiver
-from trainer_node.replay import replay
+from shared.protocol.experience_log import ExperienceLog
+from shared.protocol.keys import RunKeys
+from shared.storage.log_archive import Archive, read_experience
+from shared.storage.object_store import FileStore
+from tests.conftest import MakeRole
+from tests.support.game import NewGame, archived, balanced, replayed, restore_redis
+from trainer_node.checkpointing.checkpoint_writer import Archiver
 
 ALL = ArchiveConfig(keep="all")
 
@@ -46,8 +45,6 @@ class Breaks(FileStore):
 
 
 class Pushed:
-    """A log with entries of four transitions each, and a store that breaks."""
-
     def __init__(self, make_role: MakeRole, folder: Path) -> None:
         self.role = make_role()
         self.log = ExperienceLog(self.role.redis, self.role.run_id)
@@ -55,7 +52,6 @@ class Pushed:
         self.archive = Archive(self.store, self.role.run_id)
 
     def push(self, count: int) -> list[str]:
-        """Their positions."""
         client: Any = self.role.redis
         keys = RunKeys(self.role.run_id)
         fields = {"worker": "worker-0", "seq": "0", "transitions": "4", "fragment": "x" * 600}
@@ -63,17 +59,14 @@ class Pushed:
         return [client.xadd(keys.pushes, {"x": ""}, id=position).decode() for position in positions]
 
     def archiver(self, config: ArchiveConfig = ALL) -> Archiver:
-        """Of a trainer that has just begun."""
         return Archiver(self.archive, self.log, config)
 
     def archived(self) -> list[str]:
-        """The positions of what can be read back."""
         return [entry.id for entry in self.archive.entries()]
 
 
 @pytest.fixture
 def pushed(make_role: MakeRole, tmp_path: Path) -> Pushed:
-    """A new run's."""
     return Pushed(make_role, tmp_path)
 
 
@@ -96,7 +89,7 @@ def test_what_goes_goes_from_its_end_so_that_no_hole_stays(pushed: Pushed) -> No
     for position in positions:
         archiver.store(position, "0-0")
     assert pushed.archived() == positions
-    archiver = pushed.archiver(ArchiveConfig(keep="memory", memory_env_steps=8))
+    archiver = pushed.archiver(ArchiveConfig(keep="replay_buffer", replay_env_steps=8))
     pushed.store.broken = ("delete",)
     with pytest.raises(StoreError):
         archiver.store(positions[-1], "0-0")
@@ -120,17 +113,17 @@ def test_switched_off_and_on_it_begins_where_the_log_does(pushed: Pushed, segmen
     assert [entry.id for entry in pushed.archive.entries(unarchived[-1])] == last
 
 
-def test_what_redis_lost_before_it_was_archived_is_a_hole_with_a_name(new_game: NewGame) -> None:
-    game = new_game(small(archive="all", checkpoint={"every": "2 updates", "keep_last": 9}))
+def test_what_redis_lost_unarchived_is_a_hole_with_a_name(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
+    game = new_game(archived())
     game.play_to(2)
     game.durable()
     begun = game.role.checkpoints.resolve("latest")
-    archiver = game.trainer._publisher._archiver
-    game.trainer._publisher._archiver = Archiver(archiver._archive, archiver._log, ArchiveConfig(keep="off"))
-    game.play_to(4)
-    game.durable()  # and dies before it archives; then Redis is lost with all that it held
-    lost = game.role.checkpoints.resolve("latest")
-    game.crash()
+    with monkeypatch.context() as patch:
+        patch.setattr(Archiver, "store", lambda *_: None)
+        game.play_to(4)
+        game.durable()  # and dies before it archives; then Redis is lost with all that it held
+        lost = game.role.checkpoints.resolve("latest")
+        game.crash()
     game.worker.stop("the machine is gone")
     restore_redis(game, {})
     create_flow(game.role)
@@ -138,10 +131,9 @@ def test_what_redis_lost_before_it_was_archived_is_a_hole_with_a_name(new_game: 
     game.worker = game.another_worker(0)
     game.finish()
     final = game.finished()["final"]
-    store: Any = game.role.checkpoints.store
     with pytest.raises(ArchiveIncomplete, match="lacks the log after"):
-        list(read_experience(store._folder))
+        list(read_experience(game.folder))
     with pytest.raises(ArchiveIncomplete, match="lacks the log after"):
-        replay(game.role.checkpoints, game.role.config, game.role.description(), begun, final)
-    assert replay(game.role.checkpoints, game.role.config, game.role.description(), lost, final).equal
+        replayed(game, begun, final)
+    assert replayed(game, lost, final).equal
     balanced(game)

@@ -1,4 +1,4 @@
-"""Cloning beside what is learnt by rewards: its loss against torch's distributions, annealing, exact resume, replay."""
+"""Cloning beside what rewards teach: its loss against torch's distributions, annealing, exact resume, replay."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_worker.making import describe_environment
-from shared.config import Config
-from shared.dataset_config import DemonstrationsConfig
-from shared.datasets.reading import read_dataset
-from shared.errors import ConfigError, DatasetError
-from shared.policies.actor import Actor, Deterministic
+from rollout_worker.environments.description import describe_environment
+from shared.config.run_config import Config
+from shared.config.sections import DemonstrationsConfig
+from shared.datasets.read import read_dataset
+from shared.errors import DatasetError
+from shared.experience.counters import Counters
+from shared.experience.spaces import Columns
+from shared.policies.continuous import Actor, Deterministic
 from shared.policies.distributions import ActionDistribution
-from shared.spaces import Columns
-from shared.steps import Counters
-from tests.balancing import played, write_played
 from tests.conftest import minimal_config
-from tests.trainer_node.game import NewGame, balanced, small
-from tests.trainer_node.test_ranks import experience, learn
-from trainer_node.algorithms.cloning import Cloning
-from trainer_node.algorithms.share import Whole
-from trainer_node.learner import Learner, make_learner
-from trainer_node.replay import replay
+from tests.support.cartpole_data import played, write_played
+from tests.support.game import NewGame, small
+from tests.support.learning.learners import learner_of
+from trainer_node.learning.building_blocks.interface import Shard
+from trainer_node.learning.learner import Learner
 
 ON_POLICY = ("ppo", "a2c", "appo", "impala")
 ANNEALED = {"kind": "linear", "start": 0.5, "end": 0.0, "over": "4 updates"}
@@ -41,23 +39,17 @@ def data(tmp_path: Path) -> Path:
 
 def section(name: str, strength: Any = ANNEALED) -> dict[str, Any]:
     steps = {"minibatch_size": 16} if name in {"ppo", "appo", "sac"} else {}
-    return {"name": name, "behavioural_cloning": {"strength": strength, "minibatch_size": 24}, **steps}
+    return {"name": name, "behavioral_cloning": {"strength": strength, "minibatch_size": 24}, **steps}
 
 
 def imitating(path: Path, name: str = "ppo", strength: Any = ANNEALED, **sections: Any) -> Config:
     return small(**{"demonstrations": {"path": str(path)}, "algorithm": section(name, strength)} | sections)
 
 
-def learner_of(config: Config) -> Learner:
-    return make_learner(config, describe_environment(config))
-
-
-def cloning_of(config: Config) -> tuple[Cloning, Learner]:
+def cloning_of(config: Config) -> tuple[Any, Learner]:
     learner = learner_of(config)
     algorithm: Any = learner.algorithms["default"]
-    found = algorithm._cloning if hasattr(algorithm, "_cloning") else algorithm.cloning
-    assert isinstance(found, Cloning)
-    return found, learner
+    return algorithm.cloning, learner
 
 
 # What is drawn
@@ -66,7 +58,7 @@ def cloning_of(config: Config) -> tuple[Cloning, Learner]:
 def test_all_steps_are_drawn_and_nothing_else(data: Path) -> None:
     recorded = played(6, greed=0.8, steps=50)
     found, _ = cloning_of(imitating(data))
-    pairs = found._demonstrations.draw(4000, torch.Generator().manual_seed(1), torch.device("cpu"))
+    pairs = found.demonstrations.draw(4000, torch.Generator().manual_seed(1), torch.device("cpu"))
     drawn = {
         (row.tobytes(), int(action))
         for row, action in zip(pairs.observations["obs"].numpy(), pairs.actions["action"], strict=True)
@@ -76,7 +68,7 @@ def test_all_steps_are_drawn_and_nothing_else(data: Path) -> None:
         for episode in recorded
         for row, action in zip(episode.observations["obs"][:-1], episode.actions["action"], strict=True)
     }
-    assert len(found._demonstrations) == sum(map(len, recorded)) == len(rows)
+    assert len(found.demonstrations) == sum(map(len, recorded)) == len(rows)
     assert drawn <= rows and len(drawn) > 0.9 * len(rows)
 
 
@@ -90,7 +82,7 @@ def test_demonstrations_are_filtered_as_experience_is(data: Path) -> None:
     plain, _ = cloning_of(imitating(data))
     filtered, _ = cloning_of(imitating(data, policies={"default": policy}))
     np.testing.assert_array_equal(
-        filtered._demonstrations.columns["obs"], plain._demonstrations.columns["obs"] * np.float32(0.5)
+        filtered.demonstrations.columns["obs"], plain.demonstrations.columns["obs"] * np.float32(0.5)
     )
 
 
@@ -101,9 +93,9 @@ def box_config(path: Path, name: str, **sections: Any) -> Config:
     chosen = (
         {"minibatch_size": 16}
         if name == "ppo"
-        else {"minibatch_size": 16, "memory": {"kind": "uniform", "capacity": 2000}}
+        else {"minibatch_size": 16, "replay_buffer": {"kind": "uniform", "capacity": 2000}}
     )
-    algorithm = {"name": name, "behavioural_cloning": {"strength": 2.0, "minibatch_size": 40}, **chosen}
+    algorithm = {"name": name, "behavioral_cloning": {"strength": 2.0, "minibatch_size": 40}, **chosen}
     return minimal_config(
         **({
             "environment": {"id": "Pendulum-v1", "num_envs": 4}, "demonstrations": {"path": str(path)},
@@ -150,7 +142,7 @@ def expected_errors(learner: Learner, observed: torch.Tensor, done: torch.Tensor
 @pytest.mark.parametrize("name", ["ppo", "sac", "td3", "ddpg"])
 def test_the_loss_of_boxes_is_what_torch_says(torques: Path, name: str) -> None:
     found, learner = cloning_of(box_config(torques, name))
-    pairs = found._demonstrations.draw(400, torch.Generator().manual_seed(1), torch.device("cpu"))
+    pairs = found.demonstrations.draw(400, torch.Generator().manual_seed(1), torch.device("cpu"))
     assert pairs.actions["action"].max() > 2
     expected = expected_errors(learner, pairs.observations["obs"], pairs.actions["action"])
     torch.testing.assert_close(found.errors(pairs), expected, rtol=1e-3, atol=1e-4)
@@ -158,12 +150,13 @@ def test_the_loss_of_boxes_is_what_torch_says(torques: Path, name: str) -> None:
 
 def test_the_loss_is_weighed_and_added_to_the_algorithms_own(data: Path) -> None:
     found, learner = cloning_of(imitating(data))
-    assert found.begin(Counters(updates=1)) == {"train/cloning_strength": 0.375}
+    found.begin(Counters(updates=1))
+    assert found.metrics == {"train/cloning_strength": 0.375}
     own = torch.tensor(3.0)
     drawing = torch.Generator()
-    drawing.set_state(found._generator.get_state())
-    loss, terms = found.beside(Whole(), (own, {"train/loss": own}))
-    pairs = found._demonstrations.draw(24, drawing, torch.device("cpu"))
+    drawing.set_state(found.generator.get_state())
+    loss, terms = found.beside(Shard(), (own, {"train/loss": own}))
+    pairs = found.demonstrations.draw(24, drawing, torch.device("cpu"))
     cloned = expected_errors(learner, pairs.observations["obs"], pairs.actions["action"]).mean()
     torch.testing.assert_close(loss, own + 0.375 * cloned)
     torch.testing.assert_close(terms["train/cloning_loss"], cloned.detach())
@@ -180,7 +173,7 @@ def test_the_loss_is_weighed_and_added_to_the_algorithms_own(data: Path) -> None
 @pytest.mark.parametrize("name", [*ON_POLICY, "sac"])
 def test_what_is_cloned_with_strength_0_leaves_every_bit_as_it_is(new_game: NewGame, data: Path, name: str) -> None:
     plain = section(name)
-    del plain["behavioural_cloning"]
+    del plain["behavioral_cloning"]
     expected = new_game(small(algorithm=plain)).finish()
     assert new_game(imitating(data, name, 0.0)).finish() == expected
     assert new_game(imitating(data, name)).finish() != expected
@@ -192,7 +185,7 @@ def test_the_strength_is_annealed_to_nothing(
 ) -> None:
     game = new_game(imitating(data, name))
     strengths, cloned = [], []
-    learn = game.trainer._learner.learn
+    learn = game.trainer.learner.learn
 
     def watched(*arguments: Any) -> dict[str, float]:
         metrics = learn(*arguments)
@@ -200,78 +193,10 @@ def test_the_strength_is_annealed_to_nothing(
         cloned.append("train/cloning_loss" in metrics)
         return metrics
 
-    monkeypatch.setattr(game.trainer._learner, "learn", watched)
+    monkeypatch.setattr(game.trainer.learner, "learn", watched)
     game.finish()
     assert strengths == [0.5, 0.375, 0.25, 0.125, 0.0, 0.0]
     assert cloned == [True] * 4 + [False] * 2
-
-
-def test_the_policy_comes_to_do_what_was_demonstrated(data: Path) -> None:
-    config = imitating(data, strength=1.0, algorithm=section("ppo", 1.0) | {"learning_rate": 1e-2})
-    learner = learner_of(config)
-    found = [learn(learner, fragments)["train/cloning_loss"] for fragments in experience(config, 12)]
-    assert found[-1] < found[0] - 0.1
-
-
-# The same bits
-
-
-@pytest.mark.parametrize("name", [*ON_POLICY, "sac"])
-def test_a_run_that_dies_at_every_version_comes_to_the_same(new_game: NewGame, data: Path, name: str) -> None:
-    config = imitating(data, name)
-    expected = new_game(config).finish()
-    game = new_game(config)
-    for version in range(1, 6):
-        game.play_to(version)
-        game.crash()
-        game.restart()
-    assert game.finish() == expected
-    balanced(game)
-
-
-def test_a_replay_reads_the_demonstrations_again(new_game: NewGame, data: Path) -> None:
-    game = new_game(imitating(data, archive="all"))
-    game.finish()
-    final = game.finished()["final"]
-    role = game.role
-    assert replay(role.checkpoints, role.config, role.description(), "start", final).equal
-    data.unlink()
-    with pytest.raises(DatasetError, match=r"demonstrations.path=.*does not exist"):
-        replay(role.checkpoints, role.config, role.description(), "start", final)
-
-
-# What is refused
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "nothing to imitate": (
-        {"algorithm": section("ppo")},
-        r"algorithm.behavioural_cloning imitates recorded experience; name it in demonstrations.path",
-    ),
-    "nobody who imitates": (
-        {"demonstrations": {"path": "d.csv"}}, r"demonstrations.path=d.csv with algorithm.name=ppo.*do nothing",
-    ),
-    "an algorithm that cannot": (
-        {"demonstrations": {"path": "d.csv"}, "algorithm": section("dqn")}, r"algorithm.behavioural_cloning",
-    ),
-    "a strength below 0": (
-        {"demonstrations": {"path": "d.csv"}, "algorithm": section("ppo", ANNEALED | {"end": -0.1})},
-        r"strength.* never be below 0, and would come to -0.1",
-    ),
-    "a policy with a core": (
-        {
-            "demonstrations": {"path": "d.csv"}, "algorithm": section("ppo"),
-            "policies": {"default": {"core": "gru", "share_encoder": True}},
-        },
-        r"policies.default.core=gru with algorithm.behavioural_cloning",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_imitated_is_refused(case: str) -> None:
-    sections, words = REFUSED[case]
-    with pytest.raises(ConfigError, match=words):
-        minimal_config(**sections)
 
 
 def test_a_schedule_that_never_reaches_an_ignored_end_is_fine(data: Path) -> None:

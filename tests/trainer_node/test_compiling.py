@@ -18,21 +18,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from coordinator.preparation import check
-from rollout_worker.making import describe_environment
-from shared.algorithm_configs.registry import ALGORITHMS
+from coordinator.lifecycle.validation import check
+from rollout_worker.environments.description import describe_environment
+from shared.config.algorithms.registry import ALGORITHMS
 from shared.errors import ConfigError
-from shared.steps import Counters, Phase
+from shared.experience.counters import Counters, Phase
 from tests.conftest import minimal_config
-from tests.trainer_node.continuous import any_algorithm, fragment, learnt
-from tests.trainer_node.game import NewGame, small
-from tests.trainer_node.test_ranks import Side, experience, have_the_same_gradients, learn
-from tests.trainer_node.test_resuming_every_algorithm import goes_on_exactly, run
-from trainer_node.algorithms.algorithm import Setting
-from trainer_node.algorithms.compiling import check_compiling, compiled, equal_parts, has_compiler
-from trainer_node.algorithms.share import Whole
-from trainer_node.learner import make_learner, set_up_torch
-from trainer_node.local_ranks import local_ranks
+from tests.support.game import NewGame, goes_on_exactly, small
+from tests.support.learning.algorithms import make
+from tests.support.learning.cases import config_of
+from tests.support.learning.experience import random_fragment, weights_after_updates
+from tests.support.learning.learners import Side, experience, have_the_same_gradients, learn
+from trainer_node.distributed.local_followers import local_ranks
+from trainer_node.learning.building_blocks.compilation import check_compiling, compiled, equal_parts, has_compiler
+from trainer_node.learning.building_blocks.interface import Setting, Shard
+from trainer_node.learning.learner import make_learner, set_up_torch
 
 ELSEWHERE = {
     "ray": {"address": "auto"}, "redis": {"url": "redis://there"}, "store": {"url": "s3://there"},
@@ -52,7 +52,7 @@ TWO_LOSSES = {"td3", "ddpg", "sac", "cql", "iql"}
 def test_every_algorithm_learns_nearly_the_same_and_the_same_each_time(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = learnt(any_algorithm(name, compile=False))
+    plain = weights_after_updates(make(name, shape=(4, 3)))
     losses = []
     fused = torch.compile
 
@@ -66,7 +66,7 @@ def test_every_algorithm_learns_nearly_the_same_and_the_same_each_time(
         return call
 
     monkeypatch.setattr(torch, "compile", counting)
-    first, again = (learnt(any_algorithm(name, compile=True)) for _ in range(2))
+    first, again = (weights_after_updates(make(name, shape=(4, 3), setting={"compile": True})) for _ in range(2))
     assert len(set(losses)) == (2 if name in TWO_LOSSES else 1), losses
     assert all(np.array_equal(first[key], again[key]) for key in first)
     assert all(np.allclose(first[key], plain[key], atol=1e-5) for key in first)
@@ -75,21 +75,21 @@ def test_every_algorithm_learns_nearly_the_same_and_the_same_each_time(
 @needs_compiler
 @pytest.mark.parametrize("case", ["ppo", "dqn", "sac"])
 def test_it_goes_on_exactly(new_game: NewGame, tmp_path: Path, case: str) -> None:
-    goes_on_exactly(new_game, run(case, tmp_path, trainer={"compile": True}))
+    goes_on_exactly(new_game, config_of(case, tmp_path, trainer={"compile": True}, archive="all"))
 
 
 @needs_compiler
 def test_what_a_batch_carries_beside_tensors_is_no_code_of_its_own() -> None:
     """IMPALA's batches have figures, which change with each update; a rank takes its part of them."""
 
-    class Half(Whole):
+    class Half(Shard):
         def rows(self, count: int) -> slice:
             return slice(0, count // 2)
 
-    algorithm, counters = any_algorithm("impala", compile=True), Counters()
-    algorithm.share = Half()
+    algorithm, counters = make("impala", shape=(4, 3), setting={"compile": True}), Counters()
+    algorithm.shard = Half()
     for number in range(12):
-        algorithm.update([fragment(algorithm.policy, number)], counters)
+        algorithm.update([random_fragment(algorithm.policy, number)], counters)
         counters.updates += 1
 
 
@@ -119,7 +119,7 @@ def test_a_run_knows_how_large_its_full_updates_are(monkeypatch: pytest.MonkeyPa
         seen.append((setting.transitions, setting.compile, sizes))
         return loss
 
-    monkeypatch.setattr("trainer_node.algorithms.clipped.compiled", noted)
+    monkeypatch.setattr("trainer_node.learning.algorithms.on_policy.compiled", noted)
     make_learner(config, describe_environment(config))
     assert seen == [(120, True, {40})]
 
@@ -229,7 +229,7 @@ def test_a_checkpoint_says_what_compiled_it() -> None:
     assert "compiled" not in Side(small()).taken().manifest.provenance["computed_with"]
 
 
-def test_a_machine_without_a_compiler_is_told_before_anything_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_compiler_is_told_before_anything_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     threads = torch.get_num_threads()
     trainer = minimal_config(trainer={"compile": True, "torch_threads": threads}).trainer
@@ -241,8 +241,3 @@ def test_a_machine_without_a_compiler_is_told_before_anything_is_learnt(monkeypa
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
         check(minimal_config(trainer={"compile": True}))
     check(minimal_config(trainer={"compile": True}, **ELSEWHERE))  # the trainer's machine has to have it
-
-
-def test_a_policy_with_a_core_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.compile with policies\.default\.core=lstm: .*core=none"):
-        minimal_config(trainer={"compile": True}, policies={"default": {"core": "lstm", "share_encoder": True}})

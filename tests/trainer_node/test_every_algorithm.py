@@ -16,79 +16,72 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from rollout_worker.environments import make_vector
-from rollout_worker.exploration import RandomActing
-from rollout_worker.making import describe_environment
-from rollout_worker.sampler import Sampler
-from rollout_worker.trail import Life
-from shared.algorithm_configs.off_policy import OffPolicyConfig
-from shared.algorithm_configs.on_policy import OnPolicyConfig
-from shared.algorithm_configs.registry import ALGORITHMS
-from shared.config import PolicyConfig
-from shared.policies.codec import load_state_arrays, state_arrays
-from shared.policies.encoders import Encoder
-from shared.policies.normaliser import RunningMoments
+from rollout_worker.environments.description import describe_environment
+from rollout_worker.environments.factory import make_vector
+from rollout_worker.environments.seeding import SeedLineage
+from rollout_worker.exploration.base import RandomActing
+from rollout_worker.sampling.sampler import Sampler
+from shared.config.algorithms.off_policy import OffPolicyConfig
+from shared.config.algorithms.on_policy import OnPolicyConfig
+from shared.config.algorithms.registry import ALGORITHMS
+from shared.experience.counters import Counters
+from shared.experience.spaces import PolicySpaces
+from shared.policies.encoders import Encoder, RunningMoments
 from shared.policies.registry import build_policies
-from shared.spaces import PolicySpaces
-from shared.steps import Counters
-from tests.environments_for_tests import MODULE
-from tests.trainer_node.continuous import BOXES, CHOICE, any_algorithm, fragment, made, minibatch, moved_apart
-from tests.trainer_node.game import small
-from tests.trainer_node.test_on_policy import SMALL
-from tests.trainer_node.test_ppo import CPU, random_batch
-from trainer_node.algorithms.algorithm import Setting
-from trainer_node.algorithms.experience import Experience
-from trainer_node.algorithms.pairs import Pairs
-from trainer_node.algorithms.registry import make_algorithm
+from shared.policies.serialization import load_state_arrays, state_arrays
+from tests.support.environments import MODULE
+from tests.support.game import small
+from tests.support.learning.algorithms import BOXES, CHOICE, CPU, ON_POLICY, make, move_apart
+from tests.support.learning.experience import advantage_batch, minibatch, random_fragment
+from trainer_node.learning.building_blocks.interface import Experience, Setting
+from trainer_node.learning.demonstrations import Pairs
+from trainer_node.learning.learner import make_algorithm
 
 Checked = list[tuple[Callable[[], Tensor], nn.Module]]
 """Losses, each with the network that it moves."""
 
 
-def on_update(name: str, described: PolicySpaces, **fields: Any) -> Any:
-    """An algorithm without a memory, on a small network."""
-    config = ALGORITHMS[name].model_validate({"name": name, **fields})
-    networks = {"p": PolicyConfig(hidden_sizes=(6, 5))}
-    return make_algorithm(build_policies({"p": described}, networks, config, 3)["p"], config, Setting(CPU, 3, 8, 4))
-
-
 def of_gradients(name: str, described: PolicySpaces) -> Checked:
-    algorithm = on_update(name, described, entropy_coefficient=0.05)
-    moved_apart(algorithm.policy)
-    batch = random_batch(algorithm)
+    algorithm = make(name, described, entropy_coefficient=0.05)
+    move_apart(algorithm.policy)
+    batch = advantage_batch(algorithm.policy)
     return [(lambda: algorithm.loss(batch)[0], algorithm.policy)]
 
 
 def of_ppo(name: str, described: PolicySpaces) -> Checked:
-    algorithm = on_update(name, described, entropy_coefficient=0.05, clip_range_value=0.5)
-    moved_apart(algorithm.policy)
-    batch = random_batch(algorithm)
+    algorithm = make(name, described, entropy_coefficient=0.05, clip_range_value=0.5)
+    move_apart(algorithm.policy)
+    batch = advantage_batch(algorithm.policy)
     return [(lambda: algorithm.loss(batch, 0.2)[0], algorithm.policy)]
 
 
 def of_appo(name: str, described: PolicySpaces) -> Checked:
-    algorithm = on_update(name, described, entropy_coefficient=0.05, kl_coefficient=0.5)
-    moved_apart(algorithm.policy)
-    plain = random_batch(algorithm)
+    algorithm = make(name, described, entropy_coefficient=0.05, kl_coefficient=0.5)
+    move_apart(algorithm.policy)
+    plain = advantage_batch(algorithm.policy)
     with torch.no_grad():
-        outputs = algorithm._target.action_parameters(plain.observations)
+        outputs = algorithm.target.action_parameters(plain.observations)
     batch = replace(plain, anchor_params=outputs)
     return [(lambda: algorithm.loss(batch, 0.2)[0], algorithm.policy)]
 
 
 def of_bc(name: str, described: PolicySpaces) -> Checked:
-    algorithm, batch = on_update(name, described, entropy_coefficient=0.05), minibatch(described, 30)
-    moved_apart(algorithm.policy)
+    algorithm, batch = make(name, described, entropy_coefficient=0.05), minibatch(described, 30)
+    move_apart(algorithm.policy)
     pairs = Pairs(batch.observations, batch.actions)
     return [(lambda: algorithm.loss(pairs)[0], algorithm.policy)]
 
 
 def of_dqn(name: str, described: PolicySpaces, **fields: Any) -> Checked:
     """Not double: the choice of the online network may jump."""
-    algorithm, batch = made(name, described, double=False, **fields), minibatch(described, 30)
-    moved_apart(algorithm.policy, algorithm.target)
+    algorithm, batch = make(name, described, double=False, **fields), minibatch(described, 30)
+    move_apart(algorithm.policy, algorithm.target)
     noise = [algorithm.policy.draw_noise(torch.Generator().manual_seed(2))] * 3
     return [(lambda: algorithm.loss(batch, noise)[0], algorithm.policy)]
+
+
+def of_squares(name: str, described: PolicySpaces) -> Checked:
+    return of_dqn(name, described, loss="squared", dueling=True)
 
 
 def of_quantiles(name: str, described: PolicySpaces) -> Checked:
@@ -100,8 +93,8 @@ def of_an_ensemble(name: str, described: PolicySpaces) -> Checked:
 
 
 def of_sac(name: str, described: PolicySpaces) -> Checked:
-    algorithm, batch = made(name, described, initial_temperature=0.3), minibatch(described, 30)
-    moved_apart(algorithm.policy, algorithm.critics, algorithm.targets)
+    algorithm, batch = make(name, described, initial_temperature=0.3), minibatch(described, 30)
+    move_apart(algorithm.policy, algorithm.critics, algorithm.targets)
     noise = algorithm.actions.noise(30, torch.Generator().manual_seed(2))
     return [
         (lambda: algorithm.critic_loss(batch, noise)[0], algorithm.critics),
@@ -110,22 +103,22 @@ def of_sac(name: str, described: PolicySpaces) -> Checked:
 
 
 def of_cql(name: str, described: PolicySpaces) -> Checked:
-    algorithm, batch = made(name, described, initial_temperature=0.3, cloning_steps=9), minibatch(described, 30)
-    moved_apart(algorithm.policy, algorithm.critics, algorithm.targets)
+    algorithm, batch = make(name, described, initial_temperature=0.3, cloning_steps=9), minibatch(described, 30)
+    move_apart(algorithm.policy, algorithm.critics, algorithm.targets)
     noise = algorithm.actions.noise(30, torch.Generator().manual_seed(2))
-    drawn = algorithm.soft_maximum.draw(30, torch.Generator().manual_seed(3))
+    drawn = algorithm.draw(30, torch.Generator().manual_seed(3))
 
-    def penalised() -> Tensor:
+    def penalized() -> Tensor:
         loss, values, _ = algorithm.critic_loss(batch, noise)
         found: Tensor = loss + 5 * algorithm.gaps(batch, values, drawn).mean(dim=1).sum()
         return found
 
-    return [(penalised, algorithm.critics), (lambda: algorithm.actor_loss(batch, noise)[0], algorithm.policy)]
+    return [(penalized, algorithm.critics), (lambda: algorithm.actor_loss(batch, noise)[0], algorithm.policy)]
 
 
 def of_td3(name: str, described: PolicySpaces) -> Checked:
-    algorithm, batch = made(name, described), minibatch(described, 30)
-    moved_apart(algorithm.policy, algorithm.critics, algorithm.targets, algorithm.target_policy)
+    algorithm, batch = make(name, described), minibatch(described, 30)
+    move_apart(algorithm.policy, algorithm.critics, algorithm.targets, algorithm.target_policy)
     noise = torch.randn(30, 2, generator=torch.Generator().manual_seed(2))
     return [
         (lambda: algorithm.critic_loss(batch, noise)[0], algorithm.critics),
@@ -136,13 +129,13 @@ def of_td3(name: str, described: PolicySpaces) -> Checked:
 def of_iql(name: str, described: PolicySpaces) -> Checked:
     """The weights of the policy's loss have no gradient: there the value stays, or they are all 1."""
     batch = minibatch(described, 30)
-    learnt, cloned = (made(name, described, inverse_temperature=number) for number in (3.0, 0.0))
-    for algorithm in (learnt, cloned):
-        moved_apart(algorithm.policy, algorithm.critics, algorithm.targets)
+    learned, cloned = (make(name, described, inverse_temperature=number) for number in (3.0, 0.0))
+    for algorithm in (learned, cloned):
+        move_apart(algorithm.policy, algorithm.critics, algorithm.targets)
     return [
-        (lambda: learnt.policy_loss(batch)[0], nn.ModuleList([learnt.policy.actor, learnt.policy.head])),
+        (lambda: learned.policy_loss(batch)[0], nn.ModuleList([learned.policy.actor, learned.policy.head])),
         (lambda: cloned.policy_loss(batch)[0], cloned.policy),
-        (lambda: learnt.critic_loss(batch)[0], learnt.critics),
+        (lambda: learned.critic_loss(batch)[0], learned.critics),
     ]
 
 
@@ -152,7 +145,7 @@ GRADIENTS: dict[str, list[tuple[PolicySpaces, Callable[[str, PolicySpaces], Chec
     "bc": [(BOXES, of_bc), (CHOICE, of_bc)],
     "cql": [(BOXES, of_cql), (CHOICE, of_cql)],
     "ddpg": [(BOXES, of_td3)],
-    "dqn": [(CHOICE, of_dqn), (CHOICE, of_quantiles), (CHOICE, of_an_ensemble)],
+    "dqn": [(CHOICE, of_dqn), (CHOICE, of_squares), (CHOICE, of_quantiles), (CHOICE, of_an_ensemble)],
     "impala": [(BOXES, of_gradients), (CHOICE, of_gradients)],
     "iql": [(BOXES, of_iql), (CHOICE, of_iql)],
     "ppo": [(BOXES, of_ppo), (CHOICE, of_ppo)],
@@ -188,13 +181,13 @@ def test_every_network_sees_observations_by_the_statistics_of_the_policy(name: s
     """As they are at that moment, also after a restore; and the policy's file alone holds them."""
 
     def moving(algorithm: Any, number: int) -> Experience:
-        found = fragment(algorithm.policy, number)
+        found = random_fragment(algorithm.policy, number)
         for column in ("obs", "final_obs", "bootstrap_obs"):
             found.columns[column] = found.columns[column] * (number + 1) + 100
         return found
 
     def play(algorithm: Any, updates: range) -> None:
-        (now,) = algorithm.policy.normaliser.moments.values()
+        (now,) = algorithm.policy.normalizer.moments.values()
         seen = 0
 
         def look(module: nn.Module, given: tuple[Any, ...]) -> None:
@@ -214,12 +207,12 @@ def test_every_network_sees_observations_by_the_statistics_of_the_policy(name: s
             hook.remove()
         assert seen and int(now.get_buffer("count")) == 12 * updates.stop
 
-    fields = SLOW_TARGETS.get(name)
-    first, second = (any_algorithm(name, fields, {"normalise_observations": True}) for _ in range(2))
+    fields = SLOW_TARGETS.get(name, {})
+    first, second = (make(name, policy={"normalize_observations": True}, shape=(4, 3), **fields) for _ in range(2))
     play(first, range(4))
     load_state_arrays(second.policy, state_arrays(first.policy))
     second.load_state(first.state())
-    if hasattr(second, "memory"):
+    if hasattr(second, "replay_buffer"):
         second.remember([moving(second, number) for number in range(4)])
     play(second, range(4, 6))
     assert not [key for key in first.state() if "moments" in key]
@@ -247,7 +240,7 @@ def test_none_is_left_out() -> None:
     with_memory = {name for name, section in ALGORITHMS.items() if issubclass(section, OffPolicyConfig)}
     on_policy = {name for name, section in ALGORITHMS.items() if issubclass(section, OnPolicyConfig)}
     assert set(GRADIENTS) == set(ALGORITHMS) == with_memory | on_policy | {"bc"}, "what has no value is bc alone"
-    assert set(VALUES) == with_memory and set(SMALL) == on_policy
+    assert set(VALUES) == with_memory and set(ON_POLICY) == on_policy
 
 
 @pytest.mark.parametrize(("ends", "doorstep", "inside"), [("truncated", 1.0, 2.0), ("terminated", 0.5, 1.0)])
@@ -265,7 +258,7 @@ def test_what_lies_behind_a_truncation_is_valued_and_behind_a_termination_is_not
     )
     description = describe_environment(config)
     policies = build_policies(description.policies, config.policies, section, seed=1)
-    sampler = Sampler(make_vector(config.environment, description), description, Life(1, 0, 0, 0))
+    sampler = Sampler(make_vector(config.environment, description), description, SeedLineage(1, 0, 0, 0))
     algorithm: Any = make_algorithm(policies["default"], section, Setting(CPU, 1, 8, 4))
     for update in range(10):
         sample = sampler.sample(policies, RandomActing(), 8)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,17 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from coordinator.checkpoints import verify
-from shared.checkpoint import CHECKPOINTS
-from shared.exports import RECORD, Export, read_export, read_file
-from tests.coordinator.own_algorithm_elsewhere import TEXT
+from coordinator.catalog.checkpoint_operations import verify
+from shared.storage.checkpoint_store import CHECKPOINTS
+from shared.storage.export_record import RECORD, Export, read_export, read_file
+from tests.support import waiting
 from tests.support.checkpoints import key_of
-from tests.support.speed import stretched
-from tests.trainer_node.game import Game, NewGame, small
-from trainer_node import exporter
-from trainer_node.exporter import Exporter
-from trainer_node.replay import replay
+from tests.support.game import Game, NewGame, replayed, small
+from tests.support.own_algorithm import TEXT
+from trainer_node.export import background_exporter as exporter
+from trainer_node.export.background_exporter import Exporter
 
-PATIENCE = stretched(200.0)
+eventually = partial(waiting.eventually, seconds=200.0)
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -38,14 +36,7 @@ def exporting(**sections: Any) -> Any:
 
 
 def exporter_of(game: Game) -> Exporter:
-    return game.trainer._publisher._exporter
-
-
-def eventually(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not done():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
+    return game.trainer.state.writer._exporter
 
 
 def record_of(game: Game, name: str) -> Export:
@@ -73,21 +64,13 @@ def test_the_newest_and_the_best_are_exported_and_nothing_else_changes(new_game:
     assert {verdict.state for verdict in verify(checkpoints)} == {"ok"}
     # kept apart from all that is compared, and gone with its checkpoint
     assert f"default/{RECORD}" not in checkpoints.manifest(pointer.latest).objects
-    assert replay(checkpoints, game.role.config, game.role.description(), "start", pointer.latest).equal
+    assert replayed(game).equal
     assert first not in checkpoints.names() and checkpoints.store.keys(f"{CHECKPOINTS}{first}/") == []
     assert game.events("export") == ""
 
 
 @pytest.mark.processes
-def test_it_learns_the_same_with_and_without(new_game: NewGame) -> None:
-    without = {"checkpoint": {"every": "2 updates", "keep_last": 2}}
-    assert new_game(exporting()).finish() == new_game(exporting(**without)).finish()
-
-
-@pytest.mark.processes
-def test_a_process_that_is_killed_is_told_once_and_the_run_goes_on(
-    new_game: NewGame, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_process_is_told_once_and_the_run_goes_on(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporter, "_REST", 0.0)
     game = new_game(exporting())
     killed = []
@@ -98,15 +81,14 @@ def test_a_process_that_is_killed_is_told_once_and_the_run_goes_on(
         child = exporter_of(game)._child
         assert child is not None
         child.process.kill()
-        killed.append(child.manifest.name)
+        killed.append(child.export.checkpoint)
         eventually(lambda: killed[-1] in exporter_of(game)._done)
     assert len(set(killed)) == 2
     assert "SIGKILL" in game.store_status()["export"]["error"]
     game.finish()
     told = game.events("export")
-    assert told == (
-        f"{killed[0]} cannot be exported as ONNX, training goes on: default: the exporting process was ended by SIGKILL"
-    ), told
+    failure = "default: the exporting process was ended by SIGKILL"
+    assert told == f"{killed[0]} cannot be exported as ONNX, training continues: {failure}"
     assert game.finished()["reason"] == "exhausted"
     for name in set(killed) & set(game.role.checkpoints.names()):
         assert "SIGKILL" in record_of(game, name).failures["default"]
@@ -122,9 +104,7 @@ def test_one_that_hangs_is_ended(new_game: NewGame, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.processes
-def test_a_policy_that_cannot_be_exported_is_reported_and_trains_on(
-    new_game: NewGame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_exported_trains_on(new_game: NewGame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's own class, which looks at numbers while it acts."""
     package, text = tmp_path / "code" / "exp_pkg", TEXT.replace('"my_table"', '"exp_table"')
     package.mkdir(parents=True)
@@ -140,7 +120,7 @@ def test_a_policy_that_cannot_be_exported_is_reported_and_trains_on(
     latest = game.role.checkpoints.names()[-1]
     (failure,) = record_of(game, latest).failures.values()
     told = game.events("export")
-    assert told.count("\n") == 0 and failure in told and "training goes on" in told
+    assert told.count("\n") == 0 and failure in told and "training continues" in told
     assert "data-dependent" in failure and len(failure) < 500
     assert game.finished()["reason"] == "exhausted"
     assert {verdict.state for verdict in verify(game.role.checkpoints)} == {"ok"}
@@ -166,6 +146,6 @@ def test_a_trainer_that_goes_on_exports_what_its_predecessor_did_not(new_game: N
 
 def test_without_the_setting_no_process_is_started(new_game: NewGame) -> None:
     game = new_game(small())
-    assert not exporter_of(game).due and exporter_of(game).settled
+    assert not exporter_of(game).due and exporter_of(game).finished
     game.finish()
     assert [key for key in game.role.checkpoints.store.keys(CHECKPOINTS) if key.endswith(RECORD)] == []

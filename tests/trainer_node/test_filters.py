@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.config import PolicyConfig
+from shared.config.sections import PolicyConfig
 from shared.errors import ConfigError
-from shared.spaces import Columns
-from trainer_node.filters import ExperienceFilter
+from shared.experience.spaces import Columns
+from trainer_node.learning.learner import ExperienceFilter
 
 MODULE = "tests.trainer_node.test_filters"
 

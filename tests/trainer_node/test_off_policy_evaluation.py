@@ -1,23 +1,45 @@
-"""Estimators against slow loops, and on a small decision process whose values are known exactly."""
+"""Off-policy evaluation: estimators against slow loops, fitted Q on a known chain, a policy on recorded CartPole."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 
-from shared.spaces import Array
-from trainer_node.off_policy_evaluation import (
+from rollout_worker.environments.description import describe_environment
+from rollout_worker.environments.factory import make_vector
+from rollout_worker.environments.seeding import SeedLineage
+from rollout_worker.exploration.base import RandomActing, Sampling
+from rollout_worker.sampling.sampler import Sampler
+from shared.config.sections import PolicyConfig
+from shared.datasets.read import read_dataset
+from shared.datasets.recording import Episode
+from shared.experience.fragment import WIRE_VERSION
+from shared.experience.spaces import Array, Leaf, PolicySpaces, SpaceSpec
+from shared.policies.actor_critic import ActorCritic
+from tests.conftest import minimal_config
+from tests.support.cartpole_data import RULE, played, write_played
+from tests.support.datasets import fragment_of, write_archive
+from tests.support.environments import MODULE
+from tests.support.learning.algorithms import make
+from tests.support.pendulum_data import swung, write_swung
+from trainer_node.learning.off_policy_evaluation import (
+    DataEvaluation,
     Evidence,
+    Transitions,
     dm,
     dr,
     effective_episodes,
     estimates,
+    evaluate,
+    fit,
     ips,
     sequential_dr,
     wis,
@@ -31,9 +53,9 @@ def random_evidence(lengths: tuple[int, ...] = (4, 1, 6, 3)) -> Evidence:
     generator = np.random.default_rng(1)
     shape = len(lengths), max(lengths)
     mask = np.arange(shape[1])[None] < np.array(lengths)[:, None]
-    target, behaviour = (-generator.random(shape) for _ in range(2))
+    target, behavior = (-generator.random(shape) for _ in range(2))
     reward, q, v = (generator.normal(size=shape) for _ in range(3))
-    return Evidence(target, behaviour, reward, q, v, mask, GAMMA)
+    return Evidence(target, behavior, reward, q, v, mask, GAMMA)
 
 
 def rows(evidence: Evidence) -> list[list[tuple[float, float, float, float]]]:
@@ -42,7 +64,7 @@ def rows(evidence: Evidence) -> list[list[tuple[float, float, float, float]]]:
     for episode in range(len(evidence.mask)):
         steps = []
         for t in range(int(evidence.mask[episode].sum())):
-            ratio = math.exp(evidence.target_log_prob[episode, t]) / math.exp(evidence.behaviour_log_prob[episode, t])
+            ratio = math.exp(evidence.target_log_prob[episode, t]) / math.exp(evidence.behavior_log_prob[episode, t])
             steps.append((ratio, evidence.reward[episode, t], evidence.q[episode, t], evidence.v[episode, t]))
         found.append(steps)
     return found
@@ -68,6 +90,10 @@ def slow_wis(evidence: Evidence) -> float:
     return total
 
 
+def slow_dm(evidence: Evidence) -> float:
+    return sum(steps[0][3] for steps in rows(evidence)) / len(rows(evidence))
+
+
 def slow_dr(evidence: Evidence) -> float:
     first = [(steps[0][3], steps[0][0] * steps[0][2]) for steps in rows(evidence)]
     return slow_ips(evidence) + sum(v - weighted for v, weighted in first) / len(first)
@@ -84,123 +110,16 @@ def slow_sequential_dr(evidence: Evidence) -> float:
 
 
 @pytest.mark.parametrize(
-    ("fast", "slow"), [(ips, slow_ips), (wis, slow_wis), (dr, slow_dr), (sequential_dr, slow_sequential_dr)]
+    ("fast", "slow"),
+    [(ips, slow_ips), (wis, slow_wis), (dm, slow_dm), (dr, slow_dr), (sequential_dr, slow_sequential_dr)],
 )
 def test_estimators_agree_with_slow_loops(fast: Estimator, slow: Estimator) -> None:
     assert fast(random_evidence()) == pytest.approx(slow(random_evidence()), rel=1e-12)
 
 
-class Process(NamedTuple):
-    """Two steps, two states in each, two actions; the first state is 0 or 1 alike."""
-
-    target: Array
-    """`[2 steps, 2 states]`: probability of action 1."""
-    behaviour: Array
-    moves: Array
-    """`[2 states, 2 actions]`: probability that the second state is 1."""
-    reward: Array
-    """`[2 steps, 2 states, 2 actions]`."""
-
-    def outcomes(self) -> list[tuple[float, tuple[int, int, int, int]]]:
-        """All episodes (s0, a0, s1, a1) with the probability that the behaviour acts them."""
-        found = []
-        for s0, a0, s1, a1 in itertools.product((0, 1), repeat=4):
-            chance = 0.5 * self._of(self.behaviour[0, s0], a0)
-            chance *= self._of(self.moves[s0, a0], s1) * self._of(self.behaviour[1, s1], a1)
-            found.append((chance, (s0, a0, s1, a1)))
-        return found
-
-    @staticmethod
-    def _of(one: float, choice: int) -> float:
-        return float(one if choice else 1 - one)
-
-    def value(self) -> float:
-        """Of the target, exactly."""
-        second = [sum(self._of(self.target[1, s], a) * self.reward[1, s, a] for a in (0, 1)) for s in (0, 1)]
-        total = 0.0
-        for s, a in itertools.product((0, 1), repeat=2):
-            after = sum(self._of(self.moves[s, a], nxt) * second[nxt] for nxt in (0, 1))
-            total += 0.5 * self._of(self.target[0, s], a) * (self.reward[0, s, a] + GAMMA * after)
-        return total
-
-    def evidence(self, episodes: list[tuple[int, int, int, int]], q: Array) -> Evidence:
-        """Of these episodes, with estimates `q` `[2 steps, 2 states, 2 actions]`; v is what follows from q."""
-        listed = np.array(episodes)
-        state, action = listed[:, [0, 2]], listed[:, [1, 3]]
-        step = np.arange(2)[None]
-
-        def log_prob(policy: Array) -> Array:
-            one = policy[step, state]
-            chosen: Array = np.log(np.where(action == 1, one, 1 - one))
-            return chosen
-
-        one = self.target[step, state]
-        v = one * q[step, state, 1] + (1 - one) * q[step, state, 0]
-        mask = np.ones_like(action, np.bool_)
-        reward = self.reward[step, state, action]
-        return Evidence(log_prob(self.target), log_prob(self.behaviour), reward, q[step, state, action], v, mask, GAMMA)
-
-
-PROCESS = Process(
-    target=np.array([[0.9, 0.2], [0.7, 0.4]]),
-    behaviour=np.array([[0.5, 0.6], [0.3, 0.5]]),
-    moves=np.array([[0.2, 0.8], [0.6, 0.3]]),
-    reward=np.array([[[0.0, 1.0], [2.0, -1.0]], [[1.0, 3.0], [-2.0, 0.5]]]),
-)
-
-
-def true_q() -> Array:
-    second = [
-        sum(PROCESS._of(PROCESS.target[1, s], a) * PROCESS.reward[1, s, a] for a in (0, 1)) for s in (0, 1)
-    ]  # fmt: skip
-    q = PROCESS.reward.copy()
-    for s, a in itertools.product((0, 1), repeat=2):
-        q[0, s, a] += GAMMA * sum(PROCESS._of(PROCESS.moves[s, a], nxt) * second[nxt] for nxt in (0, 1))
-    return q
-
-
-def expectation(estimator: Estimator, q: Array) -> float:
-    """Of the estimate from a single episode, over all that the behaviour may act: no noise of sampling is left."""
-    return sum(chance * estimator(PROCESS.evidence([episode], q)) for chance, episode in PROCESS.outcomes())
-
-
-@pytest.mark.parametrize("estimator", [ips, dr, sequential_dr])
-@pytest.mark.parametrize("off_by", [0.0, 5.0])
-def test_ips_and_the_doubly_robust_are_unbiased_whatever_the_model_says(estimator: Estimator, off_by: float) -> None:
-    q = true_q() + off_by * np.random.default_rng(0).normal(size=(2, 2, 2))
-    assert expectation(estimator, q) == pytest.approx(PROCESS.value(), abs=1e-12)
-
-
-def test_the_direct_method_is_as_good_as_its_model() -> None:
-    assert expectation(dm, true_q()) == pytest.approx(PROCESS.value(), abs=1e-12)
-    assert expectation(dm, true_q() + 1.0) == pytest.approx(PROCESS.value() + 1.0, abs=1e-12)
-
-
-def test_with_a_right_model_sequential_dr_has_the_least_spread() -> None:
-    def spread(estimator: Estimator) -> float:
-        found = [(chance, estimator(PROCESS.evidence([episode], true_q()))) for chance, episode in PROCESS.outcomes()]
-        mean = sum(chance * value for chance, value in found)
-        return sum(chance * (value - mean) ** 2 for chance, value in found)
-
-    assert spread(sequential_dr) < spread(dr) and spread(sequential_dr) < spread(ips)
-
-
-def test_wis_comes_to_the_value_with_more_episodes() -> None:
-    generator = np.random.default_rng(3)
-    chances, episodes = zip(*PROCESS.outcomes(), strict=True)
-    errors = []
-    for count in (100, 100_000):
-        drawn = generator.choice(len(episodes), count, p=chances)
-        errors.append(abs(wis(PROCESS.evidence([episodes[n] for n in drawn], true_q())) - PROCESS.value()))
-    assert errors[1] < 0.02 and errors[1] < errors[0]
-
-
-def test_the_behaviours_own_value_is_the_mean_return() -> None:
+def test_the_behaviors_own_value_is_the_mean_return() -> None:
     evidence = random_evidence()
-    own = Evidence(
-        evidence.behaviour_log_prob, evidence.behaviour_log_prob, evidence.reward, evidence.q, evidence.v,
-        evidence.mask, GAMMA,
-    )  # fmt: skip
+    own = replace(evidence, target_log_prob=evidence.behavior_log_prob)
     mean = evidence.discounted.sum(axis=1).mean()
     assert ips(own) == pytest.approx(mean) and wis(own) == pytest.approx(mean)
     assert effective_episodes(own) == pytest.approx(4.0)
@@ -209,23 +128,197 @@ def test_the_behaviours_own_value_is_the_mean_return() -> None:
 def test_ratios_beyond_all_bounds_stay_finite() -> None:
     evidence = random_evidence((4, 1, 60, 3))
     for sign in (1.0, -1.0):
-        far = Evidence(
-            sign * 500 + evidence.target_log_prob, evidence.behaviour_log_prob, evidence.reward, evidence.q,
-            evidence.v, evidence.mask, GAMMA,
-        )  # fmt: skip
+        far = replace(evidence, target_log_prob=sign * 500 + evidence.target_log_prob)
         assert all(math.isfinite(value) for value in estimates(far).values())
 
 
-def test_without_the_behaviours_probabilities_only_the_model_tells() -> None:
-    unknown = replace(evidence := random_evidence(), behaviour_log_prob=np.full(evidence.mask.shape, np.nan))
+def test_without_the_behaviors_probabilities_only_the_model_tells() -> None:
+    unknown = replace(evidence := random_evidence(), behavior_log_prob=np.full(evidence.mask.shape, np.nan))
     assert estimates(unknown) == {"ope/dm": dm(evidence), "ope/episodes_left_out": len(evidence.mask)}
     assert len(estimates(evidence)) == 7 and estimates(evidence)["ope/episodes_left_out"] == 0
 
 
 def test_an_episode_with_one_unknown_step_counts_for_the_model_alone_and_what_lies_behind_an_end_for_nothing() -> None:
     evidence = random_evidence((4, 1, 6, 3))
-    behaviour = np.where(evidence.mask, evidence.behaviour_log_prob, np.nan)
-    behaviour[2, 3] = np.nan
-    found = estimates(replace(evidence, behaviour_log_prob=behaviour))
+    behavior = np.where(evidence.mask, evidence.behavior_log_prob, np.nan)
+    behavior[2, 3] = np.nan
+    found = estimates(replace(evidence, behavior_log_prob=behavior))
     rest = estimates(evidence.of(np.array([True, True, False, True])))
     assert found == rest | {"ope/dm": dm(evidence), "ope/episodes_left_out": 1}
+
+
+# Fitted Q evaluation
+
+DISCOUNT, LENGTH = 0.8, 5
+PLACE = SpaceSpec((Leaf("", "discrete", (), "int64", (LENGTH + 1,), (0,)),), 0)
+GO = SpaceSpec((Leaf("", "discrete", (), "int64", (2,), (0,)),), 0)
+FORCE = SpaceSpec((Leaf("", "box", (1,), "float32", low=(-1.0,), high=(1.0,)),), 0)
+
+
+def chain(action: SpaceSpec) -> Transitions:
+    """Each place is left to the right (1, or a positive force), which costs 1, or one stays, which costs 2."""
+    generator = np.random.default_rng(0)
+    place = generator.integers(0, LENGTH, 2000)
+    chosen = generator.integers(0, 2, 2000) if action is GO else generator.uniform(-1, 1, (2000, 1)).astype(np.float32)
+    right = chosen == 1 if action is GO else chosen[:, 0] > 0
+    after = place + right
+    return Transitions(
+        {"obs": torch.from_numpy(place)},
+        {"action": torch.from_numpy(chosen)},
+        torch.from_numpy(np.where(right, -1.0, -2.0).astype(np.float32)),
+        torch.from_numpy(after == LENGTH),
+        {"obs": torch.from_numpy(after)},
+        torch.zeros(2000),
+    )
+
+
+def true_values(right: float) -> list[float]:
+    """Of each place, where one goes to the right with this probability: solved from the end."""
+    values = [0.0]
+    for _ in range(LENGTH):
+        here = (right * (-1 + DISCOUNT * values[0]) + (1 - right) * -2) / (1 - (1 - right) * DISCOUNT)
+        values.insert(0, here)
+    return values
+
+
+@pytest.mark.parametrize("logit", [-1.0, 2.0])
+def test_the_values_of_a_policy_other_than_the_one_that_acted(logit: float) -> None:
+    policy = ActorCritic(PolicySpaces(PLACE, GO), PolicyConfig(hidden_sizes=()))
+    with torch.no_grad():
+        policy.head.weight.zero_()
+        policy.head.bias.copy_(torch.tensor([0.0, logit]))
+    before = torch.random.get_rng_state()
+    fitted = fit(policy, chain(GO), DISCOUNT, 1500, seed=1)
+    assert torch.equal(before, torch.random.get_rng_state())
+    places = {"obs": torch.arange(LENGTH)}
+    found = fitted.value(policy, places, torch.Generator().manual_seed(0))
+    expected = true_values(1 / (1 + np.exp(-logit)))[:LENGTH]
+    np.testing.assert_allclose(found.numpy(), expected, atol=0.35)
+    stay, go = (fitted(places, {"action": torch.full((LENGTH,), n)}).detach().numpy() for n in (0, 1))
+    assert (go > stay).all(), "going on is better everywhere"
+    again = fit(policy, chain(GO), DISCOUNT, 1500, seed=1)
+    assert torch.equal(again.value(policy, places, torch.Generator().manual_seed(0)), found)
+
+
+def test_continuous_actions_are_averaged_over_samples() -> None:
+    policy = ActorCritic(PolicySpaces(PLACE, FORCE), PolicyConfig(hidden_sizes=(), log_std_init=-2.0))
+    with torch.no_grad():
+        policy.head.weight.zero_()
+        policy.head.bias.fill_(0.5)
+    fitted = fit(policy, chain(FORCE), DISCOUNT, 1500, seed=1)
+    found = fitted.value(policy, {"obs": torch.arange(LENGTH)}, torch.Generator().manual_seed(0))
+    np.testing.assert_allclose(found.numpy(), true_values(1.0)[:LENGTH], atol=0.5)
+
+
+# On recorded experience
+
+
+def policy_of(sharpness: float) -> ActorCritic:
+    """Pushes to the right with probability sigmoid(sharpness × the rule's sum)."""
+    spaces = describe_environment(minimal_config()).policies["default"]
+    policy = ActorCritic(spaces, PolicyConfig(hidden_sizes=()))
+    with torch.no_grad():
+        policy.head.weight.zero_()
+        policy.head.weight[1] = torch.from_numpy(RULE * sharpness).to(torch.float32)
+    return policy
+
+
+def true_value(policy: ActorCritic, episodes: int = 60) -> float:
+    """Mean discounted return of episodes that it plays."""
+    environment, generator, found = gym.make("CartPole-v1"), np.random.default_rng(9), []
+    weights = policy.head.weight[1].detach().numpy()
+    for number in range(episodes):
+        observation, _ = environment.reset(seed=number)
+        total, discount, ended = 0.0, 1.0, False
+        while not ended and discount > 1e-4:
+            right = 1 / (1 + np.exp(-(weights @ observation)))
+            observation, reward, terminated, truncated, _ = environment.step(int(generator.random() < right))
+            total, discount, ended = total + discount * float(reward), discount * GAMMA, terminated or truncated
+        found.append(total)
+    environment.close()
+    return float(np.mean(found))
+
+
+@pytest.fixture(scope="module")
+def recorded() -> list[Episode]:
+    """Played almost at random: most of them fall soon, and some are stopped."""
+    return played(150, greed=0.2, steps=60)
+
+
+@pytest.mark.parametrize(("sharpness", "worth"), [(-8.0, 6.5), (4.0, 9.9)])
+def test_a_better_and_a_worse_policy_are_told_apart(recorded: list[Episode], sharpness: float, worth: float) -> None:
+    policy = policy_of(sharpness)
+    truth = true_value(policy)
+    assert truth == pytest.approx(worth, abs=0.5)
+    found = evaluate(policy, recorded, GAMMA, 1000, seed=1)
+    assert found["ope/dm"] == pytest.approx(truth, abs=0.7)
+    assert found["ope/sequential_dr"] == pytest.approx(truth, abs=0.7)
+    assert 1 <= found["ope/effective_episodes"] < 20, "so far from what acted that weights alone tell little"
+    assert all(np.isfinite(value) for value in found.values()) and len(found) == 7
+
+
+def evaluation_of(path: Path, **evaluation: Any) -> DataEvaluation:
+    return DataEvaluation(
+        minimal_config(algorithm={"name": "bc"}, dataset={"path": str(path), "evaluation": evaluation}),
+        read_dataset,
+    )
+
+
+def test_it_is_due_every_so_many_updates_and_says_the_same_again(tmp_path: Path) -> None:
+    write_played(tmp_path / "data.csv", played(9, greed=0.5, steps=30))
+    policy = policy_of(1.0)
+    source = evaluation_of(tmp_path / "data.csv", every_updates=4, gradient_steps=20, episodes=5)
+    assert [updates for updates in range(9) if source.figures(policy, updates)] == [4, 8]
+    assert source.figures(policy, 4) == source.figures(policy, 8)
+    assert source.episodes is not None and len(source.episodes) == 5
+    assert not evaluation_of(tmp_path / "data.csv", every_updates=0).figures(policy, 4)
+
+
+@pytest.mark.parametrize("version", [2, WIRE_VERSION])
+def test_heat_up_counts_with_its_own_probabilities_or_not_at_all(tmp_path: Path, version: int) -> None:
+    """A lever pays 1, and the policy pulls it with probability 0.9; half of the archive is heat-up, half another's."""
+    config = minimal_config(environment={"id": f"{MODULE}:Lever", "num_envs": 50})
+    description = describe_environment(config)
+    policy, acting = (ActorCritic(description.policies["default"], PolicyConfig(hidden_sizes=())) for _ in range(2))
+    with torch.no_grad():
+        for made, chance in ((policy, 0.9), (acting, 0.7)):
+            made.head.bias.copy_(torch.tensor([np.log(1 - chance), np.log(chance)]))
+    sampler = Sampler(make_vector(config.environment, description), description, SeedLineage(1, 0, 0, 0))
+    fragments = []
+    for seq, exploration in enumerate([RandomActing(), Sampling()] * 5):
+        columns = sampler.sample({"default": acting}, exploration, 8).columns["default"]
+        if version == 2 and seq % 2 == 0:
+            columns["log_prob"][:] = 0.0
+        item = fragment_of(columns, seq)
+        fragments.append(replace(item, header=replace(item.header, wire_version=version)))
+    write_archive(tmp_path, fragments)
+    found = evaluation_of(tmp_path / "a-run", every_updates=1, gradient_steps=200, episodes=4000).figures(policy, 1)
+    assert found["ope/episodes_left_out"] == (2000 if version == 2 else 0)
+    for name in ("ips", "wis", "dr", "sequential_dr"):
+        assert found[f"ope/{name}"] == pytest.approx(0.9, abs=0.05), name
+
+
+def test_a_dataset_that_is_gone_ends_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = evaluation_of(tmp_path / "gone.csv", every_updates=1)
+    assert source.figures(policy_of(1.0), 1) == {} and source.figures(policy_of(1.0), 2) == {}
+    assert "no off-policy evaluation" in caplog.text and caplog.text.count("gone.csv") == 1
+
+
+def test_a_policy_of_bounded_actions_is_worth_what_its_own_episodes_returned(tmp_path: Path) -> None:
+    """Each weight is 1, since the densities are of actions in the environment's units on both sides."""
+    policy = make(
+        "cql", describe_environment(minimal_config(environment={"id": "Pendulum-v1"})).policies["default"]
+    ).policy
+    drawing = torch.Generator().manual_seed(0)
+
+    def choose(observation: Array) -> tuple[Array, float]:
+        with torch.no_grad():
+            params = policy.action_parameters({"obs": torch.from_numpy(observation[None])})
+            action = policy.distribution.sample(params, drawing)
+            return action["action"][0].numpy(), float(policy.distribution.log_prob(params, action))
+
+    listed = swung(4, choose)
+    write_swung(tmp_path / "data.csv", listed)
+    found = evaluation_of(tmp_path / "data.csv", every_updates=1, gradient_steps=20).figures(policy, 1)
+    assert found["ope/effective_episodes"] == pytest.approx(4, rel=1e-3)
+    assert found["ope/wis"] == pytest.approx(found["ope/ips"], rel=1e-3)

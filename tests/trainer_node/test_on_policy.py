@@ -1,76 +1,148 @@
-"""What holds for all algorithms that learn an actor-critic from each update's batch: resume, ranks, limits of time."""
+"""What holds for all algorithms that train an actor-critic on each update's batch, whatever the batch holds."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from rollout_worker.environments import make_vector
-from rollout_worker.exploration import Sampling
-from rollout_worker.making import describe_environment
-from rollout_worker.sampler import Sampler
-from rollout_worker.trail import Life
-from shared.algorithm_configs.on_policy import OnPolicyConfig
-from shared.algorithm_configs.registry import ALGORITHMS
-from shared.config import Config
-from shared.errors import ConfigError
-from shared.fragment import Fragment
-from shared.policies.actor_critic import ActorCritic
+from rollout_worker.environments.description import describe_environment
+from rollout_worker.environments.factory import make_vector
+from rollout_worker.environments.seeding import SeedLineage
+from rollout_worker.exploration.base import Sampling
+from rollout_worker.sampling.sampler import Sampler
+from shared.config.run_config import Config
+from shared.experience.counters import Counters, Phase
+from shared.experience.fragment import Fragment
+from shared.experience.spaces import Columns
 from shared.policies.registry import build_policies
-from shared.steps import Counters, Phase
-from tests.environments_for_tests import MODULE
-from tests.trainer_node.game import NewGame, balanced, small
-from tests.trainer_node.test_ppo import CPU, of
-from tests.trainer_node.test_ranks import Side, experience, gradients, learn
-from trainer_node.algorithms.algorithm import Setting
-from trainer_node.algorithms.registry import make_algorithm
-from trainer_node.local_ranks import local_ranks
+from tests.support.environments import MODULE
+from tests.support.game import NewGame, balanced, small
+from tests.support.learning.algorithms import CPU, ON_POLICY, make, weights
+from tests.support.learning.cases import ON_POLICY_FIELDS
+from tests.support.learning.experience import acted, received
+from tests.support.learning.learners import Side, experience, have_the_same_gradients, learn
+from trainer_node.distributed.local_followers import local_ranks
+from trainer_node.learning.building_blocks.interface import Setting
+from trainer_node.learning.learner import make_algorithm
 
-SMALL: dict[str, dict[str, Any]] = {
-    "ppo": {"minibatch_size": 20, "epochs": 2},
-    "a2c": {"entropy_coefficient": 0.01},
-    "impala": {"normalise_advantages": True, "vtrace_lambda": 0.9},
-    "appo": {
-        "minibatch_size": 20, "epochs": 2, "target_updates": 3, "clip_against": "target", "kl_coefficient": 0.1,
-    },
-}  # fmt: skip
-"""Settings that fit into an update of 64 transitions."""
-every = pytest.mark.parametrize("name", SMALL)
+every = pytest.mark.parametrize("name", ON_POLICY)
+with_and_without_core = pytest.mark.parametrize("core", ["none", "gru"])
 
 
-def run(name: str, **sections: Any) -> Config:
-    return small(algorithm={"name": name, **SMALL[name]}, **sections)
-
-
-def test_none_is_left_out() -> None:
-    assert set(SMALL) == {name for name, section in ALGORITHMS.items() if issubclass(section, OnPolicyConfig)}
+def normalizing(name: str, core: str = "none", **fields: Any) -> Any:
+    """With statistics of observations."""
+    policy: dict[str, Any] = {"normalize_observations": True}
+    if core != "none":
+        policy |= {"core": core, "core_size": 6, "share_encoder": True, "hidden_sizes": (8,)}
+    return make(name, policy=policy, **fields)
 
 
 @every
-def test_what_another_policy_acted_is_no_data_for_it(name: str) -> None:
-    with pytest.raises(ConfigError, match="learns only from what its own policy acts"):
-        run(name, dataset={"path": "recorded.csv"})
+def test_the_same_updates_come_to_the_same_bits_and_the_runs_seed_and_the_number_of_the_update_shuffle(
+    name: str,
+) -> None:
+    def after(noise: int, first: int) -> dict[str, bytes]:
+        torch.manual_seed(noise)
+        algorithm = normalizing(name)
+        for update in range(3):
+            fragments = received(*(acted(algorithm.policy, seed) for seed in (update, update + 10)))
+            algorithm.update(fragments, Counters(updates=first + update))
+        return weights(algorithm)
+
+    assert after(1, 0) == after(2, 0)
+    assert (after(1, 0) != after(1, 7)) == (name in {"ppo", "appo"}), "the others take each batch whole"
 
 
 @every
-def test_the_whole_run_dies_at_every_version_and_the_weights_are_the_same(new_game: NewGame, name: str) -> None:
-    config = run(name, stop_at={"updates": 6})
-    whole = new_game(config).finish()
-    game = new_game(config)
-    game.lose_at(range(1, 6))
-    assert game.finish() == whole
-    balanced(game)
+@with_and_without_core
+def test_several_fragments_are_one_fragment_with_more_slots(name: str, core: str) -> None:
+    of_parts, of_whole = normalizing(name, core), normalizing(name, core)
+    parts = [acted(of_parts.policy, seed, slots=slots) for seed, slots in ((1, 4), (2, 3), (3, 5))]
+    index, offset = [], 0
+    for part in parts:
+        index.append(part["final_index"] + np.array([0, offset], np.int32))
+        offset += part["mask"].shape[1]
+    lengthwise = ("final_obs", "bootstrap_obs", "state_in")
+    whole: Columns = {
+        key: np.concatenate([part[key] for part in parts], axis=0 if key in lengthwise else 1)
+        for key in parts[0]
+        if key != "final_index"
+    }
+    whole["final_index"] = np.concatenate(index)
+    assert len(whole["final_index"]) > 3
+    assert of_parts.update(received(*parts), Counters()) == of_whole.update(received(whole), Counters())
+    assert weights(of_parts) == weights(of_whole)
 
 
-@pytest.mark.parametrize("name", [name for name in SMALL if name != "a2c"])  # which refuses older policies
+@every
+@with_and_without_core
+def test_what_stands_in_masked_rows_is_not_learned(name: str, core: str) -> None:
+    found = []
+    for garbage in (0, 1):
+        algorithm = normalizing(name, core)
+        columns = acted(algorithm.policy, 5, absent=True)
+        gone, random = ~columns["mask"], np.random.default_rng(garbage)
+        assert gone.sum() > 3
+        for column in ("obs", "reward", "log_prob"):
+            columns[column][gone] = random.normal(size=columns[column][gone].shape) * (10.0 if core != "none" else 1e6)
+        columns["action"][gone] = garbage
+        metrics = algorithm.update(received(columns), Counters())
+        found.append((metrics, weights(algorithm), {key: item.tobytes() for key, item in algorithm.state().items()}))
+    assert found[0] == found[1]
+
+
+@every
+@with_and_without_core
+def test_an_update_without_an_actor_learns_nothing(name: str, core: str) -> None:
+    algorithm = normalizing(name, core)
+    before, columns = weights(algorithm), acted(algorithm.policy, 6)
+    columns["mask"][:] = columns["terminated"][:] = columns["truncated"][:] = False
+    columns |= {"final_index": columns["final_index"][:0], "final_obs": columns["final_obs"][:0]}
+    metrics = algorithm.update(received(columns), Counters())
+    assert metrics["train/gradient_steps"] == 0 and not any("loss" in key for key in metrics)
+    assert weights(algorithm) == before
+
+
+@every
+def test_learning_rate_and_clip_range_follow_their_schedules_and_statistics_move_without_them(name: str) -> None:
+    fields: dict[str, Any] = {"learning_rate": {"kind": "linear", "start": 1e-2, "end": 0.0, "over": "10 updates"}}
+    clips = name in {"ppo", "appo"}
+    if clips:
+        fields["clip_range"] = {"kind": "linear", "start": 0.4, "end": 0.1, "over": "100 env_steps"}
+    algorithm = normalizing(name, **fields)
+    metrics = algorithm.update(received(acted(algorithm.policy, 1)), Counters(updates=5, env_steps=50))
+    assert metrics["train/learning_rate"] == pytest.approx(5e-3)
+    assert metrics.get("train/clip_range") == (pytest.approx(0.25) if clips else None)
+    before = {key: parameter.detach().clone() for key, parameter in algorithm.policy.named_parameters()}
+    metrics = algorithm.update(received(acted(algorithm.policy, 2)), Counters(updates=10, env_steps=1000))
+    assert metrics["train/learning_rate"] == 0.0
+    assert metrics.get("train/clip_range") == (pytest.approx(0.1) if clips else None)
+    assert all(torch.equal(before[key], parameter) for key, parameter in algorithm.policy.named_parameters())
+    assert algorithm.policy.normalizer.moments["0"].get_buffer("count").item() == 2 * 32
+
+
+@every
+def test_the_batch_is_learned_with_the_statistics_that_it_was_acted_with(name: str) -> None:
+    fields: dict[str, Any] = {"epochs": 1, "minibatch_size": 32} if name in {"ppo", "appo"} else {}
+    algorithm = normalizing(name, **fields)
+    algorithm.observe(received(acted(algorithm.policy, 20) | {"obs": np.full((8, 4, 3), 2.0, np.float32)}))
+    metrics = algorithm.update(received(acted(algorithm.policy, 21)), Counters())
+    if name in {"ppo", "appo"}:
+        assert metrics["train/approx_kl"] == pytest.approx(0.0, abs=1e-6) and metrics["train/clip_fraction"] == 0.0
+    if name == "impala":
+        assert metrics["train/importance_weight"] == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in ON_POLICY if name != "a2c"])  # which refuses older policies
 def test_a_trainer_that_dies_goes_on_from_its_checkpoint_though_workers_act_ahead(new_game: NewGame, name: str) -> None:
-    """What is in the log was acted by policies of one and two versions ago; it is learnt from again in its order."""
+    """What is in the log was acted by policies of one and two versions ago; it is learned from again in its order."""
     rollout = {"fragment_steps": 8, "fragments_per_update": 2, "max_policy_lag": 2}
-    config = run(name, rollout=rollout, stop_at={"updates": 8}, checkpoint={"every": "3 updates"})
+    algorithm = {"name": name, **ON_POLICY_FIELDS[name]}
+    config = small(algorithm=algorithm, rollout=rollout, stop_at={"updates": 8}, checkpoint={"every": "3 updates"})
 
     def ahead(crashes: tuple[int, ...]) -> tuple[str, str]:
         """The worker is ahead as far as it may before each step of the trainer."""
@@ -96,9 +168,6 @@ def test_a_trainer_that_dies_goes_on_from_its_checkpoint_though_workers_act_ahea
     assert ahead((2, 5)) == (whole, lags)
 
 
-CASES = [(2, name) for name in SMALL if name != "ppo"]
-
-
 def off_policy(fragments: list[Fragment], seed: int) -> list[Fragment]:
     """As if another policy had acted."""
     random, found = np.random.default_rng(seed), []
@@ -110,44 +179,57 @@ def off_policy(fragments: list[Fragment], seed: int) -> list[Fragment]:
     return found
 
 
+def ranked(name: str, ranks: int, **fields: Any) -> Config:
+    return small(algorithm={"name": name, **ON_POLICY_FIELDS[name], **fields}, trainer={"ranks": ranks})
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.processes
-@pytest.mark.parametrize(("ranks", "name"), CASES)
-def test_the_gradients_of_several_ranks_are_those_of_one(ranks: int, name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in ON_POLICY if name != "ppo"])
+def test_the_gradients_of_several_ranks_are_those_of_one(name: str) -> None:
+    """Of PPO, with all that it may have: test_ranks.py."""
     quiet = {"learning_rate": 0.0, "max_grad_norm": 1e6, **({"epochs": 1} if name == "appo" else {})}
-
-    def ranked(number: int) -> Config:
-        return small(algorithm={"name": name, **SMALL[name], **quiet}, trainer={"ranks": number})
-
-    together, alone = Side(ranked(ranks)), Side(ranked(1))
+    together, alone = Side(ranked(name, 2, **quiet)), Side(ranked(name, 1, **quiet))
     with local_ranks(together.config, together.learner, together.taken(), together.description) as group:
-        for number, acted in enumerate(experience(alone.config, 2)):
-            fragments = off_policy(acted, number)
+        for number, plain in enumerate(experience(alone.config, 2)):
+            fragments = off_policy(plain, number)
             with group.turn(fragments, Phase.TRAIN):
                 found = learn(together.learner, fragments)
             expected = learn(alone.learner, fragments)
             assert found == pytest.approx(expected, rel=1e-3, abs=1e-5, nan_ok=True)
-            one, several = gradients(alone.learner), gradients(together.learner)
-            assert set(one) == set(several) and any(abs(array).max() > 1e-3 for array in one.values())
-            for weight, array in one.items():
-                assert several[weight] == pytest.approx(array, rel=1e-3, abs=1e-5), weight
+            have_the_same_gradients(together, alone)
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 def test_ranks_that_learn_come_to_the_same_bits_in_every_life() -> None:
     """That they agree with each other after each update is looked at by the product."""
-    name = list(SMALL)[-1]
-    config = small(algorithm={"name": name, **SMALL[name]}, trainer={"ranks": 2})
-    log, weights = experience(config, 3), []
+    config = ranked("appo", 2)
+    log, found = experience(config, 3), []
     for _ in range(2):
         side = Side(config)
         with local_ranks(config, side.learner, side.taken(), side.description) as group:
             for fragments in log:
                 with group.turn(fragments, Phase.TRAIN):
                     learn(side.learner, fragments)
-        weights.append(side.weights())
-    assert weights[0] == weights[1] != Side(config).weights()
+        found.append(side.weights())
+    assert found[0] == found[1] != Side(config).weights()
+
+
+def trained(updates: int, steps: int, **sections: Any) -> tuple[Any, list[float]]:
+    """Acting and training in turns in this process; the policy, and each update's mean episode return."""
+    config = small(**sections)
+    description = describe_environment(config)
+    policies = build_policies(description.policies, config.policies, config.algorithm, seed=1)
+    sampler = Sampler(make_vector(config.environment, description), description, SeedLineage(1, 0, 0, 0))
+    algorithm = make_algorithm(policies["default"], config.algorithm, Setting(CPU, 1, 8, 4))
+    returns = []
+    for update in range(updates):
+        sample = sampler.sample(policies, Sampling(), steps)
+        algorithm.update(received(sample.columns["default"]), Counters(updates=update))
+        returns.append(float(np.mean([record.episode_return for record in sample.episodes])))
+    sampler.close()
+    return policies["default"], returns
 
 
 @every
@@ -155,24 +237,18 @@ def test_ranks_that_learn_come_to_the_same_bits_in_every_life() -> None:
 def test_what_lies_behind_a_truncation_is_valued_and_behind_a_termination_is_not(
     name: str, ends: str, doorstep: float, inside: float
 ) -> None:
-    """Inside pays 1 a step, γ = 0.9: worth 1/(1 − γ) = 10 where the limit is no end."""
+    """Inside pays 1 a step, γ = 0.9: worth 1/(1 − γ) = 10 where the limit is no end.
+
+    With the first observation of the next episode for what follows it would come to 1/(1 − γ²) = 5.3.
+    """
     updates = 320 if name in {"a2c", "impala"} else 80
     rate = {"kind": "linear", "start": 0.5, "end": 0.0, "over": f"{updates} updates"}
     settings = {"gamma": 0.9, "max_grad_norm": 100.0, "learning_rate": rate}
     if updates == 80:
         settings |= {"minibatch_size": 8, "epochs": 4}
-    environment = {"id": f"{MODULE}:Doorstep", "num_envs": 2, "kwargs": {"ends": ends}}
-    config = small(
-        environment=environment, algorithm={"name": name, **settings}, policies={"default": {"hidden_sizes": []}},
+    policy, _ = trained(
+        updates, 4, environment={"id": f"{MODULE}:Doorstep", "num_envs": 2, "kwargs": {"ends": ends}},
+        algorithm={"name": name, **settings}, policies={"default": {"hidden_sizes": []}},
     )  # fmt: skip
-    description = describe_environment(config)
-    policies = build_policies(description.policies, config.policies, config.algorithm, seed=1)
-    sampler = Sampler(make_vector(config.environment, description), description, Life(1, 0, 0, 0))
-    algorithm = make_algorithm(policies["default"], config.algorithm, Setting(CPU, 1, 4, 2))
-    for update in range(updates):
-        sample = sampler.sample(policies, Sampling(), 4)
-        algorithm.update(of(sample.columns["default"]), Counters(updates=update))
-    sampler.close()
     with torch.no_grad():
-        found = cast(ActorCritic, policies["default"]).value({"obs": torch.tensor([0, 1])}).tolist()
-    assert found == pytest.approx([doorstep, inside], abs=0.2)
+        assert policy.value({"obs": torch.tensor([0, 1])}).tolist() == pytest.approx([doorstep, inside], abs=0.2)

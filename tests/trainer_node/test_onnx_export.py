@@ -14,19 +14,18 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from rollout_worker.making import describe_space
-from shared.checkpoint import Manifest
-from shared.config import PolicyConfig
-from shared.policies.actor import Actor, Deterministic
-from shared.policies.actor_critic import ActorCritic
-from shared.policies.codec import encode_policy
+from rollout_worker.environments.description import describe_space
+from shared.config.sections import PolicyConfig
+from shared.experience.spaces import Columns, PolicySpaces
+from shared.policies.actor_critic import ActorCritic, RecurrentActorCritic
+from shared.policies.continuous import Actor, Deterministic
 from shared.policies.deployed import DeployedPolicy
 from shared.policies.policy import Policy
 from shared.policies.q_network import QNetwork
-from shared.policies.recurrent import RecurrentActorCritic
-from shared.spaces import Columns, PolicySpaces
+from shared.policies.serialization import encode_policy
+from shared.storage.checkpoint_store import Manifest
 from tests.support.groups import some_quick
-from trainer_node.onnx_export import compare, described, exported, random_observations, to_onnx
+from trainer_node.export.onnx_translation import compare, described, exported, random_observations, to_onnx
 
 SEEN = spaces.Dict(
     {
@@ -48,7 +47,7 @@ DONE = spaces.Dict(
 )
 ONE_OF_FOUR = spaces.Discrete(4, start=1)
 ARM = spaces.Dict({"x": spaces.Box(-2, 3, (2,)), "y": spaces.Box(0, 1, (), np.float64)})
-PLAIN = PolicyConfig(cnn="small", hidden_sizes=(16,), normalise_observations=True)
+PLAIN = PolicyConfig(cnn="small", hidden_sizes=(16,), normalize_observations=True)
 
 
 def of(observation: spaces.Space[Any], action: spaces.Space[Any]) -> PolicySpaces:
@@ -85,9 +84,9 @@ def made(kind: str) -> Policy:
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter.add_(0.3 * torch.randn_like(parameter))
-    assert policy.normaliser is not None
+    assert policy.normalizer is not None
     for columns in random_observations(policy.spaces.observation):
-        policy.normaliser.update({name: torch.from_numpy(array) for name, array in columns.items()})
+        policy.normalizer.update({name: torch.from_numpy(array) for name, array in columns.items()})
     return policy.eval()
 
 
@@ -174,21 +173,3 @@ def test_choices_that_differ_where_two_are_equally_good_are_counted() -> None:
 
     policy.distribution = Last()  # type: ignore[assignment]
     assert compare(policy, data, batches).other_choices == 256
-
-
-class Stubborn(ActorCritic):
-    """What no exporter can follow: it looks at numbers while it acts."""
-
-    kind = "stubborn"
-
-    def action_parameters(self, observations: Any) -> Tensor:
-        params = super().action_parameters(observations)
-        return params * 2 if float(params.sum()) > 0 else params
-
-
-def test_a_policy_that_cannot_be_exported_gives_a_reason_and_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.policies.registry._registered", {"stubborn": Stubborn})
-    policy = Stubborn(of(spaces.Box(-1, 1, (4,)), ONE_OF_FOUR), PolicyConfig(hidden_sizes=(8,)))
-    data, record = exported(encode_policy(policy, 3), MANIFEST, [])
-    assert data == b"" and record.file is None and record.compared == {}
-    assert record.failure is not None and "data-dependent" in record.failure

@@ -8,27 +8,18 @@ from typing import Any
 
 import pytest
 
-from coordinator.preparation import prepare_resume
-from shared import fragment
+from coordinator.lifecycle.preparation import prepare_resume
 from shared.errors import ConfigError, StagecoachError, UserError, WeightsNotFinite
-from shared.fragment import Fragment
-from shared.quarantine import DEATHS
-from shared.redis_keys import RunKeys
-from tests.trainer_node.game import Game, NewGame, balanced, small
-from trainer_node.learner import Learner
-from trainer_node.replay import Replayed, replay
+from shared.experience import fragment
+from shared.experience.fragment import Fragment
+from shared.protocol.keys import RunKeys
+from shared.protocol.quarantine import DEATHS
+from tests.support.game import Death, Game, NewGame, archived, balanced, replayed, small
+from trainer_node.incarnation import Incarnation
+from trainer_node.learning.learner import Learner
 from trainer_node.trainer import Trainer
 
-
-class Death(BaseException):
-    """The process is gone; nothing in the product may catch it."""
-
-
-def archived(**sections: Any) -> Any:
-    """A small run whose whole log is kept."""
-    return small(
-        archive="all", rollout={"fragment_steps": 8, "fragments_per_update": 2, "max_policy_lag": 1}, **sections
-    )
+LAGGING = {"rollout": {"fragment_steps": 8, "fragments_per_update": 2, "max_policy_lag": 1}}
 
 
 def nth_entry(game: Game, number: int) -> str:
@@ -74,10 +65,8 @@ def poison(monkeypatch: pytest.MonkeyPatch, place: str, id_: str, blob: bytes, e
     monkeypatch.setattr(Learner, place, dying)
 
 
-def replayed(game: Game, config: Any) -> Replayed:
-    """The whole run again, from its archive."""
-    checkpoints = game.role.checkpoints
-    return replay(checkpoints, config, game.role.description(), "start", checkpoints.names()[-1])
+def dropped_of(total: dict[str, Any]) -> dict[str, int]:
+    return {reason: count["fragments"] for reason, count in total["dropped"].items()}
 
 
 def claims(game: Game) -> int:
@@ -85,38 +74,32 @@ def claims(game: Game) -> int:
     return len(game.role.redis.zrange(RunKeys(game.role.run_id).claims, 0, -1))
 
 
-def body(game: Game, id_: str) -> bytes:
-    return next(e.fragment or b"" for e in game.role.log().read("0-0", 1000, 0.0) if e.id == id_)
-
-
 @pytest.mark.parametrize(("place", "dropped"), [("decode", 1), ("learn", 2)])
-def test_after_three_deaths_over_an_entry_it_is_dropped_and_a_replay_agrees(
+def test_an_entry_that_kills_three_times_is_dropped(
     new_game: NewGame, monkeypatch: pytest.MonkeyPatch, place: str, dropped: int
 ) -> None:
-    config = archived()
-    game = new_game(config)
+    game = new_game(archived(**LAGGING))
     game.play_to(2)
     id_ = nth_entry(game, 5)
-    poison(monkeypatch, place, id_, body(game, id_), Death())
+    (body,) = (entry.fragment or b"" for entry in game.role.log().read("0-0", 1000, 0.0) if entry.id == id_)
+    poison(monkeypatch, place, id_, body, Death())
     assert deaths_until(game, game.finish) == DEATHS
     total = balanced(game)["total"]
-    assert {reason: count["fragments"] for reason, count in total["dropped"].items()} == {"poison": dropped}
+    assert dropped_of(total) == {"poison": dropped}
     assert game.role.flow.read().in_flight == claims(game) + total["in_flight"]["fragments"]
     told = game.events("trainer")
     assert told.count("the trainer before died") == DEATHS and "number 3 in a row" in told
     assert "entries are in quarantine, and dropped as poison" in told
-    found = replayed(game, config)
+    found = replayed(game)
     assert found.equal, found.different
     if place == "learn":
         return
     monkeypatch.undo()
-    assert replayed(game, config).equal
+    assert replayed(game).equal
 
 
-def test_an_entry_that_a_later_drop_has_settled_gives_its_credit_back_once(
-    new_game: NewGame, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    game = new_game(archived())
+def test_a_committed_entry_gives_its_credit_back_once(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
+    game = new_game(archived(**LAGGING))
     game.play_to(2)
     first = nth_entry(game, 4)
     with monkeypatch.context() as patch:
@@ -125,7 +108,7 @@ def test_an_entry_that_a_later_drop_has_settled_gives_its_credit_back_once(
     poison(monkeypatch, "learn", first, b"", Death())
     assert deaths_until(game, game.finish) == DEATHS
     total = balanced(game)["total"]
-    assert {reason: count["fragments"] for reason, count in total["dropped"].items()} == {"poison": 2, "undecodable": 1}
+    assert dropped_of(total) == {"poison": 2, "undecodable": 1}
     assert game.role.flow.read().in_flight == claims(game) + total["in_flight"]["fragments"]
 
 
@@ -136,10 +119,10 @@ def test_deaths_that_no_entry_has_to_do_with_quarantine_nothing_and_have_a_bound
         game.crash()
         game.restart()
     game.crash()
-    trainer = Trainer(game._open(), None)
+    incarnation = Incarnation(game.open())
     with pytest.raises(StagecoachError, match="7 trainers have died in a row without a new policy version") as caught:
-        trainer.start()
-    trainer.fail(caught.value)
+        Trainer.start(incarnation)
+    incarnation.fail(caught.value)
     assert "died in a row" in game.role.flow.read().reason
     prepare_resume(game.role)
     game.restart()
@@ -165,10 +148,10 @@ def test_a_trainer_that_leaves_or_that_comes_on_is_no_death(new_game: NewGame) -
         ("learn", KeyError("a table of the user's own algorithm")),
     ],
 )
-def test_entries_over_which_an_update_fails_are_named_and_resume_drop_continues_without_them(
+def test_entries_that_fail_an_update_are_named_and_dropped(
     new_game: NewGame, monkeypatch: pytest.MonkeyPatch, place: str, error: Exception
 ) -> None:
-    config = archived()
+    config = archived(**LAGGING)
     game = new_game(config)
     game.play_to(2)
     id_ = nth_entry(game, 5)
@@ -178,7 +161,7 @@ def test_entries_over_which_an_update_fails_are_named_and_resume_drop_continues_
         error.__notes__ = []
         with pytest.raises(type(error)) as caught:
             game.play()
-        game.trainer.fail(caught.value)
+        game.trainer.incarnation.fail(caught.value)
         game.crash()
         assert game.finished()["counters"]["train"]["updates"] == game.finished()["version"] == 2
         assert game.finished()["counters"]["train"]["env_steps"] == 2 * config.transitions_per_update
@@ -190,7 +173,7 @@ def test_entries_over_which_an_update_fails_are_named_and_resume_drop_continues_
             game.restart()
     for wrong, why in (
         ("seven", "expected a position of the log"), ("7-0..5-0", "expected a position"),
-        ("1-0", "a published policy version has learnt from it"), ("99999999999999-0", "has no entry there"),
+        ("1-0", "a published policy version has learned from it"), ("99999999999999-0", "has no entry there"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=why):
             prepare_resume(game.role, drop=(wrong,))
@@ -199,5 +182,5 @@ def test_entries_over_which_an_update_fails_are_named_and_resume_drop_continues_
     game.restart()
     game.finish()
     total = balanced(game)["total"]
-    assert {reason: count["fragments"] for reason, count in total["dropped"].items()} == {"poison": 2}
-    assert replayed(game, config).equal
+    assert dropped_of(total) == {"poison": 2}
+    assert replayed(game).equal

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import signal
 import subprocess
@@ -16,24 +15,24 @@ from typing import Any
 
 import pytest
 
-from coordinator.services import new_secret
-from coordinator.status import bottleneck
-from rollout_worker.making import describe_environment
+from coordinator.catalog.status import bottleneck
 from rollout_worker.worker import Worker
-from shared.checkpoint import ENVIRONMENT, FINISHED
-from shared.config import Config
-from shared.config_sources import dump_config
-from shared.connection import Address
+from shared.config.loading import dump_config
+from shared.config.run_config import Config
 from shared.errors import Fenced
-from shared.events import read_events
-from shared.heartbeat import Beat, read_heartbeats
-from shared.ledger import read_books
-from shared.role import open_role
-from tests.conftest import RedisServer, create_flow
+from shared.protocol.events import read_events
+from shared.protocol.flow_control import RunState
+from shared.protocol.heartbeat import Beat, read_heartbeats
+from shared.protocol.keys import RunKeys
+from shared.protocol.ledger import read_accounting
+from shared.runtime.run_context import open_run_context
+from shared.storage.checkpoint_store import FINISHED
+from tests.conftest import RedisServer
+from tests.support.game import POLICY, small
+from tests.support.runs import folder_address, make_run
 from tests.support.speed import stretched
-from tests.trainer_node.game import POLICY, small
-from trainer_node.group import Invitation
-from trainer_node.rendezvous import Rendezvous
+from trainer_node.distributed.leader import Rendezvous
+from trainer_node.distributed.process_group import Invitation
 from trainer_node.replay import replay
 
 pytestmark = pytest.mark.timeout(600)
@@ -44,30 +43,22 @@ class Crew:
     """One run: a trainer and its ranks in processes of their own, and a worker that is stepped here."""
 
     def __init__(self, server: RedisServer, folder: Path, config: Config) -> None:
-        folder.mkdir()
-        (folder / "store").mkdir()
+        self.config, self._folder, self._address = config, folder, folder_address(server, folder)
+        self.role = make_run(config, self._address)
         (folder / "config.yaml").write_text(dump_config(config))
-        (folder / "keys.json").write_text(json.dumps({"redis_password": server.password}))
-        store, run_id = f"file://{folder / 'store'}", f"t-{new_secret()[:12]}"
-        self.config, self._folder = config, folder
-        self._address = Address(run_id, server.url, store, None, str(folder / "keys.json"))
-        self.role = open_role(config, self._address)
-        create_flow(self.role)
-        self.role.checkpoints.store.put(ENVIRONMENT, json.dumps(describe_environment(config).as_dict()).encode())
-        self._command = [run_id, "--redis", server.url, "--store", store, "--config", str(folder / "config.yaml")]
+        address = ["--redis", server.url, "--store", self._address.store_url]
+        self._command = [self.role.run_id, *address, "--config", str(folder / "config.yaml")]
         self._environ = {**os.environ, "STAGECOACH_REDIS_PASSWORD": server.password}
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.worker: Worker | None = None
 
     def start(self, *ranks: int) -> None:
-        """`python -m trainer_node` for each; rank 0 is the trainer."""
         for rank in ranks:
             command = [sys.executable, "-m", "trainer_node", *self._command, "--rank", str(rank)]
             with (self._folder / f"rank-{rank}.log").open("a") as log:
                 self.processes[rank] = subprocess.Popen(command, stdout=log, stderr=log, env=self._environ)
 
     def play(self, until: Callable[[], bool]) -> None:
-        """The worker acts meanwhile."""
         deadline = time.monotonic() + _DEADLINE_SECONDS
         while not until():
             assert time.monotonic() < deadline, self.said()
@@ -80,7 +71,7 @@ class Crew:
         if state.version < 0 or state.state != "running":
             return
         if self.worker is None:
-            self.worker = Worker(open_role(self.config, self._address), 0)
+            self.worker = Worker(open_run_context(self.config, self._address), 0)
             self.worker.start()
         self.worker.step(0)
 
@@ -91,11 +82,15 @@ class Crew:
         """To the end of all processes; answers the SHA-256 of the final policy."""
         self.play(lambda: all(process.poll() is not None for process in self.processes.values()))
         assert [process.returncode for process in self.processes.values()] == [0] * len(self.processes), self.said()
-        finished = self.role.checkpoints.marker(FINISHED)
-        assert finished is not None
+        finished = self.finished()
         assert finished["reason"] == "exhausted"
-        assert all(line.balances for line in read_books(self.role.redis, self.role.run_id).values())
+        assert all(line.balances for line in read_accounting(self.role.redis, self.role.run_id).values())
         return hashlib.sha256(self.role.checkpoints.load(finished["final"]).objects[POLICY]).hexdigest()
+
+    def finished(self) -> dict[str, Any]:
+        content = self.role.checkpoints.marker(FINISHED)
+        assert content is not None
+        return content
 
     def events(self) -> str:
         return "\n".join(event.text for event in read_events(self.role.redis, self.role.run_id))
@@ -104,9 +99,8 @@ class Crew:
         return {beat.id: beat for beat in read_heartbeats(self.role.redis, self.role.run_id)}
 
     def waits(self, role: str) -> tuple[str | None, str]:
-        """What it waits for, and what it says of that."""
         beat = self.beats().get(role)
-        return (beat.waiting_for, beat.trouble or "") if beat else (None, "")
+        return (beat.waiting_for, beat.last_error or "") if beat else (None, "")
 
     def said(self) -> str:
         return f"{self.events()}\n" + "\n".join(path.read_text()[-2000:] for path in self._folder.glob("*.log"))
@@ -143,7 +137,7 @@ def ranked(ranks: int, **sections: Any) -> Config:
 
 
 @pytest.mark.processes
-def test_whoever_dies_hangs_or_leaves_the_weights_are_those_of_a_run_that_nothing_happened_to(
+def test_whatever_dies_hangs_or_leaves_the_weights_are_the_same(
     new_crew: NewCrew,
 ) -> None:
     config = ranked(3)
@@ -178,9 +172,7 @@ def test_whoever_dies_hangs_or_leaves_the_weights_are_those_of_a_run_that_nothin
     assert "with its broken group of ranks (gloo: " in crew.events()
     assert crew.beats()["rank-2"].ended == "finished"
 
-    final = crew.role.checkpoints.marker(FINISHED)
-    assert final is not None
-    found = replay(crew.role.checkpoints, config, crew.role.description(), "start", final["final"])
+    found = replay(crew.role.checkpoints, config, crew.role.description(), "start", crew.finished()["final"])
     assert found.equal, found
 
 
@@ -191,7 +183,7 @@ def test_a_rank_goes_with_the_run_and_is_told_what_is_wrong_with_its_number(new_
     assert "--rank 2: this run has trainer.ranks=2, which are 0 to 1" in crew.said()
     crew.start(1)
     crew.play(lambda: crew.waits("rank-1")[0] == "the trainer's group")
-    crew.role.flow.set_state("finished", "stopped")
+    crew.role.flow.set_state(RunState.FINISHED, "stopped")
     assert crew.processes[1].wait(60) == 0
     assert crew.beats()["rank-1"].ended == "finished"
 
@@ -200,15 +192,14 @@ def test_a_run_that_is_to_end_does_not_wait_for_ranks_that_have_nothing_to_learn
     crew = new_crew(ranked(2))
     crew.start(0)
     crew.play(lambda: crew.waits("trainer")[0] == "the other ranks")
-    crew.role.flow.set_state("stopping", "stopped", expected="running")
+    crew.role.flow.set_state(RunState.STOPPING, "stopped", expected=RunState.RUNNING)
     assert crew.processes[0].wait(90) == 0
-    finished = crew.role.checkpoints.marker(FINISHED)
-    assert finished is not None and (finished["reason"], finished["version"]) == ("stopped", 0)
+    assert (crew.finished()["reason"], crew.finished()["version"]) == ("stopped", 0)
 
 
 def test_only_the_newest_trainer_calls_the_ranks(new_crew: NewCrew) -> None:
     crew = new_crew(ranked(2))
-    trainer, rank = Rendezvous(crew.role), Rendezvous(crew.role)
+    trainer, rank = Rendezvous(crew.role.redis, crew.role.run_id), Rendezvous(crew.role.redis, crew.role.run_id)
     older, newer = crew.role.flow.take_over(), crew.role.flow.take_over()
     trainer.call(newer, Invitation("127.0.0.1", 1, 2))
     with pytest.raises(Fenced, match=f"epoch {older}"):
@@ -220,18 +211,16 @@ def test_only_the_newest_trainer_calls_the_ranks(new_crew: NewCrew) -> None:
     assert first is not None and first.invitation == Invitation("127.0.0.1", 1, 2)
     assert second is not None and (second.epoch, second.invitation) == (newer, None)
     assert rank.next(0) is None
-    crew.role.redis.delete(rank._keys.ranks)  # a Redis that was set back, on a machine whose clock is behind
-    crew.role.redis.xadd(rank._keys.ranks, {"epoch": newer + 1, "invitation": ""}, id="1-0")
+    # a Redis that was rolled back, on a machine whose clock is behind
+    crew.role.redis.delete(RunKeys(crew.role.run_id).ranks)
+    crew.role.redis.xadd(RunKeys(crew.role.run_id).ranks, {"epoch": newer + 1, "invitation": ""}, id="1-0")
     found = [rank.next(0), rank.next(0)]
     assert found[0] is None
     assert found[1] is not None and found[1].epoch == newer + 1
-    assert trainer.own_address() == "127.0.0.1"
 
 
 def test_who_waits_too_long_for_ranks_says_for_whom(new_crew: NewCrew) -> None:
     crew = new_crew(ranked(2, rollout={"fragment_steps": 8, "fragments_per_update": 2, "wait_deadline_seconds": 3}))
     crew.start(0)
     assert crew.processes[0].wait(90) == 1
-    finished = crew.role.checkpoints.marker(FINISHED)
-    assert finished is not None
-    assert "s for the other ranks; the deadline is 3 s: rank-1 (has not started)" in finished["reason"]
+    assert "s for the other ranks; the deadline is 3 s: rank-1 (has not started)" in crew.finished()["reason"]

@@ -6,35 +6,25 @@ shows that it can tell.
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rollout_worker.environments import make_vector
-from rollout_worker.exploration import Sampling
-from rollout_worker.making import describe_environment
-from rollout_worker.sampler import Sampler
-from rollout_worker.trail import Life
-from shared.checkpoint import Checkpoint
-from shared.config import Config
+from shared.config.run_config import Config
 from shared.errors import WeightsNotFinite
-from shared.fragment import Fragment, FragmentHeader
-from shared.ledger import Ledger
-from shared.policies.codec import state_arrays
-from shared.spaces import Columns
-from shared.steps import Phase
-from tests.environments_for_tests import MODULE
+from shared.experience.counters import Phase
+from shared.storage.checkpoint_store import Checkpoint
+from tests.support.environments import MODULE
+from tests.support.game import small
 from tests.support.groups import some_quick
-from tests.trainer_node.game import small
-from trainer_node import local_ranks as local
-from trainer_node import snapshot
-from trainer_node.group import GroupBroken, RanksDiffer
-from trainer_node.intake import Committed
-from trainer_node.learner import Learner, make_learner
-from trainer_node.local_ranks import local_ranks
-from trainer_node.snapshot import Line, Progress
+from tests.support.learning.learners import Side, experience, have_the_same_gradients, learn
+from trainer_node.checkpointing import snapshot
+from trainer_node.distributed import local_followers as local
+from trainer_node.distributed.local_followers import local_ranks
+from trainer_node.distributed.process_group import GroupBroken, RanksDiffer
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -43,79 +33,6 @@ def ranked(ranks: int, algorithm: dict[str, Any] | None = None, **sections: Any)
     """The small run (64 transitions an update), by so many ranks."""
     settings = {"minibatch_size": 32, "epochs": 2} | (algorithm or {})
     return small(algorithm=settings, trainer={"ranks": ranks}, **sections)
-
-
-class Side:
-    """A learner, and a worker of its own that acts with what it has learnt."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.description = describe_environment(config)
-        self.learner = make_learner(config, self.description)
-
-    def taken(self) -> snapshot.Snapshot:
-        progress = Progress(0, Phase.TRAIN, 0, None, "0-0", 0, Line())
-        books = Committed("0-0", Ledger().as_json(), {})
-        return snapshot.take(self.learner, self.description, self.config, "r", progress, books)
-
-    def weights(self) -> dict[str, bytes]:
-        found: dict[str, bytes] = {}
-        for policy_id, policy in self.learner.policies.items():
-            found |= {f"{policy_id}/{name}": array.tobytes() for name, array in state_arrays(policy).items()}
-        return found
-
-
-def experience(config: Config, updates: int) -> list[list[Fragment]]:
-    """What a worker acts with the untrained policy: the fragments of each update."""
-    description = describe_environment(config)
-    policies = make_learner(config, description).policies
-    sampler = Sampler(make_vector(config.environment, description), description, Life(1, 0, 0, 0))
-    steps, versions = config.rollout.fragment_steps, dict.fromkeys(policies, 0)
-    found = []
-    for _ in range(updates):
-        taken = []
-        for _ in range(config.rollout.fragments_per_update):
-            sample = sampler.sample(policies, Sampling(), steps)
-            header = FragmentHeader(
-                "r", "worker-0", 0, 0, Phase.TRAIN, versions, steps, config.environment.num_envs,
-                tuple(sample.episodes),
-            )  # fmt: skip
-            taken.append(Fragment(header, sample.columns))
-        found.append(taken)
-    sampler.close()
-    return found
-
-
-def copies(fragments: list[Fragment]) -> list[Fragment]:
-    """Emulating acting changes a fragment."""
-    return [
-        Fragment(item.header, {name: dict(columns) for name, columns in item.columns.items()}) for item in fragments
-    ]
-
-
-def learn(learner: Learner, fragments: list[Fragment], phase: Phase = Phase.TRAIN) -> dict[str, float]:
-    taken = copies(fragments)
-    learner.emulate_acting(taken, phase)
-    return learner.learn(taken, phase)
-
-
-def gradients(learner: Learner) -> Columns:
-    """Of the last gradient step."""
-    return {
-        f"{policy_id}/{name}": parameter.grad.numpy().copy()
-        for policy_id, policy in learner.policies.items()
-        for name, parameter in policy.named_parameters()
-        if parameter.grad is not None
-    }
-
-
-def have_the_same_gradients(together: Side, alone: Side) -> None:
-    """But for rounding."""
-    one, several = gradients(alone.learner), gradients(together.learner)
-    assert set(one) == set(several)
-    assert any(abs(array).max() > 1e-3 for array in one.values())
-    for name, array in one.items():
-        assert several[name] == pytest.approx(array, rel=1e-3, abs=1e-5), name
 
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -129,7 +46,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "demonstrations beside rewards, fewer of them than ranks": (
         3, {
             "algorithm": {
-                "behavioural_cloning": {"strength": 0.5, "minibatch_size": 2},
+                "behavioral_cloning": {"strength": 0.5, "minibatch_size": 2},
                 "reward_signals": {"gail": {"learning_rate": 1e-2}},
             },
             "demonstrations": {"path": str(Path(__file__).parent.parent / "shared" / "minari_cartpole")},
@@ -227,11 +144,11 @@ def test_a_process_that_is_gone_breaks_the_group(monkeypatch: pytest.MonkeyPatch
     side = Side(ranked(3))
     fragments, *_ = experience(side.config, 1)
     started: list[Any] = []
-    start = local._started
 
-    def noting(*arguments: Any) -> Any:
-        started.append(start(*arguments))
-        return started[-1]
+    class Noted(subprocess.Popen[str]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
 
     def life() -> None:
         with local_ranks(side.config, side.learner, side.taken(), side.description) as group:
@@ -242,8 +159,28 @@ def test_a_process_that_is_gone_breaks_the_group(monkeypatch: pytest.MonkeyPatch
             with group.turn(fragments, Phase.TRAIN):
                 learn(side.learner, fragments)
 
-    monkeypatch.setattr(local, "_started", noting)
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    monkeypatch.setattr(local, "_MESSAGE_SECONDS", 20.0)  # gloo does not always see at once that a member is gone
     with pytest.raises(GroupBroken, match=r"^gloo: [A-Z]"):
         life()
     assert all(process.poll() is not None for process in started)
     assert side.learner.counters.train.updates == 1
+
+
+def test_an_exchange_that_gloo_never_ends_breaks_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen once when a member was killed: gloo's thread had locked up. That cannot be made to order."""
+
+    class Stuck:
+        def wait(self, timeout: Any) -> None:
+            assert timeout.total_seconds() > side.config.trainer.rank_timeout_seconds, "gloo's own deadline comes first"
+            raise RuntimeError("Operation timed out!")
+
+    side = Side(ranked(2))
+    fragments, *_ = experience(side.config, 1)
+    with (
+        local_ranks(side.config, side.learner, side.taken(), side.description) as group,
+        monkeypatch.context() as patch,
+    ):
+        patch.setattr("torch.distributed.broadcast", lambda *arguments, **named: Stuck())
+        with pytest.raises(GroupBroken, match="did not end within"), group.turn(fragments, Phase.TRAIN):
+            pass

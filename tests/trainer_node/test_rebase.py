@@ -8,43 +8,49 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared import tensor_blob
-from shared.checkpoint import Checkpoint
+from coordinator.lifecycle.preparation import create_flow
 from shared.errors import ConfigError
-from shared.policies.codec import decode_policy, state_arrays
-from shared.redis_keys import RunKeys
-from shared.spaces import Columns
-from tests.conftest import create_flow
-from tests.trainer_node.game import POLICY, Game, NewGame, balanced, small
-from tests.trainer_node.test_recovery import restore_redis
-from tests.trainer_node.test_resuming_every_algorithm import run
-from tests.trainer_node.test_trainer import STEPS_PER_UPDATE
-from trainer_node.algorithms.named_arrays import part
-from trainer_node.rebase import initialised, rebased
-from trainer_node.replay import replay
-from trainer_node.snapshot import Snapshot
-
-KEEP = {"every": "2 updates", "keep_last": 9}
+from shared.experience import tensor_blob
+from shared.experience.spaces import Columns
+from shared.policies.serialization import decode_policy, state_arrays
+from shared.storage.checkpoint_store import Checkpoint
+from tests.support.game import (
+    KEEP,
+    POLICY,
+    STEPS_PER_UPDATE,
+    Game,
+    NewGame,
+    archived,
+    balanced,
+    dumped_redis,
+    replayed,
+    restore_redis,
+    small,
+)
+from tests.support.learning.cases import config_of
+from trainer_node.checkpointing.fork import forked, rolled_back
+from trainer_node.checkpointing.snapshot import Snapshot
+from trainer_node.learning.building_blocks.optimization import part
 
 
 def go_back(game: Game, version: int) -> Checkpoint:
     """What `resume --from` does between two lives of the run; answers the older checkpoint."""
     name = f"{version}_Step-{version * STEPS_PER_UPDATE}.ckpt"
     older = game.role.checkpoints.load(name)
-    taken = rebased(game.role, older, game.role.flow.take_over())
+    taken = rolled_back(game.role, older, game.role.flow.take_over())
     game.role.checkpoints.write(taken.manifest, taken.objects)
     return older
 
 
-def test_the_older_weights_counters_and_optimiser_go_on_as_the_newest_version(new_game: NewGame) -> None:
-    game = new_game(small(archive="all", checkpoint=KEEP))
+def test_the_older_weights_counters_and_optimizer_go_on_as_the_newest_version(new_game: NewGame) -> None:
+    game = new_game(archived())
     game.play_to(5)
     game.durable()
     game.crash()
     older = go_back(game, 2)
     game.restart()
     assert game.trainer.version == game.board_version() == 6
-    learner = game.trainer._learner
+    learner = game.trainer.learner
     then, now = game.weights(older.manifest.name), state_arrays(learner.policies["default"])
     assert all(np.array_equal(then[name], now[name]) for name in then)
     assert (learner.counters.train.updates, learner.counters.train.env_steps) == (2, 2 * STEPS_PER_UPDATE)
@@ -52,18 +58,16 @@ def test_the_older_weights_counters_and_optimiser_go_on_as_the_newest_version(ne
     manifest = game.role.checkpoints.manifest(newest)
     assert (manifest.parent, manifest.version) == (older.manifest.name, 6)
     game.durable()
-    assert (
-        game.role.checkpoints.load(newest).objects["trainer/default.algorithm.safetensors"]
-        == (older.objects["trainer/default.algorithm.safetensors"])
-    )
+    algorithm = "trainer/default.algorithm.safetensors"
+    assert game.role.checkpoints.load(newest).objects[algorithm] == older.objects[algorithm]
     game.finish()
     content = game.finished()
     assert content["counters"]["train"]["updates"] == 6 and content["version"] == 10
     balanced(game)
-    assert replay(game.role.checkpoints, game.role.config, game.role.description(), newest, content["final"]).equal
+    assert replayed(game, newest).equal
 
 
-def test_what_the_abandoned_policy_acted_is_not_learnt_whatever_lag_is_allowed(new_game: NewGame) -> None:
+def test_what_the_abandoned_policy_acted_is_not_learned_whatever_lag_is_allowed(new_game: NewGame) -> None:
     rollout = {"fragment_steps": 8, "fragments_per_update": 2, "max_policy_lag": 2}
     game = new_game(small(checkpoint=KEEP, rollout=rollout))
     game.play_to(4)
@@ -86,7 +90,7 @@ def test_going_back_twice_and_crashing_in_between_leaves_one_history(new_game: N
     go_back(game, 2)
     go_back(game, 4)
     game.restart()
-    assert game.trainer.version == 6 and game.trainer._learner.counters.train.updates == 4
+    assert game.trainer.version == 6 and game.trainer.learner.counters.train.updates == 4
     game.crash()
     game.restart()
     assert game.trainer.version == 6 and game.board_version() == 6
@@ -99,8 +103,7 @@ def test_going_back_twice_and_crashing_in_between_leaves_one_history(new_game: N
 def test_going_back_with_a_redis_that_has_lost_the_run(new_game: NewGame, lost: str) -> None:
     game = new_game(small(checkpoint=KEEP))
     game.play_to(1)
-    redis = game.role.redis
-    early: dict[bytes, Any] = {key: redis.dump(key) for key in redis.scan_iter(f"{RunKeys(game.role.run_id).prefix}*")}
+    early = dumped_redis(game)
     game.play_to(4)
     game.durable()
     game.crash()
@@ -124,7 +127,7 @@ def begun_from(game: Game, source: Checkpoint) -> None:
         game.role.checkpoints.delete(name)
     restore_redis(game, {})
     create_flow(game.role)
-    first = initialised(game.role, source)
+    first = forked(game.role, source)
     game.role.checkpoints.write(first.manifest, first.objects)
     game.restart()
     game.worker = game.another_worker(0)
@@ -137,9 +140,9 @@ def test_a_run_that_begins_from_another_has_its_policies_and_nothing_else_of_it(
     name = f"6_Step-{6 * STEPS_PER_UPDATE}.ckpt"
     begun_from(game, source.role.checkpoints.load(name, only=POLICY))
     assert game.trainer.version == game.board_version() == 0
-    then, now = source.weights(name), state_arrays(game.trainer._learner.policies["default"])
+    then, now = source.weights(name), state_arrays(game.trainer.learner.policies["default"])
     assert all(np.array_equal(then[key], now[key]) for key in then)
-    assert game.trainer._learner.counters.train.env_steps == 0
+    assert game.trainer.learner.counters.train.env_steps == 0
     manifest = game.role.checkpoints.manifest("0_Step-0.ckpt")
     assert manifest.provenance["initialized_from"]["run_id"] == source.role.run_id
     assert manifest.provenance["initialized_from"]["checkpoint"] == name
@@ -150,23 +153,20 @@ def test_a_run_that_begins_from_another_has_its_policies_and_nothing_else_of_it(
 
 
 def networks(taken: Snapshot | Checkpoint) -> tuple[Columns, Columns]:
-    """The policy's arrays, and the algorithm's."""
     policy, _ = decode_policy(taken.objects[POLICY])
     return state_arrays(policy), tensor_blob.decode(taken.objects["trainer/default.algorithm.safetensors"])[0]
 
 
 @pytest.mark.parametrize("case", ["appo", "dqn", "rainbow", "sac", "discrete sac", "td3", "ddpg", "cql", "iql"])
-def test_targets_begin_as_what_they_follow_and_critics_as_the_same_algorithm_left_them(
-    new_game: NewGame, tmp_path: Path, case: str
-) -> None:
-    source = new_game(run(case, tmp_path, heatup="0 env_steps"))
+def test_targets_begin_as_what_they_follow_and_critics_as_left(new_game: NewGame, tmp_path: Path, case: str) -> None:
+    source = new_game(config_of(case, tmp_path, heatup="0 env_steps"))
     source.play_to(3)
-    there = source.trainer._snapshot()
-    then, learnt = networks(there)
-    game = new_game(run(case, tmp_path, heatup="0 env_steps", seed=7))
-    begun = initialised(game.role, Checkpoint(there.manifest, there.objects))
+    there = source.trainer.state.snapshot()
+    then, learned = networks(there)
+    game = new_game(config_of(case, tmp_path, heatup="0 env_steps", seed=7))
+    begun = forked(game.role, Checkpoint(there.manifest, there.objects))
     policy, beside = networks(begun)
-    online = {"target/": policy, "target_policy/": policy, "targets/": part(learnt, "critics/")}
+    online = {"target/": policy, "target_policy/": policy, "targets/": part(learned, "critics/")}
     online["critics/"] = online["targets/"]
     for name, array in beside.items():
         prefix = name[: name.find("/") + 1]
@@ -176,25 +176,23 @@ def test_targets_begin_as_what_they_follow_and_critics_as_the_same_algorithm_lef
     said = begun.manifest.provenance["initialized_from"]["summary"]
     assert ("critics" in said.partition(";")[0]) == ("critics/weights.0" in beside)
     if "log_temperature" in beside:
-        assert beside["log_temperature"] == learnt["log_temperature"] != 0 and "temperature" in said.partition(";")[0]
-    assert not any(name.startswith(("adam/", "optimiser/")) and array.any() for name, array in beside.items())
+        assert beside["log_temperature"] == learned["log_temperature"] != 0 and "temperature" in said.partition(";")[0]
+    assert not any(name.startswith(("adam/", "optimizer/")) and array.any() for name, array in beside.items())
 
 
-def test_critics_that_another_algorithm_learnt_begin_anew_and_the_line_says_so(
-    new_game: NewGame, tmp_path: Path
-) -> None:
-    policies = {"default": {"hidden_sizes": [8], "normalise_rewards": True}}
-    source = new_game(run("discrete sac", tmp_path, heatup="0 env_steps", policies=policies))
+def test_critics_of_another_algorithm_begin_anew_and_the_line_says_so(new_game: NewGame, tmp_path: Path) -> None:
+    policies = {"default": {"hidden_sizes": [8], "normalize_rewards": True}}
+    source = new_game(config_of("discrete sac", tmp_path, heatup="0 env_steps", policies=policies))
     source.play_to(2)
-    there = source.trainer._snapshot()
-    game = new_game(run("cql", tmp_path, seed=7, policies=policies))
-    before = networks(game.trainer._snapshot())[1]
-    begun = initialised(game.role, Checkpoint(there.manifest, there.objects))
+    there = source.trainer.state.snapshot()
+    game = new_game(config_of("discrete cql", tmp_path, seed=7, policies=policies))
+    before = networks(game.trainer.state.snapshot())[1]
+    begun = forked(game.role, Checkpoint(there.manifest, there.objects))
     _, beside = networks(begun)
     assert all(np.array_equal(before[name], array) for name, array in beside.items())
     assert begun.manifest.provenance["initialized_from"]["summary"] == (
-        "taken: policy, reward statistics; begins anew: critics and temperature and conservatism (learnt by sac there, "
-        "by cql here), optimizers, counters, replay buffer"
+        "taken: policy, reward statistics; begins anew: critics and temperature and conservatism (learned by sac "
+        "there, by cql here), optimizers, counters, replay buffer"
     )
 
 
@@ -222,4 +220,4 @@ def test_critics_that_another_algorithm_learnt_begin_anew_and_the_line_says_so(
 def test_policies_that_do_not_fit_are_refused_by_name(new_game: NewGame, sections: Any, said: str) -> None:
     source, game = new_game(small(policies={"default": {"hidden_sizes": [8]}})), new_game(small(**sections))
     with pytest.raises(ConfigError, match=said):
-        initialised(game.role, source.role.checkpoints.load("0_Step-0.ckpt"))
+        forked(game.role, source.role.checkpoints.load("0_Step-0.ckpt"))

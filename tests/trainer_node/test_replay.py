@@ -7,20 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from shared.archive import Archive, read_experience
 from shared.errors import ArchiveIncomplete, UserError
-from shared.redis_keys import RunKeys
-from tests.trainer_node.game import Game, NewGame, balanced, small
-from tests.trainer_node.test_trainer import STEPS_PER_UPDATE, damage
-from trainer_node import snapshot
-from trainer_node.replay import Replayed, replay
-
-KEEP = {"every": "2 updates", "keep_last": 9}
-
-
-def archived(**sections: Any) -> Any:
-    """The small run, with all of its log kept."""
-    return small(**({"archive": "all", "checkpoint": KEEP} | sections))
+from shared.protocol.keys import RunKeys
+from shared.storage.log_archive import Archive, read_experience
+from tests.support.game import STEPS_PER_UPDATE, Game, NewGame, archived, balanced, damage, replayed, small
+from trainer_node.checkpointing import snapshot
+from trainer_node.replay import replay
 
 
 def play_durably(game: Game) -> None:
@@ -29,11 +21,6 @@ def play_durably(game: Game) -> None:
         game.play_to(version)
         game.durable()
     game.finish()
-
-
-def replayed(game: Game, start: str, goal: str) -> Replayed:
-    """A replay between two checkpoints of the game's run."""
-    return replay(game.role.checkpoints, game.role.config, game.role.description(), start, goal)
 
 
 @pytest.mark.parametrize("sections", [{}, {"heatup": f"{2 * STEPS_PER_UPDATE} env_steps"}])
@@ -72,9 +59,7 @@ def test_what_was_dropped_is_dropped_again_and_several_workers_and_crashes_chang
     assert replayed(game, "start", finished["final"]).equal
 
 
-def test_a_replay_that_meets_other_experience_says_what_differs(
-    new_game: NewGame, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replay_of_other_experience_says_what_differs(new_game: NewGame, monkeypatch: pytest.MonkeyPatch) -> None:
     game, other = new_game(archived()), new_game(archived(seed=5))
     game.finish()
     other.finish()
@@ -130,28 +115,27 @@ def test_behind_a_checkpoint_that_the_run_went_back_to_the_replay_begins_there(n
     assert rebase.startswith("6_")
     game.finish()
     final = game.finished()["final"]
-    with pytest.raises(UserError, match=r"does not descend in a straight line .* version 6 or later"):
+    with pytest.raises(UserError, match=r"is not in the lineage of .* version 6 or later"):
         replayed(game, f"2_Step-{2 * STEPS_PER_UPDATE}.ckpt", final)
     assert replayed(game, rebase, final).equal
     balanced(game)
 
 
-def test_the_archive_is_a_dataset_of_what_was_learnt(new_game: NewGame) -> None:
+def test_the_archive_is_a_dataset_of_what_was_learned(new_game: NewGame) -> None:
     game = new_game(archived())
     game.finish()
-    store: Any = game.role.checkpoints.store
-    fragments = list(read_experience(store._folder))
+    fragments = list(read_experience(game.folder))
     consumed = game.finished()["ledger"]["total"]["consumed"]
     assert len(fragments) == consumed["fragments"]
     assert sum(item.header.transitions for item in fragments) == consumed["transitions"] == 6 * STEPS_PER_UPDATE
     assert [item.header.seq for item in fragments] == list(range(12))
     assert fragments[0].columns["default"]["obs"].shape == (8, 4, 4)
-    assert next(read_experience(str(store._folder))).header == fragments[0].header, "lazily, by a path as text too"
+    assert next(read_experience(str(game.folder))).header == fragments[0].header, "lazily, by a path as text too"
 
 
 def test_memory_keeps_only_what_a_replay_memory_of_that_size_needs(new_game: NewGame) -> None:
     window = 2 * STEPS_PER_UPDATE
-    game = new_game(archived(archive={"keep": "memory", "memory_env_steps": window}))
+    game = new_game(archived(archive={"keep": "replay_buffer", "replay_env_steps": window}))
     game.play_to(3)
     game.durable()
     game.crash()

@@ -7,9 +7,9 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.checkpoint import checkpoint_name, checkpoint_version
-from shared.config import CheckpointConfig
-from trainer_node.retention import best_checkpoints, superfluous
+from shared.config.sections import CheckpointConfig
+from shared.storage.checkpoint_store import checkpoint_name, checkpoint_version
+from trainer_node.checkpointing.retention import best_checkpoints, select_for_pruning
 
 VERSIONS = st.lists(st.integers(0, 60), unique=True, min_size=1, max_size=20).map(sorted)
 CONFIGS = st.builds(
@@ -34,9 +34,10 @@ def test_the_last_the_best_every_mth_and_the_protected_stay_and_the_rest_goes(
     store: tuple[list[str], dict[str, float], CheckpointConfig, set[str]],
 ) -> None:
     names, scores, config, protected = store
-    doomed = superfluous(names, scores, config, protected)
+    doomed = select_for_pruning(names, scores, config, protected)
     assert doomed == [name for name in names if name in set(doomed)], "oldest first, all from the store"
     kept = [name for name in names if name not in doomed]
+    assert select_for_pruning(kept, scores, config, protected) == [], "again prunes nothing more"
     assert protected <= set(kept)
     assert kept[-config.keep_last :] == names[-config.keep_last :]
     better = {
@@ -61,22 +62,6 @@ def test_the_last_the_best_every_mth_and_the_protected_stay_and_the_rest_goes(
         assert any(reasons), f"{name} stays for no reason"
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(stores())
-def test_pruning_twice_prunes_nothing_more(
-    store: tuple[list[str], dict[str, float], CheckpointConfig, set[str]],
-) -> None:
-    names, scores, config, protected = store
-    doomed = superfluous(names, scores, config, protected)
-    assert superfluous([name for name in names if name not in doomed], scores, config, protected) == []
-
-
-def test_without_scores_the_last_k_stay() -> None:
-    names = [checkpoint_name(version, version) for version in range(6)]
-    assert superfluous(names, {}, CheckpointConfig(keep_last=2), ()) == names[:4]
-    assert superfluous([], {}, CheckpointConfig(keep_last=2), ()) == []
-
-
 def test_the_best_is_the_highest_score_and_of_equals_the_newest() -> None:
     names = [checkpoint_name(version, version) for version in (1, 2, 10, 11)]
     scores = {names[0]: 5.0, names[1]: 7.0, names[2]: 7.0, "99_Step-99.ckpt": 100.0}
@@ -87,11 +72,3 @@ def test_a_score_that_is_no_number_is_none() -> None:
     names = [checkpoint_name(version, version) for version in (1, 2, 3)]
     scores = {names[0]: math.nan, names[1]: 1.0, names[2]: math.inf}
     assert best_checkpoints(scores, names) == [names[1]]
-
-
-def test_an_old_best_survives_many_newer_ones() -> None:
-    names = [checkpoint_name(version, version) for version in range(9)]
-    scores = dict(zip(names, [1.0, 9.0, 2.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0], strict=True))
-    assert superfluous(names, scores, CheckpointConfig(keep_last=1, keep_best=2), ()) == [
-        *names[:1], names[2], *names[4:8]
-    ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Reward normalisation against the deviation of all discounted returns, collected one by one."""
+"""Rewards divided by the deviation of all discounted returns, or less their moving average: against slow sums."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.spaces import Array, Columns
-from trainer_node.reward_scaling import RewardScaling
+from shared.experience.counters import Counters
+from shared.experience.spaces import Array, Columns
+from tests.support.learning.algorithms import make_dqn
+from tests.support.learning.streams import PLAIN, Stream, fill, known, numbers, streamed
+from trainer_node.learning.algorithms.off_policy import Minibatch
+from trainer_node.learning.building_blocks.reward_normalization import RewardAverage, RewardFilter, RewardScaling
+from trainer_node.learning.replay_buffers.uniform import ReplayBuffer
 
 GAMMA = 0.9
 
@@ -84,19 +89,6 @@ def test_a_new_incarnation_starts_its_returns_anew_and_its_elder_is_forgotten() 
     assert np.array_equal(scaling.state()["running/worker-0:1"], fresh.state()["running/worker-9:0"])
 
 
-def test_a_restored_scaling_goes_on_with_the_same_bits() -> None:
-    def run(scaling: RewardScaling, seeds: list[int]) -> list[Any]:
-        return [scaling.scale(f"worker-{seed % 2}:0", random_columns(seed))["reward"].tobytes() for seed in seeds]
-
-    whole = run(RewardScaling(GAMMA), [1, 2, 3, 4, 5])
-    first = RewardScaling(GAMMA)
-    run(first, [1, 2])
-    state = first.state()
-    restored = RewardScaling(GAMMA)
-    restored.load_state(state)
-    assert run(restored, [3, 4, 5]) == whole[2:]
-
-
 def test_rewards_of_zero_stay_zero_and_outliers_are_bounded() -> None:
     columns = random_columns(4)
     columns["reward"][:] = 0
@@ -112,3 +104,88 @@ def test_a_fragment_without_a_single_actor_is_harmless() -> None:
     columns["mask"][:] = False
     columns["reward"][:] = 0
     assert np.isfinite(RewardScaling(GAMMA).scale("w:0", columns)["reward"]).all()
+
+
+# Less their moving average
+
+ALPHA = 0.2
+
+
+def averages(seeds: list[int]) -> list[float]:
+    """After each fragment: Σ α (1 − α)^age · its average, and the first one's instead of the rest."""
+    means = []
+    for seed in seeds:
+        columns = random_columns(seed)
+        means.append(float(np.mean([float(reward) for reward in columns["reward"][columns["mask"]]])))
+    found = []
+    for end in range(len(means)):
+        weights = [ALPHA * (1 - ALPHA) ** (end - place) for place in range(1, end + 1)]
+        found.append(sum(w * mean for w, mean in zip(weights, means[1:])) + (1 - ALPHA) ** end * means[0])
+    return found
+
+
+def test_rewards_lose_their_average_so_far_and_nothing_else_changes() -> None:
+    filtered, seeds = RewardAverage(ALPHA), list(range(6))
+    for seed, average in zip(seeds, averages(seeds), strict=True):
+        columns = random_columns(seed)
+        kept = {name: array.copy() for name, array in columns.items()}
+        found = filtered.scale("w:0", columns)
+        expected = np.where(columns["mask"], columns["reward"] - average, columns["reward"])
+        np.testing.assert_allclose(found["reward"], expected, rtol=1e-5, atol=1e-5)
+        assert found["reward"].dtype == np.float32
+        assert all(np.array_equal(columns[name], array) for name, array in kept.items())
+        assert all(found[name] is columns[name] for name in kept.keys() - {"reward"})
+
+
+def test_before_the_first_fragment_and_without_an_actor_nothing_moves() -> None:
+    filtered, absent = RewardAverage(ALPHA), random_columns(5)
+    absent["mask"][:] = False
+    assert np.array_equal(filtered.scale("w:0", absent)["reward"], absent["reward"])
+    assert filtered.scaled(np.array([2.5], np.float32)).tolist() == [2.5]
+    filtered.take_in("w:0", random_columns(0))
+    before = filtered.state()
+    filtered.take_in("w:0", absent)
+    assert np.array_equal(before["average"], filtered.state()["average"])
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_from_a_memory_every_step_of_a_return_loses_the_average_as_it_is_now(n: int) -> None:
+    stream, filtered, gamma = Stream(1, PLAIN, 5, 3), RewardAverage(ALPHA), 0.9
+    memory = ReplayBuffer(PLAIN, 5, 3, 60)
+    items = stream.fragments(4)
+    fill(memory, items)
+    for item in items:
+        filtered.take_in(item.source, item.columns)
+    (average,) = filtered.state()["average"].tolist()
+    truth = known(stream.made[-4:], stream.made)
+    batch = memory.sample(300, np.random.default_rng(0), gamma=gamma, n_step=n, as_now=filtered.scaled)
+    lengths = set()
+    for row, number in enumerate(numbers(batch.observations)):
+        step, total, length = truth[int(number)], 0.0, 0
+        for power in range(n):
+            total, length = total + gamma**power * (step.reward - average), length + 1
+            if step.terminated or step.truncated or step.after is None or step.after.number not in truth:
+                break
+            step = step.after
+        lengths.add(length)
+        assert batch.reward[row] == pytest.approx(total, abs=1e-5)
+    assert len(lengths) == n
+
+
+@pytest.mark.parametrize("rewards", [RewardScaling(0.99), RewardAverage(ALPHA)], ids=["scaled", "less the average"])
+def test_an_algorithm_with_a_memory_learns_from_rewards_as_they_are_normalized_when_they_are_drawn(
+    rewards: RewardFilter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dqn, (item,), seen = make_dqn(rewards=rewards), streamed(1), list[Array]()
+    rewards.take_in("w:0", item.columns)
+    learn: Any = dqn.learn
+
+    def noted(batch: Minibatch, *rest: Any) -> Any:
+        seen.append(batch.reward.numpy())
+        return learn(batch, *rest)
+
+    monkeypatch.setattr(dqn, "learn", noted)
+    dqn.update([item], Counters(env_steps=20))
+    there = item.columns["reward"][item.columns["mask"]]
+    assert len(seen) == 20 and all(np.isin(found, rewards.scaled(there)).all() for found in seen)
+    assert not np.isin(seen[0], there).any()

@@ -7,18 +7,17 @@ from typing import Any
 
 import pytest
 
-from shared.steps import Counters, Phase, PhaseCounters
+from shared.experience.counters import Counters, Phase, PhaseCounters
 from tests.conftest import minimal_config
-from trainer_node.schedule import RunSchedule
+from trainer_node.checkpointing.snapshot import phase_at
+from trainer_node.trainer_state import RunSchedule
 
 
 def counters(*, heatup: int = 0, heatup_episodes: int = 0, **train: int) -> PhaseCounters:
-    """Counters with these values."""
     return PhaseCounters(Counters(heatup, heatup_episodes), Counters(**train))
 
 
 def schedule(**sections: Any) -> RunSchedule:
-    """A schedule of a small run."""
     return RunSchedule(minimal_config(**sections))
 
 
@@ -30,17 +29,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_without_heat_up_the_run_trains_at_once() -> None:
-    assert schedule().phase(PhaseCounters()) is Phase.TRAIN
-
-
 def test_heat_up_lasts_until_its_own_counter_has_passed_it() -> None:
-    steps = schedule(heatup="100 env_steps")
-    assert steps.phase(counters(heatup=99, env_steps=5000)) is Phase.HEATUP
-    assert steps.phase(counters(heatup=100)) is Phase.TRAIN
-    episodes = schedule(heatup="3 episodes")
-    assert episodes.phase(counters(heatup=10_000, heatup_episodes=2)) is Phase.HEATUP
-    assert episodes.phase(counters(heatup_episodes=3)) is Phase.TRAIN
+    none, steps, episodes = (minimal_config(heatup=text) for text in ("0 env_steps", "100 env_steps", "3 episodes"))
+    assert phase_at(none, PhaseCounters()) is Phase.TRAIN
+    assert phase_at(steps, counters(heatup=99, env_steps=5000)) is Phase.HEATUP
+    assert phase_at(steps, counters(heatup=100)) is Phase.TRAIN
+    assert phase_at(episodes, counters(heatup=10_000, heatup_episodes=2)) is Phase.HEATUP
+    assert phase_at(episodes, counters(heatup_episodes=3)) is Phase.TRAIN
 
 
 def test_a_checkpoint_is_due_each_time_a_multiple_is_passed_even_if_jumped_over() -> None:
@@ -80,9 +75,10 @@ def test_a_checkpoint_by_the_clock_is_due_once_per_interval(clock: list[float]) 
 @pytest.mark.parametrize("unit", ["env_steps", "updates", "episodes"])
 def test_the_run_ends_at_its_bound_and_heat_up_does_not_count(unit: str) -> None:
     bounded = schedule(stop_at={unit: 10})
-    assert not bounded.exhausted(counters(heatup=10_000, heatup_episodes=10_000, **{unit: 9}))
-    assert bounded.exhausted(counters(**{unit: 10}))
-    assert bounded.exhausted(counters(**{unit: 11}))
+    ends = [
+        bounded.exhausted(counters(heatup=10_000, heatup_episodes=10_000, **{unit: count})) for count in (9, 10, 11)
+    ]
+    assert ends == [False, True, True]
 
 
 def test_the_run_ends_at_the_first_of_several_bounds_and_by_the_clock(clock: list[float]) -> None:

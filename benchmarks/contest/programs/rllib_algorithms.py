@@ -3,7 +3,7 @@
 these names, `model`, those of its DefaultModelConfig, `processes` (for how many Ray is to have
 room), and `seed`.
 
-The env steps are those acted, as RLlib reports them: where its learner falls behind, some may never be learnt from.
+The env steps are those acted, as RLlib reports them: where its learner falls behind, some may never be learned from.
 """
 
 from __future__ import annotations

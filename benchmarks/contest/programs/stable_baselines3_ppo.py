@@ -19,7 +19,7 @@ def train(settings: dict[str, Any], tell: Teller) -> None:
     from stable_baselines3.common.vec_env import DummyVecEnv
 
     class Telling(BaseCallback):
-        """Tells at the beginning of each rollout: what came before it is learnt."""
+        """Tells at the beginning of each rollout: what came before it is learned."""
 
         episodes = 0
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.contest.programs.telling import Teller, given
 
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 """A look reads a few short keys of Redis."""
 _END_SECONDS = 30.0
 
@@ -17,17 +17,17 @@ _END_SECONDS = 30.0
 def train(settings: dict[str, Any], tell: Teller) -> None:
     """Until it is ended from outside, or the run has ended."""
     from coordinator.run import Run
-    from shared.config_sources import parse_config
+    from shared.config.loading import parse_config
 
     config = parse_config({**settings["config"], "seed": settings["seed"], "runs_dir": settings["folder"]})
     run = Run.start(config, "contest", inline=settings.get("inline", False))
     try:
         while not run.ended:
-            signals = run.status(books=False).signals
+            signals = run.status(accounting=False).metrics
             if (env_steps := signals.get("time/env_steps")) is not None:
                 mean_return = signals.get("rollout/ep_rew_mean")
                 tell(int(env_steps), int(signals.get("time/episodes") or 0), mean_return)
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
     finally:
         run.abandon()
         run.wait(_END_SECONDS)

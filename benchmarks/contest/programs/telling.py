@@ -42,7 +42,7 @@ class Teller:
 
 def given() -> tuple[dict[str, Any], Teller]:
     """The settings, and what to tell with. From here on this process and its children keep to their cores, and SIGTERM
-    is what Ctrl-C is, which all of them know how to end on; so is the end of whoever started this process."""
+    is what Ctrl-C is, which all of them know how to end on; so is the end of the process that started this one."""
     data = json.loads(Path(sys.argv[1]).read_text())
     os.sched_setaffinity(0, data["cores"])
     signal.signal(signal.SIGTERM, _interrupt)

@@ -1,6 +1,6 @@
 """SAC, CQL, TD3 and DDPG compared with TorchRL: critics', policy's and temperature's losses and gradients.
 
-SAC's critic loss is half of TorchRL's: eq. 5 of the paper has the ½ (Haarnoja et al. 2018b). Weights of prioritised
+SAC's critic loss is half of TorchRL's: eq. 5 of the paper has the ½ (Haarnoja et al. 2018b). Weights of prioritized
 replay count as in test_q_learning.py; TorchRL weights SAC's temperature as well, so that is compared without.
 CQL's soft maximum is compared with one action of each source (of more, TorchRL takes it over three at a time) and with
 the observation for the next one as well: TorchRL judges the next action there, the authors' code and ours here.
@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torchrl.modules import QValueActor, ValueOperator
 from torchrl.objectives import CQLLoss, DDPGLoss, DiscreteCQLLoss, DiscreteSACLoss, SACLoss, TD3Loss
 
-from shared.spaces import PolicySpaces
-from tests.trainer_node.against_others import torchrl_sides as sides
-from tests.trainer_node.continuous import BOXES, CHOICE, made, minibatch, moved_apart
-from trainer_node.algorithms.off_policy import Minibatch
+from shared.experience.spaces import PolicySpaces
+from tests.support.learning import torchrl_sides as sides
+from tests.support.learning.algorithms import BOXES, CHOICE, make, move_apart
+from tests.support.learning.experience import minibatch
+from trainer_node.learning.algorithms.off_policy import Minibatch
 
 pytestmark = pytest.mark.filterwarnings(sides.QUIET)
 GAMMA, ALPHA, ROWS = 0.9, 0.3, 40
@@ -80,8 +81,8 @@ def its_sac(sac: Any, described: PolicySpaces) -> Any:
 def test_sac(described: PolicySpaces, weighted: bool) -> None:
     """The noise is drawn from equal generators: first for what follows, then for the policy's own actions."""
     entropy = -2.0 if described is BOXES else 0.98 * math.log(4)  # of a choice their default, which is not ours
-    sac = made("sac", described, initial_temperature=ALPHA, target_entropy=entropy)
-    moved_apart(sac.policy, sac.critics, sac.targets)
+    sac = make("sac", described, initial_temperature=ALPHA, target_entropy=entropy)
+    move_apart(sac.policy, sac.critics, sac.targets)
     theirs = its_sac(sac, described)
     batch = minibatch(described, ROWS, weighted=weighted)
     mean_weight = batch.weight.mean()
@@ -102,23 +103,23 @@ def test_sac(described: PolicySpaces, weighted: bool) -> None:
 
 
 def test_the_temperature_moves_as_adam_moves_its() -> None:
-    sac = made("sac", BOXES, initial_temperature=ALPHA)
+    sac = make("sac", BOXES, initial_temperature=ALPHA)
     theirs = its_sac(sac, BOXES)
-    optimiser = torch.optim.Adam([theirs.log_alpha], lr=1e-2)
+    optimizer = torch.optim.Adam([theirs.log_alpha], lr=1e-2)
     for step in range(3):
         entropy = torch.tensor(0.5 - step)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         theirs._alpha_loss(log_prob=-entropy.expand(ROWS)).mean().backward()
-        optimiser.step()
-        sac._move_temperature(entropy, 1e-2)
+        optimizer.step()
+        sac.move_temperature(entropy, 1e-2)
     found = float(sac.log_temperature.detach())
     assert found == pytest.approx(float(theirs.log_alpha.detach()), rel=1e-5) != pytest.approx(math.log(ALPHA))
 
 
 def test_cql_of_boxes() -> None:
     """Ours divides the importance-sampled sum by the number of actions, which is a constant; ln π is per unit here."""
-    cql = made("cql", BOXES, initial_temperature=ALPHA, considered_actions=1, cloning_steps=9)
-    moved_apart(cql.policy, cql.critics, cql.targets)
+    cql = make("cql", BOXES, initial_temperature=ALPHA, considered_actions=1, cloning_steps=9)
+    move_apart(cql.policy, cql.critics, cql.targets)
     layers = sides.copied(cql.policy.actor.mlp, cql.policy.head)
     actor = sides.actor_of(sides.Gaussian(layers, None), "tanh_normal")
     theirs = CQLLoss(actor, its_critics(cql), loss_function="l2", alpha_init=ALPHA, target_entropy=-2.0, num_random=1)
@@ -135,7 +136,7 @@ def test_cql_of_boxes() -> None:
     batch = replace(batch, next_observations=batch.observations)
     torch.manual_seed(6)
     told, _ = theirs.cql_loss(columns)
-    drawn = cql.soft_maximum.draw(ROWS, torch.Generator().manual_seed(6))
+    drawn = cql.draw(ROWS, torch.Generator().manual_seed(6))
     gap = cql.gaps(batch, values, drawn).mean(dim=1).sum()
     compare_critics(cql, gap + 2 * math.log(3), told, params)
     torch.manual_seed(7)
@@ -148,8 +149,8 @@ def test_cql_of_boxes() -> None:
 
 def test_the_penalty_of_cql_of_a_choice() -> None:
     """In TorchRL it is that of Q-learning, with one network; all else of ours is SAC's."""
-    cql, batch = made("cql", CHOICE), minibatch(CHOICE, ROWS, weighted=False)
-    moved_apart(cql.policy, cql.critics)
+    cql, batch = make("cql", CHOICE), minibatch(CHOICE, ROWS, weighted=False)
+    move_apart(cql.policy, cql.critics)
     values = cql.actions.value(cql.critics, batch.observations, batch.actions)
     gaps = cql.gaps(batch, values, torch.zeros(0)).mean(dim=1)
     for which in (0, 1):
@@ -173,8 +174,8 @@ def its_policy(network: nn.Module) -> TensorDictModule:
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_td3(weighted: bool) -> None:
-    td3, batch = made("td3", target_noise=0.4, target_noise_clip=0.5), minibatch(BOXES, ROWS, weighted=weighted)
-    moved_apart(td3.policy, td3.critics, td3.targets, td3.target_policy)
+    td3, batch = make("td3", target_noise=0.4, target_noise_clip=0.5), minibatch(BOXES, ROWS, weighted=weighted)
+    move_apart(td3.policy, td3.critics, td3.targets, td3.target_policy)
     theirs = TD3Loss(
         its_policy(td3.policy), its_critics(td3), bounds=(-torch.ones(2), torch.ones(2)), policy_noise=0.4,
         noise_clip=0.5, loss_function="l2",
@@ -196,8 +197,8 @@ def test_td3(weighted: bool) -> None:
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_ddpg(weighted: bool) -> None:
-    ddpg, batch = made("ddpg"), minibatch(BOXES, ROWS, weighted=weighted)
-    moved_apart(ddpg.policy, ddpg.critics, ddpg.targets, ddpg.target_policy)
+    ddpg, batch = make("ddpg"), minibatch(BOXES, ROWS, weighted=weighted)
+    move_apart(ddpg.policy, ddpg.critics, ddpg.targets, ddpg.target_policy)
     theirs = DDPGLoss(its_policy(ddpg.policy), its_critics(ddpg)[0], loss_function="l2", delay_actor=True)
     theirs.make_value_estimator(gamma=GAMMA)
     flat = sides.stacked(ddpg.targets.parameters(), ddpg.critics)

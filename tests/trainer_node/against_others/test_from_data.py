@@ -1,4 +1,4 @@
-"""Behavioural cloning and IQL compared with TorchRL: losses and gradients."""
+"""Behavioral cloning and IQL compared with TorchRL: losses and gradients."""
 
 from __future__ import annotations
 
@@ -7,20 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from torchrl.modules import ValueOperator
-from torchrl.objectives import BCLoss, IQLLoss
+from torchrl.objectives import IQLLoss
 
-from shared.algorithm_configs.bc import BCConfig
-from shared.spaces import PolicySpaces
-from tests.trainer_node.against_others import torchrl_sides as sides
-from tests.trainer_node.continuous import BOXES, CHOICE, made, minibatch, moved_apart
-from trainer_node.algorithms.algorithm import Setting
-from trainer_node.algorithms.bc import BC
-from trainer_node.algorithms.pairs import Pairs
-from trainer_node.algorithms.registry import make_algorithm
+from shared.experience.spaces import PolicySpaces
+from tests.support.learning import torchrl_sides as sides
+from tests.support.learning.algorithms import BOXES, CHOICE, make, move_apart
+from tests.support.learning.experience import minibatch
 
 pytestmark = pytest.mark.filterwarnings(sides.QUIET)
 on_both_spaces = pytest.mark.parametrize("described", [CHOICE, BOXES], ids=["choice", "boxes"])
@@ -45,33 +39,11 @@ def parameters_of(policy: Any) -> list[Tensor]:
     return [*deviations, *policy.actor.parameters(), *policy.head.parameters()]
 
 
-@pytest.mark.filterwarnings("ignore:The name target_actor_network_params wasn't part:UserWarning")  # its own slip
-@on_both_spaces
-def test_behavioural_cloning(described: PolicySpaces) -> None:
-    policy = made("iql", described).policy
-    moved_apart(policy)
-    bc = make_algorithm(policy, BCConfig(name="bc"), Setting(torch.device("cpu"), 3, 8, 4))
-    assert isinstance(bc, BC)
-    batch = minibatch(described, 40)
-    loss, _ = bc.loss(Pairs(batch.observations, batch.actions))
-    kind, (actor, _) = sides.distribution_of(described), sides.actor_and_critic(policy)
-    told_as = "cross_entropy" if kind == "categorical" else None
-    network: Any = sides.actor_of(actor, kind)
-    if kind == "categorical":  # it wants the logits in the action's place
-        network = TensorDictModule(actor, ["observation"], ["action"])
-    theirs = BCLoss(network, loss_function=told_as)
-    columns = {"observation": batch.observations["obs"], "action": batch.actions["action"]}
-    total = theirs(TensorDict(columns, [40]))["loss_bc"]
-    assert loss.item() == pytest.approx(total.item(), rel=1e-4)
-    found = sides.gradients(loss, parameters_of(policy))
-    sides.same(found, sides.gradients(total, theirs.actor_network_params.parameters()))
-
-
 @on_both_spaces
 def test_iql(described: PolicySpaces) -> None:
     """The bound of the weights, 100, cannot be set in TorchRL."""
-    iql = made("iql", described, largest_weight=100.0, inverse_temperature=6.0, expectile=0.8)
-    moved_apart(iql.policy, iql.critics, iql.targets)
+    iql = make("iql", described, largest_weight=100.0, inverse_temperature=6.0, expectile=0.8)
+    move_apart(iql.policy, iql.critics, iql.targets)
     with torch.no_grad():
         iql.targets.biases[-1].add_(1.5)
     batch = minibatch(described, 40, weighted=False)
@@ -90,7 +62,7 @@ def test_iql(described: PolicySpaces) -> None:
     sides.put(theirs.target_qvalue_network_params, sides.stacked(iql.targets.parameters(), iql.critics))
     told = theirs(sides.tensordict_of(batch, GAMMA))
     loss, terms = iql.policy_loss(batch)
-    q = iql._q(iql.targets, batch.observations, batch.actions).min(dim=0).values
+    q = iql.q(iql.targets, batch.observations, batch.actions).min(dim=0).values
     weight = (6.0 * (q - iql.policy.value(batch.observations))).exp()
     assert 0 < (weight > 100).sum() < 40, "some come to the bound"
     for name, other in (("train/value_loss", "loss_value"), ("train/policy_loss", "loss_actor")):

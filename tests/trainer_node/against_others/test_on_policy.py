@@ -1,11 +1,12 @@
 """PPO, APPO, A2C and IMPALA compared with TorchRL: batches with its GAE and V-trace, losses and gradients.
 
 APPO against its target network is TorchRL's decoupled objective of PPO with the target as the proximal policy, where no
-weight is cut (ρ̄ beyond all ratios). The divergence that APPO may add has no counterpart there (test_appo.py).
+weight is cut (ρ̄ beyond all ratios). The divergence that APPO may add has no counterpart there.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,20 +16,16 @@ from torch import Tensor
 from torchrl.objectives import A2CLoss, ClipPPOLoss
 from torchrl.objectives.value.functional import generalized_advantage_estimate, vtrace_advantage_estimate
 
+from shared.experience.counters import Counters
+from shared.experience.spaces import Columns, PolicySpaces
 from shared.policies.actor_critic import ActorCritic
-from shared.spaces import Columns, PolicySpaces
-from shared.steps import Counters
-from tests.trainer_node.against_others import torchrl_sides as sides
-from tests.trainer_node.test_appo import make as make_appo
-from tests.trainer_node.test_policy_gradient import make as make_gradient
-from tests.trainer_node.test_policy_gradient import older
-from tests.trainer_node.test_policy_gradient import random_batch as random_gradient_batch
-from tests.trainer_node.test_ppo import CONTINUOUS, DISCRETE, make_ppo, of, random_batch, random_columns
-from trainer_node.algorithms.batch import Batch
-from trainer_node.algorithms.on_policy import OnPolicy
+from tests.support.learning import torchrl_sides as sides
+from tests.support.learning.algorithms import make, older, on_both_spaces
+from tests.support.learning.experience import acted, advantage_batch, received, update_batch
+from trainer_node.learning.algorithms.on_policy import OnPolicy
+from trainer_node.learning.building_blocks.batch import Batch
 
 pytestmark = pytest.mark.filterwarnings(sides.QUIET)
-on_both_spaces = pytest.mark.parametrize("described", [DISCRETE, CONTINUOUS], ids=["discrete", "continuous"])
 COEFFICIENTS: dict[str, Any] = {"entropy_coefficient": 0.05, "value_coefficient": 0.7}
 ITS: dict[str, Any] = {"entropy_coeff": 0.05, "critic_coeff": 0.7, "loss_critic_type": "l2"}
 
@@ -68,14 +65,14 @@ def networks(policy: ActorCritic) -> tuple[Any, Any]:
     ("changes", "its"),
     [
         ({}, {"normalize_advantage": True}),
-        ({"normalise_advantages": False}, {}),
-        ({"normalise_advantages": False, "clip_range_value": 0.3}, {"clip_value": 0.3}),
+        ({"normalize_advantages": False}, {}),
+        ({"normalize_advantages": False, "clip_range_value": 0.3}, {"clip_value": 0.3}),
     ],
     ids=["plain", "raw advantages", "value clipping"],
 )
 def test_ppos_loss(described: PolicySpaces, changes: dict[str, Any], its: dict[str, Any]) -> None:
-    ppo = make_ppo(described, **COEFFICIENTS, **changes)
-    batch = random_batch(ppo)
+    ppo = make("ppo", described, **COEFFICIENTS, **changes)
+    batch = advantage_batch(ppo.policy)
     theirs = ClipPPOLoss(*networks(ppo.policy), clip_epsilon=0.2, **ITS, **its)
     loss, terms = ppo.loss(batch, 0.2)
     compare(ppo, loss, theirs, batch)
@@ -83,29 +80,28 @@ def test_ppos_loss(described: PolicySpaces, changes: dict[str, Any], its: dict[s
     for name, other in (("train/clip_fraction", "clip_fraction"), ("train/entropy", "entropy")):
         assert float(terms[name]) == pytest.approx(float(told[other]), rel=1e-4)
     assert 0 < float(terms["train/clip_fraction"]) < 1
+    params = ppo.policy.action_parameters(batch.observations)
+    log_ratio = ppo.policy.distribution.log_prob(params, batch.actions) - batch.log_prob
+    torch.testing.assert_close(terms["train/approx_kl"], (log_ratio.exp() - 1 - log_ratio).mean().detach())
 
 
 @on_both_spaces
 @pytest.mark.parametrize("name", ["a2c", "impala"])
-def test_the_plain_objective(name: str, described: PolicySpaces) -> None:
-    algorithm = make_gradient(name, described, **COEFFICIENTS)
-    batch = random_gradient_batch(algorithm)
-    compare(algorithm, algorithm.loss(batch)[0], A2CLoss(*networks(algorithm.policy), **ITS), batch)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_the_plain_objective(name: str, described: PolicySpaces, normalize: bool) -> None:
+    algorithm = make(name, described, **COEFFICIENTS, normalize_advantages=normalize)
+    batch = advantage_batch(algorithm.policy)
+    scaled = (batch.advantage - batch.advantage.mean()) / (batch.advantage.std() + 1e-8)
+    told = replace(batch, advantage=scaled) if normalize else batch
+    compare(algorithm, algorithm.loss(batch)[0], A2CLoss(*networks(algorithm.policy), **ITS), told)
 
 
 def moved(described: PolicySpaces, **fields: Any) -> tuple[Any, Columns, Batch]:
     """APPO after an update, so that policy, target network and who acted are three; columns and the batch of them."""
-    appo = make_appo(described, **COEFFICIENTS, learning_rate=1e-2, **fields)
-    columns = random_columns(older(appo.policy), 3)
-    appo.update(of(columns), Counters())
-    return appo, columns, batch_of(appo, columns)
-
-
-@torch.no_grad()
-def batch_of(algorithm: Any, columns: Columns) -> Batch:
-    """As an update makes it."""
-    found: Batch = algorithm._batch({name: algorithm._tensor(array) for name, array in columns.items()})
-    return found
+    appo = make("appo", described, **COEFFICIENTS, learning_rate=1e-2, **fields)
+    columns = acted(older(appo.policy), 3)
+    appo.update(received(columns), Counters())
+    return appo, columns, update_batch(appo, columns)
 
 
 @on_both_spaces
@@ -118,16 +114,16 @@ def test_appos_loss_against_who_acted(described: PolicySpaces) -> None:
 @on_both_spaces
 def test_appos_loss_against_its_target(described: PolicySpaces) -> None:
     """Ours has the weight in the advantage and the target's log-probability for an anchor; theirs works out both."""
-    whole = {"vtrace_lambda": 1.0, "rho_bar": 1e9, "normalise_advantages": False, "clip_against": "target"}
+    whole = {"vtrace_lambda": 1.0, "rho_bar": 1e9, "normalize_advantages": False, "clip_against": "target"}
     appo, columns, batch = moved(described, **whole)
     theirs = ClipPPOLoss(*networks(appo.policy), clip_epsilon=0.2, delay_actor=True, **ITS)
-    actor, _ = sides.actor_and_critic(appo._target)
+    actor, _ = sides.actor_and_critic(appo.target)
     sides.put(theirs.target_actor_network_params, actor.parameters())
-    weighted, target = told_of(appo._target, columns, (1e9, 1.0))
+    weighted, target = told_of(appo.target, columns, (1e9, 1.0))
     acted = torch.from_numpy(columns["log_prob"]).flatten()
     with torch.no_grad():
-        params = appo._target.action_parameters(batch.observations)
-        weight = (appo._target.distribution.log_prob(params, batch.actions) - acted).exp()
+        params = appo.target.action_parameters(batch.observations)
+        weight = (appo.target.distribution.log_prob(params, batch.actions) - acted).exp()
     assert weight.max() > 1.5, "the weights have something to say"
     plain = Batch(batch.observations, batch.actions, acted, batch.value, weighted / weight, target)
     compare(appo, appo.loss(batch, 0.2)[0], theirs, plain)
@@ -139,12 +135,11 @@ def test_advantages_and_targets_of_a_fragment(name: str, described: PolicySpaces
     """From columns to the batch, each end of an episode included; valued by a copy of the network."""
     by_gae = name in {"ppo", "a2c"}
     own: dict[str, Any] = {"gae_lambda": 0.9} if by_gae else {"vtrace_lambda": 1.0, "rho_bar": 1.1, "c_bar": 0.8}
-    making: dict[str, Any] = {"ppo": make_ppo, "appo": make_appo}
-    algorithm: Any = making[name](described, **own) if name in making else make_gradient(name, described, **own)
-    columns = random_columns(algorithm.policy if by_gae else older(algorithm.policy), 5)
+    algorithm = make(name, described, **own)
+    columns = acted(algorithm.policy if by_gae else older(algorithm.policy), 5)
     assert columns["terminated"].any() and columns["truncated"].any()
     advantage, target = told_of(algorithm.policy, columns, None if by_gae else (1.1, 0.8))
-    batch = batch_of(algorithm, columns)
+    batch = update_batch(algorithm, columns)
     if name == "appo":  # whose clipped ratio is the weight already, as long as it is taken against who acted
         with torch.no_grad():
             params = algorithm.policy.action_parameters(batch.observations)

@@ -1,8 +1,8 @@
 """DQN and the heads of Rainbow: expected values and C51 compared with TorchRL, quantiles with Stable-Baselines3.
 
-Minibatches hold n-step rewards and their discounts, ends, and weights of prioritised replay. TorchRL divides a weighted
+Minibatches hold n-step rewards and their discounts, ends, and weights of prioritized replay. TorchRL divides a weighted
 sum by the sum of the weights; here, as in the paper, each weight scales its own gradient and the mean is over the
-minibatch. Noise on weights is tested in tests/shared/policies and by finite differences (test_dqn.py).
+minibatch. Noise on weights is tested in tests/shared/test_q_network.py and by finite differences (test_dqn.py).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torchrl.modules import DistributionalQValueActor, QValueActor
 from torchrl.objectives import DistributionalDQNLoss, DQNLoss
 
-from tests.trainer_node.against_others import torchrl_sides as sides
-from tests.trainer_node.continuous import minibatch, moved_apart
-from tests.trainer_node.test_dqn import SPACES, make_dqn
-from trainer_node.algorithms.dqn import DQN
+from tests.support.learning import torchrl_sides as sides
+from tests.support.learning.algorithms import make_dqn, move_apart
+from tests.support.learning.experience import minibatch
+from tests.support.learning.streams import PLAIN
+from trainer_node.learning.algorithms.dqn import DQN
 
 pytestmark = pytest.mark.filterwarnings(sides.QUIET)
 dueling_or_not = pytest.mark.parametrize("dueling", [False, True], ids=["one stream", "dueling"])
@@ -63,7 +64,7 @@ def compare(dqn: DQN, theirs: Any) -> tuple[Tensor, Tensor]:
     """Loss and gradients; answers what each makes priorities of."""
     target = Streams(dqn.target)
     sides.put(theirs.target_value_network_params["module"]["0"]["module"], target.parameters())
-    batch = minibatch(SPACES, 60)
+    batch = minibatch(PLAIN, 60)
     table = sides.tensordict_of(batch, GAMMA)
     loss, lesson = dqn.loss(batch)
     total = theirs(table)["loss"] * batch.weight.mean()
@@ -78,7 +79,7 @@ def compare(dqn: DQN, theirs: Any) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("double", [False, True])
 def test_expected_values(double: bool, loss: str, its: str, dueling: bool) -> None:
     dqn = make_dqn(double=double, dueling=dueling, loss=loss)
-    moved_apart(dqn.policy, dqn.target)
+    move_apart(dqn.policy, dqn.target)
     theirs = DQNLoss(its_network(dqn), loss_function=its, double_dqn=double, action_space="categorical")
     theirs.make_value_estimator(gamma=GAMMA)
     ours, squares = compare(dqn, theirs)
@@ -89,7 +90,7 @@ def test_expected_values(double: bool, loss: str, its: str, dueling: bool) -> No
 def test_c51(dueling: bool) -> None:
     """Theirs is always double; its priority is the cross-entropy, of which ours (as Rainbow's) leaves a part out."""
     dqn = make_dqn(head="c51", atoms=7, v_min=-3.0, v_max=3.0, double=True, dueling=dueling)
-    moved_apart(dqn.policy, dqn.target)
+    move_apart(dqn.policy, dqn.target)
     divergence, cross_entropy = compare(dqn, DistributionalDQNLoss(its_network(dqn), gamma=GAMMA))
     assert (divergence <= cross_entropy + 1e-5).all() and (divergence > 0).all()
 
@@ -99,8 +100,8 @@ def test_c51(dueling: bool) -> None:
 def test_quantiles(double: bool, dueling: bool) -> None:
     """Stable-Baselines3's QR-DQN on copies of the network; the choice of the action is its greedy one, by the mean."""
     dqn = make_dqn(head="qr", quantiles=5, double=double, dueling=dueling)
-    moved_apart(dqn.policy, dqn.target)
-    batch = minibatch(SPACES, 60)
+    move_apart(dqn.policy, dqn.target)
+    batch = minibatch(PLAIN, 60)
     online, target = Streams(dqn.policy), Streams(dqn.target)
     (seen,), (after,) = batch.observations.values(), batch.next_observations.values()
     with torch.no_grad():

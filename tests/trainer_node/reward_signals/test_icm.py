@@ -10,19 +10,16 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rollout_worker.making import describe_space
-from shared.algorithm_configs.ppo import PPOConfig
-from shared.config import PolicyConfig
-from shared.policies.codec import state_arrays
+from rollout_worker.environments.description import describe_space
+from shared.config.algorithms.on_policy import ICMConfig, PPOConfig
+from shared.config.sections import PolicyConfig
+from shared.experience.spaces import Array, PolicySpaces
 from shared.policies.registry import borrowed_random_state, build_policies
-from shared.reward_signals_config import ICMConfig
-from shared.spaces import Array, PolicySpaces
-from tests.trainer_node.reward_signals import slow
-from trainer_node.algorithms.adam import Adam
-from trainer_node.algorithms.descent import descend
-from trainer_node.reward_signals.actions import ActionEncoding
-from trainer_node.reward_signals.icm import ICM
-from trainer_node.reward_signals.signal import Rows
+from shared.policies.serialization import state_arrays
+from tests.support.learning import slow_signals as slow
+from tests.support.learning.algorithms import gradients_are_differences
+from trainer_node.learning.reward_signals.base import ActionEncoding, Rows
+from trainer_node.learning.reward_signals.signals import ICM
 
 GENERATOR = torch.Generator()
 OBSERVATION = describe_space(spaces.Box(-5.0, 5.0, (3,)))
@@ -63,7 +60,7 @@ def slow_errors(icm: ICM, batch: Rows) -> tuple[list[float], list[float]]:
     arrays, forward, inverse = state_arrays(icm), [], []
     for row in range(len(batch)):
         here, there = (
-            slow.mlp(arrays, "features.", slow.normalised(arrays, "", columns["obs"][row].numpy()), "relu")
+            slow.mlp(arrays, "features.", slow.normalized(arrays, "", columns["obs"][row].numpy()), "relu")
             for columns in (batch.observations, batch.next_observations)
         )
         arm, gear = batch.actions["action.arm"][row].numpy(), int(batch.actions["action.gear"][row])
@@ -93,18 +90,12 @@ def test_reward_and_losses_are_the_papers() -> None:
 def test_the_gradients_are_those_of_the_slow_losses() -> None:
     icm, batch = make_icm(forward_weight=0.4), rows()
     icm.loss(batch, GENERATOR)[0].backward()
-    for name, parameter in icm.named_parameters():
-        where = (0,) * parameter.ndim
-        assert parameter.grad is not None
-        found, kept, losses = parameter.grad[where].item(), parameter[where].item(), []
-        for change in (1e-3, -1e-3):
-            with torch.no_grad():
-                parameter[where] = kept + change
-            forward, inverse = slow_errors(icm, batch)
-            losses.append(0.6 * np.mean(inverse) + 0.4 * np.mean(forward))
-        with torch.no_grad():
-            parameter[where] = kept
-        assert found == pytest.approx((losses[0] - losses[1]) / 2e-3, rel=0.05, abs=1e-3), name
+
+    def slow_loss() -> float:
+        forward, inverse = slow_errors(icm, batch)
+        return float(0.6 * np.mean(inverse) + 0.4 * np.mean(forward))
+
+    gradients_are_differences(icm.named_parameters(), slow_loss, step=1e-3, rel=0.05, abs_=1e-3)
 
 
 def test_actions_that_nothing_bounds_are_taken_as_they_are() -> None:
@@ -112,27 +103,3 @@ def test_actions_that_nothing_bounds_are_taken_as_they_are() -> None:
     assert ActionEncoding(FREE)({"action": given}).tolist() == given.tolist()
     fixed = describe_space(spaces.Box(np.array([-1, 2], np.float32), np.array([1, 2], np.float32)))
     assert ActionEncoding(fixed)({"action": torch.tensor([[0.5, 2.0]])}).tolist() == [[0.5, 2.0]], "no room to choose"
-
-
-def test_where_the_next_observation_follows_from_the_action_curiosity_fades_and_elsewhere_it_stays() -> None:
-    """The first element moves by the action; the actions are told from observations."""
-    icm = make_icm(describe_space(spaces.Discrete(2)), embedding_size=2)
-    random = np.random.default_rng(1)
-
-    def played(rule: int) -> Rows:
-        here, action = random.normal(size=(256, 3)), random.integers(2, size=256)
-        there = here.copy()
-        there[:, 0] += rule * (2 * action - 1)
-        columns = [{"obs": torch.from_numpy(side.astype(np.float32))} for side in (here, there)]
-        return Rows(columns[0], {"action": torch.from_numpy(action)}, columns[1])
-
-    learnt = list(icm.parameters())
-    optimiser = Adam(learnt, 1e-8)
-    first = icm.loss(played(1), GENERATOR)[1]
-    for _ in range(400):
-        metrics = icm.loss(batch := played(1), GENERATOR)[1]
-        descend(icm.loss(batch, GENERATOR)[0], learnt, optimiser, 3e-3, None)
-    assert metrics["train/icm_inverse_loss"] < 0.1 * first["train/icm_inverse_loss"]
-    with torch.no_grad():
-        known, other = (icm.reward(played(rule)).mean() for rule in (1, -1))
-    assert other > 3 * known

@@ -1,0 +1,216 @@
+"""Finding a checkpoint that a person names (of a run on this machine, or in a folder of its own), and playing it.
+
+A config that was made on another machine, or came with an exported checkpoint, names code to import; anyone who could
+write there could name any function of any module. So that code runs only where a person says so (`require_trust`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coordinator.catalog.run_folder import RunFolder
+from rollout_worker.environments.description import describe_environment
+from rollout_worker.environments.factory import evaluation_environment, make
+from rollout_worker.evaluator import CONFIRMING, evaluate_policies, evaluation_seed, scores_of
+from shared.config.loading import load_config
+from shared.config.run_config import Config
+from shared.config.sections import WrapperConfig
+from shared.errors import CheckpointNotFound, EnvironmentUnusable, UserError, headline
+from shared.policies.serialization import decode_policy
+from shared.runtime.user_code import extend_imports, install, with_extra
+from shared.storage.checkpoint_store import CHECKPOINTS, CONFIG, MANIFEST, CheckpointStore
+from shared.storage.object_store import FileStore
+
+_EXPECTED = "a run's id, RUN/NAME, or the folder of a checkpoint or of a run (also as file:///…)"
+
+
+@dataclass(frozen=True)
+class Found:
+    config: Config
+    store: CheckpointStore
+    name: str
+    import_path: tuple[str, ...]
+    """Folders of the run's own modules."""
+    made_here: bool
+    """Whether the config was made on this machine; else it names code only with consent (`require_trust`)."""
+
+
+def find_checkpoint(target: str, runs_dir: Path) -> Found:
+    """`target` is a run (what is promoted there, else its best, else its newest), `RUN/NAME`, or a folder.
+
+    NAME may be `best`, `latest`, `final` or `promoted`; a folder is a checkpoint's, or a run's in a store of files or
+    exported. Raises `RunNotFound` or `CheckpointNotFound` with what there is.
+    """
+    scheme, separator, rest = target.partition("://")
+    if separator and scheme != "file":
+        run_id = rest.rstrip("/").rpartition("/")[2]
+        known = f"; `stagecoach watch {target}` makes a run in a bucket known here: then give {run_id}"
+        hint = known if scheme == "s3" else ""
+        raise CheckpointNotFound(f"no checkpoint is taken from {target}; expected {_EXPECTED}{hint}")
+    folder = Path(rest if separator else target).expanduser().resolve()
+    if (folder / MANIFEST).is_file():  # of an upload
+        folder = folder.parent
+    if any(folder.glob(f"*/{MANIFEST}")):
+        return _in_folder(folder.parent.parent, folder.name)
+    if (folder / CHECKPOINTS).is_dir():
+        return _in_folder(folder, None)
+    if folder.is_dir():
+        raise CheckpointNotFound(f"{folder} holds no checkpoint ({MANIFEST} is missing); expected {_EXPECTED}")
+    if separator or target.startswith(("/", ".", "~")):
+        raise CheckpointNotFound(f"there is no folder {folder}; expected {_EXPECTED}")
+    run_id, _, name = target.partition("/")
+    run = RunFolder.find(run_id, runs_dir)
+    config = run.config()
+    store = run.checkpoint_store(config)
+    return Found(config, store, store.resolve(name) if name else store.preferred(), run.import_path(), run.made_here)
+
+
+def _in_folder(run_folder: Path, name: str | None) -> Found:
+    if not (path := run_folder / CONFIG).is_file():
+        raise CheckpointNotFound(f"{run_folder} is no run's folder: {path} is missing, which names the environment")
+    config = load_config(path, environ={})
+    store = CheckpointStore(FileStore(run_folder.parent, run_folder.name), run_folder.name)
+    return Found(config, store, name or store.preferred(), (), made_here=False)
+
+
+def named_code(config: Config) -> dict[str, str]:
+    """Config field → `module:name`, for all that a config has imported; ids of Gymnasium's own are not among them."""
+    found = {field: str(path) for field, path in _code_paths(config.model_dump(mode="json")) if path}
+    return {field: path for field, path in found.items() if ":" in path and not path.startswith("envpool:")}
+
+
+def require_trust(config: Config, made_here: bool, trusted: bool, where: str) -> None:
+    """Raises `UserError` where code would be run because a config says so that was not made on this machine."""
+    named = named_code(config)
+    if named and not made_here and not trusted:
+        fields = ", ".join(f"{field}={path}" for field, path in named.items())
+        raise UserError(
+            f"the config of {where} comes from an exported folder or from another machine, and playing it would import "
+            f"and run {fields}; if you trust it, call this again with --trust-config"
+        )
+
+
+def _code_paths(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield "environment.id", config["environment"]["id"]
+    for section in ("environment", "evaluation"):
+        for wrapper in config[section].get("wrappers") or ():
+            yield f"{section}.wrappers", wrapper["path"]
+    yield "algorithm.name", config["algorithm"].get("name")
+    yield "algorithm.replay_buffer.reward", (config["algorithm"].get("replay_buffer") or {}).get("reward")
+    for policy_id, policy in (config.get("policies") or {}).items():
+        yield f"policies.{policy_id}.transform", policy.get("transform")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    checkpoint: str
+    scores: dict[str, Any]
+    videos: tuple[Path, ...] = ()
+
+
+def evaluate(
+    target: str, runs_dir: Path, episodes: int | None = None, video: Path | None = None, *,
+    show: bool = False, stochastic: bool = False, trust_config: bool = False,
+) -> Evaluation:  # fmt: skip
+    """Plays `target`: a run (its promoted checkpoint, else its best, else its newest), `RUN/NAME`, or a folder.
+
+    The starts are those by which the best checkpoint was confirmed: its score comes out again, and any other is played
+    from starts that its own score does not come from.
+
+    `show` renders for people, as fast as the environment does that; `stochastic` draws actions as in training.
+
+    With `video`, each episode is recorded there as MP4. With `trust_config`, a config that was not made on this machine
+    may name code to import. Raises `UserError` where one does without, `CheckpointNotFound`, `CheckpointDamaged`,
+    `EnvironmentUnusable`.
+    """
+    found = find_checkpoint(target, runs_dir)
+    config, name = found.config, found.name
+    require_trust(config, found.made_here, trust_config, target)
+    extend_imports((os.getcwd(), *found.import_path))
+    config.algorithm.resolved()
+    checkpoint = found.store.load(name, only="policy.safetensors")
+    policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
+    description = describe_environment(config)
+    if stochastic:
+        config = _with_evaluation(config, greedy=False)
+    if video is not None:
+        require_recorder()
+        config = _with_video(_rendered(config, "rgb_array", "--video"), video, name)
+    elif show:
+        config = _rendered(config, "human", "play")
+    seed = evaluation_seed(config, name, CONFIRMING)
+    scores = scores_of(evaluate_policies(config, description, policies, seed, episodes))
+    videos = _videos(video, name, int(scores["episodes"])) if video is not None else ()
+    return Evaluation(name, scores, videos)
+
+
+def _with_evaluation(config: Config, **changes: Any) -> Config:
+    return config.model_copy(update={"evaluation": config.evaluation.model_copy(update=changes)})
+
+
+def _not_drawing(made: Any, mode: str) -> str | None:
+    """Why nothing could be seen of it; None where something can."""
+    named = (getattr(made, "metadata", None) or {}).get("render_modes")
+    if named and mode not in named:
+        return f"its metadata names only render_modes={list(named)}"
+    if (found := getattr(made, "render_mode", None)) != mode:
+        return f"it has render_mode={found!r} after it was made with that; keep the argument as self.render_mode"
+    if mode == "rgb_array":
+        made.reset(seed=0)
+        frame = made.render()
+        if not isinstance(frame, np.ndarray) or frame.ndim != 3:
+            shape = f" of shape {frame.shape}" if isinstance(frame, np.ndarray) else ""
+            return f"render() returned {type(frame).__name__}{shape}, expected an array of height × width × 3"
+    return None
+
+
+def _videos(folder: Path, name: str, episodes: int) -> tuple[Path, ...]:
+    """The recordings of the episodes that count; the environment began one more after the last."""
+    (folder / f"{name}-episode-{episodes}.mp4").unlink(missing_ok=True)
+    return tuple(path for index in range(episodes) if (path := folder / f"{name}-episode-{index}.mp4").exists())
+
+
+def require_recorder() -> None:
+    """Gymnasium's recorder needs it, and says so only after the first episode."""
+    try:
+        import moviepy  # noqa: F401
+    except ImportError:
+        raise EnvironmentUnusable(f"--video needs moviepy: {install('video')}") from None
+
+
+def _with_video(config: Config, folder: Path, name: str) -> Config:
+    kwargs = {
+        "video_folder": str(folder),
+        "episode_trigger": lambda _: True,
+        "name_prefix": name,
+        "disable_logger": True,
+    }
+    recorder = WrapperConfig(path="gymnasium.wrappers:RecordVideo", kwargs=kwargs)
+    return _with_evaluation(config, wrappers=(recorder, *evaluation_environment(config).wrappers))
+
+
+def _rendered(config: Config, mode: str, command: str) -> Config:
+    """One environment at a time, which draws what happens; raises `EnvironmentUnusable` where it cannot."""
+    name, kwargs = config.environment.id, {**config.evaluation.kwargs, "render_mode": mode}
+    if mode == "rgb_array" and config.environment.api == "pettingzoo":
+        raise EnvironmentUnusable(
+            f"{command} records Gymnasium environments only, and {name} is a PettingZoo one; `stagecoach play` shows it"
+        )
+    made = None
+    try:
+        made = make(evaluation_environment(config), **kwargs)
+        problem = _not_drawing(made, mode)
+    except Exception as error:
+        problem = with_extra(headline(error))
+    finally:
+        if made is not None:
+            made.close()
+    if problem is not None:
+        raise EnvironmentUnusable(f"{command} needs an environment that draws with render_mode={mode!r}: {problem}")
+    return _with_evaluation(config, num_envs=1, kwargs=kwargs)

@@ -1,0 +1,354 @@
+"""What people do with a run's checkpoints: verify, prune, promote, export (as ONNX, too), from the store alone.
+
+`Run` has a method for each; only `prune` needs a run that is not live.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shared.config.loading import dump_config
+from shared.config.run_config import Config
+from shared.config.sections import CheckpointConfig
+from shared.errors import ArchiveIncomplete, CheckpointDamaged, CheckpointNotFound, ExportFailed, UserError
+from shared.experience.log_entry import before
+from shared.policies.serialization import decode_policy, finite_weights
+from shared.storage import checkpoint_store as stored
+from shared.storage.checkpoint_store import (
+    MANIFEST,
+    MARKS,
+    POINTER,
+    PROMOTED,
+    STATUS,
+    CheckpointStore,
+    Pointer,
+    Promotion,
+)
+from shared.storage.export_record import RECORD, Export, files_of, read_export, read_file, write_export
+from shared.storage.log_archive import Archive
+from shared.storage.object_store import FileStore
+from trainer_node.checkpointing.retention import prune, status_entries, take_inventory, to_prune
+from trainer_node.export.export_process import carry_out, requested
+from trainer_node.export.onnx_translation import require_onnx
+
+T = TypeVar("T")
+_POLICY = "/policy.safetensors"
+_POLLS = 20
+_POLL_SECONDS = 0.3
+_LOGGER = logging.getLogger("stagecoach.coordinator")
+
+
+class State(StrEnum):
+    """What `verify` says of a checkpoint or a sync file."""
+
+    OK = "ok"
+    DAMAGED = "damaged"
+    CUT_OFF = "cut off"
+    BEING_WRITTEN = "being written"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    name: str
+    state: State
+    problems: tuple[str, ...] = ()
+    objects: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Removed:
+    name: str
+    bytes: int | None
+    """None for what had no manifest that says so: cut off or damaged."""
+
+
+def list_checkpoints(checkpoints: CheckpointStore) -> list[dict[str, Any]]:
+    """The kept ones, oldest first: name, steps, mean return, evaluation, size, and their marks."""
+    status = checkpoints.marker(STATUS) or {"checkpoints": []}
+    promotion = _unless_damaged(checkpoints.promotion)  # where it is damaged `verify` tells
+    marked = {mark: status.get(mark) for mark in MARKS} | {"promoted": promotion.checkpoint if promotion else None}
+    return [
+        {**entry, "marks": [mark for mark, name in marked.items() if name == entry["name"]]}
+        for entry in status["checkpoints"]
+    ]
+
+
+def verify(checkpoints: CheckpointStore, name: str | None = None, *, live: bool = False) -> list[Verdict]:
+    """Reads every object of every checkpoint (or of one) and compares it with what should be there.
+
+    What a live run prunes while it is looked at is left out. Sync files and exports appear only if they are damaged.
+    """
+    if name is not None:
+        return [_examine_one(checkpoints, name, live)]
+    files = list(_damaged_sync_files(checkpoints))
+    hashes = _expected_hashes(checkpoints)
+    examined = (_examine(checkpoints, name, hashes, live) for name in checkpoints.names())
+    verdicts = [verdict for verdict in examined if verdict is not None]
+    whole = [verdict.name for verdict in verdicts if verdict.state is State.OK]
+    return [*verdicts, *_damaged_exports(checkpoints, whole), *files]
+
+
+def _damaged_exports(checkpoints: CheckpointStore, names: Sequence[str]) -> Iterator[Verdict]:
+    """Of whole checkpoints; training reads no export."""
+    for name in names:
+        try:
+            _read_with_files(checkpoints, name)
+        except CheckpointNotFound:
+            continue  # pruned meanwhile
+        except CheckpointDamaged as error:
+            if name in checkpoints.names():
+                yield Verdict(f"{name}/{RECORD}", State.DAMAGED, (str(error),))
+
+
+def _read_with_files(checkpoints: CheckpointStore, name: str) -> tuple[Export, dict[str, bytes]] | None:
+    """The export that lies beside a checkpoint, and its files by policy id; raises `CheckpointDamaged`."""
+    if (export := read_export(checkpoints, name)) is None:
+        return None
+    return export, {policy_id: read_file(checkpoints, export, policy_id) for policy_id in files_of(export)}
+
+
+def _examine_one(checkpoints: CheckpointStore, name: str, live: bool) -> Verdict:
+    """A mark that moves on while its checkpoint is read is followed."""
+    for _ in range(_POLLS):
+        resolved = checkpoints.resolve(name)
+        if found := _examine(checkpoints, resolved, _expected_hashes(checkpoints), live):
+            return found
+    raise CheckpointNotFound(f"{resolved} was pruned while it was read")
+
+
+def _examine(checkpoints: CheckpointStore, name: str, hashes: dict[str, dict[str, str]], live: bool) -> Verdict | None:
+    """None for what has been pruned in the meantime."""
+    try:
+        data, manifest = checkpoints.read_manifest(name)
+    except CheckpointNotFound:
+        return _without_manifest(checkpoints, name, live)
+    except CheckpointDamaged as error:
+        return Verdict(name, State.DAMAGED, (str(error).removeprefix(f"{name} "),))
+    digest = hashlib.sha256(data).hexdigest()
+    others = [file for file, expected in hashes.get(name, {}).items() if expected != digest]
+    problems = [f"its manifest is not the one that {file} names" for file in others]
+    problems += _problems(checkpoints, manifest)
+    if problems and live:
+        try:
+            checkpoints.read_manifest(name)
+        except CheckpointNotFound:
+            return _without_manifest(checkpoints, name, live)  # it was pruned meanwhile, manifest first
+    state = State.DAMAGED if problems else State.OK
+    return Verdict(name, state, tuple(problems), len(manifest.objects), manifest.total_bytes)
+
+
+def _problems(checkpoints: CheckpointStore, manifest: stored.Manifest) -> Iterator[str]:
+    """What is wrong with the objects; one at a time, since a checkpoint may be large."""
+    for key in manifest.objects:
+        try:
+            data = checkpoints.read_object(manifest, key)
+            if key.endswith(_POLICY) and not finite_weights(decode_policy(data)[0]):
+                yield f"{key} has weights that are not finite"
+        except CheckpointDamaged as error:
+            text = str(error).removeprefix(f"{manifest.name}/").removeprefix(f"{manifest.name} ")
+            yield text if key in text else f"{key}: {text}"
+
+
+def _without_manifest(checkpoints: CheckpointStore, name: str, live: bool) -> Verdict | None:
+    known, pointer = status_entries(checkpoints), _unless_damaged(checkpoints.pointer)
+    if name not in checkpoints.names():
+        return None
+    latest = pointer.latest if pointer else None
+    if name in known or name == latest:
+        return Verdict(name, State.DAMAGED, (f"{MANIFEST} is missing",))
+    if live and (stored.checkpoint_version(name) or 0) > (stored.checkpoint_version(latest or "") or -1):
+        return Verdict(name, State.BEING_WRITTEN)
+    for _ in range(_POLLS if live else 0):  # where it is being pruned, the manifest goes first, the rest in a moment
+        time.sleep(_POLL_SECONDS)
+        if name not in checkpoints.names():
+            return None
+    return Verdict(name, State.CUT_OFF)
+
+
+def _expected_hashes(checkpoints: CheckpointStore) -> dict[str, dict[str, str]]:
+    """Checkpoint → sync file → SHA-256 of the manifest according to it."""
+    hashes = {name: {STATUS: entry["manifest_sha256"]} for name, entry in status_entries(checkpoints).items()}
+    if pointer := _unless_damaged(checkpoints.pointer):
+        hashes.setdefault(pointer.latest, {})[POINTER] = pointer.manifest_sha256
+    if promotion := _unless_damaged(checkpoints.promotion):
+        hashes.setdefault(promotion.checkpoint, {})[PROMOTED] = promotion.manifest_sha256
+    return hashes
+
+
+def _unless_damaged(read: Callable[[], T]) -> T | None:
+    try:
+        return read()
+    except CheckpointDamaged:
+        return None
+
+
+def _damaged_sync_files(checkpoints: CheckpointStore) -> Iterator[Verdict]:
+    """Those that cannot be read, or that name a checkpoint which is not there."""
+    try:
+        checkpoints.marker(STATUS)
+    except CheckpointDamaged as error:
+        yield Verdict(STATUS, State.DAMAGED, (str(error),))
+    for file, marks in ((POINTER, MARKS[:3]), (PROMOTED, MARKS[3:])):
+        try:
+            problems = tuple(f"names {name} as {mark}, which is gone" for mark, name in _gone(checkpoints, marks))
+        except CheckpointDamaged as error:
+            problems = (str(error),)
+        if problems:
+            yield Verdict(file, State.DAMAGED, problems)
+
+
+def _gone(checkpoints: CheckpointStore, marks: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Marks whose checkpoint isn't there; what differs at the second look was only moving, as a live run's do."""
+    earlier: list[tuple[str, str]] = []
+    for _ in range(_POLLS):
+        named = [(mark, checkpoints.marked(mark)) for mark in marks]
+        names = checkpoints.names()
+        gone = [(mark, name) for mark, name in named if name and name not in names]
+        if gone == earlier:
+            return gone
+        earlier = gone
+    return []
+
+
+def prune_checkpoints(checkpoints: CheckpointStore, rule: CheckpointConfig, *, dry_run: bool) -> list[Removed]:
+    """Applies the retention rule; the run must not be live. Marked checkpoints stay, whatever the rule says.
+
+    Raises `CheckpointDamaged` where the newest one is damaged: the older ones are then what a resume goes back to.
+    """
+    pointer = checkpoints.pointer()
+    if pointer is None:
+        raise CheckpointNotFound(f"run {checkpoints.run_id} has no checkpoint yet")
+    promoted = {promotion.checkpoint} if (promotion := checkpoints.promotion()) else set[str]()
+    (latest,) = verify(checkpoints, "latest")
+    if latest.state is not State.OK:
+        raise CheckpointDamaged(
+            f"nothing is pruned, since the newest checkpoint is damaged ({'; '.join(latest.problems)}) and a resume "
+            f"goes back to an older one"
+        )
+    inventory = take_inventory(checkpoints, {})
+    decided_by = (inventory, pointer, rule, promoted)
+    removed = to_prune(*decided_by) if dry_run else prune(checkpoints, *decided_by)
+    return [Removed(name, inventory.entries.get(name, {}).get("bytes")) for name in removed]
+
+
+def promote(checkpoints: CheckpointStore, name: str, *, live: bool) -> Promotion:
+    """Marks a checkpoint for deployment, once it is found whole and its weights finite.
+
+    The mark is set before it is known that the trainer does not prune the checkpoint at this moment (see `prune`, which
+    announces in the status file what goes); where it does, the mark is put back as it was.
+    """
+    (found,) = verify(checkpoints, name, live=live)
+    if found.state is State.DAMAGED:
+        raise CheckpointDamaged(f"{found.name} is not promoted: {'; '.join(found.problems)}")
+    if found.state is not State.OK:
+        raise CheckpointNotFound(f"{found.name} is not promoted: it is not complete ({found.state})")
+    former = _unless_damaged(checkpoints.promotion)
+    digest = hashlib.sha256(checkpoints.read_manifest(found.name)[0]).hexdigest()
+    promotion = Promotion(checkpoint=found.name, manifest_sha256=digest, time=round(time.time(), 3))
+    checkpoints.write_promotion(promotion)
+    if live and found.name not in status_entries(checkpoints):
+        checkpoints.write_promotion(former)
+        raise CheckpointNotFound(f"{found.name} is not promoted: the trainer is pruning it; promote a newer one")
+    return promotion
+
+
+def withdraw(checkpoints: CheckpointStore) -> str | None:
+    former = _unless_damaged(checkpoints.promotion)
+    checkpoints.write_promotion(None)
+    return former.checkpoint if former else None
+
+
+def export(checkpoints: CheckpointStore, config: Config, name: str | None, directory: Path) -> Path:
+    """Copies a checkpoint into `directory/<run id>/`, with all that is needed to play, deploy or begin from it.
+
+    Returns the checkpoint's folder. It appears whole or not at all; raises `UserError` where something is there.
+    """
+    name = checkpoints.resolve(name) if name else checkpoints.preferred()
+    target = directory / checkpoints.run_id
+    if target.exists():
+        raise UserError(f"{target} exists, and nothing is overwritten; choose another folder")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=directory))
+    except OSError as error:
+        raise UserError(f"cannot write to {directory}: {error}") from None
+    try:
+        copy = CheckpointStore(FileStore(partial, checkpoints.run_id), checkpoints.run_id)
+        _copy(checkpoints, copy, config, name)
+        os.rename(partial / checkpoints.run_id, target)
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target / stored.CHECKPOINTS / name
+
+
+def _copy(checkpoints: CheckpointStore, copy: CheckpointStore, config: Config, name: str) -> None:
+    """Objects first, each verified on its way and the whole once more as a reader of the copy sees it."""
+    data, manifest = checkpoints.read_manifest(name)
+    for key in manifest.objects:
+        copy.store.put(manifest.folder + key, checkpoints.read_object(manifest, key))
+    copy.store.put(manifest.folder + MANIFEST, data)
+    if (beside := _read_with_files(checkpoints, name)) is not None:
+        write_export(copy, *beside)
+    copy.store.put(stored.ENVIRONMENT, checkpoints.store.get(stored.ENVIRONMENT))
+    copy.store.put(stored.CONFIG, dump_config(config).encode())
+    digest = hashlib.sha256(data).hexdigest()
+    copy.write_pointer(Pointer(latest=name, epoch=manifest.epoch, manifest_sha256=digest))
+    problems = [problem for verdict in verify(copy) for problem in verdict.problems]
+    if problems:
+        raise CheckpointDamaged(f"{name} is not exported: {'; '.join(problems)}")
+
+
+def export_onnx(
+    checkpoints: CheckpointStore, config: Config, name: str | None, directory: Path
+) -> tuple[Export, dict[str, Path]]:
+    """Writes `directory/<policy id>.onnx` for each policy, and the record; returns it, and the files by policy id.
+
+    What the trainer has exported already is copied. Else it is made here, and compared with torch on random and on
+    archived observations. Raises `ExportFailed`, or `UserError` where a file is there; then nothing is written.
+    """
+    name = checkpoints.resolve(name) if name else checkpoints.preferred()
+    record = directory / RECORD
+    try:
+        found = _read_with_files(checkpoints, name)
+    except CheckpointDamaged as error:
+        _LOGGER.warning("%s; it is exported anew", error)
+        found = None
+    export, files = found if found and not found[0].failures else _made(checkpoints, config, name)
+    if export.failures:
+        raise ExportFailed(f"{name} cannot be exported as ONNX: {export}")
+    paths = {policy_id: directory / f"{policy_id}.onnx" for policy_id in files}
+    if there := [str(path) for path in (*paths.values(), record) if path.exists()]:
+        raise UserError(f"{', '.join(there)} exists, and nothing is overwritten; choose another folder")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for policy_id, path in paths.items():
+            path.write_bytes(files[policy_id])
+        record.write_text(export.model_dump_json(indent=1))
+    except OSError as error:
+        raise UserError(f"cannot write to {directory}: {error}") from None
+    return export, paths
+
+
+def _made(checkpoints: CheckpointStore, config: Config, name: str) -> tuple[Export, dict[str, bytes]]:
+    """Exported here, compared on the last fragment that the checkpoint was learned from, where the archive has it."""
+    require_onnx()
+    position = checkpoints.manifest(name).log_position
+    try:
+        entry = next(Archive(checkpoints.store, checkpoints.run_id).entries(before(position), position), None)
+    except (ArchiveIncomplete, ValueError):
+        entry = None
+    made = carry_out(requested(checkpoints, name, config.model_dump(mode="json"), entry.fragment if entry else None))
+    return made.export, made.files

@@ -1,0 +1,299 @@
+"""A run's folder on this machine: what is in it, who holds it, and how a run is found again.
+
+```
+runs/<run_id>/
+  config.yaml         the resolved config
+  import_path.json    folders of the user's own modules
+  services.json       addresses, while the run is live here
+  credentials.json    of embedded services; only its owner may read it
+  lock                held (flock) by the coordinator that runs it: the kernel lets go when that dies
+  outage.json         there while the coordinator waits for Redis (coordinator/services/restarter.py)
+  remote.json         instead of the above, for a run that lives on other machines: its `RemoteLink`
+  redis/  s3/         data of embedded services
+  logs/               one file per role and service
+  metrics/            train.csv, tensorboard/
+```
+
+Of a run whose coordinator is on another machine the folder here is a link; every command that takes a run works on it.
+The truth about such a run is in Redis (is it live?) and in the store (what has it left?).
+"""
+
+from __future__ import annotations
+
+import difflib
+import fcntl
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from coordinator.catalog.run_files import LOCK, REMOTE, former_name, is_locked, run_paths
+from coordinator.services.embedded import BUCKET, new_secret
+from shared.config.loading import dump_config, load_config, parse_config, parse_yaml
+from shared.config.run_config import Config
+from shared.errors import ConfigError, ObjectMissing, RunExists, RunLive, RunNotFound, UserError
+from shared.protocol.keys import check_run_id
+from shared.protocol.redis_client import Address
+from shared.runtime.launch import LOGS, RESOLVED_CONFIG, SERVICES, read_launch
+from shared.storage.checkpoint_store import CONFIG, CheckpointStore
+from shared.storage.local_disk import replacing
+from shared.storage.object_store import open_folder, open_store
+
+
+class Submission(BaseModel, frozen=True):
+    """What is sent to a cluster: all that another try needs."""
+
+    cluster: str
+    """Ray's job server, or the cluster file that leads there."""
+    working_dir: str
+    command: tuple[str, ...]
+    """Arguments of `stagecoach` on the cluster."""
+
+
+class RemoteLink(BaseModel, frozen=True):
+    redis_url: str | None = None
+    """Redis as this machine reaches it (through a tunnel), where that is not as the run's own machines do."""
+    endpoint_url: str | None = None
+    """The same for the S3 endpoint."""
+    submission: Submission | None = None
+    job: str | None = None
+
+    def write(self, folder: Path) -> None:
+        with replacing(folder / REMOTE) as file:
+            file.write(self.model_dump_json(indent=1).encode())
+
+
+def read_remote(folder: Path) -> RemoteLink | None:
+    path = folder / REMOTE
+    return RemoteLink.model_validate_json(path.read_text()) if path.exists() else None
+
+
+def link(location: str, runs_dir: Path, endpoint_url: str | None = None, redis_url: str | None = None) -> str:
+    """Makes the run at `location` (its folder in a store) known in `runs_dir`; returns its id.
+
+    Raises `RunNotFound`, or what the store raises. A run of this machine stays what it is.
+    """
+    store, run_id = open_folder(location, endpoint_url)
+    check_run_id(run_id)
+    store.check()
+    try:
+        text = store.get(CONFIG).decode(errors="replace")
+    except ObjectMissing:
+        raise RunNotFound(f"no run at {location}: {CONFIG} is missing there") from None
+    try:
+        config = parse_config(parse_yaml(text, f"{location}/{CONFIG}"))
+    except ConfigError as error:
+        raise ConfigError(f"{run_id} was made by another version of Stagecoach: {error}") from None
+    config = config.model_copy(update={"runs_dir": runs_dir})
+    path = runs_dir.expanduser().resolve() / run_id
+    known = read_remote(path) if path.exists() else RemoteLink()
+    if known is None:
+        raise UserError(f"{path} is a run of this machine already; name it by its id: {run_id}")
+    path.mkdir(parents=True, exist_ok=True)
+    here = {"redis_url": redis_url or known.redis_url, "endpoint_url": endpoint_url or known.endpoint_url}
+    known.model_copy(update=here).write(path)
+    (path / RESOLVED_CONFIG).write_text(dump_config(config))
+    return run_id
+
+
+CREDENTIALS, IMPORT_PATH = "credentials.json", "import_path.json"
+_LOCK_TRIES = 10
+_SECRET = re.compile(r"[0-9a-f]{32}")
+_LOGGER = logging.getLogger("stagecoach.coordinator")
+
+
+@dataclass
+class RunFolder:
+    """One run's folder; `path` is absolute."""
+
+    run_id: str
+    path: Path
+    _lock: int | None = None
+
+    @classmethod
+    def create(cls, config: Config, run_id: str, import_path: tuple[str, ...] = ()) -> RunFolder:
+        """A new folder with the resolved config, locked; raises `RunExists` (nothing is overwritten)."""
+        path = config.runs_dir.expanduser().resolve() / check_run_id(run_id)
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            raise RunExists(
+                f"run {run_id!r} exists in {path.parent}; choose another --run-id, or continue it: "
+                f"stagecoach resume {run_id}"
+            ) from None
+        except OSError as error:
+            raise UserError(
+                f"cannot make the run's folder {path}: {error}; check runs_dir and its permissions"
+            ) from None
+        folder = cls(run_id, path)
+        try:
+            (path / LOGS).mkdir()
+            folder.write_config(config)
+            (path / IMPORT_PATH).write_text(json.dumps(import_path))
+            folder.lock()
+        except OSError as error:
+            folder.remove()
+            raise UserError(f"cannot write the run's folder {path}: {error}; is the disk full?") from None
+        return folder
+
+    @classmethod
+    def find(cls, run_id: str, runs_dir: Path) -> RunFolder:
+        """The folder of an existing run; raises `RunNotFound` with the runs that there are."""
+        path = runs_dir.expanduser().resolve() / check_run_id(run_id)
+        if not (path / RESOLVED_CONFIG).is_file():
+            known = [path.name for path in run_paths(runs_dir)]
+            nearest = ", ".join(difflib.get_close_matches(run_id, known, cutoff=0.5))
+            hint = f"did you mean {nearest}?" if nearest else f"runs there: {len(known)};"
+            raise RunNotFound(
+                f"no run {run_id!r} in {runs_dir}; {hint} `stagecoach runs` lists them; for one on other machines "
+                f"give its folder in the store: s3://bucket/prefix/{run_id}"
+            )
+        if former := former_name(path):
+            raise RunNotFound(
+                f"the folder {path} holds the run {former!r}, and was copied or renamed: a run keeps its id, which "
+                f"names what is in its store. Give the folder that name (in another folder of runs, which "
+                f"--runs-dir names, if {former!r} is still there), or delete it"
+            )
+        return cls(run_id, path)
+
+    @classmethod
+    def of(cls, config: Config, run_id: str) -> RunFolder | None:
+        """The folder of a run that was made on this machine; None where there is none."""
+        path = config.runs_dir.expanduser().resolve() / check_run_id(run_id)
+        return cls(run_id, path) if (path / RESOLVED_CONFIG).is_file() and read_remote(path) is None else None
+
+    def config(self, overrides: tuple[str, ...] = ()) -> Config:
+        """The run's own resolved config, changed only by `overrides`; the environment does not change it."""
+        return load_config(self.path / RESOLVED_CONFIG, overrides, environ={})
+
+    def write_config(self, config: Config) -> None:
+        with replacing(self.path / RESOLVED_CONFIG) as file:
+            file.write(dump_config(config).encode())
+
+    def import_path(self) -> tuple[str, ...]:
+        """Folders of the user's own modules, as they were when the run was made."""
+        path = self.path / IMPORT_PATH
+        return tuple(json.loads(path.read_text())) if path.exists() else ()
+
+    @property
+    def remote(self) -> RemoteLink | None:
+        """Where the run lives, if not on this machine."""
+        return read_remote(self.path)
+
+    @property
+    def made_here(self) -> bool:
+        """Whether the run's config was made on this machine, and not taken from a store."""
+        return (remote := self.remote) is None or remote.submission is not None
+
+    def lock(self) -> None:
+        """Holds the run for this process; raises `RunLive` while another coordinator does."""
+        handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if not _locked(handle):
+            os.close(handle)
+            raise RunLive(f"run {self.run_id!r} is live already; see `stagecoach status {self.run_id}`")
+        os.truncate(handle, 0)
+        os.write(handle, str(os.getpid()).encode())
+        self._lock = handle
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        self.lock()
+        try:
+            yield
+        finally:
+            self.unlock()
+
+    @property
+    def held(self) -> bool:
+        return self._lock is not None
+
+    @property
+    def live(self) -> bool:
+        """Whether a coordinator holds the run right now (this process counts)."""
+        return self.held or is_locked(self.path)
+
+    def credentials(self, config: Config) -> tuple[Path, dict[str, str]]:
+        """The secrets of the run's embedded services (of no others), made once; anew where the file is damaged.
+
+        The services take what they are given as they start, and keep no secret in their data.
+        """
+        path = self.path / CREDENTIALS
+        names = ["redis_password"] if config.redis.url == "embedded" else []
+        names += ["s3_access_key", "s3_secret_key"] if config.store.url == "embedded" else []
+        try:
+            found = json.loads(path.read_text())
+            if isinstance(found, dict) and all(_SECRET.fullmatch(str(found.get(name))) for name in names):
+                return path, found
+            _LOGGER.warning("%s is not what was written there; new secrets are made", path)
+        except FileNotFoundError:
+            pass
+        except ValueError as error:
+            _LOGGER.warning("%s is damaged (%s); new secrets are made", path, error)
+        made = {name: new_secret() for name in names}
+        with replacing(path, mode=0o600) as file:
+            file.write(json.dumps(made).encode())
+        return path, made
+
+    def write_services(self, address: Address, import_path: tuple[str, ...]) -> None:
+        """Where the run's services are, for everybody on this machine; there while the run is live."""
+        content = {"address": asdict(address), "import_path": import_path}
+        with replacing(self.path / SERVICES) as file:
+            file.write(json.dumps(content, indent=1).encode())
+
+    def forget_services(self) -> None:
+        (self.path / SERVICES).unlink(missing_ok=True)
+
+    def live_address(self) -> Address | None:
+        """The address of the live run; None where no coordinator holds it (or its services aren't up yet)."""
+        if not self.live or not (self.path / SERVICES).exists():
+            return None
+        return read_launch(self.path, self.run_id).address
+
+    def offline_address(self, config: Config) -> Address:
+        """How to reach what no coordinator of this machine keeps up; an embedded store's bucket is a plain folder."""
+        if config.store.url == "embedded":
+            return Address(self.run_id, "", f"file://{self.path / 's3' / BUCKET}")
+        reached = self.remote or RemoteLink()
+        endpoint_url = reached.endpoint_url or config.store.endpoint_url
+        return Address(self.run_id, reached.redis_url or config.redis.url, config.store.url, endpoint_url)
+
+    def checkpoint_store(self, config: Config, *, offline: bool = False) -> CheckpointStore:
+        """The run's checkpoints, by its services while it is live (and not `offline`)."""
+        live = None if offline else self.live_address()
+        return CheckpointStore(open_store(live or self.offline_address(config), config), self.run_id)
+
+    def remove(self) -> None:
+        """Takes back a folder whose run never started."""
+        self.unlock()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _locked(handle: int) -> bool:
+    """Tries for a moment: a process that asks whether the run is live (`live`) holds the file for an instant, too."""
+    for attempt in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.05 if attempt < _LOCK_TRIES - 1 else 0.0)
+    return False
+
+
+def new_run_id(config: Config) -> str:
+    """Environment, time, and four random digits: `cartpole-v1-20260102-150405-9f3a`."""
+    name = "".join(letter if letter.isalnum() else "-" for letter in config.environment.id.rpartition(":")[2]).lower()
+    return f"{name[:30].strip('-') or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"

@@ -1,0 +1,290 @@
+"""The status of a run: one view, from Redis while it is live, from the store when it has ended.
+
+It names the party that everyone waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, cast
+
+import redis
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from coordinator.catalog.run_files import INTERRUPTED_REASON, RunStatus
+from shared.errors import UserError
+from shared.printable import counted, foreign, left_out
+from shared.protocol.events import read_evaluations
+from shared.protocol.flow_control import Flow
+from shared.protocol.heartbeat import Beat, read_heartbeats
+from shared.protocol.keys import RunKeys
+from shared.protocol.ledger import read_accounting
+from shared.protocol.payload_shards import bytes_by_shard
+from shared.runtime.failure import FailureKind, RunEnd, reason_in_words
+from shared.storage.checkpoint_store import FINISHED, CheckpointStore
+from trainer_node.checkpointing.retention import best_checkpoints, confirmed_returns, status_file
+
+NO_BOUND = 10_000
+"""As many workers as a config may ask for."""
+
+
+@dataclass(frozen=True)
+class WorkerCapacity:
+    now: int
+    """On the machines that are there."""
+    later: int | None
+    """With those that an autoscaler may add; None where it adds, and does not say how many."""
+    each: str
+    """What a worker asks for, for people."""
+    cluster: str
+    """What there is and who takes of it, for people."""
+
+    @property
+    def most(self) -> int:
+        return NO_BOUND if self.later is None else self.later
+
+    def refuse(self, workers: int, fewer: str, more: str) -> None:
+        """Raises `UserError` where more are asked for than ever fit; to the command `fewer` a number is added."""
+        if workers <= self.most:
+            return
+        remedy = f"{fewer}{self.most}, or {more}" if self.most else more
+        raise UserError(
+            f"{counted(workers, 'worker')} with {self.each} each asked for; {self.cluster} has room for "
+            f"{self.most or 'none'}: {remedy}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """`6 workers (with machines that may be added: 12)`."""
+        more = "more, on machines that may be added" if self.later is None else f"{self.later} with what may be added"
+        now = counted(self.now, "worker")
+        return now if self.later == self.now else f"{now} ({more})"
+
+
+_CAPACITY = TypeAdapter(WorkerCapacity)
+
+
+def capacity_of(beats: Sequence[Beat]) -> WorkerCapacity | None:
+    """What the coordinator last said; None where it is silent, or there is no Ray."""
+    coordinator = next((beat for beat in beats if beat.role == "coordinator" and beat.alive), None)
+    said = coordinator.progress.get("capacity") if coordinator is not None else None
+    try:
+        return _CAPACITY.validate_python(said) if said else None
+    except ValidationError as error:
+        left_out("the capacity that the coordinator reports", error.errors()[0]["msg"])
+        return None
+
+
+def check_order(run_id: str, workers: int | None, min_workers: int | None, max_workers: int | None) -> None:
+    for name, number in (("scale to", workers), ("--min", min_workers), ("--max", max_workers)):
+        if number is not None and number < 1:
+            end = f"; `stagecoach stop {run_id}` ends the run" if number == workers else ""
+            raise UserError(f"{name} {number}: expected at least 1 worker{end}")
+        if number is not None and number > NO_BOUND:
+            raise UserError(f"{name} {number}: expected at most {NO_BOUND} workers")
+    if workers is not None and (min_workers, max_workers) != (None, None):
+        raise UserError(
+            f"a number or bounds, not both: `stagecoach scale {run_id} {workers}` for a fixed number, "
+            f"`stagecoach scale {run_id} auto --min A --max B` for as many as are needed"
+        )
+
+
+def order_scale(
+    client: redis.Redis, run_id: str, workers: int | None, min_workers: int | None, max_workers: int | None
+) -> str:
+    """Writes the order into the run's flow; returns it in words. Raises `UserError` for more than there is room for."""
+    flow, capacity = Flow(client, run_id), capacity_of(read_heartbeats(client, run_id))
+    state = flow.read()
+    least = state.min_workers if min_workers is None else min_workers
+    most = state.max_workers if max_workers is None else max_workers
+    if workers is None and most is not None and least > most:
+        raise UserError(f"--min {least} is more than --max {most}; a bound that is not given stays what it was")
+    if capacity is not None:
+        capacity.refuse(workers or least, f"stagecoach scale {run_id} ", "add machines")
+    if workers is not None:
+        flow.set_scaling("fixed", least, most, workers)
+        return f"to {counted(workers, 'worker')}"
+    flow.set_scaling("auto", least, most)
+    bound = "as many as there is room for" if most is None else str(most)
+    return f"automatically between {least} and {bound} (now {state.desired_workers})"
+
+
+@dataclass(frozen=True)
+class Status:
+    """What `stagecoach status` shows; `as_dict` is what `--json` prints."""
+
+    run_id: str
+    state: RunStatus = RunStatus.INTERRUPTED
+    reason: str = ""
+    live: bool = False
+    version: int = -1
+    env_steps: int = 0
+    updates: int = 0
+    episodes: int = 0
+    desired_workers: int | None = None
+    bottleneck: str = "nothing: the run is not live"
+    scaling: dict[str, Any] = field(default_factory=dict)
+    """mode (fixed, auto), min, max, and capacity: a `WorkerCapacity`, or None where it is not known."""
+    roles: list[Beat] = field(default_factory=list)
+    ledger: dict[str, Any] = field(default_factory=dict)
+    log: dict[str, int] = field(default_factory=dict)
+    shards: dict[str, int] = field(default_factory=dict)
+    """Shard → bytes of the bodies there that the log names."""
+    flow: dict[str, int] = field(default_factory=dict)
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    store: dict[str, Any] = field(default_factory=dict)
+    latest: str | None = None
+    best: str | None = None
+    final: str | None = None
+    evaluation: dict[str, Any] | None = None
+    failure: FailureKind | None = None
+
+    @property
+    def end(self) -> RunEnd:
+        return RunEnd(self.reason, self.failure)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "roles": [beat.as_dict() for beat in self.roles]}
+
+
+class _Export(BaseModel, extra="allow"):
+    checkpoint: str
+    error: str
+
+
+class _StoreStatus(BaseModel, extra="allow"):
+    """Of what the trainer tells of the store, that which is shown."""
+
+    durable: str = ""
+    waiting_for: str = ""
+    error: str = ""
+    since: float = 0.0
+    attempts: int = 0
+    export: _Export | None = None
+
+
+_FIGURES, _STORE = TypeAdapter(dict[str, float | None]), TypeAdapter(_StoreStatus)
+
+
+def live_status(client: redis.Redis, run_id: str, accounting: bool = True) -> Status:
+    """From Redis; raises `RunNotFound` where it does not know the run."""
+    keys = RunKeys(run_id)
+    flow = Flow(client, run_id).read()
+    beats = read_heartbeats(client, run_id)
+    evaluations = read_evaluations(client, run_id)
+    raw = cast(list[bytes | None], client.mget([keys.metrics, keys.store_status]))
+    metrics = foreign(_FIGURES, raw[0] or b"{}", f"the metrics of run {run_id}") or {}
+    told = foreign(_STORE, raw[1] or b"{}", f"the store's status of run {run_id}")
+    store = told.model_dump(exclude_unset=True) if told else {}
+    trainer = next((beat.progress for beat in beats if beat.role == "trainer"), {})
+    newest = next(({**item, "checkpoint": name} for name, item in reversed(evaluations.items())), None)
+    best = next(iter(best_checkpoints(confirmed_returns(evaluations), evaluations)), None)
+    return Status(
+        run_id=run_id, state=RunStatus(flow.state), reason=flow.reason, live=True, version=flow.version,
+        env_steps=int(trainer.get("env_steps", 0)), updates=int(trainer.get("updates", 0)),
+        episodes=int(trainer.get("episodes", 0)), desired_workers=flow.desired_workers,
+        scaling={
+            "mode": flow.scaling, "min": flow.min_workers, "max": flow.max_workers, "capacity": capacity_of(beats),
+        },
+        bottleneck=bottleneck(beats, store), roles=beats,
+        ledger={name: line.as_dict() for name, line in read_accounting(client, run_id).items()} if accounting else {},
+        log={"entries": client.xlen(keys.log), "bytes": flow.log_bytes, "max_bytes": flow.max_log_bytes},
+        shards=dict.fromkeys(flow.shards, 0) | (bytes_by_shard(client, run_id) if accounting and flow.shards else {}),
+        flow={"in_flight": flow.in_flight, "window": flow.window, "max_policy_lag": flow.max_policy_lag},
+        metrics=metrics, store=store, latest=store.get("durable"), best=best,
+        evaluation=newest, failure=flow.failure,
+    )  # fmt: skip
+
+
+def is_supervised(client: redis.Redis, run_id: str) -> bool:
+    """Whether a coordinator (or, without one, a trainer) beats for this run, on whatever machine."""
+    return any(beat.alive for beat in read_heartbeats(client, run_id) if beat.role in ("coordinator", "trainer"))
+
+
+def ended_status(checkpoints: CheckpointStore) -> Status:
+    """From the store's sync files, which need no server."""
+    finished = checkpoints.marker(FINISHED) or {}
+    kept = status_file(checkpoints)
+    entries = kept.get("checkpoints", [])
+    last = entries[-1] if entries else {}
+    counts = last | ((finished.get("counters") or {}).get("train") or {})
+    return Status(
+        run_id=checkpoints.run_id,
+        state=RunStatus.FINISHED if finished else RunStatus.INTERRUPTED,
+        reason=finished.get("reason", INTERRUPTED_REASON),
+        version=int((finished or last).get("version", -1)),
+        env_steps=int(counts.get("env_steps", 0)),
+        updates=int(counts.get("updates", 0)),
+        episodes=int(counts.get("episodes", 0)),
+        ledger=finished.get("ledger") or {},
+        latest=kept.get("latest"),
+        best=kept.get("best"),
+        final=kept.get("final"),
+        evaluation=next((entry["evaluation"] for entry in reversed(entries) if entry.get("evaluation")), None),
+        failure=FailureKind(finished["failure"]) if finished.get("failure") else None,
+    )
+
+
+def paused(known: Status, waits: str | None) -> Status:
+    """Of a live run that waits for its Redis: what is known of it, and why it waits; as it is where it does not."""
+    if waits is None:
+        return known
+    reason = f"waiting for {waits}; then it continues by itself"
+    return replace(known, state=RunStatus.PAUSED, reason=reason, live=True, bottleneck=waits, metrics={})
+
+
+def bottleneck(beats: list[Beat], store: dict[str, Any]) -> str:
+    """The party that everyone waits for, in one line."""
+    trainer = next((beat for beat in beats if beat.role == "trainer"), None)
+    if trainer is not None and trainer.ended:
+        return f"nothing: the run has ended ({reason_in_words(trainer.ended)})"
+    unplaced = next((beat.progress.get("unplaced") for beat in beats if beat.role == "coordinator"), None)
+    if unplaced:
+        return f"Ray, which has no place yet for {', '.join(unplaced)}"
+    if trainer is None:
+        return "the trainer, which is starting"
+    who = f"(the trainer, for {trainer.waiting_seconds:.1f} s)"
+    if trainer.alive and trainer.waiting_for == "the other ranks":
+        return f"{trainer.last_error or 'the other ranks, which are starting'} {who}"
+    if trainer.alive and trainer.last_error:
+        return f"{_party(trainer)}: {trainer.last_error} {who}"
+    if "version" not in trainer.progress:
+        return "the trainer, which is starting"
+    if not trainer.alive:
+        return f"the trainer (silent for {trainer.age_seconds:.0f} s)"
+    if store.get("waiting_for") and "durable" in (trainer.waiting_for or ""):
+        return f"{store['waiting_for']}: {store.get('error', 'it does not answer')}"
+    workers = [beat for beat in beats if beat.role == "worker" and beat.ended is None]
+    if trainer.waiting_for == "experience":
+        return _slowest(workers, trainer.waiting_seconds, store)
+    if trainer.waiting_for:
+        return f"{trainer.waiting_for} {who}"
+    if workers and all(beat.waiting_for for beat in workers):
+        return "the trainer, which is learning"
+    return "nothing: each role is at work"
+
+
+def _party(beat: Beat) -> str:
+    return beat.waiting_for if beat.outage and beat.waiting_for in ("Redis", "a Redis shard") else "the store"
+
+
+def _slowest(workers: list[Beat], seconds: float, store: dict[str, Any]) -> str:
+    """Whom the trainer waits for when it waits for experience."""
+    if any("memory in Redis" in (beat.waiting_for or "") for beat in workers):
+        return "Redis, whose memory is full (maxmemory): workers wait until a durable checkpoint frees some"
+    if any("room in the log" in (beat.waiting_for or "") for beat in workers):
+        said = f" ({store['error']})" if store.get("error") else ""
+        return f"the store: workers wait for room in the log, which a durable checkpoint frees{said}"
+    silent = [f"{beat.id} (silent for {beat.age_seconds:.0f} s)" for beat in workers if not beat.alive]
+    if silent:
+        return ", ".join(silent)
+    if not workers:
+        return "rollout workers (none is alive)"
+    troubled = next((beat for beat in workers if beat.last_error), None)
+    if troubled is not None and all(beat.waiting_for for beat in workers):
+        return f"{_party(troubled)}: {troubled.last_error} ({troubled.id}, for {troubled.waiting_seconds:.1f} s)"
+    acting = [beat.id for beat in workers if not beat.waiting_for]
+    return f"rollout workers ({', '.join(acting[:4]) or 'about to act'}), for {seconds:.1f} s"

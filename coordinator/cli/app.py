@@ -1,0 +1,405 @@
+"""The command line: a thin layer over `Run` and its neighbors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import typer.core
+
+from coordinator.catalog.run_files import RunStatus
+from coordinator.cli import config as configs
+from coordinator.cli import profile_and_bench, runs
+from coordinator.cli.config import ConfigArgument, config_file
+from coordinator.cli.options import (
+    RUNS,
+    Exit,
+    Json,
+    RunArgument,
+    RunsDir,
+    Sets,
+    TrustConfig,
+    console,
+    example,
+    figure,
+    print_json,
+    run_ids,
+)
+from coordinator.services.ray_internals import outlive_ray
+from shared.errors import EnvironmentFailure, RunLive, StagecoachError, UserError, headline
+from shared.printable import complain, counted
+from shared.runtime.failure import reason_in_words
+from shared.runtime.process import interruptible
+
+if TYPE_CHECKING:
+    from coordinator.catalog.checkpoint_lookup import Evaluation
+
+# What a command needs is imported when it is called: PyTorch, Ray and the config's models take seconds, and `--help`,
+# `--version` and `runs` need none of them.
+
+
+class _Commands(typer.core.TyperGroup):
+    """Says that it was interrupted, which Typer on its own ends without a word."""
+
+    def invoke(self, context: Any) -> Any:
+        try:
+            return super().invoke(context)
+        except KeyboardInterrupt:
+            print("Interrupted.", file=sys.stderr)
+            raise typer.Exit(Exit.INTERRUPTED) from None
+
+
+class _Checkpoints(typer.core.TyperGroup):
+    """`stagecoach checkpoints …`; `stagecoach checkpoints RUN` lists, as if `list` stood there."""
+
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        from coordinator.cli.checkpoints import app
+
+        self.commands = typer.main.get_group(app).commands
+        if arguments and arguments[0] not in self.commands and arguments[0] not in context.help_option_names:
+            arguments = ["list", *arguments]
+        return super().parse_args(context, arguments)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        import importlib.metadata
+
+        print(f"stagecoach {importlib.metadata.version('stagecoach')}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown",
+    help="Distributed reinforcement learning: rollout workers, an experience log, checkpoints, exact resume.",
+)  # fmt: skip
+app.add_typer(
+    typer.Typer(cls=_Checkpoints, rich_markup_mode="markdown"), name="checkpoints", no_args_is_help=True,
+    help="List, verify, show, prune, promote or export the checkpoints of a run.",
+    epilog=example("stagecoach checkpoints my-run"),
+)  # fmt: skip
+_Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")]
+_PLACE = "The run's id; or, of one on other machines, s3://bucket/prefix/RUN."
+Place = Annotated[str, typer.Argument(metavar="RUN", help=_PLACE, autocompletion=run_ids)]
+EndpointUrl = Annotated[
+    str | None, typer.Option(metavar="URL", help="The S3 endpoint as this machine reaches it, if not as the run does.")
+]
+RedisUrl = Annotated[
+    str | None, typer.Option("--redis", metavar="URL", help="The same for Redis, for example through a tunnel.")
+]
+Drops = Annotated[
+    list[str] | None,
+    typer.Option("--drop", metavar="POSITION", help="Drop this log entry, or FIRST..LAST, unread; may be repeated."),
+]
+Detach = Annotated[bool, typer.Option("--detach", help="Return once it trains; it continues without this terminal.")]
+Inline = Annotated[bool, typer.Option("--inline", help="All roles in one process, for a debugger.")]
+Background = Annotated[bool, typer.Option("--background", hidden=True)]
+_Target = Annotated[
+    str, typer.Argument(metavar="RUN|CHECKPOINT", help="RUN (its best), RUN/NAME, or a folder.", autocompletion=run_ids)
+]
+_Stochastic = Annotated[bool, typer.Option("--stochastic", help="Draw actions as in training.")]
+
+
+@app.callback()
+def _main(version: _Version = False) -> None:
+    """Options of `stagecoach` itself."""
+
+
+@app.command(epilog=example("stagecoach train cartpole --set rollout.workers=4"))
+def train(
+    config: ConfigArgument,
+    set_: Sets = None,
+    run_id: Annotated[str | None, typer.Option("--run-id", help="Name of the run; by default one is made up.")] = None,
+    initialize_from: Annotated[
+        str | None,
+        typer.Option(metavar="CHECKPOINT", help="Begin with the policies of RUN, RUN/NAME or a checkpoint's folder."),
+    ] = None,
+    or_resume: Annotated[
+        bool,
+        typer.Option("--or-resume", help="Continue the run where it is there already; for job systems that retry."),
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Delete a run of this --run-id first, with everything that it has stored.")
+    ] = False,
+    address: Annotated[
+        str | None,
+        typer.Option(metavar="URL|CLUSTER.yaml", help="Run on this Ray cluster: its dashboard, or its cluster file."),
+    ] = None,
+    working_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With --address: the folder that travels; the config's by default."),
+    ] = None,
+    detach: Detach = False,
+    inline: Inline = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Show at the end where each process's time went; keep a timeline.")
+    ] = False,
+    background: Background = False,
+) -> None:
+    """Train: start all that the run needs, show it live, and end it all with a summary."""
+    with interruptible():
+        from coordinator.catalog.run_folder import new_run_id
+        from coordinator.cli import foreground
+        from coordinator.lifecycle.ray_job import submission
+        from coordinator.run import Run
+        from shared.config.loading import load_config
+
+    config = config_file(config)
+    sets = [*(set_ or ()), *([f"initialize_from={json.dumps(initialize_from)}"] if initialize_from else ())]
+    sets += ["metrics.profile=true"] if profile else []
+    resolved = load_config(config, [*sets, *(["ray.address=auto"] if address else ())])
+    name = new_run_id(resolved) if run_id is None else run_id
+    if force:
+        runs.delete_former(run_id, resolved.runs_dir)
+    if address is not None:
+        sent = submission(address, config, sets, name, working_dir, or_resume)
+        foreground.supervise(partial(Run.submit, sent, resolved, name), detach=detach, where=f"submitting to {address}")
+    elif detach:
+        foreground.detach([*_without_detach(), "--run-id", name], name)
+    else:
+        start = partial(Run.start, resolved, name, inline=inline, or_resume=or_resume)
+        with foreground.in_one_process(inline):
+            foreground.supervise(partial(start, import_path=(str(config.resolve().parent),)), background)
+
+
+def _without_detach() -> list[str]:
+    return [argument for argument in sys.argv[1:] if argument != "--detach"]
+
+
+@app.command(epilog=example("stagecoach prepare config.yaml --run-id my-run"))
+def prepare(
+    config: Annotated[Path, typer.Argument(help="The config file; with a Redis and a store that are there already.")],
+    run_id: Annotated[str, typer.Option("--run-id", help="Name of the run.")],
+    set_: Sets = None,
+) -> None:
+    """Record a new run in Redis and the store and start nothing: its roles come by SSH or SLURM (docs/DEPLOY.md)."""
+    with interruptible():
+        from coordinator.run import Run
+        from shared.config.loading import load_config
+
+    Run.prepare(load_config(config, set_ or ()), run_id, import_path=(str(config.resolve().parent),))
+    console.print(f"run {run_id} is prepared; its roles may start")
+
+
+@app.command(epilog=example("stagecoach resume my-run --set stop_at.env_steps=200000"))
+def resume(
+    run: RunArgument,
+    origin: Annotated[
+        str,
+        typer.Option("--from", metavar="CHECKPOINT|best|latest", help="Go back to this one; it becomes a new version."),
+    ] = "latest",
+    drop: Drops = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse a checkpoint of other code, PyTorch, NumPy or Python versions.")
+    ] = False,
+    set_: Sets = None,
+    runs_dir: RunsDir = RUNS,
+    detach: Detach = False,
+    inline: Inline = False,
+    background: Background = False,
+) -> None:
+    """Continue an ended or interrupted run from its newest good checkpoint and the log behind it."""
+    with interruptible():
+        from coordinator.cli import foreground
+        from coordinator.run import Run
+
+    if detach:
+        foreground.detach(_without_detach(), run)
+    else:
+        resumed = partial(Run.resume, run, runs_dir, tuple(set_ or ()), origin=origin, drop=tuple(drop or ()))
+        with foreground.in_one_process(inline):
+            foreground.supervise(partial(resumed, strict=strict, inline=inline), background)
+
+
+@app.command(epilog=example("stagecoach replay my-run --from start --to best"))
+def replay(
+    run: RunArgument,
+    start: Annotated[str, typer.Option("--from", metavar="CHECKPOINT|start", help="Where to begin.")] = "start",
+    goal: Annotated[str, typer.Option("--to", metavar="CHECKPOINT", help="What must come out.")] = "latest",
+    trust_config: TrustConfig = False,
+    runs_dir: RunsDir = RUNS,
+    as_json: Json = False,
+) -> None:
+    """Train again over the archived log (archive=all), and compare every object with a checkpoint of the run."""
+    from rich.progress import Progress
+
+    from coordinator.run import Run
+    from shared.runtime.user_code import extend_imports
+
+    handle = Run.attach(run, runs_dir)
+    extend_imports((os.getcwd(), *handle.folder.import_path()))
+    with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
+        task = bar.add_task("training again", total=None)
+        shown = lambda version, last: bar.update(task, completed=version, total=last)  # noqa: E731
+        found = handle.replay(start, goal, shown, trust_config=trust_config)
+    if as_json:
+        print_json({**asdict(found), "equal": found.equal})
+    else:
+        counts = ((found.versions, "version"), (found.fragments, "fragment"), (found.env_steps, "env step"))
+        what = f"from {found.start}: {', '.join(counted(*count) for count in counts)}"
+        equal = f"equal, all {len(found.sha256)} objects"
+        verdict = equal if found.equal else f"different: {', '.join(found.different)}"
+        console.text(f"{found.goal}: {verdict} ({what})", *(f"  {line}" for line in found.unlike))
+        console.text(*(f"  {digest}  {name}" for name, digest in found.sha256.items()))
+    if not found.equal:
+        raise typer.Exit(Exit.FAILED)
+
+
+@app.command(epilog=example("stagecoach status my-run --json"))
+def status(run: RunArgument, runs_dir: RunsDir = RUNS, as_json: Json = False) -> None:
+    """Show what a run is doing, the ledger, and the party that everyone waits for."""
+    from coordinator.cli.live_view import print_status
+    from coordinator.run import Run
+
+    found = Run.attach(run, runs_dir).status()
+    print_json(found.as_dict()) if as_json else print_status(found, console)
+
+
+@app.command(epilog=example("stagecoach watch s3://bucket/prefix/my-run"))
+def watch(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = None, redis_url: RedisUrl = None) -> None:
+    """Watch a live run, checkpoints as they land; Ctrl-C ends the watching, not the run."""
+    from coordinator.cli import foreground
+    from coordinator.run import Run
+
+    foreground.watch(Run.attach(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url))
+
+
+@app.command(epilog=example("stagecoach attach s3://bucket/prefix/my-run"))
+def attach(
+    run: Place,
+    runs_dir: RunsDir = RUNS,
+    endpoint_url: EndpointUrl = None,
+    redis_url: RedisUrl = None,
+    detach: Detach = False,
+) -> None:
+    """Take up a run again: watch it; where its coordinator has died, start another, which continues it exactly."""
+    with interruptible():
+        from coordinator.cli import foreground
+        from coordinator.cli.live_view import print_status
+        from coordinator.run import Run
+
+    handle = Run.attach(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url)
+    state = handle.status(accounting=False).state
+    if handle.live and not detach:
+        foreground.watch(handle)
+    elif state is RunStatus.INTERRUPTED and handle.folder.remote is None and detach:
+        foreground.detach(["resume", handle.run_id, "--runs-dir", str(runs_dir)], handle.run_id)
+    elif state is RunStatus.INTERRUPTED:
+        console.print("its coordinator has died; this command takes its place, and Ctrl-C ends the run")
+        try:
+            foreground.supervise(handle.take_up, detach=detach)
+        except RunLive:  # another command was faster, and Ctrl-C is to end no run
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            foreground.watch(handle)
+    else:
+        print_status(handle.status(), console)
+
+
+@app.command(epilog=example("stagecoach scale my-run 4` or `stagecoach scale my-run auto --min 2 --max 16"))
+def scale(
+    run: RunArgument,
+    workers: Annotated[
+        str | None, typer.Argument(metavar="[N|auto]", help="How many; `auto`: as needed, between the bounds.")
+    ] = None,
+    least: Annotated[int | None, typer.Option("--min", help="The fewest for `auto`; else what it was.")] = None,
+    most: Annotated[int | None, typer.Option("--max", help="The most for `auto`; else what it was.")] = None,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Scale a live run's rollout workers; nothing restarts, nothing is lost.
+
+    `N` is a fixed number. `auto` (or bounds without a number) leaves it to the coordinator: more while the trainer
+    waits for experience, fewer while workers wait for credit; `stagecoach watch` shows each decision and why.
+    """
+    if workers is None and least is None and most is None:
+        raise typer.BadParameter("say how many (4), or auto, or bounds (--min 2 --max 16)")
+    if workers is not None and workers != "auto" and not workers.lstrip("-").isdecimal():
+        raise typer.BadParameter(f"expected a number of workers, or auto, found {workers!r}")
+    from coordinator.run import Run
+
+    number = None if workers is None or workers == "auto" else int(workers)
+    console.print(f"{run}: scaling {Run.attach(run, runs_dir).scale(number, min_workers=least, max_workers=most)}")
+
+
+@app.command(epilog=example("stagecoach stop my-run"))
+def stop(run: RunArgument, runs_dir: RunsDir = RUNS) -> None:
+    """End a live run with a final checkpoint, and wait until it has ended."""
+    from coordinator.run import Run
+
+    handle = Run.attach(run, runs_dir)
+    handle.stop()
+    console.print(f"{run}: {reason_in_words(handle.wait().reason)}")
+
+
+@app.command(epilog=example("stagecoach evaluate my-run --episodes 20 --video videos"))
+def evaluate(
+    target: _Target,
+    episodes: Annotated[
+        int | None, typer.Option(min=1, help="How many; by default what the run's config says.")
+    ] = None,
+    video: Annotated[Path | None, typer.Option(metavar="DIR", help="Record each episode there as MP4.")] = None,
+    stochastic: _Stochastic = False,
+    trust_config: TrustConfig = False,
+    runs_dir: RunsDir = RUNS,
+    as_json: Json = False,
+) -> None:
+    """Play a checkpoint, greedily unless told otherwise, and print its score."""
+    from coordinator.catalog.checkpoint_lookup import evaluate as score
+
+    with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the environment prints is no JSON
+        found = score(target, runs_dir, episodes, video, stochastic=stochastic, trust_config=trust_config)
+    if as_json:
+        print_json({"checkpoint": found.checkpoint, **found.scores, "videos": [str(path) for path in found.videos]})
+        return
+    _print_scores(found)
+
+
+@app.command(epilog=example("stagecoach play my-run --episodes 3"))
+def play(
+    target: _Target,
+    episodes: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
+    stochastic: _Stochastic = False,
+    trust_config: TrustConfig = False,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Watch a checkpoint play: the environment shows itself (render_mode=human)."""
+    from coordinator.catalog.checkpoint_lookup import evaluate as score
+
+    _print_scores(score(target, runs_dir, episodes, show=True, stochastic=stochastic, trust_config=trust_config))
+
+
+def _print_scores(found: Evaluation) -> None:
+    scores = {name: figure(value) for name, value in found.scores.items() if isinstance(value, float)}
+    one = f"{scores['mean_return']} in one episode of {counted(round(found.scores['mean_length']), 'step')}"
+    many = (
+        f"{scores['mean_return']} ± {scores['std_return']} over {counted(found.scores['episodes'], 'episode')} "
+        f"(min {scores['min_return']}, max {scores['max_return']}, mean length {scores['mean_length']})"
+    )
+    text = one if found.scores["episodes"] == 1 else many
+    console.text(f"{found.checkpoint}: {text}", *(f"video: {path}" for path in found.videos))
+
+
+for _more in (runs, configs, profile_and_bench):
+    app.registered_commands += _more.app.registered_commands
+
+
+def main() -> None:
+    """The entry point: turns named errors into one line and an exit code."""
+    outlive_ray()  # before a user's module imports Ray
+    try:
+        app()
+    except StagecoachError as error:
+        complain(headline(error) if isinstance(error, EnvironmentFailure) else error)
+        sys.exit(Exit.REFUSED if isinstance(error, UserError | EnvironmentFailure) else Exit.FAILED)
+    except Exception as error:
+        if "redis" not in sys.modules or not isinstance(error, sys.modules["redis"].RedisError):
+            raise
+        complain(f"Redis: {error}")
+        sys.exit(Exit.FAILED)

@@ -1,0 +1,257 @@
+"""`stagecoach checkpoints …`: list, verify, show, prune, promote and export the checkpoints of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Column, Table
+
+from coordinator.catalog.checkpoint_lookup import named_code
+from coordinator.catalog.checkpoint_operations import State
+from coordinator.cli.live_view import dropped_in_words, ledger_line
+from coordinator.cli.options import RUNS, Exit, Json, RunArgument, RunsDir, console, example, figure, print_json
+from coordinator.run import Run
+from shared.config.run_config import Config
+from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
+from shared.printable import counted
+from shared.protocol.events import confirmed_return
+from shared.protocol.ledger import Count, Ledger, WorkerAccount
+from shared.storage.checkpoint_store import MARKS, Manifest
+from shared.storage.export_record import Export, ExportedPolicy, read_export
+
+_COLUMNS = ("checkpoint", "env steps", "return", "evaluated", "confirmed", "KiB")
+_MARKS = ", ".join(MARKS)
+Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help=f"A checkpoint's name, or {_MARKS}.")]
+app = typer.Typer(rich_markup_mode="markdown")
+
+
+@app.command("list", epilog=example("stagecoach checkpoints my-run --json"))
+def list_(run: RunArgument, runs_dir: RunsDir = RUNS, as_json: Json = False) -> None:
+    """List the kept checkpoints of a run; `list` may be left out."""
+    handle = Run.attach(run, runs_dir)
+    entries = handle.checkpoints()
+    exports = {entry["name"]: _export_of(handle, entry["name"]) for entry in entries}
+    if as_json:
+        print_json([{**entry, "export": exports[entry["name"]]} for entry in entries])
+        return
+    columns = [*(Column(title, no_wrap=True) for title in _COLUMNS), Column("marks", overflow="fold")]
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="dim")  # it fits 80 columns
+    for entry in entries:
+        scores, export, marks = entry["evaluation"] or {}, exports[entry["name"]], entry["marks"]
+        if export:
+            compared = f"±{export['max_difference']:.0e}" if export["state"] == State.OK else export["state"]
+            marks = [*marks, f"ONNX {compared}"]
+        returns = map(figure, (entry["mean_return"], scores.get("mean_return"), confirmed_return(scores)))
+        size = _kib(entry["bytes"], "")
+        table.add_row(entry["name"], f"{entry['env_steps']:,}", *returns, size, ", ".join(marks))
+    console.print(table)
+    console.text(f"in {handle.store_location}")
+
+
+def _export_of(handle: Run, name: str) -> dict[str, Any] | None:
+    """How a checkpoint's export compares with torch, or why there is no usable one; None where there is none at all."""
+    try:
+        export = read_export(handle.checkpoint_store(), name)
+    except CheckpointNotFound:
+        return None  # pruned meanwhile
+    except CheckpointDamaged as error:
+        return {"state": State.DAMAGED, "max_difference": None, "problem": str(error)}
+    if export is None:
+        return None
+    if export.failures:
+        return {"state": "failed", "max_difference": None, "problem": str(export)}
+    return {"state": State.OK, "max_difference": export.max_difference, "problem": None}
+
+
+@app.command(epilog=example("stagecoach checkpoints verify my-run"))
+def verify(run: RunArgument, name: Name = None, runs_dir: RunsDir = RUNS, as_json: Json = False) -> None:
+    """Read every byte of all checkpoints (or of one) and check it; exit code 1 if any is damaged."""
+    verdicts = Run.attach(run, runs_dir).verify(name)
+    if as_json:
+        print_json([dataclasses.asdict(verdict) for verdict in verdicts])
+    else:
+        for verdict in verdicts:
+            style = {State.OK: "green", State.DAMAGED: "red"}.get(verdict.state, "yellow")
+            console.print(f"{verdict.state:<8}", style=style, end="")
+            found = "; ".join(verdict.problems) or f"{verdict.objects} objects, {_kib(verdict.bytes)}"
+            if verdict.state is State.CUT_OFF:
+                found = "an upload that was never completed; nothing takes it for a checkpoint"
+            console.text(f" {verdict.name}  {found}")
+        if not verdicts:
+            console.print(f"{run} has no checkpoint yet")
+    if any(verdict.state is State.DAMAGED for verdict in verdicts):
+        raise typer.Exit(Exit.FAILED)
+
+
+@app.command(epilog=example("stagecoach checkpoints show my-run best"))
+def show(run: RunArgument, name: Name = None, runs_dir: RunsDir = RUNS, as_json: Json = False) -> None:
+    """Show where a checkpoint (by default the latest) comes from: parent, config, log range, ledger, objects."""
+    handle = Run.attach(run, runs_dir)
+    store = handle.checkpoint_store()
+    manifest = store.manifest(store.resolve(name or "latest"))
+    entry = next((entry for entry in handle.checkpoints() if entry["name"] == manifest.name), {})
+    evaluation, marks = entry.get("evaluation"), entry.get("marks", [])
+    export = read_export(store, manifest.name)
+    if as_json:
+        told = export.model_dump(mode="json") if export else None
+        print_json({**manifest.model_dump(mode="json"), "marks": marks, "evaluation": evaluation, "export": told})
+        return
+    table = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2))
+    for row in _provenance(manifest, handle.config, marks, evaluation, export):
+        table.add_row(*row)
+    console.print(table, highlight=False)
+    objects = Table(Column("object", overflow="fold"), "KiB", Column("SHA-256", overflow="fold"))
+    for key, item in manifest.objects.items():
+        objects.add_row(key, _kib(item.bytes, ""), item.sha256)
+    console.print(objects, highlight=False)
+
+
+def _provenance(
+    manifest: Manifest, config: Config, marks: list[str], evaluation: dict[str, Any] | None, export: Export | None
+) -> list[tuple[str, str]]:
+    said = manifest.provenance
+    same = "this run's config" if said["config_hash"] == config.hash() else "NOT this run's config"
+    told, origin = said.get("evaluation"), said.get("initialized_from")
+    first = "none: it is the first"
+    if origin:
+        first = f"none: it began with {origin['checkpoint']} of run {origin['run_id']}; {origin.get('summary', '')}"
+    return [
+        ("checkpoint", manifest.name + (f" ({', '.join(marks)})" if marks else "")),
+        ("run", f"{manifest.run_id}, written by its trainer of epoch {manifest.epoch}"),
+        ("objects in", manifest.folder),
+        ("created", time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(manifest.created))),
+        ("parent", manifest.parent or first),
+        ("code version", str(said["code_version"])),
+        ("computed with", ", ".join(f"{name} {value}" for name, value in said.get("computed_with", {}).items())),
+        ("config hash", f"{said['config_hash']} ({same})"),
+        ("seed", str(said["seed"])),
+        ("phase", str(said["phase"])),
+        ("log range", " to ".join(said["log_range"])),
+        ("policy versions", " to ".join(map(str, said["policy_versions"]))),
+        ("policy lag", ", ".join(f"{k}: {v:,}" for k, v in said["lag_histogram"].items()) or "no fragment yet"),
+        *(
+            (f"counters, {phase}", ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items()))
+            for phase, counts in said["counters"].items()
+        ),
+        ("training return", figure(said["mean_return"])),
+        ("evaluation", _score(evaluation) if evaluation else "not evaluated"),
+        ("newest evaluation when written", f"{told['checkpoint']} {_score(told)}" if told else "none"),
+        *(
+            (f"ONNX, {policy_id}", _compared(policy))
+            for policy_id, policy in (export.policies if export else {}).items()
+        ),
+        *_ledger(said["ledger"]),
+        *((f"ledger when written, {name}", ledger_line(line)) for name, line in said.get("accounting", {}).items()),
+    ]
+
+
+def _ledger(said: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    accounts = Ledger.from_json(json.dumps(said)).accounts
+    total = WorkerAccount()
+    for account in accounts.values():
+        total.consumed += account.consumed
+        for reason, count in account.dropped.items():
+            total.dropped[reason] = total.dropped.get(reason, Count()) + count
+    for name, account in (*accounts.items(), ("all workers", total)):
+        committed = sum(account.dropped.values(), account.consumed)
+        lost = dropped_in_words({reason: count.transitions for reason, count in account.dropped.items()})
+        yield (
+            f"ledger, {name}",
+            f"{committed.transitions:,} committed = {account.consumed.transitions:,} consumed + {lost}, "
+            f"in {counted(committed.fragments, 'fragment')}",
+        )
+
+
+def _score(score: dict[str, Any]) -> str:
+    confirmation = score.get("confirmation")
+    again = f", and {figure(confirmation['mean_return'])} from as many other starts" if confirmation else ""
+    return f"{figure(score['mean_return'])} over {counted(score.get('episodes'), 'episode')}{again}"
+
+
+def _kib(size: int, unit: str = " KiB") -> str:
+    return f"{size / 1024:,.0f}{unit}"
+
+
+@app.command(epilog=example("stagecoach checkpoints prune my-run --keep-last 1 --dry-run"))
+def prune(
+    run: RunArgument,
+    keep_last: Annotated[int | None, typer.Option(min=1, help="Keep the newest K.")] = None,
+    keep_best: Annotated[int | None, typer.Option(min=1, help="Keep the best B by evaluation.")] = None,
+    keep_every: Annotated[int | None, typer.Option(min=1, help="Keep every M-th by policy version.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    runs_dir: RunsDir = RUNS,
+    as_json: Json = False,
+) -> None:
+    """Apply the retention rule to a run that is not live; the latest, best, final and promoted always stay.
+
+    What is not given is as in the run's config. A live run's trainer prunes by itself.
+    """
+    handle = Run.attach(run, runs_dir)
+    removed = handle.prune(keep_last, keep_best, keep_every, dry_run=dry_run)
+    if as_json:
+        print_json([dataclasses.asdict(item) for item in removed])
+        return
+    verb = "would remove" if dry_run else "removed"
+    for item in removed:
+        size = "an upload that was cut off, or damaged" if item.bytes is None else _kib(item.bytes)
+        console.text(f"{verb} {item.name} ({size})")
+    total = sum(item.bytes or 0 for item in removed)
+    kept = len(handle.checkpoints()) - (sum(item.bytes is not None for item in removed) if dry_run else 0)
+    console.text(f"{verb} {counted(len(removed), 'checkpoint')}, {_kib(total)}; {kept} left")
+
+
+@app.command(epilog=example("stagecoach checkpoints promote my-run best"))
+def promote(
+    run: RunArgument,
+    name: Name = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Take the mark away.")] = False,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Mark a checkpoint for deployment, if it is whole and its weights are finite.
+
+    It is never pruned then, and `evaluate RUN`, `export RUN` and `load_policy` take it first.
+    """
+    if (name is None) != clear:
+        raise UserError(f"give the name of a checkpoint (or {_MARKS}), or --clear")
+    found = Run.attach(run, runs_dir).promote(name)
+    text = f"{found} is {'no longer ' if clear else ''}promoted" if found else "nothing was promoted"
+    console.text(f"{run}: {text}")
+
+
+@app.command(epilog=example("stagecoach checkpoints export my-run best exported"))
+def export(
+    run: RunArgument,
+    rest: Annotated[list[str], typer.Argument(metavar="[NAME] DIR", help=f"NAME may be {_MARKS}.")],
+    onnx: Annotated[bool, typer.Option("--onnx", help="DIR/POLICY.onnx instead: to act without Stagecoach.")] = False,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Copy a checkpoint (by default the promoted, best or latest one) to DIR/RUN, for use on any machine."""
+    if len(rest) > 2:
+        raise UserError(f"export: expected [NAME] DIR, found {' '.join(rest)}")
+    *name, directory = rest
+    handle = Run.attach(run, runs_dir)
+    if onnx:
+        made, files = handle.export_onnx(Path(directory), *name)
+        console.text(*(f"{path}  {_compared(made.policies[policy_id])}" for policy_id, path in files.items()))
+        return
+    folder = handle.export(Path(directory), *name)
+    trust = " --trust-config" if named_code(handle.config) else ""
+    console.text(folder, f"  stagecoach evaluate {folder}{trust}")
+
+
+def _compared(policy: ExportedPolicy) -> str:
+    """How an exported policy compares with torch, or why there is none."""
+    if policy.failure is not None:
+        return policy.failure
+    parts = [
+        f"{one.max_difference:.1e} on {one.rows} {name} observations"
+        f"{f' ({one.other_choices} choices differ)' if one.other_choices else ''}"
+        for name, one in policy.compared.items()
+    ]
+    return f"differs from torch by at most {', '.join(parts)}"

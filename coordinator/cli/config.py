@@ -1,0 +1,212 @@
+"""The commands about configs and what they need: `presets` (the examples, which the package carries), `init`, `config`,
+`doctor`, and `check`, which tries an environment and tells everything that is wrong with it at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coordinator.cli.options import Exit, Json, Sets, console, example, print_json
+from shared.errors import ConfigError, RunExists, UserError
+from shared.printable import counted
+from shared.runtime.user_code import SOURCE, extend_imports
+
+if TYPE_CHECKING:
+    from coordinator.diagnostics.environment_trial import Trial
+    from shared.config.run_config import Config
+
+app = typer.Typer()
+_PACKAGED, _CHECKOUT = SOURCE / "coordinator" / "presets", SOURCE / "examples"
+_NEEDS_THE_REPOSITORY = re.compile(r"^[^#]*\bbenchmarks\.", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A config that comes with Stagecoach; `about` is the first sentence of its comment."""
+
+    name: str
+    about: str
+    path: Path
+
+
+def list_presets() -> list[Preset]:
+    """All of them by name, but for those whose environment is only in the repository."""
+    folder = _PACKAGED if _PACKAGED.is_dir() else _CHECKOUT
+    texts = {path: path.read_text() for path in sorted(folder.glob("*.yaml"))}
+    return [
+        Preset(path.stem, _about(text), path) for path, text in texts.items() if not _NEEDS_THE_REPOSITORY.search(text)
+    ]
+
+
+def _about(text: str) -> str:
+    comment = " ".join(line[1:].strip() for line in re.match(r"(#.*\n)*", text)[0].splitlines())  # type: ignore[index]
+    return re.split(r"(?<=[.;]) ", comment)[0].rstrip(".;")
+
+
+def config_file(given: Path) -> Path:
+    """The file itself, or that of the preset with this name; raises `UserError` where there is neither."""
+    if given.exists() or given.suffix or given.parent != Path():
+        return given
+    presets = {preset.name: preset.path for preset in list_presets()}
+    if given.name not in presets:
+        raise UserError(f"no file {given} here, and no preset of that name; presets: {', '.join(presets)}")
+    return presets[given.name]
+
+
+def _configs(incomplete: str) -> list[str]:
+    """For the completion of a shell: presets, YAML files, and folders on the way to some."""
+    folder, slash, _ = incomplete.rpartition("/")
+    beside = sorted(Path(folder or slash or ".").glob("[!.]*"))
+    there = [path for path in beside if path.is_dir() or path.suffix in (".yaml", ".yml")]
+    names = [f"{folder}{slash}{path.name}{'/' if path.is_dir() else ''}" for path in there]
+    return [name for name in (*names, *(preset.name for preset in list_presets())) if name.startswith(incomplete)]
+
+
+_CONFIG = "The config file (`stagecoach init` writes one), or a name of `stagecoach presets`."
+ConfigArgument = Annotated[Path, typer.Argument(help=_CONFIG, autocompletion=_configs)]
+
+
+@app.command(epilog=example("stagecoach presets"))
+def presets(as_json: Json = False) -> None:
+    """List the configs that come with Stagecoach; `stagecoach train NAME` takes one, `config NAME` prints it."""
+    from rich.table import Table
+
+    table = Table("preset", "about")
+    for preset in (found := list_presets()):
+        table.add_row(preset.name, preset.about)
+    print_json([asdict(preset) for preset in found]) if as_json else console.print(table)
+
+
+@app.command(epilog=example("stagecoach init my-run.yaml"))
+def init(path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("stagecoach.yaml")) -> None:
+    """Write a commented config to start from; an existing file is left as it is."""
+    from coordinator.cli.config_reference import commented_config
+
+    try:
+        with path.open("x") as file:
+            file.write(commented_config())
+    except FileExistsError:
+        raise RunExists(f"{path} exists; choose another name") from None
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error}") from None
+    console.print(f"wrote {path}; start it with: stagecoach train {path}")
+
+
+@app.command(epilog=example("stagecoach config examples/cartpole.yaml --set seed=3"))
+def config(
+    path: Annotated[
+        Path | None, typer.Argument(help="A config file; without one, the schema.", autocompletion=_configs)
+    ] = None,
+    set_: Sets = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of all fields.")] = False,
+) -> None:
+    """Print the resolved config (file, environment and --set put together), or the schema."""
+    from shared.config.loading import dump_config, load_config
+    from shared.config.run_config import Config
+
+    if schema or path is None:
+        print_json(Config.model_json_schema())
+    else:
+        print(dump_config(load_config(config_file(path), set_ or ())), end="")
+
+
+@app.command(epilog=example("stagecoach doctor examples/cartpole.yaml"))
+def doctor(
+    path: Annotated[
+        Path | None, typer.Argument(help="Check what this config needs, too.", autocompletion=_configs)
+    ] = None,
+    set_: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Check Redis, store, Ray, versions and permissions, say what to do about what fails, and warn of what is open."""
+    from coordinator.diagnostics.doctor import examine
+    from shared.config.loading import load_config
+
+    path = config_file(path) if path else None
+    extend_imports([os.getcwd(), *([str(path.resolve().parent)] if path else [])])
+    findings = []
+    for finding in examine(load_config(path, set_ or ()) if path else None):
+        findings.append(finding)
+        if not as_json:
+            shown = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}[finding.outcome]
+            console.print(shown, style={"ok": "green", "warn": "yellow", "fail": "red"}[finding.outcome], end="")
+            console.text(f" {finding.name}: {finding.text}")
+    if as_json:
+        print_json([finding.as_dict() for finding in findings])
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(Exit.FAILED)
+
+
+_STYLES = {"fatal": "red", "raised": "red", "wrong": "yellow", "note": "dim"}
+
+
+@app.command(epilog=example("stagecoach check own_environment:make --kwargs '{\"length\": 12}'"))
+def check(
+    environment: Annotated[str, typer.Argument(metavar="ENV|CONFIG", help="An id, module:factory, or a config file.")],
+    steps: Annotated[int, typer.Option(min=1, help="Random steps, in as many episodes as that takes.")] = 300,
+    seed: Annotated[int, typer.Option(min=0, help="Of its first episode, and of the actions.")] = 0,
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds that one call may take.")] = 30.0,
+    kwargs: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Keyword arguments of the environment or the factory.")
+    ] = None,
+    api: Annotated[str | None, typer.Option(help="gymnasium or pettingzoo (parallel); by default what it is.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Step an environment in a process of its own and list everything that is wrong with it: a wrong interface,
+    shapes, dtypes, bounds, NaN, hangs, crashes, seeds that it does not follow. Exit code 2 if anything is."""
+    from coordinator.diagnostics.environment_trial import try_environment
+
+    config, alone = _config(environment, kwargs, api)
+    trial = try_environment(config, steps, seed, deadline, whole=True, alone=alone, any_api=alone and api is None)
+    if as_json:
+        print_json(trial.as_dict())
+    else:
+        _print(config.environment.id, trial, steps)
+    if not trial.fine:
+        raise typer.Exit(Exit.REFUSED)
+
+
+def _config(environment: str, kwargs: str | None, api: str | None) -> tuple[Config, bool]:
+    """The config file, or a config around the environment alone; which of them."""
+    from shared.config.loading import load_config, parse_config
+
+    path = Path(environment)
+    given: dict[str, Any] = {"api": api} if api is not None else {}
+    try:
+        given |= {"kwargs": json.loads(kwargs)} if kwargs is not None else {}
+    except ValueError as error:
+        raise ConfigError(f"--kwargs {kwargs!r} is not JSON ({error}); expected such as '{{\"length\": 12}}'") from None
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        extend_imports([os.getcwd(), str(path.resolve().parent)])
+        return load_config(path, [f"environment.{name}={json.dumps(value)}" for name, value in given.items()]), False
+    extend_imports([os.getcwd()])
+    return parse_config({"environment": {"id": environment} | given, "stop_at": {"updates": 1}}), True
+
+
+def _print(name: str, trial: Trial, steps: int) -> None:
+    if trial.description is not None:
+        for agent, policy_id in trial.description.agents.items():
+            spaces = trial.description.policies[policy_id]
+            console.text(f"agent {agent}: {_leaves(spaces.observation)} → {_leaves(spaces.action)}")
+    if trial.error is not None:
+        console.print(f"fatal   {trial.error}", style="red", highlight=False, soft_wrap=True)
+    for problem in trial.problems:
+        console.print(f"{problem.severity:<7} {problem.found}", style=_STYLES[problem.severity], soft_wrap=True)
+        console.text(f"        expected {problem.expected}; {problem.remedy}")
+    if trial.stack:
+        console.text("where it hangs, innermost first:", trial.stack.rstrip())
+    count = sum(problem.severity != "note" for problem in trial.problems) + (trial.error is not None)
+    wrong = f"{counted(count, 'thing')} {'are' if count > 1 else 'is'} wrong"
+    fine = f"nothing is wrong in {counted(steps, 'step')}"
+    console.text(f"{name}: {wrong if count else fine}")
+
+
+def _leaves(space: Any) -> str:
+    parts = ((leaf.path or leaf.kind, str(leaf.shape or ""), str(leaf.dtype)) for leaf in space.leaves)
+    return ", ".join(" ".join(filter(None, part)) for part in parts)

@@ -1,0 +1,160 @@
+"""The configuration as text, from the models' own docstrings: docs/CONFIG.md, and the commented file of `init`.
+
+`python -m coordinator.cli.config_reference` prints docs/CONFIG.md.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from shared.config.algorithms.base import CloningConfig, ExplorationConfig
+from shared.config.algorithms.off_policy import ReplayBufferConfig
+from shared.config.algorithms.on_policy import RewardSignalsConfig
+from shared.config.algorithms.registry import ALGORITHMS
+from shared.config.loading import dump_config, parse_config
+from shared.config.run_config import Config
+from shared.config.section import Schedule
+from shared.config.sections import DatasetConfig, DemonstrationsConfig, PolicyConfig, WrapperConfig
+
+_STARTER: dict[str, Any] = {
+    "environment": {"id": "CartPole-v1"},
+    "stop_at": {"env_steps": 100_000, "mean_return": 475.0},
+}
+_BEGINNING = """# Configuration
+
+Generated from the sections of shared/ by `python -m coordinator.cli.config_reference`; do not edit by hand.
+
+Later sources win: default < file < environment < command line. A field is set in the file as nested YAML, in
+the environment as `STAGECOACH__SECTION__FIELD=value`, on the command line as `--set section.field=value`.
+Unknown keys are errors. Durations are written `10 updates`, `20000 env_steps` or `50 episodes`.
+
+## Defaults that depend on the algorithm
+
+What is not said is as the algorithm has it, and else as the tables below say. `stagecoach config FILE` shows
+what that comes to; a run keeps it in its `config.yaml`. An algorithm of your own (`module:Class`) has those
+of the tables. With a `dataset` there is no warm-up by default.
+
+| `algorithm.name` | defaults |
+|---|---|"""
+_WIDTH = 100
+_FURTHER: dict[str, type[BaseModel]] = {  # that a config may hold in several places, or leave out
+    "policies.<id>": PolicyConfig, "environment.wrappers[]": WrapperConfig, "dataset": DatasetConfig,
+    "demonstrations": DemonstrationsConfig, "algorithm.behavioral_cloning": CloningConfig,
+    "algorithm.learning_rate": Schedule, "algorithm.reward_signals": RewardSignalsConfig,
+}  # fmt: skip
+
+
+def config_markdown() -> str:
+    lines = [_BEGINNING]
+    for name, section in ALGORITHMS.items():
+        if section.defaults:
+            said = [f"`{path}: {value}`" for path, value in _leaves(section.defaults, "")]
+            lines.append(f"| `{name}` | {', '.join(said)} |")
+    _section(Config, "", lines)
+    for place, model in _FURTHER.items():
+        _section(model, f"{place}.", lines)
+    for name, field in RewardSignalsConfig.model_fields.items():
+        for model in get_args(field.annotation):
+            if hasattr(model, "model_fields"):
+                _section(model, f"algorithm.reward_signals.{name}.", lines)
+    for place, union in (("exploration", ExplorationConfig), ("replay_buffer", ReplayBufferConfig)):
+        for model in get_args(union):
+            _section(model, f"algorithm.{place}.", lines, f" with `kind: {model.model_fields['kind'].default}`")
+    return "\n".join(lines) + "\n"
+
+
+def commented_config() -> str:
+    """A complete config to start from, each field under its explanation."""
+    lines = ["# A Stagecoach run. Every field stands here with its default; delete what you don't change.", ""]
+    _commented(Config, yaml.safe_load(dump_config(parse_config(_STARTER))), 0, lines)
+    return "\n".join(lines) + "\n"
+
+
+def _leaves(values: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}{'policies.<id>' if name == 'policies' else name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+def _section(model: type[BaseModel], path: str, lines: list[str], which: str = "") -> None:
+    """`which` tells sections apart that may stand in one place: by their `name` or `kind`."""
+    below: list[tuple[type[BaseModel], str, str]] = []
+    rows = []
+    for name, field in model.model_fields.items():
+        inner = _model(field)
+        if model is Config and name == "algorithm":
+            below += [(section, "algorithm.", f" with `name: {found}`") for found, section in ALGORITHMS.items()]
+        elif inner is not None:
+            below.append((inner, f"{path}{name}.", ""))
+        else:
+            default = "required" if field.is_required() else f"`{_plain(field.get_default(call_default_factory=True))}`"
+            rows.append(f"| `{path}{name}` | {default} | {_text(field)} |")
+    title = f"## `{path.rstrip('.')}`{which}" if path else "## Top level"
+    lines += ["", title, "", _first_paragraph(model), ""]
+    if rows:
+        lines += ["| field | default | meaning |", "|---|---|---|", *rows]
+    for inner, inner_path, told in below:
+        _section(inner, inner_path, lines, told)
+
+
+def _commented(model: type[BaseModel], values: dict[str, Any], depth: int, lines: list[str]) -> None:
+    pad = "  " * depth
+    for name, field in model.model_fields.items():
+        inner = ALGORITHMS[values[name]["name"]] if model is Config and name == "algorithm" else _model(field)
+        if inner is not None:
+            lines += ["", f"{pad}# {_first_paragraph(inner)}", f"{pad}{name}:"]
+            _commented(inner, values[name], depth + 1, lines)
+            continue
+        lines += [f"{pad}# {line}" for line in textwrap.wrap(_text(field), _WIDTH - 2 * depth)]
+        if name == "policies":
+            lines.append(f"{pad}policies:")
+            for policy_id, policy in values[name].items():
+                lines.append(f"{pad}  {policy_id}:")
+                _commented(PolicyConfig, policy, depth + 2, lines)
+            continue
+        lines.append(f"{pad}{name}: {_inline(values[name])}")
+
+
+def _model(field: FieldInfo) -> type[BaseModel] | None:
+    annotation = field.annotation
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel) and not field.metadata:
+        return annotation
+    return None
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, BaseModel):
+        data = value.model_dump(mode="json")
+        if not data.get("points", True):
+            del data["points"]
+        return _inline(data)
+    if isinstance(value, dict) and value and isinstance(next(iter(value.values())), BaseModel):
+        return ", ".join(value)
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _text(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split())
+
+
+def _first_paragraph(model: type[BaseModel]) -> str:
+    return " ".join((model.__doc__ or "").split("\n\n")[0].split())
+
+
+def _inline(value: Any) -> str:
+    """One line of YAML; a constant schedule is just its number."""
+    if isinstance(value, dict) and value.get("kind") == "constant":
+        value = value["start"]
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000).removesuffix("...\n").strip()
+
+
+if __name__ == "__main__":
+    print(config_markdown(), end="")

@@ -1,0 +1,195 @@
+"""A run in the foreground, from its start to its end, with signals that end it in order; or detached; or watched."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import redis
+import typer
+
+from coordinator.catalog.run_files import RunStatus
+from coordinator.catalog.status import Status
+from coordinator.cli.live_view import LiveView, print_status, print_summary
+from coordinator.cli.options import Exit, PrintableConsole, console
+from coordinator.cli.profile_and_bench import show_profile
+from coordinator.run import Run
+from shared.errors import StagecoachError, UserError
+from shared.printable import complain, printable
+from shared.runtime.launch import LOGS
+from shared.runtime.process import tell_of_exits
+
+_HISTORY = 10
+"""Past events that `watch` begins with."""
+_LIVE = "stagecoach: the run is live"
+_INTERRUPTED = b"interrupted: what was started is being ended\n"
+
+
+@contextlib.contextmanager
+def in_one_process(inline: bool) -> Iterator[None]:
+    """With `--inline` an environment that ends its process ends everything: this says so, in the exit code too. A crash
+    says where it was."""
+
+    def last_orders(status: int) -> int:
+        console.show_cursor()
+        complain(
+            f"os._exit({status}) has ended this process, which with --inline is the whole run; above is who called it. "
+            f"Without --inline an environment ends its worker only, which is replaced. What is durable stays: "
+            f"`stagecoach resume` continues the run"
+        )
+        return Exit.REFUSED
+
+    if not inline:
+        yield
+        return
+    crashes_told, former = faulthandler.is_enabled(), tell_of_exits(last_orders)
+    if not crashes_told:
+        faulthandler.enable(all_threads=False)  # that which crashed
+    try:
+        yield
+    finally:
+        os._exit = former  # type: ignore[assignment]
+        if not crashes_told:
+            faulthandler.disable()
+
+
+def supervise(begin: Callable[..., Run], background: bool = False, detach: bool = False, where: str = "") -> None:
+    """Starts (or resumes) a run, shows it until it ends, and turns signals into a clean end.
+
+    With `detach` it only sees the run begin, which then continues without this process.
+    """
+    received: list[int] = []
+    roles_start, there = threading.Event(), threading.Event()
+    asked, away_since = False, float("inf")
+
+    def on_signal(number: int, _: Any) -> None:
+        received.append(number)
+        if not roles_start.is_set() or len(received) > 2:  # Ray does not survive an exception in the midst of joining
+            os.write(2, _INTERRUPTED)  # print may have been what was interrupted
+            raise KeyboardInterrupt
+        if not there.is_set():
+            os.write(2, b"interrupted: it ends with a last checkpoint once its roles have started\n")
+
+    def listen() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, on_signal)
+
+    listen()
+    console.quiet = background
+    console.print(f"{where or 'checking the config, the environment and the services'} …", style="dim")
+
+    def begun() -> None:
+        roles_start.set()
+        if not where:
+            console.print("starting the roles …", style="dim")
+
+    run = begin(begun=begun)
+    there.set()
+    if detach:
+        _tell_detached(run.run_id, "on the cluster")
+        return
+
+    def given_up() -> bool:
+        """Whether Redis or the store has been away for too long since the run was asked to end; says as that begins."""
+        nonlocal away_since
+        away, grace = _away(view.status), run.config.trainer.grace_seconds
+        if away is None:
+            away_since = float("inf")
+        elif away_since == float("inf"):
+            away_since = time.monotonic()
+            console.text(
+                f"ending; a last checkpoint needs {away}. If that is not over in {grace:g} s "
+                f"(trainer.grace_seconds), it ends without one, and what is durable stays"
+            )
+        return time.monotonic() - away_since > grace
+
+    def ended() -> bool:
+        nonlocal asked
+        listen()  # again: each joining of Ray, also of one that is started anew, puts a handler of its own for SIGTERM
+        if received and not asked:
+            with contextlib.suppress(StagecoachError, redis.RedisError):  # ending, or Redis is slow: tried again
+                run.stop()
+                asked = True
+                console.print("ending with a last checkpoint; Ctrl-C again ends at once, and what is durable stays")
+        if len(received) > 1 or (received and given_up()):
+            run.abandon()
+        return run.ended
+
+    if background:
+        _announce(run)
+    console.text(f"run {run.run_id}; its folder is {run.folder.path}")
+    view = LiveView(run, PrintableConsole(quiet=True) if background else console, run.first_event)
+    view.show(ended)
+    outcome = run.wait()
+    print_summary(run, outcome, console)
+    if run.config.metrics.profile:
+        with contextlib.suppress(UserError):  # of one that never began
+            show_profile(run)
+    if outcome.reason == "abandoned":
+        raise typer.Exit(Exit.INTERRUPTED)
+    if outcome.failed:
+        reason = outcome.reason.splitlines()[0]
+        complain(f"run {run.run_id} {reason}; the whole story is in {run.folder.path / LOGS}")
+        raise typer.Exit(Exit.REFUSED if outcome.users_fault else Exit.FAILED)
+
+
+def _away(status: Status | None) -> str | None:
+    """Redis or the store, and what is known of it, where the run waits for one of them."""
+    if status is None:
+        return None
+    if status.state is RunStatus.PAUSED:
+        return status.bottleneck
+    return f"{status.store['waiting_for']}: {status.store.get('error')}" if status.store.get("waiting_for") else None
+
+
+def detach(arguments: list[str], run_id: str) -> None:
+    """The same command in a session of its own; returns when it trains, or with its error."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "coordinator", *arguments, "--background"], stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    console.print("checking, then starting in the background …", style="dim")
+    try:
+        live = any(line.strip() == _LIVE for line in process.stdout)  # modules may print while they are imported
+    except KeyboardInterrupt:  # its session is its own: it has not heard of it
+        os.write(2, _INTERRUPTED)
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+        raise
+    if not live:
+        print(printable(process.stderr.read().strip(), lines=True), file=sys.stderr)
+        raise typer.Exit(process.wait() or Exit.FAILED)
+    _tell_detached(run_id, f"in the background (process {process.pid})")
+
+
+def _tell_detached(run_id: str, where: str) -> None:
+    orders = f"  stagecoach watch {run_id}    stagecoach scale {run_id} N    stagecoach stop {run_id}"
+    console.text(f"run {run_id} is live {where}", orders)
+
+
+def _announce(run: Run) -> None:
+    """Tells the process that waits, and takes the output to the run's log from here on."""
+    print(f"\n{_LIVE}", flush=True)
+    log = os.open(run.folder.path / LOGS / "background.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+
+
+def watch(handle: Run) -> None:
+    try:
+        hint = "Ctrl-C ends the watching, not the run"
+        LiveView(handle, console, _HISTORY, hint).show(lambda: not handle.live)
+    except KeyboardInterrupt:
+        console.print("watching ended; the run continues")
+        return
+    print_status(handle.status(), console)

@@ -1,0 +1,240 @@
+"""The live view of a run in the terminal, and the summary at its end; plain lines where it is no terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import redis
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Column, Table
+from rich.text import Text
+
+from coordinator.catalog.run_files import RunStatus
+from coordinator.catalog.status import Status
+from coordinator.cli.options import PrintableConsole, figure
+from coordinator.lifecycle.supervisor import Outcome
+from coordinator.run import Run
+from shared.config.run_config import Config
+from shared.errors import StagecoachError
+from shared.printable import counted, unnamed
+from shared.protocol.events import Event
+from shared.runtime.failure import reason_in_words
+
+_REFRESH_SECONDS = 0.25
+_PLAIN_SECONDS = 5.0
+_EVENTS_SHOWN = 8
+
+
+class LiveView:
+    """Shows one run until `ended` says so, with its events after an id, or with the newest few and those that come."""
+
+    def __init__(
+        self, run: Run, console: PrintableConsole, after: str | int, hint: str = "Ctrl-C ends it with a last checkpoint"
+    ) -> None:
+        self._run, self._console, self._after, self._hint = run, console, after, hint
+        self._events: deque[Event] = deque(maxlen=_EVENTS_SHOWN)
+        self.status: Status | None = None
+        self._started = time.monotonic()
+
+    def show(self, ended: Callable[[], bool]) -> None:
+        if not self._console.is_terminal:
+            self._show_plain(ended)
+            return
+        with Live(console=self._console, auto_refresh=False, transient=True) as live:
+            while not ended():
+                self._poll()
+                live.update(self.panel(), refresh=True)
+                time.sleep(_REFRESH_SECONDS)
+
+    def _show_plain(self, ended: Callable[[], bool]) -> None:
+        printed = 0.0
+        while not ended():
+            self._console.text(*map(_event_line, self._poll()))
+            if self.status is not None and time.monotonic() - printed >= _PLAIN_SECONDS:
+                printed = time.monotonic()
+                self._console.text(one_line(self.status))
+            time.sleep(_REFRESH_SECONDS)
+        with contextlib.suppress(StagecoachError, redis.RedisError):
+            self._console.text(*map(_event_line, self._new_events()))  # what came after the last poll
+
+    def _poll(self) -> list[Event]:
+        """Fetches the newest status and events; a run that is just starting or ending has none."""
+        new: list[Event] = []
+        with contextlib.suppress(StagecoachError, redis.RedisError):
+            status = self._run.status(accounting=False)
+            if self.status is not None and not status.live:
+                status = replace(status, metrics=self.status.metrics)  # Redis, which has them, is gone
+            self.status = status
+            new = self._new_events() if self.status.state is not RunStatus.PAUSED else []
+        if new:
+            self._after = new[-1].id
+            self._events.extend(new)
+        return new
+
+    def _new_events(self) -> list[Event]:
+        if isinstance(self._after, int):
+            self._after = self._run.recent(self._after)
+        return self._run.events(self._after)
+
+    def panel(self) -> Panel:
+        title = Text(self._run.run_id, style="bold")
+        if self.status is None:
+            return Panel(Text("starting …"), title=title)
+        waits = Text(f"waits for: {self.status.bottleneck}", style="dim")
+        events = [Text(f"  {_event_line(event)}", overflow="ellipsis", no_wrap=True) for event in self._events]
+        parts = (_progress(self.status, self._run.config), metrics_table(self.status), waits, *events)
+        seconds = time.monotonic() - self._started
+        return Panel(Group(*parts), title=title, subtitle=f"{seconds:.0f} s · {self._hint}")
+
+
+def _event_line(event: Event) -> str:
+    return f"{event.kind:<11} {event.text}"
+
+
+def _progress(status: Status, config: Config) -> Table | Text:
+    for unit in ("env_steps", "updates", "episodes"):
+        bound, done = getattr(config.stop_at, unit), getattr(status, unit)
+        if bound is not None:
+            grid, bar = Table.grid(padding=(0, 1)), ProgressBar(total=1.0, completed=min(1.0, done / bound), width=40)
+            grid.add_row(bar, f"{done:,} of {bound:,} {unit.replace('_', ' ')}")
+            return grid
+    return Text(f"{status.env_steps} env steps")
+
+
+def metrics_table(status: Status) -> Table:
+    """State, workers, speed, policy, return and checkpoint."""
+    metrics, evaluation = status.metrics, status.evaluation
+    alive = sum(1 for beat in status.roles if beat.role == "worker" and beat.alive)
+    table = Table.grid(padding=(0, 3))
+    told = status.reason and status.state is not RunStatus.PAUSED  # that reason has a line of its own
+    state = f"{status.state}: {reason_in_words(status.reason)}" if told else status.state
+    auto = status.scaling.get("mode") == "auto"
+    bounds = f" (auto, {status.scaling['min']} to {status.scaling['max'] or 'what fits'})" if auto else ""
+    workers = f"{alive} of {status.desired_workers}{bounds}" if status.live else "–"
+    table.add_row("state", state, "workers", workers)
+    table.add_row("speed", f"{metrics.get('time/fps') or 0:,.0f} env steps/s", "policy version", str(status.version))
+    mean_return, lag = (figure(metrics.get(name)) for name in ("rollout/ep_rew_mean", "policy/lag_mean"))
+    table.add_row("return", mean_return, "policy lag", lag)
+    score = f"{figure(evaluation['mean_return'])} ({evaluation['checkpoint']})" if evaluation else "–"
+    table.add_row("evaluated", score, "checkpoint", status.latest or "–")
+    return table
+
+
+def one_line(status: Status) -> str:
+    """The same on one line."""
+    if status.state is RunStatus.PAUSED:
+        return f"{status.state:<11} {status.reason}"
+    metrics = status.metrics
+    score = f" · evaluated {figure(status.evaluation['mean_return'])}" if status.evaluation else ""
+    return (
+        f"{status.state:<11} {status.env_steps:,} env steps · {metrics.get('time/fps') or 0:,.0f}/s · "
+        f"return {figure(metrics.get('rollout/ep_rew_mean'))} · version {status.version} · "
+        f"lag {figure(metrics.get('policy/lag_mean'))}{score} · waits for: {status.bottleneck}"
+    )
+
+
+def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
+    """The best checkpoint and the last one, steps, time, where the checkpoints are, the ledger."""
+    status = outcome.status
+    table = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2))  # no path is cut: it is copied
+    table.add_row("run", f"{run.run_id}: {reason_in_words(outcome.reason.splitlines()[0])}")
+    with contextlib.suppress(StagecoachError):  # a summary without a score is better than none
+        for title, text in scores_of_note(run.checkpoints(), run.run_id):
+            table.add_row(title, text)
+    numbers = ((status.env_steps, "env step"), (status.updates, "update"), (status.episodes, "episode"))
+    table.add_row("trained", ", ".join(counted(number, noun) for number, noun in numbers))
+    table.add_row("time", f"{outcome.seconds:.1f} s, start and end of all services included")
+    marks = ", ".join(f"{mark} {getattr(status, mark) or '–'}" for mark in ("latest", "best", "final"))
+    table.add_row("checkpoints", marks)
+    table.add_row("store", run.store_location)
+    if outcome.reason == "abandoned":
+        table.add_row("continue", f"stagecoach resume {run.run_id}")
+    if total := status.ledger.get("total"):
+        table.add_row("ledger", ledger_line(total))
+    console.print(Panel(table, title="summary", expand=False))
+
+
+def scores_of_note(entries: Sequence[dict[str, Any]], run_id: str) -> Iterator[tuple[str, str]]:
+    """Rows for the summary: the best checkpoint with the score that confirmed it, and the last one with its own.
+
+    A run that is stopped does not wait for its evaluator, so the last one may have no score.
+    """
+    marked = {mark: entry for entry in entries for mark in entry["marks"]}
+    best, last = (marked.get(mark) or {} for mark in ("best", "latest"))
+    if scores := best.get("evaluation"):
+        text = _score(scores.get("confirmation") or scores)
+        yield "result", f"{text}, {best['name']} (the best, by its second evaluation)"
+    if scores := last.get("evaluation"):
+        yield "last", f"{_score(scores)}, {last['name']} (the last)"
+    elif last:
+        hint = f"`stagecoach evaluate {run_id}/{last['name']}` plays it"
+        yield "last", f"{last['name']} was not evaluated before the run ended; {hint}"
+
+
+def _score(scores: dict[str, Any]) -> str:
+    episodes = counted(scores.get("episodes"), "episode")
+    return f"{figure(scores['mean_return'])} ± {figure(scores.get('std_return'))} over {episodes}"
+
+
+def ledger_line(line: dict[str, Any]) -> str:
+    """One line of the accounting in words."""
+    produced, consumed, in_flight = (line[side]["transitions"] for side in ("produced", "consumed", "in_flight"))
+    dropped = dropped_in_words({reason: count["transitions"] for reason, count in line["dropped"].items()})
+    balance = "balances" if line["balances"] else "DOES NOT BALANCE"
+    return f"{produced:,} produced = {consumed:,} consumed + {dropped} + {in_flight:,} in flight: {balance}"
+
+
+def dropped_in_words(transitions: dict[str, int]) -> str:
+    """`30 dropped (stale 10, lost 20)`."""
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in transitions.items())
+    return f"{sum(transitions.values()):,} dropped{f' ({reasons})' if reasons else ''}"
+
+
+def print_status(status: Status, console: PrintableConsole) -> None:
+    console.print(Panel(metrics_table(status), title=Text(status.run_id, style="bold"), expand=False))
+    console.print(f"waits for: {status.bottleneck}")
+    roles = Table("role", "state", "waits for", "for", "pid", "host", "address", title="roles", title_justify="left")
+    for beat in status.roles:
+        state = (f"failed: {beat.ended}" if beat.failure else reason_in_words(beat.ended or "")) or (
+            "alive" if beat.alive else f"silent for {beat.age_seconds:.0f} s"
+        )
+        name = beat.id if beat.id.startswith(beat.role) else f"{beat.role} {beat.id}"
+        seconds = f"{beat.waiting_seconds:.1f} of {beat.deadline_seconds:,.0f} s" if beat.waiting_for else ""
+        roles.add_row(name, state, beat.waiting_for or "", seconds, str(beat.pid), beat.host, beat.address)
+    if status.roles:
+        console.print(roles)
+    for beat in status.roles:
+        if line := in_one_line(beat.stages):
+            console.text(f"{beat.id}: {line}")
+    if capacity := status.scaling.get("capacity"):
+        console.text(f"room for {capacity}")
+    accounting = Table("worker", "env steps", title="ledger", title_justify="left")
+    for worker, line in status.ledger.items():
+        accounting.add_row(worker, ledger_line(line))
+    if status.ledger:
+        console.print(accounting)
+    if status.store.get("error"):
+        seconds = max(0.0, time.time() - status.store.get("since", time.time()))
+        tries = f"{counted(status.store.get('attempts', 0), 'attempt')} in {seconds:.0f} s failed"
+        console.print(f"store: {status.store['error']} ({tries}; training continues until the log is full)")
+    if failed := status.store.get("export"):
+        console.print(f"export: {failed['checkpoint']} could not be exported: {failed['error']}", soft_wrap=True)
+    if more := unnamed():
+        console.print(f"left out as malformed in Redis: {more:,} more beside those that are named above")
+
+
+def in_one_line(stages: dict[str, float], most: int = 6) -> str:
+    working = {stage: spent for stage, spent in stages.items() if stage != "start"}
+    whole = sum(working.values())
+    if whole <= 0:
+        return ""
+    largest = sorted(working.items(), key=lambda item: -item[1])[:most]
+    return ", ".join(f"{stage} {spent / whole:.0%}" for stage, spent in largest if spent / whole >= 0.005)

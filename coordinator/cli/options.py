@@ -1,0 +1,90 @@
+"""What the modules of the command line share: common arguments, the console, and printing JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from shared.printable import printable
+
+RUNS = Path("runs")
+
+
+class Exit(IntEnum):
+    """Exit codes beside 0."""
+
+    FAILED = 1
+    """The run, or something around it."""
+    REFUSED = 2
+    """What was asked for cannot be done, or the environment failed."""
+    INTERRUPTED = 130
+    """It ended without a last checkpoint."""
+
+
+def run_ids(context: typer.Context, incomplete: str) -> list[str]:
+    """For the completion of a shell: the runs that this can be the beginning of."""
+    from coordinator.catalog.run_files import run_paths
+
+    found = run_paths(Path(context.params.get("runs_dir") or RUNS))
+    return [path.name for path in found if path.name.startswith(incomplete)]
+
+
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="The run's id; `stagecoach runs` lists them.", autocompletion=run_ids)
+]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", metavar="a.b=c", help="Change one field of the config; may be repeated.")
+]
+RunsDir = Annotated[
+    Path, typer.Option("--runs-dir", envvar="STAGECOACH__RUNS_DIR", help="Folder of this machine's runs.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+TrustConfig = Annotated[
+    bool, typer.Option("--trust-config", help="Run the code that a config names which was not made on this machine.")
+]
+
+
+class PrintableConsole(Console):
+    """A console on which text from outside stays text: no markup, and nothing that a terminal would obey."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, **options)  # names, reasons and paths may hold brackets
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text, len(text), lines=True), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Everything that is printed comes through here, whatever it is made of."""
+        for segment in super().render(renderable, options):
+            escaped = segment.text if segment.control else printable(segment.text, len(segment.text), lines=True)
+            yield segment._replace(text=escaped)
+
+    def text(self, *lines: object) -> None:
+        """Prints lines as they are: neither highlighted nor broken."""
+        for line in lines:
+            self.print(str(line), highlight=False, soft_wrap=True)
+
+
+console = PrintableConsole()
+
+
+def example(text: str) -> str:
+    return f"Example: `{text}`"
+
+
+def print_json(data: Any) -> None:
+    """For scripts; what JSON does not know becomes text."""
+    print(json.dumps(data, indent=1, default=str))
+
+
+def figure(value: float | None) -> str:
+    """A score with four significant digits, small or large."""
+    return "–" if value is None else f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"

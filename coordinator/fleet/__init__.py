@@ -1,0 +1,1 @@
+"""The Ray actors of a run: started, watched, replaced, placed and scaled."""

@@ -1,0 +1,327 @@
+"""How many workers to run: what a person has ordered, or what `rollout.scaling=auto` finds from what was waited for.
+
+In: heartbeats (seconds waited so far, by the wait's name) of the trainer and of the workers that are at work, and how
+many workers fit. Out: a number, an event for each decision that says why, and one where more are wanted but cannot be.
+Nothing that is learned depends on it: the number of workers decides when fragments come, not which a version learns
+from once they stand in the log.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shared.experience.counters import Phase
+from shared.printable import counted
+from shared.protocol.events import emit
+from shared.protocol.flow_control import FlowState
+from shared.protocol.heartbeat import BEAT_SECONDS, Beat
+from shared.runtime.run_context import RunContext
+
+_SHORT = 0.10
+"""The trainer waits for experience for more than this share: more workers, where they make up for as much."""
+_ENOUGH = 0.05
+"""It waits for less than this share (or fewer workers would cost less): fewer workers."""
+_SPARE = 0.05
+"""Workers keep this much more than the trainer needs, so that fewer do not turn out to be too few."""
+_BARREN = 0.25
+"""More workers that bring less than this part of what they should have brought are removed."""
+_WINDOWS_HELD = 30
+"""Then no more are tried for so many windows."""
+_UPDATES = 4
+"""A window lasts until there have been so many, since waits are counted when they end or the next beat comes."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What was waited for in the last window, each from 0 to 1."""
+
+    seconds: float
+    experience: float
+    elsewhere: float
+    """By the trainer, for anything else (the store, mostly)."""
+    credit: float
+    """By the workers, on average."""
+    updates_per_second: float
+
+    @property
+    def trainer(self) -> str:
+        return f"the trainer waited {_percent(self.experience)} of the last {self.seconds:.0f} s for experience"
+
+    @property
+    def workers(self) -> str:
+        return f"workers waited {_percent(self.credit)} of the last {self.seconds:.0f} s for credit"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """`workers` is the number to run; `wanted` is what it would be without bounds."""
+
+    workers: int
+    wanted: int
+    why: str
+
+
+@dataclass(frozen=True)
+class _Sample:
+    at: float
+    waited: dict[str, float]
+    version: int
+
+
+class Window:
+    """The newest samples of a crew that does not change; one that joins, leaves or is replaced begins it anew."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.restart()
+
+    def restart(self) -> None:
+        """What was seen so far no longer tells."""
+        self._crew: tuple[tuple[str, int], ...] = ()
+        self._samples: dict[str, deque[_Sample]] = {}
+
+    def add(self, trainer: Beat, workers: Sequence[Beat]) -> Shares | None:
+        crew = (trainer, *workers)
+        if (names := tuple((beat.id, beat.pid) for beat in crew)) != self._crew:
+            self._crew, self._samples = names, {beat.id: deque() for beat in crew}
+        for beat in crew:
+            samples, at = self._samples[beat.id], float(beat.stamp)
+            if not samples or at > samples[-1].at:
+                samples.append(_Sample(at, beat.waited, int(beat.progress.get("version", 0))))
+        begin = self._begin(self._samples[trainer.id])
+        if begin is None or any(self._samples[beat.id][0].at > begin + 2 * BEAT_SECONDS for beat in workers):
+            return None
+        first, last = self._samples[trainer.id][0], self._samples[trainer.id][-1]
+        seconds = last.at - first.at
+        waited = {name: total - first.waited.get(name, 0.0) for name, total in last.waited.items()}
+        return Shares(
+            seconds=seconds,
+            experience=_share(waited.pop("experience", 0.0), seconds),
+            elsewhere=_share(sum(waited.values()), seconds),
+            credit=sum(self._credit(worker.id, begin) for worker in workers) / max(1, len(workers)),
+            updates_per_second=(last.version - first.version) / seconds,
+        )
+
+    def _begin(self, samples: deque[_Sample]) -> float | None:
+        """When the window begins: at least its seconds ago, and some updates."""
+        found = None
+        for sample in samples:
+            if samples[-1].at - sample.at < self._seconds or samples[-1].version - sample.version < _UPDATES:
+                break
+            found = sample.at
+        while found is not None and samples[0].at < found:
+            samples.popleft()
+        return found
+
+    def _credit(self, worker: str, begin: float) -> float:
+        samples = self._samples[worker]
+        while len(samples) > 2 and samples[1].at <= begin:
+            samples.popleft()
+        first, last = samples[0], samples[-1]
+        waited = last.waited.get("credit", 0.0) - first.waited.get("credit", 0.0)
+        return _share(waited, last.at - first.at) if last.at > first.at else 0.0
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _share(waited: float, seconds: float) -> float:
+    return min(1.0, max(0.0, waited / seconds))
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Workers were added; did they bring anything?"""
+
+    before: int
+    after: int
+    updates_per_second: float
+    expected: float
+    """Times as many updates per second."""
+
+
+class Autoscale:
+    """Grows while the trainer waits for experience, shrinks while workers wait for credit, else leaves all as it is."""
+
+    def __init__(self, window_seconds: float, fragments_per_update: int, max_policy_lag: int) -> None:
+        self._window = Window(window_seconds)
+        self._hold_seconds = _WINDOWS_HELD * window_seconds
+        self._batch, self._lag = fragments_per_update, max_policy_lag
+        self._useful = (max_policy_lag + 1) * fragments_per_update
+        """More workers than this can never hold a claim at the same time: (L + 1) · K."""
+        self._trial: _Trial | None = None
+        self._held, self._held_until = 0, -math.inf
+        """No more than this number until then, since more brought nothing."""
+        self._calm = False
+        """Whether this window has said before that all may stay as it is."""
+
+    def restart(self) -> None:
+        """A worker comes, goes or catches up: what was waited for so far no longer tells."""
+        self._window.restart()
+        self._calm = False
+
+    def decide(self, trainer: Beat, workers: Sequence[Beat], least: int, most: int) -> Decision | None:
+        """The number to run, now that these are at work; None while too little was seen."""
+        shares = self._window.add(trainer, workers)
+        if shares is None:
+            return None
+        now, present = float(trainer.stamp), len(workers)
+        wanted, why = self._judge(shares, present, now) or self._rule(shares, present)
+        if wanted > present and now < self._held_until:
+            wanted = min(wanted, max(present, self._held))
+        if wanted != present and self._calm:  # something has changed in the midst of this window: one that is all new
+            self.restart()
+            return None
+        self._calm = self._calm or wanted == present
+        workers_next = max(least, min(wanted, most))
+        if workers_next > present:
+            gain = self._expected(shares, present, workers_next)
+            self._trial = _Trial(present, workers_next, shares.updates_per_second, gain)
+        return Decision(workers_next, wanted, why)
+
+    def _rule(self, shares: Shares, present: int) -> tuple[int, str]:
+        if present > self._useful:
+            return self._useful, f"no more than {self._useful} can hold a claim at the same time"
+        if shares.elsewhere > _SHORT:
+            return present, ""  # the store, or whatever it is, decides the speed
+        return self._lockstep(shares, present) if self._lag == 0 else self._overlapping(shares, present)
+
+    def _overlapping(self, shares: Shares, present: int) -> tuple[int, str]:
+        """Acting and learning run side by side: the trainer should be the slower of the two, by a little."""
+        if shares.experience > max(_SHORT, shares.credit):
+            enough = math.ceil(present / max(0.5, 1.0 - shares.experience))
+            return min(max(present + 1, enough), self._useful), shares.trainer
+        if shares.experience < _ENOUGH:
+            needed = present * (1.0 - shares.credit) * (1.0 + _SPARE)
+            fewer = max(1, math.ceil(needed), math.ceil(present / 2))
+            if fewer < present:
+                return fewer, shares.workers
+        return present, ""
+
+    def _lockstep(self, shares: Shares, present: int) -> tuple[int, str]:
+        """Acting and learning take turns: that workers wait for the trainer tells nothing.
+
+        What tells is the trainer's wait, which is as many rounds long as the fragments of an update take.
+        """
+        upward = range(present + 1, min(2 * present, self._batch) + 1)
+        best = min(upward, key=lambda workers: (self._rounds(workers), workers), default=present)
+        if shares.experience * (1.0 - self._rounds(best) / self._rounds(present)) > _SHORT:
+            return best, shares.trainer
+        for fewer in range(max(1, math.ceil(present / 2)), present):
+            slower = shares.experience * (self._rounds(fewer) / self._rounds(present) - 1.0)
+            if slower < _ENOUGH:
+                return fewer, f"with {counted(present, 'worker')} an update is less than {_percent(_ENOUGH)} faster"
+        return present, ""
+
+    def _rounds(self, workers: int) -> int:
+        return math.ceil(self._batch / workers)
+
+    def _expected(self, shares: Shares, before: int, after: int) -> float:
+        """How many times as many updates there should be."""
+        if self._lag == 0:
+            acting = self._rounds(after) / self._rounds(before)
+            return 1.0 / (1.0 - shares.experience * (1.0 - acting))
+        return 1.0 / max(before / after, 1.0 - shares.experience)
+
+    def _judge(self, shares: Shares, present: int, now: float) -> tuple[int, str] | None:
+        """Whether the workers that came last have brought what they should: else they go again."""
+        trial, self._trial = self._trial, None
+        if trial is None or trial.after != present:
+            return None
+        gained = shares.updates_per_second / trial.updates_per_second - 1.0
+        if gained >= _BARREN * (trial.expected - 1.0):
+            return None
+        self._held, self._held_until = trial.before, now + self._hold_seconds
+        more = f"{counted(trial.after, 'worker')} brought {_percent(max(0.0, gained))} more updates than {trial.before}"
+        return trial.before, more
+
+
+class Scaling:
+    """Decides at each poll (`desired`); `cores` are those of the only machine, where Ray's count is a number only."""
+
+    def __init__(self, context: RunContext, cores: int | None = None) -> None:
+        self._redis, self._run_id, self._flow, self._cores = context.redis, context.run_id, context.flow, cores
+        own = context.config.rollout
+        self._autoscale = Autoscale(own.scaling_window_seconds, own.fragments_per_update, own.max_policy_lag)
+        self._told = ""
+
+    def desired(
+        self, flow: FlowState, beats: Mapping[str, Beat], workers: Sequence[str], unplaced: Sequence[str], capacity: int
+    ) -> int:
+        """The number to bring the fleet to. `workers` are those it has, the ones that leave included."""
+        if flow.scaling != "auto":
+            self._autoscale.restart()
+            return flow.desired_workers
+        most, bound = self._most(flow, capacity)
+        least = min(flow.min_workers, most)
+        if not least <= flow.desired_workers <= most:
+            self._autoscale.restart()
+            return self._order(flow, max(least, min(flow.desired_workers, most)), f"the bounds are {least} and {most}")
+        at_work = [beats[name] for name in workers if name in beats and _at_work(beats[name])]
+        steady = len(at_work) + len(unplaced) == len(workers) <= flow.desired_workers
+        trainer = beats.get("trainer")
+        if trainer is None or not _learns(trainer) or not steady or not at_work:
+            self._autoscale.restart()
+            return flow.desired_workers
+        decision = self._autoscale.decide(trainer, at_work, least, most)
+        return flow.desired_workers if decision is None else self._follow(flow, decision, at_work, unplaced, bound)
+
+    def _most(self, flow: FlowState, capacity: int) -> tuple[int, str]:
+        """The most there may be, and what says so."""
+        bounds = [(capacity, "all that fit")]
+        if flow.max_workers is not None:
+            bounds.append((flow.max_workers, "the bound (rollout.max_workers, or --max)"))
+        elif self._cores is not None:
+            bounds.append((max(self._cores, flow.desired_workers), "one for each core (--max allows more)"))
+        most, text = min(bounds, key=lambda bound: bound[0])
+        return max(1, most), text
+
+    def _follow(
+        self, flow: FlowState, decision: Decision, at_work: Sequence[Beat], unplaced: Sequence[str], bound: str
+    ) -> int:
+        """Does what was decided; where that cannot be, says so once."""
+        present = len(at_work)
+        if unplaced and decision.wanted > present:
+            wanted = f"more than {counted(present, 'worker')} {'is' if present == 1 else 'are'} wanted"
+            text = f"{wanted} ({decision.why}), but no machine has capacity for another"
+            self._tell(f"no place beside {present}", text)
+            return flow.desired_workers
+        if decision.wanted > decision.workers == present:
+            text = f"{decision.wanted} workers are wanted ({decision.why}), but {present} is {bound}"
+            self._tell(f"{present} is {bound}", text)
+        if decision.workers == flow.desired_workers:
+            return flow.desired_workers
+        why = decision.why or f"{', '.join(unplaced)} had no place, and are not needed"
+        return self._order(flow, decision.workers, why)
+
+    def _order(self, flow: FlowState, workers: int, why: str) -> int:
+        """Writes it where `scale` writes, unless a person was faster."""
+        if not self._flow.set_desired_workers(workers, "auto"):
+            return flow.desired_workers
+        text = f"scaled {flow.desired_workers} → {workers}: {why}"
+        emit(self._redis, self._run_id, "scaling", text, before=flow.desired_workers, workers=workers)
+        self._told = ""
+        self._autoscale.restart()
+        return workers
+
+    def _tell(self, kind: str, text: str) -> None:
+        """An event for what is not done; the same thing once."""
+        if kind != self._told:
+            emit(self._redis, self._run_id, "scaling", text)
+            self._told = kind
+
+
+def _at_work(worker: Beat) -> bool:
+    """It acts, or would if it had credit; not while it starts or catches up."""
+    return worker.alive and bool(worker.progress.get("fragments") or worker.waiting_for == "credit")
+
+
+def _learns(trainer: Beat) -> bool:
+    """It learns from what comes: neither in warm-up, nor in reading again what was learned before."""
+    progress: dict[str, Any] = trainer.progress
+    return trainer.alive and progress.get("phase") == Phase.TRAIN.value and not progress.get("reads_again", True)

@@ -1,0 +1,364 @@
+"""The fleet: Ray actors for the trainer, the evaluator and the rollout workers; started, watched, replaced, scaled.
+
+A role that raised or whose process died gets another process, as long as its processes make progress (a worker's
+registers as a new incarnation), and so does one that left on purpose. The trainer's end is the end of the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from coordinator.fleet.autoscaler import Scaling
+from coordinator.fleet.capacity import Additions, ClusterView, evaluator_options, needs, trainer_options
+from coordinator.fleet.managed_actor import POLL_SECONDS, ManagedActor, cause, how_it_died, kill_here
+from coordinator.fleet.worker_pool import WorkerPool
+from coordinator.services.ray_head import RayHead
+from rollout_worker.ray_actors import EvaluatorActor
+from shared.errors import Fenced, StagecoachError
+from shared.printable import counted
+from shared.protocol.events import emit
+from shared.protocol.flow_control import FlowState, RunState
+from shared.protocol.heartbeat import BEAT_SECONDS, Beat, Heartbeat, read_heartbeats
+from shared.protocol.redis_client import retries
+from shared.runtime.failure import Failure, FailureKind, RoleEnd, RunEnd
+from shared.runtime.launch import RoleLaunch
+from shared.runtime.restarts import Progress, RestartBound, evaluation_progress, learning_progress
+from shared.runtime.run_context import RunContext
+from trainer_node.distributed.leader import rank_id
+from trainer_node.ray_actors import TrainerActor
+
+_READING_SHARE = 0.1
+"""Share of the processor that reading heartbeats may take; ten thousand of them take a tenth of a second."""
+_OTHERS_FIRST_SECONDS = 15.0
+"""The evaluator waits this long for the others: it has nothing to do before, and they need the cores."""
+_LOGGER = logging.getLogger("stagecoach.coordinator")
+
+
+class RayLost(StagecoachError):
+    """Embedded Ray has died or hung, and all actors with it."""
+
+
+class FleetSupervisor:
+    """Runs one fleet after another: an embedded Ray that dies or hangs is restarted, with a new fleet on it.
+
+    The roles of the dead Ray end with it; the new ones continue from the newest checkpoint and the log.
+    """
+
+    def __init__(self, context: RunContext, launch: RoleLaunch, head: RayHead, additions: Additions) -> None:
+        self._redis, self._run_id, self._head = context.redis, context.run_id, head
+        self._make_fleet = partial(Fleet, context, launch, head, additions)
+        self._bound = RestartBound(context.config.rollout.restarts_allowed)
+        self._bound.saw(learning_progress(self._redis, self._run_id))
+        self._fleet: Fleet | None = self._make_fleet()
+
+    def run(self, abandon: threading.Event) -> RunEnd:
+        """Until the run has ended; returns why. Raises what Ray raises where it dies again and again."""
+        while True:
+            try:
+                self._fleet = self._fleet or self._make_fleet()
+                return self._fleet.run(abandon)
+            except Exception as error:
+                if abandon.is_set():
+                    return RunEnd("abandoned")
+                if not self._head.lost(notice=True):
+                    raise
+                self._fleet = None
+                self._restart_ray(error)
+
+    def kill(self) -> None:
+        if self._fleet is not None and not self._head.lost():
+            self._fleet.kill()
+
+    def _restart_ray(self, error: Exception) -> None:
+        text = self._head.fate
+        self._bound.saw(learning_progress(self._redis, self._run_id))
+        if self._bound.ended():
+            often = f"{counted(self._bound.ends, 'time')} in a row without progress of the run"
+            raise RayLost(f"{text}, {often} (rollout.restarts_allowed); see its log") from error
+        _LOGGER.warning("%s; starting it again", text)
+        emit(self._redis, self._run_id, "service", f"{text}; it is started again, with new roles")
+        try:
+            self._head.start_again()
+        except StagecoachError as failed:
+            if not self._head.lost():
+                raise
+            _LOGGER.warning("Ray does not start again: %s", failed)
+
+
+class Fleet:
+    """All actors of one run. `run` is the coordinator's loop, `reconcile` one turn of it."""
+
+    def __init__(self, context: RunContext, launch: RoleLaunch, head: RayHead, additions: Additions) -> None:
+        self._config, self._launch, self._head = context.config, launch, head
+        self._redis, self._run_id, self._flow = context.redis, context.run_id, context.flow
+        self._cluster = ClusterView(context.config, additions, head.embedded)
+        self._scaling = Scaling(context, os.cpu_count() if context.config.ray.address == "embedded" else None)
+        self._waits_for: str | None = None
+        """The service that is away, as the roles say."""
+        self._next_read = 0.0
+        self._beats: Mapping[str, Beat] = {}
+        self._read_beats()  # those of a fleet before this one
+        learning = partial(learning_progress, self._redis, self._run_id)
+        options = partial(trainer_options, self._config)
+        self._trainer = self._start("trainer", learning, options, TrainerActor, launch)
+        self._learners = [self._trainer]
+        for rank in range(1, self._config.trainer.ranks):
+            self._learners.append(self._start(rank_id(rank), learning, options, TrainerActor, launch, rank))
+        self._evaluator: ManagedActor | None = None
+        self._workers = WorkerPool(context, launch, self._cluster, self._start)
+        self._began = time.monotonic()
+        self._heartbeat = Heartbeat(self._redis, self._run_id, "coordinator", "coordinator")
+        self.outcome: RunEnd | None = None
+
+    def run(self, abandon: threading.Event) -> RunEnd:
+        """Supervises the roles until the trainer has ended; returns why. Raises `RayLost`."""
+        self._heartbeat.start()
+        try:
+            while self.outcome is None:
+                if abandon.is_set():
+                    self.kill()
+                    return RunEnd("abandoned")
+                if self._head.lost():
+                    raise RayLost(self._head.fate)
+                self.reconcile()
+            self.close()
+            return self.outcome
+        finally:
+            self._heartbeat.stop(self.outcome.reason if self.outcome else "ended")
+
+    def reconcile(self) -> None:
+        """One turn: which call has ended, which roles must be restarted, how many workers there should be."""
+        for member in self._members():
+            if member.restart_at is not None and time.monotonic() >= member.restart_at:
+                member.restart()
+        self._handle_an_end()
+        if self.outcome is not None:
+            return
+        beats = self._read_beats()
+        self._start_evaluator(beats)
+        for member in self._members():
+            self._replace_if_silent(member, beats.get(member.name))
+        self._refresh_cluster()
+        self._check_placement(beats)
+        self._report_outages(beats)
+        self._follow_flow(self._flow.read(), beats)
+
+    def close(self, seconds: float = 20.0) -> None:
+        """Waits for workers and evaluator to end on their own, then ends their processes.
+
+        A role that has never said anything has no process yet, and perhaps never will.
+        """
+        others = [member for member in self._members() if member.stamp and member is not self._trainer]
+        if calls := [member.call for member in others if member.call is not None]:
+            ray.wait(calls, num_returns=len(calls), timeout=seconds)
+        self.kill()
+
+    def kill(self) -> None:
+        for member in self._members():
+            ray.kill(member.actor, no_restart=True)
+
+    # Starting
+
+    def _members(self) -> list[ManagedActor]:
+        evaluator = [] if self._evaluator is None else [self._evaluator]
+        return [*self._learners, *evaluator, *self._workers.members]
+
+    def _start(
+        self, name: str, progress: Callable[[], Progress], options: Callable[[], dict[str, Any]], actor: Any,
+        *arguments: Any,
+    ) -> ManagedActor:  # fmt: skip
+        bound, last = RestartBound(self._config.rollout.restarts_allowed), self._beats.get(name)
+        make, former = lambda: actor.options(**options()).remote(*arguments), {last.process} if last else set()
+        return ManagedActor(name, make, bound, progress, retries(self._redis).outages, former)
+
+    def _start_evaluator(self, beats: Mapping[str, Beat]) -> None:
+        """Once trainer, ranks and at least one worker are there, or take too long."""
+        if self._evaluator is not None:
+            return
+        first = all(member.name in beats for member in self._learners)
+        there = first and any(name in beats for name in self._workers.names)
+        if there or time.monotonic() - self._began > _OTHERS_FIRST_SECONDS:
+            progress = partial(evaluation_progress, self._redis, self._run_id)
+            options = partial(evaluator_options, self._config)
+            self._evaluator = self._start("evaluator", progress, options, EvaluatorActor, self._launch)
+
+    # What has ended
+
+    def _handle_an_end(self) -> None:
+        """Waits a moment for a call of `run` to end, and handles that; raises `RayLost` where it went with its Ray."""
+        calls = {member.call: member for member in self._members() if member.call is not None}
+        if not calls:
+            time.sleep(POLL_SECONDS)
+            return
+        for call in ray.wait(list(calls), num_returns=1, timeout=POLL_SECONDS)[0]:
+            member = calls[call]
+            try:
+                self._handle_return(member, str(ray.get(call)))
+            except ray.exceptions.TaskCancelledError:  # Ray's way to say that a second signal ended it at once
+                self._handle_return(member, RoleEnd.PREEMPTED)
+            except ray.exceptions.RayTaskError as caught:
+                _LOGGER.error("%s failed: %s", member.name, caught)
+                self._handle_error(member, cause(caught))
+            except ray.exceptions.RayError as caught:
+                if self._head.lost(notice=True):
+                    raise RayLost(self._head.fate) from caught
+                self._restart_after_failure(member, self._death(member, caught), died=True)
+
+    def _handle_return(self, member: ManagedActor, reason: str) -> None:
+        if reason in (RoleEnd.PREEMPTED, RoleEnd.OUTGROWN):
+            self._restart_later(member, reason)
+        elif member is self._evaluator or member in self._learners:
+            member.call = None
+            if member is self._trainer:
+                self.outcome = RunEnd(reason, self._flow.read().failure)
+        else:
+            self._workers.remove(member)
+
+    def _handle_error(self, member: ManagedActor, error: Exception) -> None:
+        if member is not self._trainer:
+            self._restart_after_failure(member, Failure.of(error), died=False)
+            return
+        member.call = None
+        if isinstance(error, Fenced):
+            self._emit(member, "another trainer has taken over; the fleet works on for it")
+        else:
+            self.outcome = RunEnd.failed(Failure.of(error))
+
+    def _death(self, member: ManagedActor, error: ray.exceptions.RayError) -> Failure:
+        """Why its process has died: what its own watchdog said, else how it ended and its last words.
+
+        A process that ended itself did what was run in it: in a worker or the evaluator that is the environment.
+        """
+        last = member.last_beat(read_heartbeats(self._redis, self._run_id))
+        if last is not None and last.failure is not None:
+            return Failure(last.failure, last.ended or "failed")
+        how, words = how_it_died(error)
+        _LOGGER.warning("%s: %s%s", member.name, how, "".join(f"\n  {line}" for line in words.lines))
+        of_itself = words.how is not None and member.role in ("evaluator", "worker")
+        said = f"; it said last: {' | '.join(line.strip() for line in words.lines)}" if words.lines else ""
+        return Failure(FailureKind.ENVIRONMENT if of_itself else FailureKind.OTHER, f"{member.name}: {how}{said}")
+
+    def _restart_later(self, member: ManagedActor, reason: str) -> None:
+        """A role that left on purpose has not failed, but it may not happen too often."""
+        pause = member.pause_seconds()
+        later = f" in {pause:.0f} s" if pause else ""
+        self._emit(member, f"{member.name} {reason}; it continues in a new process{later}")
+        member.leave(time.monotonic() + pause)
+
+    def _restart_after_failure(self, member: ManagedActor, failure: Failure, died: bool) -> None:
+        """A role that raised runs again, one whose process died gets another one, as long as it makes progress."""
+        self._emit(member, f"{member.name} failed: {failure}")
+        member.bound.saw(member.progress())
+        if not self._in_outage(member) and member.bound.ended():
+            self._give_up(member, failure)
+        elif died:
+            member.restart()
+        else:
+            member.call = member.actor.run.remote()
+
+    def _in_outage(self, member: ManagedActor) -> bool:
+        """Whether Redis or the store was away during its process, by its last heartbeat or by our own count."""
+        before, member.outages = member.outages, retries(self._redis).outages
+        last = member.last_beat(read_heartbeats(self._redis, self._run_id))
+        return member.outages > before or (last is not None and last.outage)
+
+    def _give_up(self, member: ManagedActor, failure: Failure) -> None:
+        often = f"it failed {counted(member.bound.ends, 'time')} in a row without progress (rollout.restarts_allowed)"
+        self._emit(member, f"{member.name} is given up: {often}")
+        if member in self._learners:
+            ray.kill(self._trainer.actor, no_restart=True)  # it would continue while the failure is recorded
+            self.outcome = RunEnd.failed(replace(failure, detail=f"{failure.detail}; {often}"))
+        elif member is self._evaluator:
+            ray.kill(member.actor, no_restart=True)
+            member.call = None
+            if not self._config.stop_at.bounded:
+                self._stop(failure, f"the evaluator, which alone could end the run, is given up: {failure.detail}")
+        else:
+            self._workers.give_up(member)
+            if not self._workers.members:
+                self._stop(failure, f"{failure.detail} (no rollout worker is left)")
+
+    def _stop(self, failure: Failure, detail: str) -> None:
+        end = RunEnd.failed(replace(failure, detail=detail))
+        self._flow.set_state(RunState.STOPPING, end.reason, RunState.RUNNING, failure=end.failure)
+
+    # What the heartbeats and the cluster say
+
+    def _read_beats(self) -> Mapping[str, Beat]:
+        """At each turn; where they are so many that this would cost much, about as often as they come."""
+        if time.monotonic() >= self._next_read:
+            used = time.thread_time()
+            self._beats = {beat.id: beat for beat in read_heartbeats(self._redis, self._run_id)}
+            used = time.thread_time() - used
+            self._next_read = time.monotonic() + min(used / _READING_SHARE, BEAT_SECONDS)
+        return self._beats
+
+    def _replace_if_silent(self, member: ManagedActor, beat: Beat | None) -> None:
+        """Ends a process that is there but says nothing, and starts another one."""
+        seconds = member.silent_seconds(beat, member.name in self._cluster.unplaced)
+        if beat is None or seconds <= self._config.rollout.silent_seconds:
+            return
+        if beat.process not in member.former:
+            kill_here(beat)
+        self._flow.release(member.name)  # another worker may act its claim at once
+        silent = f"its process has been silent for {seconds:.0f} s (rollout.silent_seconds) and is replaced"
+        self._restart_after_failure(member, Failure(FailureKind.OTHER, f"{member.name}: {silent}"), died=True)
+
+    def _refresh_cluster(self) -> None:
+        """Capacity and the trainer's node; evicts workers from that node if they must keep off it."""
+        capacity = self._cluster.refresh(self._trainer.actor)
+        if capacity is not None:
+            self._heartbeat.progress = self._heartbeat.progress | {"capacity": capacity.as_dict()}
+            if self._config.rollout.avoid_trainer_node:
+                self._workers.evict()
+
+    def _check_placement(self, beats: Mapping[str, Beat]) -> None:
+        """Names the roles without a place in the coordinator's heartbeat; a trainer without one ends the run."""
+        self._cluster.find_unplaced(self._members(), beats)
+        self._heartbeat.progress = self._heartbeat.progress | {"unplaced": self._cluster.unplaced}
+        deadline = self._config.rollout.wait_deadline_seconds
+        waits = self._trainer.name in self._cluster.unplaced and self._trainer.name not in beats
+        if waits and time.monotonic() - self._trainer.started > deadline:
+            asked = ", ".join(f"{name}={amount:g}" for name, amount in needs(trainer_options(self._config)).items())
+            there = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            text = f"Ray had no place for the trainer ({asked}) within {deadline:g} s; it has {there}"
+            self.outcome = RunEnd.failed(Failure(FailureKind.OTHER, text))
+
+    def _report_outages(self, beats: Mapping[str, Beat]) -> None:
+        """An event when a role begins to wait for a service that is away, and one when none does any more."""
+        away = next((beat for beat in beats.values() if beat.alive and beat.outage), None)
+        if (away is None) == (self._waits_for is None):
+            return
+        text, self._waits_for = f"{self._waits_for} is back; the run continues", None
+        if away is not None:
+            text = f"the run waits for {away.waiting_for}, which is away ({away.id}: {away.last_error})"
+            self._waits_for = away.waiting_for
+        emit(self._redis, self._run_id, "outage", text)
+
+    def _follow_flow(self, flow: FlowState, beats: Mapping[str, Beat]) -> None:
+        """What the run's state asks for: scaling, or the end that another trainer has brought about."""
+        if self._trainer.call is None and flow.state is RunState.FINISHED:
+            self.outcome = RunEnd(flow.reason, flow.failure)
+            return
+        trainer, silent = beats.get(self._trainer.name), self._config.rollout.silent_seconds
+        replaced = self._trainer.call is None and self._trainer.restart_at is None
+        if replaced and (trainer is None or trainer.ended or trainer.age_seconds > silent):
+            self._trainer.call = self._trainer.actor.run.remote()  # the trainer that took over is gone: ours continues
+        if flow.state is RunState.RUNNING:
+            names = self._workers.names
+            unplaced = [name for name in self._cluster.unplaced if name in names]
+            desired = self._scaling.desired(flow, beats, names, unplaced, self._cluster.most_workers)
+            self._workers.scale(desired, beats)
+
+    def _emit(self, member: ManagedActor, text: str) -> None:
+        emit(self._redis, self._run_id, member.role, text)

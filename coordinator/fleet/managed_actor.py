@@ -1,0 +1,137 @@
+"""One role of the fleet: its Ray actor, what its heartbeats have told of it, and how its processes have died."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from shared.protocol.heartbeat import Beat, growing_pauses
+from shared.runtime.process import LastWords, last_words
+from shared.runtime.restarts import Progress, RestartBound
+
+POLL_SECONDS = 0.2
+"""Time between two polls of the fleet."""
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
+"""Between processes that leave again and again without having done anything."""
+_TAIL_BYTES = 16 << 10
+_PID = re.compile(r"\bpid: (\d+)")
+_ADDRESS = re.compile(r"\bip: ([0-9a-fA-F.:]+)")
+_NODE = re.compile(r"node (has died|died|was terminated|is (dead|preempted))", re.IGNORECASE)
+
+
+class ManagedActor:
+    """A role's present actor, and the processes that it had before."""
+
+    def __init__(
+        self, name: str, make: Callable[[], Any], bound: RestartBound, progress: Callable[[], Progress], outages: int,
+        former: set[str],
+    ) -> None:  # fmt: skip
+        """Starts its first process.
+
+        Args:
+            make: makes a new actor in a process of its own, wherever there is capacity by then.
+            progress: how far the role has come, whatever its process is.
+            outages: those of Redis, as the coordinator has counted them, when its present process began.
+            former: processes that it had before. One whose machine was cut off may beat again, in turns with its
+                successor.
+        """
+        self.name, self.role = name, name.partition("-")[0]
+        self._make, self.bound, self.progress, self.outages, self.former = make, bound, progress, outages, former
+        bound.saw(progress())
+        self.actor = make()
+        self.call: Any = self.actor.run.remote()
+        """The call of its `run`; None once the role has ended for good, or until it is started again."""
+        self.started = time.monotonic()
+        self.restart_at: float | None = None
+        self._pauses: Iterator[float] | None = None
+        """Before it is started again, while its processes leave without having done anything."""
+        self._process: str | None = None
+        """Its present process, by the last heartbeat."""
+        self.stamp = ""
+        self._silent_polls = 0
+        """Since that stamp changed: whatever keeps the coordinator from polling keeps the others from beating."""
+
+    def restart(self) -> None:
+        self.leave()
+        self.actor = self._make()
+        self.call, self.started = self.actor.run.remote(), time.monotonic()
+
+    def leave(self, restart_at: float | None = None) -> None:
+        """Ends its process; `restart_at` is when the next one is started."""
+        ray.kill(self.actor, no_restart=True)
+        if self._process is not None:
+            self.former.add(self._process)
+        self.call, self.restart_at, self._process, self.stamp, self._silent_polls = None, restart_at, None, "", 0
+
+    def pause_seconds(self) -> float:
+        """The pause after a process that left on purpose: none after progress, else longer each time."""
+        self.bound.saw(self.progress())
+        if self.bound.progressed:
+            self._pauses = None
+            return 0.0
+        self._pauses = self._pauses or growing_pauses(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
+        return next(self._pauses)
+
+    def last_beat(self, beats: Iterable[Beat]) -> Beat | None:
+        return next((beat for beat in beats if beat.id == self.name and beat.process not in self.former), None)
+
+    def silent_seconds(self, beat: Beat | None, unplaced: bool) -> float:
+        """Takes in its newest heartbeat, once a poll; returns for how long its process has been silent.
+
+        A process that has not beaten yet is still starting, which may take long; so is one without a place.
+        """
+        if beat is None or self.call is None:
+            return 0.0
+        if beat.process not in self.former:
+            if beat.ended or (beat.process, beat.stamp) != (self._process, self.stamp):
+                self._silent_polls = 0
+            self._process, self.stamp = beat.process, beat.stamp
+        if self._process is None or (beat.ended and beat.process not in self.former):
+            return 0.0
+        self._silent_polls = 1 if unplaced else self._silent_polls + 1
+        return self._silent_polls * POLL_SECONDS
+
+
+def kill_here(beat: Beat) -> None:
+    """Ends one of Ray's processes if it is on this machine: a process that is stopped (SIGSTOP) ignores Ray."""
+    command = Path(f"/proc/{beat.pid}/cmdline")
+    if beat.host == socket.gethostname() and command.exists() and b"ray::" in command.read_bytes():
+        os.kill(beat.pid, signal.SIGKILL)
+
+
+def cause(error: Exception) -> Exception:
+    return getattr(error, "cause", None) or error
+
+
+def how_it_died(error: ray.exceptions.RayError) -> tuple[str, LastWords]:
+    """In words how an actor's process ended, and what it said last, as far as it can be known here.
+
+    Ray's error alone knows which process it was. The logs of processes on other machines stay there.
+    """
+    said = str(error)
+    pid, address = _PID.search(said), _ADDRESS.search(said)
+    who = f"its process ({f'pid {pid[1]}' if pid else 'no pid'} on {address[1] if address else 'an unknown machine'})"
+    if _NODE.search(said):
+        return f"{who} went with its machine", LastWords(None, ())
+    if pid is None:
+        return f"{who} has died", LastWords(None, ())
+    context: Any = ray.get_runtime_context()
+    logs = Path(context.get_temp_dir(), context.get_session_name(), "logs").glob(f"worker-*-{pid[1]}.err")
+    path = max(logs, key=lambda path: path.stat().st_mtime, default=None)
+    if path is None:
+        return f"{who} has died; its last words are in Ray's logs there, worker-*-{pid[1]}.err", LastWords(None, ())
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        words = last_words(file.read().decode(errors="replace"))
+    if words.how is None:
+        return f"{who} was killed: it said nothing of its end (by hand, or by the kernel for want of memory?)", words
+    how = f"ended with {words.how}" if words.how.startswith("exit") else f"was ended by {words.how}"
+    return f"{who} {how}", words

@@ -1,0 +1,130 @@
+"""The rollout workers of a fleet: started lowest number first, drained where there are too many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import ray
+
+from coordinator.fleet.capacity import ClusterView, needs, worker_options
+from coordinator.fleet.managed_actor import ManagedActor
+from coordinator.services.ray_internals import free_resources, nodes_of
+from rollout_worker.ray_actors import WorkerActor
+from shared.config.run_config import Config
+from shared.protocol.heartbeat import Beat, forget_heartbeat
+from shared.runtime.launch import RoleLaunch
+from shared.runtime.restarts import acting_progress
+from shared.runtime.run_context import RunContext
+
+Start = Callable[..., ManagedActor]
+"""Starts a role: name, progress, options of each of its processes, actor class, and the arguments of the actor."""
+_NODE = "ray.io/node-id"
+"""The label that Ray gives each machine."""
+
+
+class Places:
+    """Where the workers that are started in one go run."""
+
+    def __init__(self, config: Config, trainer_node: str | None) -> None:
+        self._pack = config.rollout.placement == "pack"
+        self._options = worker_options(config)
+        self._need = needs(self._options)
+        self._away = {_NODE: f"!{trainer_node}"} if config.rollout.avoid_trainer_node and trainer_node else {}
+        self._free = free_resources() if self._pack else {}
+        if self._away:
+            self._free.pop(trainer_node or "", None)
+
+    def next(self) -> dict[str, Any]:
+        """Options for one more worker. Ray itself fills machines to half only, and then spreads."""
+        options = self._options | {"scheduling_strategy": "DEFAULT" if self._pack else "SPREAD"}
+        needs = self._need.items()
+        holding = [
+            node for node, free in self._free.items() if all(free.get(name, 0.0) >= least for name, least in needs)
+        ]
+        if holding:
+            fullest = min(holding, key=lambda node: (self._free[node].get("CPU", 0.0), node))
+            for name, amount in self._need.items():
+                self._free[fullest][name] -= amount
+            options |= {"label_selector": {_NODE: fullest}, "fallback_strategy": [{"label_selector": self._away}]}
+        elif self._away:
+            options["label_selector"] = self._away
+        return options
+
+
+class WorkerPool:
+    """Workers by number. One that was given up is not started again until a scale leaves it out."""
+
+    def __init__(self, context: RunContext, launch: RoleLaunch, cluster: ClusterView, start: Start) -> None:
+        self._redis, self._run_id, self._flow = context.redis, context.run_id, context.flow
+        self._config, self._launch, self._cluster, self._start = context.config, launch, cluster, start
+        self._workers: dict[int, ManagedActor] = {}
+        self._given_up: set[int] = set()
+        self._drained: set[str] = set()
+        """Workers that were asked to leave because there are too many."""
+        self._places: Places | None = None
+        """While several are started in one go."""
+
+    @property
+    def members(self) -> list[ManagedActor]:
+        return list(self._workers.values())
+
+    @property
+    def names(self) -> list[str]:
+        return [worker.name for worker in self.members]
+
+    def _options(self) -> dict[str, Any]:
+        return (self._places or Places(self._config, self._cluster.trainer_node)).next()
+
+    def scale(self, desired: int, beats: Mapping[str, Beat]) -> None:
+        """Starts the workers that are missing, and drains those beyond `desired`.
+
+        With `rollout.avoid_trainer_node` none is started before the trainer's node is known.
+        """
+        missing = [index for index in range(desired) if index not in self._workers and index not in self._given_up]
+        if missing and (self._cluster.trainer_node is not None or not self._config.rollout.avoid_trainer_node):
+            self._places = Places(self._config, self._cluster.trainer_node)
+            for index in missing:
+                self._flow.undrain(name := f"worker-{index}")
+                progress = partial(acting_progress, self._redis, self._run_id, name)
+                self._workers[index] = self._start(name, progress, self._options, WorkerActor, self._launch, index)
+            self._places = None
+        self._given_up = {index for index in self._given_up if index < desired}
+        for index, worker in self._workers.items():
+            if index < desired and worker.name in self._drained:  # called back before it has left
+                self._flow.undrain(worker.name)
+                self._drained.discard(worker.name)
+        self._drain([worker for index, worker in self._workers.items() if index >= desired], beats)
+
+    def _drain(self, workers: list[ManagedActor], beats: Mapping[str, Beat]) -> None:
+        """Lets workers finish their fragments and leave; those without a living process have none to finish."""
+        asked = []
+        for worker in workers:
+            beat = beats.get(worker.name)
+            if beat is None or not beat.alive or worker.call is None:
+                self.remove(worker)
+            elif worker.name not in self._drained:
+                asked.append(worker.name)
+        self._flow.drain(*asked)
+        self._drained.update(asked)
+
+    def evict(self) -> None:
+        """Drains the workers on the trainer's node; they are started again elsewhere."""
+        actors = {worker.name: worker.actor for worker in self.members if worker.stamp}
+        for name, found in nodes_of(actors).items():
+            if found is not None and found == self._cluster.trainer_node:
+                self._flow.drain(name)
+
+    def give_up(self, worker: ManagedActor) -> None:
+        self._given_up.add(self.remove(worker))
+
+    def remove(self, worker: ManagedActor) -> int:
+        """Ends its process, releases its claim, removes its heartbeat; returns its number."""
+        index = next(number for number, other in self._workers.items() if other is worker)
+        del self._workers[index]
+        self._drained.discard(worker.name)
+        ray.kill(worker.actor, no_restart=True)
+        self._flow.release(worker.name)
+        forget_heartbeat(self._redis, self._run_id, "worker", worker.name)
+        return index

@@ -1,0 +1,162 @@
+"""Starting a run: anew, again where it has ended or was interrupted, or on a cluster; everything is checked first."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from coordinator.catalog.checkpoint_lookup import find_checkpoint
+from coordinator.catalog.run_folder import RunFolder, Submission, new_run_id
+from coordinator.catalog.status import ended_status
+from coordinator.lifecycle.preparation import prepare_new, prepare_resume
+from coordinator.lifecycle.ray_job import JobCoordinator, submit_and_follow
+from coordinator.lifecycle.supervisor import Coordinator
+from coordinator.lifecycle.validation import check, check_services, with_recorded
+from shared.config.loading import parse_config, parse_yaml
+from shared.config.run_config import Config
+from shared.errors import CheckpointDamaged, ConfigError, ObjectMissing, UserError
+from shared.experience.spaces import EnvironmentDescription
+from shared.protocol.keys import check_run_id
+from shared.protocol.quarantine import drop_ranges
+from shared.protocol.redis_client import Address
+from shared.runtime.run_context import open_run_context
+from shared.runtime.user_code import extend_imports
+from shared.storage.checkpoint_store import CONFIG, Checkpoint
+from shared.storage.object_store import open_store
+
+Begun = Callable[[], None]
+"""Called when the roles are about to start: from there on only `stop` ends the run in order, no exception does."""
+Started = tuple[RunFolder, Config, Coordinator | JobCoordinator | None]
+"""A run that was started, its config, and what supervises it (nothing where the run has reached its end already)."""
+
+
+def start(
+    config: Config, run_id: str | None, inline: bool, or_resume: bool, import_path: tuple[str, ...], begun: Begun
+) -> Started:
+    import_path = (os.getcwd(), *import_path)
+    config, description = _checked(config, import_path, inline)
+    name = new_run_id(config) if run_id is None else run_id
+    before = _config_of_existing(config, name) if or_resume else None
+    if before is not None:
+        folder = RunFolder.of(config, name) or RunFolder.create(config, name, import_path)
+        at_its_end = ended_status(folder.checkpoint_store(before)).reason in ("solved", "exhausted")
+        if before.stop_at == config.stop_at and at_its_end:
+            folder.unlock()
+            return folder, before, None
+        return _continue(folder, config, before, prepare_resume, inline, begun)
+    source = _initial_checkpoint(config)
+    folder = RunFolder.create(config, name, import_path)
+    try:
+        prepare = partial(prepare_new, description=description, source=source)
+        return folder, config, Coordinator(folder, config, prepare, inline, begun)
+    except BaseException:
+        folder.remove()
+        raise
+
+
+def prepare(config: Config, run_id: str, import_path: tuple[str, ...]) -> None:
+    if "embedded" in (config.redis.url, config.store.url):
+        raise UserError("a run of roles on other machines needs servers that stay: set redis.url and store.url")
+    config, description = _checked(config, (os.getcwd(), *import_path))
+    source = _initial_checkpoint(config)
+    address = Address(check_run_id(run_id), config.redis.url, config.store.url, config.store.endpoint_url)
+    context = open_run_context(config, address, "coordinator")
+    with context.redis:
+        prepare_new(context, description, source)
+
+
+def resume(
+    run_id: str, runs_dir: Path, overrides: tuple[str, ...], origin: str, drop: tuple[str, ...], strict: bool,
+    inline: bool, begun: Begun,
+) -> Started:  # fmt: skip
+    folder = RunFolder.find(run_id, runs_dir)
+    drop_ranges(drop)
+    if folder.remote is not None:
+        raise UserError(f"run {run_id!r} lives on other machines; `stagecoach attach {run_id}` continues it there")
+    config, _ = _checked(folder.config(overrides), folder.import_path(), inline)
+    prepare = partial(prepare_resume, origin=origin, drop=drop, strict=strict)
+    return _continue(folder, config, folder.config(), prepare, inline, begun)
+
+
+def submit(sent: Submission, config: Config, run_id: str, begun: Begun) -> Started:
+    folder = RunFolder.create(config, run_id)
+    try:
+        coordinator = submit_and_follow(folder, config, sent)
+    except BaseException:
+        folder.remove()
+        raise
+    folder.unlock()
+    begun()
+    return folder, config, coordinator
+
+
+def take_up(folder: RunFolder, config: Config, begun: Begun) -> Started:
+    if (elsewhere := folder.remote) is None:
+        return resume(folder.run_id, folder.path.parent, (), "latest", (), False, False, begun)
+    if elsewhere.submission is None:
+        raise UserError(
+            f"run {folder.run_id!r} is interrupted, and was not submitted from here; continue it from where its "
+            f"config is: stagecoach train CONFIG --address … --run-id {folder.run_id} --or-resume"
+        )
+    coordinator = submit_and_follow(folder, config, elsewhere.submission)
+    begun()
+    return folder, config, coordinator
+
+
+def _checked(
+    config: Config, import_path: tuple[str, ...], inline: bool = False
+) -> tuple[Config, EnvironmentDescription]:
+    """The config with the hashes of its data, and its environment; raises a `UserError` where a run would fail."""
+    extend_imports(import_path)
+    description = check(config, inline)
+    config = with_recorded(config, description)
+    check_services(config)
+    return config, description
+
+
+def _continue(
+    folder: RunFolder, config: Config, before: Config, prepare: Callable[..., None], inline: bool, begun: Begun
+) -> Started:
+    """A run whose config was `before`. A folder that was made for it here is removed if it cannot continue."""
+    made_here = folder.held
+    try:
+        if config.hash() != before.hash():
+            raise ConfigError(
+                f"{', '.join(config.decides_otherwise(before))} cannot change in a resume, because it decides the "
+                f"learning (stop_at, rollout.workers, checkpoint … may change); start a new run for that"
+            )
+        if not made_here:
+            folder.lock()
+        coordinator = Coordinator(folder, config, partial(prepare, before=before.stop_at), inline, begun)
+    except BaseException:
+        folder.remove() if made_here else folder.unlock()
+        raise
+    folder.write_config(config)
+    return folder, config, coordinator
+
+
+def _config_of_existing(config: Config, run_id: str) -> Config | None:
+    """The config of a run that exists already, in its folder here or else in the store; None if it does not."""
+    folder = RunFolder.of(config, run_id)
+    if folder is not None:
+        return folder.config()
+    if "embedded" in (config.redis.url, config.store.url):
+        return None
+    store = open_store(Address(run_id, "", config.store.url, config.store.endpoint_url), config)
+    try:
+        return parse_config(parse_yaml(store.get(CONFIG).decode(), f"{CONFIG} of run {run_id}"))
+    except ObjectMissing:
+        return None
+
+
+def _initial_checkpoint(config: Config) -> Checkpoint | None:
+    """The checkpoint that a new run begins with, verified; None where it begins untrained."""
+    if config.initialize_from is None:
+        return None
+    found = find_checkpoint(config.initialize_from, config.runs_dir)
+    try:
+        return found.store.load(found.name, only=("policy.safetensors", "algorithm.safetensors", "rewards.safetensors"))
+    except CheckpointDamaged as error:
+        raise UserError(f"initialize_from={config.initialize_from}: {error}; choose another checkpoint") from None

@@ -1,0 +1,210 @@
+"""What Redis and the store hold of a run before any role starts: of a new one, and of one that continues."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from typing import Any
+
+import redis
+
+from shared.config.loading import dump_config
+from shared.config.sections import StopConfig
+from shared.errors import (
+    ArchiveIncomplete,
+    CheckpointDamaged,
+    CheckpointNotFound,
+    ObjectMissing,
+    RunExists,
+    StagecoachError,
+    UserError,
+)
+from shared.experience.spaces import EnvironmentDescription
+from shared.protocol.events import emit
+from shared.protocol.experience_log import ExperienceLog
+from shared.protocol.flow_control import RunState
+from shared.protocol.keys import RunKeys
+from shared.protocol.ledger import read_accounting
+from shared.protocol.payload_shards import bytes_by_shard
+from shared.protocol.quarantine import drop_entries
+from shared.runtime.failure import RunEnd
+from shared.runtime.run_context import RunContext
+from shared.storage.checkpoint_store import CONFIG, ENVIRONMENT, FINISHED, Checkpoint, checkpoint_name
+from trainer_node.checkpointing.fork import forked, rolled_back
+from trainer_node.checkpointing.recovery import last_epoch, restore_learner, tell_other_versions
+from trainer_node.checkpointing.retention import status_file
+from trainer_node.checkpointing.snapshot import other_versions
+from trainer_node.learning.learner import make_learner
+
+FIRST_CHECKPOINT = checkpoint_name(0, 0)
+_LOGGER = logging.getLogger("stagecoach.coordinator")
+
+
+def prepare_new(context: RunContext, description: EnvironmentDescription, source: Checkpoint | None = None) -> None:
+    """Records a new run; raises `RunExists` where Redis or the store has one of this id, and then changes nothing.
+
+    With `source`, a checkpoint of any run, version 0 has its policies.
+    """
+    store = context.checkpoints.store
+    holder = "Redis" if context.redis.exists(RunKeys(context.run_id).flow) else None
+    with contextlib.suppress(ObjectMissing):
+        store.get(CONFIG)
+        holder = "the store"
+    if holder is not None:
+        raise RunExists(f"{holder} has a run {context.run_id!r} already; choose another --run-id, or resume it")
+    try:
+        store.put(ENVIRONMENT, json.dumps(description.as_dict(), indent=1).encode())
+        store.put(CONFIG, dump_config(context.config).encode())
+        first = None if source is None else forked(context, source)
+        if first is not None:
+            context.checkpoints.write(first.manifest, first.objects)
+        create_flow(context)
+        if first is not None:
+            said = first.manifest.provenance["initialized_from"]
+            text = f"begins with {said['checkpoint']} of run {said['run_id']}; {said['summary']}"
+            emit(context.redis, context.run_id, "trainer", text)
+    except StagecoachError:
+        with contextlib.suppress(StagecoachError):
+            if source is not None:
+                context.checkpoints.delete(FIRST_CHECKPOINT)
+            for key in (ENVIRONMENT, CONFIG):
+                store.delete(key)
+        raise
+
+
+def prepare_resume(
+    context: RunContext, origin: str = "latest", before: StopConfig | None = None, drop: tuple[str, ...] = (),
+    strict: bool = False,
+) -> None:  # fmt: skip
+    """Lets an ended run continue: removes `.finished` and gives back what dead workers had claimed.
+
+    Args:
+        origin: the checkpoint to continue from, and the log after it; an older one continues as a new version, and what
+            was learned since is left behind. Nothing is written before it is found good.
+        before: where it was to end so far: what was cut off just there may be resumed to end in order.
+        drop: log entries (`POSITION`, `FIRST..LAST`) that are not learned from, such as those that ended the run.
+        strict: rejects a checkpoint of other versions of code or libraries, which are only reported else.
+    """
+    _refuse_unbegun(context)
+    checkpoint = _older(context, origin)
+    if strict:
+        _refuse_other_versions(context, checkpoint)
+    _refuse_reached(context, checkpoint, before)
+    _refuse_shards_left_out(context)
+    drop_entries(context, drop)
+    if not create_flow(context):
+        rollout = context.config.rollout
+        context.check_config(shards_may_change=True)
+        context.flow.set_bounds(rollout.lease_seconds, rollout.max_log_bytes, context.bodies.names)
+        context.flow.set_scaling(rollout.scaling, rollout.min_workers, rollout.max_workers, rollout.workers)
+        context.flow.release()
+        context.redis.delete(RunKeys(context.run_id).heartbeats, RunKeys(context.run_id).draining)
+        _forget_action_traces(context)
+    if checkpoint is not None:
+        taken = rolled_back(context, checkpoint, context.flow.take_over(last_epoch(context.checkpoints)))
+        context.checkpoints.write(taken.manifest, taken.objects)
+        text = f"{checkpoint.manifest.name} continues as {taken.manifest.name}, as resume --from {origin} asked"
+        emit(context.redis, context.run_id, "trainer", text)
+        tell_other_versions(context.redis, checkpoint.manifest)  # for the newest one the trainer does it
+    context.checkpoints.store.delete(FINISHED)
+    context.flow.set_state(RunState.RUNNING, "")
+
+
+def _refuse_other_versions(context: RunContext, checkpoint: Checkpoint | None) -> None:
+    with contextlib.suppress(CheckpointNotFound):  # cut off before its first one, it begins with these versions
+        checkpoint = checkpoint or context.checkpoints.newest_good()[0]
+    if checkpoint is not None and (said := other_versions(checkpoint.manifest)):
+        raise UserError(f"resume --strict: {said}; nothing was changed, install those versions or leave --strict out")
+
+
+def _refuse_shards_left_out(context: RunContext) -> None:
+    """What the log names on a shard can be read from that one only."""
+    sizes = bytes_by_shard(context.redis, context.run_id)
+    missing = sorted(set(sizes) - set(context.bodies.names))
+    if missing:
+        raise UserError(
+            f"redis.shards={list(context.config.redis.shards)} leaves out {', '.join(missing)}, where the log of run "
+            f"{context.run_id} has {sum(sizes[shard] for shard in missing)} bytes that are not learned from yet; name "
+            f"it again. (If its data are gone, an empty server at that address will do: they are dropped, and counted.)"
+        )
+
+
+def _forget_action_traces(context: RunContext) -> None:
+    """Of workers that the run no longer has; they would stay in Redis."""
+    keys, wanted = RunKeys(context.run_id), {f"worker-{index}" for index in range(context.config.rollout.workers)}
+    known: Any = context.redis.hkeys(keys.incarnations)
+    for worker in {name.decode(errors="replace") for name in known} - wanted:
+        ExperienceLog(context.redis, context.run_id).forget_action_trace(worker)
+
+
+def _older(context: RunContext, origin: str) -> Checkpoint | None:
+    """The checkpoint to go back to, verified and restored once; None where the run continues from `origin` anyway."""
+    if origin == "latest":
+        return None
+    try:
+        name = context.checkpoints.resolve(origin)
+        newest, _ = context.checkpoints.newest_good()
+        if name == newest.manifest.name:
+            return None
+        found = context.checkpoints.load(name)
+        restore_learner(make_learner(context.config, context.description()), found, context.archive(), context.log())
+    except (CheckpointDamaged, ArchiveIncomplete) as error:
+        raise UserError(f"resume --from {origin}: {error}; nothing was changed, choose another checkpoint") from None
+    return found
+
+
+def _refuse_unbegun(context: RunContext) -> None:
+    """A run that was cut off before it had its initial weights would begin without them."""
+    try:
+        if context.config.initialize_from is not None:
+            context.checkpoints.newest_good()
+    except CheckpointNotFound:
+        raise UserError(
+            f"run {context.run_id!r} was cut off before it had the policies of {context.config.initialize_from}, and "
+            f"would begin without them; start a new run"
+        ) from None
+    except CheckpointDamaged:
+        pass  # the trainer reports it
+
+
+def record_failure(context: RunContext, end: RunEnd) -> None:
+    """`.finished` for a run that fails where no trainer can write it (any more)."""
+    try:
+        if context.checkpoints.marker(FINISHED) is not None:
+            return
+        ledger = {}
+        try:
+            context.flow.set_state(RunState.FINISHED, end.reason, failure=end.failure)
+            ledger = {name: line.as_dict() for name, line in read_accounting(context.redis, context.run_id).items()}
+        except redis.RedisError as error:  # perhaps the very failure; the store gets it all the same
+            _LOGGER.warning("Redis rejects the end of the run: %s", error)
+        said: dict[str, Any] = {"reason": end.reason, "failure": end.failure, "ledger": ledger}
+        said |= {"final": None, "counters": None, "time": round(time.time(), 3)}
+        context.checkpoints.write_marker(FINISHED, {"run_id": context.run_id, **said})
+    except (StagecoachError, redis.RedisError):
+        _LOGGER.exception("the failure could not be recorded in Redis or the store")
+
+
+def create_flow(context: RunContext) -> bool:
+    """The flow hash of the run, from its config; False where it is there already."""
+    return context.flow.create(context.config, context.bodies.names)
+
+
+def _refuse_reached(context: RunContext, origin: Checkpoint | None, before: StopConfig | None) -> None:
+    finished, status = context.checkpoints.marker(FINISHED) or {}, status_file(context.checkpoints)
+    newest: dict[str, Any] = next(reversed(status.get("checkpoints", [])), {})
+    reached = (finished.get("counters") or {}).get("train") or newest
+    if origin is not None:
+        reached = origin.manifest.provenance["counters"]["train"]
+    in_order = finished.get("final") is not None  # else it failed or was cut off, perhaps in the midst of ending
+    for name in ("env_steps", "updates", "episodes"):
+        bound, value = getattr(context.config.stop_at, name), int(reached.get(name, 0))
+        if not in_order and origin is None and bound == getattr(before, name, None):
+            continue
+        if bound is not None and value >= bound:
+            raise UserError(
+                f"the run has {value} {name} and stop_at.{name}={bound}, so it would end at once; "
+                f"continue it with --set stop_at.{name}={bound + max(value, 1)}"
+            )

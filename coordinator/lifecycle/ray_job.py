@@ -1,0 +1,338 @@
+"""Runs on a cluster, started from another machine: the coordinator is the driver of a Ray job.
+
+What travels: the folder of the config (the user's own environment with it), Stagecoach's code as it is here, and the
+command line. What does not: secrets; the cluster's machines have their own in their environment. A job whose machine
+has died is submitted again, with `--or-resume`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from coordinator.catalog.run_files import RunStatus
+from coordinator.catalog.run_folder import RemoteLink, RunFolder, Submission
+from coordinator.catalog.status import Status, ended_status
+from coordinator.lifecycle.supervisor import Outcome
+from coordinator.services.embedded import free_port
+from coordinator.services.ray_internals import server_version
+from shared.config.loading import ENV_PREFIX
+from shared.config.run_config import Config
+from shared.errors import StagecoachError, UserError, WaitTimeout
+from shared.protocol.heartbeat import Wait, poll
+from shared.runtime.failure import Failure, FailureKind, RunEnd
+from shared.runtime.process import child_environment, end_with_parent
+from shared.runtime.user_code import CODE_VERSION, PACKAGES, SOURCE, code_version, install
+
+OR_RESUME = "--or-resume"
+_EXCLUDES = [".?*", "*.env", "__pycache__", "*.pyc", "runs"]
+"""Stays here: what is hidden (keys, tokens, .git, .venv; for `.*` alone Ray would leave out all), files of secrets,
+caches, and the runs of this machine."""
+_MOST_BYTES = 90 << 20
+"""Ray's job server takes 100 MiB, compressed."""
+_RUNS_DIR = "~/stagecoach-runs"
+"""On the cluster: the folder that a job works in is gone some time after it."""
+_CONNECT_SECONDS = 5.0
+_TUNNEL_SECONDS = 60.0
+_LIVE_SECONDS = 600.0
+"""The cluster may have to install the job's packages, and Ray to find a place for its driver."""
+_STARTING_SECONDS = 180.0
+"""A job that runs for longer while its run has no heartbeats is taken for dead."""
+_STOP_SECONDS = 60
+_POLL_SECONDS = 0.5
+_GONE_POLLS = 20
+_ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
+
+
+def submission(
+    cluster: str, config: Path, sets: Sequence[str], run_id: str, working_dir: Path | None = None,
+    or_resume: bool = False,
+) -> Submission:  # fmt: skip
+    """The job for `stagecoach train CONFIG`; raises `UserError` where the config is not in the folder that travels."""
+    folder = (working_dir or config.parent).resolve()
+    try:
+        name = config.resolve().relative_to(folder)
+    except ValueError:
+        raise UserError(f"{config} is not in --working-dir {folder}, so it would not travel with the run") from None
+    size = 0
+    for path, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in _EXCLUDES]
+        names = [Path(path, name) for name in files if not name.startswith(".")]
+        size += sum(name.stat().st_size for name in names if name.is_file())
+        if size > _MOST_BYTES:  # a config that lies in a home folder would take all of it along
+            raise UserError(
+                f"the folder {folder} would travel to the cluster, and holds more than {_MOST_BYTES >> 20} MiB; put "
+                f"the config (and the modules it needs) into a folder of its own, or name one with --working-dir"
+            )
+    cluster = str(Path(cluster).resolve()) if Path(cluster).is_file() else cluster
+    # this machine's STAGECOACH__… variables, which no machine of the cluster has
+    known = {name.removeprefix(ENV_PREFIX): value for name, value in os.environ.items() if name.startswith(ENV_PREFIX)}
+    known.pop("RUNS_DIR", None)
+    variables = [f"{name.replace('__', '.').lower()}={value}" for name, value in sorted(known.items())]
+    given = [f"runs_dir={_RUNS_DIR}", *variables, *sets, "ray.address=auto"]
+    command = ["train", str(name), *(f"--set={item}" for item in given), "--run-id", run_id]
+    command += [OR_RESUME] if or_resume else []
+    return Submission(cluster=cluster, working_dir=str(folder), command=tuple(command))
+
+
+class JobServer:
+    """Ray's job server, by its address or through the cluster file that leads to it."""
+
+    def __init__(self, cluster: str) -> None:
+        self._open = ExitStack()
+        atexit.register(self.close)  # `--detach` leaves it open; `ray dashboard` does not end its own ssh
+        try:
+            self.url = self._tunnel(Path(cluster)) if Path(cluster).is_file() else cluster
+            self._client: Any = job_client(self.url)
+        except BaseException:
+            self._open.close()
+            raise
+
+    def close(self) -> None:
+        self._open.close()
+
+    def submit(self, sent: Submission, name: str) -> str:
+        """Starts the job; returns its id. Raises `UserError` where the folder is too large, or the cluster refuses."""
+        # a last checkpoint takes longer than the three seconds that Ray gives a job to stop
+        environment = {CODE_VERSION: code_version(), "RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_SECONDS)}
+        modules = [str(SOURCE / package) for package in PACKAGES]
+        logging.disable(logging.INFO)  # Ray tells of each package that it uploads
+        try:
+            job: str = self._client.submit_job(
+                entrypoint=shlex.join(["python", "-P", "-m", "coordinator", *sent.command]),
+                submission_id=f"{name}-{os.urandom(2).hex()}", metadata={"stagecoach_run": name},
+                runtime_env={
+                    "working_dir": sent.working_dir, "py_modules": modules, "excludes": _EXCLUDES,
+                    "env_vars": environment,
+                },
+            )  # fmt: skip
+            return job
+        except Exception as error:  # Ray raises whatever its parts raise
+            raise UserError(f"{self.url} rejects the job: {_line(error)}") from None
+        finally:
+            logging.disable(logging.NOTSET)
+
+    def info(self, job: str) -> Any:
+        """Ray's `JobDetails`: status, start time, the driver's exit code. Raises `StagecoachError`."""
+        try:
+            return self._client.get_job_info(job)
+        except (RuntimeError, OSError) as error:  # what requests raises is an OSError
+            raise StagecoachError(f"{self.url} does not report job {job}: {_line(error)}") from None
+
+    def starts(self, job: str) -> bool:
+        """Whether it may still be about to begin its run.
+
+        A cluster that was made anew does not know it; and one whose head was restarted calls a job RUNNING for ever
+        whose driver has died with the former head.
+        """
+        try:
+            found = self.info(job)
+        except StagecoachError:
+            return False
+        age = time.time() - (found.start_time or 0) / 1000
+        return found.status.value not in _ENDED and age < _STARTING_SECONDS
+
+    def said(self, job: str) -> str:
+        """All that the job has printed, as far as its machine still has it."""
+        try:
+            return str(self._client.get_job_logs(job))
+        except (RuntimeError, OSError):
+            return ""
+
+    def stop(self, job: str) -> None:
+        """Asks it to end (SIGTERM), and ends it a minute later; raises `StagecoachError`."""
+        try:
+            self._client.stop_job(job)
+        except (RuntimeError, OSError) as error:
+            raise StagecoachError(f"{self.url} does not stop job {job}: {_line(error)}") from None
+
+    def _tunnel(self, cluster: Path) -> str:
+        """Forwards a port of this machine to the head's, as `ray dashboard` does; raises `UserError`."""
+        port = free_port()
+        ray = str(Path(sys.executable).with_name("ray"))
+        process = subprocess.Popen(
+            [ray, "dashboard", str(cluster), "--port", str(port)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, start_new_session=True, preexec_fn=end_with_parent(signal.SIGTERM),
+            env=child_environment("store", "ray"),  # Ray's launcher asks the cloud where the head is
+        )  # fmt: skip
+        said: list[str] = []
+        assert process.stdout is not None
+        threading.Thread(target=said.extend, args=(process.stdout,), name="tunnel", daemon=True).start()
+
+        @self._open.callback
+        def end() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+
+        def through() -> bool:
+            if process.poll() is not None:
+                raise UserError(f"no way to the head of {cluster} (ray dashboard): {_line(' '.join(said[-5:]))}")
+            return _answers("127.0.0.1", port)
+
+        try:
+            poll(Wait(f"a tunnel to the head of {cluster}", _TUNNEL_SECONDS), through)
+        except WaitTimeout as error:
+            raise UserError(f"{error}; is the cluster up? `ray up {cluster}` starts it") from None
+        return f"http://127.0.0.1:{port}"
+
+
+class JobCoordinator:
+    """A run's coordinator that is a job: followed here, at work there."""
+
+    def __init__(self, jobs: JobServer, job: str, folder: RunFolder, config: Config) -> None:
+        self._jobs, self._job, self._folder, self._config = jobs, job, folder, config
+        self._started, self._missed = time.monotonic(), 0
+        self.outcome: Outcome | None = None
+        self.first_event = "0-0"
+        self._thread = threading.Thread(target=self._follow, name=f"job-{job}", daemon=True)
+
+    def until_live(self) -> None:
+        """Waits until the run trains; raises `UserError` or `StagecoachError` with what a job said that has ended."""
+        marker = f"run {self._folder.run_id}; its folder is"
+
+        def live() -> bool:
+            found = self._poll()
+            if found is None or marker in self._jobs.said(self._job):
+                return found is not None
+            if (state := found.status.value) in _ENDED:
+                failed = UserError if found.driver_exit_code == 2 else StagecoachError
+                raise failed(f"on the cluster: {self._last_words(state)}")
+            return False
+
+        poll(Wait("the job to start the run", _LIVE_SECONDS), live, _POLL_SECONDS)
+        self._thread.start()
+
+    def _poll(self) -> Any:
+        """What is told of the job; None where its server is away for a while, `StagecoachError` where it stays so."""
+        try:
+            found, self._missed = self._jobs.info(self._job), 0
+        except StagecoachError:
+            self._missed += 1
+            if self._missed == _GONE_POLLS:
+                raise
+            return None
+        return found
+
+    def abandon(self) -> None:
+        """Ends the job, and with it the run, at once or within a minute; what is durable stays."""
+        self._jobs.stop(self._job)
+
+    def wait(self, timeout_seconds: float) -> Outcome:
+        poll(Wait(f"run {self._folder.run_id} to end", timeout_seconds), lambda: self.outcome is not None, 0.05)
+        assert self.outcome is not None
+        return self.outcome
+
+    def _follow(self) -> None:
+        """Polls until the job has ended. A job server that is away for a while, or a laptop asleep, ends nothing."""
+        state = "RUNNING"
+        with contextlib.suppress(StagecoachError):
+            while state not in _ENDED:
+                time.sleep(2.0 if self._missed else _POLL_SECONDS)
+                state = found.status.value if (found := self._poll()) is not None else state
+        status, words = Status(self._folder.run_id), self._last_words(state)
+        try:
+            status = ended_status(self._folder.checkpoint_store(self._config))
+        except StagecoachError as error:
+            words = f"{words} ({error})"
+        finished = status.state is RunStatus.FINISHED
+        end = status.end if finished else RunEnd.failed(Failure(FailureKind.OTHER, words))
+        self.outcome = Outcome(end, status, time.monotonic() - self._started)
+
+    def _last_words(self, state: str) -> str:
+        if state not in _ENDED:
+            return f"the job server does not answer any more; `stagecoach attach {self._folder.run_id}` tries again"
+        said = self._jobs.said(self._job).strip().splitlines()
+        errors = [line.removeprefix("Error: ") for line in said if line.startswith("Error: ")]
+        tail = " | ".join(line.strip() for line in said[-3:])
+        return errors[-1] if errors else f"job {self._job} ended as {state}; it says last: {tail}"
+
+
+def submit_and_follow(folder: RunFolder, config: Config, sent: Submission) -> JobCoordinator:
+    """Submits the run's job and waits until it trains; where its last job is just about to, follows that one.
+
+    Raises `UserError` or `StagecoachError` with what the job said; a job that was begun is ended then.
+    """
+    known, jobs = folder.remote, JobServer(sent.cluster)
+    with ExitStack() as undo:
+        undo.callback(jobs.close)
+        job = None if known is None else known.job
+        if job is None or not jobs.starts(job):
+            if known is not None and OR_RESUME not in sent.command:
+                sent = sent.model_copy(update={"command": (*sent.command, OR_RESUME)})
+            job = jobs.submit(sent, folder.run_id)
+            before = known or RemoteLink()
+            before.model_copy(update={"submission": before.submission or sent, "job": job}).write(folder.path)
+        coordinator = JobCoordinator(jobs, job, folder, config)
+        try:
+            coordinator.until_live()
+        except BaseException:
+            with contextlib.suppress(StagecoachError):  # it has ended, or cannot be reached
+                coordinator.abandon()
+            raise
+        undo.pop_all()
+    return coordinator
+
+
+def job_client(url: str) -> Any:
+    """Connected, with the right token, and of the same Ray; raises `UserError`."""
+    import ray
+
+    try:
+        import requests
+        from ray.job_submission import JobSubmissionClient
+    except ImportError as error:
+        raise UserError(f"submitting to a cluster needs more of Ray: {install('cluster')} ({error})") from None
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise UserError(
+            f"--address {url}: expected Ray's dashboard (http://HEAD:8265; `ray dashboard CLUSTER.yaml` forwards its "
+            f"port) or a cluster file"
+        )
+    if not _answers(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)):
+        raise UserError(
+            f"nothing answers at {url}: is the cluster up, and is its dashboard's port open from here? "
+            f"`ray dashboard CLUSTER.yaml` forwards it"
+        )
+    try:
+        client: Any = JobSubmissionClient(url)
+        version = server_version(client)
+    except ray.exceptions.AuthenticationError:
+        raise UserError(
+            f"{url} refuses the token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN (or ~/.ray/auth_token) as the "
+            f"cluster has it"
+        ) from None
+    except (RuntimeError, ConnectionError, requests.RequestException, ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"{url} is not Ray's dashboard, or fails: {_line(error)}") from None
+    if version != ray.__version__:
+        raise UserError(
+            f"Ray is {ray.__version__} here and {version} at {url}; install the same on both sides "
+            f"(pip install 'ray[default]=={version}' here)"
+        )
+    return client
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _line(error: object) -> str:
+    return " ".join(str(error).split())[:500]

@@ -1,0 +1,131 @@
+"""A run's lease: one coordinator supervises it, by what Redis says, whatever machine, folder or container it is in.
+
+A coordinator takes the lease before it changes anything of the run, and renews it every second. A second coordinator is
+rejected meanwhile. One that was cut off for so long that another has taken the lease ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import redis
+
+from coordinator.services.embedded import process_stat
+from coordinator.services.restarter import connect_once
+from shared.errors import RunLive, StagecoachError
+from shared.protocol.heartbeat import BEAT_SECONDS, DEAD_AFTER_SECONDS
+from shared.protocol.keys import RunKeys
+from shared.protocol.scripts import Script
+from shared.runtime.run_context import RunContext
+
+_LOGGER = logging.getLogger("stagecoach.coordinator")
+_POLL_SECONDS = 0.3
+
+
+class RunLease:
+    """One coordinator's lease on a run, from `take` to `release`; `on_lost` is called where another has taken it."""
+
+    def __init__(self, context: RunContext, on_lost: Callable[[], None] = lambda: None) -> None:
+        self._context, self._keys, self._on_lost = context, RunKeys(context.run_id), on_lost
+        stat = process_stat(os.getpid())
+        start = stat.started if stat is not None else "?"
+        self.name = f"{socket.gethostname()} {os.getpid()} {_machine()} {start} {secrets.token_hex(8)}"
+        """This coordinator, of all that there ever were."""
+        self.lost: str | None = None
+        """Which coordinator has taken the run over, where one has."""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="run-lease", daemon=True)
+
+    def take(self) -> None:
+        """Takes the run where Redis has it; raises `RunLive` while another coordinator supervises it.
+
+        One that has just died is waited for, unless it is of this machine and cannot be there any more. Another process
+        of this machine that is alive keeps it, even if it has been silent: the run's folder may be a copy.
+        """
+        holder = self._visible_holder() or self._hold(self._context.redis, self.name)
+        since, seen = time.monotonic(), self._read("coordinator_seen")
+        while holder:
+            alive = _alive(holder)
+            if alive is False:
+                holder = self._hold(self._context.redis, self.name, ended=holder)
+                continue
+            silent = self._read("coordinator_seen") == seen
+            if alive or not silent or time.monotonic() - since > 2 * DEAD_AFTER_SECONDS:
+                raise RunLive(
+                    f"run {self._context.run_id!r} is live already: its coordinator is {_in_words(holder)}; "
+                    f"`stagecoach watch` shows it, `stagecoach stop` ends it"
+                )
+            time.sleep(_POLL_SECONDS)
+            holder = self._hold(self._context.redis, self.name)
+
+    def keep(self) -> None:
+        self._thread.start()
+
+    def release(self) -> None:
+        """Gives it up, so that another coordinator need not wait."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        try:
+            with connect_once(self._context, "coordinator") as client:
+                self._hold(client, "", ended=self.name)
+        except (StagecoachError, redis.RedisError) as error:
+            _LOGGER.warning("Redis rejects the end of the run's lease: %s", error)
+
+    def _run(self) -> None:
+        while not self._stop.wait(BEAT_SECONDS):
+            try:
+                holder = self._hold(self._context.redis, self.name)
+            except (StagecoachError, redis.RedisError):
+                continue  # the next try tells; the roles' own calls report what is wrong
+            if holder:
+                self.lost = f"another coordinator ({_in_words(holder)}) has taken the run over"
+                _LOGGER.error("%s while this one was cut off, which ends", self.lost)
+                self._on_lost()
+                return
+
+    def _hold(self, client: redis.Redis, coordinator: str, ended: str = "") -> str:
+        """Takes, renews or gives up; returns the holder where that is another one, else nothing."""
+        script = Script(client, self._keys, "hold_run")
+        found = script(coordinator=coordinator, ended=ended, silence_seconds=DEAD_AFTER_SECONDS)
+        return bytes(found).decode(errors="replace")
+
+    def _visible_holder(self) -> str:
+        """The holder by what is written there, where that is another process that can be seen at work."""
+        holder = self._read("coordinator")
+        own = holder.split()[1:2] == [str(os.getpid())]
+        return holder if not own and _alive(holder) else ""
+
+    def _read(self, field: str) -> str:
+        found = self._context.redis.hget(self._keys.flow, field)
+        return found.decode(errors="replace") if isinstance(found, bytes) else ""
+
+
+def _in_words(holder: str) -> str:
+    host, pid = (*holder.split(), "?", "?")[:2]
+    return f"process {pid} on {host}"
+
+
+def _alive(holder: str) -> bool | None:
+    """Whether the process of this name is at work; None where that cannot be seen from here."""
+    parts = holder.split()
+    if len(parts) != 5 or parts[2] != _machine() or parts[2] == "?" or not parts[1].isdigit():
+        return None
+    stat = process_stat(parts[1])
+    return stat is not None and stat.started == parts[3]
+
+
+def _machine() -> str:
+    """This start of this machine, as far as its processes see each other: not beyond their container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return "?"

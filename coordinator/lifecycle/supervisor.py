@@ -1,0 +1,211 @@
+"""The coordinator: what this process starts for a run, and supervises until the run has ended.
+
+`Coordinator` is all the wiring: who runs where, in one function.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from coordinator.catalog.run_folder import RunFolder
+from coordinator.catalog.status import Status, ended_status, live_status
+from coordinator.lifecycle.inline import InlineRoles, refuse_ranks
+from coordinator.lifecycle.preparation import record_failure
+from coordinator.lifecycle.run_lease import RunLease
+from coordinator.services.embedded import BUCKET, Service, start_redis, start_s3
+from coordinator.services.ray_head import RayHead
+from coordinator.services.restarter import Restarter, connect_once, tell_of_outages
+from shared.config.run_config import Config
+from shared.errors import StagecoachError
+from shared.protocol.events import Event, read_events, recent_events
+from shared.protocol.heartbeat import Wait, poll
+from shared.protocol.redis_client import Address, retries
+from shared.runtime.failure import Failure, FailureKind, RunEnd
+from shared.runtime.launch import LOGS, RoleLaunch, log_to_file
+from shared.runtime.run_context import RunContext, open_run_context
+
+_LOGGER = logging.getLogger("stagecoach.coordinator")
+_SHARED_LOGS = ("redis", "s3", "ray", "background")
+"""That embedded services, or all of a detached coordinator's process, print to."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    end: RunEnd
+    status: Status
+    seconds: float
+
+    @property
+    def reason(self) -> str:
+        return self.end.reason
+
+    @property
+    def failed(self) -> bool:
+        return self.end.failure is not None
+
+    @property
+    def users_fault(self) -> bool:
+        """Whether it was the environment that failed."""
+        return self.end.failure is FailureKind.ENVIRONMENT
+
+
+class Coordinator:
+    """One start of a run in this process: its services, its roles, and the thread that supervises them.
+
+    `prepare` brings Redis and the store to where a new or a resumed run begins.
+    """
+
+    def __init__(
+        self, folder: RunFolder, config: Config, prepare: Callable[[RunContext], None], inline: bool,
+        begun: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._folder, self._config, self._started = folder, config, time.monotonic()
+        self._abandoned = threading.Event()
+        self._clients: list[redis.Redis] = []
+        """They no longer wait for a Redis that is away once the run is abandoned."""
+        self._running = running = ExitStack()
+        self.outcome: Outcome | None = None
+        self.events: list[Event] = []
+        """All of them, once it has ended: Redis cannot be asked then."""
+        logs = folder.path / LOGS
+        running.callback(folder.unlock)
+        log_to_file(str(folder.path), "coordinator")
+        try:
+            # Services: embedded ones are children of this process, in the run's folder; Ray takes longest
+            _LOGGER.info("starting services")
+            if inline:
+                refuse_ranks(config)
+            ray_head = None if inline else RayHead(config, logs)
+            if ray_head is not None:
+                running.callback(ray_head.stop)
+            address, services = _start_services(folder, config, logs, running)
+            self._context = context = open_run_context(config, address, "coordinator")
+            running.callback(context.redis.close)
+            self._clients.append(context.redis)
+            tell_of_outages(context, folder.path, context.redis)
+            shared_logs = [logs / f"{name}.log" for name in _SHARED_LOGS]
+            self._restarter = Restarter(services, shared_logs, context, self.abandon)
+            running.callback(self._restarter.stop)
+            self._lease = RunLease(context, self.abandon)
+
+            # What Redis and the store hold of the run before any role starts; the last step that may reject it
+            context.checkpoints.store.check()
+            if ray_head is not None:
+                ray_head.wait()
+            begun()
+            launch = RoleLaunch(config.model_dump(mode="json"), address, folder.import_path(), str(folder.path))
+            additions = _join(ray_head, launch, config)
+            self.first_event = recent_events(context.redis, context.run_id, 0)
+            self._lease.take()
+            running.callback(self._lease.release)
+            self._lease.keep()
+            prepare(context)
+            self._lease.take()  # a new run is there only now
+            _LOGGER.info("the run is prepared; starting roles")
+
+            # Roles: Ray actors, or all in this process
+            folder.write_services(address, launch.import_path)
+            if ray_head is None:
+                inline_roles = InlineRoles(context, str(folder.path))
+                self._clients += inline_roles.clients
+                supervise = inline_roles.run
+            else:
+                from coordinator.fleet.fleet import FleetSupervisor
+
+                fleet = FleetSupervisor(context, launch, ray_head, additions)
+                running.callback(fleet.kill)
+                supervise = fleet.run
+            running.callback(folder.forget_services)  # first of all, at the end: readers then take the store
+        except BaseException:
+            running.close()
+            raise
+        name = f"coordinator-{folder.run_id}"
+        self._thread = threading.Thread(target=self._supervise, args=(supervise,), name=name, daemon=True)
+        self._thread.start()
+
+    def _supervise(self, supervise: Callable[[threading.Event], RunEnd]) -> None:
+        """Supervises the roles, then takes down what was started. Whatever fails, there is an outcome."""
+        run_id, client = self._folder.run_id, self._context.redis
+        end, status = RunEnd("failed", FailureKind.OTHER), Status(run_id)
+        try:
+            try:
+                end = supervise(self._abandoned)
+            except BaseException as error:
+                _LOGGER.exception("the coordinator failed")
+                end = RunEnd.failed(Failure.of(error))
+            if self._restarter.failure is not None:
+                end = RunEnd.failed(Failure(FailureKind.OTHER, self._restarter.failure))
+            if self._lease.lost is not None:  # then the run continues there, so nothing of this is recorded
+                end = RunEnd.failed(Failure(FailureKind.OTHER, f"{self._lease.lost}; the run continues there"))
+            elif end.failure is not None:
+                record_failure(self._context, end)
+                with suppress(StagecoachError, redis.RedisError):  # the store may be what failed, and cannot tell then
+                    status = replace(live_status(client, run_id), live=False)
+            with suppress(StagecoachError, redis.RedisError), connect_once(self._context, "viewer") as viewer:
+                self.events = read_events(viewer, run_id, self.first_event)
+            self._running.close()
+            status = ended_status(self._folder.checkpoint_store(self._config, offline=True))
+        except BaseException as error:
+            _LOGGER.exception("taking the run down failed")
+            status = replace(status, reason=str(error))
+        finally:
+            self.outcome = Outcome(end, status, time.monotonic() - self._started)
+
+    def abandon(self) -> None:
+        """Ends the run at once, without a final checkpoint; what is durable stays."""
+        self._abandoned.set()
+        for client in self._clients:
+            retries(client).abandon()
+
+    def wait(self, timeout_seconds: float) -> Outcome:
+        """Until the run has ended and everything it started is gone; raises `WaitTimeout`."""
+        poll(Wait(f"run {self._folder.run_id} to end", timeout_seconds), lambda: not self._thread.is_alive(), 0.05)
+        assert self.outcome is not None
+        return self.outcome
+
+
+def _start_services(folder: RunFolder, config: Config, logs: Path, running: ExitStack) -> tuple[Address, list[Service]]:
+    """The embedded services of the run, and where all of its services are."""
+    address = Address(folder.run_id, config.redis.url, config.store.url, config.store.endpoint_url)
+    services: list[Service] = []
+    if "embedded" in {config.redis.url, config.store.url}:
+        credentials_file, secret = folder.credentials(config)
+        address = replace(address, credentials_file=str(credentials_file))
+    if config.redis.url == "embedded":
+        data = folder.path / "redis"
+        services.append(service := start_redis(data, logs / "redis.log", secret["redis_password"]))
+        running.callback(service.stop)
+        address = replace(address, redis_url=f"redis://127.0.0.1:{service.port}/0", redis_folder=str(data))
+        _LOGGER.info("Redis serves")
+    if config.store.url == "embedded":
+        data = folder.path / "s3"
+        services.append(service := start_s3(data, logs / "s3.log", secret["s3_access_key"], secret["s3_secret_key"]))
+        running.callback(service.stop)
+        endpoint_url = f"http://127.0.0.1:{service.port}"
+        address = replace(address, store_url=f"s3://{BUCKET}", endpoint_url=endpoint_url, store_folder=str(data))
+        _LOGGER.info("the S3 server serves")
+    return address, services
+
+
+def _join(head: RayHead | None, launch: RoleLaunch, config: Config) -> Any:
+    """Joins Ray; rejects machines that lack something, and too many workers. Returns what an autoscaler may add."""
+    if head is None:
+        return None
+    from coordinator.diagnostics.preflight import check_machines
+    from coordinator.fleet.capacity import additions, check_capacity
+
+    head.connect()
+    _LOGGER.info("Ray is joined")
+    if config.ray.address != "embedded":  # that is one machine, on which everything has been tried already
+        check_machines(launch)
+    check_capacity(config, found := additions(config))
+    return found

@@ -1,0 +1,129 @@
+"""What is checked before a run starts: its environment, policies, device, sizes, data and servers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from coordinator.diagnostics.environment_trial import try_environment
+from rollout_worker.environments.description import check_evaluation, describe_environment
+from rollout_worker.environments.factory import make_native
+from shared.config.compatibility import check_algorithm
+from shared.config.run_config import Config
+from shared.datasets.read import read_dataset
+from shared.errors import ConfigError
+from shared.experience.spaces import EnvironmentDescription
+from shared.policies.policy import Policy
+from shared.policies.registry import build_policies
+from shared.protocol.redis_client import Address, check_shards, connect_redis, without_retries
+from shared.storage.object_store import open_store
+from trainer_node.export.onnx_translation import require_onnx
+from trainer_node.learning.building_blocks.compilation import check_compiling
+from trainer_node.learning.learner import ExperienceFilter, algorithm_class
+
+_MOST_VALUE_BYTES = 511 << 20
+"""Redis refuses a value of more than 512 MiB (proto-max-bulk-len); names and a header come beside the arrays."""
+_TRAINED_COPIES = 4
+"""Weights, their gradients, and Adam's two moments."""
+
+
+def check(config: Config, inline: bool = False, strict: bool = False) -> EnvironmentDescription:
+    """Tries the environment and makes the policies once; rejects what would fail or wait for ever later on.
+
+    The environment is tried in a process of its own; `inline` only makes it, here, where a debugger sees it.
+    With `strict` it may not even raise.
+
+    Raises `EnvironmentUnusable`, `UnsupportedSpace` or `ConfigError`.
+    """
+    algorithm = config.algorithm.resolved()
+    try:
+        check_algorithm(config, algorithm)
+    except ValueError as error:  # of a user's own: those that come with Stagecoach said so as the config was read
+        raise ConfigError(str(error)) from None
+    algorithm_class(algorithm)
+    if inline:
+        description = describe_environment(config)
+        if config.environment.vectorization == "native":
+            make_native(config.environment).close()
+        check_evaluation(config, description)
+    else:
+        description = try_environment(config).refuse(config, strict)
+    for policy_id, policy in config.policies.items():
+        ExperienceFilter(policy, f"policies.{policy_id}")
+    _check_networks(config, partial(build_policies, description.policies, config.policies, algorithm, seed=0))
+    here = config.ray.address == "embedded"  # on a cluster the trainer's machine may have what this one lacks
+    for field, device in (("trainer.device", config.trainer.device), ("rollout.device", config.rollout.device)):
+        if here and device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError(f"{field}={device}, but PyTorch finds no CUDA device here; use cpu or auto")
+    if config.checkpoint.export != "off" and here:
+        require_onnx()
+    if config.trainer.compile:
+        check_compiling(here=here)
+    rollout = config.rollout
+    fragment = description.fragment_bytes(rollout.fragment_steps, config.environment.num_envs, config.state_sizes)
+    window = (rollout.max_policy_lag + 1) * rollout.fragments_per_update
+    leaves = [leaf for spaces in description.policies.values() for leaf in spaces.observation.leaves]
+    images = any(leaf.is_image for leaf in leaves)  # they travel smaller than they are, by how much is not known
+    if fragment > _MOST_VALUE_BYTES and not images:
+        raise ConfigError(
+            f"a fragment of about {fragment} bytes is more than one value of Redis holds ({_MOST_VALUE_BYTES} bytes); "
+            f"lower rollout.fragment_steps or environment.num_envs, and raise rollout.fragments_per_update instead"
+        )
+    if fragment * (window + rollout.fragments_per_update) > rollout.max_log_bytes:
+        raise ConfigError(
+            f"rollout.max_log_bytes={rollout.max_log_bytes} cannot hold the fragments in flight: {window} + "
+            f"{rollout.fragments_per_update} of about {fragment} bytes each; workers and trainer would wait for each "
+            f"other for ever. Raise it, or lower rollout.fragment_steps or environment.num_envs"
+        )
+    return description
+
+
+def _check_networks(config: Config, build: Callable[[], dict[str, Policy]]) -> None:
+    """Makes the policies once, but not before it is known that they fit into this machine and into a policy version."""
+    try:
+        with torch.device("meta"):  # sizes without memory
+            size = _size(build())
+    except Exception:  # a class of the user's own may need real tensors
+        size = _size(build())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    copies = _TRAINED_COPIES if config.ray.address == "embedded" else 1
+    smaller = "make the network smaller (policies.<id>.hidden_sizes)"
+    if size * copies > memory:
+        trained = ", to train it takes four times as much" if copies > 1 else ""
+        raise ConfigError(
+            f"the policies take {size / 1e9:,.1f} GB{trained}, and this machine has {memory / 1e9:,.1f} GB; {smaller}"
+        )
+    if config.policy_versions.transport == "redis" and size > _MOST_VALUE_BYTES:
+        raise ConfigError(
+            f"a policy version of {size} bytes is more than one value of Redis holds ({_MOST_VALUE_BYTES} bytes); set "
+            f"policy_versions.transport: object_store, or {smaller}"
+        )
+    build()  # perhaps gigabytes, free again at once
+
+
+def _size(policies: dict[str, Policy]) -> int:
+    return sum(part.nbytes for policy in policies.values() for part in (*policy.parameters(), *policy.buffers()))
+
+
+def with_recorded(config: Config, description: EnvironmentDescription) -> Config:
+    """The config with the SHA-256 of its dataset and its demonstrations, by which they are recognized.
+
+    Raises `DatasetError` where one cannot be read, does not fit the environment, or is not what the config says.
+    """
+    sections = [section for section in (config.dataset, config.demonstrations) if section is not None]
+    hashes = {item.section: {"sha256": read_dataset(item, description).sha256} for item in sections}
+    return config.model_copy(update={item.section: item.model_copy(update=hashes[item.section]) for item in sections})
+
+
+def check_services(config: Config) -> None:
+    """Tries a Redis or store of one's own once; raises `RedisUnavailable` or `StoreUnavailable`: a person waits."""
+    once = without_retries(config)
+    if config.redis.url != "embedded":
+        address = Address("", config.redis.url, "")
+        connect_redis(address, once, "coordinator").close()
+        check_shards(address, once, "coordinator")
+    if config.store.url != "embedded":
+        open_store(Address("", "", config.store.url, config.store.endpoint_url), config).check()

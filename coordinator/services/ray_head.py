@@ -1,0 +1,186 @@
+"""The run's Ray: an embedded head on this machine, or a cluster that is there already.
+
+Ray itself is imported while an embedded head starts, which takes long enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from coordinator.services import ray_internals
+from coordinator.services.embedded import ASK_SECONDS, RayService, ServiceError, Silence, new_secret, process_stat
+from shared.config.run_config import Config
+from shared.errors import UserError
+from shared.runtime.user_code import SOURCE
+
+_EMBEDDED_CPUS = 64
+"""On one machine the operating system shares the cores: Ray's count must not keep workers from starting."""
+_NOTICE_SECONDS = 3.0
+"""`ray start --block` checks once a second that the raylet and the GCS are alive, and ends when one is not."""
+_SETTLE_SECONDS = 0.2
+"""A role that ends with its Ray may be gone a moment before that is."""
+_PARTS = {"raylet", "gcs_server"}
+_WATCH_SECONDS = 1.0
+"""Time between two questions to each of them."""
+_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""What a client of gRPC says first (RFC 9113, 3.4); a server that is at work says its settings then, token or not."""
+_LEAVE_SECONDS = 50.0
+"""Leaving a dead Ray takes its driver ten seconds; after sixty without a GCS it would end this process."""
+_LOGGER = logging.getLogger("stagecoach.coordinator")
+
+
+class RayHead:
+    """Launches (where embedded) and connects to Ray; one that this process is connected to already is used as it is."""
+
+    def __init__(self, config: Config, logs: Path) -> None:
+        self._logs, self._address, self._cpus = logs, config.ray.address, config.ray.num_cpus
+        self._silent_seconds = config.rollout.service_silent_seconds
+        self._owned = not ray_internals.imported() or not sys.modules["ray"].is_initialized()
+        self._unwatch = threading.Event()
+        self.fate = "Ray has died"
+        """Of a Ray that is lost, in words."""
+        if self._owned:
+            ray_internals.outlive_ray()
+            # nothing reads Ray's record of its tasks, and a driver that leaves a dead Ray would wait for it to be taken
+            os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+        self._head = self._launch() if self._owned and config.ray.address == "embedded" else None
+
+    def _launch(self) -> RayService:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        token = os.environ.setdefault("RAY_AUTH_TOKEN", new_secret() + new_secret())  # one for all runs of this process
+        cpus = self._cpus or max(_EMBEDDED_CPUS, os.cpu_count() or 1)
+        return RayService(self._logs / "ray.log", cpus, token, ray_internals.stays_on_loopback())
+
+    @property
+    def embedded(self) -> bool:
+        """Whether this process has started it: one machine, and a GCS that may die while it is asked something."""
+        return self._head is not None
+
+    def lost(self, notice: bool = False) -> bool:
+        """Whether embedded Ray has died; with `notice` also where only a part of it has, just now."""
+        if self._head is None:
+            return False
+        # where /proc does not tell, it ends by itself, if it is to
+        patience = (_NOTICE_SECONDS if self._parts() is None else _SETTLE_SECONDS) if notice else 0.0
+        deadline = time.monotonic() + patience
+        while self._head.alive and (not notice or (parts := self._parts()) is None or parts.keys() >= _PARTS):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def _parts(self) -> dict[str, int] | None:
+        """Name → process id of what runs of it; None where /proc does not tell."""
+        assert self._head is not None
+        pid = self._head.process.pid
+        try:
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        except OSError:
+            return None
+        return {found.name: int(child) for child in children if (found := process_stat(child)) is not None}
+
+    def _watch(self, places: dict[str, tuple[str, int]], stop: threading.Event) -> None:
+        """Ends a raylet or a GCS that does not reply any more; then it has died, and is noticed as such.
+
+        Runs in a thread of its own: a caller of Ray itself waits without end, and is ended with it.
+        """
+        silences = {name: Silence() for name in places}
+        while not stop.wait(_WATCH_SECONDS):
+            for name, pid in (self._parts() or {}).items():
+                if name not in places or silences[name].ask(partial(_ask_server, *places[name]), pid):
+                    continue
+                if (seconds := silences[name].seconds) >= self._silent_seconds and not stop.is_set():
+                    said = f"no answer of its {name} for {seconds:.0f} s, rollout.service_silent_seconds"
+                    self.fate = f"Ray hung ({said})"
+                    _LOGGER.warning("%s; it is ended", self.fate)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                    return
+
+    def start_again(self) -> None:
+        """Leaves the Ray that has died and joins a new one; raises `ServiceError` or `UserError`."""
+        assert self._head is not None
+        self._unwatch.set()
+        leaving = threading.Thread(target=_ray().shutdown, name="ray-shutdown", daemon=True)
+        leaving.start()
+        leaving.join(_LEAVE_SECONDS)
+        if leaving.is_alive():
+            raise ServiceError(f"Ray died, and its driver did not let go within {_LEAVE_SECONDS:g} s")
+        self._head.stop()
+        self.fate = "Ray has died"
+        self._head = self._launch()
+        self.wait()
+        self.connect()
+
+    def wait(self) -> None:
+        """Until embedded Ray serves, which takes seconds: others start meanwhile. Raises `ServiceError`."""
+        if self._head is not None:
+            _ray()
+            self._head.wait()
+            _LOGGER.info("Ray serves")
+
+    def connect(self) -> None:
+        """Makes this process a driver; raises `UserError` where it cannot join."""
+        if not self._owned:
+            return
+        head = self._head
+        # not in the midst of the live view
+        ray_internals.redirect_prints(lambda line: _LOGGER.warning("Ray: %s", line))
+        join(self._address if head is None else head.address, job_config=ray_internals.job_config(SOURCE))
+        if head is not None:
+            (node,), (host, _, port) = _ray().nodes(), head.address.rpartition(":")
+            raylet = (node["NodeManagerAddress"], int(node["NodeManagerPort"]))
+            self._unwatch = threading.Event()
+            watched = ({"raylet": raylet, "gcs_server": (host, int(port))}, self._unwatch)
+            threading.Thread(target=self._watch, args=watched, name="ray-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Disconnects, and ends an embedded Ray; its logs move to the run's folder."""
+        self._unwatch.set()
+        if self._owned and ray_internals.imported():
+            sys.modules["ray"].shutdown()
+        if self._head is not None:
+            self._head.stop()
+
+
+def join(address: str, **options: Any) -> Any:
+    """Makes this process a driver of the Ray at `address`; returns what Ray tells of it. Raises `UserError`."""
+    ray = _ray()
+    try:
+        return ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except ray.exceptions.AuthenticationError:
+        raise UserError(
+            f"Ray at {address} refuses the token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN (or ~/.ray/auth_token) "
+            f"as the cluster has it"
+        ) from None
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"Ray at {address} cannot be joined: {' '.join(str(error).split())}; correct ray.address, or use "
+            f"ray.address=embedded"
+        ) from None
+
+
+def _ask_server(host: str, port: int) -> None:
+    """Raises `OSError` where the server of gRPC there is silent: the kernel takes connections for one that has hung."""
+    with socket.create_connection((host, port), timeout=ASK_SECONDS) as connection:
+        connection.sendall(_HTTP2)
+        if not connection.recv(1):
+            raise ConnectionError("it has closed the connection")
+
+
+def _ray() -> Any:
+    """Ray, with the settings and the token that were made since it was imported."""
+    import ray
+
+    ray_internals.reread_settings()
+    return ray

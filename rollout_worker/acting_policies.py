@@ -1,0 +1,114 @@
+"""The policies that a worker acts with: fetched from the board, at first from the newest checkpoint."""
+
+import logging
+from collections.abc import Callable
+
+from rollout_worker.exploration import base, discrete, noise
+from rollout_worker.exploration.base import Exploration
+from shared.config.algorithms.base import ExplorationConfig
+from shared.config.run_config import Config
+from shared.config.section import Schedule
+from shared.errors import CheckpointError
+from shared.experience.counters import Counters, Phase
+from shared.experience.spaces import EnvironmentDescription
+from shared.policies.registry import build_policies, torch_device
+from shared.policies.serialization import load_state_arrays
+from shared.protocol.flow_control import Claim
+from shared.protocol.heartbeat import Heartbeat, poll
+from shared.protocol.policy_board import PolicyBoard, PolicyVersion, version_of
+from shared.storage.checkpoint_store import READY, CheckpointStore
+
+_LOGGER = logging.getLogger("stagecoach.worker")
+_EXPLORATIONS: dict[str, Callable[..., Exploration]] = {
+    "sampling": base.Sampling,
+    "epsilon_greedy": discrete.EpsilonGreedy,
+    "boltzmann": discrete.Boltzmann,
+    "ucb": discrete.UpperConfidenceBound,
+    "bootstrapped": discrete.OneHead,
+    "gaussian": noise.GaussianNoise,
+    "truncated_gaussian": noise.TruncatedGaussianNoise,
+    "ou": noise.OrnsteinUhlenbeckNoise,
+    "parameter_noise": noise.ParameterNoise,
+}
+"""By `exploration.kind`; each takes the section's other fields, schedules as their value."""
+
+
+def make_exploration(config: ExplorationConfig, counters: Counters) -> Exploration:
+    """As an algorithm explores, at these counters of the trainer."""
+    fields = {name: value.value(counters) if isinstance(value, Schedule) else value for name, value in config}
+    del fields["kind"]
+    return _EXPLORATIONS[config.kind](**fields)
+
+
+class ActingPolicies:
+    """Weights, normalizer and counters of one policy version; they change together."""
+
+    def __init__(
+        self, config: Config, description: EnvironmentDescription, board: PolicyBoard, checkpoints: CheckpointStore,
+        heartbeat: Heartbeat, epoch: int, shutdown_requested: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        """Waits for the first checkpoint, and begins with the newest one; `epoch` is that of the trainer.
+
+        Raises `KeyboardInterrupt` where shutdown was requested before that wait began.
+        """
+        self._board, self._checkpoints, self._heartbeat, self._epoch = board, checkpoints, heartbeat, epoch
+        self._deadline, self._outage_seconds = config.rollout.wait_deadline_seconds, config.store.retry_seconds
+        device, algorithm = torch_device(config.rollout.device), config.algorithm.resolved()
+        self._exploration_config = algorithm.acting
+        policies = build_policies(description.policies, config.policies, algorithm, seed=0)
+        self.policies = {policy_id: policy.to(device) for policy_id, policy in policies.items()}
+        with heartbeat.waiting("the first checkpoint (.ready)", self._deadline) as wait:
+            if shutdown_requested():
+                raise KeyboardInterrupt
+            poll(wait, lambda: heartbeat.outlast(self._load_newest_checkpoint, self._outage_seconds))
+
+    @property
+    def version(self) -> int:
+        return self.header.version
+
+    @property
+    def phase(self) -> Phase:
+        """What the trainer was doing when it published this version."""
+        return self.header.phase
+
+    def update(self, claim: Claim) -> None:
+        """Acts with at least the version of the claim from now on.
+
+        Another trainer may give the same numbers to other weights, where those in between were in no checkpoint and
+        their experience is lost: so its first version is fetched whatever its number.
+        """
+        if self.version >= claim.version and self._epoch == claim.epoch:
+            return
+        with self._heartbeat.waiting("the policy board", self._deadline) as wait:
+            poll(wait, lambda: self._heartbeat.outlast(lambda: self.fetch(claim.version), self._outage_seconds))
+        self._epoch = claim.epoch
+
+    def fetch(self, at_least: int) -> bool:
+        """Loads the newest version on the board; False where it is older, or was replaced while it was read."""
+        try:
+            version = self._board.fetch(self._checkpoints)
+        except CheckpointError:
+            return False
+        return version is not None and version.header.version >= at_least and self._load(version)
+
+    def _load_newest_checkpoint(self) -> bool:
+        """False until `.ready` says that there is one."""
+        try:
+            ready = self._checkpoints.marker(READY) is not None
+            checkpoint = self._checkpoints.load_latest(only="policy.safetensors") if ready else None
+        except CheckpointError as error:
+            _LOGGER.warning("cannot start from the newest checkpoint (%s); trying again", error)
+            return False
+        return checkpoint is not None and self._load(version_of(checkpoint))
+
+    def _load(self, version: PolicyVersion) -> bool:
+        self.header = version.header
+        for policy_id, state in version.states.items():
+            load_state_arrays(self.policies[policy_id], state)
+        return True
+
+    def exploration(self) -> Exploration:
+        """How to act now: by chance in warm-up, later as the algorithm explores at these counters."""
+        if self.phase is Phase.HEATUP:
+            return base.RandomActing()
+        return make_exploration(self._exploration_config, self.header.counters.train)

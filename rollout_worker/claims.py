@@ -1,0 +1,130 @@
+"""A worker's claims, each the permission to act one fragment (shared/protocol/flow_control.py), and its pushes.
+
+A fragment, its action trace and the claim for the next one travel in one round trip. What becomes of a push, by the
+log's reply (shared/protocol/experience_log.py: PushReply):
+
+| reply | what happened | what the worker does |
+|---|---|---|
+| `pushed`, `duplicate` | it is in the log, once | acts the next one |
+| `stale` | its lease ran out and another acted it: counted as dropped | acts another one under the same number |
+| `superseded` | a newer incarnation is registered | ends |
+| `epoch` | Redis was rolled back | registers anew, and begins to count again |
+| `finished` | the run is over | ends |
+"""
+
+from functools import partial
+
+from rollout_worker.sampling import action_trace
+from rollout_worker.sampling.action_trace import ActionTrace
+from rollout_worker.sampling.sampler import Sample
+from rollout_worker.watchdog import Watchdog
+from shared.config.run_config import Config
+from shared.errors import ShardFull, ShardUnavailable
+from shared.experience import fragment
+from shared.experience.fragment import Fragment
+from shared.protocol.experience_log import ExperienceLog, PushReply
+from shared.protocol.flow_control import Claim, ClaimReply, Flow, RunState
+from shared.protocol.heartbeat import Heartbeat, retry_until_deadline
+
+_WAITS = {
+    ClaimReply.WAIT_CREDIT: "credit",
+    ClaimReply.WAIT_LOG: "room in the log (a durable checkpoint frees it)",
+    ClaimReply.WAIT_MEMORY: "memory in Redis (a durable checkpoint frees some)",
+}
+
+
+class Claims:
+    """The claims of one worker, one at a time; a push asks for the next one in the same round trip."""
+
+    def __init__(
+        self, config: Config, worker: str, flow: Flow, log: ExperienceLog, heartbeat: Heartbeat, watchdog: Watchdog
+    ) -> None:
+        self._config, self._worker, self._flow, self._log = config, worker, flow, log
+        self._heartbeat, self._stages, self._watchdog = heartbeat, heartbeat.stages, watchdog
+        self.incarnation = -1
+        """−1 until `register`."""
+        self.epoch = -1
+        """Of the trainer whose policy versions the worker acts with."""
+        self.seq = 0
+        """The number of the next fragment."""
+        self._stale_pushes = 0
+        self._ahead: Claim | None = None
+        """The claim for the next fragment, where it was asked for with the last push."""
+
+    def register(self) -> None:
+        """Begins an incarnation: the next one, also where Redis was rolled back and knows an older one."""
+        self.incarnation, self.epoch = self._flow.register(self._worker, self.incarnation + 1)
+        self.seq, self._stale_pushes, self._ahead = 0, 0, None
+
+    def next(self, wait_seconds: float) -> Claim:
+        """Asks for the next claim; waits for credit by name, in sleeps of at most `wait_seconds`, if that is not 0.
+
+        Raises `WorkerSuperseded`.
+        """
+        claim, self._ahead = self._ahead, None
+        if claim is None or not (claim.granted or claim.waiting):
+            claim = self._ask()
+        while wait_seconds > 0 and claim.waiting and self._watchdog.outgrown is None:
+            reply = claim.reply
+            with self._heartbeat.waiting(_WAITS[reply], self._config.rollout.wait_deadline_seconds) as wait:
+                while claim.reply is reply and self._watchdog.outgrown is None:
+                    wait.check()
+                    self._flow.wait_for_wakeup(claim, wait_seconds)
+                    claim = self._ask()
+        return claim
+
+    def _ask(self) -> Claim:
+        return self._flow.claim(self._worker, self.incarnation, self.seq)
+
+    def push(
+        self, claim: Claim, made: Fragment, sample: Sample, traced: ActionTrace | None, wait_seconds: float
+    ) -> PushReply:
+        """Pushes the next fragment; returns the log's reply.
+
+        A shard that is away or full is waited for by name; with `wait_seconds` 0 (the one-process mode, where the
+        trainer has to take its turn to free memory) a full one raises `ShardFull`.
+        """
+        with self._stages.during("encode"):
+            blob = fragment.encode(made, self._config.rollout.compression)
+            trace, length = self._encoded_trace(sample, traced)
+        # in the one-process mode the trainer has its turn before, so that the claim is for what it publishes then
+        ahead = self._flow.claiming(self._worker, self.incarnation, self.seq + 1) if wait_seconds > 0 else None
+        place = self._worker, self.incarnation, self.seq, claim.epoch
+        push = partial(self._log.push, *place, made.header.transitions, blob, trace, length, ahead, self._stale_pushes)
+        try:
+            with self._stages.during("push"):
+                reply = push()
+        except ShardUnavailable as error:
+            if isinstance(error, ShardFull) and wait_seconds <= 0:
+                raise
+            reply = self._push_when_shard_is_back(push)
+        if reply in (PushReply.PUSHED, PushReply.DUPLICATE):
+            self.seq += 1
+            self._ahead = ahead.reply if ahead is not None else None
+        elif reply is PushReply.STALE:  # its number stays the next one's, so what was claimed behind it is given back
+            self._stale_pushes += 1
+            if ahead is not None:
+                self.release()
+        return reply
+
+    def _push_when_shard_is_back(self, push: partial[PushReply]) -> PushReply:
+        def again() -> PushReply:
+            return PushReply.FINISHED if self._flow.read().state is RunState.FINISHED else push()
+
+        with self._heartbeat.waiting("a Redis shard", self._config.redis.retry_seconds, outage=True) as wait:
+            return retry_until_deadline(wait, again, (ShardUnavailable,), longest_pause_seconds=1.0)
+
+    def _encoded_trace(self, sample: Sample, traced: ActionTrace | None) -> tuple[bytes, int]:
+        """What a successor needs to continue from here, and how many fragments it reaches back; nothing if too much."""
+        rollout = self._config.rollout
+        if traced is None or not rollout.catch_up_seconds:
+            return b"", 0
+        blob = action_trace.encode(traced)
+        seconds = max(traced.lengths) * sample.environment_seconds / rollout.fragment_steps
+        too_much = seconds > rollout.catch_up_seconds or traced.fragments * len(blob) > action_trace.MOST_BYTES
+        return (b"", 0) if too_much else (blob, traced.fragments)
+
+    def release(self) -> None:
+        """Gives back what this incarnation holds, and nothing of a successor's."""
+        if self.incarnation >= 0:
+            self._flow.release(f"{self._worker}:{self.incarnation}")

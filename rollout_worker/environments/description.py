@@ -1,0 +1,136 @@
+"""Agents and spaces of an environment as data; whether the config's policies can act in it."""
+
+import contextlib
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from rollout_worker.environments.factory import evaluation_environment, make
+from shared.config.run_config import Config
+from shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace
+from shared.experience.spaces import EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
+
+SINGLE_AGENT = "default"
+"""The name of the only agent of a gymnasium environment."""
+
+
+def describe_environment(config: Config) -> EnvironmentDescription:
+    """What `describe` returns and raises, of an environment that is made for this, and closed."""
+    env = make(config.environment)
+    try:
+        return describe(config, env)
+    finally:
+        with contextlib.suppress(Exception):  # it is not needed any more
+            env.close()
+
+
+def describe(config: Config, env: Any) -> EnvironmentDescription:
+    """Raises `EnvironmentUnusable`, `UnsupportedSpace`, or `ConfigError` for agents without a policy."""
+    try:
+        if config.environment.api == "pettingzoo":
+            found = {agent: (env.observation_space(agent), env.action_space(agent)) for agent in env.possible_agents}
+        else:
+            found = {SINGLE_AGENT: (env.observation_space, env.action_space)}
+    except Exception as error:
+        raise EnvironmentUnusable(
+            f"{config.environment.id} does not tell its spaces ({type(error).__name__}: {error}); expected an "
+            f"observation_space and an action_space; set both in __init__ (PettingZoo: methods that take an agent)"
+        ) from None
+    for agent, pair in found.items():
+        for space, name in zip(pair, ("observation_space", "action_space"), strict=True):
+            if not isinstance(space, spaces.Space):
+                whose = f" of {agent}" if config.environment.api == "pettingzoo" else ""
+                raise EnvironmentUnusable(
+                    f"{config.environment.id}: its {name}{whose} is {space!r:.60}; expected a space of "
+                    f"gymnasium.spaces, such as Box(-1, 1, (3,)) or Discrete(2); set it in __init__"
+                )
+    if unknown := sorted(set(config.agents) - set(found)):
+        raise ConfigError(f"agents names {unknown}, but the environment has {sorted(found)}")
+    agents: dict[str, str] = {}
+    policies: dict[str, PolicySpaces] = {}
+    for agent, (observation, action) in found.items():
+        try:
+            policy_id = agents[agent] = config.policy_of(agent)
+        except KeyError:
+            raise ConfigError(
+                f"agent {agent!r} is mapped to no policy; add agents.{agent}: one of {sorted(config.policies)}"
+            ) from None
+        described = PolicySpaces(describe_space(observation), describe_space(action))
+        if policies.setdefault(policy_id, described) != described:
+            differ = f"agents of policy {policy_id!r} have different spaces"
+            raise ConfigError(f"{differ}; give {agent!r} a policy of its own")
+    if unused := sorted(set(config.policies) - set(policies)):
+        raise ConfigError(f"policies {unused} have no agent; the environment's agents are {sorted(found)}")
+    return EnvironmentDescription(agents, policies)
+
+
+def check_evaluation(config: Config, description: EnvironmentDescription) -> None:
+    """Makes the evaluation's environment; raises `ConfigError` where the policies could not act in it."""
+    played = describe_environment(config.model_copy(update={"environment": evaluation_environment(config)}))
+    if (found := _arrays(played)) != (expected := _arrays(description)):
+        raise ConfigError(
+            f"the evaluation's environment (evaluation.wrappers, evaluation.kwargs) has other spaces than the one of "
+            f"training: {found}, expected {expected}"
+        )
+
+
+def _arrays(description: EnvironmentDescription) -> dict[str, Any]:
+    """What each agent observes and does, without the bounds of what it observes."""
+    arrays = {
+        id_: ([(leaf.path, leaf.shape, leaf.dtype, leaf.nvec) for leaf in its.observation.leaves], its.action.leaves)
+        for id_, its in description.policies.items()
+    }
+    return {agent: arrays[policy_id] for agent, policy_id in description.agents.items()}
+
+
+def describe_space(space: spaces.Space[Any]) -> SpaceSpec:
+    """A gymnasium space as data; raises `UnsupportedSpace` for text, graphs and sequences."""
+    leaves: list[Leaf] = []
+    structure = _describe(space, "", leaves)
+    if not leaves:
+        raise UnsupportedSpace(f"{space} holds nothing that could be observed or done")
+    if len({leaf.path for leaf in leaves}) != len(leaves):
+        paths = sorted(leaf.path for leaf in leaves)
+        raise UnsupportedSpace(f"{space} has keys that become the same column name: {paths}")
+    return SpaceSpec(tuple(leaves), structure)
+
+
+def _describe(space: spaces.Space[Any], path: str, leaves: list[Leaf]) -> Any:
+    below = f"{path}." if path else ""
+    if isinstance(space, spaces.Dict):
+        if odd := [key for key in space.spaces if not isinstance(key, str)]:
+            raise UnsupportedSpace(f"{space} has the keys {odd}; expected text")
+        return {"dict": {str(key): _describe(item, f"{below}{key}", leaves) for key, item in space.spaces.items()}}
+    if isinstance(space, spaces.Tuple):
+        return {"tuple": [_describe(item, f"{below}{index}", leaves) for index, item in enumerate(space.spaces)]}
+    if 0 in (space.shape or ()):
+        where = f"{path}: " if path else ""
+        raise UnsupportedSpace(f"{where}{space} has no elements; expected at least one, or leave it out")
+    leaves.append(_leaf(space, path))
+    return len(leaves) - 1
+
+
+def _leaf(space: spaces.Space[Any], path: str) -> Leaf:
+    if isinstance(space, spaces.Box):
+        low, high = _bounds(space.low), _bounds(space.high)
+        return Leaf(path, "box", tuple(space.shape), str(space.dtype), low=low, high=high)
+    if isinstance(space, spaces.Discrete):
+        return Leaf(path, "discrete", (), str(space.dtype), nvec=(int(space.n),), start=(int(space.start),))
+    if isinstance(space, spaces.MultiDiscrete):
+        nvec = tuple(int(n) for n in space.nvec.flatten())
+        start = tuple(int(n) for n in np.broadcast_to(space.start, space.nvec.shape).flatten())
+        return Leaf(path, "multi_discrete", tuple(space.nvec.shape), str(space.dtype), nvec=nvec, start=start)
+    if isinstance(space, spaces.MultiBinary):
+        shape, size = tuple(int(n) for n in space.shape), int(np.prod(space.shape))
+        return Leaf(path, "multi_binary", shape, str(space.dtype), nvec=(2,) * size, start=(0,) * size)
+    where = f"{path}: " if path else ""
+    raise UnsupportedSpace(
+        f"{where}{type(space).__name__} spaces are not supported; expected Box, Discrete, MultiDiscrete, MultiBinary, "
+        f"Dict or Tuple"
+    )
+
+
+def _bounds(values: Any) -> tuple[float, ...]:
+    flat = np.asarray(values, np.float64).flatten()
+    return (float(flat[0]),) if flat.size and (flat == flat[0]).all() else tuple(float(value) for value in flat)

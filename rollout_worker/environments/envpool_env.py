@@ -1,0 +1,131 @@
+"""EnvPool's environments (C++, all copies at once) behind gymnasium's interfaces: `environment.id: envpool:TASK`.
+
+A pool takes its seed when it is made, so a reset with a seed makes another one (under a millisecond). Its copies start
+again as gymnasium's NEXT_STEP does: the step after an episode's end only resets. An episode that fails in the very step
+at which its limit is reached counts as truncated there.
+"""
+
+import importlib
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
+
+from shared.errors import EnvironmentUnusable
+from shared.experience.spaces import Array
+from shared.runtime.user_code import install
+
+PREFIX = "envpool:"
+_OURS = ("num_envs", "batch_size", "seed", "env_seed", "env_type")
+"""Arguments that the config has fields for, or that would change what a step is."""
+_MOST_SEEDS = 2**31 - 1
+_ABOUT_THE_POOL = ("env_id", "players", "elapsed_step")
+"""What is in `info` beside what the environment tells."""
+
+
+class _Pools:
+    def __init__(self, name: str, num_envs: int, max_episode_steps: int | None, kwargs: Mapping[str, Any]) -> None:
+        """Raises `EnvironmentUnusable` where EnvPool is not installed, has no such task, or takes no such argument."""
+        if taken := sorted(set(kwargs) & set(_OURS)):
+            raise EnvironmentUnusable(f"environment.kwargs {taken} of {name} are Stagecoach's to set; leave them out")
+        limit = {} if max_episode_steps is None else {"max_episode_steps": max_episode_steps}
+        self._kwargs = {"num_threads": 1, "num_envs": num_envs, **limit, **kwargs}
+        self._task = name.removeprefix(PREFIX)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._envpool = importlib.import_module("envpool")
+        except ImportError as error:
+            raise EnvironmentUnusable(
+                f"{name} needs EnvPool, which cannot be imported ({error}); {install('envpool')} (750 MB)"
+            ) from None
+        try:
+            self.first = self.make(0)
+            self.spaces = self.first.observation_space, self.first.action_space
+        except Exception as error:
+            raise EnvironmentUnusable(f"{name} cannot be made: {type(error).__name__}: {error}") from error
+        if self.first.config.get("max_num_players", 1) > 1:
+            raise EnvironmentUnusable(f"{name} has several players; only tasks with a single one are supported")
+
+    def make(self, seed: int) -> Any:
+        made = self._envpool.make(self._task, env_type="gymnasium", seed=seed % _MOST_SEEDS, **self._kwargs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of bounds that a float32 rounds, at the first look
+            assert made.observation_space is not None
+        return made
+
+
+class EnvPoolVector(gym.vector.VectorEnv[Any, Any, Array]):
+    """All copies of a task: what `environment.vectorization: native` steps."""
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+
+    def __init__(self, name: str, num_envs: int, max_episode_steps: int | None, kwargs: Mapping[str, Any]) -> None:
+        self._pools, self.num_envs = _Pools(name, num_envs, max_episode_steps, kwargs), num_envs
+        self.single_observation_space, self.single_action_space = self._pools.spaces
+        self.observation_space, self.action_space = (batch_space(space, num_envs) for space in self._pools.spaces)
+        self._pool = self._pools.first
+
+    def reset(
+        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        if isinstance(seed, int):
+            self._pool = self._pools.make(seed)
+        observations, info = self._pool.reset()
+        return observations, self._of_each(info)
+
+    def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
+        *result, info = self._pool.step(actions)
+        return *result, self._of_each(info)
+
+    def _of_each(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        """As gymnasium's vectorized environments tell it: a number for each copy, and which of them have one."""
+        told = _told(info, self.num_envs)
+        return told | dict.fromkeys((f"_{name}" for name in told), np.ones(self.num_envs, np.bool_))
+
+    def close_extras(self, **kwargs: Any) -> None:
+        self._pool.close()
+
+
+class EnvPoolSingle(gym.Env[Any, Any]):
+    """One copy of a task: for its spaces, and for evaluation, whose episodes have seeds."""
+
+    def __init__(self, name: str, max_episode_steps: int | None, kwargs: Mapping[str, Any]) -> None:
+        self._pools = _Pools(name, 1, max_episode_steps, kwargs)
+        self._pool = self._pools.first
+        self.observation_space, self.action_space = self._pools.spaces
+        self.render_mode = kwargs.get("render_mode")
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        if seed is not None:
+            self._pool = self._pools.make(seed)
+        observations, info = self._pool.reset()
+        return _first(observations), _first(_told(info, 1))
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        observations, reward, terminated, truncated, info = self._pool.step(_batch(action))
+        return _first(observations), float(reward[0]), bool(terminated[0]), bool(truncated[0]), _first(_told(info, 1))
+
+    def render(self) -> Any:
+        frames = self._pool.render()
+        return None if frames is None else frames[0]
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def _first(nested: Any) -> Any:
+    return {key: _first(value) for key, value in nested.items()} if isinstance(nested, dict) else nested[0]
+
+
+def _batch(nested: Any) -> Any:
+    return {k: _batch(v) for k, v in nested.items()} if isinstance(nested, dict) else np.asarray(nested)[None]
+
+
+def _told(info: Mapping[str, Any], copies: int) -> dict[str, Any]:
+    return {name: its for name, its in info.items() if name not in _ABOUT_THE_POOL and np.shape(its) == (copies,)}

@@ -1,0 +1,195 @@
+"""Makes environments from the config: by id, by a user's factory, or of EnvPool, wrapped as configured."""
+
+import difflib
+import importlib
+import re
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import gymnasium as gym
+from gymnasium.vector import AutoresetMode
+
+from rollout_worker.environments.envpool_env import PREFIX, EnvPoolSingle, EnvPoolVector
+from rollout_worker.environments.gymnasium_env import GuardedEnvironment, GymnasiumEnvironments
+from rollout_worker.environments.pettingzoo_env import PettingZooEnvironments
+from rollout_worker.environments.vector_env import VectorEnvironment
+from shared.config.run_config import Config
+from shared.config.sections import EnvironmentConfig
+from shared.errors import ConfigError, EnvironmentUnusable, OtherApi
+from shared.experience.spaces import EnvironmentDescription
+from shared.runtime.process import end_with_parent, forget_secrets
+from shared.runtime.user_code import import_object, place, with_extra
+
+T = TypeVar("T")
+
+
+def make_vector(config: EnvironmentConfig, description: EnvironmentDescription) -> VectorEnvironment:
+    """The vectorized environment that the config asks for; raises what `make` raises."""
+    if config.api == "pettingzoo":
+        return PettingZooEnvironments([make(config) for _ in range(config.num_envs)], config, description)
+    return GymnasiumEnvironments(_vectorize(config), description, native=config.vectorization == "native")
+
+
+def _vectorize(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any]:
+    if config.vectorization == "native":
+        return make_native(config)
+    if config.vectorization == "async":  # spawn: forking a process that has threads can hang it
+        own = [partial(_in_own_process, config, index) for index in range(config.num_envs)]
+        made = gym.vector.AsyncVectorEnv(own, context="spawn", autoreset_mode=AutoresetMode.DISABLED)
+        # What a process raises is an `EnvironmentFailure`; gymnasium's log would tell it too, and break on a '%' in it.
+        gym.logger.min_level = gym.logger.ERROR + 1
+        return made
+    makers = [lambda index=index: GuardedEnvironment(make(config), index) for index in range(config.num_envs)]
+    return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
+
+
+def _in_own_process(config: EnvironmentConfig, index: int) -> GuardedEnvironment:
+    """An environment that hangs does not see that its worker is gone; the kernel ends it then.
+
+    It may read files of its own with the keys of the store, but what it starts needs neither Redis nor Ray.
+    """
+    end_with_parent(signal.SIGKILL)()
+    forget_secrets("store")
+    return GuardedEnvironment(make(config), index)
+
+
+def make(config: EnvironmentConfig, **overrides: Any) -> Any:
+    """One environment (a gymnasium `Env` or a PettingZoo parallel environment), wrapped as configured.
+
+    `overrides` (such as `render_mode`) replace config kwargs. Raises `EnvironmentUnusable` with the cause.
+    """
+    kwargs = {**config.kwargs, **overrides}
+    if config.id.startswith(PREFIX):
+        env: Any = EnvPoolSingle(config.id, config.max_episode_steps, kwargs)
+    elif is_factory(config.id):
+        env = _call_imported(config.id, "environment.id", kwargs)
+    elif config.api == "pettingzoo":
+        env = _in_pettingzoo(config.id, kwargs)
+    else:
+        limit: dict[str, Any] = {"max_episode_steps": -1} if config.max_episode_steps else {}  # instead of its own
+        env = _registered(lambda: gym.make(config.id, **limit, **kwargs), config.id)
+    _check_api(env, config)
+    for wrapper in config.wrappers:
+        given = wrapper.kwargs
+        if wrapper.path.startswith("gymnasium."):  # which asks for tuples, and YAML has none
+            given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+        env = _call_imported(wrapper.path, "environment.wrappers", {"env": env, **given})
+    if config.max_episode_steps and config.api == "gymnasium" and not config.id.startswith(PREFIX):
+        env = gym.wrappers.TimeLimit(env, config.max_episode_steps)  # outermost: wrappers may repeat or skip steps
+    return env
+
+
+def _check_api(env: Any, config: EnvironmentConfig) -> None:
+    in_turns = hasattr(env, "agent_iter")  # PettingZoo's AEC, where one agent acts after another
+    parallel = hasattr(env, "possible_agents") and not in_turns
+    if parallel if config.api == "pettingzoo" else isinstance(env, gym.Env):
+        return
+    bases = {(base.__module__.partition(".")[0], base.__name__) for base in type(env).__mro__}
+    expected = {"gymnasium": "a gymnasium.Env", "pettingzoo": "a PettingZoo parallel environment"}[config.api]
+    hint = "; it returned nothing: return the environment" if env is None else ""
+    if in_turns:
+        hint = (
+            "; it is an AEC environment, whose agents act in turns: return pettingzoo.utils.aec_to_parallel(env) "
+            "(if its metadata say is_parallelizable), with environment.api=pettingzoo"
+        )
+    elif parallel:
+        hint = "; it is a PettingZoo parallel environment: set environment.api=pettingzoo"
+    elif ("pettingzoo", "ParallelEnv") in bases or (
+        config.api == "pettingzoo" and hasattr(env, "agents") and not isinstance(env, gym.Env)
+    ):
+        hint = "; it has no possible_agents: set it in __init__ to the names of all agents that there may ever be"
+    elif isinstance(env, gym.Env):
+        hint = "; it is a gymnasium.Env: set environment.api=gymnasium"
+    elif hasattr(env, "reset") and hasattr(env, "step") and not any(package == "gym" for package, _ in bases):
+        hint = f"; derive {type(env).__name__} from gymnasium.Env, and call super().reset(seed=seed) in its reset()"
+    elif any(package == "gym" for package, _ in bases):
+        hint = "; it is one of old Gym, which is not maintained: derive it from gymnasium.Env, or wrap it with shimmy"
+    raise (OtherApi if parallel else EnvironmentUnusable)(
+        f"{config.id} returned a {type(env).__name__}; environment.api={config.api} expects {expected}{hint}"
+    )
+
+
+def evaluation_environment(config: Config, episodes: int | None = None) -> EnvironmentConfig:
+    """The training environment with the evaluation's arguments, wrappers and copies (no more than episodes); never
+    native, whose episodes blend."""
+    evaluation, trained = config.evaluation, config.environment
+    wrappers = trained.wrappers if evaluation.wrappers is None else evaluation.wrappers
+    copies = min(evaluation.num_envs, episodes or evaluation.episodes)
+    changed = {"num_envs": copies, "kwargs": {**trained.kwargs, **evaluation.kwargs}, "wrappers": wrappers}
+    return trained.model_copy(update={**changed, "vectorization": "sync"})
+
+
+def make_native(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any]:
+    if config.wrappers:
+        raise ConfigError("environment.vectorization=native cannot apply environment.wrappers; use sync or async")
+    if config.id.startswith(PREFIX):
+        return EnvPoolVector(config.id, config.num_envs, config.max_episode_steps, config.kwargs)
+    if is_factory(config.id):
+        made = _call_imported(config.id, "environment.id", {"num_envs": config.num_envs, **config.kwargs})
+        if not isinstance(made, gym.vector.VectorEnv):
+            expected = "environment.vectorization=native expects a gymnasium VectorEnv"
+            raise EnvironmentUnusable(f"{config.id} returned a {type(made).__name__}; {expected}")
+        return made
+    spec = _registered(lambda: gym.spec(config.id), config.id)
+    if spec.vector_entry_point is None:
+        found = f"{config.id} has no vectorized version of its own"
+        raise ConfigError(f"{found}; use environment.vectorization: sync or async")
+    kwargs: dict[str, Any] = {"max_episode_steps": config.max_episode_steps} if config.max_episode_steps else {}
+    kwargs |= {"num_envs": config.num_envs, "vectorization_mode": "vector_entry_point"}
+    return _registered(lambda: gym.make_vec(config.id, **kwargs, **config.kwargs), config.id)
+
+
+def is_factory(name: str) -> bool:
+    """Whether `module:factory` is meant (gymnasium's own `module:Name-v0` imports a module, then makes an id)."""
+    return ":" in name and not re.search(r"-v\d+$", name) and not name.startswith(PREFIX)
+
+
+def _in_pettingzoo(name: str, kwargs: dict[str, Any]) -> Any:
+    if _as_in_pettingzoo(name) not in (names := _names_in_pettingzoo()):
+        close = difflib.get_close_matches(name, names, 3)
+        expected = " or ".join([*close, "module:function, such as pettingzoo.sisl.pursuit_v5:parallel_env"])
+        raise EnvironmentUnusable(f"PettingZoo knows no parallel environment {name!r}; expected {expected}")
+    return _call(partial(importlib.import_module("pettingzoo").make, "parallel", name), kwargs, name)
+
+
+def _as_in_pettingzoo(name: str) -> str:
+    return re.sub(r"_(v\d+)$", r"-\1", name)
+
+
+def _names_in_pettingzoo() -> tuple[str, ...]:
+    """None where it is not installed, or older than its registry (1.26)."""
+    try:
+        return tuple(getattr(importlib.import_module("pettingzoo"), "parallel_registry", ()))
+    except ImportError:
+        return ()
+
+
+def _registered(make_it: Callable[[], T], name: str) -> T:
+    try:
+        return make_it()
+    except gym.error.DependencyNotInstalled as error:
+        raise EnvironmentUnusable(f"{name} needs a package that is missing: {with_extra(str(error))}") from None
+    except gym.error.Error as error:
+        hint = "" if ":" in name else "; a user's own environment is given as module:factory"
+        if _as_in_pettingzoo(name) in _names_in_pettingzoo():
+            raise OtherApi(f"{name}: it is a PettingZoo parallel environment: set environment.api=pettingzoo") from None
+        raise EnvironmentUnusable(f"unknown or unusable environment {name!r}: {with_extra(str(error))}{hint}") from None
+    except Exception as error:
+        raise _unusable(name, error) from error
+
+
+def _call_imported(path: str, field: str, kwargs: dict[str, Any]) -> Any:
+    return _call(import_object(path, field, EnvironmentUnusable, "factory"), kwargs, path)
+
+
+def _call(factory: Callable[..., Any], kwargs: dict[str, Any], name: str) -> Any:
+    try:
+        return factory(**kwargs)
+    except (Exception, SystemExit) as error:
+        raise _unusable(name, error) from error
+
+
+def _unusable(name: str, error: Exception | SystemExit) -> EnvironmentUnusable:
+    return EnvironmentUnusable(f"{name} cannot be made: {type(error).__name__}: {with_extra(str(error))}{place(error)}")

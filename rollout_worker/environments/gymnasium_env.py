@@ -1,0 +1,163 @@
+"""Gymnasium's vectorized environments: sync, async and native."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from rollout_worker.environments import vector_env
+from rollout_worker.environments.seeding import episode_seed
+from rollout_worker.environments.vector_env import NamedFailures, PolicyStep, Position, RunningEpisodes, Step, pick
+from shared.experience.fragment import EpisodeRecord
+from shared.experience.spaces import Array, Columns, EnvironmentDescription
+
+_LOGGER = logging.getLogger("stagecoach.worker")
+_PAST, _RETURN = "stagecoach_past", "stagecoach_return"
+"""An option of `reset` and an entry of its info: actions to do again, and what they have brought."""
+
+
+class GymnasiumEnvironments:
+    """A vector environment of gymnasium, with the same steps from each of its autoreset modes."""
+
+    def __init__(
+        self, env: gym.vector.VectorEnv[Any, Any, Any], description: EnvironmentDescription, *, native: bool
+    ) -> None:
+        """Takes over `env`. A native one has a single source of randomness for all copies: it takes one seed."""
+        ((self._policy, self._spaces),) = description.policies.items()
+        self._env, self._native, self.num_envs = env, native, env.num_envs
+        self._mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
+        self._seeds: Sequence[int] = ()
+        self._returns = np.zeros(self.num_envs)
+        self._lengths, self._episodes = (np.zeros(self.num_envs, np.int64) for _ in range(2))
+        self._everyone = np.ones(self.num_envs, np.bool_)
+        self._over = ~self._everyone
+        leaves = self._spaces.observation.leaves
+        self._no_slots = np.zeros(0, np.int32)
+        self._no_final = {leaf.column("final_obs"): np.zeros((0, *leaf.shape), leaf.column_dtype) for leaf in leaves}
+
+    def reset(self, seeds: Sequence[int], past: RunningEpisodes | None = None) -> dict[str, tuple[Columns, Array]]:
+        self._seeds = seeds
+        self._episodes[:] = past.episodes if past else 0
+        self._lengths[:] = past.lengths if past else 0
+        seed = seeds[0] if self._native else self._episode_seeds(range(self.num_envs))
+        options = None
+        if past:
+            taken = self._spaces.action.to_environment
+            each = ([pick(taken(its[self._policy]), i) for its in past.done(i)] for i in range(self.num_envs))
+            options = {_PAST: list(each)}
+        with NamedFailures("reset"):
+            observations, infos = self._env.reset(seed=seed, options=options)
+        self._over[:] = False
+        self._returns[:] = infos[_RETURN] if past else 0
+        return {self._policy: (self._spaces.observation.flatten("obs", observations), self._everyone.copy())}
+
+    @property
+    def position(self) -> Position | None:
+        if self._native:
+            return None
+        return Position(tuple(self._episodes.tolist()), tuple(self._lengths.tolist()), self._returns)
+
+    def _episode_seeds(self, which: Iterable[int]) -> Any:
+        """A seed for each environment of `which`, None for the others."""
+        seeds: list[int | None] = [None] * self.num_envs
+        for index in which:
+            seeds[index] = episode_seed(self._seeds[index], int(self._episodes[index]))
+        return seeds
+
+    @NamedFailures("step")
+    def step(self, actions: Mapping[str, Columns]) -> Step:
+        taken = self._spaces.action.to_environment(actions[self._policy])
+        observations, rewards, terminated, truncated, infos = self._env.step(taken)
+        mask = self._everyone
+        if self._mode is AutoresetMode.NEXT_STEP and self._over.any():  # they only start again
+            mask = ~self._over
+            rewards, terminated, truncated = np.where(mask, rewards, 0.0), terminated & mask, truncated & mask
+        self._returns += rewards
+        self._lengths += 1 if mask is self._everyone else mask
+        done = terminated | truncated
+        final, final_slots = self._no_final, self._no_slots
+        episodes: list[tuple[int, EpisodeRecord]] = []
+        if len(ended := done.nonzero()[0]):
+            final_slots = ended.astype(np.int32)
+            final = self._final_obs(observations, infos, final_slots)
+            episodes = self._records(ended, infos)
+            self._returns[ended] = 0
+            self._lengths[ended] = 0
+            self._episodes[ended] += 1
+            if self._mode is AutoresetMode.DISABLED:
+                terminated, truncated = terminated.copy(), truncated.copy()  # a reset may write into its own
+                seeds = None if self._native else self._episode_seeds(ended.tolist())
+                observations, _ = self._env.reset(seed=seeds, options={"reset_mask": done})
+        self._over = done
+        step = PolicyStep(
+            self._spaces.observation.flatten("obs", observations),
+            np.asarray(rewards, np.float32), terminated, truncated, mask, final, final_slots,
+        )  # fmt: skip
+        return Step({self._policy: step}, episodes)
+
+    def _final_obs(self, observations: Any, infos: dict[str, Any], slots: Array) -> Columns:
+        if self._mode is AutoresetMode.SAME_STEP:
+            rows = [self._spaces.observation.flatten("final_obs", infos["final_obs"][i]) for i in slots]
+            return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        flat = self._spaces.observation.flatten("final_obs", observations)
+        return {name: array[slots] for name, array in flat.items()}
+
+    def _records(self, ended: Array, infos: dict[str, Any]) -> list[tuple[int, EpisodeRecord]]:
+        """Of the environments in which an episode has ended; a thousand copies end some in nearly every step."""
+        if self._mode is AutoresetMode.SAME_STEP:
+            infos = infos.get("final_info", {})
+        names = [name for name, values in infos.items() if f"_{name}" in infos and np.ndim(values) == 1]
+        records = []
+        for index, total, length in zip(ended.tolist(), self._returns[ended].tolist(), self._lengths[ended].tolist()):
+            metrics: dict[str, float] = {}
+            for name in names:
+                if infos[f"_{name}"][index]:
+                    metrics |= vector_env.scalar(name, infos[name][index])
+            records.append((index, vector_env.episode_record(total, length, metrics)))
+        return records
+
+    def close(self) -> None:
+        try:
+            self._env.close()
+        except Exception as error:  # such as a process of theirs that has died
+            _LOGGER.warning("closing the environments failed: %s: %s", type(error).__name__, error)
+            for process in getattr(self._env, "processes", ()):
+                process.kill()
+                process.join()
+            self._env.closed = True
+
+
+class GuardedEnvironment(gym.Wrapper[Any, Any, Any, Any]):
+    """Turns what an environment raises into `EnvironmentFailure`, with its number, the place and the traceback.
+
+    Of its infos only the numbers of an episode's last pass: what is odd in them (an object that cannot be pickled, an
+    integer of 400 digits, text beside numbers) would end gymnasium's vectorization. With the option `_PAST` (a list of
+    actions for each environment) a reset also does these actions.
+    """
+
+    def __init__(self, env: gym.Env[Any, Any], index: int) -> None:
+        super().__init__(env)
+        self._index = index
+        self._resetting, self._stepping = NamedFailures("reset", index), NamedFailures("step", index)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        own = dict(options or {})
+        past = own.pop(_PAST, None)
+        with self._resetting:
+            observation, _ = self.env.reset(seed=seed, options=own or None)
+            total = 0.0
+            for action in past[self._index] if past else ():
+                observation, reward, terminated, truncated, _ = self.env.step(action)
+                total += float(reward)
+                if terminated or truncated:
+                    break  # it is not the episode that it was: the successor compares, and will see
+            return observation, {_RETURN: total} if past else {}
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        with self._stepping:
+            observation, reward, terminated, truncated, info = self.env.step(action)
+            told = vector_env.numbers(info) if terminated or truncated else {}
+            return observation, reward, terminated, truncated, told

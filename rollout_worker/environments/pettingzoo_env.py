@@ -1,0 +1,165 @@
+"""PettingZoo parallel environments: N copies, stepped one after another, their agents sorted into policies."""
+
+import copy
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from rollout_worker.environments import vector_env
+from rollout_worker.environments.seeding import episode_seed
+from rollout_worker.environments.vector_env import NamedFailures, PolicyStep, Position, RunningEpisodes, Step, pick
+from shared.config.sections import EnvironmentConfig
+from shared.experience.fragment import EpisodeRecord
+from shared.experience.spaces import Array, Columns, EnvironmentDescription
+
+_LOGGER = logging.getLogger("stagecoach.worker")
+_Made: TypeAlias = tuple[PolicyStep, list[tuple[int, Any]]]
+"""A policy's step, and slots and last observations of the episodes that end in it."""
+
+
+@dataclass
+class _Episode:
+    number: int
+    observations: dict[str, Any]
+    live: set[str]
+    returns: dict[str, float]
+    over: set[str] = field(default_factory=set)
+    """Agents that have ended in it, whether the environment still lists them or not."""
+    infos: dict[str, dict[str, Any]] = field(default_factory=dict)
+    length: int = 0
+
+    def record(self) -> EpisodeRecord:
+        """Returns summed over the agents; an agent's numbers as `agent.name`; success where no agent failed."""
+        metrics: dict[str, float] = {}
+        successes = []
+        for agent, info in self.infos.items():
+            for name, value in vector_env.numbers(info).items():
+                if name in vector_env.SUCCESS:
+                    successes.append(bool(value))
+                else:
+                    metrics[f"{agent}.{name}"] = value
+        if successes:
+            metrics[vector_env.SUCCESS[0]] = float(all(successes))
+        return vector_env.episode_record(sum(self.returns.values()), self.length, metrics, self.returns)
+
+
+class PettingZooEnvironments:
+    """PettingZoo parallel environments. Slot = agent's number within its policy × N + environment."""
+
+    def __init__(self, envs: Sequence[Any], config: EnvironmentConfig, description: EnvironmentDescription) -> None:
+        self._envs, self.num_envs = envs, len(envs)
+        self._most_steps = config.max_episode_steps or sys.maxsize
+        self._description = description
+        self._agents = {
+            policy_id: [agent for agent, its in description.agents.items() if its == policy_id]
+            for policy_id in description.policies
+        }
+        self._seeds: Sequence[int] = ()
+        self._episodes: list[_Episode] = []
+
+    def reset(self, seeds: Sequence[int], past: RunningEpisodes | None = None) -> dict[str, tuple[Columns, Array]]:
+        self._seeds, self._episodes = seeds, []
+        for index in range(self.num_envs):
+            self._episodes.append(self._begin(index, past.episodes[index] if past else 0))
+            for actions in past.done(index) if past else ():
+                if not self._episodes[index].live:
+                    break  # it is not the episode that it was: the successor compares, and will see
+                self._step_one(index, self._nested(actions), self._blank())
+        return {policy_id: self._stacked(policy_id) for policy_id in self._agents}
+
+    @property
+    def position(self) -> Position:
+        numbers, lengths = (tuple(getattr(its, name) for its in self._episodes) for name in ("number", "length"))
+        returns = np.array([[its.returns[agent] for agent in self._description.agents] for its in self._episodes])
+        return Position(numbers, lengths, returns)
+
+    def _begin(self, index: int, number: int) -> _Episode:
+        with NamedFailures("reset", index):
+            observations, _ = self._envs[index].reset(seed=episode_seed(self._seeds[index], number))
+        returns = dict.fromkeys(self._description.agents, 0.0)
+        return _Episode(number, dict(observations), set(self._envs[index].agents), returns)
+
+    @NamedFailures("step")  # such as of what it returned and fits in no column
+    def step(self, actions: Mapping[str, Columns]) -> Step:
+        nested, made, episodes = self._nested(actions), self._blank(), []
+        for index in range(self.num_envs):
+            self._step_one(index, nested, made)
+            if not self._episodes[index].live:
+                episodes.append((index, self._episodes[index].record()))
+                self._episodes[index] = self._begin(index, self._episodes[index].number + 1)
+        for policy_id, (step, finals) in made.items():
+            step.obs = self._stacked(policy_id)[0]
+            step.final_slots = np.array([slot for slot, _ in finals], np.int32)
+            step.final_obs = self._rows(policy_id, "final_obs", [value for _, value in finals])
+        return Step({policy_id: step for policy_id, (step, _) in made.items()}, episodes)
+
+    def _step_one(self, index: int, actions: Mapping[str, Any], made: Mapping[str, _Made]) -> None:
+        env, episode = self._envs[index], self._episodes[index]
+        acting = {
+            agent: (policy_id, number * self.num_envs + index)
+            for policy_id, agents in self._agents.items()
+            for number, agent in enumerate(agents)
+            if agent in episode.live
+        }
+        with NamedFailures("step", index):
+            observations, rewards, terminated, truncated, infos = env.step(
+                {agent: pick(actions[policy_id], slot) for agent, (policy_id, slot) in acting.items()}
+            )
+            episode.length += 1
+            if episode.length >= self._most_steps:
+                truncated = {agent: bool(truncated.get(agent)) or not terminated.get(agent) for agent in acting}
+            for agent, (policy_id, slot) in acting.items():
+                step, finals = made[policy_id]
+                step.mask[slot] = True
+                step.reward[slot] = rewards.get(agent, 0.0)
+                step.terminated[slot] = terminated.get(agent, False)
+                step.truncated[slot] = truncated.get(agent, False)
+                episode.returns[agent] += float(rewards.get(agent, 0.0))
+                if step.truncated[slot] and agent not in observations:
+                    raise KeyError(f"no last observation of {agent}")
+                if (step.terminated[slot] or step.truncated[slot]) and agent in observations:
+                    # copied at once: the environment may use its array again
+                    finals.append((slot, copy.deepcopy(observations[agent])))
+                episode.infos[agent] = dict(infos.get(agent, {}))
+            episode.observations = dict(observations)
+            episode.over |= {agent for agent in acting if terminated.get(agent) or truncated.get(agent)}
+            episode.live = set(env.agents) - episode.over
+
+    def _nested(self, actions: Mapping[str, Columns]) -> dict[str, Any]:
+        policies = self._description.policies
+        return {policy_id: policies[policy_id].action.to_environment(columns) for policy_id, columns in actions.items()}
+
+    def _stacked(self, policy_id: str) -> tuple[Columns, Array]:
+        """What the agents of a policy observe, and which of them there are."""
+        places = [(agent, episode) for agent in self._agents[policy_id] for episode in self._episodes]
+        rows = [episode.observations.get(agent) if agent in episode.live else None for agent, episode in places]
+        return self._rows(policy_id, "obs", rows), np.array([agent in episode.live for agent, episode in places])
+
+    def _rows(self, policy_id: str, prefix: str, values: Sequence[Any]) -> Columns:
+        """Stacked columns; zeros where an agent is absent (None)."""
+        spec = self._description.policies[policy_id].observation
+        columns = {leaf.column(prefix): np.zeros((len(values), *leaf.shape), leaf.column_dtype) for leaf in spec.leaves}
+        for row, value in enumerate(values):
+            if value is not None:
+                for name, array in spec.flatten(prefix, value).items():
+                    columns[name][row] = array
+        return columns
+
+    def _blank(self) -> dict[str, _Made]:
+        made: dict[str, _Made] = {}
+        for policy_id, agents in self._agents.items():
+            size = len(agents) * self.num_envs
+            over, cut, mask = (np.zeros(size, np.bool_) for _ in range(3))
+            made[policy_id] = PolicyStep({}, np.zeros(size, np.float32), over, cut, mask, {}, np.zeros(0, np.int32)), []
+        return made
+
+    def close(self) -> None:
+        for env in self._envs:
+            try:
+                env.close()
+            except Exception as error:
+                _LOGGER.warning("closing an environment failed: %s: %s", type(error).__name__, error)

@@ -1,0 +1,171 @@
+"""What the sampler steps: the interface of all vectorized environments, and what their steps and episodes are.
+
+Every step hands over the true last observation of what ended, and has already reset it. `mask` is false where there was
+nothing to act for (an absent agent; the extra step in which a native vector environment resets itself).
+"""
+
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ContextDecorator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from shared.errors import EnvironmentFailure
+from shared.experience.fragment import LARGEST_SHOWN, EpisodeRecord
+from shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf
+
+SUCCESS = ("is_success", "success")
+"""How environments name the success of an episode in `info`."""
+
+
+@dataclass
+class PolicyStep:
+    """One step of all slots of one policy id."""
+
+    obs: Columns
+    """`[S, …]`: what to act on next."""
+    reward: Array
+    terminated: Array
+    truncated: Array
+    mask: Array
+    final_obs: Columns
+    """`[M, …]`: the true last observation of each slot whose episode ended; a terminated one may be missing."""
+    final_slots: Array
+    """`[M]`, int32."""
+
+    @property
+    def over(self) -> Array:
+        """Where a hidden state begins anew: an episode has ended, or there was nothing to act for."""
+        over: Array = self.terminated | self.truncated | ~self.mask
+        return over
+
+
+@dataclass
+class Step:
+    policies: dict[str, PolicyStep]
+    episodes: list[tuple[int, EpisodeRecord]] = field(default_factory=list)
+    """Environment number and record of each episode that ended."""
+
+
+class Position(NamedTuple):
+    """Where the environments stand: the numbers of their running episodes, and the steps in them so far."""
+
+    episodes: tuple[int, ...]
+    lengths: tuple[int, ...]
+    returns: Array
+    """Float64; the sum of rewards so far, per environment (and agent)."""
+
+
+@dataclass(frozen=True)
+class RunningEpisodes:
+    """Where each environment stands: the number of its episode, the steps in it so far, and what was done in them."""
+
+    episodes: tuple[int, ...]
+    lengths: tuple[int, ...]
+    actions: Mapping[str, Columns]
+    """Policy id → columns `[L, S, …]` of the last steps; at least as many as the longest of these episodes has."""
+
+    @property
+    def steps(self) -> int:
+        """L."""
+        return len(next(iter(next(iter(self.actions.values())).values())))
+
+    def done(self, environment: int) -> Iterator[dict[str, Columns]]:
+        """The actions `[S, …]` of all slots, per policy id, in each step of an environment's running episode."""
+        for row in range(self.steps - self.lengths[environment], self.steps):
+            yield {id_: {name: array[row] for name, array in its.items()} for id_, its in self.actions.items()}
+
+
+class VectorEnvironment(Protocol):
+    num_envs: int
+
+    def reset(self, seeds: Sequence[int], past: RunningEpisodes | None = None) -> dict[str, tuple[Columns, Array]]:
+        """Starts all environments; per policy id the first observations and the mask.
+
+        The seeds are those of the first episodes; later ones follow from them (`episode_seed`). With `past` each
+        environment takes up its episode, by doing its actions again.
+        """
+
+    @property
+    def position(self) -> Position | None:
+        """Where the environments stand; None where they cannot be brought there again (native ones)."""
+
+    def step(self, actions: Mapping[str, Columns]) -> Step:
+        """Takes the actions of all slots, per policy id; raises `EnvironmentFailure`."""
+
+    def close(self) -> None:
+        """Ends the environments."""
+
+
+class NamedFailures(ContextDecorator):
+    """A context (or decorator) that turns what is raised in it into `EnvironmentFailure`."""
+
+    def __init__(self, place: str, index: int | None = None) -> None:
+        self._place, self._which = place, "the vectorized environment" if index is None else f"environment {index}"
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (Exception, SystemExit)) and not isinstance(error, EnvironmentFailure):
+            raised = f"{self._which} raised {type(error).__name__} in {self._place}: {' '.join(str(error).split())}"
+            raise EnvironmentFailure(f"{raised}\n{''.join(traceback.format_exception(error))}") from None
+
+
+def reject_unusable(columns: Mapping[str, Columns], description: EnvironmentDescription) -> None:
+    """Raises `EnvironmentFailure` where observations or rewards (policy id → columns) cannot be learned from."""
+    for policy_id, its in columns.items():
+        leaves = description.policies[policy_id].observation.leaves
+        observed = {leaf.column(prefix): leaf for prefix in ("obs", "bootstrap_obs", "final_obs") for leaf in leaves}
+        for name, array in its.items():
+            if name != "reward" and name not in observed:
+                continue
+            if expected := _unusable(array, observed.get(name)):
+                what = (
+                    f"a reward for policy {policy_id}" if name == "reward" else f"an observation ({policy_id}/{name})"
+                )
+                raise EnvironmentFailure(f"the environment returned {what} that cannot be learned from: {expected}")
+
+
+def _unusable(array: Array, leaf: Leaf | None) -> str | None:
+    """What is found in a column and was expected there; None where nothing is wrong."""
+    if array.dtype.kind == "f":
+        with np.errstate(all="ignore"):
+            if np.isfinite(array.sum()) or np.isfinite(array).all():  # a sum costs less, and may overflow
+                return None
+        return "it holds NaN (or None) or infinity, expected finite numbers; look for a division by zero"
+    if leaf is None or leaf.kind == "box" or not array.size:
+        return None
+    most = np.asarray(leaf.nvec).reshape(leaf.shape)
+    if (array >= 0).all() and (array < most).all():
+        return None
+    first = min(leaf.start)
+    found = f"{array.min() + first} to {array.max() + first}"
+    return f"it holds choices from {found}, expected {first} to {int(most.max()) - 1 + first}; correct the space"
+
+
+def episode_record(
+    episode_return: float, length: int, metrics: dict[str, float], agent_returns: dict[str, float] | None = None
+) -> EpisodeRecord:
+    """A record, with `is_success` or `success` taken out of the metrics."""
+    found = [metrics.pop(name) for name in SUCCESS if name in metrics] if metrics else ()
+    return EpisodeRecord(episode_return, length, bool(found[0]) if found else None, agent_returns or {}, metrics)
+
+
+def scalar(name: str, value: Any) -> dict[str, float]:
+    """`{name: float}` for a number that a fragment may hold (finite, of a bounded magnitude), else nothing."""
+    if isinstance(value, bool | int | float | np.bool_ | np.number) and -LARGEST_SHOWN <= value <= LARGEST_SHOWN:
+        return {name: float(value)}
+    return {}
+
+
+def numbers(info: Mapping[Any, Any]) -> dict[str, float]:
+    return {key: number for name, value in info.items() for key, number in scalar(str(name), value).items()}
+
+
+def pick(nested: Any, index: int) -> Any:
+    """One environment's action out of a nested batch."""
+    if isinstance(nested, dict):
+        return {key: pick(value, index) for key, value in nested.items()}
+    return tuple(pick(value, index) for value in nested) if isinstance(nested, tuple) else nested[index]

@@ -1,0 +1,138 @@
+"""The episodes that a worker acts in: those that its predecessor left where they can be taken up, else new ones."""
+
+import logging
+from collections.abc import Callable
+from typing import TypeAlias
+
+from rollout_worker.environments.factory import make_vector
+from rollout_worker.environments.seeding import SeedLineage
+from rollout_worker.sampling import action_trace
+from rollout_worker.sampling.action_trace import ActionTrace
+from rollout_worker.sampling.dataset_sampler import DatasetSampler
+from rollout_worker.sampling.sampler import Sampler
+from rollout_worker.watchdog import Watchdog, WatchedEnvironment
+from shared.config.run_config import Config
+from shared.datasets.recording import Recording
+from shared.errors import EnvironmentFailure, headline
+from shared.experience.counters import Phase
+from shared.experience.spaces import EnvironmentDescription
+from shared.printable import counted
+from shared.protocol.experience_log import ExperienceLog
+from shared.runtime.restarts import RestartBound
+from shared.runtime.stage_timer import StageTimer
+
+_LOGGER = logging.getLogger("stagecoach.worker")
+AnySampler: TypeAlias = Sampler | DatasetSampler
+
+
+class Episodes:
+    """Keeps a sampler of one incarnation's episodes, and starts its environments again when they raise."""
+
+    def __init__(
+        self, config: Config, description: EnvironmentDescription, log: ExperienceLog, lineage: SeedLineage, *,
+        phase: Phase, recording: Recording | None, watchdog: Watchdog, stages: StageTimer, tell: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """Starts the environments where the predecessor's last fragment ended, if they get there again.
+
+        New episodes follow from `lineage`. Fragments are cut from a `recording`, perhaps in warm-up only. `tell` writes
+        an event. Raises `EnvironmentFailure` where they raised more often in a row than `environment.failures_allowed`.
+        """
+        self._config, self._description, self._log, self._recording = config, description, log, recording
+        self._worker, self._phase = f"worker-{lineage.worker}", phase
+        self._watchdog, self._stages, self._tell = watchdog, stages, tell
+        self._failures, self._fragments, self._tried = RestartBound(config.environment.failures_allowed), 0, False
+        self._failures.saw((0,))
+        self.sampler = self._first(lineage)
+
+    def _first(self, lineage: SeedLineage) -> AnySampler:
+        left = self._log.left(self._worker)
+        if left.tries >= action_trace.MOST_TRIES:
+            why = f"{left.tries} of its predecessors died in the old ones"
+        elif not left.pushed:  # nothing of the beginning was seen yet
+            return self._begin(SeedLineage(lineage.seed, lineage.worker, 0, 0))
+        elif (trace := action_trace.read(left.action_trace)) is None or not trace.fits(
+            self._description, self._config.environment.num_envs
+        ):
+            why = "no action trace of the old ones is left (drained, a native environment, or rollout.catch_up_seconds)"
+        elif (sampler := self._take_up(trace)) is None:
+            why = "its environment did not come back to where it was"
+        else:
+            return sampler
+        self._tell(f"{self._worker} begins new episodes: {why}")
+        return self._begin(lineage)
+
+    def _take_up(self, trace: ActionTrace) -> AnySampler | None:
+        """The predecessor's episodes; None where the environments do not come to where it stood."""
+        self._log.trying(self._worker, 1)
+        try:
+            sampler = self._make(trace.lineage, trace)
+        except EnvironmentFailure as error:
+            self._count_failure(error)
+            return None
+        self._log.trying(self._worker, -1)
+        if sampler.position_digest == trace.digest:
+            return sampler
+        sampler.close()
+        return None
+
+    def _begin(self, lineage: SeedLineage) -> AnySampler:
+        """New episodes. Environments that raise in their first reset are started again, as often as is configured."""
+        while True:
+            try:
+                return self._make(lineage)
+            except EnvironmentFailure as error:
+                self._count_failure(error)
+                lineage = lineage.next()
+
+    def _make(self, lineage: SeedLineage, trace: ActionTrace | None = None) -> AnySampler:
+        config, recording = self._config.environment, self._recording
+        if recording is not None and (trace.digest == recording.sha256 if trace else self._recorded(self._phase)):
+            (policy_id,) = self._description.policies
+            return DatasetSampler(recording, policy_id, config.num_envs, lineage, trace)
+        environment = WatchedEnvironment(lambda: make_vector(config, self._description), self._watchdog)
+        try:
+            return Sampler(environment, self._description, lineage, self._config.rollout.device, trace, self._stages)
+        except EnvironmentFailure:
+            environment.close()
+            raise
+
+    def _recorded(self, phase: Phase) -> bool:
+        dataset = self._config.dataset
+        return dataset is not None and (not dataset.only_heatup or phase is Phase.HEATUP)
+
+    def enter(self, phase: Phase) -> None:
+        """Where recorded experience is for warm-up only, and that is over, a new lineage begins, in environments."""
+        self._phase = phase
+        if isinstance(self.sampler, DatasetSampler) != self._recorded(phase):
+            self.sampler.close()
+            self.sampler = self._begin(self.sampler.lineage.next())
+
+    def try_acting(self) -> None:
+        """Before the first fragment: where this incarnation dies of it, the next ones must not all die of it, too."""
+        if not self._tried:
+            self._log.trying(self._worker, 1)
+            self._tried = True
+
+    def pushed(self) -> None:
+        """A fragment was pushed: failures are counted from here."""
+        self._fragments += 1
+        self._failures.saw((self._fragments,))
+
+    def restart(self, error: EnvironmentFailure) -> None:
+        """Starts environments that have raised again; raises what they raised where that happens too often."""
+        self._count_failure(error)
+        self.sampler.close()
+        self.sampler = self._begin(self.sampler.lineage.next())
+
+    def _count_failure(self, error: EnvironmentFailure) -> None:
+        _LOGGER.error("%s: %s", self._worker, error)
+        what = f"{self._worker}: {headline(error)}"
+        if self._failures.ended():
+            raise EnvironmentFailure(
+                f"{what}; {counted(self._failures.ends, 'failure')} in a row without a fragment between them, "
+                f"environment.failures_allowed is {self._config.environment.failures_allowed}\n{error}"
+            )
+        self._tell(f"{what}; starting it again")
+
+    def close(self) -> None:
+        self.sampler.close()

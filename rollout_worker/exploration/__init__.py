@@ -1,0 +1,1 @@
+"""How actions are chosen from what a policy says: drawn, greedy, random, or disturbed."""

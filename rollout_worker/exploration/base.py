@@ -1,0 +1,108 @@
+"""How a policy's outputs become actions: drawn, greedy, or random (warm-up). More ways: discrete.py, noise.py.
+
+An exploration is made for each fragment, from the counters that came with the policy version: everything random in it
+follows from the fragment's number and from its episodes' seeds, whichever worker acts it.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from shared.experience.spaces import Leaf
+from shared.policies.policy import Policy
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+"""Column → tensor."""
+Acted: TypeAlias = tuple[dict[str, Tensor], Tensor]
+"""Action columns `[S, …]`, and what `log_prob` needs to know of each `[S, P]`."""
+
+
+class Exploration:
+    """Chooses actions for a batch of observations; base of all ways to do so."""
+
+    knows_episodes = False
+    """Whether it acts by the episode that each environment is in, and so wants to be told."""
+
+    def begin(self, environment: int, seed: int) -> None:
+        """From now on environment `environment` is in the episode of this seed (told at a fragment's beginning too)."""
+
+    def act(self, policy: Policy, observations: Tensors, generator: torch.Generator) -> Acted:
+        """Chooses actions for observations `[S, …]`."""
+        raise NotImplementedError
+
+    def log_prob(self, policy: Policy, params: Tensor, actions: Tensors) -> Tensor:
+        """`[B]`: of taking `actions` where `act` returned `params`; NaN where that is not known."""
+        return params.new_full((len(params),), math.nan)
+
+
+class Sampling(Exploration):
+    """Draws from the policy's distribution: how on-policy algorithms act."""
+
+    def act(self, policy: Policy, observations: Tensors, generator: torch.Generator) -> Acted:
+        params = policy.exploring_parameters(observations, generator)
+        return policy.distribution.sample(params, generator), params
+
+    def log_prob(self, policy: Policy, params: Tensor, actions: Tensors) -> Tensor:
+        if policy.network.get("noisy"):  # what is random is in the weights: no probability of the action itself
+            return super().log_prob(policy, params, actions)
+        return policy.distribution.log_prob(params, actions)
+
+
+class Greedy(Exploration):
+    """The best action: how evaluation acts."""
+
+    def act(self, policy: Policy, observations: Tensors, generator: torch.Generator) -> Acted:
+        params = policy.action_parameters(observations)
+        return policy.distribution.mode(params), params
+
+
+class RandomActing(Exploration):
+    """Uniform actions (standard normal where a box has no bounds): how warm-up acts."""
+
+    def act(self, policy: Policy, observations: Tensors, generator: torch.Generator) -> Acted:
+        example = next(iter(observations.values()))
+        rows, device = len(example), example.device
+        actions = {}
+        for leaf in policy.spaces.action.leaves:
+            shape = (rows, *leaf.shape)
+            uniform = torch.rand(shape, generator=generator, device=device)
+            if leaf.kind == "box":
+                low, high = bounds_of(leaf, device)
+                bounded = torch.isfinite(high - low)  # neither infinite nor so far apart that it is as good as that
+                noise = torch.randn(shape, generator=generator, device=device)
+                actions[leaf.column("action")] = torch.where(bounded, low + uniform * (high - low), noise)
+            else:
+                actions[leaf.column("action")] = uniform_choice(leaf, uniform)
+        return actions, torch.zeros(rows, 0, device=device)
+
+    def log_prob(self, policy: Policy, params: Tensor, actions: Tensors) -> Tensor:
+        """Of boxes the density of what was drawn, in the environment's units, as that of a policy."""
+        total = params.new_zeros(len(params))
+        for leaf in policy.spaces.action.leaves:
+            if leaf.kind != "box":
+                total -= sum(math.log(choices) for choices in leaf.nvec)
+                continue
+            low, high = bounds_of(leaf, params.device)
+            width = high - low
+            normal = -0.5 * actions[leaf.column("action")].square() - 0.5 * math.log(2 * math.pi)
+            density = torch.where(torch.isfinite(width), -width.log(), normal)
+            density = density.masked_fill(width == 0, math.nan)  # a single value has none
+            total += density.reshape(len(params), -1).sum(dim=1)
+        return total
+
+
+@functools.lru_cache(maxsize=64)
+def bounds_of(leaf: Leaf, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A box's, float32; made once, since every step of a worker asks for them."""
+    low, high = (torch.from_numpy(side).to(device) for side in leaf.bounds())
+    return low, high
+
+
+def uniform_choice(leaf: Leaf, uniform: Tensor) -> Tensor:
+    """Numbers in [0, 1) `[B, …]` → choices."""
+    choices = torch.tensor(leaf.nvec, device=uniform.device).reshape(leaf.shape)
+    return (uniform * choices).to(torch.int64).clamp_max(choices - 1)

@@ -1,0 +1,216 @@
+"""How workers choose actions in training, and what every algorithm's section has: what other roles know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import ConfigDict, Discriminator, Field, model_validator
+
+from shared.config.section import Schedule, ScheduleField, Section
+from shared.config.validation import validated
+from shared.errors import ConfigError
+from shared.runtime.user_code import import_object
+
+
+class Sampling(Section):
+    """Draws from the policy's distribution."""
+
+    kind: Literal["sampling"] = "sampling"
+
+
+class EpsilonGreedy(Section):
+    """A uniform action with probability ε, else the best one."""
+
+    kind: Literal["epsilon_greedy"] = "epsilon_greedy"
+    epsilon: ScheduleField = Schedule(kind="linear", start=1.0, end=0.05, over="10000 env_steps")
+    """The probability: a number or a schedule."""
+
+
+class Boltzmann(Section):
+    """Draws a choice with probability softmax(values / temperature): the better, the more likely."""
+
+    kind: Literal["boltzmann"] = "boltzmann"
+    temperature: ScheduleField = Schedule(start=1.0)
+    """In units of the values, which are discounted returns; above 0."""
+
+    @model_validator(mode="after")
+    def _warm(self) -> Self:
+        if self.temperature.least <= 0:
+            raise ValueError(
+                f"temperature gets to {self.temperature.least:g}: values are divided by it, so it must stay above 0"
+            )
+        return self
+
+
+class UpperConfidenceBound(Section):
+    """The best action by mean + coefficient × deviation over the heads of an ensemble (Chen et al. 2017)."""
+
+    kind: Literal["ucb"] = "ucb"
+    coefficient: ScheduleField = Schedule(start=0.1)
+    """How many deviations of the heads' values an action is credited with."""
+    epsilon: ScheduleField = Schedule(start=0.0)
+    """Probability of a uniform action instead."""
+
+
+class Bootstrapped(Section):
+    """The best action by one head of an ensemble, another one in each episode (Osband et al. 2016)."""
+
+    kind: Literal["bootstrapped"] = "bootstrapped"
+    epsilon: ScheduleField = Schedule(start=0.0)
+    """Probability of a uniform action instead."""
+
+
+class GaussianNoise(Section):
+    """Normal noise on what the policy draws, in units of half the action's range, clipped to the range."""
+
+    kind: Literal["gaussian"] = "gaussian"
+    sigma: ScheduleField = Schedule(start=0.1)
+    """Standard deviation; 1 is half of each action's range."""
+    bound: float | None = Field(None, gt=0)
+    """Truncate the noise at ± this many σ; none by default."""
+
+
+class TruncatedGaussianNoise(Section):
+    """Draws from the normal distribution around what the policy draws, cut off at the action's bounds. Unlike clipped
+    noise it does not heap actions up at the bounds."""
+
+    kind: Literal["truncated_gaussian"] = "truncated_gaussian"
+    sigma: ScheduleField = Schedule(start=0.1)
+    """Standard deviation before it is cut off; 1 is half of each action's range."""
+
+
+class OrnsteinUhlenbeckNoise(Section):
+    """Noise that continues from step to step (Lillicrap et al. 2016), in units of half the action's range. It begins
+    anew with each fragment, already as spread as it becomes in time."""
+
+    kind: Literal["ou"] = "ou"
+    sigma: ScheduleField = Schedule(start=0.2)
+    """Standard deviation of what is added at each step; in time the noise has σ / √(1 − (1 − θ)²), about 1.9 σ."""
+    theta: float = Field(0.15, gt=0, le=1)
+    """Share of the noise that is taken back at each step: it lasts for about 1 / θ steps."""
+
+
+class ParameterNoise(Section):
+    """Acts with disturbed weights, other ones for each fragment (Plappert et al. 2018)."""
+
+    kind: Literal["parameter_noise"] = "parameter_noise"
+    sigma: ScheduleField = Schedule(start=0.05)
+    """Standard deviation of the normal noise on each weight. The paper adapts it; here it is what the schedule says."""
+
+
+NoiseConfig = Sampling | GaussianNoise | TruncatedGaussianNoise | OrnsteinUhlenbeckNoise | ParameterNoise
+ExplorationConfig = NoiseConfig | EpsilonGreedy | Boltzmann | UpperConfidenceBound | Bootstrapped
+ExplorationField = Annotated[ExplorationConfig, Discriminator("kind")]
+NoiseField = Annotated[NoiseConfig, Discriminator("kind")]
+"""Ways to explore with continuous actions."""
+
+
+def _constant_name(schema: dict[str, Any]) -> None:
+    """Lets an editor tell by its name which algorithm's section it completes and checks."""
+    name = schema["properties"]["name"]
+    name |= {"const": name["default"]} if "default" in name else {}
+
+
+class AlgorithmConfig(Section):
+    """The fields that every algorithm has. A subclass adds its own and says what acts for it."""
+
+    model_config = ConfigDict(json_schema_extra=_constant_name)
+
+    learner: ClassVar[str] = ""
+    """Its class, `package.module:Class`; that of a user's own algorithm is its `name`."""
+    policy: ClassVar[str] = "actor_critic"
+    """The kind of policy (shared/policies/registry.py) that it learns."""
+    learns_from_others: ClassVar[bool] = True
+    """Whether it may learn from what its own policy did not act; needed for `dataset`."""
+    corrects_policy_lag: ClassVar[bool] = True
+    """Whether it may learn from what an older version of its policy acted; needed for `rollout.max_policy_lag`."""
+    recurrent_policy: ClassVar[str | None] = None
+    """The kind that it learns where a policy has a `core`; None where it cannot learn sequences."""
+    defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Defaults of other sections in a run of this algorithm, as in a config's file; `policies` is for each of them."""
+    name: str
+    """The algorithm."""
+    learning_rate: ScheduleField = Schedule(start=3e-4)
+    """Adam's step size: a number, or `{kind: linear, start: 1e-3, end: 0, over: 100000 env_steps}`."""
+    gamma: float = Field(0.99, ge=0, le=1)
+    """Discount per env step."""
+
+    @property
+    def acting(self) -> ExplorationConfig:
+        """How workers choose actions in training: by its field `exploration`, or by sampling from the policy."""
+        found: ExplorationConfig = getattr(self, "exploration", Sampling())
+        return found
+
+    def network(self) -> dict[str, Any]:
+        """What it asks of the policy's network beside `PolicyConfig`: keyword arguments of the policy class (JSON)."""
+        return {}
+
+    def validate_run(self, run: Any) -> None:
+        """Raises `ValueError` for a run, a `Config`, that an algorithm of the user's cannot learn in."""
+
+    @property
+    def imitating(self) -> tuple[str, ...]:
+        """Its fields by which it learns from the run's demonstrations."""
+        return ()
+
+    def resolved(self) -> AlgorithmConfig:
+        """The section with its own type; for a user's algorithm this imports it."""
+        return self
+
+
+class OwnAlgorithm(AlgorithmConfig):
+    """An algorithm of the user's: `name: package.module:Class`. Its class says which fields there are (`Class.Config`).
+    Nothing is imported while a config is only read."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def resolved(self) -> AlgorithmConfig:
+        """The section as the class's `Config`; raises `ConfigError` where that cannot be."""
+        section = getattr(import_object(self.name, "algorithm.name", kind="Class"), "Config", None)
+        if not (isinstance(section, type) and issubclass(section, AlgorithmConfig)):
+            raise ConfigError(
+                f"algorithm.name={self.name}: the class has no `Config`; let it have one that derives from "
+                f"stagecoach.AlgorithmConfig"
+            )
+        given = self.model_dump(include=self.model_fields_set | set(self.model_extra or {}))
+        found: AlgorithmConfig = validated(section, given, "algorithm.")
+        return found
+
+
+class BatchOfUpdate(AlgorithmConfig):
+    """For algorithms that learn each update's batch in minibatches, which must fit into it."""
+
+    minibatch_size: int = Field(64, ge=1)
+    """Transitions in one gradient step."""
+
+
+class CloningConfig(Section):
+    """Cloning of the demonstrations beside what is learned by rewards, as a term of the policy's loss."""
+
+    strength: ScheduleField
+    """Weight of the cloning loss: best a schedule that ends at 0, so that the policy can surpass what it imitates."""
+    minibatch_size: int = Field(64, ge=1)
+    """Demonstrated steps that each gradient step of the policy clones beside its minibatch."""
+
+    @model_validator(mode="after")
+    def _never_away_from_them(self) -> Self:
+        strength = self.strength
+        values = [strength.start, *(value for _, value in strength.points)]
+        values += [strength.end] if strength.kind in {"linear", "exponential", "cosine"} else []
+        if min(values) < 0:
+            raise ValueError(f"strength comes to {min(values):g}; below 0 it would unlearn what was demonstrated")
+        return self
+
+
+class Cloning(AlgorithmConfig):
+    """What algorithms have that can clone demonstrations beside what they learn by rewards."""
+
+    behavioral_cloning: CloningConfig | None = None
+    """`{strength: {kind: linear, start: 0.5, end: 0, over: 50000 env_steps}}` clones `demonstrations` as well."""
+
+    @property
+    def imitating(self) -> tuple[str, ...]:
+        """By cloning, where that is asked for."""
+        return super().imitating + (() if self.behavioral_cloning is None else ("behavioral_cloning",))

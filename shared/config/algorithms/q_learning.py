@@ -1,0 +1,99 @@
+"""The configurations of DQN and of what it becomes with all its extensions, Rainbow."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from shared.config.algorithms.base import EpsilonGreedy, ExplorationField, Sampling
+from shared.config.algorithms.off_policy import OffPolicyConfig, PrioritizedReplay, ReplayBufferField
+from shared.config.section import Schedule, ScheduleField
+
+
+class QLearningConfig(OffPolicyConfig):
+    """The fields of all that learns the values of discrete actions."""
+
+    policy = "q_network"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **OffPolicyConfig.defaults,
+        "policies": {"hidden_sizes": [120, 84], "activation": "relu"},  # CleanRL's
+    }
+    exploration: ExplorationField = EpsilonGreedy()
+    """How workers choose actions in training: `epsilon_greedy`, `boltzmann`, `parameter_noise`; `sampling`, which takes
+    the best action of a noisy network and so needs `noisy`; `ucb` or `bootstrapped`, which need `heads`."""
+    gradient_steps_per_env_step: float = Field(0.25, gt=0, le=1000)
+    """Gradient steps for each env step trained on (the replay ratio): one for four, as in the paper."""
+    target_update_steps: int = Field(500, ge=1)
+    """Gradient steps from one update of the target network to the next."""
+    tau: float = Field(1.0, gt=0, le=1)
+    """How far the target network goes toward the online one each time: 1 copies it."""
+    double: bool = True
+    """The online network says which action the target bootstraps from (van Hasselt et al. 2016)."""
+    dueling: bool = False
+    """Two streams: the value of the state, and the advantage of each action (Wang et al. 2016)."""
+    noisy: bool = False
+    """Noise on the weights of the last layers, learned with them (Fortunato et al. 2018)."""
+    head: Literal["expected", "c51", "qr"] = "expected"
+    """Of the return: its mean, the distribution over atoms (Bellemare et al. 2017), quantiles (Dabney et al. 2018)."""
+    atoms: int = Field(51, ge=2)
+    """Head `c51`: how many returns probabilities are learned of."""
+    v_min: float = -10.0
+    """Head `c51`: the smallest return; what is smaller counts as this. Think of discount, n_step and reward scale."""
+    v_max: float = 10.0
+    """Head `c51`: the largest return."""
+    quantiles: int = Field(200, ge=1)
+    """Head `qr`: how many."""
+    heads: int = Field(1, ge=1, le=100)
+    """An ensemble of so many heads on one encoder (Osband et al. 2016; 10 there): where they disagree, not enough has
+    been tried. The best action is that of the largest mean. For `exploration` `ucb` or `bootstrapped`."""
+    bootstrap_share: float = Field(0.5, gt=0, le=1)
+    """Share of the transitions that each head of an ensemble learns from: a bootstrap sample of its own."""
+    prior_scale: float = Field(0.0, ge=0)
+    """Each head of an ensemble learns what is to be added to this times a random network of its own, which stays as it
+    is (randomized priors, Osband et al. 2018; 3 there): so heads disagree wherever nothing was learned. 0: none."""
+    loss: Literal["huber", "squared"] = "huber"
+    """Head `expected`: of the TD error; `huber` bounds its gradient to 1, as DQN's does."""
+
+    def network(self) -> dict[str, Any]:
+        """Keyword arguments of `QNetwork`."""
+        names = {"head", "dueling", "noisy", "atoms", "v_min", "v_max", "quantiles", "heads", "prior_scale"}
+        return {name: getattr(self, name) for name in sorted(names)}
+
+    @model_validator(mode="after")
+    def _what_cannot_be(self) -> Self:
+        if self.v_min >= self.v_max:
+            raise ValueError(f"v_min={self.v_min} is not below v_max={self.v_max}")
+        if self.prior_scale and (self.heads == 1 or self.head == "c51"):
+            raise ValueError(
+                f"prior_scale={self.prior_scale:g} with heads={self.heads} and head={self.head}: priors are added to "
+                f"the values of an ensemble; set heads to 10 and head to expected or qr, or prior_scale=0"
+            )
+        if self.heads > 1 and self.noisy:
+            raise ValueError(
+                f"heads={self.heads} with noisy=true: an ensemble and noisy weights are two ways to explore"
+            )
+        return self
+
+
+class DQNConfig(QLearningConfig):
+    """Deep Q-learning (Mnih et al. 2015), with any of its extensions."""
+
+    learner: ClassVar[str] = "trainer_node.learning.algorithms.dqn:DQN"
+    name: str = "dqn"
+
+
+class RainbowConfig(QLearningConfig):
+    """DQN with all its extensions (Hessel et al. 2018): the same fields, with the defaults of that paper."""
+
+    learner: ClassVar[str] = "trainer_node.learning.algorithms.dqn:DQN"
+    name: str = "rainbow"
+    learning_rate: ScheduleField = Schedule(start=6.25e-5)
+    """Adam's step size; small networks on vectors bear ten times as much."""
+    replay_buffer: ReplayBufferField = PrioritizedReplay(alpha=0.5)
+    exploration: ExplorationField = Sampling()
+    """The noise of the network's weights is all there is."""
+    n_step: int = Field(3, ge=1, le=1000)
+    dueling: bool = True
+    noisy: bool = True
+    head: Literal["expected", "c51", "qr"] = "c51"
+    adam_epsilon: float = Field(1.5e-4, gt=0)

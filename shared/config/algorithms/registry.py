@@ -1,0 +1,65 @@
+"""All algorithms by name, as the type of the config's `algorithm`."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Union
+
+from pydantic import BeforeValidator, Discriminator, Tag
+
+from shared.config.algorithms.base import AlgorithmConfig, OwnAlgorithm
+from shared.config.algorithms.off_policy import DDPGConfig, SACConfig, TD3Config
+from shared.config.algorithms.offline import BCConfig, CQLConfig, IQLConfig
+from shared.config.algorithms.on_policy import A2CConfig, APPOConfig, IMPALAConfig, PPOConfig
+from shared.config.algorithms.q_learning import DQNConfig, RainbowConfig
+
+ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
+    section.model_fields["name"].default: section
+    for section in (
+        A2CConfig, APPOConfig, BCConfig, CQLConfig, DDPGConfig, DQNConfig, IMPALAConfig, IQLConfig, PPOConfig,
+        RainbowConfig, SACConfig, TD3Config,
+    )
+}  # fmt: skip
+"""Name → section of the algorithms that come with Stagecoach."""
+OWN = "own"
+"""The tag of an algorithm of the user's."""
+
+
+def tag_of(value: Any) -> str:
+    """Which section `algorithm` is, by its name: `ppo` where it has none."""
+    name = value.get("name", "ppo") if isinstance(value, dict) else getattr(value, "name", value)
+    return OWN if isinstance(name, str) and ":" in name else str(name)
+
+
+def with_algorithm_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's config as plain data, with the defaults that its algorithm has for other sections where it says nothing.
+    Nothing is known of a user's own algorithm here, since that would have to be imported."""
+    section = ALGORITHMS.get(tag_of(data.get("algorithm", "ppo")))
+    if section is None:
+        return dict(data)
+    defaults, policies = dict(section.defaults), data.get("policies", {"default": {}})
+    each = defaults.pop("policies", {})
+    if isinstance(policies, Mapping):
+        defaults["policies"] = dict.fromkeys(policies, each)
+    if data.get("dataset") is not None:
+        defaults.pop("heatup", None)  # recorded experience is not acted at random
+    return dict(_below({**data, "policies": policies}, defaults))
+
+
+def _below(given: Any, defaults: Any) -> Any:
+    """`given`, and what `defaults` has beside it."""
+    if not (isinstance(given, Mapping) and isinstance(defaults, Mapping)):
+        return given
+    return {**defaults, **{name: _below(value, defaults.get(name)) for name, value in given.items()}}
+
+
+def _from_name(value: object) -> object:
+    return {"name": value} if isinstance(value, str) else value
+
+
+if TYPE_CHECKING:
+    AlgorithmField = AlgorithmConfig
+else:
+    _TAGGED = [Annotated[section, Tag(name)] for name, section in ALGORITHMS.items()]
+    AlgorithmField = Annotated[
+        Union[(*_TAGGED, Annotated[OwnAlgorithm, Tag(OWN)])], Discriminator(tag_of), BeforeValidator(_from_name)
+    ]
+"""An algorithm's section, or only its name, as a config field."""

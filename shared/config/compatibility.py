@@ -1,0 +1,185 @@
+"""Every check across sections of a run's config; those of a user's own algorithm are in its `validate_run`."""
+
+from shared.config.algorithms.base import AlgorithmConfig, BatchOfUpdate, Cloning, OwnAlgorithm
+from shared.config.algorithms.off_policy import OffPolicyConfig
+from shared.config.algorithms.offline import BCConfig
+from shared.config.algorithms.q_learning import QLearningConfig
+from shared.config.sections import ConfigFields, DataEvaluationConfig
+
+_NO_HIDDEN_STATES = "recorded experience does not hold the hidden state of the policy's core"
+
+
+def check_sections_together(run: ConfigFields) -> None:
+    """Raises `ValueError` at the first contradiction between two sections."""
+    check_algorithm(run, run.algorithm)
+    environment = run.environment
+    if environment.wrappers and environment.vectorization == "native":
+        raise ValueError(
+            f"environment.vectorization='native' cannot apply environment.wrappers="
+            f"{[wrapper.path for wrapper in environment.wrappers]}; use sync or async"
+        )
+    if environment.api == "pettingzoo" and environment.vectorization != "sync":
+        raise ValueError(
+            f"environment.api=pettingzoo works with environment.vectorization=sync only, found "
+            f"{environment.vectorization}"
+        )
+    _check_policies(run)
+    if run.ray.address != "embedded" and "embedded" in (run.redis.url, run.store.url):
+        raise ValueError(
+            f"ray.address={run.ray.address} with redis.url={run.redis.url} and store.url={run.store.url}: roles "
+            f"on a cluster cannot reach servers on this machine's loopback; give both addresses that they reach"
+        )
+    if run.heatup.unit == "updates" and run.heatup.amount:
+        raise ValueError(f"heatup={str(run.heatup)!r}: nothing is updated in warm-up; use env_steps or episodes")
+    if run.checkpoint.every.amount == 0:
+        raise ValueError("checkpoint.every='0 …' would never write a checkpoint; give at least 1")
+    if not run.stop_at.bounded and run.stop_at.mean_return is None:
+        raise ValueError("stop_at is empty, so the run would never end; set stop_at.env_steps or another bound")
+
+
+def check_algorithm(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
+    """Raises `ValueError` where `algorithm`, the resolved section of the run's, cannot learn in this run."""
+    algorithm.validate_run(run)
+    if isinstance(algorithm, BatchOfUpdate):
+        _check_minibatch(run, algorithm)
+    if isinstance(algorithm, OffPolicyConfig):
+        _check_replay_buffer(run, algorithm)
+    if isinstance(algorithm, QLearningConfig):
+        _check_exploration(algorithm)
+    if isinstance(algorithm, BCConfig) and (run.dataset is None or run.dataset.only_heatup):
+        raise ValueError(
+            "algorithm.name=bc clones recorded experience; name it in dataset.path, without dataset.only_heatup"
+        )
+    if run.rollout.max_policy_lag and not algorithm.corrects_policy_lag:
+        raise ValueError(
+            f"rollout.max_policy_lag={run.rollout.max_policy_lag} with algorithm.name={algorithm.name}: its gradient "
+            f"is wrong for what an older policy acted; set it to 0, or use impala or appo, which correct for that"
+        )
+    if not isinstance(algorithm, OwnAlgorithm):  # what it can is known once its class is imported
+        _check_demonstrations(run, algorithm)
+        _check_dataset(run, algorithm)
+
+
+def _check_minibatch(run: ConfigFields, algorithm: BatchOfUpdate) -> None:
+    rollout = run.rollout
+    if algorithm.minibatch_size < rollout.fragment_steps and any(run.state_sizes.values()):
+        raise ValueError(
+            f"algorithm.minibatch_size={algorithm.minibatch_size} is less than rollout.fragment_steps="
+            f"{rollout.fragment_steps}: a policy with a core learns whole sequences of a fragment; raise the "
+            f"first or lower the second"
+        )
+    if algorithm.minibatch_size > run.transitions_per_update:
+        raise ValueError(
+            f"algorithm.minibatch_size={algorithm.minibatch_size} is more than one update's batch of "
+            f"{run.transitions_per_update} transitions ({_factors(run)}); lower the first or raise one of the others"
+        )
+
+
+def _factors(run: ConfigFields) -> str:
+    return (
+        f"rollout.fragments_per_update={run.rollout.fragments_per_update} × rollout.fragment_steps="
+        f"{run.rollout.fragment_steps} × environment.num_envs={run.environment.num_envs}"
+    )
+
+
+def _check_replay_buffer(run: ConfigFields, algorithm: OffPolicyConfig) -> None:
+    capacity, update = algorithm.replay_buffer.capacity, run.transitions_per_update
+    if capacity < algorithm.minibatch_size:
+        raise ValueError(
+            f"algorithm.minibatch_size={algorithm.minibatch_size} is more than the replay buffer holds "
+            f"(algorithm.replay_buffer.capacity={capacity}); lower the first or raise the second"
+        )
+    if capacity < update:
+        raise ValueError(
+            f"algorithm.replay_buffer.capacity={capacity} is less than the {update} transitions of each update "
+            f"({_factors(run)}), so that some would never be learned from; raise the first or lower one of the others"
+        )
+    changed = [name for name, policy in run.policies.items() if policy.changes_rewards]
+    if algorithm.replay_buffer.kind == "hindsight" and changed:
+        raise ValueError(
+            f"algorithm.replay_buffer.kind=hindsight gives rewards of its own to the goals it puts in, and "
+            f"policies.{changed[0]} changes those of the environment (reward_scale, reward_clip or transform), so "
+            f"that the two would not fit together; use one of the two"
+        )
+    if run.trainer.ranks > 1:
+        raise ValueError(
+            f"trainer.ranks={run.trainer.ranks}: {algorithm.name} learns in one process, since each rank would need "
+            f"the whole memory; set trainer.ranks=1"
+        )
+
+
+def _check_exploration(algorithm: QLearningConfig) -> None:
+    kind = algorithm.exploration.kind
+    if kind == "sampling" and not algorithm.noisy:
+        raise ValueError(
+            "algorithm.exploration.kind=sampling with algorithm.noisy=false would never explore; set noisy=true, "
+            "or explore with epsilon_greedy"
+        )
+    if kind in {"ucb", "bootstrapped"} and algorithm.heads == 1:
+        raise ValueError(
+            f"algorithm.exploration.kind={kind} acts by the heads of an ensemble, and algorithm.heads=1 is none; "
+            f"set heads to 10, or explore with epsilon_greedy"
+        )
+    if kind in {"gaussian", "truncated_gaussian", "ou"}:
+        raise ValueError(
+            f"algorithm.exploration.kind={kind} is for continuous actions, and {algorithm.name} has discrete ones; use "
+            f"epsilon_greedy, boltzmann, parameter_noise, or sampling with noisy=true"
+        )
+
+
+def _check_demonstrations(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
+    if algorithm.imitating and run.demonstrations is None:
+        raise ValueError(
+            f"algorithm.{algorithm.imitating[0]} imitates recorded experience; name it in demonstrations.path"
+        )
+    if run.demonstrations is not None and not algorithm.imitating:
+        raise ValueError(
+            f"demonstrations.path={run.demonstrations.path} with algorithm.name={algorithm.name}, which would do "
+            f"nothing with them; say how they are used (docs/DEMONSTRATIONS.md), or leave them out"
+        )
+    if isinstance(algorithm, Cloning) and algorithm.behavioral_cloning is not None:
+        _check_no_core(run, "algorithm.behavioral_cloning", _NO_HIDDEN_STATES)
+
+
+def _check_dataset(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
+    if run.dataset is None:
+        return
+    name = algorithm.name
+    if not algorithm.learns_from_others:
+        raise ValueError(
+            f"algorithm.name={name} learns only from what its own policy acts, and dataset.path={run.dataset.path} is "
+            f"what another acted; use bc, or an algorithm with a replay buffer"
+        )
+    if run.dataset.only_heatup and not run.heatup.amount:
+        raise ValueError(
+            f"dataset.only_heatup=true with heatup={str(run.heatup)!r}: nothing of it would be learned; say "
+            f"how much, such as heatup='10000 env_steps'"
+        )
+    evaluation = run.dataset.evaluation
+    asked = evaluation.every_updates != 0 and evaluation != DataEvaluationConfig()
+    if asked and algorithm.policy in {"q_network", "deterministic"}:
+        raise ValueError(
+            f"dataset.evaluation compares probabilities of actions, and the policy of algorithm.name={name} "
+            f"has none; leave it out, or use an algorithm whose policy samples (bc, iql, cql, sac)"
+        )
+
+
+def _check_policies(run: ConfigFields) -> None:
+    if run.dataset is not None:
+        _check_no_core(run, "a dataset", _NO_HIDDEN_STATES)
+    if run.trainer.compile:
+        _check_no_core(run, "trainer.compile=true", "the length of its sequences changes with every minibatch")
+    if not run.policies:
+        raise ValueError("policies: there must be one at least; leave the section out for a single one")
+    for policy_id in run.policies:
+        if not policy_id.replace("-", "").replace("_", "").isalnum() or policy_id in {"trainer", "manifest"}:
+            raise ValueError(f"policies: {policy_id!r} is not a usable policy id; use letters, digits, - and _")
+    for agent, policy_id in run.agents.items():
+        if policy_id not in run.policies:
+            raise ValueError(f"agents.{agent}={policy_id!r} names no policy; policies has {sorted(run.policies)}")
+
+
+def _check_no_core(run: ConfigFields, other: str, why: str) -> None:
+    for policy_id, policy in sorted(run.policies.items()):
+        if policy.core != "none":
+            raise ValueError(f"policies.{policy_id}.core={policy.core} with {other}: {why}; set core=none")

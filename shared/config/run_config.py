@@ -1,0 +1,61 @@
+"""The configuration of a run: frozen, strict, every field with its unit and the reason for its default.
+
+Comes in: a YAML file, environment variables `STAGECOACH__SECTION__FIELD`, `--set section.field=value`. Goes out: one
+validated `Config`. The later source wins: command line > environment > file > default (shared/config/loading.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import model_validator
+
+from shared.config.algorithms.registry import with_algorithm_defaults
+from shared.config.compatibility import check_sections_together
+from shared.config.section import leaves
+from shared.config.sections import ConfigFields
+
+_DECIDES_LEARNING: Any = {
+    "seed": True,
+    "environment": {"id", "kwargs", "api", "wrappers", "num_envs", "vectorization", "max_episode_steps"},
+    "policies": True,
+    "agents": True,
+    "algorithm": True,
+    "dataset": {"sha256", "only_heatup"},
+    "demonstrations": {"sha256"},
+    "rollout": {"fragment_steps", "fragments_per_update", "max_policy_lag"},
+    "heatup": True,
+    "initialize_from": True,
+    "trainer": {"torch_threads", "matmul_precision", "precision", "compile", "ranks"},
+    "metrics": {"window_episodes"},
+}
+"""The fields behind `Config.hash`: all roles of a run must agree on them, and a resume may not change them. Sums depend
+on threads, matrix products and ranks, and each checkpoint holds a window of episodes."""
+
+
+class Config(ConfigFields):
+    """A run's whole config; one whose sections contradict each other does not exist."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_algorithm(cls, data: Any) -> Any:
+        """What is not said is as `AlgorithmConfig.defaults` has it, and stands so in a resolved config."""
+        return with_algorithm_defaults(data) if isinstance(data, Mapping) else data
+
+    @model_validator(mode="after")
+    def _sections_fit_together(self) -> Self:
+        check_sections_together(self)
+        return self
+
+    def hash(self) -> str:
+        """SHA-256 of what decides the learning (not where, by how many, or until when it runs): 64 hex digits."""
+        data = self.model_dump(mode="json", include=_DECIDES_LEARNING)
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+    def decides_otherwise(self, other: Config) -> list[str]:
+        """The fields by which this config's hash is another than that of `other`, with dots."""
+        mine, theirs = (leaves(config.model_dump(mode="json", include=_DECIDES_LEARNING)) for config in (self, other))
+        return sorted(path for path in mine | theirs if mine.get(path) != theirs.get(path))

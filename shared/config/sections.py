@@ -1,0 +1,431 @@
+"""A run's config and its sections beside the algorithm's: every field with its unit and the reason for its default."""
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from shared.config.algorithms.on_policy import PPOConfig
+from shared.config.algorithms.registry import AlgorithmField
+from shared.config.section import Section, Width
+from shared.config.services import RayConfig, RedisConfig, StoreConfig
+from shared.experience.counters import Duration, DurationField
+
+MIN_LOG_BYTES = 1 << 20
+DatasetFormat = Literal["archive", "minari", "hdf5", "csv"]
+
+
+class WrapperConfig(Section):
+    """One environment wrapper, applied in the order of the list."""
+
+    path: str
+    """Import path `package.module:Wrapper`, for example `gymnasium.wrappers:TimeLimit`."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments of the wrapper."""
+
+
+def _wrapper(value: object) -> object:
+    return {"path": value} if isinstance(value, str) else value
+
+
+class EnvironmentConfig(Section):
+    """The environment that the rollout workers step."""
+
+    id: str = Field(min_length=1)
+    """A registered gymnasium id (`CartPole-v1`); `envpool:TASK`, a task of EnvPool (for `vectorization: native`; with
+    `kwargs: {num_threads: 4}` on four cores); or `module:factory`, a callable that returns an environment."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments for the environment or the factory."""
+    api: Literal["gymnasium", "pettingzoo"] = "gymnasium"
+    """`pettingzoo` for a PettingZoo parallel environment (several agents): a factory, or a name in its registry."""
+    wrappers: tuple[Annotated[WrapperConfig, BeforeValidator(_wrapper)], ...] = ()
+    """Wrappers by import path, innermost first; a plain string is a wrapper without arguments."""
+    num_envs: int = Field(8, ge=1, le=4096)
+    """Environment copies in each worker (N); 8 gives the network a batch worth its overhead on a CPU."""
+    vectorization: Literal["sync", "async", "native"] = "sync"
+    """`sync`: one after another in the worker; `async`: a process each (slow environments); `native`: the environment's
+    own vectorized version (a factory gets `num_envs`; without it, it makes a single one)."""
+    max_episode_steps: int | None = Field(None, ge=1)
+    """Truncate episodes after this many steps of the agent, whatever wrappers make of one (with a frame skip of 4 it is
+    four of the game's); the default is what the environment registers, in steps of its own."""
+    failures_allowed: int = Field(3, ge=0)
+    """How often in a row an environment may raise, without a fragment (or an evaluation) between, before its process
+    gives up. Counted by progress: a slow environment is given up as surely as a fast one."""
+    step_deadline_seconds: float = Field(120.0, ge=1)
+    """One step, reset or start of a process's environments that takes longer is taken for hung, and the process is
+    replaced; the evaluator's as well. Much more than any healthy step takes: nothing else is lost by waiting."""
+
+
+class PolicyConfig(Section):
+    """The network of one policy id."""
+
+    hidden_sizes: tuple[Width, ...] = (64, 64)
+    """Layers of the MLP; two of 64 is the field's reference for classic control."""
+    activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"
+    """Non-linearity; tanh is the usual choice for PPO on vectors."""
+    cnn: Literal["nature", "small"] = "nature"
+    """Convolutions for image observations: `nature` (Mnih et al. 2015) needs at least 36×36 pixels, `small` 5×5."""
+    share_encoder: bool = False
+    """Whether actor and critic share one encoder (usual for images, where it halves the cost)."""
+    log_std_init: float = 0.0
+    """Initial log standard deviation of Gaussian actions."""
+    normalize_observations: bool = False
+    """Running mean and variance, learned by the trainer and published inside the policy version."""
+    normalize_rewards: bool = False
+    """Divide rewards by the running deviation of the discounted return before learning from them."""
+    reward_ewma: float | None = Field(None, gt=0, le=1)
+    """Subtract the rewards' exponentially weighted moving average from them before learning: with each fragment it goes
+    this share of its way to the fragment's average (0.01 in Coach). For tasks without an end or of a fixed length:
+    where the length of an episode is up to the policy, it changes what is best."""
+    reward_scale: float = 1.0
+    """Rewards are multiplied by this before anything else learns of them."""
+    reward_clip: tuple[float, float] | None = None
+    """Then they are clipped to these bounds, for example `[-1, 1]` as usual for Atari. Figures show them unclipped."""
+    transform: str | None = Field(None, pattern=r"^[\w.]+:\w+$")
+    """`module:function`, called with each fragment's columns `[T, S, …]` (shared/experience/fragment.py) before they
+    are learned from or stored; returns them changed. It must depend on nothing else, since a resume calls it again."""
+    clip_observations: float = Field(10.0, gt=0)
+    """Bound of a normalized observation, in standard deviations."""
+    core: Literal["none", "lstm", "gru"] = "none"
+    """A recurrent layer behind the encoder, for algorithms that learn whole sequences (docs/algorithms/ppo.md)."""
+    core_size: Width = 64
+    """Units of the core."""
+
+    @property
+    def state_size(self) -> int:
+        """Numbers in its hidden state, per slot; an LSTM's are its outputs and its cells."""
+        return self.core_size * {"none": 0, "gru": 1, "lstm": 2}[self.core]
+
+    @model_validator(mode="after")
+    def _what_fits_together(self) -> Self:
+        if self.core != "none" and not self.share_encoder:
+            raise ValueError(
+                f"core={self.core} with share_encoder=false: actor and critic have one core, and so one encoder before "
+                f"it; set share_encoder=true"
+            )
+        if self.reward_ewma is not None and self.normalize_rewards:
+            raise ValueError(
+                f"reward_ewma={self.reward_ewma:g} with normalize_rewards=true: two ways to normalize rewards; use one"
+            )
+        return self
+
+    @property
+    def changes_rewards(self) -> bool:
+        """Whether what is learned from has other rewards than the environment gave."""
+        return self.reward_scale != 1.0 or self.reward_clip is not None or self.transform is not None
+
+
+class RolloutConfig(Section):
+    """Rollout workers and the flow of fragments (DESIGN: one rule, counted in fragments)."""
+
+    workers: int = Field(2, ge=1, le=10_000)
+    """Rollout workers at the start; `stagecoach scale` changes it while the run is live."""
+    scaling: Literal["fixed", "auto"] = "fixed"
+    """`auto`: more workers while the trainer waits for experience, fewer while they wait for credit. Not `--inline`."""
+    min_workers: int = Field(1, ge=1, le=10_000)
+    """The fewest that `auto` goes down to."""
+    max_workers: int | None = Field(None, ge=1, le=10_000)
+    """The most that `auto` goes up to; by default as many as the cluster has room for (one for each core with embedded
+    Ray). In any case no more than can hold a claim: (`max_policy_lag` + 1) × `fragments_per_update`."""
+    scaling_window_seconds: float = Field(10.0, ge=2)
+    """`auto` decides from what was waited for in this time; heartbeats, a second apart, tell."""
+    fragment_steps: int = Field(64, ge=1)
+    """Steps of each environment in a fragment (T)."""
+    fragments_per_update: int = Field(4, ge=1)
+    """Fragments that one update consumes (K), whatever the number of workers."""
+    max_policy_lag: int = Field(0, ge=0)
+    """L: 0 is lockstep (on-policy); from 1 on acting and learning overlap, and no consumed fragment is older. At most
+    (L + 1) · K fragments are acted or learned at once: with a replay buffer, raise it for more workers."""
+    lease_seconds: float = Field(30.0, gt=0)
+    """A claim not honored within this time is given to another worker."""
+    max_log_bytes: int = Field(256 << 20, ge=MIN_LOG_BYTES)
+    """Bound of the experience log in Redis, in bytes; at half of it a checkpoint is due, at all of it claims wait."""
+    compression: Literal["none", "lz4", "zstd"] = "none"
+    """Compression of image columns; lz4 pays off when the network is slower than the processor."""
+    wait_deadline_seconds: float = Field(600.0, gt=0)
+    """The longest that a worker waits for credit, or the trainer for experience, before it gives up and says so."""
+    num_cpus: float = Field(0.5, ge=0)
+    """Ray CPUs reserved for each worker; a fraction lets workers share a core."""
+    placement: Literal["spread", "pack"] = "spread"
+    """`spread`: over machines; `pack`: on the fullest one that has room, so that an autoscaler can take others away."""
+    avoid_trainer_node: bool = False
+    """Keep workers off the trainer's machine; where it moves, they make way. Without another one they wait."""
+    torch_threads: int = Field(1, ge=1)
+    """PyTorch threads in each worker; 1, so that workers don't fight for cores."""
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    """Where workers act: `cpu`, or `cuda` for large networks (then set `num_gpus` as well)."""
+    num_gpus: float = Field(0.0, ge=0)
+    """Ray GPUs reserved for each worker."""
+    catch_up_seconds: float = Field(5.0, ge=0)
+    """A worker that is started again takes up its episodes where its last fragment ended, by doing their actions again,
+    unless that would take longer than this; then, and with 0, it begins new episodes."""
+    silent_seconds: float = Field(30.0, gt=10)
+    """A role whose heartbeat has stopped for this long is ended and started anew, whatever it is."""
+    service_silent_seconds: float = Field(60.0, gt=0)
+    """An embedded Redis, S3 server or Ray that was asked for this long and has not answered is ended and started again
+    (over its data). Time in which it waits for the disk does not count, nor time in which this machine stood still."""
+    restarts_allowed: int = Field(4, ge=0)
+    """How often in a row a role, an embedded service or embedded Ray may end without progress before the run gives up:
+    without a fragment (worker), a score (evaluator), or a log entry learned or dropped (the others). An outage does not
+    count. After three deaths within one fragment a worker begins new episodes, which less than four never tries."""
+    memory_limit_bytes: int | None = Field(None, ge=1 << 28)
+    """A worker whose process and children hold more than this (resident, in bytes) is replaced after its fragment; at
+    half as much again it is ended at once. For environments that leak; a worker itself takes 300 MB. Linux only."""
+
+    @model_validator(mode="after")
+    def _bounds_of_scaling(self) -> Self:
+        least, most = self.min_workers, self.max_workers
+        bounds = f"rollout.min_workers={least} and rollout.max_workers={most}"
+        if most is not None and least > most:
+            raise ValueError(f"nothing is between {bounds}; lower the first")
+        if self.scaling == "auto" and not least <= self.workers <= (most or self.workers):
+            raise ValueError(f"rollout.workers={self.workers}, where auto begins, is not between {bounds}")
+        return self
+
+
+class TrainerConfig(Section):
+    """The trainer process."""
+
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """`auto` takes a GPU if there is one; `cpu`, `cuda` or `cuda:n`."""
+    torch_threads: int = Field(1, ge=1)
+    """PyTorch threads of the trainer: fixed, because bit-equal replay needs it. A resume cannot change it."""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """Of float32 matrix products (`torch.set_float32_matmul_precision`): below `highest`, some hardware rounds their
+    factors. SAC on a CPU took a third less time with `medium` and layers of 256, a sixth more with 64. A resume cannot
+    change it."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of networks while they learn (autocast); weights, losses, the optimizer and acting stay float32. On a CPU without
+    units for it, `bfloat16` is many times slower (docs/PERFORMANCE.md). A resume cannot change it."""
+    compile: bool = False
+    """Losses and their gradients as machine code (torch.compile), on CPU and GPU; needs a C++ compiler. Its first
+    update takes ten seconds to a minute longer, less from the second start on. Minibatches of another size than a full
+    update's, reward signals and cloning beside rewards are not compiled. Sums round otherwise: no resume changes it."""
+    num_cpus: float = Field(1.0, ge=0)
+    """Ray CPUs reserved for the trainer, and for each further rank."""
+    num_gpus: float = Field(0.0, ge=0)
+    """Ray GPUs reserved for each rank; with 0 and `device` not `cpu`, one where the cluster has as many."""
+    resources: dict[str, float] = {}
+    """Custom Ray resources that the trainer asks for, and each further rank."""
+    ranks: int = Field(1, ge=1, le=1024)
+    """Processes that learn together, each from its part of every minibatch (torch DDP: nccl with a GPU each, else
+    gloo). Pays off where a gradient step takes tens of milliseconds. A resume cannot change it: sums depend on it."""
+    rank_timeout_seconds: float = Field(60.0, ge=1)
+    """A rank that keeps the others waiting for longer than this within an update is taken for hung."""
+    grace_seconds: float = Field(25.0, gt=0)
+    """How long a trainer that gets SIGTERM has for its last checkpoint; then it leaves without, and what is not durable
+    is read from the log again. So long a run that is asked to end waits for a Redis or a store that is away. Less than
+    the 30 s that Kubernetes and spot machines give before they end a process."""
+
+
+class DataEvaluationConfig(Section):
+    """Off-policy evaluation: what the policy is worth, estimated from the recorded experience (`ope/…`)."""
+
+    every_updates: int | None = Field(None, ge=0)
+    """Updates between two evaluations; 0: none. By default 100 for policies that sample their actions; those of DQN,
+    Rainbow, TD3 and DDPG have no probabilities to compare. Each takes some seconds and changes nothing learned."""
+    episodes: int = Field(100, ge=1)
+    """How many of the dataset's episodes, evenly spaced, it evaluates on."""
+    gradient_steps: int = Field(2000, ge=1)
+    """With which the model behind `ope/dm`, `ope/dr` and `ope/sequential_dr` is fitted, anew each time."""
+
+
+class RecordedConfig(Section):
+    """Where recorded experience is read."""
+
+    section: ClassVar[str]
+    """Its name in the config, for messages."""
+    path: str
+    """A run's folder in the store (with archived experience; also `s3://…`), a Minari dataset's folder, an HDF5 file in
+    D4RL's layout, or a CSV file; the same path on the machines of coordinator and workers (demonstrations: trainer)."""
+    format: Literal["auto", DatasetFormat] = "auto"
+    """What is there; `auto` looks."""
+    endpoint_url: str | None = None
+    """The S3 endpoint of an archive at `s3://…`; none is AWS."""
+    min_return: float | None = None
+    """Learn only from whole episodes that returned at least this, for example to clone the best."""
+    sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$")
+    """Of the transitions, in whichever format; a role that reads others does not begin. Filled in with a new run."""
+
+
+class DatasetConfig(RecordedConfig):
+    """Recorded experience that the rollout workers give to the trainer instead of stepping environments."""
+
+    section: ClassVar[str] = "dataset"
+    only_heatup: bool = False
+    """Give it only in warm-up, to fill a replay buffer with what is recorded, and then step environments."""
+    evaluation: DataEvaluationConfig = DataEvaluationConfig()
+
+
+class DemonstrationsConfig(RecordedConfig):
+    """Recorded experience that the trainer imitates while the run acts in its environment; docs/DEMONSTRATIONS.md."""
+
+    section: ClassVar[str] = "demonstrations"
+
+
+class PolicyVersionsConfig(Section):
+    """How a policy version reaches the workers."""
+
+    transport: Literal["redis", "object_store"] = "redis"
+    """`redis`: the policy board holds the weights; `object_store`: each version is a checkpoint (large models)."""
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written and which are kept."""
+
+    every: DurationField = Duration(10, "updates")
+    """A checkpoint each time the trainer's counters pass a multiple of this; each is evaluated."""
+    every_seconds: float | None = Field(None, gt=0)
+    """Also one when this much time has passed since the last; changes nothing that is learned."""
+    keep_last: int = Field(4, ge=1)
+    """The newest k are kept."""
+    keep_best: int = Field(1, ge=1)
+    """The best b by evaluation, each confirmed by a second one from other starts, are kept."""
+    keep_every: int | None = Field(None, ge=1)
+    """Every m-th checkpoint (by policy version) is kept for good."""
+    export: Annotated[Literal["off", "onnx"], BeforeValidator(lambda value: "off" if value is False else value)] = "off"
+    """`onnx`: beside each kept checkpoint its policies as ONNX files, compared with torch, made by a process of low
+    priority beside the trainer (docs/EXPORT.md); it needs the extra `onnx`. What fails there stops nothing."""
+
+
+class ArchiveConfig(Section):
+    """The experience log's entries, kept in the store after they have left Redis; `archive: all` is short."""
+
+    keep: Literal["off", "replay_buffer", "all"] = "off"
+    """`off`: only what the replay buffers of the newest checkpoints are restored from; `replay_buffer`: the newest
+    `replay_env_steps` too; `all`: the whole log, for `stagecoach replay` and as a dataset."""
+    replay_env_steps: int = Field(1_000_000, ge=1)
+    """How far back `replay_buffer` reaches at least."""
+    segment_bytes: int = Field(16 << 20, ge=1 << 10)
+    """Fragments are stored in objects of about this size; a segment also ends where a checkpoint does."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_one_word(cls, value: object) -> object:
+        return {"keep": "off" if value is False else value} if isinstance(value, str | bool) else value  # YAML's off
+
+
+class EvaluationConfig(Section):
+    """The evaluator plays checkpoints greedily; what it finds never changes what is learned. One that may be the best
+    is played a second time, from other starts: only that evaluation counts for the best."""
+
+    episodes: int = Field(20, ge=1)
+    """Episodes per evaluation."""
+    num_envs: int = Field(4, ge=1)
+    """Environment copies that play them."""
+    greedy: bool = True
+    """The most probable action; `false` samples as in training."""
+    seed: int | None = Field(None, ge=0)
+    """By default each evaluation has starts of its own, which follow from the run's seed and the checkpoint. With a
+    number all checkpoints meet the same ones: they compare better, but a policy may be good at just these."""
+    kwargs: dict[str, Any] = {}
+    """Environment arguments that replace those of training."""
+    wrappers: tuple[Annotated[WrapperConfig, BeforeValidator(_wrapper)], ...] | None = None
+    """Wrappers in place of `environment.wrappers`, for example without one that makes an episode of each life: what is
+    evaluated are whole games. The spaces have to be the same. By default those of training."""
+    num_cpus: float = Field(0.5, ge=0)
+    """Ray CPUs reserved for the evaluator."""
+    resources: dict[str, float] = {}
+    """Custom Ray resources that the evaluator asks for."""
+    deadline_seconds: float = Field(1800.0, gt=0)
+    """An evaluation that takes longer than this (an episode that never ends) is given up and reported."""
+    final_wait_seconds: float = Field(120.0, ge=0)
+    """How long the end of a run waits for the final checkpoint's score."""
+
+
+class StopConfig(Section):
+    """The run ends when the first of these is reached."""
+
+    env_steps: int | None = Field(None, ge=1)
+    """Env steps trained on."""
+    updates: int | None = Field(None, ge=1)
+    """Learning updates."""
+    episodes: int | None = Field(None, ge=1)
+    """Finished training episodes."""
+    hours: float | None = Field(None, gt=0)
+    """Wall clock since this start of the trainer."""
+    mean_return: float | None = None
+    """Solved when the mean return of `evaluations` evaluated checkpoints in a row is at least this, of each of them."""
+    evaluations: int = Field(3, ge=1)
+    """How many evaluations in a row have to reach `mean_return`: a single one may be lucky, and the next may fall."""
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the trainer itself comes to an end, whatever the scores are."""
+        return any(bound is not None for bound in (self.env_steps, self.updates, self.episodes, self.hours))
+
+
+class MetricsConfig(Section):
+    """Where the run's figures are written, beside the console."""
+
+    csv: bool = True
+    """`metrics/train.csv` in the run's folder, a row per update."""
+    tensorboard: bool = True
+    """`metrics/tensorboard` in the run's folder."""
+    profile: bool = False
+    """Each process keeps a timeline of what it does (acting, environment, pushing, updating, each wait …) and writes it
+    into the store when it ends; `stagecoach train --profile` sets it, and shows where the time went."""
+    window_episodes: int = Field(100, ge=1)
+    """Episodes behind `rollout/ep_rew_mean`; they are part of each checkpoint, so a resume cannot change it."""
+
+
+def _named_folder(folder: object) -> object:
+    if folder == "":
+        raise ValueError("expected a folder, found ''; name one, or remove the line for `runs`")
+    return folder
+
+
+class ConfigFields(Section):
+    """The fields of a config file; together they determine a run."""
+
+    seed: int = Field(1, ge=0, lt=2**63)
+    """The run's seed; each worker derives its own from it, its number and its incarnation."""
+    runs_dir: Annotated[Path, BeforeValidator(_named_folder)] = Path("runs")
+    """Folder of all runs on this machine."""
+    environment: EnvironmentConfig
+    policies: dict[str, PolicyConfig] = {"default": PolicyConfig()}
+    """Policy id → network. A single agent uses `default`."""
+    agents: dict[str, str] = {}
+    """Agent → policy id; an agent not named here uses the only policy."""
+    algorithm: AlgorithmField = PPOConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    dataset: DatasetConfig | None = None
+    """Train from recorded experience; the environment is then only evaluated in."""
+    demonstrations: DemonstrationsConfig | None = None
+    """Recorded experience to imitate, beside what is acted; `algorithm` says how."""
+    policy_versions: PolicyVersionsConfig = PolicyVersionsConfig()
+    initialize_from: str | None = None
+    """Begin with the weights and observation statistics of another run's policies: a run (what is promoted there, else
+    its best), `RUN/CHECKPOINT`, or a checkpoint's folder. Where the same algorithm learned it, critics, temperature and
+    reward statistics are taken, too; counters and optimizers begin anew. An event says so. The source is only read."""
+    heatup: DurationField = Duration(0, "env_steps")
+    """Random acting at the start: normalizers and replay buffer take it in, nothing is learned from it yet. It counts
+    neither in `stop_at` nor in schedules. Algorithms that learn from a replay buffer while they act have 1000 by
+    default (Stable-Baselines3 has 100; 5,000 to 25,000 are usual for MuJoCo and for Atari)."""
+    trainer: TrainerConfig = TrainerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    archive: ArchiveConfig = ArchiveConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    stop_at: StopConfig = StopConfig()
+    redis: RedisConfig = RedisConfig()
+    store: StoreConfig = StoreConfig()
+    ray: RayConfig = RayConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    @property
+    def transitions_per_update(self) -> int:
+        """Of one policy id with one agent: K × T × N."""
+        return self.rollout.fragments_per_update * self.rollout.fragment_steps * self.environment.num_envs
+
+    @property
+    def state_sizes(self) -> dict[str, int]:
+        """Policy id → how many numbers the policy remembers from step to step, per slot."""
+        return {policy_id: policy.state_size for policy_id, policy in self.policies.items()}
+
+    def policy_of(self, agent: str) -> str:
+        """The policy id that `agent` acts with; raises `KeyError` when nothing maps it."""
+        if agent in self.agents:
+            return self.agents[agent]
+        if len(self.policies) == 1:
+            return next(iter(self.policies))
+        raise KeyError(agent)

@@ -1,0 +1,127 @@
+"""The config's sections for what a run stands on: Redis, the store, Ray."""
+
+from pathlib import Path
+from typing import Self
+from urllib.parse import parse_qsl, urlsplit
+
+from pydantic import Field, model_validator
+
+from shared.config.section import Section
+from shared.protocol.keys import redis_place
+from shared.runtime.tls import check_verified
+
+_REDIS = ("redis", "rediss")
+_OR_EMBEDDED = "be 'embedded' or "
+
+
+def _check_url(field: str, url: str, schemes: tuple[str, ...], variable: str, either: str = "") -> None:
+    parts = urlsplit(url)
+    asked = {key.lower() for key, _ in parse_qsl(parts.query)}
+    if parts.username or parts.password or asked & {"username", "password"}:
+        raise ValueError(f"{field} holds credentials; they would be stored with the run. Use {variable} instead")
+    if parts.scheme not in schemes and not (either and url == "embedded"):
+        expected = " or ".join(f"{scheme}://" for scheme in schemes)
+        raise ValueError(f"{field} must {either}start with {expected}, found {url!r}")
+
+
+def _check_tls_files(section: str, encrypted: bool, **files: Path | None) -> None:
+    given = {name: path for name, path in files.items() if path is not None}
+    for name, path in given.items():
+        if not path.is_absolute():
+            raise ValueError(f"{section}.{name}={path} must be an absolute path, since each machine reads its own copy")
+    if given and not encrypted:
+        url = {"redis": "redis.url begin with rediss://", "store": "store.endpoint_url begin with https://"}[section]
+        raise ValueError(f"{section}.{next(iter(given))} is set, but nothing would be encrypted; let {url}")
+
+
+class RedisConfig(Section):
+    """The experience log, the policy board and the control keys."""
+
+    url: str = "embedded"
+    """`embedded` starts a server for this run; else `redis://host:port/db` or `rediss://…`. User and password come from
+    STAGECOACH_REDIS_USERNAME and STAGECOACH_REDIS_PASSWORD, or each role's own (docs/SECURITY.md), never from here."""
+    ca_file: Path | None = None
+    """For `rediss://`: the certificate (PEM) of an authority of your own, beside those that the machine knows. An
+    absolute path, the same on each machine. Certificates are always verified."""
+    cert_file: Path | None = None
+    """For a server that asks its clients for a certificate: ours (PEM)."""
+    key_file: Path | None = None
+    """The key of `cert_file` (PEM, without a passphrase)."""
+    shards: tuple[str, ...] = ()
+    """Addresses of further servers that hold the fragments' bodies, where one has not the memory or the network for
+    them; the one at `url` then holds the log's order and each body's place. Users and passwords are the same. Empty:
+    the log holds the bodies. A resume may leave out a shard only when the log names no body there."""
+    timeout_seconds: float = Field(10.0, ge=2)
+    """Time for one answer; more than the second that waiting workers block for."""
+    retry_seconds: float = Field(14_400.0, ge=0, le=604_800)
+    """How long a run waits for a Redis (or a shard) that is away, loads, or has no master: hours, since a failover or a
+    restart of a service is no failure of the run. The start of a run tries once."""
+
+    @model_validator(mode="after")
+    def _addresses_can_be_used(self) -> Self:
+        _check_url("redis.url", self.url, _REDIS, "STAGECOACH_REDIS_PASSWORD", _OR_EMBEDDED)
+        for url in self.shards:
+            _check_url("redis.shards", url, _REDIS, "STAGECOACH_REDIS_PASSWORD")
+        for url in (self.url, *self.shards):
+            check_verified("redis.url" if url == self.url else "redis.shards", url, "redis.ca_file")
+        encrypted = "rediss" in {urlsplit(url).scheme for url in (self.url, *self.shards)}
+        _check_tls_files("redis", encrypted, ca_file=self.ca_file, cert_file=self.cert_file, key_file=self.key_file)
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError(f"redis.cert_file={self.cert_file} and redis.key_file={self.key_file} go together")
+        names = [redis_place(url) for url in self.shards]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"redis.shards names {', '.join(twice)} more than once")
+        if self.shards and self.url == "embedded":
+            raise ValueError(
+                f"redis.url=embedded with redis.shards={list(self.shards)}: an embedded Redis has a password of its "
+                f"own; give the address of a server in redis.url as well, or leave redis.shards empty"
+            )
+        return self
+
+
+class StoreConfig(Section):
+    """Where checkpoints go."""
+
+    url: str = "embedded"
+    """`embedded` starts an S3 server for this run; else `s3://bucket/prefix` or `file:///folder`. Credentials come from
+    the standard AWS chain (AWS_ACCESS_KEY_ID, profiles, roles), never from here."""
+    endpoint_url: str | None = None
+    """The S3 endpoint, for MinIO and other servers; none is AWS."""
+    region: str = "us-east-1"
+    """The S3 region."""
+    ca_file: Path | None = None
+    """For `https://`: the certificate (PEM) of an authority of your own. An absolute path, the same on each machine;
+    without it AWS_CA_BUNDLE counts, else the authorities that boto3 brings. Certificates are always verified."""
+    timeout_seconds: float = Field(20.0, gt=0)
+    """Time for one answer."""
+    retries: int = Field(4, ge=0)
+    """Tries again after a failure worth retrying, with growing pauses, within one request."""
+    retry_seconds: float = Field(14_400.0, ge=0, le=604_800)
+    """How long a role that needs the store waits for it: as it starts, for a policy version in it, at the run's end.
+    Training continues meanwhile, until the log is full. The start of a run tries once."""
+
+    @model_validator(mode="after")
+    def _addresses_can_be_used(self) -> Self:
+        _check_url("store.url", self.url, ("s3", "file"), "AWS_ACCESS_KEY_ID", _OR_EMBEDDED)
+        _check_url("store.endpoint_url", self.endpoint_url or "https:", ("http", "https"), "AWS_ACCESS_KEY_ID")
+        _check_tls_files("store", urlsplit(self.endpoint_url or "https:").scheme == "https", ca_file=self.ca_file)
+        parts = urlsplit(self.url)
+        if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
+            raise ValueError(
+                f"store.url must name an absolute folder, as file:///data/checkpoints does, found {self.url!r}"
+            )
+        if parts.scheme == "s3" and not parts.netloc:
+            raise ValueError(f"store.url must name a bucket, as s3://bucket/prefix does, found {self.url!r}")
+        return self
+
+
+class RayConfig(Section):
+    """The engine that places and restarts the actors."""
+
+    address: str = "embedded"
+    """`embedded` starts Ray on this machine, on loopback; else the address of a cluster, for example `auto`."""
+    num_cpus: int | None = Field(None, ge=1)
+    """CPUs that embedded Ray hands out; by default at least 64, since on one machine the operating system shares."""
+    resources: dict[str, float] = {}
+    """Custom Ray resources that each rollout worker asks for."""

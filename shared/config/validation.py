@@ -1,0 +1,191 @@
+"""What pydantic finds wrong with a config, in plain words: what was expected, what was found, what to do."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from shared.errors import ConfigError
+from shared.printable import counted, printable
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+Model = TypeVar("Model", bound=BaseModel)
+Sections = list[type[BaseModel]]
+
+_SHOWN_CHARACTERS = 200
+_SCALED = re.compile(r"\s*(\d[\d_,]*(?:\.\d+)?)\s*([kKmMgGbB]?)\s*")
+_SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+
+_EXPECTED = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    "finite_number": "a finite number",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "{ge} or more",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "{le} or less",
+    "multiple_of": "a multiple of {multiple_of}",
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("string_type", "string_unicode", "string_sub_type"), "text"),
+    "string_too_short": "text of {min_length} or more characters",
+    "string_too_long": "text of at most {max_length} characters",
+    **dict.fromkeys(("literal_error", "enum"), "{expected}"),
+    "path_type": "a path",
+    **dict.fromkeys(("tuple_type", "list_type", "set_type"), "a list, as in [1, 2]"),
+    "too_short": "a list of {min_length} or more",
+    "too_long": "a list of at most {max_length}",
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "a section, as in {{name: value}}"),
+    "none_required": "nothing",
+}
+"""Error type of pydantic → what it expected; with the bounds that it names."""
+
+_PATTERNS = {
+    r"^[\w.]+:\w+$": "package.module:function",
+    r"^(cpu|cuda(:\d+)?)$": "cpu, cuda or cuda:0, cuda:1 …",
+    r"^(auto|cpu|cuda(:\d+)?)$": "auto, cpu, cuda or cuda:0, cuda:1 …",
+    "^[0-9a-f]{64}$": "a SHA-256, 64 hexadecimal digits",
+}
+"""What the patterns of config fields mean in words."""
+
+
+def validated(model: type[Model], data: Any, within: str = "") -> Model:
+    """`data` as a `model`; raises `ConfigError` with all mistakes, and `within` (`algorithm.`) before their fields."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        lines = [_told(item, _place(model, item["loc"], data), model, within) for item in error.errors()]
+        raise ConfigError("; ".join(lines)) from None
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"found {error.object[error.start]!r}, which no text can hold; remove it") from None
+
+
+class _Place(NamedTuple):
+    """Where a mistake is."""
+
+    path: list[str]
+    owner: type[BaseModel]
+    """The section that the last key of `path` is in."""
+    rivals: list[type[BaseModel]]
+    """The sections that could stand in place of the owner, by their name or kind."""
+    choices: list[type[BaseModel]]
+    """The sections that may stand at the place itself."""
+
+
+def _place(model: type[BaseModel], loc: tuple[int | str, ...], data: Any) -> _Place:
+    """Pydantic's `loc` also names which of several sections it takes, and the field that a plain number stands for."""
+    path: list[str] = []
+    owner, rivals, others, choices, in_container = model, [], [], [model], False
+    for part in loc:
+        if len(choices) > 1:
+            others, choices = choices, [one for one in choices if _tag(one)[1] == part] or choices[-1:]
+        elif isinstance(data, dict | list | tuple):
+            path.append(str(part))
+            data = (data if isinstance(data, dict) else dict(enumerate(data))).get(part, {})
+            if in_container or not choices:
+                in_container = False
+            else:
+                owner, rivals, others = choices[0], others, []
+                field = owner.model_fields.get(str(part))
+                in_container = field is not None and get_origin(field.annotation) in (dict, tuple)
+                choices = sections_in(field.annotation) if field else []
+    return _Place(path, owner, rivals, choices)
+
+
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a field of this type may hold."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for inner in get_args(annotation) for section in sections_in(inner)]
+
+
+def _tag(section: type[BaseModel]) -> tuple[str, str]:
+    """The field that tells a section from others in its place, and its value, which a user's own algorithm chooses."""
+    field = "kind" if "kind" in section.model_fields else "name"
+    value = section.model_fields[field].default if field in section.model_fields else ""
+    return field, value if isinstance(value, str) else "package.module:Class (your own)"
+
+
+def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """All dotted paths of fields below `model`, sections included; of sections that always stand there."""
+    paths: dict[str, None] = {}
+    for name, field in model.model_fields.items():
+        paths[f"{prefix}{name}"] = None
+        if not {dict, tuple} & {get_origin(field.annotation)} and type(None) not in get_args(field.annotation):
+            for section in sections_in(field.annotation):
+                paths |= dict.fromkeys(field_paths(section, f"{prefix}{name}."))
+    return list(paths)
+
+
+def _told(item: ErrorDetails, place: _Place, model: type[BaseModel], within: str) -> str:
+    """One mistake as `field: expected X, found Y; do Z`."""
+    where, kind, found = within + ".".join(place.path), item["type"], item["input"]
+    context = {name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in item.get("ctx", {}).items()}
+    if kind == "value_error":  # a validator of ours, in words of its own
+        message = item["msg"].removeprefix("Value error, ")
+        return f"{where}: {message}" if where else message
+    if kind == "extra_forbidden":
+        return _misspelled(place, model, within)
+    if len(place.choices) > 1:
+        field, values = _tag(place.choices[0])[0], [_tag(one)[1] for one in place.choices]
+        found = found.get(field, "none") if isinstance(found, dict) else found
+        guesses = difflib.get_close_matches(str(found), values, n=1)
+        hint = f"; did you mean {guesses[0]}?" if guesses else ""
+        return f"{where}.{field} must be one of {', '.join(values)}, found {shown(found)}{hint}"
+    if kind == "missing" and isinstance(item["loc"][-1], int):
+        return f"{where.rpartition('.')[0]}: expected {counted(item['loc'][-1] + 1, 'value')}, found {shown(found)}"
+    if kind == "missing":
+        return f"{where} is missing; add it to the config or give --set {where}=…"
+    if kind == "invalid_key" or item["loc"][-1] == "[key]":
+        key = item["loc"][-1] if kind == "invalid_key" else found
+        return f"{where.removesuffix('.[key]')}: expected keys that are text, found {shown(key)}; put it in quotes"
+    if context.get("class_name") == "Schedule":
+        expected = "a number, or a schedule such as {kind: linear, start: 0.001, end: 0, over: 10000 env_steps}"
+    elif kind == "string_pattern_mismatch":
+        pattern = str(context["pattern"])
+        expected = _PATTERNS.get(pattern, f"text that matches {pattern}")
+    elif kind in _EXPECTED:
+        expected = _EXPECTED[kind].format(**context)
+    else:  # of a user's own algorithm, which may constrain its fields as it likes
+        expected = re.sub(r"^\w+ should be (an? valid )?", "", item["msg"])
+    return f"{where}: expected {expected}, found {shown(found)}{_remedy(kind, found)}"
+
+
+def _misspelled(place: _Place, model: type[BaseModel], within: str) -> str:
+    *above, name = place.path
+    parent = within + "".join(f"{key}." for key in above)
+    beside = list(place.owner.model_fields)
+    field, value = _tag(place.owner)
+    having = [_tag(section)[1] for section in place.rivals if name in section.model_fields]
+    elsewhere = [path for path in field_paths(model) if path.rpartition(".")[2] == name]
+    if having:
+        hint = f"{value} has no such field, but {', '.join(having)}: is {parent}{field} right?"
+    elif guesses := difflib.get_close_matches(name, beside, n=1, cutoff=0.6):
+        hint = f"did you mean {parent}{guesses[0]}?"
+    else:
+        hint = f"did you mean {within}{elsewhere[0]}?" if elsewhere else f"known here: {', '.join(sorted(beside))}"
+    return f"unknown key {parent}{name}; {hint}"
+
+
+def _remedy(kind: str, found: Any) -> str:
+    if found is None:
+        return "; give a value or remove the line"
+    if kind == "finite_number":
+        return "; give such a number, or leave the field out for its default"
+    if kind not in ("int_parsing", "float_parsing", "model_type") or not isinstance(found, str):
+        return ""
+    match = _SCALED.fullmatch(found)
+    if match is None:
+        return "; write the number in digits" if kind != "model_type" else ""
+    number = float(re.sub("[_,]", "", match[1])) * _SCALES[match[2].lower()]
+    return f"; write {number:.0f}" if number.is_integer() else f"; write {number:g}"
+
+
+def shown(value: object) -> str:
+    """What was found, for an error text; a URL could hold a password."""
+    text = "nothing" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    return "a URL" if "://" in text else printable(text, _SHOWN_CHARACTERS)

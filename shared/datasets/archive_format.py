@@ -1,0 +1,90 @@
+"""A run's archived experience, put together to episodes again: consecutive fragments of one worker's seed lineage are
+laid end to end, slot by slot, heat-up and what the trainer dropped included."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from shared.datasets.recording import Episode, Table, episodes_of
+from shared.errors import DatasetError, FragmentError
+from shared.experience.fragment import STATE, Fragment, check
+from shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
+from shared.storage.log_archive import read_experience
+
+
+def read(location: str, description: EnvironmentDescription, endpoint_url: str | None = None) -> list[Episode]:
+    """Its episodes, in the order of the log; raises `DatasetError`, `ArchiveIncomplete` or what the store raises."""
+    (policy_id,) = description.policies
+    spaces = description.policies[policy_id]
+    episodes: list[Episode] = []
+    for line in _lines(_checked(read_experience(location, endpoint_url), location, description), policy_id):
+        whole = line[0].header.seq == 0 and line[0].header.life == f"{line[0].header.incarnation}.0"
+        columns = [item.columns[policy_id] for item in line]
+        for slot in range(columns[0]["reward"].shape[1]):
+            episodes += episodes_of(_table(columns, slot, spaces, whole))
+    return episodes
+
+
+def _checked(fragments: Iterable[Fragment], location: str, description: EnvironmentDescription) -> Iterator[Fragment]:
+    seen = set()
+    for item in fragments:
+        key = item.header.worker_id, item.header.incarnation, item.header.seq
+        if key in seen:
+            continue  # a worker that got no answer pushed it again
+        seen.add(key)
+        try:
+            for columns in item.columns.values():
+                columns.pop(STATE, None)  # the hidden state of another policy is no experience
+                if item.header.wire_version == 2:
+                    columns["log_prob"] = np.where(columns["log_prob"] == 0, np.float32(np.nan), columns["log_prob"])
+            check(item, item.header.run_id, description)
+        except FragmentError as error:
+            raise DatasetError(
+                f"{location} does not fit the run's environment: {error.detail}; name the archive of a run in the same "
+                f"environment, with one agent and the same policy id"
+            ) from None
+        yield item
+
+
+def _lines(fragments: Iterable[Fragment], policy_id: str) -> list[list[Fragment]]:
+    lines: list[list[Fragment]] = []
+    running: dict[str, list[Fragment]] = {}
+    for item in fragments:
+        source = f"{item.header.worker_id}:{item.header.life}"
+        if source in running and _follows(running[source][-1].columns[policy_id], item.columns[policy_id]):
+            running[source].append(item)
+        else:
+            running[source] = [item]
+            lines.append(running[source])
+    return lines
+
+
+def _follows(before: Columns, after: Columns) -> bool:
+    names = [name.removeprefix("bootstrap_") for name in before if name.startswith("bootstrap_")]
+    return all(np.array_equal(before[f"bootstrap_{name}"], after[name][0]) for name in names)
+
+
+def _table(line: list[Columns], slot: int, spaces: PolicySpaces, whole: bool) -> Table:
+    """All steps of one slot; what was masked (a native environment's reset) is left out. What was observed after a step
+    that terminated may not be in a fragment."""
+    observed, acted_on = spaces.observation.column_names("obs"), spaces.action.column_names("action")
+    parts: dict[str, list[Array]] = defaultdict(list)
+    for columns in line:
+        acted, mine = columns["mask"][:, slot], columns["final_index"][:, 1] == slot
+        final = columns["final_index"][mine, 0]
+        known = ~columns["terminated"][:, slot]
+        known[final] = True
+        parts["next_known"].append(known[acted])
+        for name in (*observed, *acted_on, "reward", "terminated", "truncated", "log_prob"):
+            parts[name].append(columns[name][acted, slot])
+        for name in observed:
+            after = np.concatenate([columns[name][1:, slot], columns[f"bootstrap_{name}"][None, slot]])
+            after[final] = columns[f"final_{name}"][mine]
+            parts[f"next_{name}"].append(after[acted])
+    found = {name: np.concatenate(arrays) for name, arrays in parts.items()}
+    return Table(
+        {name: found[name] for name in observed}, {name: found[name] for name in acted_on},
+        found["reward"], found["terminated"], found["truncated"], found["log_prob"],
+        {name: found[f"next_{name}"] for name in observed}, whole=whole, next_known=found["next_known"],
+    )  # fmt: skip

@@ -1,0 +1,285 @@
+"""A dataset of any format, read as one recording; docs/OFFLINE.md says what each format holds."""
+
+import csv
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from shared.config.sections import DatasetFormat, RecordedConfig
+from shared.datasets import archive_format
+from shared.datasets.recording import Episode, Find, Recording, Table, episodes_of, flags, numbers, space_columns
+from shared.errors import DatasetError
+from shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
+from shared.runtime.user_code import install
+from shared.storage.log_archive import EXPERIENCE
+
+_MINARI = Path("data", "main_data.hdf5")
+_WORDS = {"true": "1", "false": "0"}
+_LOG_PROBS = ("log_probs", "infos/action_log_probs")
+
+
+def read_dataset(config: RecordedConfig, description: EnvironmentDescription) -> Recording:
+    """Reads it for the run's environment; raises `DatasetError`, or what the store of an archive raises."""
+    if len(description.agents) != 1:
+        raise DatasetError(
+            f"{config.section}.path={config.path}: recorded experience is that of one agent, the run's environment has "
+            f"{', '.join(description.agents)}"
+        )
+    (spaces,) = description.policies.values()
+    kind, path = _format(config), Path(config.path).expanduser()
+    if kind == "archive":
+        episodes = archive_format.read(config.path, description, config.endpoint_url)
+    elif not path.exists():
+        raise DatasetError(f"{config.section}.path={config.path} does not exist; expected a {kind} dataset there")
+    elif kind == "csv":
+        episodes = read_csv(path, spaces)
+    else:
+        episodes = read_hdf5(path / _MINARI if kind == "minari" and path.is_dir() else path, spaces)
+    recording = Recording(spaces, _good_enough(config, episodes), config.path)
+    if config.sha256 not in (None, recording.sha256):
+        raise DatasetError(
+            f"{config.section}.path={config.path} has the SHA-256 {recording.sha256[:12]}, the run was made with "
+            f"{str(config.sha256)[:12]} ({config.section}.sha256); bring back what was there, or start a new run"
+        )
+    return recording
+
+
+def _good_enough(config: RecordedConfig, episodes: list[Episode]) -> list[Episode]:
+    if config.min_return is None:
+        return episodes
+    whole = [(episode, episode.record.episode_return) for episode in episodes if episode.record is not None]
+    best = max((episode_return for _, episode_return in whole), default=None)
+    if best is None or best < config.min_return:
+        raise DatasetError(
+            f"{config.section}.min_return={config.min_return}: the best whole episode of {config.path} returned "
+            f"{'nothing: there is none' if best is None else f'{best:g}'}"
+        )
+    return [episode for episode, episode_return in whole if episode_return >= config.min_return]
+
+
+def _format(config: RecordedConfig) -> DatasetFormat:
+    if config.format != "auto":
+        return config.format
+    path = Path(config.path).expanduser()
+    if urlsplit(config.path).scheme in {"s3", "file"} or (path / EXPERIENCE).is_dir():
+        return "archive"
+    if (path / _MINARI).is_file():
+        return "minari"
+    by_suffix: dict[str, DatasetFormat] = {".csv": "csv", ".hdf5": "hdf5", ".h5": "hdf5"}
+    if path.suffix.lower() in by_suffix:
+        return by_suffix[path.suffix.lower()]
+    listed = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) if path.is_dir() else ""
+    found = (
+        "it does not exist" if not path.exists() else f"it holds {listed or 'nothing'}" if path.is_dir() else "a file"
+    )
+    raise DatasetError(
+        f"{config.section}.path={config.path} is of no known format ({found}); expected a run's folder with "
+        f"{EXPERIENCE}, a Minari dataset's folder with {_MINARI}, an .hdf5 or .h5 file, or a .csv file"
+    )
+
+
+def read_csv(path: Path, spaces: PolicySpaces) -> list[Episode]:
+    """Its episodes; raises `DatasetError`."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = csv.reader(file)
+            header = [name.strip() for name in next(rows, [])]
+            cells = [row for row in rows if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DatasetError(f"{path} cannot be read as CSV: {error}") from None
+    odd = next((number for number, row in enumerate(cells) if len(row) != len(header)), None)
+    if odd is not None:
+        found = len(cells[odd])
+        raise DatasetError(f"{path}: row {odd} has {found} cells, expected {len(header)} as in the first line")
+    return list(episodes_of(_csv_table(path, _Cells(path, header, cells), spaces)))
+
+
+class _Cells:
+    def __init__(self, path: Path, header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+        if twice := sorted({name for name in header if list(header).count(name) > 1}):
+            raise DatasetError(f"{path} has the columns {', '.join(twice)} more than once")
+        self._path = path
+        self._columns = dict(zip(header, zip(*cells, strict=True), strict=True)) if cells else dict.fromkeys(header, ())
+        self.rows = len(cells)
+        self.unread = set(header)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns
+
+    def text(self, name: str) -> tuple[str, ...]:
+        if name not in self._columns:
+            raise DatasetError(
+                f"{self._path} has no column {name}, which the run's spaces ask for; found {', '.join(self._columns)}"
+            )
+        self.unread.discard(name)
+        return self._columns[name]
+
+    def number(self, name: str) -> Array:
+        """`[M]`, float64."""
+        values = np.empty(self.rows)
+        for row, cell in enumerate(self.text(name)):
+            try:
+                values[row] = float(_WORDS.get(cell.strip().lower(), cell))
+            except ValueError:
+                raise DatasetError(f"{self._path}: {name} is {cell!r} in row {row}, expected a number") from None
+        return values
+
+
+def _csv_table(path: Path, cells: _Cells, spaces: PolicySpaces) -> Table:
+    def find(prefix: str) -> Find:
+        def leaf_values(leaf: Leaf, _: object) -> tuple[str, Array]:
+            name = leaf.column(prefix)
+            if not leaf.shape or (leaf.size == 1 and name in cells):
+                return f"{path}: {name}", cells.number(name)
+            parts = [cells.number(f"{name}.{index}") for index in range(leaf.size)]
+            return f"{path}: {name}.…", np.stack(parts, axis=1).reshape(cells.rows, *leaf.shape)
+
+        return leaf_values
+
+    obs = space_columns(spaces.observation, "obs", find("obs"))
+    action = space_columns(spaces.action, "action", find("action"))
+    told = any(name.startswith("next_obs") for name in cells.unread)
+    truncated = cells.number("truncated") if "truncated" in cells else np.zeros(cells.rows)
+    log_prob = cells.number("log_prob") if "log_prob" in cells else np.full(cells.rows, np.nan)
+    table = Table(
+        obs,
+        action,
+        numbers(cells.number("reward"), cells.rows, f"{path}: reward"),
+        flags(cells.number("terminated"), cells.rows, f"{path}: terminated"),
+        flags(truncated, cells.rows, f"{path}: truncated"),
+        numbers(log_prob, cells.rows, f"{path}: log_prob", unknown=True),
+        space_columns(spaces.observation, "obs", find("next_obs")) if told else None,
+        _changes(cells),
+    )
+    _check_steps(path, cells, table)
+    if cells.unread:
+        unknown = ", ".join(sorted(cells.unread))
+        raise DatasetError(f"{path} has the columns {unknown}, which mean nothing here; leave them out")
+    return table
+
+
+def _changes(cells: _Cells) -> Array:
+    """After which rows the episode's id changes."""
+    changes = np.zeros(cells.rows, np.bool_)
+    if "episode" in cells:
+        ids = np.array(cells.text("episode"), np.str_)
+        changes[:-1] = ids[1:] != ids[:-1]
+    return changes
+
+
+def _check_steps(path: Path, cells: _Cells, table: Table) -> None:
+    if "step" not in cells:
+        return
+    steps = cells.number("step")
+    begins = np.ones(cells.rows, np.bool_)
+    ends = table.terminated | table.truncated | _changes(cells)
+    begins[1:] = ends[:-1]
+    expected = np.where(begins, 0, np.concatenate([[0], steps[:-1] + 1]))
+    if (steps != expected).any():
+        row = int(np.flatnonzero(steps != expected)[0])
+        raise DatasetError(
+            f"{path}: step is {steps[row]:g} in row {row}, expected {expected[row]:g}; are transitions missing, out of "
+            f"order, or is an episode's end not marked (terminated, truncated, episode)?"
+        )
+
+
+def read_hdf5(path: Path, spaces: PolicySpaces) -> list[Episode]:
+    """Its episodes; raises `DatasetError`."""
+    with _opened(path) as file:
+        if "observations" in file:
+            return list(episodes_of(_hdf5_table(_Group(str(path), file), spaces, minari=False)))
+        names = [name for name in file if name.startswith("episode_") and name.removeprefix("episode_").isdigit()]
+        if not names:
+            raise DatasetError(
+                f"{path} holds {', '.join(file) or 'nothing'}, expected observations, actions, rewards, terminals "
+                f"(D4RL) or episode_0, episode_1, … (Minari)"
+            )
+        ordered = sorted(names, key=lambda name: int(name.removeprefix("episode_")))
+        groups = [_Group(f"{path}: {name}", file[name]) for name in ordered]
+        return [episode for group in groups for episode in _minari_episode(group, spaces)]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        import h5py
+    except ImportError:
+        raise DatasetError(f"reading {path} needs h5py: {install('data')}") from None
+    try:
+        file = h5py.File(path, "r")
+    except OSError as error:
+        raise DatasetError(f"{path} cannot be read as HDF5: {error}") from None
+    with file:
+        yield file
+
+
+class _Group:
+    def __init__(self, where: str, node: Any) -> None:
+        self.where, self._node = where, node
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._node
+
+    def array(self, name: str) -> Array:
+        found = self._node.get(name) if hasattr(self._node, "get") else None
+        if found is None or hasattr(found, "keys"):
+            has = ", ".join(self._node) if hasattr(self._node, "keys") else "an array"
+            kind = "is a group" if found is not None else "is missing"
+            raise DatasetError(f"{self.where}: {name} {kind}, expected an array as the run's spaces say; found {has}")
+        return np.asarray(found[()])
+
+    def rows(self, name: str) -> Array:
+        """The same, where it has an axis."""
+        values = self.array(name)
+        if not values.ndim:
+            raise DatasetError(f"{self.where}: {name} is a single value, expected a row for each step")
+        return values
+
+    def space(self, name: str) -> Find:
+        """What stands below `name`, nested as the space is."""
+
+        def find(_: Leaf, way: tuple[str | int, ...]) -> tuple[str, Array]:
+            place = "/".join([name, *(f"_index_{key}" if isinstance(key, int) else key for key in way)])
+            return f"{self.where}: {place}", self.rows(place)
+
+        return find
+
+
+def _hdf5_table(group: _Group, spaces: PolicySpaces, minari: bool) -> Table:
+    rewards = group.rows("rewards")
+    rows, flag = len(rewards), ("terminations", "truncations") if minari else ("terminals", "timeouts")
+
+    def columns(spec: SpaceSpec, prefix: str, name: str, expected: int) -> Columns:
+        found = space_columns(spec, prefix, group.space(name))
+        for column in found.values():
+            if len(column) != expected:
+                raise DatasetError(f"{group.where}: {name} has {len(column)} rows, expected {expected} for its rewards")
+        return found
+
+    obs, next_obs = columns(spaces.observation, "obs", "observations", rows + minari), None
+    if minari:
+        obs, next_obs = ({name: array[part] for name, array in obs.items()} for part in (slice(-1), slice(1, None)))
+    elif "next_observations" in group:
+        next_obs = columns(spaces.observation, "obs", "next_observations", rows)
+    truncated = group.array(flag[1]) if minari or flag[1] in group else np.zeros(rows)
+    log_prob = None if minari else next((name for name in _LOG_PROBS if name in group), None)
+    return Table(
+        obs,
+        columns(spaces.action, "action", "actions", rows),
+        numbers(rewards, rows, f"{group.where}: rewards"),
+        flags(group.array(flag[0]), rows, f"{group.where}: {flag[0]}"),
+        flags(truncated, rows, f"{group.where}: {flag[1]}"),
+        None if log_prob is None else numbers(group.array(log_prob), rows, f"{group.where}: {log_prob}", unknown=True),
+        next_obs,
+    )
+
+
+def _minari_episode(group: _Group, spaces: PolicySpaces) -> list[Episode]:
+    table = _hdf5_table(group, spaces, minari=True)
+    if (table.terminated | table.truncated)[:-1].any():
+        raise DatasetError(f"{group.where} continues after a step that terminated or truncated it")
+    return list(episodes_of(table))

@@ -1,0 +1,1 @@
+"""What experience is made of: fragments, spaces, columns, counters."""

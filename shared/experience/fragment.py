@@ -1,0 +1,239 @@
+"""The fragment, the unit that travels: T steps × N environments from one worker, acted by one policy version.
+
+Encode and decode are a pair; `check` compares what arrived with the run. Whatever is wrong raises `FragmentError`
+with the ledger's word for it, so that a fragment is dropped and counted, never skipped in silence.
+
+Columns, per policy id, with S slots (environments × agents of that policy):
+
+| column | shape | dtype |
+|---|---|---|
+| `obs…` | T × S × … | as the space says |
+| `action…` | T × S × … | as the space says (float32 for boxes) |
+| `reward` | T × S | float32 |
+| `log_prob` | T × S | float32: of the action as it was acted, for boxes a density; NaN where it is not known |
+| `terminated`, `truncated`, `mask` | T × S | bool; `mask` is false where an agent was absent |
+| `bootstrap_obs…` | S × … | observation after the last step |
+| `final_obs…` | M × … | true last observation of each episode that ended (terminated: where it is known) |
+| `final_index` | M × 2 | int32: step, slot of each `final_obs` row |
+| `state_in` | S × state size | float32: what a policy with a core remembers before the first step; absent for others |
+
+Within the fragment that state follows from the columns: it begins at zero again after each step that ended an episode,
+or that nobody acted.
+
+Nothing is bootstrapped from the last observation of an episode that terminated: its value is 0, also where the step was
+truncated as well. Wire version 2 is still read: it has no such observations, and a `log_prob` of 0 where it is unknown.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from shared.errors import DropReason, FragmentError
+from shared.experience import column_codec, tensor_blob
+from shared.experience.counters import Phase
+from shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
+
+WIRE_VERSION = 3
+_READABLE = (2, WIRE_VERSION)
+"""Archives, and the log of a run that is resumed, may hold older fragments; columns mean the same in all of these."""
+STATE = "state_in"
+_schema = partial(FragmentError, DropReason.SCHEMA)
+_Count = Annotated[int, Field(ge=0, strict=True)]
+_Size = Annotated[int, Field(ge=1, strict=True)]
+_Number = Annotated[float, Field(strict=True)]
+LARGEST = 1e12
+"""The largest magnitude of a number that is learned from. Its square, also of a sum over a million steps, stays below
+3.4e38, the end of float32: beyond that, one number makes all weights NaN."""
+LARGEST_SHOWN = 1e30
+"""The same for numbers of an episode (its return, the environment's own), which are only shown and averaged."""
+
+
+@dataclass
+class EpisodeRecord:
+    """One episode that ended in a fragment. (Not frozen: that makes it three times as slow to make.)"""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    episode_return: _Number
+    """Undiscounted sum of rewards, over all agents."""
+    length: _Size
+    success: Annotated[bool, Field(strict=True)] | None = None
+    """The environment's `is_success` or `success`, where it tells."""
+    agent_returns: dict[str, _Number] = field(default_factory=dict)
+    """Per agent, where there is more than one."""
+    metrics: dict[str, _Number] = field(default_factory=dict)
+    """Numbers that the environment put into its last `info`."""
+
+
+@dataclass(frozen=True)
+class FragmentHeader:
+    """Who made the fragment, in which order, with which policy."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    run_id: str
+    worker_id: str
+    incarnation: _Count
+    seq: _Count
+    phase: Phase
+    policy_versions: Annotated[dict[str, _Count], Field(min_length=1)]
+    steps: _Size
+    num_envs: _Size
+    episodes: tuple[EpisodeRecord, ...] = ()
+    acting_seconds: Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)] = 0.0
+    life: str = "0.0"
+    """Which line of episodes it continues: a successor that takes them up has its predecessor's."""
+    wire_version: int = WIRE_VERSION
+
+    @property
+    def transitions(self) -> int:
+        return self.steps * self.num_envs
+
+    @property
+    def version(self) -> int:
+        """The oldest policy version that acted."""
+        return min(self.policy_versions.values())
+
+
+_HEADER = TypeAdapter(FragmentHeader)
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A header and, per policy id, the columns above."""
+
+    header: FragmentHeader
+    columns: dict[str, Columns]
+    position: str = ""
+    """Of its entry, where it was read from the log; no part of its bytes."""
+
+
+def encode(fragment: Fragment, compression: column_codec.Compression = "none") -> bytes:
+    """One safetensors blob; the same fragment always gives the same bytes."""
+    flat = {
+        f"{policy}/{name}": array for policy, columns in fragment.columns.items() for name, array in columns.items()
+    }
+    packed, layout = column_codec.pack(flat, compression)
+    episodes = [vars(record) for record in fragment.header.episodes]  # not copied: there may be hundreds
+    return tensor_blob.encode(packed, vars(fragment.header) | {"episodes": episodes, "layout": layout})
+
+
+def decode(blob: bytes) -> Fragment:
+    """The fragment in `blob`; raises `FragmentError` (`undecodable`, `corrupt`, `wire_version`, `schema` …)."""
+    packed, header = tensor_blob.decode(blob)
+    if (found := header.get("wire_version")) not in _READABLE:
+        readable = " and ".join(map(str, _READABLE))
+        raise FragmentError(DropReason.WIRE_VERSION, f"found {found!r}, this trainer reads {readable}")
+    try:
+        layout = header.pop("layout")
+        parsed = _HEADER.validate_python(header)
+        columns: dict[str, Columns] = {}
+        for name, array in column_codec.unpack(packed, layout).items():
+            policy_id, _, column = name.partition("/")
+            columns.setdefault(policy_id, {})[column] = array
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise _schema(f"{'.'.join(map(str, first['loc']))} is {first['input']!r:.100} ({first['msg']})") from None
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        raise _schema(f"{type(error).__name__}: {error}") from None
+    for record in parsed.episodes:
+        numbers = (record.episode_return, *record.agent_returns.values(), *record.metrics.values())
+        if not all(-LARGEST_SHOWN <= number <= LARGEST_SHOWN for number in numbers):
+            reason = DropReason.MAGNITUDE if all(map(math.isfinite, numbers)) else DropReason.NOT_FINITE
+            raise FragmentError(reason, f"episode record {record!r}; numbers may be up to {LARGEST_SHOWN:g}")
+    return Fragment(parsed, columns)
+
+
+def check(
+    fragment: Fragment,
+    run_id: str,
+    description: EnvironmentDescription,
+    state_sizes: Mapping[str, int] | None = None,
+    *,
+    by_log_prob: bool = False,
+) -> None:
+    """Rejects what does not belong to this run: `foreign_run`, `schema`, `not_finite`, `magnitude`. `state_sizes` are
+    those of recurrent policies; `by_log_prob`: no `log_prob` may be unknown, since the algorithm learns by it."""
+    header, policies = fragment.header, set(description.policies)
+    if header.run_id != run_id:
+        raise FragmentError(DropReason.FOREIGN_RUN, f"fragment of run {header.run_id!r} in the log of {run_id!r}")
+    if set(fragment.columns) != policies:
+        raise _schema(f"policies {sorted(fragment.columns)}, expected {sorted(policies)}")
+    if set(header.policy_versions) != policies:
+        raise _schema(f"policy versions of {sorted(header.policy_versions)}, expected {sorted(policies)}")
+    for policy_id, spaces in description.policies.items():
+        columns, slots = fragment.columns[policy_id], header.num_envs * description.slots(policy_id)
+        expected = expected_columns(spaces, header.steps, slots, (state_sizes or {}).get(policy_id, 0))
+        _check_columns(columns, expected, policy_id)
+        _check_choices(columns, spaces, policy_id)
+        if by_log_prob and np.isnan(columns["log_prob"]).any():
+            detail = f"{policy_id}/log_prob is not known, and the algorithm learns by it"
+            raise FragmentError(DropReason.NOT_FINITE, detail)
+
+
+def expected_columns(
+    spaces: PolicySpaces, steps: int, slots: int, state_size: int = 0
+) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Column → shape (−1 for any) and dtype of one policy's part of a fragment."""
+    flags = {name: ((steps, slots), np.dtype(np.bool_)) for name in ("terminated", "truncated", "mask")}
+    numbers = {name: ((steps, slots), np.dtype(np.float32)) for name in ("reward", "log_prob")}
+    expected: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {**flags, **numbers}
+    expected["final_index"] = ((-1, 2), np.dtype(np.int32))
+    for leaf in spaces.observation.leaves:
+        expected[leaf.column("obs")] = ((steps, slots, *leaf.shape), leaf.column_dtype)
+        expected[leaf.column("bootstrap_obs")] = ((slots, *leaf.shape), leaf.column_dtype)
+        expected[leaf.column("final_obs")] = ((-1, *leaf.shape), leaf.column_dtype)
+    for leaf in spaces.action.leaves:
+        dtype = np.dtype(np.float32) if leaf.kind == "box" else leaf.column_dtype
+        expected[leaf.column("action")] = ((steps, slots, *leaf.shape), dtype)
+    if state_size:
+        expected[STATE] = ((slots, state_size), np.dtype(np.float32))
+    return expected
+
+
+def holdable(name: str, array: Array) -> bool:
+    """Whether all numbers in a column are finite; a `log_prob` may be NaN."""
+    return array.dtype.kind != "f" or bool((np.isfinite(array) | (np.isnan(array) & (name == "log_prob"))).all())
+
+
+def _check_columns(
+    columns: Columns, expected: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]], policy_id: str
+) -> None:
+    if odd := sorted(set(columns) ^ set(expected)):
+        raise _schema(f"policy {policy_id}: columns {odd} are missing or unknown")
+    rows = len(columns["final_index"]) if columns["final_index"].ndim else 0
+    for name, (shape, dtype) in expected.items():
+        array, where = columns[name], f"{policy_id}/{name}"
+        wanted = tuple(rows if size == -1 else size for size in shape)
+        if array.shape != wanted or array.dtype != dtype:
+            raise _schema(f"{where} is {array.dtype}{array.shape}, expected {dtype}{wanted}")
+        if not holdable(name, array):
+            raise FragmentError(DropReason.NOT_FINITE, f"{where} holds NaN or infinite values")
+        if array.size and (array.dtype.kind == "f" or array.dtype.itemsize == 8):
+            low, high = np.fmin.reduce(array, axis=None), np.fmax.reduce(array, axis=None)  # without NaN
+            if low < -LARGEST or high > LARGEST:
+                found = f"{where} holds values from {low:g} to {high:g}, beyond {LARGEST:g}"
+                raise FragmentError(DropReason.MAGNITUDE, f"{found}; scale them down in the env")
+    steps, slots = columns["reward"].shape
+    index = columns["final_index"]
+    if rows and ((index < 0).any() or (index >= np.array([steps, slots])).any()):
+        raise _schema(f"{policy_id}/final_index points outside of {steps} × {slots}")
+    covered = np.zeros((steps, slots), np.bool_)
+    covered[index[:, 0], index[:, 1]] = True
+    if rows != int(covered.sum()) or (columns["truncated"] & ~covered).any():
+        raise _schema(f"{policy_id}: final_obs does not cover each truncated slot once")
+    if (covered & ~(columns["terminated"] | columns["truncated"])).any():
+        raise _schema(f"{policy_id}: final_obs of a slot whose episode continues")
+
+
+def _check_choices(columns: Columns, spaces: PolicySpaces, policy_id: str) -> None:
+    named = [(leaf, prefix) for leaf in spaces.observation.leaves for prefix in ("obs", "bootstrap_obs", "final_obs")]
+    for leaf, prefix in named + [(leaf, "action") for leaf in spaces.action.leaves]:
+        array = columns[leaf.column(prefix)]
+        if leaf.kind == "box" or not array.size:
+            continue
+        if (array < 0).any() or (array >= np.asarray(leaf.nvec).reshape(leaf.shape)).any():
+            raise _schema(f"{policy_id}/{leaf.column(prefix)} holds a choice that does not exist")

@@ -1,0 +1,172 @@
+"""Spaces as plain data: what an observation or action looks like, and its columns.
+
+A nested gymnasium space becomes a `SpaceSpec`: a list of leaves, each one array, and the structure that nests them.
+Trainer, checkpoints and `load_policy` know spaces only so, and need no gymnasium.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Self, cast
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import PlainSerializer, TypeAdapter
+
+Array = npt.NDArray[Any]
+Columns = dict[str, Array]
+LeafKind = Literal["box", "discrete", "multi_discrete", "multi_binary"]
+_Bound = Annotated[float, PlainSerializer(lambda side: side if math.isfinite(side) else str(side))]
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+
+
+class PlainData:
+    """A dataclass that travels as JSON."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, which has no number for an infinite bound: that becomes text."""
+        return dict(_adapter(type(self)).dump_python(self, mode="json"))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `as_dict`; raises `ValueError` for other data."""
+        return cast(Self, _adapter(cls).validate_python(data))
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of a space, without batch axes."""
+
+    path: str
+    """Where it is nested, joined by dots; empty for a space that is a single leaf."""
+    kind: LeafKind
+    shape: tuple[int, ...]
+    dtype: str
+    nvec: tuple[int, ...] = ()
+    """Number of choices: one entry for discrete, one per element for multi_discrete and multi_binary (all 2)."""
+    start: tuple[int, ...] = ()
+    """Smallest choice, one per entry of `nvec`; columns hold choices counted from 0."""
+    low: tuple[_Bound, ...] = ()
+    """Box bounds, flattened; a single number stands for all elements."""
+    high: tuple[_Bound, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_image(self) -> bool:
+        """Three axes (or four: stacked frames of color images) of bytes or booleans."""
+        return self.kind == "box" and self.dtype in {"uint8", "bool"} and len(self.shape) in {3, 4}
+
+    @property
+    def column_dtype(self) -> np.dtype[Any]:
+        """The dtype that its column travels in: counted choices are int64."""
+        return np.dtype(np.int64) if self.kind != "box" else np.dtype(self.dtype)
+
+    def bounds(self) -> tuple[Array, Array]:
+        """Box bounds as float32 arrays of `shape`."""
+        with np.errstate(over="ignore"):  # the largest float64 is infinite as a float32
+            sides = [np.asarray(side, np.float64).astype(np.float32) for side in (self.low, self.high)]
+        low, high = (np.broadcast_to(side, (self.size,)).reshape(self.shape).copy() for side in sides)
+        return low, high
+
+    def starts(self) -> Array:
+        return np.asarray(self.start, np.int64).reshape(self.shape)
+
+    def column(self, prefix: str) -> str:
+        """Name of its column: `obs`, or `obs.camera` when nested."""
+        return f"{prefix}.{self.path}" if self.path else prefix
+
+
+@dataclass(frozen=True)
+class SpaceSpec(PlainData):
+    """A space: leaves in a fixed order, and the nesting of dicts and tuples over them."""
+
+    leaves: tuple[Leaf, ...]
+    structure: Any
+    """An index into `leaves`, or `{"dict": {key: structure}}`, or `{"tuple": [structure]}`."""
+
+    def __str__(self) -> str:
+        return self._text(self.structure)
+
+    def _text(self, structure: Any) -> str:
+        if isinstance(structure, int):
+            leaf = self.leaves[structure]
+            return f"an array of shape {leaf.shape} and dtype {leaf.dtype}"
+        if "dict" in structure:
+            return f"{{{', '.join(f'{key!r}: {self._text(below)}' for key, below in structure['dict'].items())}}}"
+        return f"({', '.join(map(self._text, structure['tuple']))})"
+
+    def flatten(self, prefix: str, value: Any) -> Columns:
+        """Nested (batched) value → columns; choices are counted from 0."""
+        columns: Columns = {}
+        for leaf, part in self._parts(self.structure, value):
+            array = np.asarray(part, dtype=leaf.column_dtype)
+            columns[leaf.column(prefix)] = array - leaf.starts() if any(leaf.start) else array
+        return columns
+
+    def _parts(self, structure: Any, value: Any) -> Iterator[tuple[Leaf, Any]]:
+        if isinstance(structure, int):
+            yield self.leaves[structure], value
+        elif "dict" in structure:
+            for key, below in structure["dict"].items():
+                yield from self._parts(below, value[key])
+        else:
+            for below, item in zip(structure["tuple"], value, strict=True):
+                yield from self._parts(below, item)
+
+    def nest(self, prefix: str, columns: Mapping[str, Array], structure: Any = None) -> Any:
+        """Columns → nested (batched) value in the environment's own terms; the inverse of `flatten`."""
+        structure = self.structure if structure is None else structure
+        if isinstance(structure, int):
+            leaf = self.leaves[structure]
+            array = columns[leaf.column(prefix)]
+            return (array + leaf.starts() if any(leaf.start) else array).astype(leaf.dtype, copy=False)
+        if "dict" in structure:
+            return {key: self.nest(prefix, columns, below) for key, below in structure["dict"].items()}
+        return tuple(self.nest(prefix, columns, below) for below in structure["tuple"])
+
+    def to_environment(self, columns: Columns) -> Any:
+        """Action columns → what the environment takes: boxes clipped to their bounds, nested as the space is."""
+        bounded = dict(columns)
+        for leaf in self.leaves:
+            if leaf.kind == "box":  # in the space's own dtype: the float32 nearest to a float64 bound may be beyond it
+                name = leaf.column("action")
+                sides = (np.asarray(side, leaf.dtype) for side in (leaf.low, leaf.high))
+                low, high = (np.broadcast_to(side, (leaf.size,)).reshape(leaf.shape) for side in sides)
+                bounded[name] = np.clip(columns[name].astype(leaf.dtype), low, high)
+        return self.nest("action", bounded)
+
+    def column_names(self, prefix: str) -> tuple[str, ...]:
+        return tuple(leaf.column(prefix) for leaf in self.leaves)
+
+
+@dataclass(frozen=True)
+class PolicySpaces(PlainData):
+    observation: SpaceSpec
+    action: SpaceSpec
+
+
+@dataclass(frozen=True)
+class EnvironmentDescription(PlainData):
+    """The environment as data: which agents act, with which policy, in which spaces. Stored with the run."""
+
+    agents: dict[str, str]
+    """Agent → policy id, in slot order."""
+    policies: dict[str, PolicySpaces]
+
+    def slots(self, policy_id: str) -> int:
+        """Agents per environment that act with this policy."""
+        return sum(1 for mapped in self.agents.values() if mapped == policy_id)
+
+    def fragment_bytes(self, steps: int, num_envs: int, state_sizes: Mapping[str, int] | None = None) -> int:
+        """About how many bytes of observations, actions and state a fragment of `steps` × `num_envs` holds."""
+        per_env, state = 0, 0
+        for policy_id, spaces in self.policies.items():
+            leaves = (*spaces.observation.leaves, *spaces.action.leaves)
+            row = sum(leaf.size * leaf.column_dtype.itemsize for leaf in leaves) + 12
+            per_env += row * self.slots(policy_id)
+            state += 4 * (state_sizes or {}).get(policy_id, 0) * self.slots(policy_id)
+        return (per_env * steps + state) * num_envs

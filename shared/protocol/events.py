@@ -1,0 +1,121 @@
+"""What happened in a run, for people and for the evaluator: a short Redis stream of JSON events.
+
+Nothing that is learned depends on them, and `emit` raises into no role. Kinds: `checkpoint`, `evaluation`, a role
+(`worker`, `trainer`, `rank`, `evaluator`), `environment`, `store`, `export`, `service`, `scaling`, `state`.
+"""
+
+import json
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import redis
+from pydantic import BaseModel, NonNegativeInt, TypeAdapter
+
+from shared.printable import foreign, left_out, printable, printable_data
+from shared.protocol.keys import RunKeys
+from shared.protocol.scripts import read_stream, write_small
+from shared.storage.checkpoint_store import checkpoint_version
+
+_LOGGER = logging.getLogger("stagecoach.events")
+_KEPT = 1000
+_DATA_CHARACTERS = 100_000
+_EVALUATIONS_KEPT = 100
+
+
+@dataclass(frozen=True)
+class Event:
+    id: str
+    kind: str
+    text: str
+    data: dict[str, Any]
+
+
+class _Returns(BaseModel, extra="allow"):
+    """One evaluation: what each reader needs, and what is shown if it is there."""
+
+    mean_return: float
+    std_return: float = 0.0
+    episodes: int = 0
+
+
+class _Scores(_Returns):
+    version: NonNegativeInt
+    checkpoint: str = ""
+    confirmation: _Returns | None = None
+
+
+_SCORES, _DATA = TypeAdapter(_Scores), TypeAdapter(dict[str, Any])
+
+
+def emit(client: redis.Redis, run_id: str, kind: str, text: str, **data: Any) -> None:
+    """Adds an event of printable text; only the newest thousand or so are kept. It never raises but for programming."""
+    shown = json.dumps(printable_data(data))
+    if len(shown) > _DATA_CHARACTERS:
+        shown = json.dumps({"left_out": f"{len(shown)} characters of data"})
+    fields = ["kind", printable(kind), "text", printable(text), "data", shown]
+    try:
+        write_small(client, RunKeys(run_id), RunKeys(run_id).events, "XADD", "MAXLEN", "~", _KEPT, "*", *fields)
+    except redis.RedisError as error:
+        _LOGGER.warning("Redis rejects the event %r: %s", printable(text), error)
+
+
+def read_events(client: redis.Redis, run_id: str, after: str = "0-0", block_seconds: float = 0.0) -> list[Event]:
+    entries = read_stream(client, RunKeys(run_id).events, after, None, block_seconds)
+    return [_event(run_id, id_.decode(), fields) for id_, fields in entries]
+
+
+def _event(run_id: str, id_: str, fields: dict[bytes, bytes]) -> Event:
+    """A malformed one keeps its place, so that a reader gets past it."""
+    data = foreign(_DATA, fields.get(b"data", b""), f"event {id_} of run {run_id}")
+    if data is None or not {b"kind", b"text"} <= fields.keys():
+        return Event(id_, "malformed", "an event that another program wrote", {})
+    kind, text = (printable(fields[name].decode(errors="replace")) for name in (b"kind", b"text"))
+    return Event(id_, kind, text, data)
+
+
+def recent_events(client: redis.Redis, run_id: str, count: int) -> str:
+    """The id after which the last `count` events come."""
+    found = cast(list[Any], client.xrevrange(RunKeys(run_id).events, count=count + 1))
+    return found[count][0].decode() if len(found) > count else "0-0"
+
+
+def record_evaluation(client: redis.Redis, run_id: str, checkpoint: str, scores: dict[str, Any]) -> None:
+    """Keeps the scores of one checkpoint, `version` among them; as `confirmation` those of a second evaluation."""
+    text = json.dumps(printable_data(scores))
+    write_small(client, RunKeys(run_id), RunKeys(run_id).evaluations, "HSET", checkpoint, text)
+
+
+def prune_evaluations(client: redis.Redis, run_id: str, keep: Collection[str]) -> None:
+    """Forgets the scores of checkpoints that are gone, but for the newest hundred."""
+    found = list(read_evaluations(client, run_id))
+    old = [name for name in found[:-_EVALUATIONS_KEPT] if name not in keep]
+    if old:
+        client.hdel(RunKeys(run_id).evaluations, *old)
+
+
+def read_evaluations(client: redis.Redis, run_id: str) -> dict[str, dict[str, Any]]:
+    """Checkpoint name → scores, in the order of their policy versions; with `version` and a finite `mean_return`."""
+    raw = cast(dict[bytes, bytes], client.hgetall(RunKeys(run_id).evaluations))
+    scores = {}
+    for name, text in raw.items():
+        checkpoint = name.decode(errors="replace")
+        what = f"the score of {checkpoint} of run {run_id}"
+        found = foreign(_SCORES, text, what)
+        if found is not None and checkpoint_version(checkpoint) is None:
+            left_out(what, "no checkpoint has such a name")
+        elif found is not None:
+            scores[checkpoint] = found.model_dump(exclude_unset=True)
+    return dict(sorted(scores.items(), key=lambda item: (item[1]["version"], item[0])))
+
+
+def confirmed_return(scores: Mapping[str, Any]) -> float | None:
+    """The mean return by which a checkpoint may be the best: that of its second evaluation, None where it had none."""
+    confirmation = scores.get("confirmation")
+    return float(confirmation["mean_return"]) if confirmation else None
+
+
+def reaches(scores: Mapping[str, Any], mean_return: float) -> bool:
+    """Whether a checkpoint has at least this mean return in each of its evaluations."""
+    return all(float(one["mean_return"]) >= mean_return for one in (scores, scores.get("confirmation") or scores))

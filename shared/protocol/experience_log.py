@@ -1,0 +1,177 @@
+"""The experience log: one Redis stream, in one order, each fragment applied once. Workers push, the trainer reads in
+order and trims what a durable checkpoint covers."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, cast
+
+import redis
+
+from shared.errors import Fenced, ShardFull
+from shared.experience.log_entry import STRANGERS, BodyPlace, LogEntry, whole_number
+from shared.protocol.flow_control import KeyDamaged
+from shared.protocol.keys import RunKeys
+from shared.protocol.payload_shards import Bodies
+from shared.protocol.scripts import Call, Script, read_stream, write_small
+
+_LAST_POSSIBLE = f"{2**64 - 1}-{2**64 - 1}".encode()
+_PAGE = 32
+
+
+class PushReply(StrEnum):
+    PUSHED = "pushed"
+    DUPLICATE = "duplicate"
+    STALE = "stale"
+    """Its lease ran out and the place is taken; it is counted as dropped."""
+    SUPERSEDED = "superseded"
+    """A newer incarnation acts in its place."""
+    EPOCH = "epoch"
+    """Redis was rolled back: register again."""
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a worker finds of its predecessors."""
+
+    action_trace: list[bytes]
+    tries: int
+    """How many have died since the last push, while they acted on from there."""
+    pushed: bool
+
+
+class ExperienceLog:
+    def __init__(self, client: redis.Redis, run_id: str, bodies: Bodies | None = None) -> None:
+        self._redis, self._keys = client, RunKeys(run_id)
+        self._bodies = bodies or Bodies({}, run_id)
+        self._push = Script(client, self._keys, "push")
+        self._trim = Script(client, self._keys, "trim")
+        self._quarantined: frozenset[bytes] | None = None
+
+    def push(
+        self,
+        worker: str,
+        incarnation: int,
+        seq: int,
+        epoch: int,
+        transitions: int,
+        fragment: bytes,
+        action_trace: bytes = b"",
+        action_trace_length: int = 0,
+        then: Call[Any] | None = None,
+        refusals: int = 0,
+    ) -> PushReply:
+        """Appends one fragment and honors its claim, in one step; safe to repeat. Its body is on a shard before. In the
+        same step `action_trace` is appended to the worker's, which keeps its last `action_trace_length` entries. Raises
+        `ShardUnavailable` or `ShardFull`; then nothing has happened, and the trainer knows of a full one. `refusals` is
+        how often this incarnation has heard STALE: it tells another fragment under the same number from one that is
+        sent again. `then` is run right after it in the same round trip, whatever the reply."""
+        place = self._put(worker, incarnation, seq, fragment) if self._bodies else None
+        field, value = ("fragment", fragment) if place is None else ("body", place.encode())
+        arguments = self._push.arguments(
+            worker=worker, incarnation=incarnation, seq=seq, epoch=epoch, transitions=transitions, field=field,
+            value=value, bytes=len(fragment), refusals=refusals, action_trace=self._keys.action_trace(worker),
+            action_trace_entry=action_trace, action_trace_length=action_trace_length,
+        )  # fmt: skip
+        pushing = Call(self._push, arguments, lambda reply: PushReply(reply.decode()))
+        reply = pushing.run(then)
+        if place is not None and reply not in (PushReply.PUSHED, PushReply.DUPLICATE):
+            self._bodies.remove(worker, place)
+        return reply
+
+    def _put(self, worker: str, incarnation: int, seq: int, body: bytes) -> BodyPlace:
+        try:
+            return self._bodies.put(worker, incarnation, seq, body)
+        except ShardFull:  # the trainer writes a checkpoint, as for a claim that Redis has no memory for
+            write_small(self._redis, self._keys, self._keys.flow, "HSET", "memory_full", 1)
+            raise
+
+    def left(self, worker: str) -> Left:
+        """What the incarnations of `worker` before this one have left."""
+        trace = cast(list[bytes], self._redis.lrange(self._keys.action_trace(worker), 0, -1))
+        tries = cast(bytes | None, self._redis.hget(self._keys.pushed, f"{worker}:tries")) or b""
+        pushed = self._redis.hexists(self._keys.produced, f"{worker}:fragments")
+        return Left(trace, whole_number(tries), bool(pushed))
+
+    def trying(self, worker: str, count: int) -> None:
+        """`worker` begins (1) something that it may not outlive, or has outlived it (-1); a push counts as both."""
+        write_small(self._redis, self._keys, self._keys.pushed, "HINCRBY", f"{worker}:tries", count)
+
+    def forget_action_trace(self, worker: str) -> None:
+        """From now on no process takes up the episodes of `worker`."""
+        self._redis.delete(self._keys.action_trace(worker))
+        self._redis.hdel(self._keys.pushed, f"{worker}:tries")
+
+    def read(self, after: str, count: int, block_seconds: float) -> list[LogEntry]:
+        """Up to `count` entries after a position, waiting at most `block_seconds`; raises `ShardUnavailable`."""
+        return self._with_bodies(self._parsed(read_stream(self._redis, self._keys.log, after, count, block_seconds)))
+
+    def _parsed(self, page: Sequence[tuple[bytes, dict[bytes, bytes]]]) -> list[LogEntry]:
+        """An entry's push was written with it; what is in quarantine is decided before a trainer reads."""
+        if not page:
+            return []
+        if page[-1][0] == _LAST_POSSIBLE:
+            raise KeyDamaged(self._keys.log, f"an entry stands at {_LAST_POSSIBLE.decode()}, and none can follow it")
+        if self._quarantined is None:
+            decided = cast(dict[bytes, bytes], self._redis.hgetall(self._keys.quarantine))
+            self._quarantined = frozenset(id_ for id_, why in decided.items() if why != b"dropped")
+        pushes = cast(Any, self._redis.xrange(self._keys.pushes, page[0][0], page[-1][0]))
+        ours = {id_ for id_, _ in pushes}
+        return [_entry(id_, fields, id_ in ours, id_ in self._quarantined) for id_, fields in page]
+
+    def _with_bodies(self, page: list[LogEntry]) -> list[LogEntry]:
+        """The same entries, with what the shards have of them; not of those that were given up, whatever comes back."""
+        sharded = [entry for entry in page if entry.place is not None and not entry.quarantined]
+        if not sharded:
+            return page
+        lost = cast(Any, self._redis.smismember(self._keys.lost_bodies, [entry.id for entry in sharded]))
+        gone = {entry.id for entry, is_lost in zip(sharded, lost, strict=True) if is_lost}
+        there = {e.id: (e.worker, e.place) for e in sharded if e.place is not None and e.id not in gone}
+        bodies = dict.fromkeys(gone) | dict(zip(there, self._bodies.fetch(list(there.values())), strict=True))
+        return [
+            replace(entry, lost_body=entry.id in gone, fragment=bodies[entry.id]) if entry.id in bodies else entry
+            for entry in page
+        ]
+
+    def give_up(self, positions: Sequence[str]) -> None:
+        """Counts the bodies of the entries there as lost; for a Redis that has forgotten it."""
+        if positions:
+            write_small(self._redis, self._keys, self._keys.lost_bodies, "SADD", *positions)
+
+    def between(self, after: str, through: str) -> Iterator[LogEntry]:
+        """The entries after one position, through another, a page at a time; raises `ShardUnavailable`."""
+        while True:
+            page = cast(Any, self._redis.xrange(self._keys.log, f"({after}", through, count=_PAGE))
+            yield from self._with_bodies(self._parsed(page))
+            if len(page) < _PAGE:
+                return
+            after = page[-1][0].decode()
+
+    def trim(self, epoch: int, through: str) -> int:
+        """Removes all entries through a position, and from the shards what the log names no more; raises `Fenced`."""
+        removed = int(self._trim(epoch=epoch, through=through))
+        if removed < 0:
+            raise Fenced(f"epoch {epoch} may not trim the log; a newer trainer has taken over")
+        if self._bodies:
+            self._bodies.sweep(self._redis)
+        return removed
+
+    def holds(self, position: str) -> bool:
+        return bool(self._redis.xrange(self._keys.log, position, position, count=1))
+
+    def __len__(self) -> int:
+        return self._redis.xlen(self._keys.log)
+
+
+def _entry(id_: bytes, fields: dict[bytes, bytes], pushed: bool, quarantined: bool) -> LogEntry:
+    """What was put in by hand gets through as well, to be counted."""
+    if not pushed:
+        return LogEntry(id_.decode(), STRANGERS, 0, 0, 0, b"", False)
+    place = BodyPlace.decode(fields[b"body"]) if b"body" in fields else None
+    worker, body = fields.get(b"worker", b"").decode(errors="replace"), None if place else fields.get(b"fragment", b"")
+    names = (b"incarnation", b"seq", b"transitions", b"lost")
+    incarnation, seq, transitions, lost = (whole_number(fields.get(name, b"")) for name in names)
+    return LogEntry(
+        id_.decode(), worker, incarnation, seq, transitions, body, True, lost, place, quarantined=quarantined
+    )

@@ -1,0 +1,268 @@
+"""Flow control: claims, credit, epochs and the run's state.
+
+One rule, counted in fragments: a claim is granted while `claimed − consumed < (L + 1) · K`, where an update consumes
+exactly K fragments and L is `max_policy_lag`. `consumed` moves in the step that publishes the next policy version. A
+claim that ends in no fragment (lease over, worker gone) or in a dropped one is given again, so the rule cannot
+deadlock; the bound on the policy lag itself is kept where fragments are consumed (trainer_node/log_consumer.py).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any, Literal, cast
+
+import redis
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+
+from shared.config.run_config import Config
+from shared.errors import Fenced, UserError, WorkerSuperseded
+from shared.printable import printable
+from shared.protocol.keys import RunKeys
+from shared.protocol.scripts import INCARNATIONS_KEPT, Call, Script, unknown_run, write_small
+from shared.runtime.failure import FailureKind
+
+_PAGE = 1000
+"""Arguments of one script; Lua bears only some thousands."""
+
+
+class KeyDamaged(UserError, redis.ResponseError):
+    """A key holds what Stagecoach never wrote; code that survives a Redis error survives this, too."""
+
+    def __init__(self, key: str, what: object) -> None:
+        super().__init__(
+            f"the Redis key {key} is damaged: {printable(str(what), 300)}; another program wrote it. End the run, "
+            f"delete all its keys (with redis.url=embedded: the folder `redis` in the run's folder), and "
+            f"`stagecoach resume` continues it from its newest checkpoint"
+        )
+
+
+class RunState(StrEnum):
+    RUNNING = "running"
+    STOPPING = "stopping"
+    FINISHED = "finished"
+
+
+_MOST = 2**53
+"""Lua counts in doubles."""
+_Number = Annotated[int, Field(ge=-1, le=_MOST)]
+_Position = Annotated[str, Field(pattern=r"^[0-9]{1,20}-[0-9]{1,20}$")]
+
+
+@dataclass(frozen=True)
+class FlowState:
+    state: RunState
+    epoch: _Number
+    version: _Number
+    consumed: _Number
+    claimed: Annotated[int, Field(ge=-_MOST, le=_MOST)]
+    fragments_per_update: Annotated[int, Field(ge=1, le=_MOST)]
+    max_policy_lag: _Number
+    committed_id: _Position
+    trimmed_id: _Position
+    pushed_bytes: _Number
+    trimmed_bytes: _Number
+    lease_ms: _Number
+    max_log_bytes: _Number
+    desired_workers: _Number
+    config_hash: str
+    reason: str = ""
+    failure: Annotated[FailureKind | None, BeforeValidator(lambda text: text or None)] = None
+    published_id: _Position = "0-0"
+    scaling: Literal["fixed", "auto"] = "fixed"
+    """`auto`: the coordinator moves `desired_workers` between the next two."""
+    min_workers: _Number = 1
+    max_workers: Annotated[_Number | None, BeforeValidator(lambda text: text or None)] = None
+    memory_full: bool = False
+    """Whether Redis refused the last new claim, or a shard a body, for want of memory."""
+    shards: Annotated[tuple[str, ...], BeforeValidator(str.split)] = ()
+    """Where the run's fragments have their bodies, as `host:port/db`; empty where the log holds them."""
+
+    @property
+    def log_bytes(self) -> int:
+        return self.pushed_bytes - self.trimmed_bytes
+
+    @property
+    def in_flight(self) -> int:
+        return self.claimed - self.consumed
+
+    @property
+    def window(self) -> int:
+        """The most that may be in flight: (L + 1) · K."""
+        return (self.max_policy_lag + 1) * self.fragments_per_update
+
+
+_STATE = TypeAdapter(FlowState)
+
+
+def parse_flow(raw: Mapping[bytes, bytes]) -> FlowState:
+    """The hash as Redis gives it; raises `ValueError`, which names the field and what it holds."""
+    flow = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in raw.items()}
+    try:
+        return _STATE.validate_python(flow)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0])
+        found = repr(flow[name][:40]) if name in flow else "nothing"
+        raise ValueError(f"its field {name} is {found} ({first['msg']})") from None
+
+
+class ClaimReply(StrEnum):
+    GRANTED = "granted"
+    WAIT_CREDIT = "wait_credit"
+    WAIT_LOG = "wait_log"
+    WAIT_MEMORY = "wait_memory"
+    DRAIN = "drain"
+    SUPERSEDED = "superseded"
+    TAKEN = "taken"
+    """Redis was rolled back and gave the incarnation twice."""
+    STOPPING = "stopping"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Claim:
+    reply: ClaimReply
+    version: int
+    epoch: int
+    wakeup: str
+
+    @property
+    def granted(self) -> bool:
+        """Permission to act one fragment with at least policy `version`."""
+        return self.reply is ClaimReply.GRANTED
+
+    @property
+    def waiting(self) -> bool:
+        return self.reply in (ClaimReply.WAIT_CREDIT, ClaimReply.WAIT_LOG, ClaimReply.WAIT_MEMORY)
+
+
+class Flow:
+    def __init__(self, client: redis.Redis, run_id: str) -> None:
+        self._redis, self._keys = client, RunKeys(run_id)
+        self._claim = Script(client, self._keys, "claim")
+
+    def _run(self, name: str, **arguments: Any) -> Any:
+        return Script(self._redis, self._keys, name)(**arguments)
+
+    def create(self, config: Config, shards: Sequence[str] = ()) -> bool:
+        """The flow of a new run, in state `running`; False where it is there already (nothing is changed)."""
+        rollout = config.rollout
+        fields: dict[str, Any] = {
+            "state": RunState.RUNNING, "reason": "", "epoch": 0, "version": -1, "consumed": 0, "claimed": 0,
+            "fragments_per_update": rollout.fragments_per_update, "max_policy_lag": rollout.max_policy_lag,
+            "lease_ms": int(rollout.lease_seconds * 1000), "max_log_bytes": rollout.max_log_bytes, "pushed_bytes": 0,
+            "trimmed_bytes": 0, "trimmed_id": "0-0", "committed_id": "0-0", "desired_workers": rollout.workers,
+            "scaling": rollout.scaling, "min_workers": rollout.min_workers, "max_workers": rollout.max_workers or "",
+            "config_hash": config.hash(), "shards": " ".join(shards),
+        }  # fmt: skip
+        return bool(self._run("create", fields=[part for pair in fields.items() for part in pair]))
+
+    def read(self) -> FlowState:
+        """All of it at one instant; raises `RunNotFound`, or `KeyDamaged`."""
+        raw = cast(dict[bytes, bytes], self._redis.hgetall(self._keys.flow))
+        try:
+            if raw:
+                return parse_flow(raw)
+        except ValueError as error:
+            raise KeyDamaged(self._keys.flow, error) from None
+        raise unknown_run(self._keys.run_id)
+
+    def register(self, worker: str, at_least: int = 0) -> tuple[int, int]:
+        """A new incarnation of `worker` (0 the first time) and the trainer's epoch; its old claims are given back.
+        Never less than `at_least`: a Redis that was rolled back may not know how often a worker has registered."""
+        incarnation, epoch = self._run("register", worker=worker, at_least=at_least, kept=INCARNATIONS_KEPT)
+        return int(incarnation), self._number(epoch)
+
+    def claim(self, worker: str, incarnation: int, seq: int) -> Claim:
+        """Asks once for permission to act fragment `seq`; raises `WorkerSuperseded` for an old incarnation."""
+        claim = self.claiming(worker, incarnation, seq).run()
+        if claim.reply is ClaimReply.SUPERSEDED:
+            raise WorkerSuperseded(f"{worker}: a newer incarnation than {incarnation} has registered")
+        return claim
+
+    def claiming(self, worker: str, incarnation: int, seq: int) -> Call[Claim]:
+        """The same, to be sent with something else; its reply may be SUPERSEDED."""
+        arguments = self._claim.arguments(worker=worker, incarnation=incarnation, seq=seq)
+        return Call(self._claim, arguments, self._claimed)
+
+    def _claimed(self, found: list[bytes]) -> Claim:
+        said, version, epoch, wakeup = found
+        try:
+            reply = ClaimReply(said.decode())
+        except ValueError:  # the state of a damaged flow
+            self.read()
+            raise
+        return Claim(reply, self._number(version), self._number(epoch), wakeup.decode())
+
+    def _number(self, text: bytes) -> int:
+        if not text.removeprefix(b"-").isdigit():
+            self.read()
+        return int(text)
+
+    def wait_for_wakeup(self, claim: Claim, seconds: float) -> None:
+        """Blocks until credit may have become free after `claim` was refused, at most `seconds`."""
+        self._redis.xread({self._keys.wakeups: claim.wakeup}, count=1, block=max(1, int(seconds * 1000)))
+
+    def release(self, worker: str = "*") -> int:
+        """Gives back the claims of a worker that is gone (of all by default); returns how many."""
+        return int(self._run("release", worker=worker))
+
+    def drain(self, *workers: str) -> None:
+        """Asks them to end after their fragments; holds until `undrain`, however often a worker restarts. Many are
+        asked together, since each wake-up is for all workers that wait."""
+        asked = 0
+        for first in range(0, len(workers), _PAGE):
+            page = workers[first : first + _PAGE]
+            asked += int(write_small(self._redis, self._keys, self._keys.draining, "SADD", *page))
+        if asked:
+            write_small(self._redis, self._keys, self._keys.wakeups, "XADD", "MAXLEN", "~", 64, "*", "w", 1)
+
+    def undrain(self, worker: str) -> None:
+        self._redis.srem(self._keys.draining, worker)
+
+    def take_over(self, at_least: int = 0) -> int:
+        """A new trainer's epoch, greater than `at_least`; every older trainer is fenced from here on. A Redis that was
+        rolled back may have forgotten an epoch; the store's pointer names the last that wrote there."""
+        return int(self._run("take_over", at_least=at_least))
+
+    def process(self) -> str:
+        """The id of the Redis process: another after a restart or a failover, perhaps without what came last."""
+        return str(self._redis.info("server")["run_id"])
+
+    def holds(self, epoch: int) -> bool:
+        """Whether the trainer of `epoch` may still write: no newer one is known. A Redis that was rolled back, and has
+        forgotten this epoch, learns it again."""
+        return bool(self._run("check_epoch", epoch=epoch))
+
+    def set_state(
+        self,
+        state: RunState,
+        reason: str,
+        expected: RunState | None = None,
+        epoch: int | None = None,
+        failure: FailureKind | None = None,
+    ) -> bool:
+        """running → stopping → finished; only from `expected` where that is given. A `failure` stays with the run until
+        it is running again. A trainer gives its `epoch`: an older one may not end the run, and gets `Fenced`."""
+        fields = ["failure", failure or ""] if failure or state is RunState.RUNNING else []
+        begin, fence = expected or "", "" if epoch is None else epoch
+        reason = printable(reason, lines=True)
+        changed = self._run("set_state", state=state, reason=reason, expected=begin, epoch=fence, fields=fields)
+        if changed < 0:
+            raise Fenced(f"epoch {epoch} may not set the run {state}; a newer trainer has taken over")
+        return bool(changed)
+
+    def set_bounds(self, lease_seconds: float, max_log_bytes: int, shards: Sequence[str] = ()) -> None:
+        """The bounds and the shards, which a resume may change; K and L stay what they were."""
+        fields = ("lease_ms", int(lease_seconds * 1000), "max_log_bytes", max_log_bytes, "shards", " ".join(shards))
+        write_small(self._redis, self._keys, self._keys.flow, "HSET", *fields)
+
+    def set_desired_workers(self, workers: int, scaling: str = "") -> bool:
+        """The coordinator's goal for the fleet; False where `scaling` is given and no longer stands."""
+        return bool(self._run("scale", expected=scaling, fields=["desired_workers", workers]))
+
+    def set_scaling(self, scaling: str, min_workers: int, max_workers: int | None, workers: int | None = None) -> None:
+        """A person's order: a fixed number (`workers`), or automatic between the bounds, from the present number on."""
+        fields: list[str | int] = ["scaling", scaling, "min_workers", min_workers, "max_workers", max_workers or ""]
+        fields += [] if workers is None else ["desired_workers", workers]
+        self._run("scale", expected="", fields=fields)

@@ -1,0 +1,200 @@
+"""The ledger: produced = consumed + dropped(reason) + in flight, per worker, in fragments and transitions.
+
+*Produced* is counted by the push script, *consumed* and *dropped* by the trainer from the log alone, *in flight* from
+the log itself, so that the equation can fail. What was put into the log by hand has an account of its own, `strangers`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
+
+import redis
+from pydantic import TypeAdapter
+
+from shared.errors import DropReason, Fenced
+from shared.experience.log_entry import STRANGERS, whole_number
+from shared.printable import foreign, left_out
+from shared.protocol.keys import RunKeys
+from shared.protocol.scripts import INCARNATIONS_KEPT, Script
+
+_NUMBER = re.compile("-?[0-9]{1,18}")
+
+
+@dataclass
+class Count:
+    fragments: int = 0
+    transitions: int = 0
+
+    def add(self, transitions: int, fragments: int = 1) -> None:
+        self.fragments += fragments
+        self.transitions += transitions
+
+    def __add__(self, other: Count) -> Count:
+        return Count(self.fragments + other.fragments, self.transitions + other.transitions)
+
+
+@dataclass
+class WorkerAccount:
+    consumed: Count = field(default_factory=Count)
+    dropped: dict[DropReason, Count] = field(default_factory=dict)
+    high_water: dict[int, int] = field(default_factory=dict)
+    """Incarnation → last sequence number seen; a repeat is below it, a gap jumps over it."""
+
+    def gap(self, incarnation: int, seq: int) -> int:
+        """How many fragments are missing between what was seen last and this one (0 for a repeat)."""
+        return max(0, seq - self.high_water.get(incarnation, -1) - 1)
+
+    def saw(self, incarnation: int, seq: int) -> None:
+        """Moves the high-water mark; those of long gone incarnations are forgotten."""
+        self.high_water[incarnation] = seq
+        while len(self.high_water) > INCARNATIONS_KEPT:
+            del self.high_water[min(self.high_water)]
+
+
+_ACCOUNT, _ACCOUNTS = TypeAdapter(WorkerAccount), TypeAdapter(dict[str, WorkerAccount])
+
+
+@dataclass
+class Ledger:
+    """The trainer's side of the accounting, by worker id; only what has changed since then is told to Redis."""
+
+    accounts: dict[str, WorkerAccount] = field(default_factory=dict)
+    _texts: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """Of the accounts that have not changed since they were written as JSON."""
+    _untold: set[str] | None = field(default=None, repr=False, compare=False)
+    """Whose accounts have changed since Redis was told; None where it is to be told everything."""
+
+    def of(self, worker: str) -> WorkerAccount:
+        """The account of `worker`, opened when first seen; ask anew for each change, since it counts as one."""
+        self._texts.pop(worker, None)
+        if self._untold is not None:
+            self._untold.add(worker)
+        return self.accounts.setdefault(worker, WorkerAccount())
+
+    def news(self) -> list[str]:
+        """For the scripts: `1` where it is the whole, then worker, account, … that Redis does not know yet."""
+        whole = self._untold is None
+        workers = self.accounts if self._untold is None else self._untold
+        return ["1" if whole else "", *(text for name in sorted(workers) for text in (name, self._text(name)))]
+
+    def told(self) -> None:
+        """Redis has written down all the news; where it knew a position already, it wrote nothing."""
+        self._untold = set()
+
+    def _text(self, worker: str) -> str:
+        if worker not in self._texts:
+            self._texts[worker] = json.dumps(vars(self.accounts[worker]), default=vars, separators=(",", ":"))
+        return self._texts[worker]
+
+    def consume(self, worker: str, transitions: int) -> None:
+        """One fragment became part of an update (or was observed in warm-up)."""
+        self.of(worker).consumed.add(transitions)
+
+    def drop(self, worker: str, reason: DropReason, transitions: int, fragments: int = 1) -> None:
+        self.of(worker).dropped.setdefault(reason, Count()).add(transitions, fragments)
+
+    def consumed(self) -> Count:
+        return sum((account.consumed for account in self.accounts.values()), Count())
+
+    def as_json(self) -> str:
+        return "{" + ",".join(f"{json.dumps(worker)}:{self._text(worker)}" for worker in sorted(self.accounts)) + "}"
+
+    @classmethod
+    def from_json(cls, text: str) -> Ledger:
+        """The inverse of `as_json`; an empty text is an empty ledger."""
+        return cls(_ACCOUNTS.validate_json(text or "{}"))
+
+
+@dataclass(frozen=True)
+class LedgerLine:
+    produced: Count = field(default_factory=Count)
+    consumed: Count = field(default_factory=Count)
+    dropped: dict[DropReason, Count] = field(default_factory=dict)
+    in_flight: Count = field(default_factory=Count)
+
+    @property
+    def balances(self) -> bool:
+        return self.produced == sum(self.dropped.values(), self.consumed + self.in_flight)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"balances": self.balances}
+
+    def __add__(self, other: LedgerLine) -> LedgerLine:
+        dropped = dict(self.dropped)
+        for reason, count in other.dropped.items():
+            dropped[reason] = dropped.get(reason, Count()) + count
+        produced, consumed = self.produced + other.produced, self.consumed + other.consumed
+        return LedgerLine(produced, consumed, dropped, self.in_flight + other.in_flight)
+
+
+def read_accounting(client: redis.Redis, run_id: str) -> dict[str, LedgerLine]:
+    """The accounting of a run at one instant: a line per worker, and `total`."""
+    accounts, made, entries = Script(client, RunKeys(run_id), "accounting")()
+    ledger, (produced, refused) = _sound(accounts, run_id), _produced(made)
+    flight = _in_flight(_sound(accounts, run_id), entries)
+    lines = {}
+    for worker in sorted({*ledger.accounts, *produced, *flight}):
+        account, in_flight = ledger.accounts.get(worker, WorkerAccount()), flight.get(worker, Count())
+        dropped = account.dropped
+        if worker in refused:
+            dropped[DropReason.STALE] = dropped.get(DropReason.STALE, Count()) + refused[worker]
+        total_made = sum(dropped.values(), in_flight) if worker == STRANGERS else produced.get(worker, Count())
+        lines[worker] = LedgerLine(total_made, account.consumed, dropped, in_flight)
+    return lines | {"total": sum(lines.values(), LedgerLine())}
+
+
+def fast_forward(client: redis.Redis, run_id: str, epoch: int, position: str, ledger: Ledger) -> None:
+    """Brings a Redis that may know less than its trainer (lost, or restored from the past) forward to its accounting.
+    What the ledger committed must have been produced and pushed, and no claim may stand behind it. Incarnations count
+    on, since the ledger would take the first fragments of an old number for repeats. Raises `Fenced`."""
+    whole = Ledger(ledger.accounts).news()
+    if not Script(client, RunKeys(run_id), "fast_forward")(epoch=epoch, position=position, accounts=whole):
+        raise Fenced(f"epoch {epoch} may not fast-forward Redis; a newer trainer has taken over")
+
+
+def read_ledger(client: redis.Redis, run_id: str) -> Ledger:
+    """The trainer's side alone, through the committed position."""
+    pairs = cast(dict[bytes, bytes], client.hgetall(RunKeys(run_id).ledger))
+    return _sound([part for pair in pairs.items() for part in pair], run_id)
+
+
+def _sound(pairs: list[bytes], run_id: str) -> Ledger:
+    """The ledger as Redis holds it, without malformed accounts, so that the accounting shows an imbalance."""
+    ledger = Ledger()
+    for name, text in zip(pairs[::2], pairs[1::2], strict=True):
+        worker = name.decode(errors="replace")
+        account = foreign(_ACCOUNT, text, f"the account of {worker} in run {run_id}")
+        if account is not None:
+            ledger.accounts[worker] = account
+    return ledger
+
+
+def _in_flight(seen: Ledger, entries: list[bytes]) -> dict[str, Count]:
+    """By worker: the entries that the ledger does not account for yet, and the losses that it will find before them."""
+    flight = defaultdict[str, Count](Count)
+    for name, *fields in zip(*[iter(entries)] * 5, strict=True):
+        worker, (incarnation, seq, lost, size) = name.decode(errors="replace") or STRANGERS, map(whole_number, fields)
+        fragments = 1
+        if worker != STRANGERS:
+            account = seen.of(worker)
+            fragments += min(account.gap(incarnation, seq), lost)
+            account.saw(incarnation, max(seq, account.high_water.get(incarnation, -1)))
+        flight[worker].add(fragments * size, fragments)
+    return flight
+
+
+def _produced(made: list[bytes]) -> tuple[dict[str, Count], dict[str, Count]]:
+    """By worker: what it has produced, and what of that push rejected as stale."""
+    produced, refused = defaultdict[str, Count](Count), defaultdict[str, Count](Count)
+    pairs = [item.decode(errors="replace") for item in made]
+    for name, value in zip(pairs[::2], pairs[1::2], strict=True):
+        worker, _, unit = name.removesuffix(":stale").rpartition(":")
+        if unit in vars(Count()) and _NUMBER.fullmatch(value):
+            setattr((refused if name.endswith(":stale") else produced)[worker], unit, int(value))
+        else:
+            left_out(f"what {worker} has produced", f"{name} is {value!r}")
+    return produced, refused

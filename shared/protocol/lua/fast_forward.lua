@@ -1,0 +1,55 @@
+--- @include common, epochs, log_entries, ledger
+--- @keys flow, log, claims, produced, incarnations, pushed, ledger, pushes
+--- @args epoch, position, accounts...
+-- For a Redis that may know less than its trainer, whose ledger through `position` is `accounts`: epoch, ledger, credit
+-- and what was pushed become what the ledger, the log behind its position and the claims that are held say; new entries
+-- of the log come after the position. Returns 1, or 0 if fenced.
+if fenced(args.epoch) then return 0 end
+begin()
+local totals, marks, credit = {}, {}, 0
+local function add(worker, fragments, transitions)
+  local total = totals[worker] or {0, 0}
+  totals[worker] = {total[1] + fragments, total[2] + transitions}
+end
+for index = 2, #args.accounts, 2 do
+  local worker, account = args.accounts[index], cjson.decode(args.accounts[index + 1])
+  local incarnations = whole(redis.call('HGET', keys.incarnations, worker)) or 0
+  add(worker, account.consumed.fragments, account.consumed.transitions)
+  for _, count in pairs(account.dropped) do add(worker, count.fragments, count.transitions) end
+  for incarnation, seq in pairs(account.high_water) do
+    marks[worker .. ':' .. incarnation] = seq
+    incarnations = math.max(incarnations, tonumber(incarnation) + 1)
+  end
+  if incarnations > 0 then redis.call('HSET', keys.incarnations, worker, incarnations) end
+end
+if args.position ~= '0-0' and type(redis.pcall('XADD', keys.log, args.position, 'x', '')) ~= 'table' then
+  redis.call('XDEL', keys.log, args.position)  -- it leaves its id behind: every later entry comes after it
+  redis.call('HSET', keys.flow, 'trimmed_id', args.position)  -- what was learned up to there is not all there any more
+end
+each_entry(args.position, function(fields, pushed)
+  local seq, size = whole(fields['seq']), whole(fields['transitions'])
+  if pushed and fields['worker'] and fields['incarnation'] and seq and size then
+    local from = fields['worker'] .. ':' .. fields['incarnation']
+    local gap = math.max(0, seq - (marks[from] or -1) - 1)
+    add(fields['worker'], 1 + gap, (1 + gap) * size)
+    credit = credit + 1 + math.max(0, gap - (whole(fields['lost']) or 0))
+    marks[from] = math.max(marks[from] or -1, seq)
+  end
+end)
+for from, seq in pairs(marks) do
+  if (whole(redis.call('HGET', keys.pushed, from)) or -1) < seq then redis.call('HSET', keys.pushed, from, seq) end
+end
+for _, id in ipairs(redis.call('ZRANGE', keys.claims, 0, -1)) do
+  local from, seq = string.match(id, '^(.*):(%d+)$')
+  if not from or tonumber(seq) <= (marks[from] or -1) then redis.call('ZREM', keys.claims, id) end
+end
+for worker, total in pairs(totals) do
+  local stale = redis.call('HMGET', keys.produced, worker .. ':fragments:stale', worker .. ':transitions:stale')
+  redis.call('HSET', keys.produced, worker .. ':fragments', total[1] + (whole(stale[1]) or 0),
+    worker .. ':transitions', total[2] + (whole(stale[2]) or 0))
+end
+local consumed = tonumber(redis.call('HGET', keys.flow, 'consumed') or '0')
+redis.call('HSET', keys.flow, 'claimed', consumed + credit + redis.call('ZCARD', keys.claims),
+  'epoch', args.epoch, 'committed_id', args.position)
+write_ledger(args.accounts)
+return 1

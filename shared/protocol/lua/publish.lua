@@ -1,0 +1,25 @@
+--- @include common, epochs, ledger, wakeups
+--- @keys flow, board, ledger, wakeups
+--- @args epoch, version, consumed, committed_id, header, blob, checkpoint, process, accounts...
+-- One step: the board, the version, the credit and the ledger move together. `consumed` counts the version's fragments,
+-- `checkpoint` names the one that has the weights ('' if the blob does), `process` is the Redis process that the
+-- trainer's ledger was matched with last ('' for any), `accounts` is what has changed of it. A version that is there
+-- already (a restarted trainer arrives at it again) changes nothing.
+-- Returns {reply, state, reason, bytes in the log}; reply: published, known, fenced, behind.
+if fenced(args.epoch) then return {'fenced', '', '', 0} end
+if behind(args.epoch, args.process) then return {'behind', '', '', 0} end
+begin()
+local version, wanted = tonumber(redis.call('HGET', keys.flow, 'version') or '0'), tonumber(args.version)
+local reply = 'known'
+if wanted > version then
+  reply = 'published'
+  redis.call('HSET', keys.board, 'version', args.version, 'header', args.header, 'blob', args.blob,
+    'checkpoint', args.checkpoint)
+  redis.call('HSET', keys.flow, 'version', args.version, 'committed_id', args.committed_id,
+    'published_id', args.committed_id)
+  redis.call('HINCRBY', keys.flow, 'consumed', args.consumed)
+  write_ledger(args.accounts)
+  wake()
+end
+local flow = redis.call('HMGET', keys.flow, 'state', 'reason', 'pushed_bytes', 'trimmed_bytes')
+return {reply, flow[1], flow[2], tonumber(flow[3]) - tonumber(flow[4])}

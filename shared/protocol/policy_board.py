@@ -1,0 +1,112 @@
+"""The policy board: the newest policy version, weights and normalizers as one unit: on the board itself (`redis`), or
+as the name of the checkpoint that holds them (`object_store`)."""
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import assert_never, cast
+
+import redis
+
+from shared.errors import Fenced, FragmentError, RedisRolledBack
+from shared.experience.spaces import Columns
+from shared.policies.serialization import VersionHeader, decode_board, decode_policy, state_arrays
+from shared.protocol.flow_control import KeyDamaged, RunState
+from shared.protocol.keys import RunKeys
+from shared.protocol.ledger import Ledger
+from shared.protocol.scripts import Script
+from shared.storage.checkpoint_store import Checkpoint, CheckpointStore, checkpoint_version
+
+
+@dataclass(frozen=True)
+class PolicyVersion:
+    header: VersionHeader
+    states: dict[str, Columns]
+
+
+class PublishReply(StrEnum):
+    PUBLISHED = "published"
+    KNOWN = "known"
+    FENCED = "fenced"
+    BEHIND = "behind"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A publication that is on the board: PUBLISHED or KNOWN."""
+
+    reply: PublishReply
+    state: RunState
+    reason: str
+    log_bytes: int
+
+
+class PolicyBoard:
+    def __init__(self, client: redis.Redis, run_id: str) -> None:
+        self._redis, self._keys = client, RunKeys(run_id)
+        self._publish = Script(client, self._keys, "publish")
+
+    def publish(
+        self,
+        *,
+        epoch: int,
+        version: int,
+        consumed: int,
+        committed_id: str,
+        ledger: Ledger,
+        header: VersionHeader,
+        blob: bytes,
+        checkpoint: str = "",
+        process: str = "",
+    ) -> Published:
+        """Version, weights, credit and ledger in one step; raises `Fenced` for an older trainer.
+
+        Raises `RedisRolledBack`, and changes nothing, where Redis is not `process`, or knows an older epoch. `blob` is
+        empty and `checkpoint` names the weights under the transport `object_store`.
+        """
+        found, state, reason, log_bytes = self._publish(
+            epoch=epoch, version=version, consumed=consumed, committed_id=committed_id, blob=blob, process=process,
+            header=json.dumps(header.as_dict()), checkpoint=checkpoint, accounts=ledger.news(),
+        )  # fmt: skip
+        match reply := PublishReply(found.decode()):
+            case PublishReply.FENCED:
+                raise Fenced(f"epoch {epoch} may not publish version {version}; a newer trainer has taken over")
+            case PublishReply.BEHIND:
+                raise RedisRolledBack(
+                    f"version {version} is not published: Redis came back, perhaps with less than it had"
+                )
+            case PublishReply.PUBLISHED:
+                ledger.told()
+            case PublishReply.KNOWN:
+                pass
+            case _:
+                assert_never(reply)
+        try:
+            run_state = RunState(state.decode())
+        except ValueError as error:
+            raise KeyDamaged(self._keys.flow, f"its field state: {error}") from None
+        return Published(reply, run_state, reason.decode(errors="replace"), int(log_bytes))
+
+    def fetch(self, checkpoints: CheckpointStore) -> PolicyVersion | None:
+        """The newest version, or None before the first; raises `KeyDamaged`, or what the store raises."""
+        blob, checkpoint = cast(list[bytes | None], self._redis.hmget(self._keys.board, ["blob", "checkpoint"]))
+        if blob is None:
+            return None
+        if checkpoint:
+            name = checkpoint.decode(errors="replace")
+            if checkpoint_version(name) is None:
+                raise KeyDamaged(self._keys.board, f"its field checkpoint is {name!r}, which names none")
+            return version_of(checkpoints.load(name, only="policy.safetensors"))
+        try:
+            states, header = decode_board(blob)
+        except (FragmentError, ValueError) as error:
+            raise KeyDamaged(self._keys.board, f"its field blob is no policy version ({error})") from None
+        return PolicyVersion(header, states)
+
+
+def version_of(checkpoint: Checkpoint) -> PolicyVersion:
+    """The policy version in a checkpoint (loaded at least as far as its policy files)."""
+    header = VersionHeader.from_dict({"version": checkpoint.manifest.version, **checkpoint.manifest.provenance})
+    policies = {key: data for key, data in checkpoint.objects.items() if key.endswith("policy.safetensors")}
+    states = {key.partition("/")[0]: state_arrays(decode_policy(data)[0]) for key, data in policies.items()}
+    return PolicyVersion(header, states)

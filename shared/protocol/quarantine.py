@@ -1,0 +1,131 @@
+"""Quarantine: log entries that are dropped unread, since trainers died over them, or since a person said so.
+
+Each trainer says in Redis that it begins, and that it leaves. One that begins where another never left counts a death.
+After the first death without a new version since, it writes down which entries it is about to take; when `DEATHS`
+trainers died in a row there, the next one puts these entries into quarantine, in the same step that counts. So all that
+read the log afterwards agree: later trainers, and a replay of the archive, which keeps the mark.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shared.errors import Fenced, StagecoachError, UserError
+from shared.experience.log_entry import id_order
+from shared.protocol.events import emit
+from shared.protocol.keys import RunKeys
+from shared.protocol.policy_board import PublishReply
+from shared.protocol.scripts import Script, write_small
+from shared.runtime.run_context import RunContext
+
+_LOGGER = logging.getLogger("stagecoach.trainer")
+DEATHS = 3
+"""Trainers that may die in a row over the same entries."""
+_FEWEST_ALLOWED = 2 * DEATHS
+"""Deaths in a row without a new version; the fleet gives up earlier, but a trainer may be started by other means."""
+
+
+class WorkRecord:
+    """What one trainer (one epoch) records in Redis of its own process."""
+
+    def __init__(self, role: RunContext, epoch: int) -> None:
+        self._role, self._epoch = role, epoch
+        self._keys = RunKeys(role.run_id)
+        self._marks, self._marked = False, ""
+
+    def begin(self) -> None:
+        """Counts the death of the trainer before, if it never left, with an event; may quarantine what it was taking.
+        Raises `Fenced`, and `StagecoachError` where too many have died in a row: the next one would as well."""
+        found = Script(self._role.redis, self._keys, "begin_work")(epoch=self._epoch, deaths_allowed=DEATHS)
+        deaths, died, there, put = (int(found[place]) for place in (0, 1, 3, 4))
+        if deaths < 0:
+            raise Fenced(f"epoch {self._epoch} may not begin; a newer trainer has taken over")
+        self._marks = deaths > 0
+        if not died:
+            return
+        run_id, entries = self._role.run_id, _range(found[2].decode())
+        allowed = max(self._role.config.rollout.restarts_allowed, _FEWEST_ALLOWED)
+        where = f" over the log entries {entries}" if entries else ""
+        self._tell(f"the trainer before died{where}; it is number {deaths} in a row without a new policy version")
+        if put > 0:
+            self._tell(f"{there} trainers died in a row{where}: {put} entries are in quarantine, and dropped as poison")
+        elif deaths > allowed:
+            error = StagecoachError(
+                f"{deaths} trainers have died in a row without a new policy version (at most {allowed} may), "
+                f"the last one{where or ' before it took anything'}; see their logs. "
+                f"`stagecoach resume {run_id}` tries again"
+            )
+            if entries:
+                error.add_note(_way_out(run_id, entries))
+            raise error
+
+    def taking(self, first: str = "", last: str = "") -> None:
+        """These entries are taken next (none: it waits); written down only where trainers have died lately."""
+        mark = f"{first} {last}".strip()
+        if self._marks and mark != self._marked:
+            write_small(self._role.redis, self._keys, self._keys.flow, "HSET", "taking", mark)
+            self._marked = mark
+
+    def published(self, reply: PublishReply) -> None:
+        """With a new version on the board, the entries that trainers died over lie behind it."""
+        self._marks = self._marks and reply is not PublishReply.PUBLISHED
+
+    def leave(self) -> None:
+        write_small(self._role.redis, self._keys, self._keys.flow, "HDEL", "at_work")
+
+    def _tell(self, text: str) -> None:
+        _LOGGER.warning("%s", text)
+        emit(self._role.redis, self._role.run_id, "trainer", text)
+
+
+@contextmanager
+def naming_entries(run_id: str, first: str, last: str) -> Iterator[None]:
+    """An error over what is done with these log entries gets a note of how the run continues without them."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(_way_out(run_id, _range(f"{first} {last}")))
+        raise
+
+
+def _way_out(run_id: str, entries: str) -> str:
+    return f"`stagecoach resume {run_id} --drop {entries}` continues without these log entries"
+
+
+def drop_ranges(positions: tuple[str, ...]) -> list[tuple[str, str]]:
+    """First and last position of each `POSITION` or `FIRST..LAST`; raises `UserError` for what is neither."""
+    ranges = []
+    for text in positions:
+        first, _, last = text.partition("..")
+        try:
+            ranges.append((first, last or first))
+            if not id_order(first) <= id_order(last or first):
+                raise ValueError
+        except ValueError:
+            raise UserError(
+                f"--drop {text}: expected a position of the log (1700000000000-0) or FIRST..LAST, as errors name them"
+            ) from None
+    return ranges
+
+
+def drop_entries(role: RunContext, positions: tuple[str, ...]) -> None:
+    """Puts log entries into quarantine, each given as `POSITION` or `FIRST..LAST`; raises `UserError`."""
+    keys = RunKeys(role.run_id)
+    for first, last in drop_ranges(positions):
+        shown = _range(f"{first} {last}")
+        put = int(Script(role.redis, keys, "drop_entries")(first=first, last=last, why="--drop"))
+        if put < 0:
+            raise UserError(
+                f"--drop {shown}: a published policy version has learned from it, or dropped it; `stagecoach resume "
+                f"{role.run_id} --from NAME` goes back to a checkpoint, and leaves all behind it that came before now"
+            )
+        if put == 0:
+            raise UserError(
+                f"--drop {shown}: the log of run {role.run_id!r} has no entry there that is not dropped yet"
+            )
+        emit(role.redis, role.run_id, "trainer", f"{put} log entries ({shown}) are dropped as poison, as --drop asked")
+
+
+def _range(taking: str) -> str:
+    first, _, last = taking.partition(" ")
+    return first if first == last else f"{first}..{last}"

@@ -1,0 +1,396 @@
+"""How a role reaches its run: address, credentials, and a Redis client that reconnects.
+
+Credentials come from the environment, from files that it names (mounted secrets), or, for embedded services, from a
+file that only its owner may read. Each role may have its own for Redis: STAGECOACH_WORKER_REDIS_PASSWORD, say, comes
+before STAGECOACH_REDIS_PASSWORD. They never stand in a config, log or error text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+from urllib.parse import urlsplit
+
+import redis
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.retry import Retry
+
+from shared.config.run_config import Config
+from shared.config.services import RedisConfig
+from shared.errors import ConfigError, RedisUnavailable
+from shared.protocol.flow_control import KeyDamaged, parse_flow
+from shared.protocol.keys import COUNTS, key_name, key_type, redis_place
+from shared.runtime import tls
+from shared.storage.local_disk import unwritten
+
+_LONGEST_PAUSE_SECONDS = 1.0
+_LASTING_SECONDS = 2.0
+"""A Redis that is away for longer has an outage with a name; the others are ridden out in silence."""
+_HURRY_SECONDS = 3.0
+_GROWING_PAUSES = 16
+"""Failures after which the pauses are as long as they get; a power of all of them would overflow."""
+_PASSING = re.compile(r"\b(LOADING|READONLY|MASTERDOWN|MISCONF|NOREPLICAS|TRYAGAIN|CLUSTERDOWN|BUSY)\b")
+"""Refusals that pass: loading, no master (yet, or no more: after a failover), no room on its disk. Redis before 7 hides
+the word within the text when a script meets it."""
+_UNWRITTEN = re.compile(r"MISCONF (?:Errors writing to the AOF file: )?(.*?)\.?(?: script: .*)?$")
+_PASSING_ERRORS = (
+    redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError, redis.ReadOnlyError,
+    redis.exceptions.MasterDownError, redis.exceptions.TryAgainError, redis.exceptions.ClusterDownError,
+)  # fmt: skip
+_GARBAGE = re.compile(r"WRONGTYPE|user_script|not an integer|no hash table|not a valid float")
+"""How Redis tells that a key has another type, or a script of ours that it met no number."""
+_FULL = "exhausted the last possible ID"
+"""Of a stream with an entry at the greatest position that there is."""
+_NUMBER = re.compile(rb"-?[0-9]{1,18}")
+_T = TypeVar("_T")
+
+RoleName = Literal["worker", "evaluator", "trainer", "coordinator", "viewer"]
+"""Who connects to Redis; `deploy/users.acl` has a user for each. A viewer only looks (`status`, `watch`)."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a run's services are. Holds no secret; `credentials_file` names the file that does."""
+
+    run_id: str
+    redis_url: str
+    store_url: str
+    endpoint_url: str | None = None
+    credentials_file: str | None = None
+    store_folder: str | None = None
+    """Where the embedded S3 server, which leaves it to the kernel when to write, keeps its buckets on this machine."""
+    redis_folder: str | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Credentials:
+    redis_username: str | None = None
+    redis_password: str | None = None
+    s3_access_key: str | None = None
+    s3_secret_key: str | None = None
+
+
+def credentials(address: Address, role: RoleName | None = None) -> Credentials:
+    """From the credentials file of embedded services, else from the environment; raises `ConfigError`."""
+    stored = _stored(address)
+    if "redis_password" not in stored:  # else user and password come from the file together
+        stored["redis_username"], stored["redis_password"] = _redis_user(role)
+    return Credentials(**stored)
+
+
+def s3_keys(address: Address) -> tuple[str | None, str | None]:
+    """Access key and secret key of an embedded S3 server; for any other boto3 finds them itself."""
+    stored = _stored(address)
+    return stored.get("s3_access_key"), stored.get("s3_secret_key")
+
+
+def _stored(address: Address) -> dict[str, str | None]:
+    return dict(json.loads(Path(address.credentials_file).read_text())) if address.credentials_file else {}
+
+
+def _redis_user(role: RoleName | None) -> tuple[str | None, str | None]:
+    """User and password: the role's own, else those for all roles. A viewer may use those of the coordinator."""
+    for name in {None: (), "viewer": ("viewer", "coordinator")}.get(role, (role,)):
+        own = f"STAGECOACH_{str(name).upper()}_REDIS"
+        password = _secret(f"{own}_PASSWORD")
+        if password is not None:
+            return os.environ.get(f"{own}_USERNAME") or name, password
+    return os.environ.get("STAGECOACH_REDIS_USERNAME") or None, _secret("STAGECOACH_REDIS_PASSWORD")
+
+
+def _secret(variable: str) -> str | None:
+    """The variable's value, else the first line of the file that VARIABLE_FILE names."""
+    path = os.environ.get(f"{variable}_FILE")
+    if os.environ.get(variable) or not path:
+        return os.environ.get(variable) or None
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"{variable}_FILE={path} cannot be read: {reason}; correct it, or its permissions") from None
+    if not lines or not lines[0]:
+        raise ConfigError(f"{variable}_FILE={path} is empty; expected the password in its first line")
+    return lines[0]
+
+
+class _Secrets(redis.CredentialProvider):
+    """Looks the credentials up at each connection, so that a rotated secret is found without a restart."""
+
+    def __init__(self, address: Address, role: RoleName | None) -> None:
+        self._address, self._role = address, role
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        secret = credentials(self._address, self._role)
+        password = secret.redis_password or ""
+        return (secret.redis_username, password) if secret.redis_username else (password,)
+
+
+class NamingRedis(redis.Redis):
+    """A client that names the key that holds what Stagecoach never wrote; Redis tells only what is wrong."""
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        except redis.ResponseError as error:
+            keys = [arg for arg in args[1:] if isinstance(arg, str) and key_name(arg)]
+            if _FULL in str(error):
+                raise KeyDamaged(" or ".join(key for key in keys if key_type(key) == "stream"), error) from None
+            if not keys or not _GARBAGE.search(str(error)):
+                raise
+            for key in keys:
+                if what := self._damage(key):
+                    raise KeyDamaged(key, what) from None
+            if len(keys) == 1 or "WRONGTYPE" in str(error):
+                raise KeyDamaged(" or ".join(keys), error) from None
+            raise
+
+    def _damage(self, key: str) -> str | None:
+        """What is wrong with it; None where nothing is, or where this client may not look."""
+        try:
+            found, expected = self._ask("TYPE", key).decode(), key_type(key)
+            if found not in (expected, "none"):
+                return f"expected a {expected}, found a {found}"
+            if key_name(key) == "flow" and (raw := self._ask("HGETALL", key)):
+                parse_flow(raw)
+            if key_name(key) in COUNTS:
+                odd = [pair for pair in self._ask("HGETALL", key).items() if not _NUMBER.fullmatch(pair[1])]
+                return f"its field {odd[0][0]!r} is {odd[0][1][:40]!r} (expected a number)" if odd else None
+        except redis.RedisError:
+            return None
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _ask(self, command: str, key: str) -> Any:
+        return super().execute_command(command, key)  # type: ignore[no-untyped-call]
+
+
+class RetryForSeconds(Retry):
+    """Retries until a deadline, with growing and jittered pauses; then raises what it met, and for how long. redis-py
+    counts tries, so a server that never answers takes a timeout for each of them; and it connects within the call that
+    it repeats, with tries of its own. Here the outermost call of a thread alone repeats."""
+
+    __hash__ = Retry.__hash__
+    _inside = threading.local()
+
+    def __init__(self, where: str, seconds: float, folder: str | None = None) -> None:
+        pauses = ExponentialWithJitterBackoff(base=0.02, cap=_LONGEST_PAUSE_SECONDS)
+        super().__init__(pauses, -1, (Exception,))
+        self._where, self.seconds, self.folder = where, seconds, folder
+        self.named: list[Callable[[str], AbstractContextManager[None]]] = []
+        """Entered with what was met where an outage lasts, and left when it is over; they ask Redis nothing."""
+        self.outages = 0
+        self.abandoned = False
+
+    def __deepcopy__(self, memo: object) -> RetryForSeconds:
+        """redis-py gives each connection a copy; one outage is the same for all."""
+        return self
+
+    def hurry(self) -> None:
+        """From now on a call waits for some seconds at most: the process is about to end."""
+        self.seconds = min(self.seconds, _HURRY_SECONDS)
+
+    def abandon(self) -> None:
+        """From now on nothing is tried again: the role ends at once, and its other waits (`Wait`) end with this."""
+        self.seconds, self.abandoned = 0.0, True
+
+    def call_with_retry(
+        self,
+        do: Callable[[], _T],
+        fail: Callable[[Exception], Any] | Callable[[Exception, int], Any],
+        is_retryable: Callable[[Exception], bool] | None = None,
+        with_failure_count: bool = False,
+    ) -> _T:
+        outermost = not getattr(self._inside, "busy", False)
+        self._inside.busy = True
+        started, failures, lasting = time.monotonic(), 0, ExitStack()
+        try:
+            while True:
+                try:
+                    return do()
+                except Exception as error:
+                    if not passes(error) or (is_retryable is not None and not is_retryable(error)):
+                        raise
+                    failures += 1
+                    cast(Callable[..., Any], fail)(*([error, failures] if with_failure_count else [error]))
+                    if not outermost:
+                        raise
+                    self._pause(error, started, failures, lasting)
+        finally:
+            lasting.close()
+            if outermost:
+                self._inside.busy = False
+
+    def _pause(self, error: Exception, started: float, failures: int, lasting: ExitStack) -> None:
+        """Sleeps before the next try; raises `error`, completed, where there is none. What lasts gets its name."""
+        seconds, pause = time.monotonic() - started, self._backoff.compute(min(failures, _GROWING_PAUSES))
+        if seconds + pause <= self.seconds:
+            lasts = seconds >= _LASTING_SECONDS and self.seconds > _HURRY_SECONDS
+            if lasts and self.named and not getattr(self._inside, "named", False):
+                self.outages += 1
+                self._inside.named = True
+                lasting.callback(setattr, self._inside, "named", False)
+                for name in self.named:
+                    lasting.enter_context(name(_told(error, self.folder)))
+            time.sleep(pause)
+        elif self.seconds > 0:
+            kind = type(error) if isinstance(error, redis.RedisError) else redis.ConnectionError
+            told = _told(error, self.folder)
+            raise kind(f"{self._where} could not be used for {seconds:.1f} s, {failures} tries: {told}") from None
+        else:
+            raise error
+
+
+class _LivingPool(redis.ConnectionPool):
+    """redis-py looks whether a connection is alive before it begins to count tries; here that look is a try as well."""
+
+    def get_connection(self, *arguments: Any, **options: Any) -> Any:
+        take = super().get_connection
+        retry: RetryForSeconds = self.connection_kwargs["retry"]
+        return retry.call_with_retry(lambda: take(*arguments, **options), lambda error: None)
+
+
+def passes(error: Exception) -> bool:
+    if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
+        return False
+    if isinstance(error, redis.ResponseError) and _PASSING.search(str(error)):
+        return True
+    return isinstance(error, (*_PASSING_ERRORS, TimeoutError))
+
+
+def _told(error: Exception, folder: str | None) -> str:
+    """What Redis said; where it cannot write to its disk (`folder`, if that is known), what to do about it."""
+    found = _UNWRITTEN.search(str(error))
+    return str(error) if found is None else unwritten(found[1], folder or "Redis")
+
+
+def connect_redis(address: Address, config: Config, role: RoleName | None = None) -> redis.Redis:
+    """A checked connection that retries for `redis.retry_seconds`; raises `RedisUnavailable` with the reason."""
+    return _checked_client(address.redis_url, address, config, role, "redis.url")
+
+
+def without_retries(config: Config) -> Config:
+    """The same, but with one try to reach Redis; not a short one, since it answers late while its disk stalls."""
+    return config.model_copy(update={"redis": config.redis.model_copy(update={"retry_seconds": 0.0})})
+
+
+def retries(client: redis.Redis) -> RetryForSeconds:
+    """How this client tries again; what is set on that of a client that was not made here has no effect."""
+    found = client.connection_pool.connection_kwargs.get("retry")
+    return found if isinstance(found, RetryForSeconds) else RetryForSeconds("Redis", 0.0)
+
+
+def shard_clients(address: Address, config: Config, role: RoleName | None = None) -> dict[str, redis.Redis]:
+    """A connection to each of `redis.shards`, by its place; nothing is asked of them yet, and they try once."""
+    return {redis_place(url): _client(url, address, config, role, 0.0, "redis.shards") for url in config.redis.shards}
+
+
+def check_shards(address: Address, config: Config, role: RoleName | None = None) -> None:
+    """Raises `RedisUnavailable` unless each of `redis.shards` answers and is recent enough."""
+    for url in config.redis.shards:
+        _checked_client(url, address, config, role, "redis.shards").close()
+
+
+def _client(
+    url: str, address: Address, config: Config, role: RoleName | None, retry_seconds: float, field: str
+) -> redis.Redis:
+    secret, secured = credentials(address, role), tls_options(url, config.redis, field)
+    folder = address.redis_folder if field == "redis.url" else None
+    try:
+        pool = _LivingPool.from_url(
+            url,
+            **secured,
+            credential_provider=_Secrets(address, role) if secret.redis_username or secret.redis_password else None,
+            socket_timeout=config.redis.timeout_seconds,
+            socket_connect_timeout=config.redis.timeout_seconds,
+            socket_keepalive=True,
+            driver_info=None,  # else each connection says which library it is, which Redis 7.0 has no word to permit
+            retry=RetryForSeconds(f"Redis at {_public(url)}", retry_seconds, folder),
+        )
+        return NamingRedis.from_pool(pool)
+    except ValueError as error:
+        raise RedisUnavailable(f"{field} {url.rpartition('@')[2]!r} is no address: {error}") from None
+
+
+def _checked_client(url: str, address: Address, config: Config, role: RoleName | None, field: str) -> redis.Redis:
+    client = _client(url, address, config, role, config.redis.retry_seconds, field)
+    where = f"Redis at {_public(url)}"
+    try:
+        client.ping()
+        info: Any = client.info("server")
+    except redis.AuthenticationError as error:
+        own = f"STAGECOACH_{role.upper()}_REDIS_PASSWORD, or " if role else ""
+        raise RedisUnavailable(
+            f"{where} refuses the credentials ({error}); set {own}STAGECOACH_REDIS_PASSWORD (and "
+            f"STAGECOACH_REDIS_USERNAME)"
+        ) from None
+    except redis.BusyLoadingError:
+        raise RedisUnavailable(f"{where} is still loading its data; try again when it has finished") from None
+    except redis.ResponseError as error:
+        raise RedisUnavailable(f"{where} refuses to serve: {_told(error, retries(client).folder)}") from None
+    except (redis.InvalidResponse, redis.ConnectionError, redis.TimeoutError, ValueError, OSError) as error:
+        raise RedisUnavailable(f"{where} {_why_not(error, url, field)}") from None
+    version = str(info.get("redis_version", "0"))
+    if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
+        raise RedisUnavailable(f"{where} is version {version}; expected Redis 6.2 or newer, or Valkey")
+    return client
+
+
+def tls_options(url: str, config: RedisConfig, field: str = "redis.url") -> dict[str, Any]:
+    """What `rediss://` needs; raises `RedisUnavailable` where it would not be verified."""
+    try:
+        tls.check_verified(field, url, "redis.ca_file")
+        if not url.startswith("rediss://"):
+            return {}
+        tls.check_files("redis", config.ca_file, config.cert_file, config.key_file)
+    except ValueError as error:
+        raise RedisUnavailable(str(error)) from None
+    files = {"ssl_ca_certs": config.ca_file, "ssl_certfile": config.cert_file, "ssl_keyfile": config.key_file}
+    options: dict[str, Any] = {name: str(path) for name, path in files.items() if path is not None}
+    return options | {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
+
+
+def _why_not(error: Exception, url: str, field: str) -> str:
+    """Why Redis cannot be talked to; a look at what speaks there tells a wrong scheme from a server that is away."""
+    parts = urlsplit(url)
+    secure, (host, port) = parts.scheme == "rediss", (parts.hostname or "localhost", parts.port or 6379)
+    wrong = tls.cause(str(error), "redis") if secure else None
+    if wrong:
+        return f"cannot be trusted: {wrong.replace('redis.url', field)}"
+    if not secure and tls.speaks_tls(host, port):
+        return f"speaks TLS; begin {field} with rediss://"
+    if secure and tls.speaks_plain_redis(host, port):
+        return (
+            f"does not speak TLS; turn it on there (deploy/redis.conf), or begin {field} with redis:// on a network of "
+            f"your own"
+        )
+    if isinstance(error, redis.InvalidResponse):
+        return f"does not answer as Redis does ({error}); correct {field}"
+    embedded = ", or use redis.url=embedded" if field == "redis.url" else ""
+    return f"does not answer ({error}); start it, or correct {field}{embedded}"
+
+
+def own_address(client: redis.Redis) -> str:
+    """This machine's address on the way to Redis; empty where there is no way. Nothing is sent."""
+    where = client.connection_pool.connection_kwargs
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(where["host"], where["port"], type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def _public(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.hostname}:{parts.port or 6379}"

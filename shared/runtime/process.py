@@ -1,0 +1,174 @@
+"""A process of a run: child processes, memory, and the last words of one that ended.
+
+**Children** are started whole or not at all, end with their parent (also when that is killed), and get no secrets that
+are not theirs. **Memory**: the garbage collector would scan PyTorch's many objects again and again, a fifth of a role's
+start; and by default glibc asks the kernel for each large array anew, which takes several times as long as copying it.
+**Last words**: Ray drops its processes' exit codes, so a crash is read from the standard error, and an `os._exit`,
+which runs no handler at all, says there who called it.
+"""
+
+import contextlib
+import ctypes
+import gc
+import os
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple, NoReturn
+
+_PR_SET_PDEATHSIG = 1
+Secrets = Literal["redis", "store", "ray"]
+"""The service whose secrets an environment may hold."""
+_SECRETS: dict[Secrets, re.Pattern[str]] = {
+    "redis": re.compile(r"STAGECOACH_(\w+_)?REDIS_(PASSWORD|USERNAME)(_FILE)?"),
+    "store": re.compile(r"AWS_\w+|RCLONE_\w+"),
+    "ray": re.compile(r"RAY_AUTH_\w+"),
+}
+_OWN = {"RAY_RAYLET_PID"}
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST = 32 << 20
+"""Bytes: glibc lets no larger array be taken from what it keeps."""
+_KEPT = 512 << 20
+"""Bytes that may lie unused at the end of the heap; beyond it they are given back."""
+_LINES, _SAID, _LONGEST = 6, 2, 1500
+"""Lines in all, those of them that came before a crash, and characters in all."""
+_NOISE = re.compile(r"^(:\w+:.*|\[.* logging\.cc:\d+:.*|\s*@ .*|PC: @.*|\*\*\* SIG.*|Extension modules: .*|)$")
+"""Ray's marks, and native frames without names."""
+_EXITED = re.compile(r"^os\._exit\((-?\d+)\) ends this process", re.MULTILINE)
+_SIGNAL = re.compile(r"^\*\*\* (SIG[A-Z]+) received", re.MULTILINE)
+_FATAL = "Fatal Python error: "
+_LOCKED = re.compile(r"^Timeout \((\d+:\d\d:\d\d)[.\d]*\)!\n(.*)", re.MULTILINE | re.DOTALL)
+_THREAD = re.compile(r"^(?:Current thread|Thread) \w+.*\n", re.MULTILINE)
+"""Of a stack that the fault handler writes; the main thread's is the last."""
+_SIGNALS = {
+    "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT", "Bus error": "SIGBUS", "Floating point exception": "SIGFPE",
+    "Illegal instruction": "SIGILL",
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def signals_after() -> Iterator[None]:
+    """Delays SIGINT and SIGTERM to the end of the block: a process that is just starting would have no owner."""
+    mine = threading.current_thread() is threading.main_thread()  # no other thread gets signals
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if mine and signal.getsignal(n) is not None]
+    came: list[int] = []
+    handlers = {number: signal.signal(number, lambda it, _: came.append(it)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for again in came:
+            signal.raise_signal(again)
+
+
+def end_with_parent(number: signal.Signals) -> Callable[[], object]:
+    """To be called in the child: on Linux the kernel then sends it this signal when the thread that started it ends.
+    What can fail (or hang, in a child that was forked beside other threads) is done here, in the parent."""
+    if not sys.platform.startswith("linux"):
+        return lambda: None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    return lambda: prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def child_environment(*needs: Secrets, **given: str) -> dict[str, str]:
+    """This process's environment for a child: without secrets except those that it needs; and what it is given."""
+    hidden = [pattern for kind, pattern in _SECRETS.items() if kind not in needs]
+    kept = [name for name in os.environ if name not in _OWN and not any(each.fullmatch(name) for each in hidden)]
+    return {name: os.environ[name] for name in kept} | given
+
+
+def forget_secrets(*kept: Secrets) -> None:
+    """For a child that another library started: what it starts itself does not inherit the secrets."""
+    for name in os.environ.keys() - child_environment(*kept).keys():
+        del os.environ[name]
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """For the imports of a command: as `at_rest`, and Ctrl-C ends the process at once, since nothing has been started
+    and some modules would not survive an exception."""
+
+    def interrupted(*_: object) -> None:
+        os.write(2, b"Interrupted.\n")
+        os._exit(130)
+
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        with at_rest():
+            yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def at_rest() -> Iterator[None]:
+    """For the imports of a process: the collector does nothing meanwhile, and never looks at what is there then."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
+
+
+def keep_freed_memory() -> bool:
+    """Tells this process's allocator to keep what is freed; False where it is not glibc's."""
+    if not sys.platform.startswith("linux"):
+        return False
+    with contextlib.suppress(OSError, AttributeError):  # musl has no mallopt
+        mallopt = ctypes.CDLL(None).mallopt
+        return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST) and mallopt(_M_TRIM_THRESHOLD, _KEPT))
+    return False
+
+
+class LastWords(NamedTuple):
+    """How a process ended by itself, and the end of its standard error."""
+
+    how: str | None
+    """`exit code 3`, `SIGSEGV`, a call that kept Python's lock; None where it did not say: it was killed, or native
+    code ended it."""
+    lines: tuple[str, ...]
+
+
+def tell_of_exits(last_orders: Callable[[int], int] = lambda status: status) -> Callable[[int], NoReturn]:
+    """From now on an `os._exit` of this process (not of one that it forks) says who called it. `last_orders` is given
+    the exit code, and returns the one that the process ends with. Returns the former `os._exit`."""
+    end, own = os._exit, os.getpid()
+
+    def exit_and_tell(status: int) -> NoReturn:
+        if os.getpid() == own:
+            frames = "".join(traceback.format_stack(sys._getframe(1), limit=_LINES // 2))
+            print(f"os._exit({status}) ends this process, called from\n{frames}", file=sys.stderr, flush=True)
+            status = last_orders(status)
+        end(status)
+
+    os._exit = exit_and_tell
+    return end
+
+
+def last_words(said: str) -> LastWords:
+    """From the end of a standard error: what was said before the end, and the innermost frames of a crash or exit."""
+    exited, signals, (before, fatal, crash) = _EXITED.findall(said), _SIGNAL.findall(said), said.rpartition(_FATAL)
+    lines, locked = _told(said)[-_LINES:], _LOCKED.search(said)
+    if locked:
+        lines = [*_told(said[: locked.start()])[-_SAID:], *_told(_THREAD.split(locked[2])[-1])[: _LINES - _SAID]]
+    elif fatal:
+        lines = [*_told(before)[-_SAID:], *_told(fatal + crash)[: _LINES - _SAID]]
+    elif exited:
+        *_, (start, end) = (found.span() for found in _EXITED.finditer(said))
+        lines = [*_told(said[:start])[-_LINES + 2 :], *_told(said[end:].partition("\n")[2])[-2:]]
+    named = next((name for words, name in _SIGNALS.items() if crash.startswith(words)), None) if fatal else None
+    how = next(iter(signals[-1:]), named) or (f"exit code {exited[-1]}" if exited else None)
+    if locked:
+        how = f"its watchdog: one call kept Python's lock for {locked[1]}"
+    return LastWords(how, tuple(line[: _LONGEST // _LINES] for line in lines))
+
+
+def _told(text: str) -> list[str]:
+    return [line.rstrip() for line in text.splitlines() if not _NOISE.match(line)]

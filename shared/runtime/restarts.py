@@ -1,0 +1,48 @@
+"""The bound on restarts: how often in a row something may end without having made progress, whatever the clock says."""
+
+from typing import Any, cast
+
+import redis
+
+from shared.experience.log_entry import id_order
+from shared.protocol.events import read_evaluations
+from shared.protocol.flow_control import Flow
+from shared.protocol.keys import RunKeys
+
+Progress = tuple[int, ...]
+
+
+class RestartBound:
+    """Counts the ends in a row of something that is started again; `saw` is told how far that has come."""
+
+    def __init__(self, allowed: int) -> None:
+        self._allowed = allowed
+        self._furthest: Progress | None = None
+        self.progressed = False
+        self.ends = 0
+        """In a row, without progress before them."""
+
+    def saw(self, progress: Progress) -> None:
+        """How far it has come; the first call says where it starts from. More than ever before is progress."""
+        self.progressed |= self._furthest is not None and progress > self._furthest
+        self._furthest = progress if self._furthest is None else max(progress, self._furthest)
+
+    def ended(self) -> bool:
+        """Counts an end, unless there was progress since the last one; whether it is one too many."""
+        self.ends = 0 if self.progressed else self.ends + 1
+        self.progressed = False
+        return self.ends > self._allowed
+
+
+def learning_progress(client: redis.Redis, run_id: str) -> Progress:
+    """Of trainer, ranks and all that the whole run needs: the log position that has been accounted for. A trainer that
+    only replays what a former one has learned, or publishes a fork, does not move it."""
+    return id_order(Flow(client, run_id).read().committed_id)
+
+
+def acting_progress(client: redis.Redis, run_id: str, worker: str) -> Progress:
+    return (int(cast(Any, client.hget(RunKeys(run_id).produced, f"{worker}:fragments")) or 0),)
+
+
+def evaluation_progress(client: redis.Redis, run_id: str) -> Progress:
+    return (max((int(scores["version"]) for scores in read_evaluations(client, run_id).values()), default=-1),)

@@ -1,0 +1,115 @@
+"""Code that a run is made of: the user's own modules, optional packages, and Stagecoach itself with its version.
+
+The user's modules come last on the path of every process, so that nothing in them takes the place of an installed one.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from shared.errors import ConfigError, UserError
+from shared.runtime.process import child_environment
+
+PACKAGES = ("stagecoach", "coordinator", "rollout_worker", "trainer_node", "shared")
+SOURCE = Path(__file__).parents[2]
+CODE_VERSION = "STAGECOACH_CODE_VERSION"
+"""The environment variable that tells code without an installation which version it is."""
+_OURS = re.compile(rf"<frozen |/lib/python3\.\d+/|^{re.escape(str(SOURCE))}/({'|'.join(PACKAGES)})/")
+"""Files of Stagecoach, of Python, and of installed packages."""
+EXTRAS = {
+    "cluster": ("ray[default]",),
+    "pettingzoo": ("pettingzoo",),
+    "box2d": ("Box2D", "box2d"),
+    "mujoco": ("mujoco",),
+    "robotics": ("gymnasium_robotics",),
+    "minatar": ("minatar", "MinAtar"),
+    "atari": ("ale_py", "ALE", "cv2", "atari"),
+    "envpool": ("envpool",),
+    "data": ("h5py",),
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
+    "video": ("moviepy", "pygame", "classic_control", "toy_text", "other"),
+}
+"""Extra of pyproject.toml → modules, namespaces of environments, and extras of gymnasium that it brings."""
+_MISSING = re.compile(r"gymnasium\[([\w-]+)\]|No module named '(\w+)|Namespace (\w+) not found")
+_ADVICE = re.compile(r", (you can install it by )?run `pip install.*?gymnasium\[.*?`")
+
+
+@functools.cache
+def code_version() -> str:
+    """The installed version; in a git checkout with its commit, and `dirty` where changed: `0.1.0+3b58d32`. Code that
+    traveled to a cluster is told what it is (`CODE_VERSION`)."""
+    if told := os.environ.get(CODE_VERSION):
+        return told
+    version = importlib.metadata.version("stagecoach")
+    if not (SOURCE / ".git").exists():
+        return version
+    command = ["git", "-C", str(SOURCE), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True, env=child_environment())
+    except (OSError, subprocess.SubprocessError):
+        return version
+    return f"{version}+{found.stdout.strip()}"
+
+
+def install(extra: str) -> str:
+    if extra not in EXTRAS:
+        raise KeyError(extra)
+    return f"pip install 'stagecoach[{extra}]'"
+
+
+def with_extra(said: str) -> str:
+    """An error's text in one line; where it names something missing that an extra brings, with how to install that."""
+    said = " ".join(said.split())
+    name = "".join(next(iter(_MISSING.findall(said)), "")).replace("-", "_")
+    extra = next((extra for extra, brings in EXTRAS.items() if name in brings), None)
+    if extra is None or install(extra) in said:
+        return said
+    return f"{_ADVICE.sub('', said).rstrip('. ')}; {install(extra)} brings it"
+
+
+def extend_imports(folders: Iterable[str]) -> None:
+    """Makes the modules in these folders importable, after everything that is installed."""
+    own = {Path(folder).resolve() for folder in folders} - {SOURCE}
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() not in own]
+    sys.path += [str(folder) for folder in sorted(own)]
+
+
+def import_object(path: str, field: str, error: type[UserError] = ConfigError, kind: str = "name") -> Any:
+    """`package.module:name` → the object; raises `error` with the config field, and `kind` as what was expected."""
+    module, _, name = path.partition(":")
+    expected = f"expected package.module:{kind}, importable from the config's folder or the working directory"
+    if not name:
+        raise error(f"{field}={path}: {expected}")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (Exception, SystemExit) as failed:
+        said, at = with_extra(str(failed)), place(failed)
+        if at or not isinstance(failed, (ImportError, AttributeError, ValueError)):
+            text = f"it raised {type(failed).__name__}: {said}{at}{_clash()}"
+            raise error(f"{field}={path} cannot be imported: {text}") from failed
+        raise error(f"{field}={path} cannot be imported: {said}; {expected}{_clash()}") from None
+
+
+def place(error: BaseException) -> str:
+    """Where a user's code raised it, ` (at FILE:LINE)`: the innermost line that is neither ours nor installed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((frame for frame in reversed(frames) if not _OURS.search(frame.filename)), None)
+    return f" (at {frame.filename}:{frame.lineno})" if frame else ""
+
+
+def _clash() -> str:
+    """Which modules of the user cannot be imported because Stagecoach has packages of that name."""
+    for folder in (Path(entry or ".").resolve() for entry in sys.path):
+        files = {name: (folder / f"{name}.py", folder / name / "__init__.py") for name in PACKAGES}
+        found = [name for name, places in files.items() if any(place.is_file() for place in places)]
+        if found and folder != SOURCE:
+            return f". Stagecoach has packages of its own called {', '.join(found)}; rename yours in {folder}"
+    return ""

@@ -1,0 +1,1 @@
+"""What the store holds: objects, checkpoints, the archived log, exports."""

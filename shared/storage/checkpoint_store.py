@@ -1,0 +1,369 @@
+"""Checkpoints and sync files: their names, their bytes, and the order in which they are written and read.
+
+A checkpoint is an immutable set of objects under one name, with a manifest written last that holds their SHA-256.
+Reading goes from the pointer to the manifest to the objects, each verified. There is no lock file: each upload has a
+folder of its own below the checkpoint's, so that no late request of a replaced trainer meets the objects of a newer
+one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
+
+from shared.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ObjectMissing, RunNotFound
+from shared.experience.spaces import EnvironmentDescription
+
+if TYPE_CHECKING:
+    from shared.storage.object_store import ObjectStore  # a program that only acts with a policy has no S3 client
+
+T = TypeVar("T")
+FORMAT = 2
+CONFIG, ENVIRONMENT, READY, POINTER = "config.yaml", "environment.json", ".ready", ".checkpoint"
+PROMOTED, MARKS = ".promoted", ("latest", "best", "final", "promoted")
+FINISHED, STATUS, CHECKPOINTS, MANIFEST = ".finished", "training_status.json", "checkpoints/", "manifest.json"
+
+_NAME = re.compile(r"(\d+)_Step-(\d+)\.ckpt")
+_READ_PAUSES_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8)
+
+
+def checkpoint_name(version: int, env_steps: int) -> str:
+    """`12_Step-24576.ckpt`: policy version and env steps trained on."""
+    return f"{version}_Step-{env_steps}.ckpt"
+
+
+def checkpoint_version(name: str) -> int | None:
+    """The policy version in a checkpoint's name; None for any other folder."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def _check_object_name(name: str) -> str:
+    parts = name.split("/")
+    if not name.isprintable() or "\\" in name or not {"", ".", ".."}.isdisjoint(parts):
+        raise ValueError(f"{name!r} is not the name of an object within a checkpoint")
+    return name
+
+
+CheckpointName = Annotated[str, Field(pattern=rf"^{_NAME.pattern}$")]
+ObjectName = Annotated[str, AfterValidator(_check_object_name)]
+UnixTime = Annotated[FiniteFloat, Field(ge=0, le=1e11)]
+"""Seconds, within what a clock can show."""
+
+
+class StoredObject(BaseModel, frozen=True, extra="forbid"):
+    bytes: int
+    sha256: str
+
+
+class Manifest(BaseModel, frozen=True, extra="forbid"):
+    """The objects of a checkpoint and its origin."""
+
+    format: int = FORMAT
+    run_id: str
+    name: str
+    version: int
+    epoch: int
+    created: UnixTime
+    log_position: str
+    parent: str | None
+    """The checkpoint that this one was trained from."""
+    objects: dict[ObjectName, StoredObject]
+    provenance: dict[str, Any]
+    """Code version, libraries, config hash, seed, log range, policy versions, lag histogram, ledger through the
+    position, counters; newest score and accounting when it was written."""
+
+    @property
+    def folder(self) -> str:
+        """The folder of this upload. It follows from epoch, time and contents: two trainers may come to the same
+        checkpoint, with equal or (where Redis has lost a part of the log in between) with other contents."""
+        hashes = {name: item.sha256 for name, item in self.objects.items()}
+        upload = json.dumps([self.epoch, self.created, hashes], sort_keys=True).encode()
+        return f"{CHECKPOINTS}{self.name}/{hashlib.sha256(upload).hexdigest()[:16]}/"
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Of several uploads of a checkpoint, the one with the highest rank counts: that of the newest trainer."""
+        return self.epoch, self.created
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(item.bytes for item in self.objects.values())
+
+
+class Pointer(BaseModel, frozen=True, extra="forbid"):
+    """`.checkpoint`: the names that matter, and the hash of the newest manifest."""
+
+    latest: CheckpointName
+    best: CheckpointName | None = None
+    final: CheckpointName | None = None
+    epoch: int
+    manifest_sha256: str
+
+
+class Promotion(BaseModel, frozen=True, extra="forbid"):
+    """`.promoted`: the checkpoint that a person chose for deployment. Only `promote` writes it, so it never races with
+    the trainer's pointer; the trainer keeps the checkpoint that it names."""
+
+    checkpoint: CheckpointName
+    manifest_sha256: str
+    time: UnixTime
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    manifest: Manifest
+    objects: dict[str, bytes]
+
+
+def _json_object(data: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(data)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deep") from None
+    if not isinstance(content, dict):
+        raise ValueError("another kind of JSON")
+    return content
+
+
+class CheckpointStore:
+    def __init__(self, store: ObjectStore, run_id: str) -> None:
+        self.store, self.run_id = store, run_id
+
+    # Writing, in this order: objects, verify, manifest; then the caller moves the pointer.
+
+    def write(self, manifest: Manifest, objects: dict[str, bytes]) -> bytes:
+        """Stores a checkpoint up to and including its manifest; returns the manifest's bytes. An existing checkpoint of
+        that name with the same objects keeps its manifest (a restarted trainer arrives at it again), and what was
+        damaged of it is written anew. Any other stays as it is, and counts no more."""
+        data, existing = manifest.model_dump_json(indent=1).encode(), False
+        with contextlib.suppress(CheckpointError):
+            former_data, former = self.read_manifest(manifest.name)
+            if former.objects == manifest.objects:
+                data, manifest, existing = former_data, former, True
+        wanted = [name for name in objects if not existing or not self._holds(manifest, name)]
+        for name in wanted:
+            self.store.put(manifest.folder + name, objects[name])
+        for name in wanted:
+            if not self._holds(manifest, name):
+                raise CheckpointDamaged(f"{manifest.name}/{name}: the store gave back other bytes than it was given")
+        if not existing:
+            self.store.put(manifest.folder + MANIFEST, data)
+        return data
+
+    def _holds(self, manifest: Manifest, name: str) -> bool:
+        try:
+            self.read_object(manifest, name)
+        except CheckpointDamaged:
+            return False
+        return True
+
+    def write_pointer(self, pointer: Pointer) -> None:
+        """Moves the pointer; call only after the manifest it names is in the store."""
+        self.store.put(POINTER, pointer.model_dump_json(indent=1).encode())
+
+    def write_promotion(self, promotion: Promotion | None) -> None:
+        """Sets the mark of what is deployed, or takes it away; call only after the checkpoint was verified."""
+        if promotion is None:
+            self.store.delete(PROMOTED)
+        else:
+            self.store.put(PROMOTED, promotion.model_dump_json(indent=1).encode())
+
+    def write_marker(self, key: str, content: dict[str, Any]) -> None:
+        """A sync file with JSON content (some stores refuse empty objects)."""
+        self.store.put(key, json.dumps(content, indent=1).encode())
+
+    # Reading.
+
+    def marker(self, key: str) -> dict[str, Any] | None:
+        """The content of a sync file, or None where it is missing; raises `CheckpointDamaged` for other bytes."""
+        return self._sync_file(key, _json_object, f"{key} of run {self.run_id} is not a JSON object")
+
+    def pointer(self) -> Pointer | None:
+        hint = f"{POINTER} of run {self.run_id} cannot be read; the checkpoints beside it may be intact"
+        return self._sync_file(POINTER, Pointer.model_validate_json, hint)
+
+    def promotion(self) -> Promotion | None:
+        hint = f"{PROMOTED} of run {self.run_id} cannot be read; promote a checkpoint anew, or clear the mark"
+        return self._sync_file(PROMOTED, Promotion.model_validate_json, hint)
+
+    def description(self) -> EnvironmentDescription:
+        """Agents and spaces of the run; raises `RunNotFound`, `CheckpointDamaged`, or what the store raises."""
+        try:
+            return EnvironmentDescription.from_dict(self.read_whole(ENVIRONMENT, json.loads))
+        except ObjectMissing:
+            raise RunNotFound(f"the store has no run {self.run_id!r} ({ENVIRONMENT} is missing)") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointDamaged(
+                f"{ENVIRONMENT} of run {self.run_id} is not what was written there "
+                f"({type(error).__name__}: {error}); bring it back, or start a new run"
+            ) from None
+
+    def _sync_file(self, key: str, parse: Callable[[bytes], T], otherwise: str) -> T | None:
+        try:
+            return self.read_whole(key, parse)
+        except ObjectMissing:
+            return None
+        except ValueError:
+            raise CheckpointDamaged(otherwise) from None
+
+    def read_whole(self, key: str, parse: Callable[[bytes], T]) -> T:
+        """What `parse` makes of the object; raises `ObjectMissing`, or the `ValueError` of `parse`. Some stores show
+        half an object before it is whole, so what cannot be parsed is read again, for some 1.5 s."""
+        for pause in _READ_PAUSES_SECONDS:
+            with contextlib.suppress(ValueError):
+                return parse(self.store.get(key))
+            time.sleep(pause)
+        return parse(self.store.get(key))
+
+    def marked(self, mark: str) -> str | None:
+        """The checkpoint that one of `MARKS` stands for, if any."""
+        if mark == "promoted":
+            promotion = self.promotion()
+            return promotion.checkpoint if promotion else None
+        found: str | None = getattr(self.pointer(), mark, None)
+        return found
+
+    def resolve(self, name: str) -> str:
+        """A checkpoint's name, from itself or from one of `MARKS`; raises `CheckpointNotFound` with those there are."""
+        found, known = self.marked(name) if name in MARKS else name, self.names()
+        if found in known:
+            if name == "promoted" and (promotion := self.promotion()) and promotion.checkpoint == found:
+                digest = hashlib.sha256(self.read_manifest(found)[0]).hexdigest()
+                if promotion.manifest_sha256 != digest:
+                    raise CheckpointDamaged(f"the manifest of {found} is not the one that was promoted")
+            return found
+        if not known:
+            raise CheckpointNotFound(f"run {self.run_id} has no checkpoint yet")
+        what = f"no checkpoint {name!r}" if found == name else f"no {name} checkpoint"
+        gone = f" ({found} is gone)" if found not in (None, name) else ""
+        marks = ", ".join(MARKS)
+        raise CheckpointNotFound(f"run {self.run_id} has {what}{gone}; there are: {', '.join(known)}; or say {marks}")
+
+    def preferred(self) -> str:
+        """The default checkpoint to deploy or to play: the promoted one, else the best, else the newest."""
+        return self.resolve(next((mark for mark in ("promoted", "best") if self.marked(mark)), "latest"))
+
+    def names(self) -> list[str]:
+        """All checkpoint folders in the store, oldest version first, complete or not."""
+        found = [name for name in self.store.folders(CHECKPOINTS) if checkpoint_version(name) is not None]
+        return sorted(found, key=lambda name: (checkpoint_version(name) or 0, name))
+
+    def manifest(self, name: str) -> Manifest:
+        return self.read_manifest(name)[1]
+
+    def read_manifest(self, name: str, sha256: str | None = None) -> tuple[bytes, Manifest]:
+        """The manifest of `name` and its bytes: with `sha256` the one with that hash, else that of the upload that
+        counts (`Manifest.rank`). A damaged one counts only where there is no other."""
+        found: list[tuple[bytes, Manifest]] = []
+        problems: list[CheckpointDamaged] = []
+        root = f"{CHECKPOINTS}{name}/"
+        for folder in (*(f"{root}{upload}/" for upload in self.store.folders(root)), root):
+            if folder == root and found:
+                break  # else it may be of format 1, which has it there
+            try:
+                found.append(self._read_upload(name, folder))
+            except ObjectMissing:
+                continue
+            except CheckpointDamaged as error:
+                problems.append(error)
+        wanted = [item for item in found if sha256 in (None, hashlib.sha256(item[0]).hexdigest())]
+        if wanted:
+            return max(wanted, key=lambda item: item[1].rank)
+        if problems:
+            raise problems[0]
+        if found:
+            raise CheckpointDamaged(f"the manifest of {name} is not the one that the pointer names")
+        raise CheckpointNotFound(f"run {self.run_id} has no (complete) checkpoint {name}")
+
+    def _read_upload(self, name: str, folder: str) -> tuple[bytes, Manifest]:
+        try:
+            data, raw = self.read_whole(folder + MANIFEST, lambda data: (data, _json_object(data)))
+            if raw.get("format") != FORMAT:
+                raise CheckpointDamaged(
+                    f"{name} has format {raw.get('format')!r}; this version of Stagecoach reads format {FORMAT}"
+                )
+            manifest = Manifest.model_validate(raw)
+        except ValueError as error:
+            raise CheckpointDamaged(f"the manifest of {name} cannot be read: {' '.join(str(error).split())}") from None
+        if manifest.run_id != self.run_id or manifest.name != name:
+            raise CheckpointDamaged(
+                f"the manifest in {name} belongs to {manifest.name} of run {manifest.run_id}, not to run {self.run_id}"
+            )
+        if manifest.folder != folder:
+            raise CheckpointDamaged(f"the manifest of {name} was altered: it is not that of {folder}")
+        return data, manifest
+
+    def load_latest(self, only: str = "") -> Checkpoint | None:
+        """What the pointer names, the manifest verified by the pointer's hash; None before the first checkpoint."""
+        pointer = self.pointer()
+        if pointer is None:
+            return None
+        return self.load(self.read_manifest(pointer.latest, pointer.manifest_sha256)[1], only)
+
+    def load(self, checkpoint: str | Manifest, only: str | tuple[str, ...] = "") -> Checkpoint:
+        """A checkpoint by its name or manifest, every object verified; `only` restricts it to objects that end so."""
+        manifest = self.manifest(checkpoint) if isinstance(checkpoint, str) else checkpoint
+        objects = {key: self.read_object(manifest, key) for key in manifest.objects if key.endswith(only)}
+        return Checkpoint(manifest, objects)
+
+    def read_object(self, manifest: Manifest, key: str) -> bytes:
+        """One object of a checkpoint, verified; raises `CheckpointDamaged`."""
+        name, wanted = manifest.name, manifest.objects[key]
+        try:
+            data = self.store.get(manifest.folder + key)
+        except ObjectMissing:
+            raise CheckpointDamaged(f"{name} lacks its object {key}") from None
+        if stored(data) != wanted:
+            size = f"{len(data)} bytes, the manifest says {wanted.bytes}"
+            how = size if len(data) != wanted.bytes else "its SHA-256 is not the manifest's"
+            raise CheckpointDamaged(f"{name}/{key} was altered: {how}")
+        return data
+
+    def newest_good(self) -> tuple[Checkpoint, list[str]]:
+        """The newest checkpoint that verifies, and a line for each newer one that does not. One beyond the pointer that
+        an older trainer than the pointer's wrote came late: its experience may be in no log any more. Raises
+        `CheckpointNotFound` where there is none, `CheckpointDamaged` where none can be used."""
+        problems: list[str] = []
+        epoch, newest = 0, 0
+        with contextlib.suppress(CheckpointDamaged):  # the trainer makes it anew
+            if pointer := self.pointer():
+                epoch, newest = pointer.epoch, checkpoint_version(pointer.latest) or 0
+        for name in reversed(self.names()):
+            try:
+                manifest = self.manifest(name)
+                if manifest.epoch < epoch and manifest.version > newest:
+                    problems.append(f"{name} came late, from a trainer (epoch {manifest.epoch}) that had been replaced")
+                    continue
+                return self.load(manifest), problems
+            except CheckpointNotFound:
+                continue  # never completed: it was not a checkpoint yet
+            except CheckpointDamaged as error:
+                problems.append(str(error))
+        if problems:
+            raise CheckpointDamaged(f"no usable checkpoint in run {self.run_id}: " + "; ".join(problems))
+        raise CheckpointNotFound(f"run {self.run_id} has no checkpoint yet")
+
+    def delete(self, name: str) -> None:
+        """Removes a checkpoint, manifests first, so that no reader takes the rest for a whole one."""
+        folder = f"{CHECKPOINTS}{name}/"
+        for upload in self.store.folders(folder):
+            self.store.delete(f"{folder}{upload}/{MANIFEST}")
+        for key in self.store.keys(folder):
+            self.store.delete(key)
+
+
+def stored(data: bytes) -> StoredObject:
+    return StoredObject(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def describe_objects(objects: dict[str, bytes]) -> dict[str, StoredObject]:
+    return {name: stored(data) for name, data in sorted(objects.items())}

@@ -1,0 +1,179 @@
+"""The archive: the experience log's entries in the store, in segments, for as long as the config says.
+
+A segment is one object `experience/<after>_<through>_<env steps>/log.safetensors`: every entry after the first
+position, through the second, byte for byte as Redis held it, also those that the trainer dropped.
+"""
+
+import itertools
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shared.errors import ArchiveIncomplete, FragmentError, ObjectMissing
+from shared.experience import fragment, tensor_blob
+from shared.experience.fragment import Fragment
+from shared.experience.log_entry import START, LogEntry, id_order
+from shared.storage.object_store import ObjectStore, open_folder
+
+EXPERIENCE = "experience/"
+FORMAT = 1
+_NAME = re.compile(r"(\d+-\d+)_(\d+-\d+)_(\d+)")
+_LOGGER = logging.getLogger("stagecoach.archive")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One object of the archive: the entries after one position, through another."""
+
+    after: str
+    through: str
+    env_steps: int
+
+    @property
+    def key(self) -> str:
+        return f"{EXPERIENCE}{self.after}_{self.through}_{self.env_steps}/log.safetensors"
+
+
+def encode_segment(run_id: str, segment: Segment, entries: Iterable[LogEntry]) -> bytes:
+    """One blob: the fragments' bytes end to end, and in the header who pushed each; the inverse is `decode_segment`. A
+    fragment that was dropped because its body was lost has no size; one that was in quarantine says so, and a replay
+    drops it unread as well."""
+    rows, bodies = [], []
+    for e in entries:
+        size, poison = None if e.fragment is None else len(e.fragment), ["poison"] if e.quarantined else []
+        rows.append([e.id, e.worker, e.incarnation, e.seq, e.transitions, e.pushed, size, *poison])
+        bodies.append(e.fragment or b"")
+    header = {"format": FORMAT, "run_id": run_id, "after": segment.after, "through": segment.through, "entries": rows}
+    return tensor_blob.encode({"fragments": np.frombuffer(b"".join(bodies), np.uint8)}, header)
+
+
+def decode_segment(blob: bytes, run_id: str, segment: Segment) -> list[LogEntry]:
+    """Its entries, in order; raises `ArchiveIncomplete` for bytes that are not this segment."""
+    try:
+        arrays, header = tensor_blob.decode(blob)
+        if (header["format"], header["run_id"]) != (FORMAT, run_id):
+            raise ValueError(f"it is format {header['format']} of run {header['run_id']}")
+        if (header["after"], header["through"]) != (segment.after, segment.through):
+            raise ValueError(f"it holds {header['after']} to {header['through']}")
+        data, place, entries = arrays["fragments"].tobytes(), 0, []
+        for id_, worker, incarnation, seq, transitions, claimed, size, *poison in header["entries"]:
+            body = None if size is None else data[place : place + size]
+            state = {"lost_body": body is None and not poison, "quarantined": poison == ["poison"]}
+            entries.append(LogEntry(id_, worker, incarnation, seq, transitions, body, claimed, **state))
+            place += size or 0
+    except (FragmentError, KeyError, TypeError, ValueError) as error:
+        raise ArchiveIncomplete(f"the archive's {segment.key} of run {run_id} cannot be read: {error}") from None
+    return entries
+
+
+class Archive:
+    def __init__(self, store: ObjectStore, run_id: str) -> None:
+        self._store, self._run_id = store, run_id
+        self._reading: Iterator[LogEntry] = iter(())
+        self._read_to: str | None = None
+
+    def segments(self) -> list[Segment]:
+        """All segments, in the order of the log. Two trainers may have written overlapping ones."""
+        matches = [_NAME.fullmatch(name) for name in self._store.folders(EXPERIENCE)]
+        found = [Segment(match[1], match[2], int(match[3])) for match in matches if match]
+        return sorted(found, key=lambda segment: (id_order(segment.through), id_order(segment.after)))
+
+    def write(self, after: str, through: str, entries: list[LogEntry]) -> Segment:
+        """Stores all the entries after one position, through another, as one segment."""
+        segment = Segment(after, through, sum(entry.transitions for entry in entries))
+        self._store.put(segment.key, encode_segment(self._run_id, segment, entries))
+        return segment
+
+    def delete(self, segment: Segment) -> None:
+        self._store.delete(segment.key)
+
+    def whole(self, segment: Segment) -> bool:
+        """Whether it can be read; a store may keep half of an upload that was cut off."""
+        try:
+            self._decoded(segment)
+        except ArchiveIncomplete:
+            return False
+        return True
+
+    def _decoded(self, segment: Segment) -> list[LogEntry]:
+        try:
+            blob = self._store.get(segment.key)
+        except ObjectMissing as error:
+            raise ArchiveIncomplete(f"the archive of run {self._run_id}: {error}") from None
+        return decode_segment(blob, self._run_id, segment)
+
+    def entries(self, after: str | None = None, through: str | None = None) -> Iterator[LogEntry]:
+        """The entries after one position (or the archive's first) through another, a segment in memory at a time;
+        raises `ArchiveIncomplete` for a hole, or where the archive does not reach as far."""
+        segments = self.segments()
+        covered = after or (segments[0].after if segments else START)
+        for segment in segments:
+            if not _later(segment.through, covered):
+                continue
+            if through is not None and not _later(through, covered):
+                return
+            if _later(segment.after, covered):
+                raise self._hole(covered, segment.after)
+            for entry in self._decoded(segment):
+                if _later(entry.id, covered) and (through is None or not _later(entry.id, through)):
+                    yield entry
+            covered = segment.through
+        if through is not None and _later(through, covered):
+            raise self._hole(covered, through)
+
+    def _hole(self, after: str, through: str) -> ArchiveIncomplete:
+        return ArchiveIncomplete(
+            f"the archive of run {self._run_id} lacks the log after {after} through {through}; a run keeps all of its "
+            f"log with archive=all from its start, as long as Redis does not lose it"
+        )
+
+    def read(self, after: str, count: int, block_seconds: float) -> list[LogEntry]:
+        """Up to `count` entries after a position, as `ExperienceLog.read` returns them; it never waits."""
+        if after != self._read_to:
+            self._reading = self.entries(after)
+        page = list(itertools.islice(self._reading, count))
+        self._read_to = page[-1].id if page else after
+        return page
+
+
+def read_experience(location: str | Path, endpoint_url: str | None = None) -> Iterator[Fragment]:
+    """A run's archived experience as a dataset: its fragments, in the log's order, read lazily.
+
+    `location` is the run's folder in the store (a path, `file://…`, or `s3://bucket/prefix/run`, credentials by the
+    standard AWS chain). Each `Fragment` has a header (worker, sequence number, policy version, episodes that ended
+    in it) and, per policy id, columns as described in shared/experience/fragment.py: `obs` [T, S, …], `action`,
+    `reward`, `terminated`, `truncated`, `mask`, `log_prob` [T, S] and so on. What is not a fragment is left out, with
+    a warning. Raises `ArchiveIncomplete` where there is no archive, for a hole, or for an unreadable segment.
+    """
+    store, run_id = open_folder(str(location), endpoint_url)
+    return experience(Archive(store, run_id), str(location))
+
+
+def experience(
+    archive: Archive, where: str, after: str | None = None, through: str | None = None
+) -> Iterator[Fragment]:
+    """The fragments in an archive, lazily. None is an error at once: no data would hide a wrong place."""
+    if not archive.segments():
+        raise ArchiveIncomplete(
+            f"there is no archived experience in {where}: expected a run's folder in the store with {EXPERIENCE} in "
+            f"it, which a run with archive=all writes with each checkpoint"
+        )
+
+    def fragments() -> Iterator[Fragment]:
+        for entry in archive.entries(after, through):
+            if entry.fragment is None or entry.quarantined:
+                continue  # dropped, and in the ledger as such
+            try:
+                yield fragment.decode(entry.fragment)
+            except FragmentError as error:
+                _LOGGER.warning("entry %s of %s is no fragment: %s", entry.id, entry.worker, error)
+
+    return fragments()
+
+
+def _later(a: str, b: str) -> bool:
+    return id_order(a) > id_order(b)

@@ -1,0 +1,166 @@
+"""The store: a flat space of named byte objects, on any S3 API or in a folder.
+
+Reads and writes are whole objects. Every failure is a named error: `ObjectMissing`, `StoreError` (one request failed
+after its bounded retries), or `StoreUnavailable`; after that the same store object works again once the cause is
+mended.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from shared.config.run_config import Config
+from shared.config.services import StoreConfig
+from shared.errors import ObjectMissing, StoreError, StoreUnavailable, UserError
+from shared.protocol.redis_client import Address
+from shared.storage.local_disk import TEMPORARY, folders_of, replacing, sync, unwritten
+from shared.storage.s3_store import S3Store, s3_client
+
+
+class ObjectStore(Protocol):
+    """What both implementations of the store can do."""
+
+    def check(self) -> None:
+        """Raises `StoreUnavailable` unless the store answers, accepts the credentials and has the bucket."""
+
+    def get(self, key: str) -> bytes:
+        """The object's bytes; raises `ObjectMissing`."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """Writes the whole object, in the place of one that is there."""
+
+    def delete(self, key: str) -> None:
+        """Removes the object; one that is not there is not an error."""
+
+    def folders(self, prefix: str) -> list[str]:
+        """Names of the folders directly below `prefix` (which ends with a slash), sorted."""
+
+    def keys(self, prefix: str) -> list[str]:
+        """All keys that start with `prefix`, sorted."""
+
+
+class FileStore:
+    """A folder. Writes go to a temporary name first, are synced, then renamed: never half an object."""
+
+    def __init__(self, root: Path, run_id: str) -> None:
+        self._root = root
+        self._folder = root / run_id
+
+    def check(self) -> None:
+        self._check_root()
+        if not os.access(self._root, os.R_OK | os.W_OK | os.X_OK):
+            raise StoreUnavailable(f"the store folder {self._root} cannot be written; check its permissions")
+
+    def get(self, key: str) -> bytes:
+        with self._named(f"reading {key} from"):
+            try:
+                return self._path(key).read_bytes()
+            except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+                self._check_root()
+                raise ObjectMissing(f"no object {key} in {self._folder}") from None
+
+    def put(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        with self._named(f"writing {key} to"):
+            self._check_root()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as file:
+                file.write(data)
+            sync(folders_of(path, self._root))
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with self._named(f"deleting {key} from"):
+            self._check_root()
+            path.unlink(missing_ok=True)
+            for folder in path.parents:
+                if folder == self._folder or not _remove_leftovers(folder, deep=folder == path.parent):
+                    return
+
+    def folders(self, prefix: str) -> list[str]:
+        with self._named(f"listing {prefix} of"):
+            self._check_root()
+            path = self._path(prefix)
+            return sorted(item.name for item in path.iterdir() if item.is_dir()) if path.is_dir() else []
+
+    def keys(self, prefix: str) -> list[str]:
+        with self._named(f"listing {prefix} of"):
+            self._check_root()
+            found = (path for path in _files(self._folder) if not path.name.startswith(TEMPORARY))
+            names = (path.relative_to(self._folder).as_posix() for path in found)
+            return sorted(name for name in names if name.startswith(prefix))
+
+    def _check_root(self) -> None:
+        """The folder is never made here: where it is not mounted, what was there would seem lost, not away."""
+        if not self._root.is_dir():
+            raise StoreUnavailable(f"the store folder {self._root} is not there; create it or correct store.url")
+
+    @contextmanager
+    def _named(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            why = unwritten(str(error.strerror), str(self._root)) if full else str(error)
+            raise StoreError(f"{doing} {self._folder} failed: {why}") from None
+
+    def _path(self, key: str) -> Path:
+        path = self._folder / key
+        if ".." in path.parts or not path.is_relative_to(self._folder):
+            raise StoreError(f"key {key!r} leaves the store folder")
+        return path
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """All files below a folder; raises where a part of it cannot be read (rglob would leave that out in silence)."""
+
+    def failed(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # deleted meanwhile, or no run yet
+            raise error
+
+    for parent, _, names in os.walk(folder, onerror=failed):
+        yield from (Path(parent, name) for name in names)
+
+
+def _remove_leftovers(folder: Path, deep: bool) -> bool:
+    """Removes a folder that holds no object (any more), with what killed writers left in it; whether it is gone. With
+    `deep` the same below it, else folders below it keep it."""
+    found = list(folder.rglob("*") if deep else folder.iterdir()) if folder.is_dir() else []
+    if not all(path.name.startswith(TEMPORARY) or (deep and path.is_dir()) for path in found):
+        return False
+    for path in sorted(found, reverse=True):  # what is below first
+        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+    if folder.is_dir():
+        folder.rmdir()
+    return True
+
+
+def open_store(address: Address, config: Config) -> ObjectStore:
+    """The run's store, below `<prefix>/<run_id>/`. Nothing is contacted yet: call `check`."""
+    return _open(address, config.store)
+
+
+def open_folder(location: str, endpoint_url: str | None = None) -> tuple[ObjectStore, str]:
+    """The store and id of a run whose folder a person names (a path, `file://…`, `s3://…`); raises `UserError`."""
+    scheme, separator, rest = location.partition("://")
+    if not separator or scheme == "file":
+        folder = Path(rest if separator else location).expanduser().resolve()
+        return FileStore(folder.parent, folder.name), folder.name
+    base, _, run_id = rest.rstrip("/").rpartition("/")
+    if scheme != "s3" or not base:
+        raise UserError(f"expected a run's folder (a path, file:///… or s3://bucket/prefix/run), found {location!r}")
+    return _open(Address(run_id, "", f"s3://{base}", endpoint_url), StoreConfig()), run_id
+
+
+def _open(address: Address, config: StoreConfig) -> ObjectStore:
+    parts = urlsplit(address.store_url)
+    if parts.scheme == "file":
+        return FileStore(Path(parts.path), address.run_id)
+    where = f"s3://{parts.netloc} at {address.endpoint_url or 'AWS'}"
+    base = f"{parts.path.strip('/')}/{address.run_id}/".lstrip("/")
+    folder = Path(address.store_folder, parts.netloc) if address.store_folder else None
+    return S3Store(parts.netloc, base, lambda: s3_client(address, config), where, folder)

@@ -1,0 +1,74 @@
+"""Stagecoach for programs: everything that code of yours imports comes from here.
+
+`from stagecoach import Run, load_config, load_policy, read_experience`, and for algorithms and policies of your own
+`Algorithm`, `AlgorithmConfig`, `register_policy` and the parts that the examples are made of. The packages behind it
+(`coordinator`, `rollout_worker`, `trainer_node`, `shared`) are private: their names may change at any time.
+
+A name is imported when it is first used, so `import stagecoach` alone loads neither torch nor Ray.
+"""
+
+import ast
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coordinator.run import Run
+    from shared.config.algorithms.base import AlgorithmConfig, BatchOfUpdate
+    from shared.config.algorithms.off_policy import SACConfig
+    from shared.config.algorithms.on_policy import A2CConfig, PPOConfig
+    from shared.config.algorithms.q_learning import DQNConfig
+    from shared.config.loading import load_config
+    from shared.config.run_config import Config
+    from shared.errors import StagecoachError
+    from shared.experience.counters import Counters
+    from shared.experience.spaces import Columns
+    from shared.policies.actor_critic import ActorCritic
+    from shared.policies.deployed import DeployedPolicy, load_policy
+    from shared.policies.policy import Policy
+    from shared.policies.q_network import QNetwork
+    from shared.policies.registry import register_policy
+    from shared.storage.log_archive import read_experience
+    from trainer_node.learning.algorithms.a2c import A2C
+    from trainer_node.learning.algorithms.dqn import DQN
+    from trainer_node.learning.algorithms.off_policy import Lesson, Minibatch
+    from trainer_node.learning.algorithms.ppo import PPO
+    from trainer_node.learning.algorithms.sac import SAC
+    from trainer_node.learning.building_blocks.advantages import Trajectories, gae
+    from trainer_node.learning.building_blocks.compilation import compiled
+    from trainer_node.learning.building_blocks.interface import (
+        Algorithm,
+        Experience,
+        Setting,
+        Shard,
+        side_by_side,
+        update_seed,
+    )
+    from trainer_node.learning.building_blocks.optimization import Adam
+
+_MODULES = {
+    alias.name: str(statement.module)
+    for statement in ast.walk(ast.parse(Path(__file__).read_text()))
+    if isinstance(statement, ast.ImportFrom)
+    for alias in statement.names
+}
+"""Name → module, from the imports above: what type checkers read and what is imported are one list."""
+
+__all__ = [
+    "A2C", "DQN", "PPO", "SAC", "A2CConfig", "ActorCritic", "Adam", "Algorithm", "AlgorithmConfig",
+    "BatchOfUpdate", "Columns", "Config", "Counters", "DQNConfig", "DeployedPolicy", "Experience",
+    "Lesson", "Minibatch", "PPOConfig", "Policy", "QNetwork", "Run", "SACConfig", "Setting", "Shard",
+    "StagecoachError", "Trajectories", "compiled", "gae", "load_config", "load_policy", "read_experience",
+    "register_policy", "side_by_side", "update_seed",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'stagecoach' has no attribute {name!r}; it has {', '.join(__all__)}")
+    found = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return __all__

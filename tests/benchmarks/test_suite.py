@@ -1,0 +1,292 @@
+"""The benchmarks, small: each runs in a process of its own, as users run it, and its lines say what they are for."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.kit.measure import Result, read
+from benchmarks.rehearsal import costs
+from benchmarks.suite.end_to_end_cases import cases
+from benchmarks.suite.environments import moving_square, wide
+from benchmarks.suite.framework_cost import CLOCKS, FRAMEWORK, TRAINER_PARTS, WORKER_PARTS, Clock
+from benchmarks.suite.memory_filling import fragments, spaces_of
+from benchmarks.suite.native import AIM, Alone, Sizes
+from benchmarks.suite.pinning import two_cores
+from benchmarks.suite.scale import network_config, observation_config, slowest
+from benchmarks.suite.tuning import SETTINGS
+from coordinator.lifecycle.validation import check
+from shared.config.loading import parse_config
+from shared.policies.registry import build_policies
+from trainer_node.learning.building_blocks.compilation import has_compiler
+
+pytestmark = pytest.mark.timeout(400)
+Measure = Callable[..., Result]
+
+
+@pytest.fixture
+def measure_quickly(tmp_path: Path) -> Measure:
+    """`measure_quickly("limits", "memory: copy")`: one quick round of a benchmark, or of some of its lines."""
+
+    def measure(name: str, *only: str) -> Result:
+        command = [sys.executable, "-m", "benchmarks", name, "--quick", "--out", str(tmp_path)]
+        command += ["--only", *only] if only else []
+        ended = subprocess.run(command, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+        return read(tmp_path / f"{name}.json")
+
+    return measure
+
+
+def test_adoption(measure_quickly: Measure) -> None:
+    result = measure_quickly("adoption", "64×64")
+    assert {measure.unit for measure in result.measures} == {"ms"}
+    found = {measure.what: measure.median for measure in result.measures}
+    assert all(milliseconds > 0 for milliseconds in found.values())
+    roles = {what.partition(", ")[2] for what in found}
+    assert all(found[f"p50 with encoding, {who}"] >= found[f"p50, {who}"] for who in roles)
+
+
+def test_checkpoint(measure_quickly: Measure) -> None:
+    result = measure_quickly("checkpoint")
+    stalls = [measure for measure in result.measures if measure.unit == "ms"]
+    rates = [measure for measure in result.measures if measure.unit == "1/s"]
+    assert stalls and all(measure.median > 0 for measure in stalls)
+    assert {len(result.ratios(measure)) for measure in rates if measure.against} == {1}
+
+
+def test_every_step_has_its_cost() -> None:
+    found = costs.measure(workers=5, steps=4, envs=2)
+    steps = {cost.step for cost in found.costs}
+    assert {"claim, granted", "claim, refused", "push", "heartbeat", "publish", "trim"} <= steps
+    assert all(cost.redis >= 0 and cost.caller > 0 for cost in found.costs)
+    assert all(size > 0 for size in found.sizes.values())
+
+
+VECTORS = [f"vectors: {name}" for name in ("APPO", "DQN", "SAC")]
+ALGORITHMS = ["vectors: PPO", "lockstep: PPO", *VECTORS, "images: PPO", "images: DQN"]
+
+
+def test_a_case_has_its_four_lines(measure_quickly: Measure) -> None:
+    result = measure_quickly("end-to-end", "lockstep: PPO")
+    names = ("acting alone", "learning alone", "one after the other", "end to end")
+    assert [line.what for line in result.measures] == [f"lockstep: PPO, {name}" for name in names]
+    acting, learning, bound, whole = (line.samples for line in result.measures)
+    assert all(len(samples) == 1 and min(samples) > 0 for samples in (acting, learning, bound, whole))
+    assert bound == pytest.approx([1 / (1 / a + 1 / b) for a, b in zip(acting, learning, strict=True)])
+    assert result.measures[3].against == "lockstep: PPO, one after the other" and result.measures[3].aim == 0.95
+    assert [remark.partition(":")[0] for remark in result.remarks if "processor time" in remark]
+
+
+def test_all_that_is_claimed_is_among_the_cases() -> None:
+    found = cases()
+    assert [case.name for case in found] == ALGORITHMS
+    assert [case.overlaps for case in found] == [name != "lockstep: PPO" for name in ALGORITHMS]
+    assert all(case.config.algorithm.learning_rate.start < 1e-9 for case in found)
+    assert {case.name for case in found if case.memory} == {"vectors: DQN", "vectors: SAC", "images: DQN"}
+
+
+def test_the_image_environment_is_one_that_gymnasium_accepts_and_its_frames_move() -> None:
+    environment = moving_square()
+    first, _ = environment.reset(seed=3)
+    again, _ = moving_square().reset(seed=3)
+    assert (first == again).all() and environment.observation_space.contains(first)
+    frames = [environment.step(step % 4) for step in range(200)]
+    assert any((frame[0] != first).any() for frame in frames)
+    assert [frame[2] for frame in frames] == [False] * 199 + [True]
+    assert {frame[1] for frame in frames} == {0.0, 1.0}
+
+
+def test_the_trainer_has_a_core_of_its_own_where_there_are_two() -> None:
+    cores = two_cores()
+    assert {cores.trainer, cores.others} <= os.sched_getaffinity(0)
+    assert cores.apart == (len(os.sched_getaffinity(0)) > 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+def test_each_algorithm_is_measured_beside_its_plain_loop(measure_quickly: Measure) -> None:
+    result = measure_quickly("learner", "PPO, minibatch 512", "DQN", "SAC, 64", "TD3", "A2C")
+    lines = {measure.what: measure for measure in result.measures}
+    assert {"PPO, minibatch 512", "DQN", "DQN, images", "SAC, 64×64", "TD3, 64×64", "A2C, 4096 at once"} <= set(lines)
+    assert all(len(line.samples) == 1 and line.samples[0] > 0 for line in lines.values())
+    for name in ("PPO, minibatch 512", "DQN", "DQN, images", "SAC, 64×64"):
+        assert lines[name].against == f"{name}: plain loop" and lines[name].aim == 1.0
+        assert all(math.isfinite(ratio) for ratio in result.ratios(lines[name]))
+    if has_compiler():
+        assert lines["PPO, minibatch 512: compiled"].against == "PPO, minibatch 512"
+    assert lines["TD3, 64×64"].against == ""
+
+
+def _busy(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_every_line_has_a_figure_and_the_two_roles_tell_all_their_parts(measure_quickly: Measure) -> None:
+    result = measure_quickly("limits")
+    assert all(len(line.samples) == 1 for line in result.measures)
+    of_framework = {f"worker: {part}" for part in (*WORKER_PARTS, FRAMEWORK)}
+    of_framework |= {f"trainer: {part}" for part in (*TRAINER_PARTS, FRAMEWORK)}
+    found = {line.what: line.samples[0] for line in result.measures}
+    assert of_framework <= set(found)
+    assert all(value > 0 for what, value in found.items() if "guards" not in what), found
+    aims = {line.what: line.aim for line in result.measures if line.aim is not None}
+    assert aims == {"worker: framework": 1.0, "trainer: framework": 0.5}
+    assert found[f"worker: {CLOCKS}"] < found["worker: framework"]
+
+
+def test_a_clock_counts_a_call_within_a_call_once() -> None:
+    clock = Clock()
+    inner = clock.around("inner", partial(_busy, 0.02))
+
+    def act() -> None:
+        inner()
+        _busy(0.01)
+
+    outer = clock.around("outer", act)
+
+    def update() -> None:
+        outer()
+        _busy(0.02)
+
+    clock.inner("rest", update)()
+    assert set(clock.seconds) == {"outer", "rest"}
+    assert clock.seconds["outer"] == pytest.approx(0.03, rel=0.3)
+    assert clock.seconds["rest"] == pytest.approx(0.02, rel=0.3)
+
+
+def test_lines_of_memories_and_draws(measure_quickly: Measure) -> None:
+    found = measure_quickly("memory", "Atari", "uniform", "hindsight", "draw")
+    lines = {measure.what: measure for measure in found.measures}
+    images = next(line for name, line in lines.items() if "Atari" in name)
+    assert images.against in lines and images.aim == 1.10 and images.better == "less"
+    assert found.ratios(images)[0] > 0.9  # not less than its frames
+    small = [line for name, line in lines.items() if name.startswith("a transition of")]
+    assert len(small) == 2 and all(line.samples[0] > 29 for line in small)
+    draw = next(line for name, line in lines.items() if name.startswith("draw"))
+    assert found.ratios(draw)[0] > 0
+    assert {measure.unit for measure in found.measures} == {"GB", "B", "ms"}
+
+
+@pytest.mark.parametrize("kind", ["images", "goals", "vector"])
+def test_what_is_put_in_goes_on_where_its_source_was_left(kind: str) -> None:
+    made = fragments(spaces_of(kind), 16, 2)
+    found = [next(made) for _ in range(4)]
+    (first, before), (third, after) = found[0], found[2]
+    assert first == third
+    for name in [name for name in before if name.startswith("obs")]:
+        assert np.array_equal(before[f"bootstrap_{name}"], after[name][0])
+
+
+def test_sizes_of_the_processes_of_a_run(measure_quickly: Measure) -> None:
+    found = measure_quickly("memory", "PPO: ")
+    sizes = {measure.what: measure.samples[0] for measure in found.measures}
+    for role in ("trainer", "worker", "coordinator", "Redis", "S3 server", "Ray"):
+        assert 1 < sizes[f"PPO: {role} at work"] < 10_000
+        assert sizes[f"PPO: {role} at the start"] <= sizes[f"PPO: {role} at work"]
+
+
+def test_every_part_is_measured_with_the_whole_path(measure_quickly: Measure) -> None:
+    result = measure_quickly("native", "one layer", "worker")
+    found = {line.what: line for line in result.measures}
+    whole = "the whole path, one layer of 32"
+    assert {whole, "a worker alone, on one core"} <= set(found) and "environments alone, on one core" not in found
+    assert found[whole].unit == "env steps/s" and found[whole].aim is None, "small sizes have nothing to reach"
+    assert {f"{whole}: {role}" for role in ("worker", "trainer", "redis-server")} <= set(found)
+    assert all(len(line.samples) == 1 and line.samples[0] > 0 for line in found.values())
+    assert result.settings["config"]["environment"]["vectorization"] == "native" and AIM == 500_000
+
+
+def test_each_fragment_is_learned_from_once_more() -> None:
+    alone = Alone("two layers of 64, twice", Sizes(num_envs=4, steps=8))
+    alone.learn()
+    alone.learn()
+    assert alone.transitions == 32 and alone.bytes_per_step > 30
+    assert alone.learner.counters.train.updates == 2 and alone.learner.counters.train.env_steps <= 64
+
+
+def test_recovery(measure_quickly: Measure) -> None:
+    result = measure_quickly("recovery", "worker")
+    assert {measure.what for measure in result.measures} == {"worker-0, p50", "worker-0, p95"}
+    assert all(measure.unit == "s" and measure.median > 0 for measure in result.measures)
+    assert "the ledger balances after all kills" in result.remarks
+
+
+@pytest.mark.parametrize(("family", "lines", "beyond"), [("workers", 1, 0), ("networks", 2, 1)])
+def test_sizes_are_measured_and_worked_out(measure_quickly: Measure, family: str, lines: int, beyond: int) -> None:
+    result = measure_quickly("scale", family)
+    assert len(result.measures) == lines and all(line.samples[0] > 0 for line in result.measures)
+    measured, worked_out = result.curves
+    assert [size for size, _ in measured.points] == [size for size, _ in worked_out.points][:lines]
+    assert len(worked_out.points) == lines + beyond
+    assert worked_out.dashed and all(rate > 0 for _, rate in worked_out.points)
+    for found in result.settings["points"].values():
+        assert {"trainer", "redis-server", "worker"} <= set(found["cores used"]) and found["limit by arithmetic"]
+
+
+def test_the_slowest_role_or_the_cores_set_the_limit() -> None:
+    assert slowest({"worker": 4e-6, "trainer": 1e-6}, 2) == (250_000, "the processor of one worker")
+    assert slowest({"worker": 2e-6, "trainer": 1.5e-6, "redis": 1e-6}, 2)[1] == "2 cores for all"
+
+
+@pytest.mark.parametrize("parameters", [1_000, 100_000])
+def test_a_network_is_about_as_large_as_asked_for(parameters: int) -> None:
+    config = parse_config(network_config(parameters))
+    (policy,) = build_policies(check(config).policies, config.policies, config.algorithm, seed=0).values()
+    assert sum(weights.numel() for weights in policy.parameters()) == pytest.approx(parameters, rel=0.1)
+
+
+@pytest.mark.parametrize("size", [4, 1_000, 1_000_000])
+def test_a_fragment_of_observations_is_bounded(size: int) -> None:
+    config = parse_config(observation_config(size))
+    assert 4 * size * config.rollout.fragment_steps * config.environment.num_envs <= max(4 << 20, 16 * size)
+
+
+def test_wide_observations_are_shown_in_turns() -> None:
+    shown = wide(3, 2)
+    first, _ = shown.reset()
+    second = shown.step(shown.action_space.sample())[0]
+    assert first.shape == second.shape == (2, 3) and (first != second).any()
+    assert wide(3).observation_space == shown.single_observation_space  # type: ignore[union-attr]
+
+
+def test_milestones_of_a_start(measure_quickly: Measure) -> None:
+    found = measure_quickly("start-up")
+    seconds = {measure.what: measure.samples[0] for measure in found.measures}
+    order = [
+        "imports and checks are done", "Redis serves", "the S3 server serves", "Ray is joined", "roles are asked for",
+        "the trainer's process has its imports", "first fragment", "first update",
+    ]  # fmt: skip
+    assert [seconds[name] for name in order] == sorted(seconds[name] for name in order)
+    assert 0 < seconds["Ray's own start"] < seconds["first update"]
+    assert {measure.unit for measure in found.measures} == {"s"}
+    assert [measure.aim for measure in found.measures if measure.what == "first update"] == [8.0]
+
+
+def test_transport(measure_quickly: Measure) -> None:
+    result = measure_quickly("transport", "4 KB")
+    ratios = {measure.what: result.ratios(measure) for measure in result.measures if measure.against}
+    assert any(what.startswith("ours, bytes") for what in ratios) and all(ratio > 0 for (ratio,) in ratios.values())
+    assert all(measure.unit == "bytes/s" for measure in result.measures)
+
+
+def test_a_setting_is_a_real_run(measure_quickly: Measure) -> None:
+    result = measure_quickly("tuning", "slow: 1 × 8 × 64, async")
+    (line,) = result.measures
+    assert (line.what, line.against) == ("slow: 1 × 8 × 64, async", "") and line.samples[0] > 0
+    assert result.settings[line.what]["environment"]["vectorization"] == "async"
+
+
+def test_an_update_learns_from_the_same_number_of_transitions_whatever_the_fragments() -> None:
+    for setting in SETTINGS:
+        assert setting.envs * setting.steps * max(1, 2048 // (setting.envs * setting.steps)) == 2048

@@ -1,0 +1,43 @@
+"""Ray's private interfaces are where they were in the version that Stagecoach was written for."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import ray
+
+from coordinator.services.ray_internals import MONITORS, USED
+from shared.runtime.user_code import SOURCE
+
+
+@pytest.mark.parametrize("name", USED)
+def test_ray_still_has_what_stagecoach_uses(name: str) -> None:
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:length]))
+        except ImportError:
+            continue
+        break
+    for part in parts[length:]:
+        assert hasattr(found, part) or part in getattr(found, "__annotations__", {}), (
+            f"Ray {ray.__version__} has no {name}; see coordinator/services/ray_internals.py"
+        )
+        found = getattr(found, part, None)
+
+
+@pytest.mark.parametrize("name", MONITORS)
+def test_the_autoscaler_still_runs_in_this_file(name: str) -> None:
+    assert (Path(ray.__file__).parent / name).is_file(), f"Ray {ray.__version__} has moved its autoscaler"
+
+
+def test_no_other_module_uses_what_is_private_in_ray() -> None:
+    private = ("ray._private", "ray._raylet", "_actor_id", "_py_driver_sys_path", "_server_ray_version")
+    found = {
+        path.relative_to(SOURCE).as_posix()
+        for path in (SOURCE / "coordinator").rglob("*.py")
+        if any(name in path.read_text() for name in private)
+    }
+    assert found == {"coordinator/services/ray_internals.py"}

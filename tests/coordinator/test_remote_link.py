@@ -1,0 +1,255 @@
+"""Runs whose coordinator is on another machine, seen from here: real Redis and S3, the coordinator's beat by hand."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.catalog.run_folder import RemoteLink, Submission, read_remote
+from coordinator.lifecycle.run_lease import RunLease
+from coordinator.run import Run
+from shared.config.run_config import Config
+from shared.errors import RedisUnavailable, RunNotFound, StoreUnavailable, UserError
+from shared.protocol.heartbeat import Wait, poll
+from shared.protocol.keys import RunKeys
+from shared.protocol.redis_client import Address
+from shared.runtime.run_context import open_run_context
+from tests.conftest import RedisServer, minimal_config
+from tests.support.groups import some_quick
+from tests.support.speed import stretched
+
+RUN = "far"
+
+
+@pytest.fixture
+def far(servers: tuple[str, str], tmp_path: Path, unique_run_id: str) -> Run:
+    """A run that has trained and ended on another machine (another folder of runs)."""
+    run = Run.start(_config(tmp_path / "there", servers), unique_run_id, inline=True, or_resume=True)
+    assert run.wait(60).reason == "exhausted"
+    return run
+
+
+@pytest.fixture
+def here(far: Run, servers: tuple[str, str], tmp_path: Path) -> Run:
+    """The same run, of which this machine has only a link."""
+    return Run.attach(f"s3://stagecoach/{far.run_id}", tmp_path / "here", endpoint_url=servers[1])
+
+
+def _config(runs: Path, servers: tuple[str, str], **sections: Any) -> Config:
+    common = {
+        "runs_dir": str(runs), "rollout": {"workers": 1, "fragment_steps": 8, "fragments_per_update": 1},
+        "evaluation": {"episodes": 1}, "stop_at": {"updates": 2}, "redis": {"url": servers[0]},
+        "store": {"url": "s3://stagecoach", "endpoint_url": servers[1]},
+    }  # fmt: skip
+    return minimal_config(**common | sections)
+
+
+def _lease(run: Run) -> RunLease:
+    """Of another coordinator of this process."""
+    address = Address(run.run_id, run.config.redis.url, run.config.store.url, run.config.store.endpoint_url)
+    return RunLease(open_run_context(run.config, address, "coordinator"))
+
+
+def test_a_run_is_known_here_by_its_folder_in_the_store(far: Run, here: Run, tmp_path: Path) -> None:
+    assert here.run_id == far.run_id
+    assert not here.live
+    assert here.status().reason == "exhausted"
+    assert [entry["name"] for entry in here.checkpoints()] == [entry["name"] for entry in far.checkpoints()]
+    again = Run.attach(far.run_id, tmp_path / "here")
+    assert again.status().env_steps == far.status().env_steps, "from then on its id is enough"
+    assert again.config.hash() == far.config.hash()
+
+
+def test_it_is_live_while_its_coordinator_beats_and_obeys_from_here(
+    far: Run, here: Run, redis_server: RedisServer
+) -> None:
+    with pytest.raises(UserError, match="is not live"):
+        here.scale(3)
+    with _process(_OTHER_MACHINE, redis_server.password, redis_server.url, far.run_id):
+        assert here.live
+        assert far.live, "on its own machine, too, if it was taken up on another one"
+        here.scale(3)
+        assert here.status().desired_workers == 3
+        with pytest.raises(UserError, match=r"is live, and its trainer prunes by itself"):
+            here.prune()
+    poll(Wait("its silence to be seen", stretched(30)), lambda: not here.live)
+
+
+def test_a_redis_that_cannot_be_reached_from_here_is_said_and_hides_nothing(
+    far: Run, servers: tuple[str, str], tmp_path: Path
+) -> None:
+    here = Run.attach(
+        f"s3://stagecoach/{far.run_id}", tmp_path / "here", endpoint_url=servers[1], redis_url="redis://127.0.0.1:9"
+    )
+    assert here.status().reason == "exhausted", "the store knows the end"
+    far.checkpoint_store().store.delete(".finished")
+    status = here.status()
+    assert status.state == "unknown"
+    assert "127.0.0.1:9 does not answer" in status.reason
+    with pytest.raises(RedisUnavailable, match=r"127\.0\.0\.1:9 does not answer"):
+        here.stop()
+
+
+def test_wrong_places_are_named(far: Run, servers: tuple[str, str], tmp_path: Path) -> None:
+    def attach(location: str, endpoint_url: str = servers[1]) -> Run:
+        return Run.attach(location, tmp_path / "here", endpoint_url=endpoint_url)
+
+    with pytest.raises(RunNotFound, match="no run at s3://stagecoach/nobody"):
+        attach("s3://stagecoach/nobody")
+    with pytest.raises(StoreUnavailable, match="there is no bucket 'elsewhere'"):
+        attach(f"s3://elsewhere/{far.run_id}")
+    with pytest.raises(StoreUnavailable, match="does not answer"):
+        attach(f"s3://stagecoach/{far.run_id}", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match="expected a run's folder"):
+        attach("http://127.0.0.1/run")
+    with pytest.raises(UserError, match="is a run of this machine already"):
+        Run.attach(f"s3://stagecoach/{far.run_id}", tmp_path / "there", endpoint_url=servers[1])
+    assert not (tmp_path / "here").exists(), "nothing is left behind"
+
+
+@pytest.mark.processes
+def test_who_has_only_a_link_cannot_resume_and_is_told_how(far: Run, here: Run, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"stagecoach attach {far.run_id}"):
+        Run.resume(far.run_id, tmp_path / "here")
+    with pytest.raises(UserError, match=r"train CONFIG --address … --run-id .* --or-resume"):
+        here.take_up()
+
+
+def test_a_run_goes_on_where_another_machine_has_left_it(far: Run, servers: tuple[str, str], tmp_path: Path) -> None:
+    done = Run.start(_config(tmp_path / "third", servers), far.run_id, inline=True, or_resume=True)
+    assert done.ended
+    assert done.wait(10).reason == "exhausted", "it has reached its end: nothing is started"
+    further = _config(tmp_path / "third", servers, stop_at={"updates": 4})
+    outcome = Run.start(further, far.run_id, inline=True, or_resume=True).wait(60)
+    assert (outcome.reason, outcome.status.updates) == ("exhausted", 4)
+    other = _config(tmp_path / "fourth", servers, seed=7, stop_at={"updates": 4})
+    with pytest.raises(UserError, match="start a new run for that"):
+        Run.start(other, far.run_id, inline=True, or_resume=True)
+    assert not (tmp_path / "fourth" / far.run_id).exists()
+
+
+@pytest.mark.parametrize("where", some_quick(["here", "elsewhere"], "here"))
+def test_a_coordinator_at_work_keeps_its_run_and_a_dead_one_does_not(
+    far: Run, tmp_path: Path, servers: tuple[str, str], where: str
+) -> None:
+    """Whatever folder of runs it has, and even where containers give all of them one name and one process id."""
+    further = _config(tmp_path / "third", servers, stop_at={"updates": 4})
+    with (
+        _other_coordinator(further, far.run_id, where) as other,
+        pytest.raises(UserError, match=rf"is live already: its coordinator is process {other.pid} on \S+;"),
+    ):
+        Run.start(further, far.run_id, inline=True, or_resume=True)
+    outcome = Run.start(further, far.run_id, inline=True, or_resume=True).wait(90)  # elsewhere: once it falls silent
+    assert outcome.reason == "exhausted"
+
+
+@pytest.mark.processes
+def test_a_coordinator_that_was_cut_off_lets_go_of_a_run_that_another_has_taken(far: Run) -> None:
+    taking = _lease(far)
+    with _other_coordinator(far.config, far.run_id, "elsewhere") as other:
+        assert other.stdout is not None
+        other.send_signal(signal.SIGSTOP)
+        taking.take()
+        taking.keep()
+        other.send_signal(signal.SIGCONT)
+        assert other.stdout.readline() == "lost\n"
+    taking.release()
+    assert taking.lost is None
+
+
+def test_a_coordinator_of_this_machine_that_is_silent_and_there_keeps_its_run(
+    far: Run, redis_server: RedisServer
+) -> None:
+    """As the one that a copy of the run's folder, with its Redis in it, still names."""
+    with _other_coordinator(far.config, far.run_id, "here") as other, redis_server.client() as client:
+        other.send_signal(signal.SIGSTOP)
+        client.hset(RunKeys(far.run_id).flow, "coordinator_seen", "1")
+        with pytest.raises(UserError, match=rf"is live already: its coordinator is process {other.pid} on "):
+            _lease(far).take()
+
+
+def test_two_that_take_a_run_at_once_are_told_apart(far: Run) -> None:
+    leases = [_lease(far) for _ in range(8)]
+
+    def took(lease: RunLease) -> bool:
+        try:
+            lease.take()
+        except UserError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(took, leases)) == 1
+
+
+_OTHER_MACHINE = """
+import socket, sys, time, redis
+socket.gethostname = lambda: "other"
+from shared.protocol.heartbeat import Heartbeat
+client = redis.Redis.from_url(sys.argv[1], password=sys.stdin.readline())
+Heartbeat(client, sys.argv[2], "coordinator", "coordinator").start()
+print("at work", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def _process(code: str, told: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Python code in another process, at work from here on, which is killed in the end: its last sign is new then."""
+    command = [sys.executable, "-c", code, *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(told)
+    process.stdin.close()
+    try:
+        assert process.stdout.readline() == "at work\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+_OTHER_COORDINATOR = """
+import json, sys, time
+from coordinator.lifecycle import run_lease
+from shared.config.run_config import Config
+from shared.protocol.redis_client import Address
+from shared.runtime.run_context import open_run_context
+told = json.load(sys.stdin)
+if told["where"] == "elsewhere":
+    run_lease._machine = lambda: "another"
+config = Config.model_validate(told["config"])
+context = open_run_context(config, Address(**told["address"]), "coordinator")
+made = run_lease.RunLease(context, lambda: print("lost", flush=True))
+made.take()
+made.keep()
+print("at work", flush=True)
+time.sleep(600)
+"""
+
+
+def _other_coordinator(config: Config, run_id: str, where: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    address = asdict(Address(run_id, config.redis.url, config.store.url, config.store.endpoint_url))
+    told = {"where": where, "config": config.model_dump(mode="json"), "address": address}
+    return _process(_OTHER_COORDINATOR, json.dumps(told))
+
+
+def test_what_was_submitted_is_remembered(tmp_path: Path) -> None:
+    known = RemoteLink(
+        redis_url="redis://a", job="j-1",
+        submission=Submission(cluster="http://head:8265", working_dir="/work", command=("train", "x.yaml")),
+    )  # fmt: skip
+    known.write(tmp_path)
+    assert read_remote(tmp_path) == known
+    assert read_remote(tmp_path / "nowhere") is None

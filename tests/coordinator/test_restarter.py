@@ -1,0 +1,173 @@
+"""The embedded Redis and S3 server are killed: each comes back on its port, over its data; within a limit that ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from coordinator.lifecycle.preparation import create_flow
+from coordinator.services.embedded import Service
+from coordinator.services.restarter import Restarter
+from shared.protocol.events import read_events
+from shared.protocol.flow_control import RunState
+from shared.protocol.keys import RunKeys
+from shared.runtime.run_context import RunContext, open_run_context
+from tests.conftest import minimal_config
+from tests.support.command_line import own_servers
+from tests.support.waiting import eventually
+
+
+@dataclass
+class Kept:
+    """Two services, their restarter, and a role that uses them."""
+
+    redis: Service
+    s3: Service
+    restarter: Restarter
+    role: RunContext
+    given_up: threading.Event
+
+
+@pytest.fixture
+def keep(tmp_path: Path) -> Iterator[Callable[..., Kept]]:
+    with ExitStack() as running:
+
+        def make(**rollout: Any) -> Kept:
+            servers = running.enter_context(own_servers(tmp_path))
+            config = minimal_config(rollout={"fragments_per_update": 2, "fragment_steps": 8} | rollout)
+            role = open_run_context(config, servers.address("kept"))
+            running.callback(role.redis.close)
+            create_flow(role)
+            given_up = threading.Event()
+            restarter = Restarter((servers.redis, servers.s3), [tmp_path / "redis.log"], role, given_up.set)
+            running.callback(restarter.stop)
+            return Kept(servers.redis, servers.s3, restarter, role, given_up)
+
+        yield make
+
+
+def kill(service: Service) -> int:
+    """Ends its process as a fault does, and waits until a new one serves in its place."""
+    before = service.process.pid
+    os.kill(before, signal.SIGKILL)
+    eventually(lambda: service.process.pid != before and serves(service))
+    return before
+
+
+def serves(service: Service) -> bool:
+    try:
+        return service.ready(service.port)
+    except (OSError, redis.RedisError):
+        return False
+
+
+def test_services_that_are_killed_come_back_with_their_data(keep: Callable[..., Kept]) -> None:
+    kept = keep()
+    role, port, store = kept.role, kept.redis.port, kept.role.checkpoints.store
+    role.redis.config_set("appendfsync", "no")  # `everysec` writes up to 2 s late where the disk is slow
+    role.flow.set_state(RunState.STOPPING, "a reason")
+    kill(kept.redis)
+    state = role.flow.read()  # tries again until it is there
+    assert (state.state, state.reason) == ("stopping", "a reason")
+    assert kept.redis.port == port
+    kill(kept.redis)
+    assert role.flow.read().state == "stopping"
+    told = [event for event in read_events(role.redis, "kept", block_seconds=5.0) if event.kind == "service"]
+    assert told and "Redis ended (code -9) and was started again" in told[0].text
+    store.put("before", b"1")
+    kill(kept.s3)
+    assert store.get("before") == b"1"
+    store.put("after", b"2")
+    assert set(store.keys("")) == {"before", "after"}
+
+
+@pytest.mark.parametrize("which", ["redis", "s3"])
+def test_one_that_hangs_is_started_again(keep: Callable[..., Kept], which: str) -> None:
+    kept = keep(service_silent_seconds=3)
+    service: Service = getattr(kept, which)
+    kept.role.checkpoints.store.put("before", b"1")
+    kept.role.redis.config_set("appendfsync", "always")
+    kept.role.flow.set_state(RunState.STOPPING, "a reason")
+    before = service.process.pid
+    os.kill(before, signal.SIGSTOP)
+    eventually(lambda: service.process.pid != before and serves(service))
+    assert kept.role.flow.read().reason == "a reason"
+    assert kept.role.checkpoints.store.get("before") == b"1"
+    told = [event.text for event in read_events(kept.role.redis, "kept", block_seconds=5.0) if event.kind == "service"]
+    assert told and f"{service.name} hung (no answer for " in told[0]
+    assert kept.restarter.failure is None
+
+
+def test_one_that_is_stopped_for_a_moment_is_not_taken_for_hung(keep: Callable[..., Kept]) -> None:
+    kept = keep(service_silent_seconds=30)
+    before = kept.redis.process.pid
+    for _ in range(2):
+        os.kill(before, signal.SIGSTOP)
+        time.sleep(3.0)
+        os.kill(before, signal.SIGCONT)
+        assert kept.role.flow.read().state == "running"
+    assert kept.redis.process.pid == before
+
+
+def test_what_dies_again_and_again_while_the_run_makes_progress_is_started_again(keep: Callable[..., Kept]) -> None:
+    kept = keep(restarts_allowed=0)
+    for number in range(4):
+        kept.role.redis.hset(RunKeys("kept").flow, "committed_id", f"{number}-0")  # a fragment was learned from
+        time.sleep(2.5)  # the restarter looks once a second
+        if number:
+            kill(kept.s3)
+    assert kept.restarter.failure is None
+
+
+def test_one_that_dies_again_and_again_is_given_up_with_its_last_words(keep: Callable[..., Kept]) -> None:
+    kept = keep(restarts_allowed=1)
+    kill(kept.s3)
+    assert kept.restarter.failure is None
+    os.kill(kept.s3.process.pid, signal.SIGKILL)
+    assert kept.given_up.wait(60)
+    assert (
+        "S3 server ended (code -9), 2 times in a row without progress of the run (rollout.restarts_allowed); it says:"
+        in str(kept.restarter.failure)
+    )
+    assert "Starting s3 server" in str(kept.restarter.failure)
+    assert kept.redis.alive
+
+
+def test_the_log_of_a_service_is_rotated_while_it_writes(
+    keep: Callable[..., Kept], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.runtime.launch._LOG_BYTES", 4000)
+    monkeypatch.setattr("coordinator.services.restarter._ROTATE_SECONDS", 0.1)
+    kept = keep()
+    logs = [tmp_path / f"redis.log{suffix}" for suffix in ("", ".1", ".2", ".3")]
+
+    kept.role.redis.config_set("loglevel", "verbose")  # so that each connection is a line
+
+    def written() -> bool:
+        return serves(kept.redis) and all(path.exists() for path in logs)
+
+    eventually(written)
+    kept.restarter.stop()
+    kept.role.redis.config_set("loglevel", "notice")
+    assert not (tmp_path / "redis.log.4").exists()
+    before = kept.redis.log.stat().st_size
+    kept.redis.stop()
+    assert kept.redis.log.stat().st_size > before and "bye bye" in kept.redis.log.read_text(errors="replace")
+
+
+def test_one_that_is_stopped_starts_nothing(keep: Callable[..., Kept]) -> None:
+    kept = keep()
+    kept.restarter.stop()
+    kept.redis.stop()
+    time.sleep(0.5)
+    assert not kept.redis.alive

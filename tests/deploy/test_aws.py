@@ -1,0 +1,99 @@
+"""deploy/aws.yaml as Ray's own launcher uses it, against a stand-in of EC2 and IAM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+FILE = Path(__file__).parents[2] / "deploy" / "aws.yaml"
+REGION = "us-west-2"
+IMAGE = "ami-12345678"
+
+
+@pytest.fixture(scope="module")
+def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A pretended AWS for Ray's launcher; the instance role is there already, or Ray would wait for it to spread."""
+    from moto import mock_aws
+
+    with pytest.MonkeyPatch.context() as patch, mock_aws():
+        import boto3
+
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "stand-in")
+        patch.setenv("AWS_DEFAULT_REGION", REGION)
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        iam = boto3.client("iam")
+        iam.create_role(RoleName="ray-autoscaler-v1", AssumeRolePolicyDocument="{}")
+        iam.create_instance_profile(InstanceProfileName="ray-autoscaler-v1")
+        iam.add_role_to_instance_profile(InstanceProfileName="ray-autoscaler-v1", RoleName="ray-autoscaler-v1")
+        yield boto3.client("ec2", region_name=REGION)
+
+
+@pytest.fixture(scope="module")
+def prepared(aws: Any) -> dict[str, Any]:
+    """The file as `ray up` prepares it."""
+    return prepare(FILE.read_text())
+
+
+def prepare(text: str) -> dict[str, Any]:
+    """With an image that the stand-in has (it asks for one only to copy its disks)."""
+    from ray.autoscaler.sdk import bootstrap_config
+
+    cluster = yaml.safe_load(text)
+    for kind in cluster["available_node_types"].values():
+        kind["node_config"]["ImageId"] = IMAGE
+    return bootstrap_config(cluster, no_config_cache=True)
+
+
+def launch(cluster: dict[str, Any], name: str) -> Any:
+    """Starts one machine of a type as the autoscaler does; answers its description."""
+    from ray.autoscaler import tags
+    from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
+
+    provider = AWSNodeProvider(cluster["provider"], cluster["cluster_name"])  # type: ignore[no-untyped-call]
+    kind = {
+        tags.TAG_RAY_NODE_KIND: tags.NODE_KIND_WORKER, tags.TAG_RAY_NODE_NAME: name,
+        tags.TAG_RAY_NODE_STATUS: tags.STATUS_UNINITIALIZED, tags.TAG_RAY_LAUNCH_CONFIG: "hash",
+        tags.TAG_RAY_USER_NODE_TYPE: name,
+    }  # fmt: skip
+    provider.create_node(cluster["available_node_types"][name]["node_config"], kind, 1)
+    (made,) = provider.non_terminated_nodes({tags.TAG_RAY_USER_NODE_TYPE: name})  # type: ignore[no-untyped-call]
+    return provider, made
+
+
+@pytest.mark.parametrize(("name", "lifecycle"), [("head", None), ("workers", "spot"), ("gpu_trainer", None)])
+def test_each_type_of_aws_becomes_a_machine_that_ends(
+    aws: Any, prepared: dict[str, Any], name: str, lifecycle: str | None
+) -> None:
+    provider, made = launch(prepared, name)
+    (found,) = aws.describe_instances(InstanceIds=[made])["Reservations"][0]["Instances"]
+    assert found["InstanceType"] == prepared["available_node_types"][name]["node_config"]["InstanceType"]
+    assert found.get("InstanceLifecycle") == lifecycle
+    assert found["Placement"]["AvailabilityZone"] == f"{REGION}a"
+    provider.terminate_nodes([made])
+    assert provider.non_terminated_nodes({"ray-user-node-type": name}) == []
+
+
+def test_on_aws_only_ssh_is_open_to_the_world(aws: Any, prepared: dict[str, Any]) -> None:
+    groups = {
+        group for kind in prepared["available_node_types"].values() for group in kind["node_config"]["SecurityGroupIds"]
+    }
+    (group,) = aws.describe_security_groups(GroupIds=sorted(groups))["SecurityGroups"]
+    world = [rule for rule in group["IpPermissions"] if rule["IpRanges"] or rule["Ipv6Ranges"]]
+    assert [(rule["FromPort"], rule["ToPort"], rule["IpProtocol"]) for rule in world] == [(22, 22, "tcp")]
+    (within,) = [rule for rule in group["IpPermissions"] if rule["UserIdGroupPairs"]]
+    assert [pair["GroupId"] for pair in within["UserIdGroupPairs"]] == [group["GroupId"]]
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"), [(f"{REGION}a", f"{REGION}q"), ("InstanceType: c5.2xlarge", "InstanceTyp: c5.2xlarge")]
+)
+@pytest.mark.usefixtures("aws")
+def test_ray_and_the_stand_in_refuse_a_broken_file(good: str, bad: str) -> None:
+    with pytest.raises(BaseException, match=r".") as raised:  # Ray ends the process where a zone is wrong
+        launch(prepare(FILE.read_text().replace(good, bad)), "workers")
+    assert not isinstance(raised.value, KeyboardInterrupt | AssertionError), raised.value

@@ -1,0 +1,225 @@
+"""Environments with something wrong, each in its own way; and one with nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from pettingzoo import ParallelEnv
+
+from tests.support.environments import Chase, Small
+
+MODULE = "tests.support.broken_environments"
+
+
+class Good(Small):
+    """Five steps; observes random numbers of its seed."""
+
+    observation_space: spaces.Space[Any] = spaces.Box(-1.0, 1.0, (2,), np.float32)
+    action_space: spaces.Space[Any] = spaces.Discrete(2)
+
+    def observe(self) -> Any:
+        return self.np_random.uniform(-1, 1, 2).astype(np.float32)
+
+    def reward(self) -> float:
+        return 1.0
+
+    def step(self, action: Any) -> Any:
+        self._steps += 1
+        return self.observe(), self.reward(), self._steps == 5, False, {}
+
+
+def changed(**members: Any) -> type:
+    """`Good` with other members."""
+    return type("Changed", (Good,), members)
+
+
+NotANumber = changed(observe=lambda self: np.array([0.0, np.nan], np.float32))
+OutOfBounds = changed(observe=lambda self: 3.0 * Good.observe(self).astype(np.float64))
+Fractions = changed(observation_space=spaces.Box(0, 255, (4, 3), np.uint8), observe=lambda self: np.full((4, 3), 0.5))
+Beyond = changed(observation_space=spaces.Discrete(3), observe=lambda self: 3)
+Parts = changed(
+    observation_space=spaces.Dict({"here": spaces.Discrete(2), "missing": spaces.Discrete(2)}),
+    observe=lambda self: {"here": 1},
+)
+Huge = changed(
+    observation_space=spaces.Box(-np.inf, np.inf, (2,), np.float64), observe=lambda self: np.array([1e300, 0.0])
+)
+Unseeded = changed(observe=lambda self: np.random.uniform(-1, 1, 2).astype(np.float32))
+Lucky = changed(reward=lambda self: np.random.uniform())
+Lavish = changed(reward=lambda self: 3e38)
+NoSpace = changed(action_space=None)
+Silent = changed(reset=lambda self, *, seed=None, options=None: Good.reset(self, seed=seed) and None)
+
+
+class OldGym(Good):
+    """No seed, the observation alone, four values."""
+
+    def reset(self) -> Any:  # type: ignore[override]
+        return super().reset()[0]
+
+    def step(self, action: Any) -> Any:
+        observation, reward, done, _, info = super().step(action)
+        return observation, reward, done, info
+
+
+class NoSpaces(gym.Env[Any, Any]):
+    """Says nothing of itself."""
+
+
+class ManyThings(Good):
+    """Shape, reward, flags and info, all at once."""
+
+    def observe(self) -> Any:
+        return np.zeros(3)
+
+    def step(self, action: Any) -> Any:
+        return self.observe(), float("nan"), 1, "no", None
+
+
+class Quits(Good):
+    """Leaves as a script does."""
+
+    def step(self, action: Any) -> Any:
+        raise SystemExit(3)
+
+
+class OneArray(Good):
+    """Writes each observation over the last one."""
+
+    def observe(self) -> Any:
+        self._array = getattr(self, "_array", np.zeros(2, np.float32))
+        self._array[:] = super().observe()
+        return self._array
+
+
+class Chatty(Good):
+    """Prints; whether from Python or below it is seen alike."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        print("a new episode")
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> Any:
+        os.write(1, b"step\n")
+        return super().step(action)
+
+
+class Picky(spaces.Discrete):
+    """Does not contain what it samples."""
+
+    def contains(self, x: Any) -> bool:
+        return False
+
+
+Picks = changed(action_space=Picky(2))
+
+
+class Raises(Good):
+    """In its second step."""
+
+    def step(self, action: Any) -> Any:
+        if self._steps == 1:
+            raise ValueError("the gripper\nis stuck")
+        return super().step(action)
+
+
+def nothing() -> None:
+    """A factory that forgot to return what it has made."""
+
+
+class Sluggish(Good):
+    """Takes its time."""
+
+    def step(self, action: Any) -> Any:
+        time.sleep(0.05)
+        return super().step(action)
+
+
+class Parting(Good):
+    """Raises as it ends."""
+
+    def close(self) -> None:
+        raise OSError("no connection")
+
+
+class OfNoClass:
+    """Has all that Good has, and is no gymnasium.Env."""
+
+    observation_space, action_space = Good.observation_space, Good.action_space
+    reset, step = Good.reset, Good.step
+
+
+class NoLevel(Good):
+    """Looks for a file that is not there."""
+
+    def __init__(self) -> None:
+        Path("level.txt").read_text()
+
+
+class Hangs(Good):
+    """In one call for ever."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self._wait("start")
+
+    def _wait(self, place: str) -> None:
+        while place == self._place:
+            time.sleep(1)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self._wait("reset")
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> Any:
+        self._wait("step")
+        return super().step(action)
+
+
+class Dies(Good):
+    """Ends its process in one way or another."""
+
+    def __init__(self, how: str, at_start: bool = False) -> None:
+        self._how = how
+        if at_start:
+            self.step(0)
+
+    def step(self, action: Any) -> Any:
+        print("no license found", file=sys.stderr, flush=True)
+        if self._how == "exit":
+            os._exit(3)
+        if self._how == "crash":
+            ctypes.string_at(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class InTurns:
+    """As PettingZoo's AEC environments look."""
+
+    possible_agents = ["a", "b"]
+
+    def agent_iter(self) -> Any:
+        """Whose turn it is."""
+
+
+class Unnamed(ParallelEnv):  # type: ignore[misc]
+    """Tells its agents only after a reset."""
+
+    agents: list[str] = []
+
+
+class SilentMouse(Chase):
+    """A parallel environment whose mouse is rewarded with nothing and observes what is not in its space."""
+
+    def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+        observations, rewards, *rest = super().step(actions)
+        return observations | {"mouse": np.zeros(5, np.float32)}, rewards | {"mouse": None}, *rest

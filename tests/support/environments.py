@@ -1,0 +1,598 @@
+"""Small environments whose every number can be worked out by hand, used in configs as
+`tests.support.environments:X`.
+
+They are classes or functions at module level, so that processes that gymnasium spawns can import them too.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import itertools
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+
+Array = np.ndarray[Any, Any]
+Told = tuple[Any, float, bool, bool, dict[str, Any]]
+"""What `step` returns."""
+MODULE = "tests.support.environments"
+TRIED = "rollout_worker.environments.check" in sys.orig_argv
+"""In the process that tries an environment before a run starts: there they behave, so that they fail in the run."""
+
+
+class Small(gym.Env[Any, Any]):
+    """Counts its steps; `observe` says what is seen at each."""
+
+    def observe(self) -> Any:
+        raise NotImplementedError
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps = 0
+        return self.observe(), {}
+
+
+class Counting(Small):
+    """Observes (steps of this episode, episodes before it); pays 1, 2, 3 …; ends after `length` steps."""
+
+    observation_space = spaces.Box(-1000.0, 1000.0, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(
+        self, length: int = 3, ends: Literal["terminated", "truncated", "never"] = "terminated",
+        fails: Literal["", "reset", "step", "action", "exit", "leave", "crash"] = "", fails_at: int = 0,
+        message: str = "the gripper is stuck", render_mode: str | None = None,
+    ) -> None:  # fmt: skip
+        self.length, self.ends, self.fails_at, self.message = length, ends, fails_at, message
+        self.fails = "" if TRIED else fails
+        self.render_mode = render_mode
+        self._steps, self._episodes = 0, -1
+
+    def observe(self) -> Array:
+        return np.array([self._steps, self._episodes], np.float32)
+
+    def _fail(self, place: str, count: int) -> None:
+        if self.fails == place and count >= self.fails_at:
+            raise ValueError(self.message)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self._episodes += 1
+        self._fail("reset", self._episodes)
+        return super().reset(seed=seed)
+
+    def step(self, action: int) -> Told:
+        self._fail("step", self._steps)
+        self._fail("action", int(action) - 1)
+        if self.fails in ("exit", "leave") and self._steps >= self.fails_at:
+            os._exit(3 if self.fails == "exit" else 0)
+        if self.fails == "crash" and self._steps >= self.fails_at:
+            ctypes.string_at(0)
+        self._steps += 1
+        over = self._steps == self.length
+        info: dict[str, Any] = {"depth": 10.0 * self._steps, "note": "text is no metric"}
+        if over:
+            info["is_success"] = self._episodes % 2 == 1
+        ends = over and self.ends == "terminated", over and self.ends == "truncated"
+        return self.observe(), float(self._steps), *ends, info
+
+
+class LengthOfSeed(Counting):
+    """Its episodes take 2 steps more than the seed of its first one."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if self._episodes < 0:
+            self.length = 2 + (seed or 0)
+        return super().reset(seed=seed, options=options)
+
+
+def end_this_process(columns: dict[str, Array]) -> dict[str, Array]:
+    """A transform of experience that ends the trainer."""
+    os._exit(4)
+
+
+class StartsAProcess(Counting):
+    """Keeps in a file what the environment of a process is that it starts."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        Path(path).write_text(subprocess.run(["env"], capture_output=True, text=True, check=True).stdout)
+
+
+class FailsAFewTimes(Counting):
+    """Raises in its second step until it has done so `times` times; the tally is a file, so it outlives restarts."""
+
+    def __init__(self, tally: str, times: int, place: Literal["reset", "step"] = "step") -> None:
+        super().__init__(length=4)
+        self._tally, self._times, self._place = Path(tally), times, place
+
+    def _fail(self, place: str, count: int) -> None:
+        done = len(self._tally.read_text()) if self._tally.exists() else 0
+        if not TRIED and place == self._place and done < self._times and (place == "reset" or count >= 1):
+            self._tally.write_text("x" * (done + 1))
+            raise ValueError(f"failure number {done + 1}")
+
+
+class Hostile(Counting):
+    """Pays 3e38 once, in its second episode, and has a name in `info` that is no UTF-8."""
+
+    def step(self, action: int) -> Told:
+        observation, reward, terminated, truncated, info = super().step(action)
+        huge = self._episodes == 1 and self._steps == 1
+        return observation, 3e38 if huge else reward, terminated, truncated, info | {os.fsdecode(b"caf\xe9"): 3e38}
+
+
+class OddInfo(Counting):
+    """Tells things in its info that no array holds; of its copies in a process every second tells a fraction."""
+
+    _copies = itertools.count()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copy = next(self._copies)
+
+    def step(self, action: int) -> tuple[Any, ...]:
+        *result, info = super().step(action)
+        mixed = 1 if self._copy % 2 == 0 else 0.25
+        odd = {"object": lambda: None, "digits": 10**400, 5: "five", "array": np.zeros(3), "nan": np.nan}
+        return *result, info | odd | {"mixed": mixed, "note": "text" if self._copy else 3}
+
+
+class Spoils(Counting):
+    """From its fourth step on it returns something that nothing can be learned from; not while it is tried."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what, self._left = "" if TRIED else what, 4
+        if what == "choice":
+            self.observation_space = spaces.Discrete(5, start=-1)  # type: ignore[assignment]
+
+    def observe(self) -> Any:
+        self._left -= 1
+        if isinstance(self.observation_space, spaces.Discrete):
+            return 7 if self._left < 0 and self._what else 3
+        last = np.nan if self._left < 0 and self._what == "observation" else 1.0
+        return np.array([self._steps, last], np.float32)
+
+    def step(self, action: int) -> tuple[Any, ...]:
+        observation, reward, *rest = super().step(action)
+        if self._left < 0 and self._what == "shape":
+            observation = np.zeros(3, np.float32)
+        if self._left < 0 and self._what == "exit":
+            sys.exit("the license is over")
+        spoiled = {"reward": np.inf, "None": None} if self._left < 0 else {}
+        return observation, spoiled.get(self._what, reward), *rest
+
+
+class Noise(Small):
+    """Observes random numbers drawn from its seed; pays the first; ends after 5 steps by truncation."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+
+    def observe(self) -> Array:
+        return self.np_random.normal(size=3).astype(np.float32)
+
+    def step(self, action: Array) -> Told:
+        assert self.action_space.contains(action), action
+        self._steps += 1
+        observation = self.observe()
+        return observation, float(observation[0]), False, self._steps == 5, {}
+
+
+class Unseeded(Noise):
+    """Takes a seed, and then its numbers from elsewhere."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.np_random = np.random.default_rng()
+        return self.observe(), {}
+
+
+class Stumbles(Noise):
+    """Raises where one of its numbers is large, wherever and whenever that is."""
+
+    def step(self, action: Array) -> Told:
+        observation, *rest = super().step(action)
+        if observation.max() > 2.0:
+            raise ValueError("stumbled")
+        return observation, *rest
+
+
+OBSERVATIONS: dict[str, spaces.Space[Any]] = {
+    "box": spaces.Box(-2.0, 2.0, (3,), np.float32),
+    "matrix": spaces.Box(-2.0, 2.0, (2, 3), np.float64),
+    "scalar": spaces.Box(-2.0, 2.0, (), np.float32),
+    "bytes": spaces.Box(0, 255, (4,), np.uint8),
+    "discrete": spaces.Discrete(5, start=-2),
+    "multi_discrete": spaces.MultiDiscrete([3, 2, 4]),
+    "multi_binary": spaces.MultiBinary((2, 2)),
+    "image": spaces.Box(0, 255, (8, 8, 3), np.uint8),
+    "dict": spaces.Dict({
+        "camera": spaces.Box(0, 255, (8, 8, 3), np.uint8), "joints": spaces.Box(-1.0, 1.0, (4,), np.float32),
+        "mode": spaces.Discrete(3),
+    }),
+    "tuple": spaces.Tuple(
+        (spaces.Discrete(3), spaces.Dict({"x": spaces.Box(0.0, 1.0, (2,)), "y": spaces.MultiBinary(3)}))
+    ),
+}  # fmt: skip
+ACTIONS: dict[str, spaces.Space[Any]] = {
+    "discrete": spaces.Discrete(4, start=10),
+    "multi_discrete": spaces.MultiDiscrete([3, 2]),
+    "multi_discrete_matrix": spaces.MultiDiscrete(np.array([[2, 3], [4, 5]])),
+    "multi_binary": spaces.MultiBinary(4),
+    "box": spaces.Box(np.array([-1.0, 0.0], np.float32), np.array([1.0, 0.5], np.float32)),
+    "box64": spaces.Box(-0.1, 0.1, (2,), np.float64),
+    "dict": spaces.Dict({"move": spaces.Box(-0.1, 0.1, (2, 2), np.float32), "jump": spaces.Discrete(2)}),
+    "tuple": spaces.Tuple((spaces.MultiDiscrete([2, 2]), spaces.Dict({"a": spaces.Discrete(3, start=1)}))),
+}
+
+
+class AnySpaces(Small):
+    """Any observation and action space of the tables above; refuses an action that is not in its space."""
+
+    def __init__(self, observation: str, action: str, length: int = 4) -> None:
+        self.observation_space = copy.deepcopy(OBSERVATIONS[observation])
+        self.action_space = ACTIONS[action]
+        self._length = length
+
+    def observe(self) -> Any:
+        return self.observation_space.sample()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if seed is not None:
+            self.observation_space.seed(seed)
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> Told:
+        if not self.action_space.contains(action):
+            raise ValueError(f"{action!r} is not in {self.action_space}")
+        self._steps += 1
+        return self.observe(), 1.0, False, self._steps == self._length, {}
+
+
+class Target(Small):
+    """One step long; pays −(action − 0.5)²."""
+
+    observation_space = spaces.Box(0.0, 1.0, (1,), np.float32)
+    action_space = spaces.Box(-2.0, 2.0, (1,), np.float32)
+
+    def observe(self) -> Array:
+        return np.ones(1, np.float32)
+
+    def step(self, action: Array) -> Told:
+        return self.observe(), -float((action[0] - 0.5) ** 2), True, False, {}
+
+
+class Doorstep(Small):
+    """Starts on the doorstep (0), is inside (1) from the first step on, is paid 1 for each step begun inside.
+
+    An episode ends after two steps, in the way that `ends` says.
+    """
+
+    observation_space = spaces.Discrete(2)
+
+    def __init__(self, ends: Literal["terminated", "truncated"], boxes: bool = False) -> None:
+        self._ends = ends
+        self.action_space: spaces.Space[Any] = spaces.Box(-1.0, 1.0, (1,)) if boxes else spaces.Discrete(2)
+
+    def observe(self) -> int:
+        return min(self._steps, 1)
+
+    def step(self, action: Any) -> Told:
+        inside = self._steps > 0
+        self._steps += 1
+        return 1, float(inside), inside and self._ends == "terminated", inside and self._ends == "truncated", {}
+
+
+class Lever(Small):
+    """One step long; pays 1 for action 1."""
+
+    observation_space = spaces.Box(-1.0, 1.0, (1,))
+    action_space = spaces.Discrete(2)
+
+    def observe(self) -> Array:
+        return np.zeros(1, np.float32)
+
+    def step(self, action: Any) -> Told:
+        return self.observe(), float(action), True, False, {}
+
+
+class Overshoots(Small):
+    """Terminates after two steps with an observation that is not in its space: NaN, or one choice too many."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, choices: bool) -> None:
+        self._choices = choices
+        self.observation_space: spaces.Space[Any] = spaces.Discrete(2) if choices else spaces.Box(-1.0, 1.0, (2,))
+
+    def observe(self) -> Any:
+        return self._steps if self._choices else np.array([0.0, np.nan if self._steps == 2 else 0.5], np.float32)
+
+    def step(self, action: Any) -> Told:
+        self._steps += 1
+        return self.observe(), 1.0, self._steps == 2, False, {}
+
+
+class CountingVector(gym.vector.VectorEnv[Array, Array, Array]):
+    """`Counting` in native form, in any of gymnasium's three ways of starting again; environment i is 2 + i long."""
+
+    def __init__(self, num_envs: int, mode: str, ends: str = "truncated", fails_at: int = -1) -> None:
+        self.metadata = {"autoreset_mode": AutoresetMode[mode]}
+        self.num_envs = num_envs
+        self.single_observation_space, self.single_action_space = Counting.observation_space, Counting.action_space
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+        self._mode, self._ends, self._fails_at, self._calls = AutoresetMode[mode], ends, fails_at, 0
+        self._lengths = 2 + np.arange(num_envs)
+
+    def _observations(self) -> Array:
+        return np.stack([self._steps, self._episodes], axis=1).astype(np.float32)
+
+    def reset(
+        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Array, dict[str, Any]]:
+        if options is None:
+            self._steps, self._episodes = np.zeros((2, self.num_envs), np.int64)
+            self._over = np.zeros(self.num_envs, np.bool_)
+        else:
+            self._start_again(options["reset_mask"])
+        return self._observations(), {}
+
+    def _start_again(self, which: Array) -> None:
+        self._steps[which] = 0
+        self._episodes[which] += 1
+        self._over[which] = False
+
+    def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
+        if self._calls == self._fails_at:
+            raise ValueError("the simulator lost its license")
+        self._calls += 1
+        resetting = self._over.copy() if self._mode is AutoresetMode.NEXT_STEP else np.zeros(self.num_envs, np.bool_)
+        self._start_again(resetting)
+        self._steps += ~resetting
+        rewards = np.where(resetting, 0.0, self._steps)
+        self._over = self._steps == self._lengths
+        flags = {name: self._over & (name == self._ends) for name in ("terminated", "truncated")}
+        infos: dict[str, Any] = {"depth": 10.0 * self._steps, "_depth": np.ones(self.num_envs, np.bool_)}
+        if self._mode is AutoresetMode.SAME_STEP and self._over.any():
+            final = np.empty(self.num_envs, dtype=object)
+            for index in np.flatnonzero(self._over):
+                final[index] = self._observations()[index]
+            infos = {"final_obs": final, "_final_obs": self._over.copy(), "final_info": infos}
+            self._start_again(self._over.copy())
+        return self._observations(), rewards, flags["terminated"], flags["truncated"], infos
+
+
+def counting_vector(num_envs: int | None = None, **kwargs: Any) -> gym.Env[Array, Any] | CountingVector:
+    """One environment for whoever asks for its spaces, the vectorized ones for `vectorization: native`."""
+    return Counting() if num_envs is None else CountingVector(num_envs, **kwargs)
+
+
+class Painter(Small):
+    """CartPole's spaces and a reward of 1 for five steps. It can be drawn as `modes` says, if it keeps its render mode
+    and its frames are good; `fails` says whether a step raises."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (4,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(
+        self, render_mode: str | None = None, modes: tuple[str, ...] = ("human", "rgb_array"), keeps: bool = True,
+        frames: bool = True, fails: bool = False,
+    ) -> None:  # fmt: skip
+        self.metadata = {"render_modes": list(modes), "render_fps": 30}
+        self.render_mode = render_mode if keeps else None
+        self._frames, self._fails = frames, fails
+
+    def observe(self) -> Array:
+        return np.zeros(4, np.float32)
+
+    def step(self, action: int) -> Told:
+        if self._fails:
+            raise RuntimeError("no display\nat :0")
+        self._steps += 1
+        return self.observe(), 1.0, self._steps == 5, False, {}
+
+    def render(self) -> Any:
+        return np.zeros((8, 8, 3), np.uint8) if self._frames else None
+
+
+class Talks(Painter):
+    """Prints at each step."""
+
+    def step(self, action: int) -> Told:
+        print("step")
+        return super().step(action)
+
+
+class AddOne(gym.RewardWrapper[Any, Any]):
+    """Adds `amount` to every reward."""
+
+    def __init__(self, env: gym.Env[Any, Any], amount: float = 1.0) -> None:
+        super().__init__(env)
+        self._amount = amount
+
+    def reward(self, reward: Any) -> float:
+        return float(reward) + self._amount
+
+
+def broken_factory() -> gym.Env[Any, Any]:
+    """A factory that fails."""
+    raise FileNotFoundError("no such mesh: arm.stl")
+
+
+def not_an_environment() -> int:
+    """A factory of something else."""
+    return 3
+
+
+def broken_wrapper(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
+    """A wrapper that fails."""
+    raise TypeError("this wrapper wants images")
+
+
+class Graphs(gym.Env[Any, Any]):
+    """An observation space that nothing here supports."""
+
+    observation_space = spaces.Text(5)
+    action_space = spaces.Discrete(2)
+
+
+class Chase:
+    """PettingZoo's parallel interface, two agents: `cat` (Discrete) is out first, `mouse` (Box) plays on.
+
+    `cat` terminates after `cat_steps`; `mouse` is truncated after `mouse_steps`. Each is paid 1 per step plus its own
+    bonus (cat: 1 for action 1; mouse: minus its action squared). Observations count the agent's steps and, unless told
+    otherwise, the episodes.
+    """
+
+    metadata = {"name": "chase"}
+    possible_agents = ["cat", "mouse"]
+
+    def __init__(self, cat_steps: int = 2, mouse_steps: int = 4, fails_at: int = -1, counts: bool = True) -> None:
+        self._limits = {"cat": cat_steps, "mouse": mouse_steps}
+        self._fails_at, self._counts, self._episodes = fails_at, counts, -1
+        self.agents: list[str] = []
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Box(-1e6, 1e6, (3,) if agent == "cat" else (2,), np.float32)
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Discrete(2) if agent == "cat" else spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def _observe(self, agents: list[str]) -> dict[str, Array]:
+        both = [self._steps, self._episodes if self._counts else 0]
+        return {agent: np.array([*both, self._luck] if agent == "cat" else both, np.float32) for agent in agents}
+
+    def reset(
+        self, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Array], dict[str, dict[str, Any]]]:
+        if seed is not None:
+            self._random = np.random.default_rng(seed)
+        self.agents = list(self.possible_agents)
+        self._steps, self._episodes = 0, self._episodes + 1
+        self._luck = float(self._random.uniform())
+        return self._observe(self.agents), {agent: {} for agent in self.agents}
+
+    def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+        assert set(actions) == set(self.agents), f"actions for {sorted(actions)}, alive are {self.agents}"
+        if self._steps == self._fails_at:
+            raise ValueError("the mouse escaped")
+        for agent, action in actions.items():
+            assert self.action_space(agent).contains(action), (agent, action)
+        self._steps += 1
+        acting = list(self.agents)
+        bonus = {agent: -(float(a[0]) ** 2) if agent == "mouse" else float(a) for agent, a in actions.items()}
+        out = {agent: self._steps >= self._limits[agent] for agent in acting}
+        self.agents = [agent for agent in acting if not out[agent]]
+        return (
+            self._observe(acting),
+            {agent: 1.0 + bonus[agent] for agent in acting},
+            {agent: out[agent] and agent in ("cat", "first") for agent in acting},
+            {agent: out[agent] and agent in ("mouse", "second") for agent in acting},
+            {agent: {} for agent in acting},
+        )
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+CHASE = {"api": "pettingzoo", "id": f"{MODULE}:Chase"}
+CHASE_POLICIES: dict[str, Any] = {"policies": {"hunter": {}, "prey": {}}, "agents": {"cat": "hunter", "mouse": "prey"}}
+
+
+class SpoilsTheChase(Chase):
+    """From the second step on the mouse is rewarded with None, or observes another shape."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+        observations, rewards, *rest = super().step(actions)
+        if self._steps > 1 and self._what == "None":
+            rewards["mouse"] = None
+        if self._steps > 1 and self._what == "shape":
+            observations["mouse"] = np.zeros(5, np.float32)
+        return observations, rewards, *rest
+
+
+class Twins(Chase):
+    """Two agents with the same spaces, for one policy: observes (steps, number of the agent)."""
+
+    possible_agents = ["first", "second"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._limits = {"first": 2, "second": 3}
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Box(-1e6, 1e6, (2,), np.float32)
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Discrete(2)
+
+    def _observe(self, agents: list[str]) -> dict[str, Array]:
+        return {agent: np.array([self._steps, self.possible_agents.index(agent)], np.float32) for agent in agents}
+
+
+class Hangs(Counting):
+    """Hangs for ever in its start, reset or step until it has done so `times` times; the tally is a file.
+
+    With `locks` as native code does that does not give up Python's lock.
+    """
+
+    def __init__(
+        self, tally: str, times: int, place: Literal["start", "reset", "step"] = "step", locks: bool = False
+    ) -> None:
+        super().__init__(length=4)
+        self._tally, self._times, self._place, self._locks = Path(tally), times, place, locks
+        self._fail("start", 0)
+
+    def _fail(self, place: str, count: int) -> None:
+        if place != self._place or TRIED:
+            return
+        done = len(self._tally.read_text()) if self._tally.exists() else 0
+        if done < self._times:
+            self._tally.write_text("x" * (done + 1))
+            self.hang()
+
+    def hang(self) -> None:
+        """Where it hangs."""
+        while True:
+            ctypes.PyDLL(None).sleep(3600) if self._locks else time.sleep(1)
+
+
+class Leaks(Counting):
+    """Keeps `kept` bytes more with each step, and takes its time."""
+
+    def __init__(self, kept: int, seconds: float) -> None:
+        super().__init__()
+        self._kept, self._seconds = kept, seconds
+        self._leaked: list[Array] = []
+
+    def step(self, action: int) -> Told:
+        self._leaked.append(np.ones(self._kept, np.uint8))
+        time.sleep(self._seconds)
+        return super().step(action)
+
+
+class Slow(Counting):
+    """Takes its time for each step, as a simulator does; without using the processor."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(length=16)
+        self._seconds = seconds
+
+    def step(self, action: int) -> Told:
+        time.sleep(self._seconds)
+        return super().step(action)

@@ -1,0 +1,102 @@
+"""A Redis of a test's own, with a proxy before it and shards where they are wanted, and the games played on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from rollout_worker.worker import Worker
+from shared.config.run_config import Config
+from shared.protocol.keys import RunKeys
+from shared.runtime.failure import RoleEnd
+from tests.support.fault_proxy import FaultProxy
+from tests.support.game import Game, balanced, make_game, small
+from tests.support.own_redis import OwnRedis
+from tests.support.waiting import meanwhile
+
+UPDATES = 6
+"""Of two fragments each."""
+
+
+class FaultRun:
+    def __init__(self, folder: Path, shards: int = 0, **settings: str | int) -> None:
+        self.folder = folder
+        self.redis = OwnRedis(folder / "redis", settings=settings)
+        self.proxy = FaultProxy(self.redis.port)
+        self.shards = [OwnRedis(folder / f"shard-{number}", self.redis.password) for number in range(shards)]
+        self._games: list[Game] = []
+
+    def config(self, deadline: float = 60.0, shards: Iterable[str] | None = None, **sections: Any) -> Config:
+        """A small run that gives up a silent connection soon, and Redis and shards late; bodies are on the shards."""
+        urls = [shard.url for shard in self.shards] if shards is None else list(shards)
+        rollout = {"fragment_steps": 8, "fragments_per_update": 2, "wait_deadline_seconds": deadline}
+        redis: dict[str, Any] = {"timeout_seconds": 2, "retry_seconds": deadline}
+        if urls:  # they belong to a Redis that is named
+            redis |= {"url": self.redis.url, "shards": urls}
+        return small(**({"redis": redis, "rollout": rollout} | sections))
+
+    def game(self, config: Config | None = None) -> Game:
+        server = self.redis.through(self.proxy.port)
+        self._games.append(make_game(server, self.folder, config or self.config()))
+        return self._games[-1]
+
+    def kill_shards(self) -> None:
+        """Their data stay, for `start_shards`."""
+        for shard in self.shards:
+            shard.kill()
+
+    def start_shards(self) -> None:
+        for shard in self.shards:
+            shard.start()
+
+    def bodies(self, game: Game) -> set[str]:
+        key, found = RunKeys(game.role.run_id).bodies("worker-0"), set()
+        for shard in self.shards:
+            found |= {field.decode() for field in shard.command("HKEYS", key)}
+        return found
+
+    def close(self) -> None:
+        """Ends all of it; whoever says good-bye does not wait for a server that a test has killed."""
+        self.proxy.heal()
+        for server in (self.redis, *self.shards):
+            if not server.runs:
+                server.start()
+        self.proxy.retarget(self.redis.port)
+        for game in self._games:
+            game.end()
+        self.proxy.close()
+        for server in (self.redis, *self.shards):
+            server.kill()
+
+
+def as_if_nothing_had_been(game: Game, undisturbed: str, incarnation: int = 0) -> None:
+    """The goal is reached, the accounting balances, nothing was lost or learned twice, and the weights are the same."""
+    game.finish()
+    total = balanced(game)["total"]
+    assert game.finished()["counters"]["train"]["updates"] == UPDATES
+    assert total["consumed"]["fragments"] == 2 * UPDATES
+    assert "lost" not in total["dropped"] and "duplicate" not in total["dropped"]
+    assert game.worker.incarnation == incarnation
+    assert game.policy_hash() == undisturbed
+    state = game.role.flow.read()
+    assert 0 <= state.in_flight <= state.window
+
+
+def run_beside(game: Game, faults: Callable[[], object] = lambda: None) -> None:
+    """Trainer and worker each in a thread until the run has ended, while `faults` happen."""
+
+    def act() -> None:
+        while not isinstance(game.worker.step(0.2), RoleEnd):
+            pass
+
+    with meanwhile(faults), meanwhile(act):
+        while game.trainer.step(0.2) != "ended":
+            pass
+        game.trainer.finish("exhausted")
+
+
+def new_worker(game: Game) -> None:
+    game.worker.stop("replaced")
+    game.worker = Worker(game.open(), 0)
+    game.worker.start()

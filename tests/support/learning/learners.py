@@ -1,0 +1,103 @@
+"""Learners of a whole config, made-up runs for them without Redis, and their gradients."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout_worker.environments.description import describe_environment
+from rollout_worker.environments.factory import make_vector
+from rollout_worker.environments.seeding import SeedLineage
+from rollout_worker.exploration.base import Sampling
+from rollout_worker.sampling.sampler import Sampler
+from shared.config.run_config import Config
+from shared.datasets.read import read_dataset
+from shared.experience.counters import Phase
+from shared.experience.fragment import Fragment, FragmentHeader
+from shared.experience.spaces import Columns
+from shared.policies.serialization import state_arrays
+from shared.protocol.ledger import Ledger
+from trainer_node.checkpointing import snapshot
+from trainer_node.checkpointing.snapshot import Progress
+from trainer_node.learning.learner import Learner, make_learner
+from trainer_node.log_consumer import Committed
+
+
+def learner_of(config: Config) -> Learner:
+    """An untrained learner."""
+    return make_learner(config, describe_environment(config), read_dataset=read_dataset)
+
+
+class Side:
+    """A learner, and a worker of its own that acts with what it has learned."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.description = describe_environment(config)
+        self.learner = learner_of(config)
+
+    def taken(self) -> snapshot.Snapshot:
+        """Its snapshot."""
+        progress = Progress(0, 0)
+        accounting = Committed("0-0", Ledger().as_json(), {})
+        return snapshot.take(self.learner, self.config, "r", progress, accounting)
+
+    def weights(self) -> dict[str, bytes]:
+        """Of all policies."""
+        found: dict[str, bytes] = {}
+        for policy_id, policy in self.learner.policies.items():
+            found |= {f"{policy_id}/{name}": array.tobytes() for name, array in state_arrays(policy).items()}
+        return found
+
+
+def experience(config: Config, updates: int) -> list[list[Fragment]]:
+    """What a worker acts with the untrained policy: the fragments of each update."""
+    description = describe_environment(config)
+    policies = learner_of(config).policies
+    sampler = Sampler(make_vector(config.environment, description), description, SeedLineage(1, 0, 0, 0))
+    steps, versions = config.rollout.fragment_steps, dict.fromkeys(policies, 0)
+    found = []
+    for _ in range(updates):
+        taken = []
+        for _ in range(config.rollout.fragments_per_update):
+            sample = sampler.sample(policies, Sampling(), steps)
+            header = FragmentHeader(
+                "r", "worker-0", 0, 0, Phase.TRAIN, versions, steps, config.environment.num_envs,
+                tuple(sample.episodes),
+            )  # fmt: skip
+            taken.append(Fragment(header, sample.columns))
+        found.append(taken)
+    sampler.close()
+    return found
+
+
+def copies(fragments: list[Fragment]) -> list[Fragment]:
+    """Emulating acting changes a fragment."""
+    return [
+        Fragment(item.header, {name: dict(columns) for name, columns in item.columns.items()}) for item in fragments
+    ]
+
+
+def learn(learner: Learner, fragments: list[Fragment], phase: Phase = Phase.TRAIN) -> dict[str, float]:
+    """One update, as the trainer does it."""
+    taken = copies(fragments)
+    learner.emulate_acting(taken, phase)
+    return learner.learn(taken, phase)
+
+
+def gradients(learner: Learner) -> Columns:
+    """Of the last gradient step."""
+    return {
+        f"{policy_id}/{name}": parameter.grad.numpy().copy()
+        for policy_id, policy in learner.policies.items()
+        for name, parameter in policy.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def have_the_same_gradients(together: Side, alone: Side) -> None:
+    """But for rounding."""
+    one, several = gradients(alone.learner), gradients(together.learner)
+    assert set(one) == set(several)
+    assert any(abs(array).max() > 1e-3 for array in one.values())
+    for name, array in one.items():
+        assert several[name] == pytest.approx(array, rel=1e-3, abs=1e-5), name

@@ -1,0 +1,46 @@
+"""Roles as processes of their own, for tests that end them or that they end themselves in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from shared.config.loading import dump_config
+from shared.protocol.events import read_events
+from shared.protocol.redis_client import credentials
+from shared.runtime.run_context import RunContext
+
+
+def start_process(role: RunContext, folder: Path, module: str, *arguments: str) -> subprocess.Popen[str]:
+    """`python -m module` on this run."""
+    path = folder / "config.yaml"
+    path.write_text(dump_config(role.config))
+    address, secret = role.address, credentials(role.address)
+    command = [sys.executable, "-m", module, role.run_id, "--redis", address.redis_url, "--store", address.store_url]
+    command += ["--endpoint-url", address.endpoint_url] if address.endpoint_url else []
+    secrets = {
+        "STAGECOACH_REDIS_PASSWORD": secret.redis_password,
+        "AWS_ACCESS_KEY_ID": secret.s3_access_key,
+        "AWS_SECRET_ACCESS_KEY": secret.s3_secret_key,
+    }
+    return subprocess.Popen(
+        [*command, "--config", str(path), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **{name: value for name, value in secrets.items() if value}},
+    )  # fmt: skip
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 100.0) -> subprocess.CompletedProcess[str]:
+    """Waits for it; ends it where it does not end."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def events(role: RunContext) -> str:
+    """The texts of all events of the run."""
+    return "\n".join(event.text for event in read_events(role.redis, role.run_id))

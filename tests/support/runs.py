@@ -1,0 +1,59 @@
+"""Runs that a test makes by hand: on a given Redis, in a folder or another store, with no coordinator."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from coordinator.services.embedded import new_secret
+from rollout_worker.environments.description import describe_environment
+from shared.config.run_config import Config
+from shared.protocol.keys import RunKeys
+from shared.protocol.redis_client import Address, shard_clients
+from shared.runtime.run_context import RunContext, open_run_context
+from shared.storage.checkpoint_store import ENVIRONMENT
+
+
+@dataclasses.dataclass(frozen=True)
+class RedisServer:
+    """A running server and how to reach it."""
+
+    url: str
+    password: str
+
+    def client(self) -> redis.Redis:
+        """A new connection."""
+        # so patient that nothing is sent twice, and counted twice, where the server's disk stalls
+        return redis.Redis.from_url(self.url, password=self.password, socket_timeout=60)
+
+
+def folder_address(server: RedisServer, folder: Path, run_id: str | None = None) -> Address:
+    """Of a run on this Redis with a store of files, which is made below `folder`; a new id where none is given."""
+    store, keys = folder / "store", folder / "keys.json"
+    store.mkdir(parents=True, exist_ok=True)
+    keys.write_text(json.dumps({"redis_password": server.password}))
+    return Address(run_id or f"t-{new_secret()[:12]}", server.url, f"file://{store}", None, str(keys))
+
+
+def make_run(config: Config, address: Address) -> RunContext:
+    """The run exists from here on: its flow is in Redis, its environment's description in the store."""
+    from coordinator.lifecycle.preparation import create_flow  # it imports torch
+
+    role = open_run_context(config, address)
+    create_flow(role)
+    role.checkpoints.store.put(ENVIRONMENT, json.dumps(describe_environment(config).as_dict()).encode())
+    return role
+
+
+def shard_fields(role: RunContext, worker: str = "worker-0") -> set[str]:
+    """The names of a worker's bodies on all shards of the run."""
+    found: set[str] = set()
+    for client in shard_clients(role.address, role.config).values():
+        with client:
+            names: Any = client.hkeys(RunKeys(role.run_id).bodies(worker))
+            found |= {name.decode() for name in names}
+    return found

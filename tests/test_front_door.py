@@ -1,0 +1,42 @@
+"""`stagecoach`, the front door: what users import, and nothing before it is used."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stagecoach
+
+ROOT = Path(__file__).parent.parent
+PRIVATE = re.compile(r"^\s*(?:from|import) (?:coordinator|rollout_worker|trainer_node|shared)\b.*", re.MULTILINE)
+
+
+def test_importing_it_loads_neither_torch_nor_ray_nor_a_client() -> None:
+    code = "import stagecoach, sys; print(sorted({name.partition('.')[0] for name in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "stagecoach" in done.stdout
+    for heavy in ("torch", "ray", "redis", "boto3", "numpy", "pydantic", "shared", "coordinator"):
+        assert f"'{heavy}'" not in done.stdout
+
+
+def test_every_name_that_it_promises_is_there() -> None:
+    missing = [name for name in stagecoach.__all__ if not hasattr(stagecoach, name)]
+    assert missing == []
+    assert dir(stagecoach) == sorted(stagecoach.__all__)
+
+
+def test_a_name_that_it_does_not_have_is_an_error_that_lists_those_it_has() -> None:
+    with pytest.raises(AttributeError, match=r"'Trainer'; it has .*DQN, .*load_policy"):
+        getattr(stagecoach, "Trainer")  # noqa: B009 - mypy would find it
+
+
+@pytest.mark.parametrize("folder", ["examples", "docs", "."])
+def test_users_are_shown_no_private_import(folder: str) -> None:
+    pages = [*(ROOT / folder).glob("*.py" if folder == "examples" else "*.md")]
+    found = [f"{page.name}: {line}" for page in pages for line in PRIVATE.findall(page.read_text())]
+    assert pages
+    assert found == []

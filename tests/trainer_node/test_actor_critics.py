@@ -1,0 +1,211 @@
+"""Actor-critics: epochs and minibatches, batches by V-trace, APPO's target network; losses are in against_others."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shared.experience.counters import Counters
+from shared.experience.spaces import Array, PolicySpaces
+from tests.support.learning.algorithms import make, noted, older, on_both_spaces, weights
+from tests.support.learning.experience import acted, received
+from tests.support.learning.slow_returns import case_of
+from trainer_node.learning.building_blocks.optimization import state_of
+
+against_both = pytest.mark.parametrize("against", ["behavior", "target"])
+
+
+@pytest.mark.parametrize(("minibatch", "sizes"), [(32, [32]), (12, [11, 11, 10]), (31, [16, 16]), (1, [1] * 32)])
+def test_every_row_is_used_once_in_each_epoch_also_with_a_remainder(
+    minibatch: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = noted(monkeypatch, "ppo", "loss")
+    ppo = make("ppo", minibatch_size=minibatch, epochs=2)
+    columns = acted(ppo.policy, 7)
+    columns["log_prob"] += np.arange(32, dtype=np.float32).reshape(8, 4) * 1e-3
+    metrics = ppo.update(received(columns), Counters())
+    assert metrics["train/gradient_steps"] == 2 * len(sizes)
+    assert {clip for _, clip in seen} == {metrics["train/clip_range"]}
+    rows = [batch.log_prob.tolist() for batch, _ in seen]
+    assert [len(part) for part in rows] == sizes * 2
+    epochs = [[row for part in parts for row in part] for parts in (rows[: len(sizes)], rows[len(sizes) :])]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(columns["log_prob"].flatten().tolist())
+    assert epochs[0] != epochs[1]
+
+
+def test_a_policy_that_moved_too_far_stops_the_epochs() -> None:
+    def steps(**config: Any) -> float:
+        ppo = make("ppo", learning_rate=0.05, epochs=10, **config)
+        return float(ppo.update(received(acted(ppo.policy, 8)), Counters())["train/gradient_steps"])
+
+    free, bounded, tight = steps(), steps(target_kl=0.05), steps(target_kl=1e-9)
+    assert free == 20 and 1 <= tight < bounded < free
+    assert steps(target_kl=1e6) == 20
+
+
+@pytest.mark.parametrize("against", ["ppo", "behavior", "target"])
+def test_how_far_the_policy_may_move_does_not_depend_on_how_old_the_one_that_acted_is(against: str) -> None:
+    """`target_kl` counts from where the update begins, also where the target network is older than that."""
+    fields: dict[str, Any] = {"target_kl": 0.05, "epochs": 10, "learning_rate": 0.05}
+    algorithm = (
+        make("ppo", **fields) if against == "ppo" else make("appo", clip_against=against, target_updates=9, **fields)
+    )
+    for update in range(4):
+        fragments = received(acted(older(algorithm.policy), update))
+        metrics = algorithm.update(fragments, Counters(updates=update))
+        assert 1 < metrics["train/gradient_steps"] < 20 and metrics["train/update_kl"] < 1.5 * 0.05
+    assert metrics["train/approx_kl"] > metrics["train/update_kl"], "from the one that acted, or the target network"
+
+
+def test_gradients_are_scaled_down_to_the_bound_and_only_down() -> None:
+    """Adam takes the same first step whatever the scale; beyond its ε, which stands against a bound far below it."""
+
+    def applied(bound: float) -> tuple[float, float]:
+        ppo = make("ppo", max_grad_norm=bound, epochs=1, minibatch_size=32)
+        metrics = ppo.update(received(acted(ppo.policy, 9)), Counters())
+        moments = [array for name, array in ppo.state().items() if name.endswith("/exp_avg")]
+        return metrics["train/grad_norm"], 10 * float(np.sqrt(sum((array**2).sum() for array in moments)))
+
+    free, same = applied(1e6)
+    assert same == pytest.approx(free, rel=1e-5)
+    told, clipped = applied(0.01)
+    assert told == pytest.approx(free, rel=1e-5) and clipped == pytest.approx(0.01, rel=1e-3)
+
+
+def test_the_explained_variance_is_that_of_the_returns() -> None:
+    ppo = make("ppo", gae_lambda=1.0, gamma=0.0, learning_rate=0.0)
+    columns = acted(ppo.policy, 22)
+    with torch.no_grad():
+        value = ppo.policy.value({"obs": torch.from_numpy(columns["obs"]).flatten(0, 1)}).numpy()
+    returns: Array = columns["reward"].flatten()
+    expected = 1 - np.var(returns - value, ddof=1) / np.var(returns, ddof=1)
+    assert ppo.update(received(columns), Counters())["train/explained_variance"] == pytest.approx(expected, rel=1e-4)
+
+
+# APPO
+
+
+@on_both_spaces
+@against_both
+def test_appos_batch_is_by_v_trace_from_the_target_network(
+    described: PolicySpaces, against: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = noted(monkeypatch, "appo", "loss")
+    bounds: dict[str, Any] = {"rho_bar": 1.2, "c_bar": 0.8}
+    fields: dict[str, Any] = {"clip_against": against, "target_updates": 5, "epochs": 1, "minibatch_size": 32}
+    appo = make("appo", described, vtrace_lambda=0.9, **bounds, **fields)
+    acting, target = older(appo.policy), copy.deepcopy(appo.policy)
+    appo.update(received(acted(acting, 2)), Counters(updates=0))  # now the policy is not the target any more
+    seen.clear()
+    columns = acted(acting, 3, absent=True)
+    case = case_of(target, columns, gamma=0.99, decay=0.9, **bounds)
+    targets, advantage, weight = case.slow_vtrace()
+    metrics = appo.update(received(columns), Counters(updates=1))
+    (batch, _), mask = seen[0], columns["mask"]
+    weighted = weight * advantage if against == "target" else advantage
+    anchor = columns["log_prob"] + (case.log_ratio if against == "target" else 0)
+    for found, expected in ((batch.target, targets), (batch.advantage, weighted), (batch.log_prob, anchor)):
+        np.testing.assert_allclose(np.sort(found), np.sort(expected[mask]), rtol=1e-3, atol=1e-4)
+    assert metrics["train/importance_weight"] == pytest.approx(weight[mask].mean(), rel=1e-4) != 1.0
+
+
+@on_both_spaces
+def test_appos_loss_is_ppos_and_the_divergence_from_the_target(
+    described: PolicySpaces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"clip_range_value": 0.3, "entropy_coefficient": 0.02, "normalize_advantages": True}
+    seen = noted(monkeypatch, "appo", "loss")
+    appo, ppo = (
+        make("appo", described, kl_coefficient=0.7, learning_rate=1e-2, **settings),
+        make("ppo", described, **settings),
+    )
+    target = copy.deepcopy(appo.policy)
+    appo.update(received(acted(older(appo.policy), 3)), Counters())
+    ppo.policy.load_state_dict(appo.policy.state_dict())
+    batch, clip = seen[-1]
+    loss, terms = appo.loss(batch, clip)
+    plain, of_ppo = ppo.loss(batch, clip)
+    with torch.no_grad():
+        mine, its = (policy.action_parameters(batch.observations) for policy in (appo.policy, target))
+        samples = target.distribution.sample(its.repeat(4000, 1), torch.Generator().manual_seed(1))
+        log_probs = (target.distribution.log_prob(params.repeat(4000, 1), samples) for params in (its, mine))
+        divergence = float(next(log_probs).mean() - next(log_probs).mean())
+    assert divergence > 1e-3
+    assert float(terms["train/kl_from_target"]) == pytest.approx(divergence, rel=0.1)
+    assert loss.item() == pytest.approx(plain.item() + 0.7 * float(terms["train/kl_from_target"]), rel=1e-5)
+    assert terms["train/loss"].item() == loss.item()
+    assert {name: float(terms[name]) for name in of_ppo if name != "train/loss"} == pytest.approx(
+        {name: float(value) for name, value in of_ppo.items() if name != "train/loss"}
+    )
+
+
+def test_the_divergence_holds_the_policy_back() -> None:
+    moved = []
+    for coefficient in (0.0, 50.0):
+        appo = make("appo", kl_coefficient=coefficient, learning_rate=1e-2)
+        moved.append(appo.update(received(acted(appo.policy, 1)), Counters())["train/kl_from_target"])
+    assert 0 < moved[1] < moved[0] / 2
+
+
+def test_in_lockstep_and_without_traces_cut_short_appo_is_ppo() -> None:
+    appo, ppo = make("appo", vtrace_lambda=1.0), make("ppo", gae_lambda=1.0)
+    assert weights(appo) == weights(ppo)
+    columns = acted(ppo.policy, 4)
+    found, expected = (algorithm.update(received(columns), Counters()) for algorithm in (appo, ppo))
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    for one, other in zip(appo.policy.parameters(), ppo.policy.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_the_target_network_follows_in_steps() -> None:
+    appo = make("appo", policy={"normalize_observations": True}, target_updates=2)
+    targets = []
+    for update in range(4):
+        before = state_of({"": appo.policy})
+        appo.update(received(acted(appo.policy, update)), Counters(updates=update))
+        target = {name.removeprefix("target/"): item for name, item in appo.state().items() if "target/" in name}
+        targets.append({name: item.tobytes() for name, item in target.items()})
+        assert set(target) == set(before)
+        if update % 2 == 0:
+            assert targets[-1] == {name: item.tobytes() for name, item in before.items()}
+    assert targets[0] == targets[1] != targets[2] == targets[3]
+
+
+def test_a_state_without_a_target_network_is_refused() -> None:
+    with pytest.raises(KeyError, match="target/"):
+        make("appo").load_state(make("ppo").state())
+
+
+# A2C and IMPALA
+
+
+@on_both_spaces
+def test_impala_learns_v_traces_targets_of_what_an_older_policy_acted(
+    described: PolicySpaces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = noted(monkeypatch, "impala", "loss")
+    impala = make("impala", described, vtrace_lambda=0.9, rho_bar=1.2, c_bar=0.8)
+    columns = acted(older(impala.policy), 3, absent=True)
+    case = case_of(impala.policy, columns, gamma=0.99, decay=0.9, rho_bar=1.2, c_bar=0.8)
+    target, advantage, weight = case.slow_vtrace()
+    metrics = impala.update(received(columns), Counters())
+    ((batch,),), mask = seen, columns["mask"]
+    assert len(batch) == mask.sum() < mask.size
+    np.testing.assert_allclose(batch.target, target[mask], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(batch.advantage, (weight * advantage)[mask], rtol=1e-4, atol=1e-5)
+    assert metrics["train/importance_weight"] == pytest.approx(weight[mask].mean(), rel=1e-4) != 1.0
+    assert metrics["train/gradient_steps"] == 1
+
+
+def test_where_no_older_policy_acted_impala_is_a2c() -> None:
+    found = []
+    for name in ("a2c", "impala"):
+        algorithm = make(name, learning_rate=1e-3)
+        algorithm.update(received(acted(algorithm.policy, 4)), Counters())
+        found.append(torch.cat([parameter.flatten() for parameter in algorithm.policy.parameters()]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
+    assert not torch.equal(found[0], torch.cat([item.flatten() for item in make("a2c").policy.parameters()]))

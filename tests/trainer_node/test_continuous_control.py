@@ -1,0 +1,103 @@
+"""SAC and TD3: what one gradient step moves, and the temperature; their losses are compared in against_others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from rollout_worker.environments.description import describe_space
+from shared.errors import UnsupportedSpace
+from shared.experience.counters import Counters
+from shared.experience.spaces import PolicySpaces
+from shared.policies.serialization import state_arrays
+from tests.support.learning.algorithms import BOXES, CHOICE, make, on_both_spaces
+from tests.support.learning.experience import minibatch
+from trainer_node.learning.building_blocks.optimization import state_of
+
+
+def test_the_critics_losses_leave_the_targets_and_the_policy_alone() -> None:
+    sac, batch = make("sac"), minibatch(BOXES)
+    sac.critic_loss(batch, torch.zeros(len(batch), 2))[0].backward()
+    assert all(tensor.grad is None for network in (sac.policy, sac.targets) for tensor in network.parameters())
+    assert all(tensor.grad is not None for tensor in sac.critics.parameters())
+
+
+@on_both_spaces
+def test_one_step_moves_everything_and_the_targets_by_tau(described: PolicySpaces) -> None:
+    sac = make("sac", described, tau=0.25)
+    before = {name: array.copy() for name, array in state_of(sac.parts).items()}
+    policy = state_arrays(sac.policy)
+    sac.learn(minibatch(described), Counters(), torch.Generator().manual_seed(1))
+    after = state_of(sac.parts)
+    assert all((state_arrays(sac.policy)[name] != array).any() for name, array in policy.items())
+    assert after["log_temperature"] != before["log_temperature"]
+    for name, array in before.items():
+        if name.startswith("critics/"):
+            target = name.replace("critics/", "targets/")
+            assert (after[name] != array).any()
+            np.testing.assert_allclose(after[target], 0.75 * before[target] + 0.25 * after[name], atol=1e-6)
+
+
+def test_the_temperature_brings_the_entropy_to_its_target() -> None:
+    """A bandit whose reward is −10 · a²: the best policy is as wide as the temperature makes it."""
+    sac = make("sac", policy={"hidden_sizes": (64, 64), "activation": "relu"}, learning_rate=1e-2, target_entropy=-1.0)
+    drawing, entropies = torch.Generator().manual_seed(0), []
+    for step in range(400):
+        batch = minibatch(BOXES, rows=64, seed=step)
+        unit = sac.policy.bounds.flat(batch.actions)
+        bandit = replace(batch, reward=-10 * unit.square().sum(dim=1), discount=torch.zeros(64), weight=torch.ones(64))
+        entropies.append(float(sac.learn(bandit, Counters(), drawing).metrics["train/entropy"]))
+    assert entropies[0] > 0.0
+    assert np.mean(entropies[-100:]) == pytest.approx(-1.0, abs=0.15)
+
+
+def test_a_temperature_that_is_not_learned_stays() -> None:
+    sac = make("sac", initial_temperature=0.2, learn_temperature=False)
+    sac.learn(minibatch(BOXES), Counters(), torch.Generator().manual_seed(1))
+    assert float(sac.log_temperature.detach().exp()) == pytest.approx(0.2)
+
+
+def test_the_default_target_is_the_papers_and_that_of_nearly_greedy_acting_for_a_choice() -> None:
+    assert make("sac", BOXES).target_entropy == -2.0
+    greedy = np.array([0.925, 0.025, 0.025, 0.025])
+    assert make("sac", CHOICE).target_entropy == pytest.approx(-(greedy * np.log(greedy)).sum())
+
+
+@pytest.mark.parametrize(
+    "action", [spaces.MultiDiscrete([2, 3]), spaces.MultiBinary(2), spaces.Tuple((spaces.Discrete(2),) * 2)], ids=str
+)
+@pytest.mark.parametrize("name", ["sac", "cql"])
+def test_several_choices_are_refused(name: str, action: spaces.Space[Any]) -> None:
+    described = PolicySpaces(describe_space(spaces.Box(-1.0, 1.0, (3,))), describe_space(action))
+    with pytest.raises(UnsupportedSpace, match=f"{name} learns boxes or one discrete choice, .* or iql for recorded"):
+        make(name, described)
+
+
+def test_noise_on_choices_is_refused() -> None:
+    with pytest.raises(UnsupportedSpace, match="exploration=gaussian is for continuous actions; use sampling"):
+        make("sac", CHOICE, exploration={"kind": "gaussian"})
+
+
+def test_the_policy_and_the_targets_move_at_every_third_step() -> None:
+    td3, drawing = make("td3", policy_delay=3, tau=0.25), torch.Generator().manual_seed(1)
+    for done in range(6):
+        before, policy = state_of(td3.parts), state_arrays(td3.policy)
+        td3.done = done
+        metrics = td3.learn(minibatch(BOXES, seed=done), Counters(), drawing).metrics
+        after = state_of(td3.parts)
+        moves = done % 3 == 2
+        assert any((state_arrays(td3.policy)[name] != array).any() for name, array in policy.items()) == moves
+        assert ("train/actor_loss" in metrics) == moves
+        assert any((before[name] != after[name]).any() for name in before if name.startswith("critics/"))
+        slow = [name for name in before if name.startswith(("targets/", "target_policy/"))]
+        assert any((before[name] != after[name]).any() for name in slow) == moves
+        if moves:
+            for name in before:
+                if name.startswith("critics/"):
+                    target = name.replace("critics/", "targets/")
+                    np.testing.assert_allclose(after[target], 0.75 * before[target] + 0.25 * after[name], atol=1e-6)

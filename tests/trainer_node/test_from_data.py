@@ -1,0 +1,218 @@
+"""BC, CQL and IQL: what they learn from recorded experience; losses that other libraries have are in against_others."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from rollout_worker.environments.description import describe_space
+from rollout_worker.evaluator import evaluate_policies, scores_of
+from shared.experience.counters import Counters
+from shared.experience.spaces import PolicySpaces
+from shared.policies.actor_critic import ActorCritic
+from shared.policies.serialization import state_arrays
+from tests.conftest import minimal_config
+from tests.support.cartpole_data import played, write_played
+from tests.support.game import NewGame
+from tests.support.learning.algorithms import BOXES, SEEN, make, move_apart, on_both_spaces
+from tests.support.learning.experience import minibatch, random_fragment
+from trainer_node.learning.algorithms.cql import CQL
+from trainer_node.learning.building_blocks.interface import Experience
+from trainer_node.learning.demonstrations import Pairs
+
+CHOICES = PolicySpaces(SEEN, describe_space(spaces.MultiDiscrete([4, 2])))
+BOX = PolicySpaces(SEEN, describe_space(spaces.Box(-1.0, 1.0, (2,))))
+both = pytest.mark.parametrize("described", [CHOICES, BOX], ids=["choices", "box"])
+
+
+def make_bc(described: PolicySpaces, **config: Any) -> tuple[Any, Experience]:
+    """And a fragment of random content, a quarter of it padding."""
+    policy = {"hidden_sizes": (16,), "log_std_init": -0.3, "normalize_observations": True}
+    algorithm = make("bc", described, policy, minibatch_size=8, **config)
+    item = random_fragment(algorithm.policy, 0, 8, 4)
+    item.columns["mask"] = np.arange(8)[:, None] < np.array([8, 8, 6, 2])
+    return algorithm, item
+
+
+def expected_terms(policy: ActorCritic, batch: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Negative log-likelihood and entropy, by torch's distributions."""
+    with torch.no_grad():
+        params = policy.action_parameters(batch.observations)
+    action = batch.actions["action"]
+    if action.dtype == torch.int64:
+        parts: list[Any] = [torch.distributions.Categorical(logits=part) for part in (params[:, :4], params[:, 4:])]
+        log_prob = sum(part.log_prob(action[:, n]) for n, part in enumerate(parts))
+        return -torch.as_tensor(log_prob).mean(), torch.stack([part.entropy() for part in parts]).sum(dim=0).mean()
+    normal: Any = torch.distributions.Normal(params[:, :2], params[:, 2:].exp())
+    return -normal.log_prob(action).sum(dim=1).mean(), normal.entropy().sum(dim=1).mean()
+
+
+@both
+def test_the_loss_is_what_torchs_own_distributions_say(described: PolicySpaces) -> None:
+    algorithm, item = make_bc(described, entropy_coefficient=0.3)
+    batch = algorithm.batch({name: torch.from_numpy(array) for name, array in item.columns.items()})
+    assert len(batch) == 24
+    loss, terms = algorithm.loss(batch)
+    unlikelihood, entropy = expected_terms(algorithm.policy, batch)
+    torch.testing.assert_close(terms["train/negative_log_likelihood"], unlikelihood)
+    torch.testing.assert_close(terms["train/entropy"], entropy)
+    torch.testing.assert_close(loss.detach(), unlikelihood - 0.3 * entropy)
+
+
+@both
+def test_only_the_actor_moves_and_it_moves_towards_the_data(described: PolicySpaces) -> None:
+    algorithm, item = make_bc(described, learning_rate=0.02, epochs=10)
+    before = state_arrays(algorithm.policy)
+    first, *_, last = (algorithm.update([item], Counters(updates=update)) for update in range(12))
+    assert last["train/negative_log_likelihood"] < first["train/negative_log_likelihood"] - 0.3
+    assert last["train/gradient_steps"] == 30 and last["train/action_error"] < first["train/action_error"]
+    moved = {name for name, array in state_arrays(algorithm.policy).items() if not np.array_equal(array, before[name])}
+    assert any(name.startswith("head") for name in moved)
+    assert not any(name.startswith(("critic", "value_head")) for name in moved)
+
+
+def test_nothing_but_padding_is_no_step() -> None:
+    algorithm, item = make_bc(CHOICES)
+    item.columns["mask"][:] = False
+    assert algorithm.update([item], Counters())["train/gradient_steps"] == 0
+
+
+def test_choices_and_boxes_may_be_nested() -> None:
+    action = spaces.Dict({"go": spaces.MultiDiscrete([2, 3]), "how": spaces.Box(-1.0, 1.0, (2,))})
+    described = PolicySpaces(BOXES.observation, describe_space(action))
+    algorithm = make("iql", described)
+    assert algorithm.critics.weights[0].shape[1] == 3 + 2 + 3 + 2
+    for update in range(3):
+        metrics = algorithm.update([random_fragment(algorithm.policy, update)], Counters(env_steps=100, updates=update))
+    assert algorithm.done == 10 and all(np.isfinite(value) for value in metrics.values())
+
+
+# CQL
+
+WEIGHT = 2.5
+
+
+def make_cql(described: PolicySpaces = BOXES, **fields: Any) -> CQL:
+    algorithm = make("cql", described, **{"conservatism": WEIGHT, "considered_actions": 3} | fields)
+    assert isinstance(algorithm, CQL)
+    move_apart(algorithm.policy, algorithm.critics, algorithm.targets)
+    return algorithm
+
+
+@on_both_spaces
+def test_the_critics_loss_is_sacs_and_the_weighted_gap_and_moves_the_critics_alone(described: PolicySpaces) -> None:
+    cql, batch = make_cql(described), minibatch(described)
+    generator = torch.Generator().manual_seed(5)
+    noise, _ = (cql.actions.noise(len(batch), generator) for _ in range(2))
+    loss, _, _, gaps = cql.penalized_loss(batch, noise, cql.draw(len(batch), generator))
+    penalty = WEIGHT * (batch.weight * gaps).mean(dim=1).sum()
+    torch.testing.assert_close(loss, cql.critic_loss(batch, noise)[0] + penalty)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert all(tensor.grad is None for network in (cql.policy, cql.targets) for tensor in network.parameters())
+    found = cql.learn(batch, Counters(), torch.Generator().manual_seed(5)).metrics
+    expected = [loss.item(), gaps.mean().item(), WEIGHT]
+    names = ("train/critic_loss", "train/conservative_gap", "train/conservatism")
+    assert [float(found[name]) for name in names] == pytest.approx(expected, rel=1e-5)
+
+
+@torch.no_grad()
+def test_the_estimate_comes_to_the_integral_over_all_actions() -> None:
+    cql, batch = make_cql(considered_actions=3000), minibatch(BOXES, rows=2)
+    found = cql.soft_maximum(batch, cql.draw(2, torch.Generator().manual_seed(1)))
+    middles = (torch.arange(100) + 0.5) / 50 - 1
+    grid = torch.cartesian_prod(middles, middles)
+    values = cql.critics.of_each(batch.observations, None, grid.expand(2, -1, -1))
+    torch.testing.assert_close(found, (4 * values.exp().mean(dim=2)).log(), atol=0.05, rtol=0)
+
+
+@on_both_spaces
+def test_while_it_clones_the_policys_loss_is_the_likelihood_of_the_data_and_then_sacs(described: PolicySpaces) -> None:
+    cql = make_cql(described, cloning_steps=2, initial_temperature=0.3, learning_rate=0.0)
+    batch, generator, cloned = minibatch(described), torch.Generator().manual_seed(6), []
+    plain = make_cql(described, initial_temperature=0.3)
+    noise = cql.actions.noise(len(batch), torch.Generator().manual_seed(5))
+    found, entropies = cql.actor_loss(batch, noise)
+    with torch.no_grad():
+        params = cql.policy.action_parameters(batch.observations)
+        likelihood = cql.policy.distribution.log_prob(params, batch.actions)
+    of_sac, of_sac_entropies = plain.actor_loss(batch, noise)
+    torch.testing.assert_close(entropies, of_sac_entropies)
+    expected = -(batch.weight * (likelihood + 0.3 * entropies)).mean()
+    assert float(found.detach()) == pytest.approx(float(expected), rel=1e-5)
+    assert float(found.detach()) != pytest.approx(float(of_sac.detach()), rel=1e-3)
+    for cql.done in range(4):
+        cql.learn(batch, Counters(), generator)  # moves nothing
+        cloned.append(float(cql.actor_loss(batch, noise)[0].detach()) == float(found.detach()))
+    assert cloned == [True, True, False, False]
+    assert float(cql.actor_loss(batch, noise)[0].detach()) == float(of_sac.detach())
+
+
+def test_entropy_is_in_the_values_where_that_is_asked_for() -> None:
+    batch, noise = minibatch(BOXES), torch.zeros(9, 2)
+    plain, soft, sac = make_cql(), make_cql(value_entropy=True), make("sac")
+    move_apart(sac.policy, sac.critics, sac.targets)
+    assert torch.equal(soft.targets_of(batch, noise), sac.targets_of(batch, noise))
+    assert not torch.allclose(plain.targets_of(batch, noise), sac.targets_of(batch, noise))
+
+
+@pytest.mark.parametrize(("largest_gap", "goes"), [(-50.0, 1), (50.0, -1), (None, 0)])
+def test_the_weight_goes_up_where_the_gap_is_too_large_and_else_down(largest_gap: float | None, goes: int) -> None:
+    cql, generator = make_cql(largest_gap=largest_gap, conservatism_learning_rate=0.1), torch.Generator().manual_seed(1)
+    for _ in range(3):
+        cql.learn(minibatch(BOXES), Counters(), generator)
+    assert float(cql.log_conservatism.exp()) == pytest.approx(WEIGHT * math.exp(0.3 * goes), rel=1e-3)
+    for _ in range(200):
+        cql.move_conservatism(torch.tensor(0.0))
+    expected = {1: 1e6, -1: 1e-6, 0: WEIGHT}[goes]
+    assert float(cql.log_conservatism.exp()) == pytest.approx(expected, rel=1e-3), (
+        "it stays where it can come back from"
+    )
+
+
+# Playing CartPole from data
+
+
+def score(new_game: NewGame, path: Path, algorithm: dict[str, Any], updates: int = 36) -> float:
+    """Greedy mean return after a short run from this dataset."""
+    config = minimal_config(
+        algorithm={"minibatch_size": 64, "learning_rate": 3e-3} | algorithm,
+        dataset={"path": str(path), "evaluation": {"every_updates": 0}},
+        rollout={"fragment_steps": 32, "fragments_per_update": 2},
+        environment={"id": "CartPole-v1", "num_envs": 8},
+        policies={"default": {"normalize_observations": True, "hidden_sizes": [32]}},
+        stop_at={"updates": updates},
+    )
+    game = new_game(config)
+    game.finish()
+    found = evaluate_policies(config, game.role.description(), game.trainer.learner.policies, 0, 8)
+    return float(scores_of(found)["mean_return"])
+
+
+def test_bc_comes_to_play_what_was_recorded(new_game: NewGame, tmp_path: Path) -> None:
+    write_played(tmp_path / "data.csv", played(12, steps=500))
+    assert score(new_game, tmp_path / "data.csv", {"name": "bc", "epochs": 2}, updates=60) >= 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "greed", "over_bc"),
+    [
+        ({"name": "iql"}, 0.3, 0.0),
+        pytest.param({"name": "cql", "conservatism": 0.5}, 0.1, 1.5, marks=pytest.mark.learning),
+    ],
+)
+def test_it_does_better_than_who_acted_its_data_and_than_their_clone(
+    new_game: NewGame, tmp_path: Path, fields: dict[str, Any], greed: float, over_bc: float
+) -> None:
+    listed = played(100, greed=greed, steps=300)
+    write_played(tmp_path / "data.csv", listed)
+    replayed = {"gradient_steps_per_env_step": 0.05, "replay_buffer": {"kind": "uniform", "capacity": 20_000}}
+    found = score(new_game, tmp_path / "data.csv", {"gamma": 0.95, **replayed, **fields})
+    assert found > 2 * np.mean([len(episode) for episode in listed])
+    if over_bc:
+        assert found > over_bc * score(new_game, tmp_path / "data.csv", {"name": "bc"})

@@ -1,0 +1,359 @@
+"""Checkpoints into the store in the background, then pointer, status, pruning, archive, and the log's trim.
+
+Order for each: objects → verify → manifest → pointer → status → prune → archive → trim. Training never waits for it
+(except for the first and the last checkpoint). While the store is away it tries again without end, with growing pauses,
+says so in `status`, and the log keeps what is not yet durable. Before each write the epoch is checked, so that a
+trainer that was replaced writes nothing.
+"""
+
+import functools
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import redis
+
+from shared.config.sections import ArchiveConfig
+from shared.errors import CheckpointDamaged, Fenced, ShardUnavailable, StoreError, StoreUnavailable, WaitTimeout
+from shared.experience.log_entry import LogEntry, id_order
+from shared.printable import counted
+from shared.protocol.events import emit, prune_evaluations, read_evaluations
+from shared.protocol.experience_log import ExperienceLog
+from shared.protocol.flow_control import Flow
+from shared.protocol.heartbeat import growing_pauses, read_heartbeats
+from shared.protocol.keys import RunKeys
+from shared.protocol.ledger import read_accounting
+from shared.protocol.redis_client import retries
+from shared.protocol.scripts import write_small
+from shared.runtime.run_context import RunContext
+from shared.runtime.stage_timer import StageTimer
+from shared.storage.checkpoint_store import READY, CheckpointStore, Manifest, Pointer, checkpoint_version
+from shared.storage.log_archive import Archive, Segment
+from shared.storage.object_store import ObjectStore
+from trainer_node.checkpointing import retention
+from trainer_node.checkpointing.retention import Inventory, unless_damaged
+from trainer_node.checkpointing.snapshot import Snapshot
+from trainer_node.export.background_exporter import Exporter
+
+
+class Archiver:
+    """Puts log entries into a run's archive before they are trimmed, and keeps it as long as the config says.
+
+    So the log and the archive together always hold everything since the archive began.
+    """
+
+    def __init__(self, archive: Archive, log: ExperienceLog, config: ArchiveConfig) -> None:
+        self._archive, self._log, self._config = archive, log, config
+        self._segments: list[Segment] | None = None
+
+    def store(self, through: str, trimmed: str, replay_from: str | None = None) -> None:
+        """Everything through this position that is not there yet; raises as the store does.
+
+        Up to `trimmed` Redis has the log no more: where the archive was off, it begins there. From `replay_from` on a
+        replay buffer of a checkpoint may be restored.
+        """
+        if self._config.keep == "off" and replay_from is None:
+            return
+        try:
+            self._append(through, trimmed)
+            if self._config.keep != "all":
+                self._forget(replay_from)
+        except (StoreError, StoreUnavailable):
+            self._segments = None  # what came of it is looked for next time
+            raise
+
+    def _append(self, through: str, trimmed: str) -> None:
+        if self._segments is None:
+            self._segments = [segment for segment in self._archive.segments() if self._whole(segment, trimmed)]
+        after = max([trimmed, *(segment.through for segment in self._segments)], key=id_order)
+        batch, size = list[LogEntry](), 0
+        for entry in self._log.between(after, through):
+            if entry.fragment is None and not (entry.lost_body or entry.quarantined):  # lost since: a hole
+                if batch:
+                    self._write(after, batch[-1].id, batch)
+                after, batch, size = entry.id, [], 0
+                continue
+            batch.append(entry)
+            size += len(entry.fragment or b"")
+            if size >= self._config.segment_bytes:
+                self._write(after, entry.id, batch)
+                after, batch, size = entry.id, [], 0
+        if batch:
+            self._write(after, through, batch)
+
+    def _whole(self, segment: Segment, trimmed: str) -> bool:
+        """What was cut off while it was written is deleted, since the log has it still."""
+        if id_order(segment.through) <= id_order(trimmed) or self._archive.whole(segment):
+            return True
+        self._archive.delete(segment)
+        return False
+
+    def _write(self, after: str, through: str, entries: list[LogEntry]) -> None:
+        assert self._segments is not None
+        self._segments.append(self._archive.write(after, through, entries))
+
+    def _forget(self, replay_from: str | None) -> None:
+        """Segments that are not needed any more; the oldest goes first, or a hole could stay."""
+        assert self._segments is not None
+        wanted = self._config.replay_env_steps if self._config.keep == "replay_buffer" else 0
+        kept, steps = len(self._segments), 0
+        needed = [replay_from and id_order(segment.through) >= id_order(replay_from) for segment in self._segments]
+        while kept and (steps < wanted or needed[kept - 1]):
+            kept -= 1
+            steps += self._segments[kept].env_steps
+        for segment in self._segments[:kept]:
+            self._archive.delete(segment)
+        self._segments = self._segments[kept:]
+
+
+_LOGGER = logging.getLogger("stagecoach.writer")
+_TICK_SECONDS = 0.5
+_EVALUATION_FIELDS = ("mean_return", "episodes")
+"""What a manifest tells of the newest evaluation."""
+
+
+class FencedStore:
+    """The store as a trainer of one epoch has it: `put` and `delete` raise `Fenced` once a newer one has taken over."""
+
+    def __init__(self, store: ObjectStore, flow: Flow, epoch: int) -> None:
+        self._store, self._flow, self._epoch = store, flow, epoch
+        self.get, self.keys, self.folders, self.check = store.get, store.keys, store.folders, store.check
+
+    def put(self, key: str, data: bytes) -> None:
+        self.ask()
+        self._store.put(key, data)
+
+    def delete(self, key: str) -> None:
+        self.ask()
+        self._store.delete(key)
+
+    def ask(self) -> None:
+        """Raises `Fenced` for an older trainer."""
+        if not self._flow.holds(self._epoch):
+            raise Fenced(f"epoch {self._epoch} may not write checkpoints; a newer trainer has taken over")
+
+
+class CheckpointWriter:
+    """Owns everything that the trainer writes into the store."""
+
+    def __init__(self, role: RunContext, epoch: int) -> None:
+        self._role, self._epoch, self._log = role, epoch, role.log()
+        self._store = FencedStore(role.checkpoints.store, role.flow, epoch)
+        self._checkpoints = CheckpointStore(self._store, role.run_id)
+        self._archiver = Archiver(Archive(self._store, role.run_id), self._log, role.config.archive)
+        self._exporter = Exporter(role.config, role.redis, self._checkpoints)
+        self._lock = threading.Condition()
+        self._pending: Snapshot | None = None
+        self._busy = self._closing = False
+        self._noticed: dict[str, dict[str, Any]] = {}
+        """The evaluations that pointer and status file reflect."""
+        self._durable: str | None = None
+        self._outage: dict[str, Any] = {}
+        """The store, or a Redis shard, fails, as `status` shows it; empty while they work."""
+        self._pauses = growing_pauses()
+        self.stages = StageTimer()
+        """Of the background thread."""
+        self.failure: BaseException | None = None
+        """What ended the background thread (fenced, damaged store); the trainer raises it."""
+        self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def struggling(self) -> bool:
+        """Whether the last try to write into the store failed."""
+        return bool(self._outage)
+
+    def submit(self, snapshot: Snapshot) -> None:
+        """Takes over a snapshot; one that still waits for the store is replaced by it, being older."""
+        with self._lock:
+            self._pending = snapshot
+            self._lock.notify_all()
+
+    def wait_idle(self, deadline_seconds: float) -> None:
+        """Until all submitted is durable; raises `WaitTimeout`, or what went wrong."""
+        deadline = time.monotonic() + deadline_seconds
+        with self._lock:
+            while (self._pending is not None or self._busy) and self.failure is None:
+                if retries(self._role.redis).abandoned:
+                    raise WaitTimeout("it ends at once, while the checkpoint was not durable")
+                remaining = max(0.0, deadline - time.monotonic())
+                if not self._lock.wait(timeout=min(_TICK_SECONDS, remaining)) and time.monotonic() > deadline:
+                    error = self._outage.get("error", "It has not responded yet")
+                    raise WaitTimeout(
+                        f"the checkpoint was not durable after {deadline_seconds:g} s; is the store away? {error}. "
+                        f"What is in the log is not lost: `stagecoach resume` reads it again once the store is back"
+                    )
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def exported(self) -> bool:
+        """As the run ends: whether what the pointer names has been exported, or has failed to be."""
+        self._exporter.ending = True
+        return self._exporter.finished or self.failure is not None
+
+    def close(self, wait_seconds: float = 30.0) -> None:
+        """Ends the background thread after what it is doing."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+        self._thread.join(wait_seconds)
+
+    def finish(self, name: str) -> Pointer:
+        """Marks `name` as final; call when idle."""
+        self._refresh(final=name)
+        return cast(Pointer, self._checkpoints.pointer())
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._lock:
+                    if self._pending is None and not self._closing:
+                        with self.stages.during("idle"):
+                            self._lock.wait(timeout=_TICK_SECONDS)
+                    snapshot, self._pending = self._pending, None
+                    self._busy = snapshot is not None
+                    if snapshot is None and self._closing:
+                        return
+                if snapshot is not None:
+                    self._until_durable(snapshot)
+                    with self._lock:
+                        self._busy = False
+                        self._lock.notify_all()
+                else:
+                    self.notice_evaluations()
+                if self._exporter.due and not self._try(self._exporter.step):
+                    self._pause()
+        except BaseException as error:
+            with self._lock:
+                self.failure, self._busy = error, False
+                self._lock.notify_all()
+            _LOGGER.exception("the writer ended")
+        finally:
+            self._exporter.close()
+
+    def notice_evaluations(self) -> None:
+        """A new score may make another checkpoint the best one."""
+        if read_evaluations(self._role.redis, self._role.run_id) != self._noticed and not self._try(self._refresh):
+            self._pause()
+
+    def _until_durable(self, snapshot: Snapshot) -> None:
+        """Tries until it is in the store, or a newer snapshot waits that covers it."""
+        # each try writes the same manifest: the store may carry out a put that was given up after the next one
+        manifest = functools.cache(lambda: self._with_news(snapshot.manifest))
+        while not self._try(lambda: self._save(manifest(), snapshot.objects)):
+            with self.stages.during("wait(the store)"):
+                self._pause()
+            with self._lock:
+                if self._pending is not None or self._closing:
+                    return
+
+    def _try(self, write: Callable[[], object]) -> bool:
+        """One try (of several by boto3); whether it worked. Where not, `status` and an event say why."""
+        try:
+            write()
+        except (StoreError, StoreUnavailable, ShardUnavailable) as error:
+            party = "a Redis shard" if isinstance(error, ShardUnavailable) else "the store"
+            since, attempts = self._outage.get("since", round(time.time(), 3)), self._outage.get("attempts", 0) + 1
+            self._outage = {"waiting_for": party, "since": since, "attempts": attempts, "error": str(error)}
+            _LOGGER.warning("%s fails (try %d): %s", party, attempts, error)
+            self._write_status(self._outage)
+            if attempts == 1:
+                emit(self._role.redis, self._role.run_id, "store", f"{party} fails, training continues: {error}")
+            return False
+        if outage := self._outage:
+            seconds, often = max(0.0, time.time() - outage["since"]), counted(outage["attempts"], "time")
+            text = f"{outage['waiting_for']} is back: it failed {often} in {seconds:.0f} s"
+            self._outage, self._pauses = {}, growing_pauses()
+            emit(self._role.redis, self._role.run_id, "store", text)
+        self._write_status({})
+        return True
+
+    def _pause(self) -> None:
+        with self._lock:
+            self._lock.wait_for(lambda: self._closing, timeout=next(self._pauses))
+
+    def _write_status(self, news: dict[str, Any]) -> None:
+        """`store_status`: the newest durable checkpoint, an export that failed, and what is being tried or fails."""
+        status: dict[str, Any] = {"durable": self._durable} if self._durable else {}
+        status |= ({"export": self._exporter.told} if self._exporter.told else {}) | news
+        keys = RunKeys(self._role.run_id)
+        write_small(self._role.redis, keys, keys.store_status, "SET", json.dumps(status))
+
+    def _save(self, manifest: Manifest, objects: dict[str, bytes]) -> None:
+        self._store.ask()
+        started = time.monotonic()
+        self._write_status(self._outage or {"writing": manifest.name, "since": round(time.time(), 3)})
+        try:
+            with self.stages.during("upload"):
+                self._checkpoints.write(manifest, objects)
+        except CheckpointDamaged as error:
+            raise StoreError(str(error)) from None  # told in `status`; the next checkpoint has another name
+        with self.stages.during("pointer and pruning"):
+            inventory = self._refresh(latest=manifest.name)
+        if unless_damaged(lambda: self._checkpoints.marker(READY)) is None:
+            content = {"run_id": self._role.run_id, "checkpoint": manifest.name, "created": manifest.created}
+            self._checkpoints.write_marker(READY, content)
+        oldest = retention.replay_from(inventory.entries, self._role.config.checkpoint.keep_last)
+        with self.stages.during("archive"):
+            self._archiver.store(manifest.log_position, self._role.flow.read().trimmed_id, oldest)
+        self._exporter.remember(self._log, manifest.log_position)
+        with self.stages.during("trim"):
+            self._log.trim(self._epoch, manifest.log_position)
+        self._durable = manifest.name
+        text = f"{manifest.name} ({manifest.total_bytes / 1024:.0f} KiB in {time.monotonic() - started:.2f} s)"
+        emit(self._role.redis, self._role.run_id, "checkpoint", text, name=manifest.name, version=manifest.version)
+
+    def _with_news(self, manifest: Manifest) -> Manifest:
+        """With the newest score and the present accounting, which depend on the others' speed."""
+        known = {name: entry["evaluation"] for name, entry in retention.status_entries(self._checkpoints).items()}
+        known |= read_evaluations(self._role.redis, self._role.run_id)
+        scored = [name for name in known if known[name]]
+        newest = max(scored, key=lambda name: checkpoint_version(name) or 0, default="")
+        told = {"checkpoint": newest} | {key: known[newest].get(key) for key in _EVALUATION_FIELDS} if newest else None
+        accounting = read_accounting(self._role.redis, self._role.run_id)
+        news = {"evaluation": told, "accounting": {worker: line.as_dict() for worker, line in accounting.items()}}
+        return manifest.model_copy(update={"provenance": manifest.provenance | news})
+
+    def _refresh(self, latest: str | None = None, final: str | None = None) -> Inventory:
+        """Pointer, status file and pruning, from what the store and the evaluations say now; returns what was there."""
+        self._store.ask()
+        pointer = unless_damaged(self._checkpoints.pointer)
+        if pointer is not None and pointer.epoch > self._epoch:
+            raise Fenced(f"epoch {self._epoch}: a newer trainer has taken over (pointer: {pointer.epoch})")
+        evaluations = read_evaluations(self._role.redis, self._role.run_id)
+        inventory = retention.take_inventory(self._checkpoints, evaluations, latest)
+        newest = latest or (pointer.latest if pointer else None) or final
+        if newest is None or newest not in inventory.entries:
+            if latest or final:  # nothing may be trimmed or ended by a manifest that is not there
+                raise StoreError(f"the manifest of {newest} does not read back from the store as it was written")
+            self._noticed = evaluations
+            return inventory
+        known = pointer.best if pointer and pointer.best in inventory.entries else None  # of which all scores are lost
+        best = next(iter(retention.best_checkpoints(inventory.scores, inventory.names)), known)
+        last = final or (pointer.final if pointer and latest is None else None)
+        sha = inventory.entries[newest]["manifest_sha256"]
+        epoch = pointer.epoch if pointer and latest is None else self._epoch  # that of who wrote `latest`
+        moved = Pointer(latest=newest, best=best, final=last, epoch=epoch, manifest_sha256=sha)
+        if moved != pointer:
+            self._checkpoints.write_pointer(moved)
+        playing = checkpoint_in_evaluation(self._role.redis, self._role.run_id)
+        removed = retention.prune(self._checkpoints, inventory, moved, self._role.config.checkpoint, {playing})
+        if removed:
+            prune_evaluations(self._role.redis, self._role.run_id, {*inventory.names} - {*removed})
+        self._exporter.know([name for name in inventory.readable if name not in removed], moved)
+        self._noticed = evaluations
+        return inventory
+
+
+def checkpoint_in_evaluation(client: redis.Redis, run_id: str) -> str:
+    """What the evaluator plays right now, or '': it may turn out to be the best, and must not be pruned before."""
+    beats = read_heartbeats(client, run_id)
+    return next(
+        (beat.progress.get("evaluating") or "" for beat in beats if beat.role == "evaluator" and beat.alive), ""
+    )

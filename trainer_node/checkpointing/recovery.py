@@ -1,0 +1,226 @@
+"""Recovery: how a trainer takes up its run, from the newest checkpoint and the log behind it.
+
+What happens between a `kill -9` of the trainer and its next update, in the order of this file:
+
+1. The coordinator (or a person) starts a new process, whose `Recovery` fences the dead trainer with a higher epoch and
+   counts its death. Log entries over which several trainers died in a row go into quarantine.
+2. `Recovery.run` loads the newest checkpoint that verifies. Without one the run begins with version 0, untrained.
+3. `_resume` decides how to continue: by reading the log again; by fast-forwarding a Redis that knows less than the
+   checkpoint; or, where the log behind the checkpoint is gone, by rolling back to it as a new version.
+4. `restore_learner` puts the checkpoint into the learner, and reads again what replay buffers held.
+5. The loop (trainer_node/trainer.py) learns again what the log holds behind the checkpoint. It comes to the same
+   versions, bit by bit, which Redis knows already; the first one that Redis does not know is the next update.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+
+import redis
+
+from shared.errors import ArchiveIncomplete, BodyLost, CheckpointNotFound, Fenced, RedisRolledBack, StoreUnavailable
+from shared.experience import fragment
+from shared.experience.fragment import Fragment
+from shared.experience.log_entry import LogEntry, before, id_order
+from shared.protocol.events import emit
+from shared.protocol.experience_log import ExperienceLog
+from shared.protocol.ledger import Ledger, fast_forward
+from shared.protocol.policy_board import Published
+from shared.storage.checkpoint_store import Checkpoint, CheckpointStore, Manifest
+from shared.storage.log_archive import Archive
+from trainer_node.checkpointing.fork import rolled_back
+from trainer_node.checkpointing.retention import unless_damaged
+from trainer_node.checkpointing.snapshot import Lineage, Parent, Restored, other_versions, restore
+from trainer_node.incarnation import Incarnation
+from trainer_node.learning.learner import Learner
+from trainer_node.log_consumer import RedisAccounting
+from trainer_node.trainer_state import TrainerState
+
+_LOGGER = logging.getLogger("stagecoach.trainer")
+
+
+class Recovery:
+    """Brings a trainer's state to where its run stands: when it begins, and whenever Redis comes back with less."""
+
+    def __init__(self, incarnation: Incarnation) -> None:
+        """Fences all older trainers, counts a death, and makes an untrained learner with all around it.
+
+        Raises `StagecoachError` where too many trainers have died in a row (shared/protocol/quarantine.py).
+        """
+        self.incarnation, self._role, self._log = incarnation, incarnation.role, incarnation.log
+        incarnation.heartbeat.start()
+        description = incarnation.with_store(self._role.description)  # one that cannot reach the store fences none
+        epoch = incarnation.with_store(lambda: last_epoch(self._role.checkpoints))
+        incarnation.epoch = self._role.flow.take_over(epoch)
+        self.accounting = RedisAccounting(self._role, incarnation.epoch)
+        self.accounting.begin()
+        self.state = TrainerState(incarnation, description, self.accounting)
+        self.redis_checked = 0.0
+        """When Redis was last found to be the process that the accounting was matched with."""
+        self._match_redis()
+
+    def run(self) -> None:
+        """Brings the state to a version that is on the board."""
+        checkpoint = self.incarnation.with_store(lambda: newest_checkpoint(self._role.checkpoints, self._role.redis))
+        self.incarnation.with_store(self.state.learner.read_demonstrations)
+        if checkpoint is None:
+            self._begin()
+        else:
+            self._resume(checkpoint)
+        self.state.schedule.checkpointed(self.state.learner.counters)
+
+    def _begin(self) -> None:
+        if self._role.flow.read().version >= 0:
+            raise StoreUnavailable(
+                f"run {self._role.run_id} has published policies, but the store holds no checkpoint of it; bring the "
+                f"store's contents back, or start a new run"
+            )
+        self.state.version = 0
+        taken = self.state.save_durably("first")
+        self.publish(0)
+        self.state.parent = Parent(taken.name, taken.log_position)
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        flow, manifest = self._role.flow.read(), checkpoint.manifest
+        trimmed = id_order(flow.trimmed_id) > id_order(manifest.log_position)
+        if trimmed and flow.version >= manifest.version:  # what came after it cannot be learned any more
+            checkpoint = self._roll_back(checkpoint)
+            how = f", but the log behind it is trimmed: continues as version {checkpoint.manifest.version}"
+        elif flow.version < manifest.version:  # Redis is new, or lost this run's past, or some of it
+            how = "; Redis knew nothing newer"
+        else:
+            how = f"; reading the log again up to version {flow.version}"
+        self._restore(checkpoint, f"restored {manifest.name}{how}")
+
+    def _restore(self, checkpoint: Checkpoint, text: str) -> None:
+        """Continues from a checkpoint; a Redis that knows less is fast-forwarded to it."""
+        state, archive = self.state, self._role.archive()
+        restored = self.incarnation.with_store(lambda: restore_learner(state.learner, checkpoint, archive, self._log))
+        state.version, state.lineage = restored.version, restored.lineage
+        state.parent = Parent(checkpoint.manifest.name, restored.committed.position, restored.version)
+        state.consumer.restore(restored.committed)
+        if self._role.flow.read().version < state.version:
+            self._fast_forward_redis()
+        self.incarnation.tell(text)
+        state.writer.submit(state.snapshot())  # where the store has it: completes what a crash left undone
+
+    def _roll_back(self, checkpoint: Checkpoint) -> Checkpoint:
+        """An older checkpoint as the newest version, durable before any worker acts with it: versions never go back."""
+        taken = rolled_back(self._role, checkpoint, self.incarnation.epoch)
+        return self.state.save_durably("version", taken).checkpoint
+
+    def continue_without(self, error: BodyLost) -> None:
+        """An entry that a former trainer learned from cannot be read again: the version that was reached before it
+        continues as a new one."""
+        reached = self.state.snapshot()
+        checkpoint = self._roll_back(reached.checkpoint)
+        self._restore(checkpoint, f"{error}: {reached.name} continues as version {checkpoint.manifest.version}")
+
+    def publish(self, consumed: int) -> Published:
+        """The present version on the board; with it all that Redis has lost, where it came back with less."""
+        try:
+            return self.state.publish(consumed)
+        except RedisRolledBack:
+            return self.redis_came_back()
+
+    def _match_redis(self) -> None:
+        """From now on the accounting is that of this Redis process; what that has lost, it had lost before."""
+        self.accounting.redis_process, self.redis_checked = self._role.flow.process(), time.monotonic()
+
+    def redis_restarted(self) -> bool:
+        """Whether this is another Redis process than before; asked once in a second."""
+        if time.monotonic() - self.redis_checked < 1.0:
+            return False
+        self.redis_checked = time.monotonic()
+        return self._role.flow.process() != self.accounting.redis_process
+
+    def redis_came_back(self) -> Published:
+        """Redis came back with less than it had (its file is synced each second): the trainer knows better."""
+        state = self.state
+        self._match_redis()
+        if not self._role.flow.holds(self.incarnation.epoch):
+            raise Fenced(f"epoch {self.incarnation.epoch}: a newer trainer has taken over")
+        state.consumer.restore(state.consumer.committed)
+        if self._role.flow.read().version > state.version:  # it has all that was read again so far
+            return self.publish(0)
+        position = state.consumer.committed.position
+        if not self._log.holds(position) and not state.saved:
+            state.lineage = Lineage(state.version, position)  # learned, and in no log any more
+            state.writer.submit(state.snapshot())
+        published = self._fast_forward_redis()
+        text = f"Redis came back, perhaps without what came last; its accounting is that of version {state.version}"
+        self.incarnation.tell(text)
+        _LOGGER.warning("%s", text)
+        return published
+
+    def _fast_forward_redis(self) -> Published:
+        """Version, credit and accounting of a Redis that knows less become what this trainer knows."""
+        committed = self.state.consumer.committed
+        ledger = Ledger.from_json(committed.ledger)
+        fast_forward(self._role.redis, self._role.run_id, self.incarnation.epoch, committed.position, ledger)
+        self._log.give_up(self.accounting.given_up)
+        return self.publish(0)
+
+
+def last_epoch(checkpoints: CheckpointStore) -> int:
+    """The epoch that wrote the store's pointer: a Redis that was rolled back may have forgotten it."""
+    pointer = unless_damaged(checkpoints.pointer)
+    return pointer.epoch if pointer else 0
+
+
+def newest_checkpoint(checkpoints: CheckpointStore, client: redis.Redis) -> Checkpoint | None:
+    """The newest good one, with an event for each that is passed over; None before the first."""
+    try:
+        checkpoint, problems = checkpoints.newest_good()
+    except CheckpointNotFound:
+        return None
+    for problem in problems:
+        emit(client, checkpoints.run_id, "trainer", f"{problem}; going back to {checkpoint.manifest.name}")
+    tell_other_versions(client, checkpoint.manifest)
+    return checkpoint
+
+
+def tell_other_versions(client: redis.Redis, manifest: Manifest) -> None:
+    """In log and events, where the run continues from a checkpoint of other code or libraries than those here."""
+    if said := other_versions(manifest):
+        _LOGGER.warning("%s", said)
+        emit(client, manifest.run_id, "trainer", said)
+
+
+def restore_learner(
+    learner: Learner, checkpoint: Checkpoint, archive: Archive, log: ExperienceLog | None = None
+) -> Restored:
+    """`snapshot.restore`, and the contents of replay buffers, of which a checkpoint holds only the log positions (so
+    that it costs the same however large a buffer is). `log` has what the archive may not have yet.
+
+    May be called again after the store was away. Raises `CheckpointDamaged`, and `ArchiveIncomplete` where some of the
+    contents are in neither.
+    """
+    restored = restore(learner, checkpoint)
+    if learner.remembered:
+        learner.recall(_fragments(list(learner.remembered), archive, log))
+    return restored
+
+
+def _fragments(positions: Sequence[str], archive: Archive, log: ExperienceLog | None) -> Iterator[Fragment]:
+    entries = _entries(positions, archive, log)
+    for position in positions:
+        found = next((entry.fragment for entry in entries if entry.id == position and entry.fragment is not None), None)
+        if found is None:
+            raise ArchiveIncomplete(
+                f"the replay buffer held the log's entry {position}, which is neither in the archive nor in Redis any "
+                f"more; resume from a newer checkpoint, or train with archive=all"
+            )
+        yield fragment.decode(found)
+
+
+def _entries(positions: Sequence[str], archive: Archive, log: ExperienceLog | None) -> Iterator[LogEntry]:
+    """All that was logged from the first position through the last one."""
+    after, last = before(positions[0]), positions[-1]
+    archived = max((segment.through for segment in archive.segments()), key=id_order, default=after)
+    reach = min(archived, last, key=id_order)
+    if id_order(reach) > id_order(after):
+        yield from archive.entries(after, reach)
+        after = reach
+    if log is not None:
+        yield from log.between(after, last)

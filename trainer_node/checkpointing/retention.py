@@ -1,0 +1,157 @@
+"""Which checkpoints stay: the last k, the best b by evaluation, every m-th, and those that have a mark.
+
+It is worked out from what the store lists and what the status file remembers, not from one process's memory.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from shared.config.sections import CheckpointConfig
+from shared.errors import CheckpointDamaged, CheckpointNotFound
+from shared.experience.log_entry import id_order
+from shared.protocol.events import confirmed_return
+from shared.storage.checkpoint_store import STATUS, CheckpointStore, Pointer, checkpoint_version
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Inventory:
+    names: list[str]
+    entries: dict[str, dict[str, Any]]
+    """What the status file says of each that can be read."""
+    cut_off: list[str]
+    """Uploads without a manifest."""
+
+    @property
+    def scores(self) -> dict[str, float]:
+        return confirmed_returns({name: its["evaluation"] for name, its in self.entries.items() if its["evaluation"]})
+
+    @property
+    def readable(self) -> list[str]:
+        """Those whose manifest is whole, oldest first."""
+        return [name for name in self.names if name in self.entries]
+
+
+def replay_from(entries: Mapping[str, Mapping[str, Any]], keep_last: int) -> str | None:
+    """The oldest log position in the replay buffers of the newest checkpoints; None where they have none.
+
+    Older ones that are kept for their scores are played, not trained on; with `archive=all` that works as well.
+    """
+    newest = sorted(entries, key=lambda name: checkpoint_version(name) or 0)[-keep_last:]
+    positions = [entries[name].get("replay_from") for name in newest]
+    return min((position for position in positions if position), key=id_order, default=None)
+
+
+def confirmed_returns(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Checkpoint name → the mean return that ranks it, of those whose score a second evaluation has confirmed."""
+    found = {name: confirmed_return(evaluation) for name, evaluation in evaluations.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def best_checkpoints(scores: Mapping[str, float], names: Collection[str]) -> list[str]:
+    """The scored ones among `names`, best confirmed mean return first; of equals the newest first."""
+    evaluated = [name for name in names if math.isfinite(scores.get(name, math.nan))]
+    return sorted(evaluated, key=lambda name: (-scores[name], -(checkpoint_version(name) or 0)))
+
+
+def select_for_pruning(
+    names: Sequence[str], scores: Mapping[str, float], config: CheckpointConfig, protected: Collection[str]
+) -> list[str]:
+    """Those of `names` (all that the store has, oldest first) that may be deleted, oldest first."""
+    keep = {*names[-config.keep_last :], *best_checkpoints(scores, names)[: config.keep_best], *protected}
+    if config.keep_every is not None:
+        keep |= {name for name in names if (checkpoint_version(name) or 0) % config.keep_every == 0}
+    return [name for name in names if name not in keep]
+
+
+def take_inventory(
+    checkpoints: CheckpointStore, evaluations: Mapping[str, dict[str, Any]], changed: str | None = None
+) -> Inventory:
+    """Looks through the store; manifests are read for `changed` and for what the status file does not know."""
+    names, known = checkpoints.names(), status_entries(checkpoints)
+    entries, cut_off = {}, []
+    for name in names:
+        entry = known.get(name)
+        if entry is None or name == changed:
+            try:
+                entry = _entry(checkpoints, name) | {"evaluation": entry["evaluation"] if entry else None}
+            except CheckpointNotFound:
+                cut_off.append(name)
+                continue
+            except CheckpointDamaged:
+                continue  # neither pointed to nor in the status file
+        entries[name] = entry | {"evaluation": evaluations.get(name, entry["evaluation"])}
+    return Inventory(names, entries, cut_off)
+
+
+def unless_damaged(read: Callable[[], T | None]) -> T | None:
+    """A sync file that the next checkpoint makes anew; None where it is lost or damaged."""
+    try:
+        return read()
+    except CheckpointDamaged:
+        return None
+
+
+def status_file(checkpoints: CheckpointStore) -> dict[str, Any]:
+    return unless_damaged(lambda: checkpoints.marker(STATUS)) or {}
+
+
+def status_entries(checkpoints: CheckpointStore) -> dict[str, dict[str, Any]]:
+    """What the status file says, by name."""
+    return {entry["name"]: entry for entry in status_file(checkpoints).get("checkpoints", [])}
+
+
+def to_prune(inventory: Inventory, pointer: Pointer, config: CheckpointConfig, protected: Collection[str]) -> list[str]:
+    """What the rule lets go, oldest first: of what can be read, then damaged and cut off ones that others outlived."""
+    named = {name for name in (pointer.latest, pointer.best, pointer.final, *protected) if name}
+    readable = inventory.readable
+    doomed = {*select_for_pruning(readable, inventory.scores, config, named)}
+    outlived = inventory.names.index(readable[-config.keep_last :][0]) if readable else 0
+    newest = inventory.names.index(pointer.latest) if pointer.latest in inventory.names else 0
+    for index, name in enumerate(inventory.names):
+        if name not in inventory.entries and name not in named:
+            doomed |= {name} if index < (newest if name in inventory.cut_off else outlived) else set()
+    return [name for name in inventory.names if name in doomed]
+
+
+def prune(
+    checkpoints: CheckpointStore, inventory: Inventory, pointer: Pointer, config: CheckpointConfig,
+    protected: Collection[str],
+) -> list[str]:  # fmt: skip
+    """Writes the status file, then removes what the rule lets go, manifest first; returns the names that went.
+
+    The status file announces what goes: `promote` looks into it after it has set its mark, and the mark is looked for
+    here after the announcement. So one of the two sees the other, and what is promoted is never removed.
+    """
+    try:
+        promotion = checkpoints.promotion()
+        doomed = to_prune(inventory, pointer, config, {*protected, promotion.checkpoint if promotion else ""})
+    except CheckpointDamaged:
+        doomed = []  # what the mark named is unknown: all stays until it can be read
+    entries = [inventory.entries[name] for name in inventory.readable if name not in doomed]
+    names = {"latest": pointer.latest, "best": pointer.best, "final": pointer.final}
+    checkpoints.write_marker(STATUS, {"run_id": checkpoints.run_id, **names, "checkpoints": entries})
+    if doomed:
+        promotion = checkpoints.promotion()
+        doomed = [name for name in doomed if promotion is None or name != promotion.checkpoint]
+        for name in doomed:
+            checkpoints.delete(name)
+    return doomed
+
+
+def _entry(checkpoints: CheckpointStore, name: str) -> dict[str, Any]:
+    data, manifest = checkpoints.read_manifest(name)
+    provenance = manifest.provenance
+    try:
+        oldest = provenance.get("replay_from")
+        if oldest is not None:
+            id_order(oldest)
+        told = {**provenance["counters"]["train"], "mean_return": provenance["mean_return"], "replay_from": oldest}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointDamaged(f"the provenance of {name} makes no sense ({type(error).__name__}: {error})") from None
+    own = {"name": name, "version": manifest.version, "created": manifest.created, "bytes": manifest.total_bytes}
+    return told | own | {"manifest_sha256": hashlib.sha256(data).hexdigest()}

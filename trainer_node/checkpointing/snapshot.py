@@ -1,0 +1,251 @@
+"""A snapshot is everything the trainer is, at one published version, as the objects of a checkpoint.
+
+`<policy id>/policy.safetensors` is what acts; `trainer/…` is what only learning needs. Both directions stand here.
+"""
+
+import json
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+from shared.config.run_config import Config
+from shared.config.sections import TrainerConfig
+from shared.errors import CheckpointDamaged, FragmentError
+from shared.experience import tensor_blob
+from shared.experience.counters import Phase, PhaseCounters
+from shared.experience.fragment import EpisodeRecord
+from shared.experience.log_entry import START, id_order
+from shared.experience.spaces import Columns
+from shared.policies.policy import Policy
+from shared.policies.serialization import decode_policy, encode_policy, load_state_arrays, state_arrays
+from shared.protocol.ledger import Ledger
+from shared.runtime.user_code import code_version
+from shared.storage.checkpoint_store import Checkpoint, Manifest, checkpoint_name, describe_objects
+from trainer_node.learning.building_blocks.compilation import compiler_version
+from trainer_node.learning.building_blocks.interface import Algorithm
+from trainer_node.learning.learner import Learner
+from trainer_node.log_consumer import Committed
+
+_STATE, _REPLAY_BUFFER = "trainer/state.json", "trainer/memory.safetensors"
+POLICY, ALGORITHM = "{}/policy.safetensors", "trainer/{}.algorithm.safetensors"
+REWARDS = "trainer/{}.rewards.safetensors"
+
+
+def phase_at(config: Config, counters: PhaseCounters) -> Phase:
+    """HEATUP until its duration has passed, then TRAIN."""
+    return Phase.TRAIN if config.heatup.amount == 0 or config.heatup.reached(counters.heatup) else Phase.HEATUP
+
+
+class Snapshot:
+    """A checkpoint before it is stored.
+
+    What it holds was copied when it was taken. Encoding and hashing come with the first look at `checkpoint`, which is
+    the checkpoint writer's: so a checkpoint costs the trainer the copies, and nothing where a newer one takes its place
+    before the store is ready for it.
+    """
+
+    def __init__(self, name: str, version: int, log_position: str, encode: Callable[[], Checkpoint]) -> None:
+        self.name, self.version, self.log_position = name, version, log_position
+        self._encode: Callable[[], Checkpoint] | None = encode
+        self._lock = threading.Lock()
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """Manifest, with the hashes of the objects, and objects by name, as they are stored."""
+        with self._lock:  # trainer and checkpoint writer may ask at once
+            if self._encode is not None:
+                self._checkpoint, self._encode = self._encode(), None  # the copies are not needed any more
+            return self._checkpoint
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.checkpoint.manifest
+
+    @property
+    def objects(self) -> dict[str, bytes]:
+        return self.checkpoint.objects
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Where the lineage of a version began: since then nothing but the log was learned from, without a gap.
+
+    A run begins one at version 0. Rolling back to an older checkpoint begins another, and so does a Redis that lost
+    what was already learned. Within a lineage, and only there, a replay arrives at the same weights.
+    """
+
+    version: int = 0
+    position: str = START
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The checkpoint that a state was trained from; its position and version begin the range that the next one adds."""
+
+    name: str | None = None
+    position: str = START
+    version: int = 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    version: int
+    epoch: int
+    parent: Parent = Parent()
+    lineage: Lineage = Lineage()
+
+
+def take(learner: Learner, config: Config, run_id: str, progress: Progress, committed: Committed) -> Snapshot:
+    """The snapshot of the learner at `progress`; copies everything, so that training may continue."""
+    version, counters = progress.version, learner.counters.as_dict()
+    phase = phase_at(config, learner.counters)
+    policies = {id_: (policy, state_arrays(policy)) for id_, policy in learner.policies.items()}
+    arrays = {ALGORITHM.format(id_): _state_of(algorithm) for id_, algorithm in learner.algorithms.items()}
+    arrays |= {REWARDS.format(id_): rewards.state() for id_, rewards in learner.rewards.items()}
+    remembered = list(learner.remembered) if learner.remembered.maxlen else None
+    episodes, mean_return = list(learner.episodes), learner.mean_return()
+    computed = computed_with(learner, config.trainer)
+    name, created = checkpoint_name(version, counters["train"]["env_steps"]), round(time.time(), 3)
+
+    def encode() -> Checkpoint:
+        """Uses the copies alone, and of a policy what never changes: kind, spaces, config and network."""
+        if remembered is not None:
+            positions = np.array([id_order(position) for position in remembered], np.int64).reshape(-1, 2)
+            arrays[_REPLAY_BUFFER] = {"positions": positions}
+        objects = {POLICY.format(id_): encode_policy(policy, version, own) for id_, (policy, own) in policies.items()}
+        objects |= {key: tensor_blob.encode(columns, {}) for key, columns in arrays.items()}
+        ledger = json.loads(committed.ledger)
+        lags = {str(lag): count for lag, count in sorted(committed.lags.items())}
+        state = {
+            "version": version, "counters": counters, "episodes": [vars(record) for record in episodes],
+            "ledger": ledger, "lags": lags, "log_position": committed.position, "line": asdict(progress.lineage),
+            "seed": config.seed,
+        }  # fmt: skip
+        objects[_STATE] = json.dumps(state, sort_keys=True, separators=(",", ":")).encode()
+        provenance = {
+            "code_version": code_version(), "computed_with": computed, "algorithm": config.algorithm.name,
+            "config_hash": config.hash(), "seed": config.seed, "phase": phase.value, "counters": counters,
+            "log_range": [progress.parent.position, committed.position],
+            "policy_versions": [progress.parent.version, version], "lag_histogram": lags, "ledger": ledger,
+            "mean_return": mean_return, "replay_from": remembered[0] if remembered else None,
+        }  # fmt: skip
+        manifest = Manifest(
+            run_id=run_id, name=name, version=version, epoch=progress.epoch, created=created,
+            log_position=committed.position, parent=progress.parent.name, objects=describe_objects(objects),
+            provenance=provenance,
+        )  # fmt: skip
+        return Checkpoint(manifest, objects)
+
+    return Snapshot(name, version, committed.position, encode)
+
+
+def _state_of(algorithm: Algorithm) -> Columns:
+    """Built-in algorithms return copies; a user's own may return the arrays in which it keeps learning."""
+    state = algorithm.state()
+    if type(algorithm).__module__.partition(".")[0] == "trainer_node":
+        return state
+    return {name: np.array(array) for name, array in state.items()}
+
+
+def computed_with(learner: Learner, config: TrainerConfig) -> dict[str, str]:
+    devices = {parameter.device.type for policy in learner.policies.values() for parameter in policy.parameters()}
+    found = _libraries() | {"device": ", ".join(sorted(devices))}
+    found |= {"threads": str(torch.get_num_threads()), "ranks": str(config.ranks)}
+    if config.compile:
+        found["compiled"] = f"{compiler_version()} for {torch.backends.cpu.get_cpu_capability()}"
+    return found
+
+
+def _libraries() -> dict[str, str]:
+    return {"torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()}
+
+
+def written_with(manifest: Manifest) -> dict[str, str]:
+    """What a checkpoint's bits follow from, beside the log: code, libraries, device, threads and so on."""
+    return {"code": manifest.provenance.get("code_version", ""), **manifest.provenance.get("computed_with", {})}
+
+
+def unlike(manifest: Manifest, now: Mapping[str, str]) -> list[str]:
+    """What was another when a checkpoint was written than it is `now`, in words."""
+    then = written_with(manifest)
+    return [f"{name} {then.get(name)} then, {value} now" for name, value in now.items() if then.get(name) != value]
+
+
+def other_versions(manifest: Manifest) -> str:
+    """One line where other code or libraries than those here wrote a checkpoint, and what that means; else nothing."""
+    found = "; ".join(unlike(manifest, {"code": code_version()} | _libraries()))
+    promise = "what follows is not promised to be bit-equal to what they would have come to, nor to a replay"
+    return f"{manifest.name} was written by other versions ({found}): {promise}" if found else ""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint says besides the weights."""
+
+    version: int
+    lineage: Lineage
+    committed: Committed
+
+
+def read_state(checkpoint: Checkpoint) -> Restored:
+    """Version, lineage, offset and accounting of a checkpoint; raises `CheckpointDamaged`."""
+    with _named(checkpoint):
+        state = json.loads(checkpoint.objects[_STATE])
+        ledger = Ledger.from_json(json.dumps(state["ledger"])).as_json()
+        lags = {int(lag): int(count) for lag, count in state["lags"].items()}
+        committed = Committed(str(state["log_position"]), ledger, lags)
+        return Restored(int(state["version"]), Lineage(**state["line"]), committed)
+
+
+def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
+    """Puts the checkpoint's state into the learner; raises `CheckpointDamaged` where it does not fit.
+
+    Everything is decoded before anything is changed. What replay buffers held is not in a checkpoint: a trainer
+    that continues fills them as well (`trainer_node/checkpointing/recovery.py: restore_learner`).
+    """
+    objects, restored = checkpoint.objects, read_state(checkpoint)
+    with _named(checkpoint):
+        state = json.loads(objects[_STATE])
+        weights = {id_: _fitting(objects[POLICY.format(id_)], policy) for id_, policy in learner.policies.items()}
+        algorithms = {id_: tensor_blob.decode(objects[ALGORITHM.format(id_)])[0] for id_ in learner.policies}
+        rewards = {id_: tensor_blob.decode(objects[REWARDS.format(id_)])[0] for id_ in learner.rewards}
+        counters = PhaseCounters.from_dict(state["counters"])
+        episodes = [EpisodeRecord(**record) for record in state["episodes"]]
+        stored = tensor_blob.decode(objects[_REPLAY_BUFFER])[0] if learner.remembered.maxlen else {}
+        remembered = [f"{milliseconds}-{seq}" for milliseconds, seq in stored["positions"]] if stored else []
+    for name, policy in learner.policies.items():
+        load_state_arrays(policy, weights[name])
+        learner.algorithms[name].load_state(algorithms[name])
+        if name in rewards:
+            learner.rewards[name].load_state(rewards[name])
+    learner.counters = counters
+    learner.episodes.clear()
+    learner.episodes.extend(episodes)
+    learner.remembered.clear()
+    learner.remembered.extend(remembered)
+    return restored
+
+
+@contextmanager
+def _named(checkpoint: Checkpoint) -> Iterator[None]:
+    """Whatever the contents of a checkpoint make fail is a damage of that checkpoint."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, CheckpointDamaged, FragmentError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointDamaged(f"{checkpoint.manifest.name} cannot be restored: {what}") from None
+
+
+def _fitting(blob: bytes, policy: Policy) -> Columns:
+    found, _ = decode_policy(blob)
+    if (found.kind, found.spaces, found.config, found.network) != (
+        policy.kind, policy.spaces, policy.config, policy.network
+    ):  # fmt: skip
+        raise CheckpointDamaged("its policy has other spaces or another network than this run's config")
+    return state_arrays(found)

@@ -1,0 +1,53 @@
+"""The policy gradient, one step for each update: A2C, which is A3C (Mnih et al. 2016) in lockstep, and IMPALA.
+
+IMPALA (Espeholt et al. 2018) has V-trace's targets, for experience of older policies. What they share
+with PPO and APPO is on_policy.py's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from shared.config.algorithms.on_policy import A2CConfig, IMPALAConfig
+from shared.experience.counters import Counters
+from trainer_node.learning.algorithms.on_policy import OnPolicy
+from trainer_node.learning.building_blocks.batch import Batch
+from trainer_node.learning.building_blocks.interface import Terms
+
+
+class PolicyGradient(OnPolicy):
+    """The gradient of advantage × log-probability."""
+
+    _config: A2CConfig | IMPALAConfig
+
+    def _learn(self, batch: Batch, counters: Counters) -> list[dict[str, float]]:
+        loss, terms = self._forward(batch)
+        return self._rows([terms], [self._gradient_step(loss, self._config.learning_rate.value(counters))])
+
+    def loss(self, batch: Batch) -> Terms:
+        """The scalar loss of a batch, −A log π, value and entropy, and its terms; of them, our shard's."""
+        mean, rows = self.shard.mean, len(batch.counted(batch.log_prob))
+        whole = batch.normalized() if self._config.normalize_advantages else batch
+        part = whole.take(self.shard.rows(len(whole)))
+        params, value = part.outputs(self.policy)
+        batch = part.flat()
+        log_prob, entropy = self.policy.distribution.log_prob_and_entropy(params, batch.actions)
+        policy_loss = -mean(batch.advantage * log_prob, rows)
+        return self._total_loss(policy_loss, mean((value - batch.target).square(), rows), mean(entropy, rows))
+
+
+class A2C(PolicyGradient):
+    _config: A2CConfig
+
+    def batch(self, tensors: Mapping[str, Tensor]) -> Batch:
+        return self._by_gae(tensors, self._config.gae_lambda)
+
+
+class IMPALA(PolicyGradient):
+    _config: IMPALAConfig
+
+    def batch(self, tensors: Mapping[str, Tensor]) -> Batch:
+        found, _, trace = self._by_vtrace(tensors, self.policy, self._config)
+        batch = self._made(tensors, found.value, trace.weight * trace.advantage, trace.target, None)
+        return replace(batch, metrics={"train/importance_weight": float(trace.weight[tensors["mask"]].mean())})

@@ -1,0 +1,58 @@
+"""Asynchronous PPO: the clipped objective with V-trace's advantages, for experience of older policies.
+
+Values, targets and importance weights are those of a target network, which follows the policy in steps (IMPACT, Luo et
+al. 2020). The update is ppo.py's and on_policy.py's.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from shared.config.algorithms.on_policy import APPOConfig
+from shared.experience.counters import Counters
+from shared.experience.spaces import Array, Columns
+from shared.policies.actor_critic import ActorCritic
+from shared.policies.policy import copy_sharing_buffers
+from trainer_node.learning.algorithms.ppo import Clipped
+from trainer_node.learning.building_blocks.batch import Batch
+from trainer_node.learning.building_blocks.interface import Experience, Setting, Terms
+from trainer_node.learning.building_blocks.optimization import load_state_of, soft_update, state_of
+
+_TARGET = "target/"
+
+
+class APPO(Clipped):
+    _config: APPOConfig
+
+    def __init__(self, policy: ActorCritic, config: APPOConfig, setting: Setting) -> None:
+        super().__init__(policy, config, setting)
+        self.target = copy_sharing_buffers(self.policy).requires_grad_(False)
+
+    def _begin(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor], counters: Counters) -> None:
+        if counters.updates % self._config.target_updates == 0:
+            soft_update(self.target, self.policy, 1.0)
+        super()._begin(experience, tensors, counters)
+
+    def batch(self, tensors: Mapping[str, Tensor]) -> Batch:
+        found, log_prob, trace = self._by_vtrace(tensors, self.target, self._config)
+        weight, advantage = trace.weight, trace.advantage
+        if self._config.clip_against == "target":
+            tensors, advantage = {**tensors, "log_prob": log_prob}, weight * advantage
+        batch = self._made(tensors, found.value, advantage, trace.target, found.params)
+        return replace(batch, metrics={"train/importance_weight": float(weight[tensors["mask"]].mean())})
+
+    def _objective(self, batch: Batch, params: Tensor, value: Tensor, clip: float, rows: int) -> Terms:
+        assert batch.anchor_params is not None
+        loss, terms = super()._objective(batch, params, value, clip, rows)
+        divergence = self.shard.mean(self.policy.distribution.divergence(batch.anchor_params, params), rows)
+        if self._config.kl_coefficient:
+            loss = loss + self._config.kl_coefficient * divergence
+        return loss, terms | {"train/loss": loss.detach(), "train/kl_from_target": divergence.detach()}
+
+    def state(self) -> Columns:
+        return super().state() | state_of({_TARGET: self.target})
+
+    def load_state(self, arrays: Mapping[str, Array]) -> None:
+        super().load_state({name: array for name, array in arrays.items() if not name.startswith(_TARGET)})
+        load_state_of({_TARGET: self.target}, arrays)

@@ -1,0 +1,228 @@
+"""What off-policy algorithms have in common: replay buffer, minibatches, how many gradient steps are due, and state.
+
+A subclass gives `learn` (one gradient step) and names `parts` (its state). Minibatches are drawn by a generator that is
+seeded with the number of the update: no random state is carried.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shared.config.algorithms import off_policy as replay_buffer_config
+from shared.config.algorithms.off_policy import ActorConfig, OffPolicyConfig
+from shared.experience.counters import Counters
+from shared.experience.spaces import Columns, PolicySpaces
+from shared.policies.policy import Policy, copy_sharing_buffers
+from shared.policies.registry import borrowed_random_state
+from trainer_node.learning.building_blocks.cloning import Cloning
+from trainer_node.learning.building_blocks.compilation import Answer, compiled
+from trainer_node.learning.building_blocks.critics import Critics
+from trainer_node.learning.building_blocks.interface import (
+    Experience,
+    Setting,
+    Shard,
+    side_by_side,
+    update_normalizer,
+    update_seed,
+)
+from trainer_node.learning.building_blocks.optimization import (
+    Adam,
+    Part,
+    autocast,
+    gradient_step,
+    load_state_of,
+    part,
+    state_of,
+    to_device,
+)
+from trainer_node.learning.replay_buffers.hindsight import HindsightReplayBuffer, goal_reward
+from trainer_node.learning.replay_buffers.prioritized import PrioritizedReplayBuffer
+from trainer_node.learning.replay_buffers.uniform import BalancedReplayBuffer, Batch, ReplayBuffer
+
+
+def make_replay_buffer(
+    config: replay_buffer_config.ReplayBufferConfig, spaces: PolicySpaces, steps: int, slots: int
+) -> ReplayBuffer:
+    """An empty buffer for fragments of `steps` × `slots`; raises `ConfigError` for spaces that it is not for."""
+    size = (spaces, steps, slots, config.capacity)
+    if isinstance(config, replay_buffer_config.PrioritizedReplay):
+        return PrioritizedReplayBuffer(*size, alpha=config.alpha, epsilon=config.epsilon)
+    if isinstance(config, replay_buffer_config.HindsightReplay):
+        reward, fraction = goal_reward(config), config.relabeled_fraction
+        return HindsightReplayBuffer(*size, strategy=config.strategy, relabeled_fraction=fraction, reward=reward)
+    if isinstance(config, replay_buffer_config.BalancedReplay):
+        return BalancedReplayBuffer(*size, classes=config.classes)
+    return ReplayBuffer(*size)
+
+
+_BUFFER = "replay_buffer/"
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    observations: dict[str, Tensor]
+    actions: dict[str, Tensor]
+    next_observations: dict[str, Tensor]
+    reward: Tensor
+    discount: Tensor
+    weight: Tensor
+    heads: Tensor | None = None
+    """`[K, B]`: 1 where a head of an ensemble learns from the transition, else 0; None: all of them do."""
+
+    def __len__(self) -> int:
+        return len(self.reward)
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a gradient step was: its metrics (scalars), and `[B]` how wrong each transition's prediction was."""
+
+    metrics: dict[str, Tensor]
+    td_error: Tensor
+
+
+class OffPolicy:
+    _config: OffPolicyConfig
+
+    def __init__(self, policy: Policy, config: OffPolicyConfig, setting: Setting) -> None:
+        self.policy = policy.to(setting.device)
+        self.shard = Shard()
+        """All of each minibatch: `OffPolicyConfig.refuse` lets no further ranks be."""
+        self._config, self._setting = config, setting
+        steps, slots = setting.fragment_steps, setting.slots
+        self.replay_buffer = make_replay_buffer(config.replay_buffer, policy.spaces, steps, slots)
+        self.replay_fragments = self.replay_buffer.fragments
+        self.cloning = Cloning(getattr(config, "behavioral_cloning", None), policy, setting)
+        self.parts: dict[str, Part] = {}
+        """What is learned beside the policy (optimizers, critics, targets), by the beginning of its arrays' names."""
+        self.beside_policy: dict[str, str] = {}
+        """Those of `parts` that are worth keeping in another run: word → beginning of the names."""
+        self.done = 0
+
+    def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
+        """One gradient step (`done` does not count it yet); `generator` (CPU) gives all its random numbers."""
+        raise NotImplementedError
+
+    def begin_with(self, arrays: Columns) -> None:
+        """Takes `beside_policy` from the `state` of another run of this algorithm; target networks begin as the others.
+
+        Raises `KeyError` or `ValueError` where it is another network's, and then changes nothing.
+        """
+        own = state_of(self.parts)
+        for name in own:
+            source = name.replace("targets/", "critics/", 1) if name.startswith("targets/") else name
+            if source.startswith(tuple(self.beside_policy.values())):
+                if arrays[source].shape != own[name].shape:
+                    raise ValueError(f"{source} has the shape {arrays[source].shape}, expected {own[name].shape}")
+                own[name] = arrays[source]
+        load_state_of(self.parts, own)
+
+    def update(self, experience: Sequence[Experience], counters: Counters) -> dict[str, float]:
+        """Takes the fragments in, then does all gradient steps that are due; returns the metrics' means."""
+        self.observe(experience)
+        self.cloning.begin(counters)
+        history = [lesson.metrics for lesson in self._lessons(counters)]
+        metrics: dict[str, float] = {}
+        if history:
+            names = dict.fromkeys(name for terms in history for name in terms)  # not all move at every step
+            means = [torch.stack([terms[name] for terms in history if name in terms]).mean() for name in names]
+            metrics = dict(zip(names, torch.stack(means).tolist(), strict=True))
+        of_update = {
+            "train/learning_rate": self._config.learning_rate.value(counters),
+            "train/gradient_steps": len(history),
+            "train/replay_buffer_transitions": len(self.replay_buffer),
+        }
+        return metrics | self.cloning.metrics | of_update
+
+    def _lessons(self, counters: Counters) -> Iterable[Lesson]:
+        if not len(self.replay_buffer):  # nothing was acted yet: what is due is made up for
+            return
+        config, seed = self._config, update_seed(self._setting.seed, counters.updates)
+        drawing, generator = np.random.Generator(np.random.PCG64(seed)), torch.Generator().manual_seed(seed)
+        beta, rewards = config.replay_buffer.importance(counters), self._setting.rewards
+        wanted: dict[str, Any] = {"gamma": config.gamma, "n_step": config.n_step, "beta": beta}
+        as_now = None if rewards is None else rewards.scaled
+        for _ in range(int(counters.env_steps * config.gradient_steps_per_env_step) - self.done):
+            drawn = self.replay_buffer.sample(config.minibatch_size, drawing, as_now=as_now, **wanted)
+            with autocast(self._setting.device, self._setting.precision):
+                lesson = self.learn(self.on_device(drawn), counters, generator)
+            self.done += 1
+            if self.replay_buffer.has_priorities:
+                self.replay_buffer.update_priorities(drawn.row, lesson.td_error.detach().cpu().numpy())
+            yield lesson
+
+    def compiled(self, loss: Callable[..., Answer]) -> Callable[..., Answer]:
+        """`loss(minibatch, …)`, compiled for whole minibatches where the setting says so."""
+        return compiled(loss, self._setting, {self._config.minibatch_size})
+
+    def on_device(self, drawn: Batch) -> Minibatch:
+        observations, actions, after = (
+            {name: to_device(array, self._setting.device) for name, array in columns.items()}
+            for columns in (drawn.observations, drawn.actions, drawn.next_observations)
+        )
+        numbers = [to_device(array, self._setting.device) for array in (drawn.reward, drawn.discount, drawn.weight)]
+        return Minibatch(observations, actions, after, *numbers)
+
+    def observe(self, experience: Sequence[Experience]) -> None:
+        """Normalizer and replay buffer take it in: all there is to do in warm-up."""
+        if self.policy.normalizer is not None:
+            columns = side_by_side(experience)
+            names = ["mask", *self.policy.spaces.observation.column_names("obs")]
+            update_normalizer(self.policy, {name: to_device(columns[name], self._setting.device) for name in names})
+        self.remember(experience)
+
+    def remember(self, experience: Sequence[Experience]) -> None:
+        for item in experience:
+            self.replay_buffer.add(item.source, item.columns)
+
+    def state(self) -> Columns:
+        """The gradient steps so far, what the replay buffer knows beside its contents, and all `parts`."""
+        replay = {_BUFFER + name: array for name, array in self.replay_buffer.state().items()}
+        return {"done": np.array(self.done)} | replay | state_of(self.parts)
+
+    def load_state(self, arrays: Columns) -> None:
+        """The inverse of `state`; the replay buffer is empty until `remember` has put back what it held."""
+        load_state_of(self.parts, arrays)
+        self.replay_buffer.load_state(part(arrays, _BUFFER))
+        self.done = int(arrays["done"])
+
+
+class WithCritics(OffPolicy):
+    """Base of those with a policy and critics beside it, which have targets and an optimizer each."""
+
+    def __init__(self, policy: Policy, config: OffPolicyConfig, setting: Setting, **shape: int) -> None:
+        """`shape` is that of the critics (`count`, `action_size`, `outputs`)."""
+        super().__init__(policy, config, setting)
+        with borrowed_random_state(update_seed(setting.seed, 0)):
+            made = Critics(policy.spaces.observation, policy.config, **shape)
+        self.critics = made.to(setting.device)
+        self.targets = copy_sharing_buffers(self.critics)
+        self._actor_adam = Adam(policy.parameters(), config.adam_epsilon)
+        self._critics_adam = Adam(self.critics.parameters(), config.adam_epsilon)
+        self.parts |= {"critics/": self.critics, "targets/": self.targets}
+        self.parts |= {"adam/actor/": self._actor_adam, "adam/critics/": self._critics_adam}
+        self.beside_policy["critics"] = "critics/"
+
+
+class ActorAndCritics(WithCritics):
+    """Base of SAC and TD3: an actor that goes by what the critics say."""
+
+    _config: ActorConfig
+
+    def _step_critics(self, loss: Tensor, values: Tensor, errors: Tensor, counters: Counters) -> dict[str, Tensor]:
+        config = self._config
+        rate = (config.critic_learning_rate or config.learning_rate).value(counters)
+        norm = gradient_step(loss, self._critics_adam, rate, config.max_grad_norm)
+        terms = {"train/critic_loss": loss.detach(), "train/q_value": values.detach().mean()}
+        return terms | {"train/td_error": errors.detach().abs().mean(), "train/grad_norm": norm}
+
+    def _step_actor(self, loss: Tensor, counters: Counters) -> dict[str, Tensor]:
+        """With what is cloned beside it."""
+        whole, cloned = self.cloning.beside(self.shard, (loss, {}))
+        rate = self._config.learning_rate.value(counters)
+        gradient_step(whole, self._actor_adam, rate, self._config.max_grad_norm)
+        return cloned | {"train/actor_loss": loss.detach()}

@@ -1,0 +1,248 @@
+"""What algorithms share that learn the batch of each update: batch, gradient steps, metrics.
+
+There are two objectives (a2c.py, ppo.py) and two ways to estimate advantages (building_blocks/advantages.py): A2C,
+IMPALA, PPO and APPO are the four pairs. BC's batch has no advantages.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shared.config.algorithms.base import BatchOfUpdate
+from shared.config.algorithms.offline import BCConfig
+from shared.config.algorithms.on_policy import OnPolicyConfig, VTraceConfig
+from shared.experience.counters import Counters
+from shared.experience.spaces import Array, Columns
+from shared.policies.actor_critic import ActorCritic, Heads
+from trainer_node.learning.building_blocks.advantages import Trajectories, VTrace, gae, vtrace
+from trainer_node.learning.building_blocks.batch import Batch, ForwardPass, forward_pass, log_probs, sequences
+from trainer_node.learning.building_blocks.cloning import Cloning
+from trainer_node.learning.building_blocks.compilation import compiled, equal_parts
+from trainer_node.learning.building_blocks.interface import (
+    Experience,
+    Setting,
+    Shard,
+    Terms,
+    side_by_side,
+    update_normalizer,
+    update_seed,
+)
+from trainer_node.learning.building_blocks.optimization import Adam, autocast, gradient_step, part, to_device
+from trainer_node.learning.reward_signals.reward_signals import RewardSignals
+
+_SIGNALS = "signals/"
+
+
+class BatchLearner:
+    """Learns one policy: a batch from the fragments, gradient steps on it, then the normalizer.
+
+    A subclass makes the batch and computes the loss; `_learn` may be one gradient step or many.
+    """
+
+    def __init__(self, policy: ActorCritic, config: OnPolicyConfig | BCConfig, setting: Setting) -> None:
+        self.policy = policy.to(setting.device)
+        """Or a `RecurrentActorCritic`, whose batches are `Sequences`."""
+        self._config: Any = config
+        self._setting = setting
+        self.shard = Shard()
+        """What of each minibatch is learned from here; the rest by the other ranks."""
+        self._optimizer = Adam(self.policy.parameters(), config.adam_epsilon)
+        count = setting.transitions
+        sizes = equal_parts(count, config.minibatch_size) if isinstance(config, BatchOfUpdate) else {count}
+        self._loss = compiled(self.loss, setting, sizes)
+
+    def batch(self, tensors: Mapping[str, Tensor]) -> Any:
+        """The batch from the fragments' columns, side by side; no gradients are recorded."""
+        raise NotImplementedError
+
+    def loss(self, batch: Any, *arguments: Any) -> Terms:
+        """The scalar loss of a minibatch and its terms; of them, what is our shard's."""
+        raise NotImplementedError
+
+    def _begin(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor], counters: Counters) -> None:
+        """What comes before each update."""
+
+    def _schedules(self, counters: Counters) -> dict[str, float]:
+        """What follows a schedule, as metrics."""
+        return {"train/learning_rate": self._config.learning_rate.value(counters)}
+
+    def _learn(self, batch: Any, counters: Counters) -> list[dict[str, float]]:
+        """All gradient steps of one update on a batch that is not empty; returns the terms of each."""
+        return self._epochs(batch, counters)
+
+    def _end(self, batch: Any, counters: Counters) -> dict[str, float]:
+        """What comes after the gradient steps on a batch that is not empty; returns metrics."""
+        return {}
+
+    def update(self, experience: Sequence[Experience], counters: Counters) -> dict[str, float]:
+        """One update from K fragments of equal T; returns the metrics.
+
+        The normalizer takes these observations in afterwards, so that the batch is learned with the statistics that it
+        was acted with.
+        """
+        tensors = self._tensors(experience)
+        self._begin(experience, tensors, counters)
+        with autocast(self._setting.device, self._setting.precision):
+            with torch.no_grad():
+                batch = self.batch(tensors)
+            history = self._learn(batch, counters) if len(batch) else []
+        metrics = {name: float(np.mean([item[name] for item in history])) for name in (history[0] if history else {})}
+        metrics |= self._schedules(counters) | {"train/gradient_steps": len(history)}
+        if len(batch):
+            metrics |= self._end(batch, counters)
+        update_normalizer(self.policy, tensors)
+        return metrics
+
+    def observe(self, experience: Sequence[Experience]) -> None:
+        """Takes the observations into the normalizer: all there is to do in warm-up."""
+        update_normalizer(self.policy, self._tensors(experience))
+
+    def _tensors(self, experience: Sequence[Experience]) -> dict[str, Tensor]:
+        return {name: to_device(array, self._setting.device) for name, array in side_by_side(experience).items()}
+
+    def _epochs(self, batch: Any, counters: Counters, *arguments: Any) -> list[dict[str, float]]:
+        """Epochs of shuffled minibatches, until one of them says `_stops`; `arguments` are for the loss."""
+        config, history, norms = self._config, list[dict[str, Tensor]](), list[Tensor]()
+        learning_rate = config.learning_rate.value(counters)
+        generator = torch.Generator().manual_seed(update_seed(self._setting.seed, counters.updates))
+        for _ in range(config.epochs):
+            order = torch.randperm(len(batch), generator=generator).to(self._setting.device)
+            for minibatch in self._minibatches(batch, order):
+                loss, terms = self._forward(minibatch, *arguments)
+                if self._stops(terms):
+                    return self._rows(history or [terms], norms)
+                norms.append(self._gradient_step(loss, learning_rate))
+                history.append(terms)
+        return self._rows(history, norms)
+
+    def _minibatches(self, batch: Any, order: Tensor) -> Iterable[Any]:
+        found: Iterable[Any] = batch.shuffled(order, batch.minibatches(self._config.minibatch_size))
+        return found
+
+    def _stops(self, terms: Mapping[str, Tensor]) -> bool:
+        """Whether these terms of a minibatch end the epochs, before its gradient step."""
+        return False
+
+    def _forward(self, *arguments: Any) -> Terms:
+        return self.shard.forward(self._loss, *arguments)
+
+    def _gradient_step(self, loss: Tensor, learning_rate: float) -> Tensor:
+        return gradient_step(loss, self._optimizer, learning_rate, self._config.max_grad_norm, all_inputs=True)
+
+    def _rows(self, history: Sequence[Mapping[str, Tensor]], norms: Sequence[Tensor]) -> list[dict[str, float]]:
+        """A row for each gradient step (at least one): its terms over the whole minibatch, and its gradient's norm.
+
+        Read at the end of an update: reading a tensor waits for the device.
+        """
+        table = self.shard.total(torch.stack([torch.stack(list(terms.values())) for terms in history]))
+        rows: list[dict[str, float]] = [dict(zip(history[0], values, strict=True)) for values in table.tolist()]
+        for row, value in zip(rows, torch.stack(list(norms)).tolist() if norms else ()):
+            row["train/grad_norm"] = value
+        return rows
+
+    def state(self) -> Columns:
+        return self._optimizer.state()
+
+    def load_state(self, arrays: Mapping[str, Array]) -> None:
+        self._optimizer.load_state(arrays)
+
+
+class OnPolicy(BatchLearner):
+    """Learns an actor-critic from advantages, with what reward signals and cloning add to them."""
+
+    _config: OnPolicyConfig
+
+    def __init__(self, policy: ActorCritic, config: OnPolicyConfig, setting: Setting) -> None:
+        super().__init__(policy, config, setting)
+        self.signals = RewardSignals(self.policy, config.reward_signals, config, setting)
+        """Beside the environment's rewards."""
+        self.cloning = Cloning(config.behavioral_cloning, policy, setting)
+
+    def _begin(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor], counters: Counters) -> None:
+        self.cloning.begin(counters)
+        self.signals.look(experience, tensors)
+
+    def _schedules(self, counters: Counters) -> dict[str, float]:
+        return super()._schedules(counters) | self.cloning.metrics
+
+    def _end(self, batch: Batch, counters: Counters) -> dict[str, float]:
+        target, value = batch.counted(batch.target), batch.counted(batch.value)
+        spread = target.var()
+        unexplained = (target - value).var() / spread if len(target) > 1 and spread > 0 else torch.nan
+        explained = {"train/explained_variance": 1.0 - float(unexplained)}
+        return explained | batch.metrics | self.signals.learn(counters)
+
+    def observe(self, experience: Sequence[Experience]) -> None:
+        """The normalizer and the signals' statistics take the observations in."""
+        self.signals.observe(self._tensors(experience))
+        super().observe(experience)
+
+    def _made(
+        self, tensors: Mapping[str, Tensor], value: Tensor, advantage: Tensor, target: Tensor, anchor: Tensor | None
+    ) -> Batch:
+        """The transitions that count of columns `[T, S, …]`: as rows, or as sequences for a policy with a core."""
+        spaces = self.policy.spaces
+        observations = {name: tensors[name] for name in spaces.observation.column_names("obs")}
+        actions = {name: tensors[name] for name in spaces.action.column_names("action")}
+        start = self._start_log_prob(tensors)
+        batch = Batch(observations, actions, tensors["log_prob"], value, advantage, target, anchor, start)
+        if self.policy.state_size:
+            return sequences(batch, tensors)
+        keep = tensors["mask"].flatten()
+        return batch.each(lambda tensor: tensor.flatten(0, 1)[keep])
+
+    def _start_log_prob(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """`[T, S]`: `Batch.start_log_prob`, where the objective needs it."""
+        return None
+
+    def _by_gae(self, tensors: Mapping[str, Tensor], gae_lambda: float) -> Batch:
+        found = forward_pass(self.policy, tensors, with_params=False)
+        estimate = partial(gae, gae_lambda=gae_lambda)
+        advantage, target = estimate(self._trajectories(tensors, found))
+        return self._made(tensors, found.value, self.signals.join(advantage, estimate), target, None)
+
+    def _by_vtrace(
+        self, tensors: Mapping[str, Tensor], policy: Heads, config: VTraceConfig
+    ) -> tuple[ForwardPass, Tensor, VTrace]:
+        """The outputs of `policy`, its log-probabilities `[T, S]`, and V-trace with the advantages of all signals."""
+        found = forward_pass(policy, tensors, with_params=True)
+        log_prob = log_probs(policy, tensors, found.params)
+
+        def traced(of: Trajectories) -> VTrace:
+            return vtrace(of, log_prob - tensors["log_prob"], config.vtrace_lambda, config.rho_bar, config.c_bar)
+
+        trace = traced(self._trajectories(tensors, found))
+
+        def estimate(other: Trajectories) -> tuple[Tensor, Tensor]:
+            its = traced(other)
+            return its.advantage, its.target
+
+        return found, log_prob, trace._replace(advantage=self.signals.join(trace.advantage, estimate))
+
+    def _trajectories(self, tensors: Mapping[str, Tensor], found: ForwardPass) -> Trajectories:
+        columns = {name: tensors[name] for name in ("reward", "terminated", "truncated", "mask")}
+        values = {name: getattr(found, name) for name in ("value", "bootstrap_value", "final_value")}
+        index = tensors["final_index"].to(torch.int64)
+        return Trajectories(**columns, **values, final_index=index, gamma=self._config.gamma)
+
+    def _total_loss(self, policy_loss: Tensor, value_loss: Tensor, entropy: Tensor) -> Terms:
+        config = self._config
+        loss = policy_loss + config.value_coefficient * value_loss - config.entropy_coefficient * entropy
+        terms = {"train/loss": loss, "train/policy_loss": policy_loss}
+        terms |= {"train/value_loss": value_loss, "train/entropy": entropy}
+        return loss, {name: term.detach() for name, term in terms.items()}
+
+    def _forward(self, *arguments: Any) -> Terms:
+        return self.shard.forward(lambda: self.cloning.beside(self.shard, self._loss(*arguments)))
+
+    def state(self) -> Columns:
+        """The optimizer's state as named arrays, and that of reward signals under `signals/`."""
+        return super().state() | {_SIGNALS + name: array for name, array in self.signals.state().items()}
+
+    def load_state(self, arrays: Mapping[str, Array]) -> None:
+        super().load_state({name: array for name, array in arrays.items() if not name.startswith(_SIGNALS)})
+        self.signals.load_state(part(arrays, _SIGNALS))

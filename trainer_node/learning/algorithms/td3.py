@@ -1,0 +1,60 @@
+"""Twin delayed deep deterministic policy gradient (Fujimoto et al. 2018).
+
+DDPG (Lillicrap et al. 2016) is the same with one critic, and without delay and noise on the targets (`DDPGConfig`).
+"""
+
+import torch
+from torch import Tensor
+
+from shared.config.algorithms.off_policy import DDPGConfig, TD3Config
+from shared.experience.counters import Counters
+from shared.policies.continuous import Deterministic
+from shared.policies.policy import copy_sharing_buffers
+from trainer_node.learning.algorithms.off_policy import ActorAndCritics, Lesson, Minibatch
+from trainer_node.learning.building_blocks.interface import Setting
+from trainer_node.learning.building_blocks.optimization import soft_update
+
+
+class TD3(ActorAndCritics):
+    _config: TD3Config | DDPGConfig
+
+    def __init__(self, policy: Deterministic, config: TD3Config | DDPGConfig, setting: Setting) -> None:
+        self._bounds = policy.bounds
+        super().__init__(policy, config, setting, count=config.critics, action_size=policy.bounds.size)
+        self.target_policy = copy_sharing_buffers(policy)
+        self.parts["target_policy/"] = self.target_policy
+        self._critic_loss = self.compiled(self.critic_loss)
+        self._actor_loss = self.compiled(self.actor_loss)
+
+    def targets_of(self, batch: Minibatch, noise: Tensor) -> Tensor:
+        """`[B]`, eq. 14 and 15: r + γ min Q'(s', π'(s') + clipped noise); `noise` `[B, D]` is standard normal."""
+        bound = self._config.target_noise_clip
+        with torch.no_grad():
+            action = torch.tanh(self.target_policy.action_parameters(batch.next_observations))
+            disturbed = action + (self._config.target_noise * noise).clamp(-bound, bound)
+            values: Tensor = self.targets(batch.next_observations, self.policy.normalizer, disturbed.clamp(-1.0, 1.0))
+            return batch.reward + batch.discount * values.squeeze(2).amin(dim=0)
+
+    def critic_loss(self, batch: Minibatch, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The weighted mean squared error, summed over the critics; the values and the errors `[C, B]`."""
+        actions = self._bounds.flat(batch.actions)
+        values = self.critics(batch.observations, self.policy.normalizer, actions).squeeze(2)
+        errors = values - self.targets_of(batch, noise)
+        return (batch.weight * errors.square()).mean(dim=1).sum(), values, errors
+
+    def actor_loss(self, batch: Minibatch) -> Tensor:
+        """The weighted mean of −Q of the first critic, at the policy's action."""
+        action = torch.tanh(self.policy.action_parameters(batch.observations))
+        value: Tensor = self.critics(batch.observations, self.policy.normalizer, action, first_only=True)
+        return -(batch.weight * value.reshape(-1)).mean()
+
+    def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
+        """One step of the critics, and at every `policy_delay`-th one of the policy and the targets."""
+        noise = torch.randn(len(batch), self._bounds.size, generator=generator).to(self._setting.device)
+        loss, values, errors = self._critic_loss(batch, noise)
+        metrics = self._step_critics(loss, values, errors, counters)
+        if (self.done + 1) % self._config.policy_delay == 0:
+            metrics |= self._step_actor(self._actor_loss(batch), counters)
+            soft_update(self.targets, self.critics, self._config.tau)
+            soft_update(self.target_policy, self.policy, self._config.tau)
+        return Lesson(metrics, errors.detach().abs().mean(dim=0))

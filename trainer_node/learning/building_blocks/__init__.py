@@ -1,0 +1,1 @@
+"""What algorithms are built of: advantage estimates, batches, gradient steps, critics."""

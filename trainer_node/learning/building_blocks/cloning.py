@@ -1,0 +1,57 @@
+"""Behavioral cloning beside an algorithm that learns by rewards: a term of the policy's loss that is annealed.
+
+Each gradient step of the policy clones a minibatch of the run's demonstrations, drawn by a generator that follows from
+the number of the update. While the strength is 0 nothing is drawn, and every bit is as without cloning.
+"""
+
+import torch
+from torch import Tensor
+
+from shared.config.algorithms.base import CloningConfig
+from shared.errors import ConfigError
+from shared.experience.counters import Counters
+from shared.policies.continuous import Certain
+from shared.policies.policy import Policy
+from trainer_node.learning.building_blocks.interface import Setting, Shard, Terms, update_seed
+from trainer_node.learning.demonstrations import Pairs
+
+_NUMBER = 0
+"""Of its generator among those of an update, beside the algorithm's own."""
+
+
+class Cloning:
+    """What one policy clones; nothing where `config` is None."""
+
+    def __init__(self, config: CloningConfig | None, policy: Policy, setting: Setting) -> None:
+        if config is not None and setting.demonstrations is None:
+            raise ConfigError("algorithm.behavioral_cloning clones nothing without demonstrations.path")
+        self._config, self._policy, self._setting = config, policy, setting
+        self.demonstrations = setting.demonstrations
+        self._strength = 0.0
+        self.generator = torch.Generator()
+
+    def begin(self, counters: Counters) -> None:
+        if self._config is not None:
+            self._strength = self._config.strength.value(counters)
+            self.generator.manual_seed(update_seed(update_seed(self._setting.seed, counters.updates), _NUMBER))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {} if self._config is None else {"train/cloning_strength": self._strength}
+
+    def beside(self, shard: Shard, terms: Terms) -> Terms:
+        """The loss of a gradient step and its terms; with them, where anything is cloned, strength × cloning loss."""
+        if self._config is None or self.demonstrations is None or not self._strength:
+            return terms
+        drawn = self.demonstrations.draw(self._config.minibatch_size, self.generator, self._setting.device)
+        cloned = shard.mean(self.errors(drawn.take(shard.rows(len(drawn)))), len(drawn))
+        loss, others = terms
+        return loss + self._strength * cloned, others | {"train/cloning_loss": cloned.detach()}
+
+    def errors(self, pairs: Pairs) -> Tensor:
+        """`[B]`: −log π(a|s); for a policy without probabilities, mean squared difference of actions in [-1, 1]."""
+        distribution, params = self._policy.distribution, self._policy.action_parameters(pairs.observations)
+        if not isinstance(distribution, Certain):
+            return -distribution.log_prob(params, pairs.actions)
+        done = distribution.bounds.flat(pairs.actions).clamp(-1.0, 1.0)
+        return (torch.tanh(params) - done).square().mean(dim=1)

@@ -1,0 +1,118 @@
+"""Losses that torch.compile has made machine code of (`trainer.compile`): fewer and larger operations, the same steps.
+
+What is compiled depends on nothing but the config: after a resume an update computes what it would have without
+one. So each function has its own code for each size of a minibatch that full updates have, and none for others, which
+are computed as without `trainer.compile`; and what cannot be compiled so is an error, never a quiet way around.
+"""
+
+import functools
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+
+from shared.errors import ConfigError
+from trainer_node.learning.building_blocks.interface import Setting
+
+Answer = TypeVar("Answer")
+_CODES = 8
+"""Of one function, at most: a size or two, with and without gradients."""
+_BY_THE_CLOCK = ("max_autotune", "max_autotune_pointwise", "max_autotune_gemm", "coordinate_descent_tuning")
+"""Options of the compiler that choose what is fastest just then."""
+_ELSE = "or begin a new run with trainer.compile=false (`initialize_from` takes the policies over)"
+
+
+def equal_parts(count: int, size: int) -> set[int]:
+    """How large the minibatches are that `count` transitions make, of at most `size` each; nothing makes none."""
+    parts = -(-count // size)
+    return {count // parts, -(-count // parts)} if parts else set()
+
+
+def compiled(loss: Callable[..., Answer], setting: Setting, sizes: Iterable[int]) -> Callable[..., Answer]:
+    """`loss(batch, …)` as it is, or where the setting says so compiled for batches of these sizes.
+
+    It may read nothing that changes from step to step but tensors and what it is called with. Floats among these
+    become tensors of float64; any other number, also one in a batch, is code of its own for each value. Raises
+    `ConfigError` where it is called and cannot be compiled.
+    """
+    if not setting.compile:
+        return loss
+    _set_up()
+    from torch._dynamo import exc  # only where it is used: it takes seconds to import
+
+    wanted = frozenset(sizes)
+    fixed: dict[str, Any] = dict.fromkeys(_BY_THE_CLOCK, False)
+    apart: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": _CODES}
+    fast: Callable[..., Answer] = torch.compile(loss, fullgraph=True, dynamic=False, options=fixed, **apart)
+
+    def call(batch: Any, *arguments: Any, **named: Any) -> Answer:
+        if len(batch) not in wanted:
+            return loss(batch, *arguments, **named)
+        try:
+            return fast(batch, *map(_tensor, arguments), **{name: _tensor(value) for name, value in named.items()})
+        except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
+            name = getattr(loss, "__qualname__", loss)
+            lines = [line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()]
+            if isinstance(error, exc.BackendCompilerFailed):
+                why = " … ".join(dict.fromkeys(lines[:2] + lines[-2:]))
+                here = f"trainer.compile: {name} cannot be compiled here: {why}; mend that, {_ELSE}"
+                raise ConfigError(here) from error
+            raise ConfigError(
+                f"trainer.compile: {name} cannot be compiled: {''.join(lines[:1])}; it may read only tensors, and "
+                f"what stays as it is from step to step; mend it, {_ELSE}"
+            ) from error
+
+    return call
+
+
+def _tensor(argument: Any) -> Any:
+    """A number that a schedule moves would be code of its own for each value."""
+    return torch.tensor(argument, dtype=torch.float64) if isinstance(argument, float) else argument
+
+
+def _set_up() -> None:
+    import torch._dynamo.config as tracing
+    import torch._functorch.config as differentiating
+    import torch._inductor.config as generating
+
+    tracing.accumulated_recompile_limit = sys.maxsize  # over all learners that ever were; each has a limit of its own
+    differentiating.force_non_lazy_backward_lowering = True  # gradients too: `call` tells what is wrong with them
+    generating.compile_threads = 1  # no pool of processes that would outlive a kill
+
+
+def compiler() -> str:
+    return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+
+
+def has_compiler() -> bool:
+    return shutil.which(compiler()) is not None
+
+
+@functools.cache
+def compiler_version() -> str:
+    """Of the compiler here, as it says it; empty where it does not."""
+    try:
+        said = subprocess.run([compiler(), "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return said.partition("\n")[0]
+
+
+def check_compiling(here: bool = True) -> None:
+    """Raises `ConfigError` where torch.compile cannot work: this PyTorch, and (`here`) this machine."""
+    if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
+        needed = "trainer.compile needs PyTorch 2.13 or newer"
+        raise ConfigError(f"{needed}, found {torch.__version__}; install it, {_ELSE}")
+    for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"):
+        if os.environ.get(name, "0") not in ("", "0"):
+            raise ConfigError(f"trainer.compile with {name}={os.environ[name]} in the environment; unset it, {_ELSE}")
+    if here and not has_compiler():
+        raise ConfigError(
+            f"trainer.compile needs a C++ compiler where the trainer runs, and {compiler()} is not there; install it "
+            f"(on Debian: apt-get install g++), name another in CXX, {_ELSE}"
+        )

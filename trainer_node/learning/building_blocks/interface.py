@@ -1,0 +1,130 @@
+"""What every learning algorithm is, and what it is given: tensors, arrays and config only."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shared.experience.counters import Counters
+from shared.experience.spaces import Columns
+from shared.policies.policy import Policy
+from trainer_node.learning.building_blocks.reward_normalization import RewardFilter
+from trainer_node.learning.demonstrations import Demonstrations
+
+
+@dataclass(frozen=True)
+class Experience:
+    """One fragment's part for one policy."""
+
+    source: str
+    """Worker and seed lineage: what comes from the same source goes on where its last fragment ended."""
+    columns: Columns
+    """As in shared/experience/fragment.py: `[T, S, …]`."""
+
+
+def side_by_side(experience: Sequence[Experience]) -> Columns:
+    """K fragments of equal T as one: slots beside each other, `final_index` moved along."""
+    fragments = [item.columns for item in experience]
+    if len(fragments) == 1:
+        return fragments[0]
+    columns: Columns = {}
+    for name in fragments[0]:
+        parts = [fragment[name] for fragment in fragments]
+        if name == "final_index":
+            offsets = np.cumsum([0, *(fragment["reward"].shape[1] for fragment in fragments[:-1])])
+            parts = [part + np.array([0, offset], np.int32) for part, offset in zip(parts, offsets, strict=True)]
+        along_slots = name.startswith(("bootstrap_", "final_", "state_"))
+        columns[name] = np.concatenate(parts, axis=0 if along_slots else 1)
+    return columns
+
+
+def update_normalizer(policy: Policy, tensors: Mapping[str, Tensor]) -> None:
+    """Takes the observations of columns `[T, S, …]` into the policy's statistics, where it has any."""
+    if policy.normalizer is not None:
+        names = policy.spaces.observation.column_names("obs")
+        policy.normalizer.update({name: tensors[name][tensors["mask"]] for name in names})
+
+
+def update_seed(seed: int, update: int) -> int:
+    """From the run's seed and the update's number (63 bits), so that no random state has to be carried."""
+    return int(np.random.SeedSequence([seed, update]).generate_state(1, np.uint64)[0] >> 1)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an algorithm is told beside its policy and its section."""
+
+    device: torch.device
+    seed: int
+    """All its randomness follows from this and the number of the update."""
+    fragment_steps: int
+    slots: int
+    """Of each fragment: T and S."""
+    rewards: RewardFilter | None = None
+    """Where rewards are normalized: an algorithm with a replay buffer does so as it draws, others get them so."""
+    demonstrations: Demonstrations | None = None
+    """What is to be imitated, where the run has any."""
+    precision: str = "float32"
+    """Of the networks, as `trainer.precision` has it."""
+    compile: bool = False
+    """As `trainer.compile` has it."""
+    fragments: int = 1
+    """Of each update: K."""
+
+    @property
+    def transitions(self) -> int:
+        return self.fragments * self.fragment_steps * self.slots
+
+
+Terms = tuple[Tensor, dict[str, Tensor]]
+"""A loss, and what it is made of."""
+
+
+class Shard:
+    """What one process learns from of each minibatch: everything, where it learns alone.
+
+    With several ranks it is `trainer_node/distributed/process_group.py: RankShard`; all of them together are the whole.
+    """
+
+    def rows(self, count: int) -> slice:
+        """Which of a minibatch's `count` rows are ours."""
+        return slice(0, count)
+
+    def mean(self, values: Tensor, count: int) -> Tensor:
+        """What our rows' `values` add to their mean over all `count` rows."""
+        return values.mean()
+
+    def forward(self, loss: Callable[..., Terms], *arguments: Any) -> Terms:
+        """What `loss` returns; the gradients of its `backward` will be those of all ranks together."""
+        return loss(*arguments)
+
+    def total(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' parts, the same bits on each of them, added in their order."""
+        return part
+
+
+class Algorithm(Protocol):
+    """Learns one policy. Its constructor takes `(policy, config, setting)`.
+
+    One with a replay buffer also has `replay_fragments`, how many fragments that holds when it is full, and
+    `remember(experience)`, which puts back what it held, oldest first, once `load_state` was called.
+    """
+
+    policy: Policy
+    shard: Shard
+    """What of each minibatch is learned from here; the rest by the other ranks."""
+
+    def update(self, experience: Sequence[Experience], counters: Counters) -> dict[str, float]:
+        """One update from K fragments of equal T; returns the metrics. `counters` include these fragments."""
+
+    def observe(self, experience: Sequence[Experience]) -> None:
+        """What is done with experience that is not learned from (warm-up): normalizers and replay buffer take it in."""
+
+    def state(self) -> Columns:
+        """All that the next update depends on, beside the policy and the contents of the replay buffer."""
+
+    def load_state(self, arrays: Columns) -> None:
+        """The inverse of `state`; raises `KeyError`, `IndexError` or `ValueError` where it is another network's."""

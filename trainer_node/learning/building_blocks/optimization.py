@@ -1,0 +1,185 @@
+"""Gradient steps by Adam: where columns go, in which precision networks compute, what is done with a loss, and state.
+
+Adam (Kingma and Ba 2015, algorithm 1) is PyTorch's fused kernel over all parameters of a network as one tensor. The
+kernel is called as it is: making a `torch.optim.Adam` imports PyTorch's compiler, which is a second of each trainer's
+start, also after each crash; and PyTorch's own wrapping of it takes longer than a small network's step.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shared.experience.spaces import Array, Columns
+
+_BETA1, _BETA2 = 0.9, 0.999
+_ALIGNMENT_BYTES = 64
+"""Each parameter begins at a multiple of this, as a tensor of its own would: rounding of products may depend on it."""
+
+
+class Adam:
+    """The optimizer of parameters of one dtype on one device, which it puts beside each other in one tensor."""
+
+    def __init__(self, parameters: Iterable[Tensor], epsilon: float) -> None:
+        self.parameters = list(parameters)
+        self._epsilon = epsilon
+        self._numbers = [number for number, item in enumerate(self.parameters) if item.numel()]
+        self._moved = [self.parameters[number] for number in self._numbers]
+        kinds = {(parameter.dtype, parameter.device) for parameter in self._moved}
+        if len(kinds) != 1:
+            raise ValueError(f"parameters of one dtype on one device can lie in one tensor, found {kinds or 'none'}")
+        unit = _ALIGNMENT_BYTES // self._moved[0].element_size()
+        ends = itertools.accumulate(math.ceil(parameter.numel() / unit) * unit for parameter in self._moved)
+        *self._starts, size = [0, *ends]
+        self._values = torch.zeros(size, dtype=self._moved[0].dtype, device=self._moved[0].device)
+        for parameter, view in zip(self._moved, self._views(self._values)):
+            view.copy_(parameter.detach())
+            parameter.data = view
+        self._addresses = [parameter.data_ptr() for parameter in self._moved]
+        self._gradient, self._mean, self._square = (torch.zeros_like(self._values) for _ in range(3))
+        self._gradients = self._views(self._gradient)
+        self._steps = torch.zeros((), device=self._values.device)
+        self._had: set[int] = set()
+        """The places in `_moved` of parameters that have had a gradient."""
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        """Of a tensor like `_values`, the part of each parameter, in its shape and memory order."""
+        return [
+            flat.as_strided(parameter.shape, parameter.stride(), start)
+            for parameter, start in zip(self._moved, self._starts)
+        ]
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, max_norm: float | None = None) -> Tensor:
+        """Moves all parameters by their gradients; where one has none, that counts as zero.
+
+        Gradients whose norm is above `max_norm` are scaled down to it. Returns the norm as it was. Raises
+        `RuntimeError` where a parameter has been moved elsewhere since: it would not be learned any more.
+        """
+        if any(parameter.data_ptr() != address for parameter, address in zip(self._moved, self._addresses)):
+            raise RuntimeError(
+                "a parameter lies elsewhere than its optimizer put it; move a network to its device, or copy it, "
+                "before its optimizer is made"
+            )
+        found = {place: item.grad for place, item in enumerate(self._moved) if item.grad is not None}
+        if len(found) < len(self._moved):
+            self._gradient.zero_()
+        if found:
+            torch._foreach_copy_([self._gradients[place] for place in found], list(found.values()))
+        self._had.update(found)
+        norm: Tensor = torch.linalg.vector_norm(self._gradient)
+        if max_norm is not None:
+            self._gradient.mul_((norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0))
+        self._steps.add_(1)
+        torch._fused_adam_(
+            [self._values], [self._gradient], [self._mean], [self._square], [], [self._steps],
+            lr=learning_rate, beta1=_BETA1, beta2=_BETA2, weight_decay=0.0, eps=self._epsilon, amsgrad=False,
+            maximize=False,
+        )  # fmt: skip
+        return norm
+
+    def state(self) -> Columns:
+        """Named arrays: `<parameter's number>/step`, `…/exp_avg`, `…/exp_avg_sq`; of those that had a gradient."""
+        slots = {"step": [self._steps] * len(self._moved), "exp_avg": self._views(self._mean)}
+        slots["exp_avg_sq"] = self._views(self._square)
+        return {
+            f"{self._numbers[place]}/{name}": views[place].cpu().numpy().copy()
+            for place in sorted(self._had)
+            for name, views in slots.items()
+        }
+
+    def load_state(self, arrays: Mapping[str, Array]) -> None:
+        """The inverse of `state`; raises `KeyError`, `IndexError` or `ValueError` where it is another network's."""
+        numbers = {int(key.partition("/")[0]) for key in arrays}
+        if max(numbers, default=0) >= len(self.parameters):
+            raise IndexError(f"a state of parameter {max(numbers)}, of {len(self.parameters)}")
+        self._had = {self._numbers.index(number) for number in numbers if number in self._numbers}
+        for flat, name in ((self._mean, "exp_avg"), (self._square, "exp_avg_sq")):
+            flat.zero_()
+            views = self._views(flat)
+            for place in self._had:
+                _put(views[place], f"{self._numbers[place]}/{name}", arrays)
+        steps = (float(arrays[f"{self._numbers[place]}/step"]) for place in self._had)
+        self._steps.fill_(max(steps, default=0.0))
+
+
+def gradient_step(
+    loss: Tensor, optimizer: Adam, learning_rate: float, max_norm: float | None, *, all_inputs: bool = False
+) -> Tensor:
+    """One step of the optimizer; returns the norm of the gradients as they were.
+
+    Gradients go to its parameters alone, or to `all_inputs` where the loss depends on no others.
+    """
+    optimizer.zero_grad()
+    loss.backward(inputs=None if all_inputs else optimizer.parameters)  # type: ignore[no-untyped-call]
+    return optimizer.step(learning_rate, max_norm)
+
+
+@torch.no_grad()
+def soft_update(target: nn.Module, online: nn.Module, tau: float) -> None:
+    """target ← (1 − τ) target + τ online, parameters only."""
+    torch._foreach_lerp_(list(target.parameters()), list(online.parameters()), tau)
+
+
+def to_device(array: Array, device: torch.device) -> Tensor:
+    """As a tensor there. To a GPU by way of pinned memory, so that nothing waits for the copy."""
+    owned = array if array.flags.writeable else np.array(array)  # PyTorch knows no memory that is only read
+    tensor = torch.from_numpy(owned)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    """Within it networks compute in this precision; what they return, weights and losses stay float32."""
+    if precision == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)  # weights change while it lasts
+
+
+Part = nn.Module | Adam | Tensor
+"""What has a state: a network (its parameters), an optimizer, or a number."""
+
+
+def state_of(parts: Mapping[str, Part]) -> Columns:
+    arrays: Columns = {}
+    for prefix, item in parts.items():
+        if isinstance(item, Adam):
+            arrays |= {prefix + name: array for name, array in item.state().items()}
+        else:
+            arrays |= {prefix + name: tensor.detach().cpu().numpy().copy() for name, tensor in _tensors(item)}
+    return arrays
+
+
+@torch.no_grad()
+def load_state_of(parts: Mapping[str, Part], arrays: Mapping[str, Array]) -> None:
+    """The inverse of `state_of`; raises `KeyError`, `IndexError` or `ValueError` where it is another network's."""
+    for prefix, item in parts.items():
+        if isinstance(item, Adam):
+            item.load_state(part(arrays, prefix))
+        else:
+            for name, tensor in _tensors(item):
+                _put(tensor, prefix + name, arrays)
+
+
+def part(arrays: Mapping[str, Array], prefix: str) -> Columns:
+    """The arrays whose names begin so, named without it."""
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def _tensors(item: nn.Module | Tensor) -> Iterable[tuple[str, Tensor]]:
+    return [("", item)] if isinstance(item, Tensor) else item.named_parameters()
+
+
+def _put(tensor: Tensor, name: str, arrays: Mapping[str, Array]) -> None:
+    array = arrays[name]
+    if array.shape != tuple(tensor.shape):
+        raise ValueError(f"{name} has the shape {array.shape}, expected {tuple(tensor.shape)}")
+    tensor.copy_(torch.from_numpy(np.array(array)))

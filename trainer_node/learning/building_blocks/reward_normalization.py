@@ -1,0 +1,108 @@
+"""Reward normalization, learned from the log in its order, so that every replay is the same; kept in checkpoints."""
+
+import numpy as np
+
+from shared.experience.spaces import Array, Columns
+
+_EPSILON = 1e-8
+_RUNNING = "running/"
+_CLIP = 10.0
+
+
+class RewardFilter:
+    """Base of what changes rewards by what it has learned of them: for one policy id, and kept in the checkpoint."""
+
+    def scale(self, source: str, columns: Columns) -> Columns:
+        """Takes the rewards in; the columns with changed ones (where nobody acted they stay)."""
+        self.take_in(source, columns)
+        return columns | {"reward": np.where(columns["mask"], self.scaled(columns["reward"]), columns["reward"])}
+
+    def scaled(self, reward: Array) -> Array:
+        """Rewards, each for itself, as they are to be learned from now; float32."""
+        raise NotImplementedError
+
+    def take_in(self, source: str, columns: Columns) -> None:
+        """Learns of a fragment's rewards; `source` (worker and seed lineage) tells what goes on with what."""
+        raise NotImplementedError
+
+    def state(self) -> Columns:
+        raise NotImplementedError
+
+    def load_state(self, arrays: Columns) -> None:
+        raise NotImplementedError
+
+    def begin_with(self, arrays: Columns) -> None:
+        """The statistics of another run, whose episodes are not ours; raises `KeyError` for those of another filter."""
+        self.load_state({name: array for name, array in arrays.items() if not name.startswith(_RUNNING)})
+
+
+class RewardScaling(RewardFilter):
+    """Rewards divided by the running deviation of the discounted return (as VecNormalize does), for one policy id."""
+
+    def __init__(self, gamma: float) -> None:
+        self._gamma = gamma
+        self._moments = np.array([0.0, 0.0, 0.0])  # count, mean, sum of squared deviations
+        self._running: dict[str, Array] = {}
+
+    def scaled(self, reward: Array) -> Array:
+        count, _, squares = self._moments
+        deviation = np.sqrt(squares / count + _EPSILON) if count else 1.0
+        return np.clip(reward.astype(np.float64) / deviation, -_CLIP, _CLIP).astype(np.float32)
+
+    def take_in(self, source: str, columns: Columns) -> None:
+        reward, mask = columns["reward"].astype(np.float64), columns["mask"]
+        over = columns["terminated"] | columns["truncated"]
+        running = self._running.get(source, np.zeros(reward.shape[1]))
+        discounted = np.empty_like(reward)
+        for step in range(len(reward)):
+            running = running * self._gamma + reward[step]
+            discounted[step] = running
+            running = np.where(over[step], 0.0, running)
+        worker = source.partition(":")[0]
+        self._running = {key: value for key, value in self._running.items() if key.partition(":")[0] != worker}
+        self._running[source] = running
+        values = discounted[mask]
+        if not values.size:
+            return
+        count, mean, squares = self._moments
+        delta, total = values.mean() - mean, count + values.size
+        squares = squares + ((values - values.mean()) ** 2).sum() + delta**2 * count * values.size / total
+        self._moments = np.array([total, mean + delta * values.size / total, squares])
+
+    def state(self) -> Columns:
+        return {"moments": self._moments.copy()} | {_RUNNING + key: value for key, value in self._running.items()}
+
+    def load_state(self, arrays: Columns) -> None:
+        self._moments = np.array(arrays["moments"])
+        self._running = {k.removeprefix(_RUNNING): np.array(v) for k, v in arrays.items() if k.startswith(_RUNNING)}
+
+
+class RewardAverage(RewardFilter):
+    """Rewards less their exponentially weighted moving average (Coach's RewardEwmaNormalizationFilter).
+
+    The running average for one policy id: that of the first fragment, then m ← m + α (fragment's average − m).
+    """
+
+    def __init__(self, alpha: float) -> None:
+        self._alpha = alpha
+        self._average: float | None = None
+
+    def scaled(self, reward: Array) -> Array:
+        found: Array = (reward.astype(np.float64) - (self._average or 0.0)).astype(np.float32)
+        return found
+
+    def take_in(self, source: str, columns: Columns) -> None:
+        """Moves the average; a fragment in which nobody acted does not."""
+        counted = columns["reward"][columns["mask"]].astype(np.float64)
+        if not counted.size:
+            return
+        mean = float(counted.mean())
+        self._average = mean if self._average is None else self._average + self._alpha * (mean - self._average)
+
+    def state(self) -> Columns:
+        """Named arrays; no number before the first fragment."""
+        return {"average": np.array([] if self._average is None else [self._average])}
+
+    def load_state(self, arrays: Columns) -> None:
+        (average,) = arrays["average"].tolist() or [None]
+        self._average = average

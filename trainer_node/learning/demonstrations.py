@@ -1,0 +1,58 @@
+"""The run's demonstrations: pairs of what was observed and what was done, read once and drawn from by algorithms."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from shared.datasets.recording import Recording
+from shared.experience.spaces import Columns
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Observations and actions by column, flat, `[B, …]`: all that imitation reads."""
+
+    observations: dict[str, Tensor]
+    actions: dict[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.actions.values())))
+
+    def take(self, rows: Tensor | slice) -> Self:
+        """The minibatch of these rows."""
+        parts = ({name: tensor[rows] for name, tensor in columns.items()} for columns in vars(self).values())
+        return type(self)(*parts)
+
+
+class Demonstrations:
+    """What a run imitates. Nothing is read before it is asked for."""
+
+    def __init__(
+        self, read: Callable[[], Recording], filtered: Callable[[Columns], Columns], fragment_steps: int
+    ) -> None:
+        """`filtered` is what is done to the fragments of the run before they are learned from: here as well."""
+        self._read, self._filtered, self._fragment_steps = read, filtered, fragment_steps
+
+    @cached_property
+    def columns(self) -> Columns:
+        """`obs…` and `action…` of all steps, `[M, …]`, read once; raises what `read` raises."""
+        recording = self._read()
+        pieces = range(recording.pieces(self._fragment_steps))
+        columns = self._filtered(recording.cut(pieces, self._fragment_steps)[0])
+        spaces, mask = recording.spaces, columns["mask"]
+        names = [*spaces.observation.column_names("obs"), *spaces.action.column_names("action")]
+        return {name: columns[name][mask] for name in names}
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def draw(self, count: int, generator: torch.Generator, device: torch.device) -> Pairs:
+        """`count` of the steps, drawn with replacement by a generator on the CPU."""
+        rows = torch.randint(len(self), (count,), generator=generator).numpy()
+        drawn = {name: torch.from_numpy(array[rows]).to(device) for name, array in self.columns.items()}
+        parts = ({name: drawn[name] for name in drawn if name.startswith(prefix)} for prefix in ("obs", "action"))
+        return Pairs(*parts)

@@ -1,0 +1,228 @@
+"""The learner: policies, algorithms and counters of all policy ids, moved by fragments and by nothing else."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from shared.config.algorithms.base import AlgorithmConfig
+from shared.config.run_config import Config
+from shared.config.sections import PolicyConfig, RecordedConfig, TrainerConfig
+from shared.datasets.recording import DatasetReader, Recording
+from shared.errors import ConfigError, DatasetError, WeightsNotFinite
+from shared.experience.counters import Phase, PhaseCounters
+from shared.experience.fragment import EpisodeRecord, Fragment, holdable
+from shared.experience.spaces import Columns, EnvironmentDescription
+from shared.policies.policy import Policy
+from shared.policies.registry import build_policies, torch_device
+from shared.policies.serialization import finite_weights
+from shared.runtime.user_code import import_object
+from trainer_node.learning.building_blocks.compilation import check_compiling
+from trainer_node.learning.building_blocks.interface import Algorithm, Experience, Setting
+from trainer_node.learning.building_blocks.reward_normalization import RewardAverage, RewardFilter, RewardScaling
+from trainer_node.learning.demonstrations import Demonstrations
+
+Transform = Callable[[Columns], Columns]
+
+
+class ExperienceFilter:
+    """What is done to one policy's experience before it is learned from: rewards scaled, clipped, a user's function.
+
+    It depends on one fragment alone, so that a replay buffer can be filled again from the log.
+    """
+
+    def __init__(self, config: PolicyConfig, field: str) -> None:
+        self._scale, self._clip = config.reward_scale, config.reward_clip
+        self._where = f"{field}.transform={config.transform}"
+        self._transform: Transform | None = None
+        if config.transform is not None:
+            self._transform = import_object(config.transform, f"{field}.transform", kind="function")
+
+    def __call__(self, columns: Columns) -> Columns:
+        """A fragment's columns (shared/experience/fragment.py) as they are to be learned from; they are not changed.
+
+        Raises `ConfigError` where the user's function raises, or answers what a fragment cannot hold.
+        """
+        reward = columns["reward"]
+        if self._scale != 1.0:
+            reward = reward * np.float32(self._scale)
+        if self._clip is not None:
+            reward = np.clip(reward, *np.asarray(self._clip, np.float32))
+        columns = columns | {"reward": reward}
+        if self._transform is None:
+            return columns
+        try:
+            found = self._transform({name: array.copy() for name, array in columns.items()})
+            wrong = [
+                name
+                for name, array in columns.items()
+                if (found[name].shape, found[name].dtype) != (array.shape, array.dtype)
+                or not holdable(name, found[name])
+            ]
+        except Exception as error:
+            raise ConfigError(f"{self._where} failed: {type(error).__name__}: {error}") from error
+        if wrong or set(found) != set(columns):
+            odd = ", ".join(wrong or sorted(set(found) ^ set(columns)))
+            expected = "the same columns with the same shapes and dtypes, all finite"
+            raise ConfigError(f"{self._where} must return {expected}; not so: {odd}")
+        return found
+
+
+@dataclass
+class Learner:
+    """The parts that learn, per policy id, and what they have counted."""
+
+    policies: dict[str, Policy]
+    algorithms: dict[str, Algorithm]
+    rewards: dict[str, RewardFilter]
+    filters: dict[str, ExperienceFilter]
+    counters: PhaseCounters
+    episodes: deque[EpisodeRecord]
+    remembered: deque[str]
+    """Log positions of the fragments that replay buffers hold, oldest first."""
+    demonstrations: Demonstrations | None = None
+    """What is imitated, where the run has any; read at the first look."""
+
+    def read_demonstrations(self) -> None:
+        """So that no update waits for them; raises `DatasetError`, or what the store of an archive raises."""
+        if self.demonstrations is not None:
+            len(self.demonstrations)
+
+    def mean_return(self) -> float | None:
+        """Over the last training episodes; None before the first has ended."""
+        returns = [record.episode_return for record in self.episodes]
+        return sum(returns) / len(returns) if returns else None
+
+    def emulate_acting(self, fragments: Sequence[Fragment], phase: Phase) -> None:
+        """Moves counters, episode statistics and reward scaling as if the agent had acted here."""
+        counters = self.counters.of(phase)
+        for item in fragments:
+            counters.env_steps += _env_steps(item)
+            counters.episodes += len(item.header.episodes)
+            if phase is Phase.TRAIN:
+                self.episodes.extend(item.header.episodes)
+            self.remembered.append(item.position)
+            self._filter(item)
+            for policy_id, scaling in self.rewards.items():
+                if self.remembered.maxlen:  # a memory holds rewards as they were
+                    scaling.take_in(_source(item), item.columns[policy_id])
+                else:
+                    item.columns[policy_id] = scaling.scale(_source(item), item.columns[policy_id])
+
+    def recall(self, fragments: Iterable[Fragment]) -> None:
+        """Fills the replay buffers again with what they held: the fragments at `remembered`, in that order."""
+        algorithms: dict[str, Any] = {**self.algorithms}
+        for number, item in enumerate(fragments):
+            self._filter(item)
+            for policy_id, algorithm in algorithms.items():
+                if number >= len(self.remembered) - replay_fragments(algorithm):
+                    algorithm.remember([Experience(_source(item), item.columns[policy_id])])
+
+    def _filter(self, item: Fragment) -> None:
+        for policy_id, filtered in self.filters.items():
+            item.columns[policy_id] = filtered(item.columns[policy_id])
+
+    def learn(self, fragments: Sequence[Fragment], phase: Phase) -> dict[str, float]:
+        """One update of every policy (in warm-up, only of normalizers and memories); returns the metrics.
+
+        With several policies, each one's metrics end in `/<policy id>`. Raises `WeightsNotFinite`.
+        """
+        metrics: dict[str, float] = {}
+        for policy_id, algorithm in self.algorithms.items():
+            experience = [Experience(_source(item), item.columns[policy_id]) for item in fragments]
+            if phase is Phase.HEATUP:
+                algorithm.observe(experience)
+                continue
+            found = algorithm.update(experience, self.counters.train)
+            suffix = "" if len(self.algorithms) == 1 else f"/{policy_id}"
+            metrics |= {name + suffix: value for name, value in found.items()}
+        if phase is Phase.TRAIN:
+            self.counters.train.updates += 1
+        broken = [policy_id for policy_id, policy in self.policies.items() if not finite_weights(policy)]
+        if broken:
+            raise WeightsNotFinite(
+                f"update {self.counters.train.updates} made the weights of {', '.join(broken)} infinite or NaN; its "
+                f"terms: {metrics}. Try a smaller algorithm.learning_rate or normalize_observations; the checkpoints "
+                f"before it are intact"
+            )
+        return metrics
+
+
+def algorithm_class(config: AlgorithmConfig) -> Any:
+    """The class that learns by this section; raises `ConfigError` where it cannot be imported."""
+    return import_object(config.name if ":" in config.name else config.learner, "algorithm.name", kind="Class")
+
+
+def make_algorithm(policy: Policy, config: AlgorithmConfig, setting: Setting) -> Algorithm:
+    """What learns `policy`; raises `ConfigError` where its class cannot be imported."""
+    algorithm: Algorithm = algorithm_class(config)(policy, config.resolved(), setting)
+    return algorithm
+
+
+def set_up_torch(config: TrainerConfig) -> None:
+    """What the config says of this process's PyTorch, and results depend on; raises `ConfigError`."""
+    torch.set_num_threads(config.torch_threads)
+    torch.set_float32_matmul_precision(config.matmul_precision)
+    if config.compile:
+        check_compiling()
+
+
+def _no_reader(config: RecordedConfig, description: EnvironmentDescription) -> Recording:
+    raise DatasetError(f"demonstrations.path={config.path} cannot be read: this learner was made without a reader")
+
+
+def make_learner(
+    config: Config, description: EnvironmentDescription,
+    begin: Callable[[Mapping[str, Policy]], None] = lambda _: None, read_dataset: DatasetReader = _no_reader,
+) -> Learner:  # fmt: skip
+    """An untrained learner, decided by the config and its seed alone.
+
+    `begin` may give the policies other weights, before algorithms make target networks of them. `read_dataset` reads
+    the run's demonstrations when they are first asked for; without it a learner of a run that has any cannot learn.
+    """
+    device, algorithm = torch_device(config.trainer.device), config.algorithm.resolved()
+    policies = build_policies(description.policies, config.policies, algorithm, config.seed)
+    begin(policies)
+    rewards: dict[str, RewardFilter] = {}
+    for policy_id in sorted(policies):
+        section = config.policies[policy_id]
+        if section.reward_ewma is not None:
+            rewards[policy_id] = RewardAverage(section.reward_ewma)
+        elif section.normalize_rewards:
+            rewards[policy_id] = RewardScaling(algorithm.gamma)
+    filters = {name: ExperienceFilter(config.policies[name], f"policies.{name}") for name in sorted(policies)}
+    demonstrations, steps = None, config.rollout.fragment_steps
+    if config.demonstrations is not None:  # of one agent, and so for one policy
+        read = partial(read_dataset, config.demonstrations, description)
+        demonstrations = Demonstrations(read, filters[min(policies)], steps)
+    algorithms = {}
+    for index, (policy_id, policy) in enumerate(sorted(policies.items())):
+        slots = config.environment.num_envs * description.slots(policy_id)
+        setting = Setting(
+            device, config.seed + index, steps, slots, rewards.get(policy_id), demonstrations,
+            config.trainer.precision, config.trainer.compile, config.rollout.fragments_per_update,
+        )  # fmt: skip
+        algorithms[policy_id] = make_algorithm(policy, algorithm, setting)
+    episodes: deque[EpisodeRecord] = deque(maxlen=config.metrics.window_episodes)
+    remembered: deque[str] = deque(maxlen=max(replay_fragments(made) for made in algorithms.values()))
+    return Learner(policies, algorithms, rewards, filters, PhaseCounters(), episodes, remembered, demonstrations)
+
+
+def replay_fragments(algorithm: Algorithm) -> int:
+    """How many fragments its replay buffer holds; 0 where it has none."""
+    return getattr(algorithm, "replay_fragments", 0)
+
+
+def _source(item: Fragment) -> str:
+    return f"{item.header.worker_id}:{item.header.life}"
+
+
+def _env_steps(item: Fragment) -> int:
+    """Steps of environments in which at least one agent acted (a native reset step is none)."""
+    header = item.header
+    masks = [columns["mask"].reshape(header.steps, -1, header.num_envs) for columns in item.columns.values()]
+    return int(np.logical_or.reduce([mask.any(axis=1) for mask in masks]).sum())

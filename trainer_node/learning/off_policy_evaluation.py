@@ -1,0 +1,336 @@
+"""Off-policy evaluation: what a policy is worth, estimated from experience that another one acted.
+
+While a run learns from recorded experience this gives metrics, no part of what is learned: worked out anew each time,
+from the dataset, the weights and the run's seed alone.
+
+The value estimated is the expected discounted return of the target policy from where episodes begin. With the ratio
+ρ_t = π(a_t | s_t) / b(a_t | s_t), and ρ_{0:t} for the product of the first t + 1 of them:
+
+| | estimate | source |
+|---|---|---|
+| `ips` | mean of Σ γ^t ρ_{0:t} r_t | per-decision importance sampling: Precup, Sutton and Singh 2000 |
+| `wis` | Σ γ^t Σ_i ρ^i_{0:t} r^i_t / Σ_i ρ^i_{0:t} | weighted, consistent: Thomas 2015, section 3.8 |
+| `dm` | mean of v(s_0) | direct method: Dudík, Langford and Li 2011 |
+| `dr` | mean of v(s_0) + Σ γ^t ρ_{0:t} r_t − ρ_0 q(s_0, a_0) | doubly robust (the same), an episode as one round |
+| `sequential_dr` | mean of V_0, with V_t = v(s_t) + ρ_t (r_t + γ V_{t+1} − q(s_t, a_t)) | Jiang and Li 2016, eq. 10 |
+
+`ips`, `dr` and `sequential_dr` are unbiased where b is right, whatever q is; `dm` is as good as its q. All but `dm`
+leave out episodes with a step of which b is not known.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shared.config.run_config import Config
+from shared.config.sections import PolicyConfig
+from shared.datasets.recording import DatasetReader, Episode
+from shared.errors import StagecoachError
+from shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
+from shared.policies.continuous import SquashedGaussian
+from shared.policies.distributions import ActionDistribution
+from shared.policies.encoders import Encoder, ObservationNormalizer
+from shared.policies.policy import Policy
+from shared.policies.registry import borrowed_random_state
+from trainer_node.learning.building_blocks.batch import in_chunks
+from trainer_node.learning.building_blocks.optimization import Adam
+
+_LOGGER = logging.getLogger("stagecoach.trainer")
+_EVERY_UPDATES = 100
+_LEARNING_RATE = 1e-3
+_MINIBATCH = 256
+_STEPS_PER_ROUND = 50
+_SAMPLES = 16
+
+Tensors = dict[str, Tensor]
+_LARGEST_LOG_WEIGHT = 60.0
+"""Products of ratios are kept finite: e^60 is far beyond where an estimate means anything."""
+_FARTHEST = 1e100
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """E episodes of up to H steps, float64 `[E, H]`; behind an episode's end `mask` is false, and nothing counts.
+
+    Where an episode was stopped by something else than its end, the last reward has what would have followed.
+    """
+
+    target_log_prob: Array
+    behavior_log_prob: Array
+    """NaN where it is not known."""
+    reward: Array
+    q: Array
+    """Estimated return of the action taken, and the target policy from there on."""
+    v: Array
+    mask: Array
+    gamma: float
+
+    def of(self, which: Array) -> Evidence:
+        """Of these episodes alone; `[E]`, bool."""
+        arrays = {name: value[which] for name, value in vars(self).items() if name != "gamma"}
+        return replace(self, **arrays)
+
+    @property
+    def log_ratio(self) -> Array:
+        """log ρ_t; 0 behind the end."""
+        return np.where(self.mask, self.target_log_prob - self.behavior_log_prob, 0.0)
+
+    @property
+    def weight(self) -> Array:
+        """ρ_{0:t}; behind the end that of the last step."""
+        product: Array = np.exp(np.minimum(np.cumsum(self.log_ratio, axis=1), _LARGEST_LOG_WEIGHT))
+        return product
+
+    @property
+    def discounted(self) -> Array:
+        """γ^t r_t; 0 behind the end."""
+        counted: Array = np.where(self.mask, self.reward, 0.0) * self.gamma ** np.arange(self.mask.shape[1])
+        return counted
+
+
+def ips(evidence: Evidence) -> float:
+    return float((evidence.weight * evidence.discounted).sum(axis=1).mean())
+
+
+def wis(evidence: Evidence) -> float:
+    log_weight = np.cumsum(evidence.log_ratio, axis=1)
+    weight = np.exp(log_weight - log_weight.max(axis=0))  # only their proportions count
+    return float(((weight / weight.sum(axis=0)) * evidence.discounted).sum())
+
+
+def dm(evidence: Evidence) -> float:
+    return float(evidence.v[:, 0].mean())
+
+
+def dr(evidence: Evidence) -> float:
+    seen = (evidence.weight * evidence.discounted).sum(axis=1)
+    expected = evidence.weight[:, 0] * evidence.q[:, 0]
+    return float((evidence.v[:, 0] + seen - expected).mean())
+
+
+def sequential_dr(evidence: Evidence) -> float:
+    ratio = np.exp(np.minimum(evidence.log_ratio, _LARGEST_LOG_WEIGHT))
+    value = np.zeros(len(evidence.mask))
+    for step in reversed(range(evidence.mask.shape[1])):
+        surprise = evidence.reward[:, step] + evidence.gamma * value - evidence.q[:, step]
+        better = (evidence.v[:, step] + ratio[:, step] * surprise).clip(-_FARTHEST, _FARTHEST)
+        value = np.where(evidence.mask[:, step], better, value)
+    return float(value.mean())
+
+
+def effective_episodes(evidence: Evidence) -> float:
+    """How many episodes the weights at their ends amount to: (Σ w)² / Σ w² (Kish 1965). Near 1, trust no estimate."""
+    log_weight = evidence.log_ratio.sum(axis=1)
+    weight = np.exp(log_weight - log_weight.max())
+    return float(weight.sum() ** 2 / (weight**2).sum())
+
+
+def estimates(evidence: Evidence) -> dict[str, float]:
+    """All of them as metrics, and how many episodes are left out; where these are all, only what can do without b."""
+    known = ~np.asarray((np.isnan(evidence.behavior_log_prob) & evidence.mask).any(axis=1))
+    found = {"ope/dm": dm(evidence), "ope/episodes_left_out": float((~known).sum())}
+    if known.any():
+        weighed = evidence.of(known)
+        found |= {"ope/ips": ips(weighed), "ope/wis": wis(weighed), "ope/dr": dr(weighed)}
+        found["ope/sequential_dr"] = sequential_dr(weighed)
+        found["ope/effective_episodes"] = effective_episodes(weighed)
+    return found
+
+
+@dataclass(frozen=True)
+class Transitions:
+    """M of them: `obs…` and `action…` columns `[M, …]`, the rest `[M]`."""
+
+    observations: Tensors
+    actions: Tensors
+    reward: Tensor
+    terminated: Tensor
+    after: Tensors
+    """What was observed after each step, as `obs…`."""
+    returns: Tensor
+    """The discounted sum of the rewards seen from each step on."""
+
+    def __len__(self) -> int:
+        return len(self.reward)
+
+
+class FittedQ(nn.Module):
+    """q(s, a) and, for a policy, v(s): fitted Q evaluation (Le, Voloshin and Yue 2019, algorithm 3), a small network.
+
+    It begins as a regression on the returns that were seen, which is near the answer where the policies are.
+    """
+
+    def __init__(self, spaces: PolicySpaces, observations: Tensors, scale: float) -> None:
+        """`observations` give the inputs their scale, `scale` is that of the returns."""
+        super().__init__()
+        plain = PolicyConfig(hidden_sizes=(), cnn="small")
+        self._normalizer = ObservationNormalizer(spaces.observation, 10.0)
+        self._normalizer.update(observations)
+        self._observation, self._action = Encoder(spaces.observation, plain), Encoder(spaces.action, plain)
+        width = self._observation.features + self._action.features
+        self._mlp = nn.Sequential(nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+        self._scale = scale
+
+    def forward(self, observations: Mapping[str, Tensor], actions: Mapping[str, Tensor]) -> Tensor:
+        named = {"obs" + name.removeprefix("action"): tensor for name, tensor in actions.items()}
+        parts = self._observation(observations, self._normalizer), self._action(named, None)
+        value: Tensor = self._mlp(torch.cat(parts, dim=1)).squeeze(-1) * self._scale
+        return value
+
+    @torch.no_grad()
+    def value(self, policy: Policy, observations: Tensors, generator: torch.Generator) -> Tensor:
+        """`[B]`: the mean over the policy's actions; over all choices where there is one to make, else over samples."""
+        (leaf, *others) = policy.spaces.action.leaves
+
+        def of(chunk: Tensors) -> Tensor:
+            params = policy.action_parameters(chunk)
+            if leaf.kind == "discrete" and not others:
+                name = leaf.column("action")
+                choices = [{name: torch.full((len(params),), n, device=params.device)} for n in range(leaf.nvec[0])]
+                weights = [policy.distribution.log_prob(params, choice).exp() for choice in choices]
+            else:
+                choices = [policy.distribution.sample(params, generator) for _ in range(_SAMPLES)]
+                weights = [torch.full((len(params),), 1 / _SAMPLES, device=params.device)] * _SAMPLES
+            values = [weight * self(chunk, choice) for weight, choice in zip(weights, choices, strict=True)]
+            return torch.stack(values).sum(dim=0)
+
+        return in_chunks(of, observations)
+
+
+def fit(policy: Policy, data: Transitions, gamma: float, gradient_steps: int, seed: int) -> FittedQ:
+    """The Q function of `policy` on `data`; everything random in it follows from `seed`."""
+    device = data.reward.device
+    horizon = min(1 / (1 - gamma) if gamma < 1 else float(len(data)), float(len(data)))
+    scale = max(float(data.reward.abs().mean()) * horizon, 1e-6)
+    with borrowed_random_state(seed):
+        fitted = FittedQ(policy.spaces, data.observations, scale).to(device)
+    optimizer = Adam(fitted.parameters(), 1e-8)
+    generator, target = torch.Generator().manual_seed(seed), data.returns
+    sampling = torch.Generator(device).manual_seed(seed)
+    for step in range(gradient_steps):
+        if step % _STEPS_PER_ROUND == 0 and step >= gradient_steps // 4:
+            after = fitted.value(policy, data.after, sampling)
+            target = data.reward + gamma * after * ~data.terminated
+        rows = torch.randint(len(data), (min(_MINIBATCH, len(data)),), generator=generator).to(device)
+        observations = {name: tensor[rows] for name, tensor in data.observations.items()}
+        actions = {name: tensor[rows] for name, tensor in data.actions.items()}
+        error = (fitted(observations, actions) - target[rows]) / scale
+        optimizer.zero_grad()
+        error.square().mean().backward()
+        optimizer.step(_LEARNING_RATE * (1 - step / gradient_steps))
+    return fitted
+
+
+class DataEvaluation:
+    """Evaluates a policy on some of the dataset's episodes, every so many updates."""
+
+    def __init__(self, config: Config, read_dataset: DatasetReader) -> None:
+        self._dataset, self._gamma, self._seed = config.dataset, config.algorithm.gamma, config.seed
+        every = config.dataset.evaluation.every_updates if config.dataset is not None else 0
+        self._every = _EVERY_UPDATES if every is None else every
+        self._read_dataset = read_dataset
+        self.episodes: list[Episode] | None = None
+
+    def figures(self, policy: Policy, updates: int) -> dict[str, float]:
+        """The metrics where an evaluation is due after this many updates; none where the dataset cannot be read."""
+        if self._dataset is None or not self._every or updates == 0 or updates % self._every:
+            return {}
+        if not isinstance(policy.distribution, ActionDistribution | SquashedGaussian):
+            return {}  # a greedy or noisy policy has no probabilities to compare
+        if self.episodes is None:
+            self.episodes = self._read(policy)
+        if not self.episodes:
+            return {}
+        return evaluate(policy, self.episodes, self._gamma, self._dataset.evaluation.gradient_steps, self._seed)
+
+    def _read(self, policy: Policy) -> list[Episode]:
+        assert self._dataset is not None
+        try:
+            alone = EnvironmentDescription({"agent": "default"}, {"default": policy.spaces})
+            recording = self._read_dataset(self._dataset, alone)
+        except StagecoachError as error:
+            _LOGGER.warning("no off-policy evaluation: %s", error)
+            return []
+        listed = list(recording.episodes())
+        count = min(self._dataset.evaluation.episodes, len(listed))
+        chosen = [listed[number * len(listed) // count] for number in range(count)]
+        if unknown := sum(bool(np.isnan(episode.log_prob).any()) for episode in chosen):
+            _LOGGER.warning(
+                "off-policy evaluation: %d of %d episodes have steps whose log_prob is not known; all estimates but "
+                "ope/dm leave them out", unknown, count
+            )  # fmt: skip
+        return chosen
+
+
+def evaluate(
+    policy: Policy, episodes: Sequence[Episode], gamma: float, gradient_steps: int, seed: int
+) -> dict[str, float]:
+    """All estimates of what `policy` is worth, from these episodes."""
+    data = _transitions(episodes, gamma, next(policy.parameters()).device)
+    fitted = fit(policy, data, gamma, gradient_steps, seed)
+    return estimates(_evidence(policy, fitted, episodes, data, gamma, seed))
+
+
+def _transitions(episodes: Sequence[Episode], gamma: float, device: torch.device) -> Transitions:
+    def joined(parts: Sequence[Columns]) -> Tensors:
+        return {name: _tensor(np.concatenate([part[name] for part in parts]), device) for name in parts[0]}
+
+    def observed(rows: slice) -> Tensors:
+        return joined([{name: array[rows] for name, array in item.observations.items()} for item in episodes])
+
+    ends = [np.arange(len(item)) == len(item) - 1 for item in episodes]
+    terminated = [last & item.terminated for last, item in zip(ends, episodes, strict=True)]
+    return Transitions(
+        observed(slice(None, -1)),
+        joined([item.actions for item in episodes]),
+        _tensor(np.concatenate([item.reward for item in episodes]), device),
+        _tensor(np.concatenate(terminated), device),
+        observed(slice(1, None)),
+        _tensor(np.concatenate([_to_go(item.reward, gamma) for item in episodes]), device),
+    )
+
+
+def _to_go(reward: Array, gamma: float) -> Array:
+    found, total = np.zeros(len(reward), np.float32), 0.0
+    for step in reversed(range(len(reward))):
+        total = float(reward[step]) + gamma * total
+        found[step] = total
+    return found
+
+
+@torch.no_grad()
+def _evidence(
+    policy: Policy, fitted: FittedQ, episodes: Sequence[Episode], data: Transitions, gamma: float, seed: int
+) -> Evidence:
+    generator = torch.Generator(data.reward.device).manual_seed(seed)
+    log_prob = policy.distribution.log_prob(policy.action_parameters(data.observations), data.actions)
+    after = fitted.value(policy, data.after, generator)
+    lengths = np.array([len(item) for item in episodes])
+    mask = np.arange(lengths.max())[None] < lengths[:, None]
+    stopped = np.arange(lengths.max())[None] == (lengths - 1)[:, None]
+    stopped &= ~np.array([item.terminated for item in episodes])[:, None]
+
+    def padded(values: Tensor | Array) -> Array:
+        found = np.zeros(mask.shape)
+        found[mask] = values.cpu().numpy() if isinstance(values, Tensor) else values
+        return found
+
+    return Evidence(
+        padded(log_prob),
+        padded(np.concatenate([item.log_prob for item in episodes])),
+        padded(data.reward) + gamma * padded(after) * stopped,
+        padded(fitted(data.observations, data.actions)),
+        padded(fitted.value(policy, data.observations, generator)),
+        mask,
+        gamma,
+    )
+
+
+def _tensor(array: Array, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.array(array)).to(device)

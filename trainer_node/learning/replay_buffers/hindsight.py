@@ -1,0 +1,182 @@
+"""Hindsight experience replay (Andrychowicz et al. 2017) for goal environments.
+
+Of each batch a fraction is drawn as if another goal had been desired: one that was achieved after a step of the same
+episode. Reward and termination under it follow from what is achieved after each step: an episode that ended because its
+own goal was reached goes on under another one; one that terminated for another reason ends there under any. Where it is
+not known what a terminated step led to, such a step keeps its goal, gives none, and a relabeled n-step return ends
+before it. Of an episode that is still going on, or whose beginning has left the memory, the part that is known counts
+as the episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+
+from shared.config.algorithms.off_policy import HindsightReplay
+from shared.errors import ConfigError
+from shared.experience.spaces import Array, PolicySpaces
+from shared.runtime.user_code import import_object
+from trainer_node.learning.replay_buffers.storage import NOTHING, FragmentRing
+from trainer_node.learning.replay_buffers.uniform import ReplayBuffer
+
+ACHIEVED, DESIRED = "obs.achieved_goal", "obs.desired_goal"
+Strategy = Literal["future", "final", "episode"]
+
+
+class HindsightReplayBuffer(ReplayBuffer):
+    """Draws uniformly, and relabels. Sequences keep their goals."""
+
+    def __init__(
+        self, spaces: PolicySpaces, steps: int, slots: int, capacity: int, *, strategy: Strategy,
+        relabeled_fraction: float, reward: GoalReward,
+    ) -> None:  # fmt: skip
+        super().__init__(spaces, steps, slots, capacity)
+        goals = {leaf.column("obs"): leaf.shape for leaf in spaces.observation.leaves}
+        if ACHIEVED not in goals or goals[ACHIEVED] != goals.get(DESIRED):
+            raise ConfigError(
+                f"a hindsight replay buffer needs observations with achieved_goal and desired_goal of equal shape, "
+                f"found {goals}; use a goal environment or another algorithm.replay_buffer.kind"
+            )
+        self._strategy, self._fraction, self._reward = strategy, relabeled_fraction, reward
+        self._spans = EpisodeSpans(self.ring)
+
+    def _placed(self, place: int) -> None:
+        self._spans.put(place)
+
+    def _relabeled(
+        self, generator: np.random.Generator, path: Array, valid: Array, reward: Array, over: Array
+    ) -> dict[str, tuple[Array, Array]]:
+        which, sources = self._sources(path[0], generator)
+        goals = self.ring.next_observations(sources, ACHIEVED)[ACHIEVED]
+        if len(which):
+            valid[:, which], reward[:, which], over[:, which] = self._again(
+                path[:, which], valid[:, which] & ~self.ring.next_unknown(path[:, which]), goals
+            )
+        return {DESIRED: (which, goals)}
+
+    def _sources(self, rows: Array, generator: np.random.Generator) -> tuple[Array, Array]:
+        """Which of the batch get another goal, and the steps after which these were achieved."""
+        chosen, share = generator.random((2, len(rows)))
+        which = np.flatnonzero((chosen < self._fraction) & ~self.ring.next_unknown(rows))
+        rows, share = rows[which], share[which]
+        end, ahead = self._spans.ends(rows)
+        ahead = ahead - self.ring.next_unknown(end)
+        if self._strategy == "final":
+            return which, self._spans.later(rows, ahead)
+        if self._strategy == "future":
+            return which, self._spans.later(rows, (share * (ahead + 1)).astype(np.int64))
+        begin, behind = self._spans.begins(rows)
+        return which, self._spans.later(begin, (share * (behind + ahead + 1)).astype(np.int64))
+
+    def _again(self, path: Array, valid: Array, goals: Array) -> tuple[Array, Array, Array]:
+        """What the steps `[n, M]` would have been with these goals `[M, …]`: valid, reward, terminated."""
+        rows = path.reshape(-1)
+        achieved = self.ring.next_observations(rows, ACHIEVED)[ACHIEVED]
+        desired = np.broadcast_to(goals, (*path.shape, *goals.shape[1:])).reshape(achieved.shape)
+        reward, over = self._judged(achieved, desired)
+        if len(ended := np.flatnonzero(self.ring.column("terminated", rows))):
+            own = self.ring.observations(rows[ended])[DESIRED]
+            over[ended] |= ~self._judged(achieved[ended], own)[1]
+        over = over.reshape(path.shape)
+        valid = valid.copy()
+        for step in range(1, len(path)):
+            valid[step] &= valid[step - 1] & ~over[step - 1]
+        return valid, reward.reshape(path.shape), over
+
+    def _judged(self, achieved: Array, desired: Array) -> tuple[Array, Array]:
+        """Reward (float32) and whether the goal ends the episode (bool), both `[B]`, of goals `[B, …]`."""
+        reward, over = (np.asarray(part) for part in self._reward(achieved, desired))
+        if reward.shape != (len(achieved),) or over.shape != (len(achieved),):
+            raise ValueError(f"the goal reward returned {len(achieved)} goals with {reward.shape} and {over.shape}")
+        return reward.astype(np.float32), over.astype(np.bool_)
+
+
+class EpisodeSpans:
+    """For each step, where its episode begins and ends in the buffer; eight bytes a row."""
+
+    def __init__(self, ring: FragmentRing) -> None:
+        self._ring = ring
+        shape = (ring.fragments, ring.steps, ring.slots)
+        self._first, self._last = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+
+    def put(self, place: int) -> None:
+        """Takes in the fragment that is now in `place`."""
+        ring = self._ring
+        rows = np.arange(place * ring.rows_each, (place + 1) * ring.rows_each).reshape(ring.steps, ring.slots)
+        step = np.arange(ring.steps)[:, None]
+        goes_on = ring.next_rows(rows) != NOTHING
+        goes_on[-1] = False
+        began = np.vstack([np.ones_like(goes_on[:1]), ~goes_on[:-1]])
+        self._first[place] = np.maximum.accumulate(np.where(began, step, 0))
+        self._last[place] = np.minimum.accumulate(np.where(goes_on, ring.steps, step)[::-1])[::-1]
+
+    def ends(self, rows: Array) -> tuple[Array, Array]:
+        """The last known step of each one's episode, and how many steps later that is."""
+        ring, last = self._ring, self._last.reshape(-1)
+        ahead = last[rows] - self._step(rows)
+        end = rows + ahead * ring.slots
+        while True:
+            after = ring.next_rows(end)
+            more = after != NOTHING
+            if not more.any():
+                return end, ahead
+            ahead = ahead + np.where(more, last[after] + 1, 0)
+            end = np.where(more, after + last[after] * ring.slots, end)
+
+    def begins(self, rows: Array) -> tuple[Array, Array]:
+        """The first known step of each one's episode, and how many steps earlier that is."""
+        ring, first = self._ring, self._first.reshape(-1)
+        behind = self._step(rows) - first[rows]
+        begin = rows - behind * ring.slots
+        while True:
+            place = ring.preceding[begin // ring.rows_each]
+            before = (place + 1) * ring.rows_each - ring.slots + begin % ring.slots
+            more = (place != NOTHING) & (ring.next_rows(np.where(place != NOTHING, before, 0)) == begin)
+            if not more.any():
+                return begin, behind
+            part = np.where(more, ring.steps - first[np.where(more, before, 0)], 0)
+            behind = behind + part
+            begin = np.where(more, before - (part - 1) * ring.slots, begin)
+
+    def later(self, rows: Array, count: Array) -> Array:
+        """The steps that are so many steps later in the same episode; they must be known."""
+        ring, last = self._ring, self._last.reshape(-1)
+        rows, count = rows.copy(), count.copy()
+        while True:
+            room = last[rows] - self._step(rows)
+            beyond = count > room
+            rows += np.minimum(count, room) * ring.slots
+            if not beyond.any():
+                return rows
+            count = np.where(beyond, count - room - 1, 0)
+            rows = np.where(beyond, ring.next_rows(rows), rows)
+
+    def _step(self, rows: Array) -> Array:
+        found: Array = rows % self._ring.rows_each // self._ring.slots
+        return found
+
+
+GoalReward = Callable[[Array, Array], tuple[Array, Array]]
+"""`(achieved [B, …], desired [B, …])` → `(reward [B], terminated [B])`, for the goal achieved after the step."""
+
+
+def goal_reward(config: HindsightReplay) -> GoalReward:
+    """The function that the config names; raises `ConfigError` where it cannot be imported."""
+    if config.reward == "sparse":
+        return sparse(config.threshold, config.terminates)
+    found: GoalReward = import_object(config.reward, "algorithm.replay_buffer.reward", kind="function")
+    return found
+
+
+def sparse(threshold: float, terminates: bool) -> GoalReward:
+    """0 within `threshold` (Euclidean) of the goal, else −1; whether reaching it ends the episode."""
+
+    def reward(achieved: Array, desired: Array) -> tuple[Array, Array]:
+        apart = (achieved.astype(np.float64) - desired.astype(np.float64)).reshape(len(achieved), -1)
+        reached = np.sqrt(np.square(apart).sum(axis=1)) <= threshold
+        return reached.astype(np.float32) - np.float32(1), reached & terminates
+
+    return reward

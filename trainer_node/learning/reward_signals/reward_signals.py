@@ -1,0 +1,217 @@
+"""The reward signals of one policy: what they are worth, what they add to its advantages, and how they learn.
+
+An algorithm calls in each update: `look` at the experience, `join` the advantages of all signals, and, after its own
+gradient steps, `learn`. They see all of the batch on each learner rank, so that ranks need not talk about them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shared.config.algorithms.on_policy import ClippedConfig, OnPolicyConfig, RewardSignalsConfig, SignalConfig
+from shared.experience.counters import Counters
+from shared.experience.spaces import Array, Columns
+from shared.policies.policy import Policy
+from shared.policies.registry import borrowed_random_state
+from shared.policies.serialization import load_state_arrays, state_arrays
+from trainer_node.learning.building_blocks.advantages import Estimate, Trajectories
+from trainer_node.learning.building_blocks.batch import CHUNK, in_chunks
+from trainer_node.learning.building_blocks.interface import Experience, Setting, update_seed
+from trainer_node.learning.building_blocks.optimization import Adam, gradient_step, part
+from trainer_node.learning.building_blocks.reward_normalization import RewardScaling
+from trainer_node.learning.reward_signals.base import Embedding, Rows, Signal
+from trainer_node.learning.reward_signals.signals import GAIL, ICM, RND
+
+ORDER = ("rnd", "icm", "gail")
+"""All signals; the place of each decides its random numbers, so new ones come last."""
+
+
+class RewardSignals:
+    """Those that a config asks for; none where it is None."""
+
+    def __init__(
+        self, policy: Policy, config: RewardSignalsConfig | None, algorithm: OnPolicyConfig, setting: Setting
+    ) -> None:
+        self._policy, self._seed = policy, setting.seed
+        self._strength = 1.0 if config is None else config.extrinsic.strength
+        self.streams: dict[str, Stream] = {}
+        for name in ORDER if config is not None else ():
+            if (section := getattr(config, name)) is not None:
+                with borrowed_random_state(self._seed_of(name, 0)):
+                    made = {"rnd": RND, "icm": ICM}.get(name)
+                    signal = GAIL(policy, section, setting.demonstrations) if made is None else made(policy, section)
+                    self.streams[name] = Stream(name, signal, section, policy, algorithm, setting.device)
+
+    def _seed_of(self, name: str, update: int) -> int:
+        return update_seed(update_seed(self._seed, update), ORDER.index(name) + 1)
+
+    def observe(self, tensors: Mapping[str, Tensor]) -> None:
+        """Statistics take in the observations of columns `[T, S, …]`; all there is to do in warm-up."""
+        names = self._policy.spaces.observation.column_names("obs")
+        for stream in self.streams.values():
+            stream.signal.observe({name: tensors[name][tensors["mask"]] for name in names})
+
+    @torch.no_grad()
+    def look(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor]) -> None:
+        """At what an update will learn from: the fragments, and their columns side by side `[T, S, …]`."""
+        self.observe(tensors)
+        if self.streams:
+            rows = self._rows(tensors)
+            for stream in self.streams.values():
+                stream.look(experience, tensors, rows)
+
+    @torch.no_grad()
+    def join(self, advantage: Tensor, estimate: Estimate) -> Tensor:
+        """`[T, S]`: the strengths' sum of all signals' advantages, where `advantage` is that of the environment's."""
+        joined = self._strength * advantage
+        for stream in self.streams.values():
+            joined = joined + stream.strength * stream.advantage(estimate)
+        return joined
+
+    def learn(self, counters: Counters) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for name, stream in self.streams.items():
+            generator = torch.Generator().manual_seed(self._seed_of(name, counters.updates))
+            metrics |= stream.learn(counters, generator)
+        return metrics
+
+    def _rows(self, tensors: Mapping[str, Tensor]) -> Rows:
+        """`[T × S, …]`, those that do not count as well."""
+        spaces = self._policy.spaces
+        step, slot = tensors["final_index"].to(torch.int64).unbind(dim=1)
+        following = {}
+        for name in spaces.observation.column_names("obs"):
+            after = torch.cat([tensors[name][1:], tensors["bootstrap_" + name].unsqueeze(0)])
+            after[step, slot] = tensors["final_" + name]
+            following[name] = after.flatten(0, 1)
+        here = {name: tensors[name].flatten(0, 1) for name in following}
+        actions = {name: tensors[name].flatten(0, 1) for name in spaces.action.column_names("action")}
+        return Rows(here, actions, following)
+
+    def state(self) -> Columns:
+        return {f"{name}/{key}": array for name, its in self.streams.items() for key, array in its.state().items()}
+
+    def load_state(self, arrays: Mapping[str, Array]) -> None:
+        """The inverse of `state`; raises `KeyError`, `IndexError` or `ValueError` where it is another network's."""
+        for name, stream in self.streams.items():
+            stream.load_state({key: np.array(array) for key, array in part(arrays, f"{name}/").items()})
+
+
+class Stream:
+    """One signal's rewards: scaled, valued by a network of its own, and made into advantages."""
+
+    _tensors: Mapping[str, Tensor]
+    _rows: Rows
+    """What an update looked at."""
+
+    def __init__(
+        self, name: str, signal: Signal, config: SignalConfig, policy: Policy, algorithm: OnPolicyConfig,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.signal, self.strength = signal.to(device), config.strength
+        self._name, self._config, self._policy, self._algorithm, self._device = name, config, policy, algorithm, device
+        self._value = Embedding(policy.spaces.observation, policy.config, 1, gain=1.0).to(device)
+        """Of its return: the policy's layers without a core; observations are normalized as the policy has them."""
+        self._adam = Adam([item for item in signal.parameters() if item.requires_grad], algorithm.adam_epsilon)
+        self._value_adam = Adam(self._value.parameters(), algorithm.adam_epsilon)
+        self.scaling = RewardScaling(config.gamma) if signal.scaled else None
+
+    def look(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor], rows: Rows) -> None:
+        """Works out the rewards of `rows` `[T × S]`, whose columns are `tensors` `[T, S, …]`."""
+        self._tensors, self._rows = tensors, rows
+        self._ends = _ends(tensors, episodic=self._config.episodic)
+        self.known = tensors["mask"]
+        if self.signal.needs_next:
+            unknown = tensors["terminated"].clone()
+            unknown[tuple(tensors["final_index"].to(torch.int64).unbind(dim=1))] = False
+            self.known = self.known & ~unknown
+        self.reward, there = torch.zeros_like(tensors["reward"]), rows.take(self.known.flatten())
+        parts = [self.signal.reward(there.take(slice(at, at + CHUNK))) for at in range(0, len(there), CHUNK)]
+        if parts:
+            self.reward[self.known] = torch.cat(parts)
+        if self.scaling is not None:
+            self.reward = self._scaled(self.scaling, experience, self.reward)
+
+    def _scaled(self, scaling: RewardScaling, experience: Sequence[Experience], reward: Tensor) -> Tensor:
+        """Takes the rewards in, fragment by fragment, then divides all by the deviation so far."""
+        raw, over = (tensor.cpu().numpy() for tensor in (reward, self._ends["terminated"] | self._ends["truncated"]))
+        at = 0
+        for item in experience:
+            its = slice(at, at := at + item.columns["reward"].shape[1])
+            ends = {"terminated": over[:, its], "truncated": over[:, its]}
+            scaling.take_in(item.source, {"reward": raw[:, its], "mask": item.columns["mask"], **ends})
+        return torch.from_numpy(scaling.scaled(raw)).to(self._device)
+
+    def advantage(self, estimate: Estimate) -> Tensor:
+        """`[T, S]`, of its own rewards and values; the targets are kept until it learns."""
+        tensors, names = self._tensors, self._policy.spaces.observation.column_names("obs")
+        index = tensors["final_index"].to(torch.int64)
+        kept = self._ends["truncated"][index[:, 0], index[:, 1]]
+        its = Trajectories(
+            reward=self.reward, mask=tensors["mask"], final_index=index[kept], gamma=self._config.gamma, **self._ends,
+            value=self._values(self._rows.observations).reshape(self.reward.shape),
+            bootstrap_value=self._values({name: tensors["bootstrap_" + name] for name in names}),
+            final_value=self._values({name: tensors["final_" + name][kept] for name in names}),
+        )  # fmt: skip
+        advantage, self._target = estimate(its)
+        return advantage
+
+    def learn(self, counters: Counters, generator: torch.Generator) -> dict[str, float]:
+        """What was looked at: signal and value; returns the metrics."""
+        known, bound = self.known.flatten(), self._algorithm.max_grad_norm
+        rows, rate = self._rows.take(known), self._config.learning_rate.value(counters)
+        history: list[dict[str, Tensor]] = []
+        for chosen in self._minibatches(len(rows), generator):
+            loss, terms = self.signal.loss(rows.take(chosen), generator)
+            gradient_step(loss, self._adam, rate, bound)
+            history.append(terms)
+        there, rate = self._tensors["mask"].flatten(), self._algorithm.learning_rate.value(counters)
+        valued, target = self._rows.take(there), self._target.flatten()[there]
+        for chosen in self._minibatches(len(target), generator):
+            value = self._value(valued.take(chosen).observations, self._policy.normalizer).squeeze(-1)
+            loss = (value - target[chosen]).square().mean()
+            gradient_step(loss, self._value_adam, rate, bound)
+            history.append({f"train/{self._name}_value_loss": loss.detach()})
+        names = dict.fromkeys(name for terms in history for name in terms)
+        metrics = {name: [terms[name] for terms in history if name in terms] for name in names}
+        reward = {f"train/{self._name}_reward": float(self.reward.flatten()[known].mean())}
+        return reward | {name: float(torch.stack(values).mean()) for name, values in metrics.items()}
+
+    def _minibatches(self, count: int, generator: torch.Generator) -> Iterator[Tensor]:
+        """Numbers of rows: in epochs of minibatches where the algorithm has them, else all at once."""
+        clipped = self._algorithm if isinstance(self._algorithm, ClippedConfig) else None
+        for _ in range(clipped.epochs if clipped else 1) if count else ():
+            order = torch.randperm(count, generator=generator).to(self._device)
+            yield from order.tensor_split(-(-count // clipped.minibatch_size) if clipped else 1)
+
+    def _values(self, observations: Mapping[str, Tensor]) -> Tensor:
+        return in_chunks(lambda rows: self._value(rows, self._policy.normalizer).squeeze(-1), observations)
+
+    def state(self) -> Columns:
+        parts = {
+            "signal/": state_arrays(self.signal), "value/": state_arrays(self._value),
+            "signal_adam/": self._adam.state(), "value_adam/": self._value_adam.state(),
+            "scaling/": {} if self.scaling is None else self.scaling.state(),
+        }  # fmt: skip
+        return {prefix + name: array for prefix, arrays in parts.items() for name, array in arrays.items()}
+
+    def load_state(self, arrays: Columns) -> None:
+        load_state_arrays(self.signal, part(arrays, "signal/"))
+        load_state_arrays(self._value, part(arrays, "value/"))
+        self._adam.load_state(part(arrays, "signal_adam/"))
+        self._value_adam.load_state(part(arrays, "value_adam/"))
+        if self.scaling is not None:
+            self.scaling.load_state(part(arrays, "scaling/"))
+
+
+def _ends(tensors: Mapping[str, Tensor], episodic: bool) -> dict[str, Tensor]:
+    """`[T, S]`: where returns end. Those that are not episodic go on into the slot's next episode, unless nothing is
+    acted in the next row (after an end in a native environment, or for an agent that is absent from then on).
+    """
+    ended = torch.ones_like(tensors["mask"])
+    if not episodic:
+        ended[:-1] = ~tensors["mask"][1:]
+        ended[-1] = False
+    return {name: tensors[name] & ended for name in ("terminated", "truncated")}

@@ -1,0 +1,218 @@
+"""The log consumer: log entries, in order, become fragments to learn from, or are dropped and counted with a reason.
+
+Every entry ends in the ledger. A dropped one gives its credit back, so that a bad fragment never stops the run.
+"""
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from shared.config.run_config import Config
+from shared.errors import BodyLost, DropReason, Fenced, FragmentError, RedisRolledBack, StagecoachError
+from shared.experience import fragment
+from shared.experience.counters import Phase
+from shared.experience.fragment import Fragment
+from shared.experience.log_entry import START, LogEntry, before
+from shared.experience.spaces import EnvironmentDescription
+from shared.protocol.events import emit
+from shared.protocol.ledger import Ledger
+from shared.protocol.quarantine import WorkRecord
+from shared.protocol.scripts import Script
+from shared.runtime.run_context import RunContext
+from shared.runtime.stage_timer import StageTimer
+
+_LOGGER = logging.getLogger("stagecoach.trainer")
+_BAD_IN_A_ROW = 200
+_NO_FAULT = {
+    DropReason.STALE, DropReason.DUPLICATE, DropReason.LOST_BODY, DropReason.POISON, DropReason.FOREIGN,
+}  # fmt: skip
+"""Reasons that say nothing against the environment or the worker's code."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Offset and accounting at the last published version, as a checkpoint records them."""
+
+    position: str
+    ledger: str
+    lags: dict[int, int]
+
+
+class DropReply(StrEnum):
+    DROPPED = "dropped"
+    KNOWN = "known"
+    """It was committed before."""
+    LATE = "late"
+    """It was committed before, but its credit was not given back; now it is."""
+    MISSED = "missed"
+    """Its body is lost, and it was committed while its body was there."""
+    FENCED = "fenced"
+    BEHIND = "behind"
+
+
+class RedisAccounting(WorkRecord):
+    """Where the drops of one trainer (one epoch) are recorded, and the entries that it takes."""
+
+    def __init__(self, role: RunContext, epoch: int) -> None:
+        super().__init__(role, epoch)
+        self._drop = Script(role.redis, self._keys, "drop")
+        self.redis_process = ""
+        """The Redis process that the trainer's accounting was last matched with; '' for any."""
+        self.given_up: list[str] = []
+        """Positions of lost bodies, which a Redis that comes back with less may have forgotten."""
+
+    def commit_drop(self, position: str, claims: int, ledger: Ledger, decided: DropReason | None = None) -> bool:
+        """Commits all up to `position` to `ledger` and gives `claims` back; returns whether this is the first time.
+
+        `decided` (LOST_BODY, POISON): for this reason the entry there is dropped from now on, whatever it holds.
+        Idempotent for each position. Raises `Fenced` for an older trainer, `RedisRolledBack` where Redis may have lost
+        what the ledger says, and `BodyLost` where the entry was committed while its body was there.
+        """
+        found = self._drop(
+            epoch=self._epoch, committed_id=position, claims=claims, process=self.redis_process,
+            decided=decided or "", accounts=ledger.news(),
+        )  # fmt: skip
+        reply = DropReply(found.decode())
+        if reply is DropReply.FENCED:
+            raise Fenced(f"epoch {self._epoch} may not commit drops; a newer trainer has taken over")
+        if reply is DropReply.BEHIND:
+            raise RedisRolledBack(f"{position} is not committed: Redis came back, perhaps without what came last")
+        if reply is DropReply.MISSED:
+            raise BodyLost(f"the body of log entry {position}, which was learned from already, is on no shard any more")
+        if reply is DropReply.DROPPED:
+            ledger.told()
+        if decided is DropReason.LOST_BODY:
+            self.given_up.append(position)
+        return reply is not DropReply.KNOWN
+
+    def tell(self, text: str) -> None:
+        emit(self._role.redis, self._role.run_id, "dropped", text)
+
+
+class LogConsumer:
+    """Reads one run's log from a position on; the same entries at the same versions are judged the same."""
+
+    def __init__(
+        self, run_id: str, config: Config, description: EnvironmentDescription,
+        read: Callable[[str, int, float], list[LogEntry]], accounting: RedisAccounting | None,
+        stages: StageTimer | None = None,
+    ) -> None:  # fmt: skip
+        """`read` is that of the log or its archive; without `accounting` (a replay) nothing is recorded."""
+        self._stages = stages or StageTimer()
+        self._run_id, self._description = run_id, description
+        self._rollout, self._num_envs = config.rollout, config.environment.num_envs
+        self._learns_from_others = config.algorithm.resolved().learns_from_others
+        """Then what was acted at random and comes when warm-up is over is learned from like anything else."""
+        self._state_sizes = config.state_sizes
+        self._read, self._accounting = read, accounting
+        self._buffer: deque[LogEntry] = deque()
+        self.batch: list[Fragment] = []
+        """The fragments of the next update, as far as they are there."""
+        self._told: set[tuple[str, DropReason]] = set()
+        self._in_a_row = 0
+        self.position = START
+        self.ledger = Ledger()
+        self.lags: Counter[int] = Counter()
+        self.commit()
+
+    def restore(self, committed: Committed) -> None:
+        self._buffer.clear()
+        self.batch.clear()
+        self.position, self.lags = committed.position, Counter(committed.lags)
+        self.ledger = Ledger.from_json(committed.ledger)
+        self.commit()
+
+    def commit(self) -> None:
+        """All that was taken so far is behind a published version."""
+        self.committed = Committed(self.position, self.ledger.as_json(), dict(self.lags))
+
+    def take(self, version: int, phase: Phase, block_seconds: float) -> Fragment | None:
+        """The next fragment to learn from at policy `version`; None where the log has no more for now."""
+        while True:
+            if not self._buffer:
+                count = self._rollout.fragments_per_update
+                with nullcontext() if block_seconds else self._stages.during("read"):  # else it is a wait
+                    self._buffer.extend(self._read(self.position, count, block_seconds))
+                if not self._buffer:
+                    return None
+            entry = self._buffer.popleft()
+            self.position = entry.id
+            with self._stages.during("decode"):
+                taken = self._judge(entry, version, phase)
+            if taken is not None:
+                return taken
+
+    def _judge(self, entry: LogEntry, version: int, phase: Phase) -> Fragment | None:
+        account = self.ledger.of(entry.worker)
+        last = account.high_water.get(entry.incarnation, -1)
+        if entry.pushed and entry.seq <= last:
+            self._dropped(entry, DropReason.DUPLICATE, f"sequence number {entry.seq} after {last}")
+            return None
+        if entry.pushed:
+            self._count_lost(entry, entry.seq - last - 1)
+            self.ledger.of(entry.worker).saw(entry.incarnation, entry.seq)
+        if self._accounting is not None:
+            self._accounting.taking(entry.id, entry.id)
+        try:
+            if not entry.pushed:
+                raise FragmentError(DropReason.FOREIGN, "no worker pushed it; it was put into the log by hand")
+            if entry.quarantined:
+                raise FragmentError(DropReason.POISON, "trainers died over it, or `resume --drop` named it")
+            if entry.fragment is None:
+                shard = entry.place.shard if entry.place else "its shard"
+                raise FragmentError(DropReason.LOST_BODY, f"{shard} has it no more")
+            parsed = fragment.decode(entry.fragment)
+            by_log_prob = not self._learns_from_others and phase is Phase.TRAIN
+            fragment.check(parsed, self._run_id, self._description, self._state_sizes, by_log_prob=by_log_prob)
+            self._check(entry, parsed, version, phase)
+        except FragmentError as error:
+            self._dropped(entry, error.reason, error.detail)
+            return None
+        self._in_a_row = 0
+        self.ledger.consume(entry.worker, entry.transitions)
+        self.lags[version - parsed.header.version] += 1
+        return replace(parsed, position=entry.id)
+
+    def _check(self, entry: LogEntry, parsed: Fragment, version: int, phase: Phase) -> None:
+        header, lag, reason = parsed.header, version - parsed.header.version, DropReason.SCHEMA
+        if (header.worker_id, header.incarnation, header.seq) != (entry.worker, entry.incarnation, entry.seq):
+            found = f"the entry is {entry.worker}:{entry.incarnation}:{entry.seq}, its header differs"
+        elif (header.steps, header.num_envs) != (self._rollout.fragment_steps, self._num_envs):
+            found = f"{header.steps} steps × {header.num_envs} environments is not this run's shape"
+        elif lag < 0:
+            found = f"acted by version {header.version}, which does not exist yet"
+        elif lag > self._rollout.max_policy_lag:
+            reason, found = DropReason.STALE, f"lag {lag} is more than {self._rollout.max_policy_lag}"
+        elif header.phase is not phase and not self._learns_from_others:
+            reason, found = DropReason.STALE, f"acted in {header.phase}, the trainer is in {phase}"
+        else:
+            return
+        raise FragmentError(reason, found)
+
+    def _count_lost(self, entry: LogEntry, gap: int) -> None:
+        if gap > 0:
+            _LOGGER.error("%s:%d: %d fragments before %d are lost", entry.worker, entry.incarnation, gap, entry.seq)
+            self.ledger.drop(entry.worker, DropReason.LOST, gap * entry.transitions, gap)
+            self.ledger.of(entry.worker).saw(entry.incarnation, entry.seq - 1)  # committed with it, so counted once
+            if self._accounting is not None:  # Redis lost the others' credit with them
+                self._accounting.commit_drop(before(entry.id), max(0, gap - entry.lost), self.ledger)
+
+    def _dropped(self, entry: LogEntry, reason: DropReason, detail: str) -> None:
+        """Counted; an event for the first of its kind; the end of the run where nothing but bad fragments comes."""
+        _LOGGER.warning("log entry %s (%s) dropped as %s: %s", entry.id, entry.worker, reason, detail)
+        self.ledger.drop(entry.worker, reason, entry.transitions)
+        decided = reason if reason in (DropReason.LOST_BODY, DropReason.POISON) else None
+        accounting = self._accounting
+        if accounting is None or not accounting.commit_drop(entry.id, int(entry.pushed), self.ledger, decided):
+            return
+        self._in_a_row += reason not in _NO_FAULT
+        if (entry.worker, reason) not in self._told:
+            self._told.add((entry.worker, reason))
+            accounting.tell(f"a fragment of {entry.worker} is {reason}: {detail}")
+        if self._in_a_row >= _BAD_IN_A_ROW:
+            raise StagecoachError(
+                f"{self._in_a_row} fragments in a row were dropped, the last as {reason}: {detail}; look at the env"
+            )

@@ -1,0 +1,70 @@
+"""The processes that train: the trainer's, with each way out of it, and that of a follower beside it."""
+
+import signal
+
+import redis
+
+from shared.errors import Fenced
+from shared.runtime.failure import RoleEnd
+from shared.runtime.launch import RoleLaunch, shutdown_on_signal
+from shared.runtime.process import keep_freed_memory
+from shared.runtime.restarts import RestartBound, learning_progress
+from trainer_node.distributed.follower import Follower
+from trainer_node.distributed.leader import rank_id
+from trainer_node.distributed.process_group import GroupBroken
+from trainer_node.incarnation import Incarnation
+from trainer_node.trainer import Trainer
+
+
+def run_rank(launch: RoleLaunch, rank: int = 0, signals: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> str:
+    """Rank 0 is the trainer, which trains until the run is to end; the others learn beside it until it has finished.
+
+    Returns the reason, or `preempted` where its machine is taken away. Where the group of the ranks breaks, the next
+    incarnation takes up the run from the newest checkpoint and the log, in this same process, as long as that makes
+    progress.
+    """
+    keep_freed_memory()
+    if rank:
+        follower = Follower(launch.open(rank_id(rank)), rank)
+        with shutdown_on_signal(follower.request_shutdown, numbers=signals):
+            return follower.run()
+    role = launch.open("trainer")
+    bound = RestartBound(role.config.rollout.restarts_allowed)
+    bound.saw(learning_progress(role.redis, role.run_id))
+    incarnation = Incarnation(role, launch.run_folder)
+    with shutdown_on_signal(lambda: incarnation.request_shutdown(), role.config.trainer.grace_seconds, signals):
+        while not incarnation.shutdown_requested:
+            try:
+                return run_trainer(incarnation)
+            except GroupBroken as error:
+                bound.saw(learning_progress(role.redis, role.run_id))
+                if bound.ended():
+                    incarnation.fail(error)
+                    raise
+                leaving = incarnation.shutdown_requested
+                incarnation = Incarnation(role, launch.run_folder)
+                incarnation.shutdown_requested |= leaving
+    return RoleEnd.PREEMPTED
+
+
+def run_trainer(incarnation: Incarnation, kind: type[Trainer] = Trainer) -> str:
+    """One incarnation, from its start until the run is to end or it leaves; each way out is told to the others."""
+    incarnation.role.check_config()  # a role that was started wrongly must not end the run as failed
+    try:
+        with incarnation.stages.during("start"):
+            trainer = kind.start(incarnation)
+        return trainer.run()
+    except KeyboardInterrupt:  # asked twice, or its grace is over: the log has what is not durable
+        return incarnation.preempted("at once")
+    except Fenced as error:
+        incarnation.fenced(error)
+        raise
+    except GroupBroken as error:  # what the ranks were about to learn is in the log
+        incarnation.closing.close()
+        incarnation.preempted(f"with its broken group of ranks ({error})")
+        raise
+    except Exception as error:
+        if isinstance(error, redis.RedisError) and incarnation.shutdown_requested:
+            return incarnation.preempted(f"while Redis is away ({error})")  # the next trainer waits for it, too
+        incarnation.fail(error)
+        raise

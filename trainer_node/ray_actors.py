@@ -1,0 +1,25 @@
+"""The Ray actor of the trainer and of the ranks beside it: what it does is imported in the process that does it."""
+
+from typing import Any
+
+import ray
+
+from shared.runtime.launch import RoleLaunch
+from shared.runtime.process import at_rest
+
+
+class TrainerProcess:
+    """A rank in an actor's process; rank 0 is the trainer."""
+
+    def __init__(self, launch: RoleLaunch, rank: int = 0) -> None:
+        with at_rest():
+            from trainer_node.process import run_rank
+        self._run_rank, self._launch, self._rank = run_rank, launch, rank
+
+    @ray.method
+    def run(self) -> str:
+        """As `trainer_node.process.run_rank`."""
+        return self._run_rank(self._launch, self._rank)
+
+
+TrainerActor: Any = ray.remote(TrainerProcess)

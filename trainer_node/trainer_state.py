@@ -1,0 +1,134 @@
+"""What a trainer holds between two updates, and its two ways out: snapshots for the store, versions for the workers."""
+
+import time
+from typing import Literal
+
+from shared.config.run_config import Config
+from shared.datasets.read import read_dataset
+from shared.experience.counters import Phase, PhaseCounters
+from shared.experience.spaces import EnvironmentDescription
+from shared.policies.serialization import VersionHeader, encode_board, state_arrays
+from shared.protocol.policy_board import PolicyBoard, Published
+from trainer_node.checkpointing import snapshot
+from trainer_node.checkpointing.checkpoint_writer import CheckpointWriter
+from trainer_node.checkpointing.snapshot import Lineage, Parent, Progress, Snapshot, phase_at
+from trainer_node.incarnation import Incarnation
+from trainer_node.learning.learner import make_learner
+from trainer_node.log_consumer import LogConsumer, RedisAccounting
+
+
+class RunSchedule:
+    """When a checkpoint is due, and when one of `stop_at` is reached."""
+
+    def __init__(self, config: Config) -> None:
+        self._config, self._checkpoint_index = config, 0
+        self._started = self._checkpointed_at = time.monotonic()
+
+    def checkpoint_due(self, counters: PhaseCounters, log_bytes: int) -> bool:
+        """By the counters, by the clock, or because the log is half full (a durable checkpoint frees it)."""
+        checkpoint, passed = self._config.checkpoint, time.monotonic() - self._checkpointed_at
+        timed = checkpoint.every_seconds is not None and passed >= checkpoint.every_seconds
+        counted = checkpoint.every.index(counters.train) > self._checkpoint_index
+        return counted or timed or self.log_half_full(log_bytes)
+
+    def log_half_full(self, log_bytes: int) -> bool:
+        return log_bytes >= self._config.rollout.max_log_bytes // 2
+
+    def checkpointed(self, counters: PhaseCounters) -> None:
+        self._checkpoint_index = self._config.checkpoint.every.index(counters.train)
+        self._checkpointed_at = time.monotonic()
+
+    def exhausted(self, counters: PhaseCounters) -> bool:
+        """Whether a bound on steps, updates, episodes or hours is reached."""
+        stop, train = self._config.stop_at, counters.train
+        hours = (time.monotonic() - self._started) / 3600
+        bounds = stop.env_steps, stop.updates, stop.episodes, stop.hours
+        values = train.env_steps, train.updates, train.episodes, hours
+        return any(bound is not None and value >= bound for bound, value in zip(bounds, values, strict=True))
+
+
+_WAITS = {
+    "first": "the first checkpoint to be durable",
+    "version": "the policy version to be durable",
+    "last": "the last checkpoint to be durable",
+}
+
+
+class TrainerState:
+    """Learner (at first untrained), log consumer, policy version and lineage."""
+
+    def __init__(
+        self, incarnation: Incarnation, description: EnvironmentDescription, accounting: RedisAccounting
+    ) -> None:
+        role = incarnation.role
+        self._incarnation, self._config, self._run_id = incarnation, role.config, role.run_id
+        self._board, self._accounting = PolicyBoard(role.redis, role.run_id), accounting
+        self._taken: Snapshot | None = None
+        self.description = description
+        self.learner = make_learner(role.config, description, read_dataset=read_dataset)
+        self.consumer = LogConsumer(
+            role.run_id, role.config, description, incarnation.read_log, accounting, incarnation.heartbeat.stages
+        )
+        self.schedule = RunSchedule(role.config)
+        self.writer = CheckpointWriter(role, incarnation.epoch)
+        incarnation.closing.callback(self.writer.close)
+        incarnation.profile.add("publishing", self.writer.stages)
+        self.version, self.lineage, self.parent = -1, Lineage(), Parent()
+
+    @property
+    def phase(self) -> Phase:
+        """In which the next fragments are to be acted and learned from."""
+        return phase_at(self._config, self.learner.counters)
+
+    @property
+    def saved(self) -> bool:
+        """Whether there is a snapshot of all that has been learned."""
+        return self._taken is not None and self._taken.version >= self.version
+
+    def snapshot(self) -> Snapshot:
+        """Taken once per version: a checkpoint that is due and the last one may coincide."""
+        if self._taken is None or self._taken.version != self.version:
+            self._taken = self.new_snapshot()
+        return self._taken
+
+    def new_snapshot(self) -> Snapshot:
+        progress = Progress(self.version, self._incarnation.epoch, self.parent, self.lineage)
+        return snapshot.take(self.learner, self._config, self._run_id, progress, self.consumer.committed)
+
+    def checkpoint(self) -> None:
+        """A checkpoint of the present version, durable soon; the next ones are counted from it."""
+        taken = self.snapshot()
+        self.writer.submit(taken)
+        self._descend_from(taken)
+
+    def save_durably(self, which: Literal["first", "version", "last"], taken: Snapshot | None = None) -> Snapshot:
+        """Stores a snapshot (by default of the present version), and waits until that is durable."""
+        taken, seconds = taken or self.snapshot(), self._incarnation.outage_seconds
+        self.writer.submit(taken)
+        with self._incarnation.heartbeat.waiting(_WAITS[which], seconds, outage=True):
+            self.writer.wait_idle(seconds)
+        return taken
+
+    def publish(self, consumed: int) -> Published:
+        """The present version on the board, with its credit and the accounting, in one step.
+
+        Raises `Fenced`, and `RedisRolledBack` where Redis may have lost what the ledger says.
+        """
+        self.consumer.commit()
+        header = VersionHeader(self.version, self.phase, self.learner.counters)
+        blob, name = b"", ""
+        if self._config.policy_versions.transport == "object_store":
+            taken = self.save_durably("version")
+            name = taken.name
+            self._descend_from(taken)
+        else:
+            blob = encode_board({id_: state_arrays(policy) for id_, policy in self.learner.policies.items()}, header)
+        return self._board.publish(
+            epoch=self._incarnation.epoch, version=self.version, consumed=consumed,
+            committed_id=self.consumer.committed.position, ledger=self.consumer.ledger, header=header, blob=blob,
+            checkpoint=name, process=self._accounting.redis_process,
+        )  # fmt: skip
+
+    def _descend_from(self, taken: Snapshot) -> None:
+        self.schedule.checkpointed(self.learner.counters)
+        self.parent = Parent(taken.name, taken.log_position, self.version)
