@@ -246,8 +246,10 @@ class Scaling:
 
     def __init__(self, context: RunContext, cores: int | None = None) -> None:
         self._redis, self._run_id, self._flow, self._cores = context.redis, context.run_id, context.flow, cores
-        own = context.config.rollout
-        self._autoscale = Autoscale(own.scaling_window_seconds, own.fragments_per_update, own.max_policy_lag)
+        rollout = context.config.rollout
+        self._autoscale = Autoscale(
+            rollout.scaling_window_seconds, rollout.fragments_per_update, rollout.max_policy_lag
+        )
         self._told = ""
 
     def desired(

@@ -56,8 +56,8 @@ class InlineRoles:
                     break
                 self._evaluator.step(0.0)
         except Exception as error:
-            if abandon.is_set():  # perhaps by the Redis that it waited for
-                return end
+            if abandon.is_set():  # perhaps by the Redis or the store that it waited for
+                return RunEnd("abandoned")
             self._incarnation.fail(error)
             raise
         finally:

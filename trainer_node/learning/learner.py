@@ -189,10 +189,10 @@ def make_learner(
     begin(policies)
     rewards: dict[str, RewardFilter] = {}
     for policy_id in sorted(policies):
-        section = config.policies[policy_id]
-        if section.reward_ewma is not None:
-            rewards[policy_id] = RewardAverage(section.reward_ewma)
-        elif section.normalize_rewards:
+        policy = config.policies[policy_id]
+        if policy.reward_ewma is not None:
+            rewards[policy_id] = RewardAverage(policy.reward_ewma)
+        elif policy.normalize_rewards:
             rewards[policy_id] = RewardScaling(algorithm.gamma)
     filters = {name: ExperienceFilter(config.policies[name], f"policies.{name}") for name in sorted(policies)}
     demonstrations, steps = None, config.rollout.fragment_steps

@@ -251,7 +251,7 @@ def test_a_reward_of_the_wrong_shape_is_refused() -> None:
         GOALS, 4, 2, 40, strategy="future", relabeled_fraction=1.0, reward=lambda achieved, _: (achieved, achieved > 0)
     )
     fill(memory, stream.fragments(5))
-    with pytest.raises(ValueError, match="goal reward answered"):
+    with pytest.raises(ValueError, match="goal reward returned"):
         memory.sample(8, np.random.default_rng(0), gamma=0.9)
 
 
