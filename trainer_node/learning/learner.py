@@ -200,13 +200,13 @@ def make_learner(
         read = partial(read_dataset, config.demonstrations, description)
         demonstrations = Demonstrations(read, filters[min(policies)], steps)
     algorithms = {}
-    for index, (policy_id, policy) in enumerate(sorted(policies.items())):
+    for index, policy_id in enumerate(sorted(policies)):
         slots = config.environment.num_envs * description.slots(policy_id)
         setting = Setting(
             device, config.seed + index, steps, slots, rewards.get(policy_id), demonstrations,
             config.trainer.precision, config.trainer.compile, config.rollout.fragments_per_update,
         )  # fmt: skip
-        algorithms[policy_id] = make_algorithm(policy, algorithm, setting)
+        algorithms[policy_id] = make_algorithm(policies[policy_id], algorithm, setting)
     episodes: deque[EpisodeRecord] = deque(maxlen=config.metrics.window_episodes)
     remembered: deque[str] = deque(maxlen=max(replay_fragments(made) for made in algorithms.values()))
     return Learner(policies, algorithms, rewards, filters, PhaseCounters(), episodes, remembered, demonstrations)
