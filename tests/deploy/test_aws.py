@@ -19,8 +19,11 @@ def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A pretended AWS for Ray's launcher; the instance role is there already, or Ray would wait for it to spread."""
     from moto import mock_aws
 
-    with pytest.MonkeyPatch.context() as patch, mock_aws():
+    mocked = mock_aws()
+    with pytest.MonkeyPatch.context() as patch:
         import boto3
+
+        mocked.start(reset=False)  # or the S3 server of other tests, moto in this process too, loses its bucket
 
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             patch.setenv(name, "stand-in")
@@ -31,6 +34,7 @@ def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         iam.create_instance_profile(InstanceProfileName="ray-autoscaler-v1")
         iam.add_role_to_instance_profile(InstanceProfileName="ray-autoscaler-v1", RoleName="ray-autoscaler-v1")
         yield boto3.client("ec2", region_name=REGION)
+        mocked.stop(remove_data=False)
 
 
 @pytest.fixture(scope="module")
