@@ -16,6 +16,7 @@ from coordinator.lifecycle.supervisor import Coordinator
 from coordinator.lifecycle.validation import check, check_services, with_recorded
 from shared.config.loading import parse_config, parse_yaml
 from shared.config.run_config import Config
+from shared.config.sections import StopConfig
 from shared.errors import CheckpointDamaged, ConfigError, ObjectMissing, UserError
 from shared.experience.spaces import EnvironmentDescription
 from shared.protocol.keys import check_run_id
@@ -40,12 +41,13 @@ def start(
     name = new_run_id(config) if run_id is None else run_id
     before = _config_of_existing(config, name) if or_resume else None
     if before is not None:
+        _check_same_learning(config, before)
         folder = RunFolder.of(config, name) or RunFolder.create(config, name, import_path)
         at_its_end = ended_status(folder.checkpoint_store(before)).reason in ("solved", "exhausted")
         if before.stop_at == config.stop_at and at_its_end:
             folder.unlock()
             return folder, before, None
-        return _continue(folder, config, before, prepare_resume, inline, begun)
+        return _continue(folder, config, before.stop_at, prepare_resume, inline, begun)
     source = _initial_checkpoint(config)
     folder = RunFolder.create(config, name, import_path)
     try:
@@ -76,8 +78,10 @@ def resume(
     if folder.remote is not None:
         raise UserError(f"run {run_id!r} lives on other machines; `stagecoach attach {run_id}` continues it there")
     config, _ = _checked(folder.config(overrides), folder.import_path(), inline)
+    before = folder.config()
+    _check_same_learning(config, before)
     prepare = partial(prepare_resume, origin=origin, drop=drop, strict=strict)
-    return _continue(folder, config, folder.config(), prepare, inline, begun)
+    return _continue(folder, config, before.stop_at, prepare, inline, begun)
 
 
 def submit(sent: Submission, config: Config, run_id: str, begun: Begun) -> Started:
@@ -116,20 +120,23 @@ def _checked(
     return config, description
 
 
+def _check_same_learning(config: Config, before: Config) -> None:
+    if config.hash() != before.hash():
+        raise ConfigError(
+            f"{', '.join(config.decides_otherwise(before))} cannot change in a resume, because it decides the "
+            f"learning (stop_at, rollout.workers, checkpoint … may change); start a new run for that"
+        )
+
+
 def _continue(
-    folder: RunFolder, config: Config, before: Config, prepare: Callable[..., None], inline: bool, begun: Begun
+    folder: RunFolder, config: Config, before: StopConfig, prepare: Callable[..., None], inline: bool, begun: Begun
 ) -> Started:
-    """A run whose config was `before`. A folder that was made for it here is removed if it cannot continue."""
+    """A run that had `before` to reach. A folder that was made for it here is removed if it cannot continue."""
     made_here = folder.held
     try:
-        if config.hash() != before.hash():
-            raise ConfigError(
-                f"{', '.join(config.decides_otherwise(before))} cannot change in a resume, because it decides the "
-                f"learning (stop_at, rollout.workers, checkpoint … may change); start a new run for that"
-            )
         if not made_here:
             folder.lock()
-        coordinator = Coordinator(folder, config, partial(prepare, before=before.stop_at), inline, begun)
+        coordinator = Coordinator(folder, config, partial(prepare, before=before), inline, begun)
     except BaseException:
         folder.remove() if made_here else folder.unlock()
         raise

@@ -129,12 +129,11 @@ def test_a_run_goes_on_where_another_machine_has_left_it(far: Run, servers: tupl
     done = Run.start(_config(tmp_path / "third", servers), far.run_id, inline=True, or_resume=True)
     assert done.ended
     assert done.wait(10).reason == "exhausted", "it has reached its end: nothing is started"
+    with pytest.raises(UserError, match=r"seed cannot change in a resume, .*start a new run for that"):
+        Run.start(_config(tmp_path / "fourth", servers, seed=7), far.run_id, inline=True, or_resume=True)
     further = _config(tmp_path / "third", servers, stop_at={"updates": 4})
     outcome = Run.start(further, far.run_id, inline=True, or_resume=True).wait(60)
     assert (outcome.reason, outcome.status.updates) == ("exhausted", 4)
-    other = _config(tmp_path / "fourth", servers, seed=7, stop_at={"updates": 4})
-    with pytest.raises(UserError, match="start a new run for that"):
-        Run.start(other, far.run_id, inline=True, or_resume=True)
     assert not (tmp_path / "fourth" / far.run_id).exists()
 
 
