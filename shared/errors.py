@@ -4,16 +4,30 @@ Every message says what was found, what was expected and what to do. `UserError`
 user (exit code 2); everything else that derives from `StagecoachError` has another cause (exit code 1).
 """
 
+import re
+import traceback
 from enum import StrEnum
+from pathlib import Path
+
+PACKAGES = ("stagecoach", "coordinator", "rollout_worker", "trainer_node", "shared")
+_OURS = re.compile(rf"<frozen |/lib/python3\.\d+/|^{re.escape(str(Path(__file__).parents[1]))}/({'|'.join(PACKAGES)})/")
+"""Files of Stagecoach, of Python, and of installed packages."""
 
 
 def headline(error: BaseException) -> str:
     """What an error says, in one line, for reasons, events and tables; the rest, a traceback mostly, is for the log.
-    Named errors speak for themselves; of others the type is told, too. Notes that were added say what to do."""
+    Named errors speak for themselves; of others the type is told, too. Notes that were added say where, what to do."""
     first = next(iter(str(error).strip().splitlines()), "")
     if not (isinstance(error, StagecoachError) and first):
         first = f"{type(error).__name__}: {first}" if first else type(error).__name__
     return "; ".join([first, *getattr(error, "__notes__", ())])
+
+
+def place(error: BaseException) -> str:
+    """Where a user's code raised it, ` (at FILE:LINE)`: the innermost line that is neither ours nor installed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((frame for frame in reversed(frames) if not _OURS.search(frame.filename)), None)
+    return f" (at {frame.filename}:{frame.lineno})" if frame else ""
 
 
 class StagecoachError(Exception):

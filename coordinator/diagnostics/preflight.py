@@ -16,11 +16,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from coordinator.diagnostics.environment_trial import try_environment
 from shared.config.loading import parse_config
-from shared.errors import StagecoachError, UserError
+from shared.errors import PACKAGES, StagecoachError, UserError
 from shared.protocol.heartbeat import Wait, poll
 from shared.protocol.redis_client import check_shards, connect_redis, without_retries
 from shared.runtime.launch import RoleLaunch
-from shared.runtime.user_code import PACKAGES, SOURCE, extend_imports
+from shared.runtime.user_code import SOURCE, extend_imports
 from shared.storage.object_store import open_store
 
 _SECONDS = 120.0

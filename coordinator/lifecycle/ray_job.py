@@ -32,11 +32,11 @@ from coordinator.services.embedded import free_port
 from coordinator.services.ray_internals import server_version
 from shared.config.loading import ENV_PREFIX
 from shared.config.run_config import Config
-from shared.errors import StagecoachError, UserError, WaitTimeout
+from shared.errors import PACKAGES, StagecoachError, UserError, WaitTimeout
 from shared.protocol.heartbeat import Wait, poll
 from shared.runtime.failure import Failure, FailureKind, RunEnd
 from shared.runtime.process import child_environment, end_with_parent
-from shared.runtime.user_code import CODE_VERSION, PACKAGES, SOURCE, code_version, install
+from shared.runtime.user_code import CODE_VERSION, SOURCE, code_version, install
 
 OR_RESUME = "--or-resume"
 _EXCLUDES = [".?*", "*.env", "__pycache__", "*.pyc", "runs"]

@@ -17,10 +17,10 @@ from rollout_worker.environments.pettingzoo_env import PettingZooEnvironments
 from rollout_worker.environments.vector_env import VectorEnvironment
 from shared.config.run_config import Config
 from shared.config.sections import EnvironmentConfig
-from shared.errors import ConfigError, EnvironmentUnusable, OtherApi
+from shared.errors import ConfigError, EnvironmentUnusable, OtherApi, place
 from shared.experience.spaces import EnvironmentDescription
 from shared.runtime.process import end_with_parent, forget_secrets
-from shared.runtime.user_code import import_object, place, with_extra
+from shared.runtime.user_code import import_object, with_extra
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shared.errors import Fenced, StagecoachError, UserError
+from shared.errors import Fenced, StagecoachError, UserError, place
 from shared.experience.log_entry import id_order
 from shared.protocol.events import emit
 from shared.protocol.keys import RunKeys
@@ -80,10 +80,13 @@ class WorkRecord:
 
 @contextmanager
 def naming_entries(run_id: str, first: str, last: str) -> Iterator[None]:
-    """An error over what is done with these log entries gets a note of how the run continues without them."""
+    """An error over what is done with these log entries gets notes: where the user's code raised it (the traceback does
+    not reach the coordinator), and how the run continues without them."""
     try:
         yield
     except Exception as error:
+        if where := place(error):
+            error.add_note(where.strip(" ()"))
         error.add_note(_way_out(run_id, _range(f"{first} {last}")))
         raise
 

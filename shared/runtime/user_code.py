@@ -10,20 +10,16 @@ import os
 import re
 import subprocess
 import sys
-import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from shared.errors import ConfigError, UserError
+from shared.errors import PACKAGES, ConfigError, UserError, place
 from shared.runtime.process import child_environment
 
-PACKAGES = ("stagecoach", "coordinator", "rollout_worker", "trainer_node", "shared")
 SOURCE = Path(__file__).parents[2]
 CODE_VERSION = "STAGECOACH_CODE_VERSION"
 """The environment variable that tells code without an installation which version it is."""
-_OURS = re.compile(rf"<frozen |/lib/python3\.\d+/|^{re.escape(str(SOURCE))}/({'|'.join(PACKAGES)})/")
-"""Files of Stagecoach, of Python, and of installed packages."""
 EXTRAS = {
     "cluster": ("ray[default]",),
     "pettingzoo": ("pettingzoo",),
@@ -96,13 +92,6 @@ def import_object(path: str, field: str, error: type[UserError] = ConfigError, k
             text = f"it raised {type(failed).__name__}: {said}{at}{_clash()}"
             raise error(f"{field}={path} cannot be imported: {text}") from failed
         raise error(f"{field}={path} cannot be imported: {said}; {expected}{_clash()}") from None
-
-
-def place(error: BaseException) -> str:
-    """Where a user's code raised it, ` (at FILE:LINE)`: the innermost line that is neither ours nor installed."""
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = next((frame for frame in reversed(frames) if not _OURS.search(frame.filename)), None)
-    return f" (at {frame.filename}:{frame.lineno})" if frame else ""
 
 
 def _clash() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -86,6 +87,16 @@ def test_the_hooks_of_a_built_in_algorithm_are_exact_too(terminal: CommandLine) 
     figures = list(csv.DictReader((terminal.folder / "runs/half/metrics/train.csv").read_text().splitlines()))
     bonuses = [float(row["train/bonus"]) for row in figures if row["train/bonus"]]
     assert len(bonuses) > 1 and 0 < bonuses[-1] < bonuses[0] <= 1, "what is seen again is worth less"
+
+
+def test_what_its_update_raises_is_told_with_its_line(terminal: CommandLine) -> None:
+    (terminal.folder / "my_pkg" / "my_algo.py").write_text(TEXT.replace("self._seen += ", "self._sene += "))
+    config = config_with(terminal, {"name": f"{MODULE}:Bandit", "step": 0.05})
+    done = terminal.run("train", config, "--run-id", "odd", "--inline")
+    assert done.code == 1
+    assert re.search(
+        r"Error: run odd failed: AttributeError: .*sene.*; at .*my_algo\.py:\d+; `stagecoach resume odd", done.err
+    )
 
 
 @pytest.mark.parametrize(

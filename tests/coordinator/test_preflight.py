@@ -11,10 +11,9 @@ import pytest
 from coordinator.diagnostics.preflight import difference, examine_machine, versions
 from coordinator.lifecycle import validation
 from coordinator.lifecycle.validation import check
-from shared.errors import ConfigError
+from shared.errors import PACKAGES, ConfigError
 from shared.protocol.redis_client import Address
 from shared.runtime.launch import RoleLaunch
-from shared.runtime.user_code import PACKAGES
 from tests.conftest import minimal_config
 from tests.support.broken_environments import MODULE as BROKEN
 

@@ -20,7 +20,7 @@ import pytest
 import redis
 
 from coordinator.catalog.status import Status
-from shared.runtime.user_code import PACKAGES
+from shared.errors import PACKAGES
 from tests.support.command_line import SOURCE, CommandLine, check_ledger
 from tests.support.speed import stretched
 

@@ -19,12 +19,13 @@ from rich.text import Text
 
 from coordinator.cli.options import PrintableConsole
 from coordinator.lifecycle.preparation import create_flow
+from shared.errors import PACKAGES
 from shared.printable import complain, counted, printable, printable_data
 from shared.protocol.events import emit, read_evaluations, read_events, record_evaluation
 from shared.protocol.flow_control import RunState
 from shared.protocol.heartbeat import Heartbeat, read_heartbeats
 from shared.runtime.launch import LOGS, log_to_file
-from shared.runtime.user_code import PACKAGES, SOURCE
+from shared.runtime.user_code import SOURCE
 from tests.conftest import MakeRole, minimal_config
 
 HOSTILE = "\x1b]52;c;cm0gLXJm\x07\x9b31m\u202etxt\x00" + os.fsdecode(b"caf\xe9")

@@ -13,7 +13,7 @@ from shared.config.algorithms.base import AlgorithmConfig
 from shared.config.run_config import Config
 from shared.config.sections import PolicyConfig, RecordedConfig, TrainerConfig
 from shared.datasets.recording import DatasetReader, Recording
-from shared.errors import ConfigError, DatasetError, WeightsNotFinite
+from shared.errors import ConfigError, DatasetError, WeightsNotFinite, headline, place
 from shared.experience.counters import Phase, PhaseCounters
 from shared.experience.fragment import EpisodeRecord, Fragment, holdable
 from shared.experience.spaces import Columns, EnvironmentDescription
@@ -64,7 +64,7 @@ class ExperienceFilter:
                 or not holdable(name, found[name])
             ]
         except Exception as error:
-            raise ConfigError(f"{self._where} failed: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"{self._where} failed: {headline(error)}{place(error)}") from error
         if wrong or set(found) != set(columns):
             odd = ", ".join(wrong or sorted(set(found) ^ set(columns)))
             expected = "the same columns with the same shapes and dtypes, all finite"
