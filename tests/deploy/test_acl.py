@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
@@ -339,21 +338,6 @@ def test_who_may_do_what(server: AclServer, command: list[Any], roles: set[str])
     with server.client(ADMIN) as client:
         said = {role: client.execute_command("ACL", "DRYRUN", role, *command) for role in ROLES}
     assert {role for role, word in said.items() if word in ("OK", b"OK")} == roles
-
-
-SCRIPTS: list[tuple[str, int, set[str]]] = [
-    ("return redis.call('GET', 'another:key')", 0, set()),
-    ("return redis.call('SET', KEYS[1], '1')", 1, set()),
-    ("return redis.call('HSET', KEYS[1], 'x', 'x')", 1, ALL - {"viewer"}),
-]
-
-
-@pytest.mark.parametrize(("script", "keys", "roles"), SCRIPTS)
-def test_a_script_may_do_what_its_role_may(server: AclServer, script: str, keys: int, roles: set[str]) -> None:
-    for role in ROLES:
-        refused = contextlib.nullcontext() if role in roles else pytest.raises(redis.ResponseError, match=NO_PERMISSION)
-        with server.client(role) as client, refused:
-            client.eval(script, keys, *[KEYS.flow][:keys])
 
 
 def test_another_roles_step_is_refused_whole(server: AclServer, config: Config, unique_run_id: str) -> None:
