@@ -25,11 +25,9 @@ from shared.protocol.heartbeat import Beat, read_heartbeats
 from shared.protocol.keys import RunKeys
 from shared.protocol.ledger import read_accounting
 from shared.runtime.run_context import RunContext
-from tests.conftest import minimal_config
+from tests.conftest import MakeRole, minimal_config
 from tests.support.environments import MODULE
 from tests.support.started import published
-
-MakeRole = Callable[..., RunContext]
 
 
 def flaky(tally: Path, times: int, place: str = "step", **fields: Any) -> Config:
