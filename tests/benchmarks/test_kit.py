@@ -69,7 +69,7 @@ def test_a_check_finds_only_what_is_worse_beyond_spread_and_tolerance(samples: l
     assert len(compare(RESULT, found)) == worse
 
 
-def test_what_is_compared_is_measured_in_turns_after_a_round_that_does_not_count(tmp_path: Path) -> None:
+def test_what_is_compared_is_measured_in_turns_after_a_round_that_does_not_count() -> None:
     order: list[str] = []
 
     def call(name: str) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from benchmarks.learning.tasks import Mode, Task, load_tasks
 from shared.config.loading import parse_config
 from tests.support.command_line import CommandLine
 
-MakeTask = Callable[..., Task]
 TINY = {
     "environment": {"id": "CartPole-v1", "num_envs": 2},
     "algorithm": {"minibatch_size": 16, "epochs": 1},

@@ -340,7 +340,7 @@ def test_who_may_do_what(server: AclServer, command: list[Any], roles: set[str])
     assert {role for role, word in said.items() if word in ("OK", b"OK")} == roles
 
 
-def test_another_roles_step_is_refused_whole(server: AclServer, config: Config, unique_run_id: str) -> None:
+def test_another_roles_step_is_refused_whole(config: Config, unique_run_id: str) -> None:
     roles = Roles(config, unique_run_id)
     prepare_new(roles.coordinator, check(config))
     worker, header = roles.open("worker"), VersionHeader(0, Phase.TRAIN, PhaseCounters())
@@ -416,7 +416,7 @@ def test_the_file_names_the_keys_that_there_are_and_no_password() -> None:
     assert set(LINES) == {"default", *ROLES}
 
 
-def test_hashes_are_put_in_and_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashes_are_put_in_and_no_password() -> None:
     acl = filled_acl({"worker": "w" * 32, "viewer": "v" * 32})
     assert f"user worker on #{hashlib.sha256(b'w' * 32).hexdigest()} " in acl
     assert "user trainer on resetpass" in acl

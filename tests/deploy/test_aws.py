@@ -39,15 +39,10 @@ def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def prepared(aws: Any) -> dict[str, Any]:
-    """The file as `ray up` prepares it."""
-    return prepare(FILE.read_text())
-
-
-def prepare(text: str) -> dict[str, Any]:
-    """With an image that the stand-in has (it asks for one only to copy its disks)."""
+    """The file as `ray up` prepares it, with an image that the stand-in has: Ray asks for one only to copy its disks."""
     from ray.autoscaler.sdk import bootstrap_config
 
-    cluster = yaml.safe_load(text)
+    cluster = yaml.safe_load(FILE.read_text())
     for kind in cluster["available_node_types"].values():
         kind["node_config"]["ImageId"] = IMAGE
     return bootstrap_config(cluster, no_config_cache=True)
