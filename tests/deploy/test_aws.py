@@ -39,7 +39,7 @@ def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def prepared(aws: Any) -> dict[str, Any]:
-    """The file as `ray up` prepares it, with an image that the stand-in has: Ray asks for one only to copy its disks."""
+    """The file as `ray up` prepares it, with an image that the stand-in has (Ray looks at it to copy its disks)."""
     from ray.autoscaler.sdk import bootstrap_config
 
     cluster = yaml.safe_load(FILE.read_text())
