@@ -5,7 +5,6 @@ exit code 2; nothing started, nothing written, nothing overwritten.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -171,11 +170,3 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "Interrupted.\n")
-
-
-@pytest.mark.parametrize("arguments", [["frobnicate"], ["train"], ["scale", "a", "many"], ["status", "a", "--nosuch"]])
-def test_a_command_line_that_is_none(stagecoach: Stagecoach, arguments: list[str]) -> None:
-    done = stagecoach(*arguments)
-    assert done.code == 2
-    assert "Usage: " in done.err and "--help" in done.err
-    assert not os.path.exists("runs")

@@ -64,21 +64,13 @@ def everybody(game: Game) -> dict[str, Callable[[], object]]:
     """What roles and commands do, those that are at work and those that begin."""
     role: RunContext = game.role
 
-    def evaluate() -> None:
-        evaluator = Evaluator(game.open())
+    def begin(make: Callable[[], Evaluator | Worker]) -> None:
+        made = make()
         try:
-            evaluator.start()
-            evaluator.step(0.0)
+            made.start()
+            made.step(0)
         finally:
-            evaluator.stop("end of test")
-
-    def begin_to_act() -> None:
-        worker = Worker(game.open(), 0)
-        try:
-            worker.start()
-            worker.step(0)
-        finally:
-            worker.stop("end of test")
+            made.stop("end of test")
 
     def begin_to_train() -> None:
         incarnation = Incarnation(game.open())
@@ -97,10 +89,10 @@ def everybody(game: Game) -> dict[str, Callable[[], object]]:
         "whether it is live": lambda: is_supervised(role.redis, role.run_id),
         "a worker at work": several(game.worker.step),
         "the trainer at work": several(game.trainer.step),
-        "an evaluator": evaluate,
+        "an evaluator": lambda: begin(lambda: Evaluator(game.open())),
         "a coordinator": RunLease(game.open()).take,
         "resume": lambda: prepare_resume(game.open()),
-        "a new worker": begin_to_act,
+        "a new worker": lambda: begin(lambda: Worker(game.open(), 0)),
         "a new trainer": begin_to_train,
     }
 
@@ -126,7 +118,7 @@ def test_whoever_meets_a_damaged_key_goes_on_or_names_it(
     game.end()
 
 
-def test_each_key_has_its_type_and_what_it_holds_is_named(make_role: Callable[..., RunContext]) -> None:
+def test_each_key_has_its_type_and_what_it_holds_is_named() -> None:
     keys = RunKeys("run")
     there = keys_of("run") | {"bodies": keys.bodies("worker-0")}
     assert {name: key_type(key) for name, key in there.items()} == TYPES

@@ -15,13 +15,14 @@ import pytest
 import redis
 
 from coordinator.diagnostics.doctor import Finding, examine, in_the_clear, open_bucket, open_ray, open_redis
-from coordinator.services.embedded import BUCKET, free_port, new_secret, start_redis, start_s3
+from coordinator.services.embedded import BUCKET, free_port, new_secret, start_s3
 from coordinator.services.ray_internals import LOOPBACK_VARIABLE
 from shared.config.loading import dump_config
 from shared.config.run_config import Config
 from tests.conftest import RedisServer, minimal_config
 from tests.support.acl_server import ROLES, acl_server
 from tests.support.environments import MODULE
+from tests.support.own_redis import OwnRedis
 from tests.support.ray_head import DashboardHead
 
 ACCESS, SECRET = new_secret(), new_secret()
@@ -38,13 +39,10 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[tuple[Config, redis.Redis]]:
     """A Redis with one password for everything, as most people begin; and who may change that."""
-    password = new_secret()
-    service = start_redis(tmp_path / "redis", tmp_path / "redis.log", password)
-    try:
-        with redis.Redis(port=service.port, password=password) as admin:
-            yield minimal_config(redis={"url": f"redis://127.0.0.1:{service.port}"}), admin
-    finally:
-        service.stop()
+    server = OwnRedis(tmp_path / "redis")
+    with server.client() as admin:
+        yield minimal_config(redis={"url": server.url}), admin
+    server.kill()
 
 
 def examined(config: Config | None) -> dict[str, Finding]:

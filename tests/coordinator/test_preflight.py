@@ -41,13 +41,9 @@ def test_what_a_machine_does_not_reach_or_have_is_said(launch: RoleLaunch, monke
     assert "there is no bucket 'nowhere'" in problem(away(launch, store_url="s3://nowhere"))
     game = minimal_config(environment={"id": "a_game_of_mine:make"}).model_dump(mode="json")
     assert "a_game_of_mine" in problem(dataclasses.replace(launch, config=game))
-    for kwargs, words in (({"how": "exit"}, "exit code 3; it said last: "), ({"how": "crash"}, "with SIGSEGV")):
-        dying = minimal_config(environment={"id": f"{BROKEN}:Dies", "kwargs": kwargs | {"at_start": True}})
-        said = problem(dataclasses.replace(launch, config=dying.model_dump(mode="json")))
-        assert "its start (__init__) ended its process with " in said and words in said
-    kwargs = {"place": "start"}
-    hanging = minimal_config(environment={"id": f"{BROKEN}:Hangs", "kwargs": kwargs, "step_deadline_seconds": 3})
-    assert "its start (__init__) hangs" in problem(dataclasses.replace(launch, config=hanging.model_dump(mode="json")))
+    dying = minimal_config(environment={"id": f"{BROKEN}:Dies", "kwargs": {"how": "crash", "at_start": True}})
+    said = problem(dataclasses.replace(launch, config=dying.model_dump(mode="json")))
+    assert "its start (__init__) ended its process with SIGSEGV" in said
     monkeypatch.setenv("STAGECOACH_REDIS_PASSWORD", "of another server")
     assert "refuses the credentials" in problem(launch)
 
@@ -59,7 +55,7 @@ def test_the_user_s_modules_are_found_where_the_launch_says(launch: RoleLaunch, 
     assert examine_machine(launch)[1] is None
 
 
-def test_other_versions_are_named_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_are_named_on_both_sides() -> None:
     mine = versions()
     assert difference(mine, mine) is None
     said = difference(mine | {"torch": "1.0", "Stagecoach's code": "feed"}, mine)

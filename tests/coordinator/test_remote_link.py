@@ -28,8 +28,6 @@ from tests.conftest import RedisServer, minimal_config
 from tests.support.groups import some_quick
 from tests.support.speed import stretched
 
-RUN = "far"
-
 
 @pytest.fixture
 def far(servers: tuple[str, str], tmp_path: Path, unique_run_id: str) -> Run:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
@@ -341,22 +340,7 @@ def test_who_may_do_what(server: AclServer, command: list[Any], roles: set[str])
     assert {role for role, word in said.items() if word in ("OK", b"OK")} == roles
 
 
-SCRIPTS: list[tuple[str, int, set[str]]] = [
-    ("return redis.call('GET', 'another:key')", 0, set()),
-    ("return redis.call('SET', KEYS[1], '1')", 1, set()),
-    ("return redis.call('HSET', KEYS[1], 'x', 'x')", 1, ALL - {"viewer"}),
-]
-
-
-@pytest.mark.parametrize(("script", "keys", "roles"), SCRIPTS)
-def test_a_script_may_do_what_its_role_may(server: AclServer, script: str, keys: int, roles: set[str]) -> None:
-    for role in ROLES:
-        refused = contextlib.nullcontext() if role in roles else pytest.raises(redis.ResponseError, match=NO_PERMISSION)
-        with server.client(role) as client, refused:
-            client.eval(script, keys, *[KEYS.flow][:keys])
-
-
-def test_another_roles_step_is_refused_whole(server: AclServer, config: Config, unique_run_id: str) -> None:
+def test_another_roles_step_is_refused_whole(config: Config, unique_run_id: str) -> None:
     roles = Roles(config, unique_run_id)
     prepare_new(roles.coordinator, check(config))
     worker, header = roles.open("worker"), VersionHeader(0, Phase.TRAIN, PhaseCounters())
@@ -432,7 +416,7 @@ def test_the_file_names_the_keys_that_there_are_and_no_password() -> None:
     assert set(LINES) == {"default", *ROLES}
 
 
-def test_hashes_are_put_in_and_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashes_are_put_in_and_no_password() -> None:
     acl = filled_acl({"worker": "w" * 32, "viewer": "v" * 32})
     assert f"user worker on #{hashlib.sha256(b'w' * 32).hexdigest()} " in acl
     assert "user trainer on resetpass" in acl

@@ -36,33 +36,14 @@ SCRIPTS = sorted(
     path.name for path in DEPLOY.iterdir() if path.is_file() and path.read_text().startswith("#!/usr/bin/env bash")
 )
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
-BREAKS = {
-    "services.sh": ('mkdir -p "$folder"', "mkdir -p $folder"),
-    "role.sh": ('kill -TERM "$child"', 'kill -TERM "$chidl"'),
-    "ssh.sh": ('for host in $(hosts); do bring', 'for host in $(hosts) do bring'),
-    "slurm.sbatch": ("fi\n\nif [[ ! -e $folder/prepared ]]", "\nif [[ ! -e $folder/prepared ]]"),
-}  # fmt: skip
 RUN = "by-script"
-
-
-def shellcheck(path: Path) -> str:
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name("shellcheck")), "--shell=bash", str(path)], capture_output=True, text=True
-    )
-    return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_shellcheck_finds_nothing(name: str) -> None:
-    assert shellcheck(DEPLOY / name) == ""
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_shellcheck_finds_a_break(name: str, tmp_path: Path) -> None:
-    text, (good, bad) = (DEPLOY / name).read_text(), BREAKS[name]
-    assert good in text
-    (tmp_path / name).write_text(text.replace(good, bad))
-    assert "SC" in shellcheck(tmp_path / name)
+    command = [str(Path(sys.executable).with_name("shellcheck")), "--shell=bash", str(DEPLOY / name)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @dataclass(frozen=True)

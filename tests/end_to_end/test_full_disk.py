@@ -82,8 +82,8 @@ def check_ended_without_a_checkpoint(terminal: CommandLine, process: subprocess.
     assert "Traceback" not in done.out + done.err, done
 
 
-def check_resumed_without_loss(terminal: CommandLine, version: int) -> None:
-    process = terminal.start("resume", RUN, "--inline")
+def check_continues_without_loss(terminal: CommandLine, process: subprocess.Popen[str], version: int) -> None:
+    """Until Ctrl-C, which ends it in order."""
     later(terminal, version)
     process.send_signal(signal.SIGINT)
     assert terminal.ended(process).code == 0
@@ -112,7 +112,7 @@ def test_a_full_disk_of_the_runs_folder_pauses_it_by_name(terminal: CommandLine,
     check_ended_without_a_checkpoint(terminal, process, "Redis, since ")
     terminal.check_nothing_left()
     disk.free()
-    check_resumed_without_loss(terminal, version)
+    check_continues_without_loss(terminal, terminal.start("resume", RUN, "--inline"), version)
 
 
 def test_a_redis_that_dies_on_a_full_disk_is_started_again_and_the_run_continues(
@@ -126,10 +126,7 @@ def test_a_redis_that_dies_on_a_full_disk_is_started_again_and_the_run_continues
     os.kill(min(former), signal.SIGKILL)
     terminal.wait_until("another Redis", lambda: bool(redis_servers(terminal) - former))
     disk.free()
-    later(terminal, version)
-    process.send_signal(signal.SIGINT)
-    assert terminal.ended(process).code == 0
-    check_ledger(terminal.marker(RUN, ".finished"))
+    check_continues_without_loss(terminal, process, version)
 
 
 @pytest.mark.parametrize("which", ["a folder", "the embedded server"])

@@ -40,10 +40,6 @@ def durable(terminal: CommandLine) -> tuple[int, int]:
     return int(version), int(steps)
 
 
-def pid_of(status: Status, id_: str) -> int:
-    return next(beat.pid for beat in status.roles if beat.id == id_)
-
-
 def check_stopped(terminal: CommandLine, reason: str = "stopped") -> dict[str, Any]:
     """It ended as it should: `.finished`, a final checkpoint, balanced accounting, nothing left behind."""
     finished: dict[str, Any] = terminal.marker(RUN, ".finished")
@@ -100,7 +96,8 @@ def test_a_killed_coordinator_takes_everything_with_it_and_resume_goes_on_until_
     assert seen == sorted(seen)
     assert seen[0] >= (version, steps)
 
-    os.kill(pid_of(terminal.handle(RUN).status(), "trainer"), signal.SIGSTOP)  # so that the first signal cannot end it
+    (trainer,) = [beat.pid for beat in terminal.handle(RUN).status().roles if beat.id == "trainer"]
+    os.kill(trainer, signal.SIGSTOP)  # so that the first signal cannot end it
     process.send_signal(signal.SIGINT)
     terminal.wait_until("the first signal to be taken", lambda: "Ctrl-C again" in terminal.output(process))
     reached = terminal.handle(RUN).status().version

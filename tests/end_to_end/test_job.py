@@ -79,7 +79,7 @@ def finished(cluster: Cluster, run_id: str) -> Any:
 
 
 def test_a_run_is_submitted_followed_scaled_stopped_and_seen_from_another_place(
-    laptop: CommandLine, cluster: Cluster, tmp_path: Path
+    laptop: CommandLine, cluster: Cluster
 ) -> None:
     config = write_config(laptop, cluster, stop_at={"updates": 100_000})
     begun = laptop.run("train", config, "--address", cluster.dashboard, "--run-id", "far", "--detach")

@@ -41,13 +41,25 @@ def start(terminal: CommandLine, *options: str) -> subprocess.Popen[str]:
     return process
 
 
+def check_ended(terminal: CommandLine, version: int) -> None:
+    """In order, with all that was learned, and nothing left behind."""
+    terminal.check_nothing_left()
+    finished = terminal.marker(RUN, ".finished")
+    assert (finished["reason"], finished["version"] >= version) == ("stopped", True)
+    check_ledger(finished)
+
+
 def suffers(terminal: CommandLine, process: subprocess.Popen[str], faults: Sequence[tuple[int, str, str]]) -> None:
     """Signal by signal to the services of these names, each told of with these words, until the run ends in order."""
     for number, pattern, told in faults:
         send(terminal, pattern, number)
         terminal.wait_until(told, lambda told=told: told in terminal.output(process))  # type: ignore[misc]
         version = goes_on(terminal, terminal.handle(RUN).status().version)
-    ends_in_order(terminal, process, version)
+    assert not (terminal.store(RUN) / ".finished").exists()
+    process.send_signal(signal.SIGINT)
+    done = terminal.ended(process)
+    assert done.code == 0, done
+    check_ended(terminal, version)
     assert list(terminal.temporary.glob("sc-*")) == []
 
 
@@ -96,18 +108,6 @@ def test_a_redis_of_ones_own_that_is_silent_pauses_the_run_by_name(
         server.kill()
 
 
-def ends_in_order(terminal: CommandLine, process: subprocess.Popen[str], version: int) -> None:
-    """Ctrl-C, with all that was learned, and nothing left behind."""
-    assert not (terminal.store(RUN) / ".finished").exists()
-    process.send_signal(signal.SIGINT)
-    done = terminal.ended(process)
-    assert done.code == 0, done
-    finished = terminal.marker(RUN, ".finished")
-    assert (finished["reason"], finished["version"] >= version) == ("stopped", True)
-    check_ledger(finished)
-    terminal.check_nothing_left()
-
-
 def test_a_coordinator_whose_parent_has_ended_outlives_its_ray(terminal: CommandLine) -> None:
     """Process 1 is its parent then, as in a container or a systemd unit; a driver of Ray's takes that for the death of
     its raylet as soon as a connection breaks."""
@@ -128,7 +128,4 @@ def test_a_coordinator_whose_parent_has_ended_outlives_its_ray(terminal: Command
         version = goes_on(terminal, terminal.handle(RUN).status().version)  # the former one's roles are gone by now
     assert lock.read_text() == coordinator
     assert terminal.run("stop", RUN).code == 0
-    terminal.check_nothing_left()
-    finished = terminal.marker(RUN, ".finished")
-    assert (finished["reason"], finished["version"] >= version) == ("stopped", True)
-    check_ledger(finished)
+    check_ended(terminal, version)

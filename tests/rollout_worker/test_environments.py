@@ -23,7 +23,6 @@ from rollout_worker.environments.vector_env import Step, VectorEnvironment
 from shared.config.run_config import Config
 from shared.errors import EnvironmentFailure, EnvironmentUnusable
 from shared.experience.fragment import EpisodeRecord
-from shared.experience.spaces import Columns
 from tests.conftest import minimal_config
 from tests.support.environments import CHASE, CHASE_POLICIES, MODULE
 
@@ -67,27 +66,6 @@ def test_each_step_tells_ends_apart_and_starts_again_at_once(vectorization: str,
         assert step.episodes == [(0, record), (1, record)]
         act(vector, 0)
         assert act(vector, 0).episodes[0][1] == EpisodeRecord(3.0, 2, success=True, metrics={"depth": 20.0})
-
-
-def test_a_step_limit_truncates_by_the_config() -> None:
-    with started(counting(ends="never") | {"max_episode_steps": 2}) as vector:
-        vector.reset([1, 2])
-        act(vector, 0)
-        step = act(vector, 0)
-        told = step.policies["default"]
-        assert told.truncated.all() and not told.terminated.any() and told.final_obs["final_obs"][0].tolist() == [2, 0]
-        assert step.episodes[0][1].length == 2
-
-
-def test_wrappers_are_applied_in_their_order() -> None:
-    wrappers = [
-        {"path": f"{MODULE}:AddOne", "kwargs": {"amount": 3.0}},
-        {"path": "gymnasium.wrappers:TransformReward", "kwargs": {"func": float}},
-        "tests.support.environments:AddOne",
-    ]
-    with started(counting() | {"wrappers": wrappers}) as vector:
-        vector.reset([1, 2])
-        assert act(vector, 0).policies["default"].reward.tolist() == [5.0, 5.0]
 
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
@@ -200,17 +178,6 @@ def test_a_parallel_environment_is_truncated_after_its_most_steps() -> None:
         assert prey.truncated.all() and not prey.terminated.any()
         assert prey.final_obs["final_obs"].tolist() == [[2, 0], [2, 0]] and prey.obs["obs"].tolist() == [[0, 1], [0, 1]]
         assert [record.length for _, record in second.episodes] == [2, 2]
-
-
-@pytest.mark.parametrize("environment", [{"id": f"{MODULE}:Noise"}, {"id": "CartPole-v1", "vectorization": "native"}])
-def test_starts_follow_from_the_seeds(environment: dict[str, Any]) -> None:
-    def first(seeds: list[int]) -> Columns:
-        with started(environment) as vector:
-            return {name: array.copy() for name, array in vector.reset(seeds)["default"][0].items()}
-
-    assert np.array_equal(first([1, 2])["obs"], first([1, 2])["obs"])
-    assert not np.array_equal(first([1, 2])["obs"], first([3, 4])["obs"])
-    assert not np.array_equal(first([1, 2])["obs"][0], first([1, 2])["obs"][1])
 
 
 def test_what_an_environment_of_its_own_process_starts_inherits_no_token(

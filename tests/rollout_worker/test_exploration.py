@@ -143,19 +143,30 @@ def test_where_a_box_has_no_bounds_it_tells_the_normal_density_and_of_a_single_v
     assert told(spaces.Box(np.array([0, 2], np.float32), np.array([1, 2], np.float32)))[1].isnan().all()
 
 
-@pytest.mark.parametrize("action", [spaces.Discrete(3), spaces.Tuple((spaces.Discrete(2), spaces.MultiBinary(2)))])
+TWO_PARTS = spaces.Tuple((spaces.Discrete(2), spaces.MultiBinary(2)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "action", "fields"),
+    [
+        ("epsilon_greedy", spaces.Discrete(3), {}), ("epsilon_greedy", TWO_PARTS, {}),
+        ("ucb", None, {"heads": 3}), ("bootstrapped", None, {"heads": 3}),
+    ],
+)  # fmt: skip
 @torch.no_grad()
-def test_epsilon_greedy_tells_the_probability_of_what_it_does(action: spaces.Space[object]) -> None:
-    policy = policy_for(action)
-    rows = alike(40_000)
-    exploration = EpsilonGreedy(0.4)
-    actions, params = exploration.act(policy, rows, generator())
+def test_who_acts_at_random_now_and_then_tells_the_probability_of_what_it_does(
+    kind: str, action: spaces.Space[object] | None, fields: dict[str, Any]
+) -> None:
+    policy = q_network(**fields) if action is None else policy_for(action)
+    exploration = EpsilonGreedy(0.4) if kind == "epsilon_greedy" else exploring(kind=kind, epsilon=0.4)
+    exploration.begin(0, 3)
+    actions, params = exploration.act(policy, alike(MANY), generator())
     assert params is not None
-    told = exploration.log_prob(policy, params, actions)
-    assert told.shape == (40_000,)
-    joint = np.concatenate([column.reshape(40_000, -1).numpy() for column in actions.values()], axis=1)
+    joint = np.concatenate([column.reshape(MANY, -1).numpy() for column in actions.values()], axis=1)
     _, which, counts = np.unique(joint, axis=0, return_inverse=True, return_counts=True)
-    np.testing.assert_allclose(told.exp().numpy(), counts[which.reshape(-1)] / 40_000, atol=0.012)
+    told = exploration.log_prob(policy, params, actions).exp().numpy()
+    np.testing.assert_allclose(told, counts[which.reshape(-1)] / MANY, atol=0.015)
+    assert counts.max() / MANY == pytest.approx(0.6 + 0.4 / len(counts), abs=0.015)
 
 
 @pytest.mark.parametrize("temperature", [0.05, 0.3, 5.0])
@@ -238,20 +249,6 @@ def test_an_episode_is_acted_by_one_head_that_follows_from_its_seed() -> None:
     assert actions["action"].tolist() == [int(values[head].argmax()) for head in heads]
     drawn = np.bincount([head for first in range(0, 4000, 4) for head in told(list(range(first, first + 4)))[1][:4]])
     np.testing.assert_allclose(drawn / 4000, 1 / 6, atol=0.03)
-
-
-@pytest.mark.parametrize("kind", ["ucb", "bootstrapped"])
-@torch.no_grad()
-def test_an_ensemble_may_also_act_at_random_now_and_then(kind: str) -> None:
-    policy, sight = q_network(heads=3), alike(MANY)
-    exploration = exploring(kind=kind, epsilon=0.4)
-    exploration.begin(0, 3)
-    actions, params = exploration.act(policy, sight, generator())
-    assert params is not None
-    shares = np.bincount(actions["action"].numpy(), minlength=4) / MANY
-    told = exploration.log_prob(policy, params, actions).exp().numpy()
-    np.testing.assert_allclose(told, shares[actions["action"].numpy()], atol=0.015)
-    assert shares.max() == pytest.approx(0.7, abs=0.015)
 
 
 @torch.no_grad()

@@ -190,13 +190,17 @@ def test_a_last_observation_beyond_its_space_is_unknown_and_costs_nothing_else(c
         ("shape", "raised ValueError in step"),
         ("exit", "environment 0 raised SystemExit in step: the license is over"),
         ("None", "a reward for policy default that cannot be learned from: it holds NaN"),
+        ("chase: None", "raised TypeError in step"),
+        ("chase: shape", "raised ValueError in step"),
     ],
 )
 @pytest.mark.parametrize("exploration", [Sampling(), RandomActing()], ids=["sampling", "random"])
 def test_what_cannot_be_learned_from_is_a_failure_of_the_environment(
     what: str, words: str, exploration: Exploration
 ) -> None:
-    stage = Stage({"id": f"{MODULE}:Spoils", "kwargs": {"what": what}})
+    chase, kwargs = what.startswith("chase: "), {"what": what.removeprefix("chase: ")}
+    game: dict[str, Any] = {"id": f"{MODULE}:{'SpoilsTheChase' if chase else 'Spoils'}", "kwargs": kwargs}
+    stage = Stage(game | {"api": "pettingzoo"}, **TWO_POLICIES) if chase else Stage(game)
     stage.sample(1, exploration)
     with pytest.raises(EnvironmentFailure, match=words):
         stage.sample(4, exploration)
@@ -211,13 +215,6 @@ def test_of_an_info_only_numbers_count_and_none_of_them_changes(vectorization: s
     expected = [1.0, 0.25] if vectorization == "sync" else [1.0, 1.0]
     assert [line["mixed"] for line in told] in (expected, expected[::-1])
     assert all(line.keys() <= {"depth", "mixed", "note"} for line in told)
-
-
-@pytest.mark.parametrize("what", ["None", "shape"])
-def test_what_no_column_holds_is_a_failure_of_the_environment(what: str) -> None:
-    game = {"id": f"{MODULE}:SpoilsTheChase", "api": "pettingzoo", "kwargs": {"what": what}}
-    with pytest.raises(EnvironmentFailure, match=r"raised (TypeError|ValueError) in step"):
-        Stage(game, **TWO_POLICIES).sample(4)
 
 
 def test_agents_of_one_policy_are_slots_beside_each_other() -> None:

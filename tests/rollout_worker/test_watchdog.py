@@ -20,13 +20,13 @@ from shared.protocol.ledger import read_accounting
 from shared.runtime.failure import FailureKind
 from shared.runtime.process import last_words
 from shared.runtime.run_context import RunContext
-from tests.conftest import minimal_config
+from tests.conftest import MakeRole, minimal_config
 from tests.support.environments import MODULE
 from tests.support.groups import some_quick
 from tests.support.role_processes import ended, events, start_process
 from tests.support.started import published
 
-MakeRole = Callable[..., RunContext]
+RunWorker = Callable[..., tuple[RunContext, subprocess.CompletedProcess[str]]]
 MIB = 1 << 20
 
 
@@ -36,9 +36,16 @@ def hanging(tally: Path, place: str, **fields: Any) -> Config:
     return minimal_config(environment=environment | fields)
 
 
-def worker_process(role: RunContext, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python -m rollout_worker` on this run, until it ends."""
-    return ended(start_process(role, folder, "rollout_worker", *arguments))
+@pytest.fixture
+def run_worker(make_role: MakeRole, tmp_path: Path) -> RunWorker:
+    """`python -m rollout_worker` on a run of this config, until it ends; and what a test sees of the run."""
+
+    def run(config: Config, *arguments: str) -> tuple[RunContext, subprocess.CompletedProcess[str]]:
+        role = make_role(config)
+        with published(make_role, config):
+            return role, ended(start_process(role, tmp_path, "rollout_worker", *(arguments or ("--index", "0"))))
+
+    return run
 
 
 def left_behind(folder: Path) -> list[str]:
@@ -72,7 +79,7 @@ def test_environments_that_hang_end_the_process_which_says_where(
     role = make_role(config)
     with published(make_role, config):
         (tmp_path / "tally").unlink(missing_ok=True)
-        done = worker_process(role, tmp_path, "--index", "0")
+        done = ended(start_process(role, tmp_path, "rollout_worker", "--index", "0"))
         assert done.returncode == 1, done
         assert f"worker-0 hangs in {place} of its environments" in done.stderr.replace("the start", "start")
         assert where in done.stderr and "step_deadline_seconds" in done.stderr
@@ -85,20 +92,20 @@ def test_environments_that_hang_end_the_process_which_says_where(
 
 
 @pytest.mark.processes
-def test_one_that_keeps_python_s_lock_ends_the_process_too_with_its_stack(make_role: MakeRole, tmp_path: Path) -> None:
+def test_one_that_keeps_python_s_lock_ends_the_process_too_with_its_stack(
+    run_worker: RunWorker, tmp_path: Path
+) -> None:
     kwargs = {"tally": str(tmp_path / "tally"), "times": 1, "locks": True}
     environment = {"id": f"{MODULE}:Hangs", "num_envs": 2, "kwargs": kwargs}
     config = minimal_config(environment=environment, rollout={"silent_seconds": 10.5})
-    role = make_role(config)
-    with published(make_role, config):
-        done = worker_process(role, tmp_path, "--index", "0")
-        assert done.returncode == 1, done
-        words = last_words(done.stderr)
-        assert words.how == "its watchdog: one call kept Python's lock for 0:00:08", done.stderr
-        assert "in hang" in words.lines[-4], words
+    _, done = run_worker(config)
+    assert done.returncode == 1, done
+    words = last_words(done.stderr)
+    assert words.how == "its watchdog: one call kept Python's lock for 0:00:08", done.stderr
+    assert "in hang" in words.lines[-4], words
 
 
-def test_a_process_that_leaks_ends_after_its_fragment(make_role: MakeRole, tmp_path: Path) -> None:
+def test_a_process_that_leaks_ends_after_its_fragment(run_worker: RunWorker) -> None:
     kwargs = {"kept": 4 * MIB, "seconds": 0.05}
     config = minimal_config(
         environment={"id": f"{MODULE}:Leaks", "num_envs": 1, "kwargs": kwargs},
@@ -109,37 +116,31 @@ def test_a_process_that_leaks_ends_after_its_fragment(make_role: MakeRole, tmp_p
             "memory_limit_bytes": 700 * MIB,
         },
     )
-    role = make_role(config)
-    with published(make_role, config):
-        done = worker_process(role, tmp_path, "--index", "0")
-        assert (done.returncode, done.stdout.strip()) == (1, "outgrew its memory limit"), done
-        line = read_accounting(role.redis, role.run_id)["worker-0"]
-        assert line.balances and line.produced.fragments > 0
-        assert role.flow.read().claimed == line.produced.fragments, "no claim is left open"
+    role, done = run_worker(config)
+    assert (done.returncode, done.stdout.strip()) == (1, "outgrew its memory limit"), done
+    line = read_accounting(role.redis, role.run_id)["worker-0"]
+    assert line.balances and line.produced.fragments > 0
+    assert role.flow.read().claimed == line.produced.fragments, "no claim is left open"
 
 
 @pytest.mark.processes
-def test_a_process_far_beyond_its_limit_ends_at_once(make_role: MakeRole, tmp_path: Path) -> None:
+def test_a_process_far_beyond_its_limit_ends_at_once(run_worker: RunWorker) -> None:
     config = minimal_config(
         environment={"id": f"{MODULE}:Leaks", "num_envs": 1, "kwargs": {"kept": 600 * MIB, "seconds": 3.0}},
         rollout={"fragment_steps": 64, "fragments_per_update": 1, "memory_limit_bytes": 512 * MIB},
     )
-    role = make_role(config)
-    with published(make_role, config):
-        done = worker_process(role, tmp_path, "--index", "0")
-        assert done.returncode == 1, done
-        assert "far beyond rollout.memory_limit_bytes=536870912" in events(role)
-        assert role.flow.read().claimed == 0
+    role, done = run_worker(config)
+    assert done.returncode == 1, done
+    assert "far beyond rollout.memory_limit_bytes=536870912" in events(role)
+    assert role.flow.read().claimed == 0
 
 
 @pytest.mark.processes
-def test_an_evaluator_that_hangs_ends_too(make_role: MakeRole, tmp_path: Path) -> None:
+def test_an_evaluator_that_hangs_ends_too(run_worker: RunWorker, tmp_path: Path) -> None:
     config = hanging(tmp_path / "tally", "step")
-    role = make_role(config)
-    with published(make_role, config):
-        done = worker_process(role, tmp_path, "--evaluator")
-        assert done.returncode == 1, done
-        assert "evaluator hangs in step of its environments" in events(role)
+    role, done = run_worker(config, "--evaluator")
+    assert done.returncode == 1, done
+    assert "evaluator hangs in step of its environments" in events(role)
 
 
 def test_resident_bytes_count_the_children() -> None:

@@ -25,11 +25,9 @@ from shared.protocol.heartbeat import Beat, read_heartbeats
 from shared.protocol.keys import RunKeys
 from shared.protocol.ledger import read_accounting
 from shared.runtime.run_context import RunContext
-from tests.conftest import minimal_config
+from tests.conftest import MakeRole, minimal_config
 from tests.support.environments import MODULE
 from tests.support.started import published
-
-MakeRole = Callable[..., RunContext]
 
 
 def flaky(tally: Path, times: int, place: str = "step", **fields: Any) -> Config:
@@ -222,20 +220,6 @@ def test_every_worker_and_every_incarnation_meets_its_own_starts(make_role: Make
                 assert worker.step(0) == "pushed"
         seen = [item.columns["default"]["obs"][0].tobytes() for item in fragments_of(role)]
     assert len(set(seen)) == 3
-
-
-def test_the_same_worker_of_the_same_run_seed_meets_the_same_starts(make_role: MakeRole) -> None:
-    config = minimal_config(
-        seed=7, environment={"id": f"{MODULE}:Noise", "num_envs": 2}, algorithm={"minibatch_size": 16}
-    )
-    seen = []
-    for _ in range(2):
-        role = make_role(config)
-        with published(make_role, config), started(role, 2) as worker:
-            assert worker.step(0) == "pushed"
-            seen += [item.columns["default"]["obs"] for item in fragments_of(role)]
-        role.redis.delete(*role.redis.scan_iter(f"{RunKeys(role.run_id).prefix}*"))
-    assert len(seen) == 2 and np.array_equal(seen[0], seen[1])
 
 
 def test_a_config_that_is_not_the_runs_is_refused_before_anything_happens(make_role: MakeRole) -> None:
