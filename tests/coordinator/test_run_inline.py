@@ -94,6 +94,27 @@ def test_a_run_from_start_to_end(config: MakeConfig, monkeypatch: pytest.MonkeyP
         again.load_policy(policy_id="nobody")
 
 
+def test_a_live_run_is_scaled_and_stopped(config: MakeConfig) -> None:
+    run = Run.start(config(stop_at=FOR_EVER, rollout={"fragments_per_update": 4}), "a", inline=True)
+    other = Run.attach("a", run.config.runs_dir)
+    with pytest.raises(WaitTimeout, match="run a to end"):
+        other.wait(0.1)
+    other.scale(3)
+    three = {"worker-0", "worker-1", "worker-2"}
+    until(
+        other, lambda s: {b.id for b in s.roles if b.role == "worker" and b.alive} == three and three <= set(s.ledger)
+    )
+    other.scale(1)
+    until(other, lambda s: {b.id for b in s.roles if b.role == "worker" and b.alive} == {"worker-0"})
+    assert not run.ended
+    other.stop()
+    assert finish(run).reason == "stopped"
+    assert other.wait(30).reason == "stopped"
+    finished = marker(run, ".finished")
+    check_ledger(finished)
+    assert three <= set(finished["ledger"])
+
+
 def test_events_tell_what_happened(config: MakeConfig) -> None:
     run = Run.start(config(stop_at=FOR_EVER), "a", inline=True)
     other = Run.attach("a", run.config.runs_dir)
