@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""SKIP"""
+"""Writes a Redis ACL file from deploy/users.acl, with each role's password from the environment or from files."""
 
 from __future__ import annotations
 

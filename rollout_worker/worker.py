@@ -41,6 +41,7 @@ _WAKEUP_SECONDS = 1.0
 
 class StepResult(StrEnum):
     PUSHED = "pushed"
+    """Produced: it is in the log, or was refused as stale, which the ledger counts."""
     WAITED = "waited"
     FAILED = "failed"
     """The environment raised, and was started again."""

@@ -38,7 +38,7 @@ Unknown keys are errors. Durations are written `10 updates`, `20000 env_steps` o
 
 What is not said is as the algorithm has it, and else as the tables below say. `stagecoach config FILE` shows
 what that comes to; a run keeps it in its `config.yaml`. An algorithm of your own (`module:Class`) has those
-of the tables. With a `dataset` there is no warm-up by default.
+of the tables, also where it derives from a built-in one. With a `dataset` there is no warm-up by default.
 
 | `algorithm.name` | defaults |
 |---|---|"""

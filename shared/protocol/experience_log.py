@@ -23,7 +23,7 @@ class PushReply(StrEnum):
     PUSHED = "pushed"
     DUPLICATE = "duplicate"
     STALE = "stale"
-    """Its lease ran out and the place is taken; it is counted as dropped."""
+    """Its claim was given back (lease over, or released) and the window has no room; it is counted as dropped."""
     SUPERSEDED = "superseded"
     """A newer incarnation acts in its place."""
     EPOCH = "epoch"

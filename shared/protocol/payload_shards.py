@@ -1,4 +1,4 @@
-"""SKIP"""
+"""Bodies of fragments on further Redis servers: written before the push, fetched by the page, swept after a trim."""
 
 import logging
 import zlib

@@ -36,7 +36,7 @@ class RestartBound:
 
 def learning_progress(client: redis.Redis, run_id: str) -> Progress:
     """Of trainer, ranks and all that the whole run needs: the log position that has been accounted for. A trainer that
-    only replays what a former one has learned, or publishes a fork, does not move it."""
+    only replays what a former one has learned, or publishes a roll back, does not move it."""
     return id_order(Flow(client, run_id).read().committed_id)
 
 

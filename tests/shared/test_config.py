@@ -242,7 +242,7 @@ def reads(texts: Iterator[str]) -> set[tuple[str, str]]:
 CALLED = {"policies": "policy", "wrappers": "wrapper", "stop_at": "stop"}
 """What the code calls a section, or one item of it, where it holds it in a variable; otherwise its name or `config`."""
 NOT_READ = {("algorithm", "name")}
-"""Decides which algorithm's section is meant; there is one so far."""
+"""Decides which algorithm's section is meant."""
 
 
 def unread(model: type[BaseModel], texts: Iterator[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """Recovery: how a trainer takes up its run, from the newest checkpoint and the log behind it.
 
-What happens between a `kill -9` of the trainer and its next update, in the order of this file:
+What happens between a `kill -9` of the trainer and its next update, in the order in which it happens:
 
 1. The coordinator (or a person) starts a new process, whose `Recovery` fences the dead trainer with a higher epoch and
    counts its death. Log entries over which several trainers died in a row go into quarantine.

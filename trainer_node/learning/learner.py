@@ -108,7 +108,7 @@ class Learner:
             self.remembered.append(item.position)
             self._filter(item)
             for policy_id, scaling in self.rewards.items():
-                if self.remembered.maxlen:  # a memory holds rewards as they were
+                if self.remembered.maxlen:  # a replay buffer holds rewards as they were
                     scaling.take_in(_source(item), item.columns[policy_id])
                 else:
                     item.columns[policy_id] = scaling.scale(_source(item), item.columns[policy_id])
@@ -127,7 +127,7 @@ class Learner:
             item.columns[policy_id] = filtered(item.columns[policy_id])
 
     def learn(self, fragments: Sequence[Fragment], phase: Phase) -> dict[str, float]:
-        """One update of every policy (in warm-up, only of normalizers and memories); returns the metrics.
+        """One update of every policy (in warm-up, only of normalizers and replay buffers); returns the metrics.
 
         With several policies, each one's metrics end in `/<policy id>`. Raises `WeightsNotFinite`.
         """

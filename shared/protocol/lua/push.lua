@@ -4,7 +4,7 @@
 -- Appends a fragment to the log and takes back its claim. `field` is 'fragment' and `value` its body, or 'body' and the
 -- body's place on a shard; `bytes` is the body's size; `action_trace_length` is how many entries the action trace keeps; `refusals`
 -- is how many pushes of this incarnation were 'stale' as far as the worker has heard.
--- Returns 'pushed', 'duplicate' (a resend), 'stale' (its claim was given away and there is no room), 'superseded' (a
+-- Returns 'pushed', 'duplicate' (a resend), 'stale' (its claim was given back and the window has no room), 'superseded' (a
 -- newer incarnation acts the same in its place), 'epoch' (this Redis is older than the claim: it was restored from the
 -- past), or 'finished'. A fragment that was refused stays refused: the same number belongs to another fragment once the
 -- worker has heard of the refusal, and to the same fragment before.

@@ -91,7 +91,7 @@ class OffPolicy:
     def __init__(self, policy: Policy, config: OffPolicyConfig, setting: Setting) -> None:
         self.policy = policy.to(setting.device)
         self.shard = Shard()
-        """All of each minibatch: `OffPolicyConfig.refuse` lets no further ranks be."""
+        """All of each minibatch: shared/config/compatibility.py rejects further ranks."""
         self._config, self._setting = config, setting
         steps, slots = setting.fragment_steps, setting.slots
         self.replay_buffer = make_replay_buffer(config.replay_buffer, policy.spaces, steps, slots)
