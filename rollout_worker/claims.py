@@ -6,7 +6,7 @@ log's reply (shared/protocol/experience_log.py: PushReply):
 | reply | what happened | what the worker does |
 |---|---|---|
 | `pushed`, `duplicate` | it is in the log, once | acts the next one |
-| `stale` | its claim was given back, and there is no room: counted as dropped | acts another one under the same number |
+| `stale` | its claim was given back, there is no room: counted as dropped | acts another one under the same number |
 | `superseded` | a newer incarnation is registered | ends |
 | `epoch` | Redis was rolled back | registers anew, and begins to count again |
 | `finished` | the run is over | ends |
