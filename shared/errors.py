@@ -144,6 +144,10 @@ class ArchiveIncomplete(UserError):
     """The archive lacks a part of the log that was asked for, or holds something else in its place."""
 
 
+class MetricsDamaged(UserError):
+    """A segment of a run's metrics is there, but incomplete, altered, or of a newer format."""
+
+
 class DatasetError(UserError):
     """A dataset cannot be read, is not what its format says, or does not fit the run's spaces."""
 

@@ -19,11 +19,13 @@ from shared.protocol.heartbeat import poll, read_heartbeats, retry_until_deadlin
 from shared.protocol.policy_board import Published
 from shared.protocol.quarantine import naming_entries
 from shared.runtime.failure import EndReason
+from shared.storage.metric_log import EPISODES, TRAIN
 from trainer_node.checkpointing.recovery import Recovery
 from trainer_node.distributed.leader import meet_followers
 from trainer_node.incarnation import Incarnation
 from trainer_node.learning.learner import set_up_torch
-from trainer_node.metrics import MetricWriters, UpdateMetrics
+from trainer_node.metrics.recorder import Recorder
+from trainer_node.metrics.update_metrics import LENGTH, RETURN, UpdateMetrics, episode_rows
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
 _POLL_SECONDS = 1.0
@@ -47,11 +49,14 @@ class Trainer:
         self.learner, self.consumer, self.schedule = self.state.learner, self.state.consumer, self.state.schedule
         self._config, self._flow, self._run_id = role.config, role.flow, role.run_id
         self._heartbeat, self._stages = incarnation.heartbeat, incarnation.stages
-        self._metrics = UpdateMetrics(role.config)
+        self._metrics = UpdateMetrics(role.config, self.learner)
         run_folder = incarnation.run_folder
         folder = Path(run_folder) / "metrics" if run_folder and Path(run_folder).is_dir() else None
-        env_steps = self.learner.counters.train.env_steps
-        self._writers = MetricWriters(role.redis, role.run_id, role.config.metrics, folder, env_steps)
+        began = incarnation.epoch, self.version, self.learner.counters.train.env_steps
+        store = self.state.writer.store
+        self.recorder = Recorder(role.redis, role.run_id, role.config, folder, store, began)
+        incarnation.closing.callback(self.recorder.close)
+        self.state.writer.keep(self.recorder)
         self._catching_up = True
         """Whether it learns what a former trainer has learned; nothing waits for that, and workers wait for credit."""
         self.end_reason = ""
@@ -115,13 +120,25 @@ class Trainer:
             published = self.recovery.publish(len(fragments))
         self.recovery.accounting.published(published.reply)
         with self._stages.during("report"):
-            waited = self._heartbeat.waited_seconds
-            row = self._metrics.row(self.learner, fragments, metrics, self.version, waited)
-            self._writers.write(row, self.learner.counters.train.env_steps)
+            self._record(fragments, metrics)
             self._tell()
         with self._stages.during("checkpoint"):
             self._checkpoint_if_due(published)
         return StepResult.UPDATED
+
+    def _record(self, fragments: list[Fragment], metrics: dict[str, float]) -> None:
+        """The metrics of one update; nothing of it raises into training."""
+        self._metrics.take(fragments, metrics, self.version)
+        if self._config.metrics.episodes:
+            for worker, row in episode_rows(fragments, self.learner.counters.train.env_steps, self.version):
+                self.recorder.record(EPISODES, row, worker)
+        if self._metrics.due(self.learner):
+            self.recorder.record(TRAIN, self._metrics.row(self.learner, self.version, self._heartbeat.waited_seconds))
+            for name in (RETURN, LENGTH):
+                values = [
+                    record.episode_return if name == RETURN else record.length for record in self.learner.episodes
+                ]
+                self.recorder.histogram(name, values, self.learner.counters.train.env_steps)
 
     def _checkpoint_if_due(self, published: Published) -> None:
         self.state.writer.raise_failure()

@@ -20,6 +20,7 @@ from shared.protocol.flow_control import Flow
 from shared.protocol.heartbeat import Beat, read_heartbeats
 from shared.protocol.keys import RunKeys
 from shared.protocol.ledger import read_accounting
+from shared.protocol.metric_tail import newest_row
 from shared.protocol.payload_shards import bytes_by_shard
 from shared.runtime.failure import FailureKind, RunEnd, reason_in_words
 from shared.storage.checkpoint_store import FINISHED, CheckpointStore
@@ -166,7 +167,7 @@ class _StoreStatus(BaseModel, extra="allow"):
     export: _Export | None = None
 
 
-_FIGURES, _STORE = TypeAdapter(dict[str, float | None]), TypeAdapter(_StoreStatus)
+_STORE = TypeAdapter(_StoreStatus)
 
 
 def live_status(client: redis.Redis, run_id: str, accounting: bool = True) -> Status:
@@ -175,9 +176,8 @@ def live_status(client: redis.Redis, run_id: str, accounting: bool = True) -> St
     flow = Flow(client, run_id).read()
     beats = read_heartbeats(client, run_id)
     evaluations = read_evaluations(client, run_id)
-    raw = cast(list[bytes | None], client.mget([keys.metrics, keys.store_status]))
-    metrics = foreign(_FIGURES, raw[0] or b"{}", f"the metrics of run {run_id}") or {}
-    told = foreign(_STORE, raw[1] or b"{}", f"the store's status of run {run_id}")
+    said = cast(bytes | None, client.get(keys.store_status))
+    told = foreign(_STORE, said or b"{}", f"the store's status of run {run_id}")
     store = told.model_dump(exclude_unset=True) if told else {}
     trainer = next((beat.progress for beat in beats if beat.role == "trainer"), {})
     newest = next(({**item, "checkpoint": name} for name, item in reversed(evaluations.items())), None)
@@ -194,7 +194,7 @@ def live_status(client: redis.Redis, run_id: str, accounting: bool = True) -> St
         log={"entries": client.xlen(keys.log), "bytes": flow.log_bytes, "max_bytes": flow.max_log_bytes},
         shards=dict.fromkeys(flow.shards, 0) | (bytes_by_shard(client, run_id) if accounting and flow.shards else {}),
         flow={"in_flight": flow.in_flight, "window": flow.window, "max_policy_lag": flow.max_policy_lag},
-        metrics=metrics, store=store, latest=store.get("durable"), best=best,
+        metrics=newest_row(client, run_id), store=store, latest=store.get("durable"), best=best,
         evaluation=newest, failure=flow.failure,
     )  # fmt: skip
 

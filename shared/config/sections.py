@@ -24,7 +24,7 @@ class WrapperConfig(Section):
     """Keyword arguments of the wrapper."""
 
 
-def _wrapper(value: object) -> object:
+def _path(value: object) -> object:
     return {"path": value} if isinstance(value, str) else value
 
 
@@ -38,7 +38,7 @@ class EnvironmentConfig(Section):
     """Keyword arguments for the environment or the factory."""
     api: Literal["gymnasium", "pettingzoo"] = "gymnasium"
     """`pettingzoo` for a PettingZoo parallel environment (several agents): a factory, or a name in its registry."""
-    wrappers: tuple[Annotated[WrapperConfig, BeforeValidator(_wrapper)], ...] = ()
+    wrappers: tuple[Annotated[WrapperConfig, BeforeValidator(_path)], ...] = ()
     """Wrappers by import path, innermost first; a plain string is a wrapper without arguments."""
     num_envs: int = Field(8, ge=1, le=4096)
     """Environment copies in each worker (N); 8 gives the network a batch worth its overhead on a CPU."""
@@ -320,7 +320,7 @@ class EvaluationConfig(Section):
     number all checkpoints meet the same ones: they compare better, but a policy may be good at just these."""
     kwargs: dict[str, Any] = {}
     """Environment arguments that replace those of training."""
-    wrappers: tuple[Annotated[WrapperConfig, BeforeValidator(_wrapper)], ...] | None = None
+    wrappers: tuple[Annotated[WrapperConfig, BeforeValidator(_path)], ...] | None = None
     """Wrappers in place of `environment.wrappers`, for example without one that makes an episode of each life: what is
     evaluated are whole games. The spaces have to be the same. By default those of training."""
     num_cpus: float = Field(0.5, ge=0)
@@ -355,13 +355,30 @@ class StopConfig(Section):
         return any(bound is not None for bound in (self.env_steps, self.updates, self.episodes, self.hours))
 
 
-class MetricsConfig(Section):
-    """Where the run's figures are written, beside the console."""
+class WriterConfig(Section):
+    """A writer of metrics."""
 
-    csv: bool = True
-    """`metrics/train.csv` in the run's folder, a row per update."""
-    tensorboard: bool = True
-    """`metrics/tensorboard` in the run's folder."""
+    path: str = Field(pattern=r"^(\w+|[\w.]+:\w+)$")
+    """`csv`, `jsonl`, `tensorboard`; `wandb`, `mlflow`, `trackio` (each an extra of that name); or `module:Class`, a
+    `stagecoach.MetricWriter` of your own (docs/METRICS.md)."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments of the writer, for example `{project: cartpole}` for wandb."""
+
+
+class MetricsConfig(Section):
+    """Where the run's metrics are written, beside its store, where they always are (docs/METRICS.md)."""
+
+    writers: tuple[Annotated[WriterConfig, BeforeValidator(_path)], ...] = (
+        WriterConfig(path="csv"),
+        WriterConfig(path="tensorboard"),
+    )
+    """Files in the run's folder under `metrics/`, and trackers. What a writer raises ends nothing. A plain string is a
+    writer without arguments."""
+    every: DurationField = Duration(1, "updates")
+    """A row of training metrics each time the trainer's counters pass a multiple of this; losses are means over the
+    updates since the last row."""
+    episodes: bool = False
+    """Also a row for each training episode: return, length, success, the environment's own numbers."""
     profile: bool = False
     """Each process keeps a timeline of what it does (acting, environment, pushing, updating, each wait …) and writes it
     into the store when it ends; `stagecoach train --profile` sets it, and shows where the time went."""

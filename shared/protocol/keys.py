@@ -110,8 +110,8 @@ class RunKeys:
     """The last thousand: checkpoints, evaluations, deaths … Writers: all roles; readers: console, evaluator."""
     evaluations = Key("hash")
     """Checkpoint name → JSON scores. Writers: evaluator, trainer (removes); readers: trainer, evaluator, status."""
-    metrics = Key("string")
-    """JSON; the newest training metrics. Writer: trainer; readers: console, status."""
+    metrics = Key("stream")
+    """Short: the newest rows of training metrics. Writer: trainer; readers: console, status, page."""
     ranks = Key("stream")
     """Short: where the trainer opens a group for its other ranks, and an entry before each message to it. Writer:
     trainer (of the newest epoch); readers: ranks."""

@@ -37,6 +37,7 @@ from trainer_node.checkpointing import retention
 from trainer_node.checkpointing.retention import Inventory, unless_damaged
 from trainer_node.checkpointing.snapshot import Snapshot
 from trainer_node.export.background_exporter import Exporter
+from trainer_node.metrics.recorder import Recorder
 
 
 class Archiver:
@@ -141,11 +142,12 @@ class CheckpointWriter:
 
     def __init__(self, role: RunContext, epoch: int) -> None:
         self._role, self._epoch, self._log = role, epoch, role.log()
-        self._store = FencedStore(role.checkpoints.store, role.flow, epoch)
-        self._checkpoints = CheckpointStore(self._store, role.run_id)
-        self._archiver = Archiver(Archive(self._store, role.run_id), self._log, role.config.archive)
+        self.store = FencedStore(role.checkpoints.store, role.flow, epoch)
+        self._checkpoints = CheckpointStore(self.store, role.run_id)
+        self._archiver = Archiver(Archive(self.store, role.run_id), self._log, role.config.archive)
         self._exporter = Exporter(role.config, role.redis, self._checkpoints)
         self._lock = threading.Condition()
+        self._recorder: Recorder | None = None
         self._pending: Snapshot | None = None
         self._busy = self._closing = False
         self._noticed: dict[str, dict[str, Any]] = {}
@@ -160,6 +162,10 @@ class CheckpointWriter:
         """What ended the background thread (fenced, damaged store); the trainer raises it."""
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self._thread.start()
+
+    def keep(self, recorder: Recorder) -> None:
+        """From now on its rows are stored before each checkpoint, and the evaluator's scores become rows."""
+        self._recorder = recorder
 
     @property
     def struggling(self) -> bool:
@@ -219,7 +225,7 @@ class CheckpointWriter:
                     snapshot, self._pending = self._pending, None
                     self._busy = snapshot is not None
                     if snapshot is None and self._closing:
-                        return
+                        break
                 if snapshot is not None:
                     self._until_durable(snapshot)
                     with self._lock:
@@ -227,8 +233,11 @@ class CheckpointWriter:
                         self._lock.notify_all()
                 else:
                     self.notice_evaluations()
+                    if self._recorder and self._recorder.due and not self._try(self._recorder.store):
+                        self._pause()
                 if self._exporter.due and not self._try(self._exporter.step):
                     self._pause()
+            self._try(self._store_metrics)
         except BaseException as error:
             with self._lock:
                 self.failure, self._busy = error, False
@@ -286,10 +295,12 @@ class CheckpointWriter:
         write_small(self._role.redis, keys, keys.store_status, "SET", json.dumps(status))
 
     def _save(self, manifest: Manifest, objects: dict[str, bytes]) -> None:
-        self._store.ask()
+        self.store.ask()
         started = time.monotonic()
         self._write_status(self._outage or {"writing": manifest.name, "since": round(time.time(), 3)})
         try:
+            with self.stages.during("metrics"):
+                self._store_metrics()
             with self.stages.during("upload"):
                 self._checkpoints.write(manifest, objects)
         except CheckpointDamaged as error:
@@ -309,6 +320,15 @@ class CheckpointWriter:
         text = f"{manifest.name} ({manifest.total_bytes / 1024:.0f} KiB in {time.monotonic() - started:.2f} s)"
         emit(self._role.redis, self._role.run_id, "checkpoint", text, name=manifest.name, version=manifest.version)
 
+    def _store_metrics(self) -> dict[str, dict[str, Any]]:
+        """Before each checkpoint, so that none of what it covers is missing, and before scores are pruned; returns the
+        evaluations."""
+        evaluations = read_evaluations(self._role.redis, self._role.run_id)
+        if self._recorder is not None:
+            self._recorder.take_evaluations(evaluations)
+            self._recorder.store()
+        return evaluations
+
     def _with_news(self, manifest: Manifest) -> Manifest:
         """With the newest score and the present accounting, which depend on the others' speed."""
         known = {name: entry["evaluation"] for name, entry in retention.status_entries(self._checkpoints).items()}
@@ -322,11 +342,11 @@ class CheckpointWriter:
 
     def _refresh(self, latest: str | None = None, final: str | None = None) -> Inventory:
         """Pointer, status file and pruning, from what the store and the evaluations say now; returns what was there."""
-        self._store.ask()
+        self.store.ask()
         pointer = unless_damaged(self._checkpoints.pointer)
         if pointer is not None and pointer.epoch > self._epoch:
             raise Fenced(f"epoch {self._epoch}: a newer trainer has taken over (pointer: {pointer.epoch})")
-        evaluations = read_evaluations(self._role.redis, self._role.run_id)
+        evaluations = self._store_metrics()
         inventory = retention.take_inventory(self._checkpoints, evaluations, latest)
         newest = latest or (pointer.latest if pointer else None) or final
         if newest is None or newest not in inventory.entries:

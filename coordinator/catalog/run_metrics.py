@@ -1,0 +1,156 @@
+"""The curves of a run, whole from any machine: records in its store, and what a live run's Redis has beyond them.
+
+`all_rows` reads every row, for export. `Curves` reduces them while they are read to some thousand bins with mean and
+bounds, so that a run of millions of rows takes bounded memory and time to show.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import redis
+
+from shared.experience.spaces import Array
+from shared.protocol.events import read_evaluations
+from shared.protocol.metric_tail import TailRow, read_rows
+from shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, MetricStore, Rows, read
+from trainer_node.metrics.recorder import evaluation_row
+
+_STORE_SECONDS = 10.0
+"""How often a run without a live Redis is looked for in the store again."""
+
+
+def all_rows(store: MetricStore, stream: str, client: redis.Redis | None, run_id: str) -> Iterator[Rows]:
+    """Every row of a stream in its order, in parts; `client` reaches the Redis of a live run."""
+    position, labels = (0, -1), set[str]()
+    for position, rows in read(store, stream):
+        labels |= set(rows.labels)
+        yield rows
+    if client is None:
+        return
+    if stream == TRAIN:
+        rows = _tail_behind(read_rows(client, run_id), position)
+        if len(rows):
+            yield rows
+    elif stream == EVALUATIONS:
+        found = read_evaluations(client, run_id)
+        if new := [(name, evaluation_row(scores)) for name, scores in found.items() if name not in labels]:
+            yield Rows.of(new)
+
+
+def _tail_behind(tail: list[TailRow], position: tuple[int, int]) -> Rows:
+    return Rows.of([("", _finite(item.row)) for item in tail if (item.epoch, item.number) > position])
+
+
+def _finite(row: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over env steps: arrays of one length."""
+
+    env_steps: Array
+    mean: Array
+    low: Array
+    high: Array
+
+    def as_lists(self) -> dict[str, list[float]]:
+        return {name: np.round(array, 6).tolist() for name, array in vars(self).items()}
+
+
+class Bins:
+    """Rows in their order, in at most `2 * points` bins of equally many rows: of each metric sum, count and bounds."""
+
+    def __init__(self, points: int) -> None:
+        self._points, self._stride, self._rows = points, 1, 0
+        self._columns: dict[str, tuple[Array, Array, Array, Array]] = {}
+
+    def add(self, rows: Rows) -> None:
+        if not len(rows):
+            return
+        while (self._rows + len(rows) - 1) // self._stride >= 2 * self._points:
+            self._halve()
+        index = (self._rows + np.arange(len(rows))) // self._stride
+        starts = np.flatnonzero(np.diff(index, prepend=index[0] - 1))
+        bins = index[starts]
+        for name, values in rows.columns.items():
+            total, count, low, high = self._columns.get(name) or self._new(name)
+            known = ~np.isnan(values)
+            total[bins] += np.add.reduceat(np.where(known, values, 0.0), starts)
+            count[bins] += np.add.reduceat(known.astype(np.float64), starts)
+            low[bins] = np.fmin(low[bins], np.fmin.reduceat(values, starts))
+            high[bins] = np.fmax(high[bins], np.fmax.reduceat(values, starts))
+        self._rows += len(rows)
+
+    def _new(self, name: str) -> tuple[Array, Array, Array, Array]:
+        size = 2 * self._points
+        self._columns[name] = (np.zeros(size), np.zeros(size), np.full(size, np.nan), np.full(size, np.nan))
+        return self._columns[name]
+
+    def _halve(self) -> None:
+        self._stride *= 2
+        reducers: tuple[Callable[..., Array], ...] = (np.add, np.add, np.fmin, np.fmax)
+        for name, columns in self._columns.items():
+            total, count, low, high = self._new(name)
+            for made, array, reduce in zip((total, count, low, high), columns, reducers, strict=True):
+                made[: self._points] = reduce(array[::2], array[1::2])
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._columns)
+
+    def __getitem__(self, name: str) -> Series:
+        """Raises `KeyError` for a metric that no row had."""
+        total, count, low, high = self._columns[name]
+        steps, counted, _, _ = self._columns[ENV_STEPS]
+        there = count > 0
+        return Series(steps[there] / counted[there], total[there] / count[there], low[there], high[there])
+
+
+class Curves:
+    """The training metrics of one run, for who looks again and again: `refresh` reads what came since."""
+
+    def __init__(self, run_id: str, points: int = 1000) -> None:
+        self._run_id, self._points = run_id, points
+        self._begin()
+        self._read_store_at = -_STORE_SECONDS
+
+    def _begin(self) -> None:
+        self.bins, self._position, self._tail = Bins(self._points), (0, -1), "0-0"
+
+    def refresh(self, store: MetricStore, client: redis.Redis | None) -> None:
+        """Raises what store and Redis raise."""
+        now = time.monotonic()
+        if client is None:
+            if now - self._read_store_at >= _STORE_SECONDS:
+                self._from_store(store)
+            return
+        tail = read_rows(client, self._run_id, self._tail)
+        epoch, number = self._position
+        new = [item for item in tail if (item.epoch, item.number) > (epoch, number)]
+        if self._position == (0, -1) or (new and (new[0].epoch, new[0].number) != (epoch, number + 1)):
+            self._from_store(store)  # what came before them, or a restart that undid some
+            tail = read_rows(client, self._run_id)
+        self.bins.add(_tail_behind(tail, self._position))
+        if tail:
+            self._position = max(self._position, (tail[-1].epoch, tail[-1].number))
+            self._tail = tail[-1].id
+
+    def _from_store(self, store: MetricStore) -> None:
+        self._read_store_at = time.monotonic()
+        for position, rows in read(store, TRAIN, self._position):
+            if self._position[0] not in (0, position[0]):  # an older trainer's rows may be void now
+                self._begin()
+                self._from_store(store)
+                return
+            self.bins.add(rows)
+            self._position = position
+
+
+def newest(rows: Rows) -> dict[str, Any]:
+    return {} if not len(rows) else next(rows[len(rows) - 1 : len(rows)].named())[1]

@@ -1,0 +1,229 @@
+"""Metrics in the store: rows in append-only segments, so that a run's curves are whole from any machine.
+
+A stream (`train`: a row per update; `evaluations`; `episodes`) is written by the trainer alone. A segment is one object
+`metrics/<stream>/<epoch>_<version>_<env steps>_<first>_<last>/rows.safetensors`: rows `first` through `last` of the
+trainer of this epoch, which began after this policy version and these env steps. What an older trainer wrote beyond
+them was undone by a restart or a roll back and is left out when the stream is read, so nothing is ever written anew.
+Small segments are merged into larger ones, which cover the same rows: a crash in between leaves both, and one is read.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from shared.errors import FragmentError, MetricsDamaged, ObjectMissing
+from shared.experience import tensor_blob
+from shared.experience.spaces import Array
+
+TRAIN, EVALUATIONS, EPISODES = STREAMS = ("train", "evaluations", "episodes")
+ENV_STEPS, VERSION, UNIX_TIME = "time/env_steps", "policy/version", "time/unix_seconds"
+FORMAT = 1
+_FOLDER = "metrics/"
+_NAME = re.compile(r"(\d+)_(-?\d+)_(\d+)_(\d+)_(\d+)")
+_MERGED = 8
+"""So many segments of one size become one of the next: n rows are written about log8(n) times."""
+_LARGEST_ROWS = 1 << 16
+_TRIES = 5
+
+
+class MetricStore(Protocol):
+    """What of a store (shared/storage/object_store.py) metrics need."""
+
+    def get(self, key: str) -> bytes: ...
+    def put(self, key: str, data: bytes) -> None: ...
+    def delete(self, key: str) -> None: ...
+    def folders(self, prefix: str) -> list[str]: ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows in their order: per metric a float64 array, NaN where a row lacks it; of each row its label, or ''."""
+
+    columns: dict[str, Array]
+    labels: list[str]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, rows: slice) -> Rows:
+        return Rows({name: array[rows] for name, array in self.columns.items()}, self.labels[rows])
+
+    def named(self) -> Iterator[tuple[str, dict[str, float]]]:
+        """Label and metrics of each row."""
+        lists = {name: array.tolist() for name, array in self.columns.items()}
+        for index, label in enumerate(self.labels):
+            yield label, {name: values[index] for name, values in lists.items() if values[index] == values[index]}
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[str, Mapping[str, float]]]) -> Rows:
+        """From label and metrics of each row."""
+        names = dict.fromkeys(name for _, row in rows for name in row)
+        columns = {name: np.array([row.get(name, np.nan) for _, row in rows], np.float64) for name in names}
+        return cls(columns, [label for label, _ in rows])
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rows]) -> Rows:
+        names = dict.fromkeys(name for part in parts for name in part.columns)
+        columns = {
+            name: np.concatenate([part.columns.get(name, np.full(len(part), np.nan)) for part in parts])
+            for name in names
+        }
+        return cls(columns, [label for part in parts for label in part.labels])
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows `first` through `last` (counted from 0) of the trainer of one epoch."""
+
+    epoch: int
+    version: int
+    env_steps: int
+    first: int
+    last: int
+
+    def key(self, stream: str) -> str:
+        name = f"{self.epoch}_{self.version}_{self.env_steps}_{self.first}_{self.last}"
+        return f"{_FOLDER}{stream}/{name}/rows.safetensors"
+
+    @property
+    def rows(self) -> int:
+        return self.last + 1 - self.first
+
+
+def encode(run_id: str, stream: str, rows: Rows) -> bytes:
+    """One blob; the inverse is `decode`."""
+    return tensor_blob.encode(
+        rows.columns, {"format": FORMAT, "run_id": run_id, "stream": stream, "labels": rows.labels}
+    )
+
+
+def decode(blob: bytes, key: str) -> Rows:
+    """The rows; raises `MetricsDamaged` for bytes that are none."""
+    try:
+        columns, header = tensor_blob.decode(blob)
+        labels = [str(label) for label in header["labels"]]
+        if header["format"] != FORMAT or {(array.shape, array.dtype.str) for array in columns.values()} - {
+            ((len(labels),), "<f8")
+        }:
+            raise ValueError(f"format {header['format']} is not read here, or its columns differ in length")
+    except (FragmentError, KeyError, TypeError, ValueError) as error:
+        raise MetricsDamaged(f"{key} cannot be read: {error}") from None
+    return Rows(columns, labels)
+
+
+class MetricStream:
+    """One stream, as the trainer of one epoch writes it. `append` may be called by another thread than `write`."""
+
+    def __init__(self, store: MetricStore, run_id: str, stream: str, epoch: int, version: int, env_steps: int) -> None:
+        self._store, self._run_id, self._stream = store, run_id, stream
+        self._began = (epoch, version, env_steps)
+        self._pending: list[tuple[str, Mapping[str, float]]] = []
+        self._lock = threading.Lock()
+        self._segments: list[Segment] = []
+        self._appended = 0
+
+    def append(self, row: Mapping[str, float], label: str = "") -> int:
+        """Returns the row's number."""
+        with self._lock:
+            self._pending.append((label, row))
+            self._appended += 1
+            return self._appended - 1
+
+    @property
+    def pending(self) -> int:
+        """Rows that are not in the store yet."""
+        return len(self._pending)
+
+    def write(self) -> None:
+        """Puts what is pending into the store, then merges segments; raises as the store does, and loses nothing."""
+        with self._lock:
+            rows = list(self._pending)
+        if rows:
+            first = self._segments[-1].last + 1 if self._segments else 0
+            self._segments.append(self._put(Rows.of(rows), first))
+            with self._lock:
+                del self._pending[: len(rows)]
+        while (begin := self._to_merge()) is not None:
+            parts = self._segments[begin:]
+            keys = [part.key(self._stream) for part in parts]
+            merged = Rows.joined([decode(self._store.get(key), key) for key in keys])
+            self._segments[begin:] = [self._put(merged, parts[0].first)]
+            for key in keys:
+                self._store.delete(key)
+
+    def _put(self, rows: Rows, first: int) -> Segment:
+        segment = Segment(*self._began, first, first + len(rows) - 1)
+        self._store.put(segment.key(self._stream), encode(self._run_id, self._stream, rows))
+        return segment
+
+    def _to_merge(self) -> int | None:
+        """Where the last segments begin that are so many of nearly one size; None where they are not."""
+        last = self._segments[-_MERGED:]
+        rows = sum(segment.rows for segment in last)
+        if len(last) < _MERGED or rows > _LARGEST_ROWS or last[0].rows > 2 * _MERGED * last[-1].rows:
+            return None
+        return len(self._segments) - _MERGED
+
+
+def segments(store: MetricStore, stream: str) -> list[Segment]:
+    """All of a stream, in the order of its rows; of those that cover the same rows the longest first."""
+    matches = [_NAME.fullmatch(name) for name in store.folders(f"{_FOLDER}{stream}/")]
+    found = [Segment(*map(int, match.groups())) for match in matches if match]
+    return sorted(found, key=lambda segment: (segment.epoch, segment.first, -segment.last))
+
+
+def read(
+    store: MetricStore, stream: str, after: tuple[int, int] = (0, -1), names: Sequence[str] | None = None
+) -> Iterator[tuple[tuple[int, int], Rows]]:
+    """The rows of a stream in their order, a segment in memory at a time, each with epoch and number of its last row.
+
+    Args:
+        after: begins behind this row of this epoch.
+        names: only these metrics, and what orders the rows.
+
+    Raises `MetricsDamaged`, or what the store raises.
+    """
+    for attempt in range(_TRIES):
+        try:
+            for position, rows in _read(store, stream, after, names):
+                after = position
+                yield position, rows
+            return
+        except ObjectMissing:  # it was merged into another one meanwhile
+            if attempt == _TRIES - 1:
+                raise
+
+
+def _read(
+    store: MetricStore, stream: str, after: tuple[int, int], names: Sequence[str] | None
+) -> Iterator[tuple[tuple[int, int], Rows]]:
+    found = segments(store, stream)
+    epoch, covered = after
+    for segment in found:
+        if segment.epoch < epoch or (segment.epoch == epoch and segment.last <= covered):
+            continue
+        if segment.epoch > epoch:
+            epoch, covered = segment.epoch, -1
+        rows = decode(store.get(key := segment.key(stream)), key)[max(0, covered + 1 - segment.first) :]
+        covered = segment.last
+        if stream != EVALUATIONS:  # a score stays what it was, whatever was undone since
+            rows = _kept(rows, [later for later in found if later.epoch > epoch])
+        if names is not None:
+            rows = Rows({name: rows.columns[name] for name in names if name in rows.columns}, rows.labels)
+        yield (epoch, covered), rows
+
+
+def _kept(rows: Rows, later: Sequence[Segment]) -> Rows:
+    """Without what is beyond the beginning of a newer trainer."""
+    if not later or not len(rows):
+        return rows
+    version, env_steps = min(item.version for item in later), min(item.env_steps for item in later)
+    kept = (rows.columns[VERSION] <= version) & (rows.columns[ENV_STEPS] <= env_steps)
+    labels = [label for label, keep in zip(rows.labels, kept, strict=True) if keep]
+    return Rows({name: array[kept] for name, array in rows.columns.items()}, labels)

@@ -1,0 +1,197 @@
+"""Where metrics go: into the store as records (shared/storage/metric_log.py), to Redis for who looks now, to writers.
+
+`record` only puts a row into memory; a thread hands it to Redis and to the writers, none of which can hold up training
+or end it: what fails there is counted and told once. The store's part is called by the checkpoint writer's thread,
+before each checkpoint, so that what it covers is there; a trainer that resumes from it records the rest again.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from shared.config.run_config import Config
+from shared.printable import NAME_CHARACTERS, printable
+from shared.protocol.events import emit
+from shared.protocol.metric_tail import append_row
+from shared.storage.metric_log import (
+    ENV_STEPS,
+    EVALUATIONS,
+    STREAMS,
+    TRAIN,
+    UNIX_TIME,
+    VERSION,
+    MetricStore,
+    MetricStream,
+    read,
+)
+from trainer_node.metrics.writers import MetricWriter, WrittenRun, open_writer
+
+_LOGGER = logging.getLogger("stagecoach.trainer")
+_MOST_METRICS = 1000
+"""Names that one process writes; an environment may make up a new one in each episode."""
+_QUEUED = 100_000
+"""Rows that wait for slow writers; beyond, writers miss rows, which are in the store all the same."""
+_FLUSH_SECONDS = 10.0
+_STORE_SECONDS = 15.0
+"""Rows reach the store with each checkpoint, and after so long without one."""
+
+
+class Recorder:
+    """All metrics of one incarnation of the trainer."""
+
+    def __init__(
+        self, client: redis.Redis, run_id: str, config: Config, folder: Path | None, store: MetricStore,
+        began: tuple[int, int, int],
+    ) -> None:  # fmt: skip
+        """Begins at this epoch, policy version and env steps; what older trainers recorded beyond them is void."""
+        self._redis, self._run_id, self._epoch, self._store = client, run_id, began[0], store
+        self._streams = {name: MetricStream(store, run_id, name, *began) for name in STREAMS}
+        self._evaluated: set[str] | None = None
+        self._tested = Counter[str]()
+        self._names: set[str] = set()
+        self._stored_at = time.monotonic()
+        self.failures: Counter[str] = Counter()
+        """By writer, the rows that it could not write."""
+        run = WrittenRun(run_id, folder, config.model_dump(mode="json"), began[2])
+        self._writers: dict[str, MetricWriter] = {}
+        self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(_QUEUED)
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, args=(config, run), name="metrics", daemon=True)
+        self._thread.start()
+
+    def record(self, stream: str, row: Mapping[str, float], label: str = "") -> None:
+        """One row, with its env steps and policy version in it; never raises."""
+        with self._continuing("the metrics"):
+            named = self._named(row) | {UNIX_TIME: round(time.time(), 3)}
+            number = self._streams[stream].append(named, label)
+            self._put("row", (stream, named, label, number))
+
+    def histogram(self, name: str, values: Sequence[float], env_steps: int) -> None:
+        self._put("histogram", (name, values, env_steps))
+
+    def take_evaluations(self, evaluations: Mapping[str, Mapping[str, Any]]) -> None:
+        """Records what the evaluator has found since; raises as the store does."""
+        if self._evaluated is None:
+            found, tested = set[str](), Counter[str]()
+            for _, rows in read(self._store, EVALUATIONS):
+                found |= set(rows.labels)
+                for name in (_TEST_STEPS, _TEST_EPISODES):
+                    known = [value for value in rows.columns.get(name, ()) if value == value]
+                    tested[name] = max(tested[name], int(max(known, default=0)))
+            self._evaluated, self._tested = found, tested
+        for name, scores in evaluations.items():
+            if name not in self._evaluated:
+                self._evaluated.add(name)
+                self._tested[_TEST_STEPS] += int(scores.get("env_steps_played", 0))
+                self._tested[_TEST_EPISODES] += int(scores.get("episodes", 0))
+                self.record(EVALUATIONS, evaluation_row(scores) | dict(self._tested), name)
+
+    def store(self) -> None:
+        """Puts all rows into the store, after the writers have had them; raises as the store does."""
+        self._flush()
+        self._stored_at = time.monotonic()
+        for stream in self._streams.values():
+            stream.write()
+
+    @property
+    def due(self) -> bool:
+        """Whether rows have waited for the store for long."""
+        waits = any(stream.pending for stream in self._streams.values())
+        return waits and time.monotonic() - self._stored_at >= _STORE_SECONDS
+
+    def close(self) -> None:
+        self._closed = True
+        self._put("end", None)
+        self._thread.join(_FLUSH_SECONDS)
+
+    def _put(self, what: str, data: Any) -> None:
+        try:
+            self._queue.put_nowait((what, data))
+        except queue.Full:
+            self._failed("the metric writers", f"{_QUEUED} rows wait for them; the newest are left out")
+
+    def _flush(self) -> None:
+        done = threading.Event()
+        if not self._closed:
+            self._put("flush", done)
+            done.wait(_FLUSH_SECONDS)
+
+    def _run(self, config: Config, run: WrittenRun) -> None:
+        """The thread: opens the writers, then hands on what was recorded until the end."""
+        for writer in config.metrics.writers:
+            if run.folder is None and writer.path in ("csv", "jsonl", "tensorboard"):
+                continue  # `stagecoach metrics` makes such files from the store
+            with self._continuing(writer.path):
+                self._writers[writer.path] = open_writer(writer.path, writer.kwargs, run)
+        while True:
+            what, data = self._queue.get()
+            if what == "row":
+                stream, row, label, number = data
+                if stream == TRAIN:
+                    with self._continuing("Redis"):
+                        append_row(self._redis, self._run_id, self._epoch, number, row)
+                self._each(MetricWriter.write, stream, row, int(row.get(ENV_STEPS, 0)), label)
+            elif what == "histogram":
+                self._each(MetricWriter.histogram, *data)
+            elif what == "flush":
+                self._each(MetricWriter.flush)
+                data.set()
+            else:
+                self._each(MetricWriter.close)
+                return
+
+    def _each(self, method: Callable[..., None], *arguments: Any) -> None:
+        for name, writer in self._writers.items():
+            with self._continuing(name):
+                getattr(writer, method.__name__)(*arguments)
+
+    def _named(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        row = {printable(name, NAME_CHARACTERS): float(value) for name, value in metrics.items()}
+        new = [name for name in row if name not in self._names]
+        left = _MOST_METRICS - len(self._names)
+        self._names.update(new[:left])
+        for name in new[left:]:
+            del row[name]
+        if new[left:]:
+            self._failed("the metrics", f"there are more than {_MOST_METRICS} names, {new[left]!r} is left out")
+        return row
+
+    @contextmanager
+    def _continuing(self, writer: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever it is, no metric is worth a run
+            self._failed(writer, f"{type(error).__name__}: {error}")
+
+    def _failed(self, writer: str, why: str) -> None:
+        self.failures[writer] += 1
+        if self.failures[writer] == 1:
+            text = f"{writer} cannot be written, training continues: {why}"
+            _LOGGER.warning("%s", text)
+            emit(self._redis, self._run_id, "metrics", text)
+
+
+_TEST_STEPS, _TEST_EPISODES = "time/test_env_steps", "time/test_episodes"
+_EVALUATED = {
+    "mean_return": "ep_rew_mean", "std_return": "ep_rew_std", "min_return": "ep_rew_min", "max_return": "ep_rew_max",
+    "mean_length": "ep_len_mean", "success_rate": "success_rate", "episodes": "episodes",
+}  # fmt: skip
+"""What the evaluator tells → the metric's name behind `eval/`."""
+
+
+def evaluation_row(scores: Mapping[str, Any]) -> dict[str, float]:
+    """One evaluation as metrics: `eval/…`, and `eval/confirmation/…` where a second one followed."""
+    row = {ENV_STEPS: float(scores.get("env_steps", 0)), VERSION: float(scores["version"])}
+    for prefix, one in (("eval/", scores), ("eval/confirmation/", scores.get("confirmation") or {})):
+        row |= {prefix + name: float(one[key]) for key, name in _EVALUATED.items() if one.get(key) is not None}
+        row |= {f"{prefix}ep_rew_mean/{agent}": float(value) for agent, value in one.get("agents", {}).items()}
+        row |= {f"{prefix}environment/{name}": float(value) for name, value in one.get("metrics", {}).items()}
+    return row

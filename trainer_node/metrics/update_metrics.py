@@ -1,0 +1,118 @@
+"""The rows of training metrics: one for each `metrics.every`, and one for each episode where they are asked for.
+
+They inform: nothing that is learned depends on them. A mean stands beside its spread, which shows what it hides.
+"""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shared.config.run_config import Config
+from shared.datasets.read import read_dataset
+from shared.experience.fragment import EpisodeRecord, Fragment
+from shared.storage.metric_log import ENV_STEPS, VERSION
+from trainer_node.learning.learner import Learner
+from trainer_node.learning.off_policy_evaluation import DataEvaluation
+
+_SMOOTHING = 0.9
+RETURN, LENGTH = "rollout/ep_rew", "rollout/ep_len"
+
+
+class UpdateMetrics:
+    """Collects the metrics of updates into rows; what it remembers between rows is no part of a checkpoint."""
+
+    def __init__(self, config: Config, learner: Learner) -> None:
+        self._from_data = DataEvaluation(config, read_dataset)
+        self._every, self._index = config.metrics.every, config.metrics.every.index(learner.counters.train)
+        self.learning_seconds = 0.0
+        self._last = time.monotonic()
+        self._fps = 0.0
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._counts: Counter[str] = Counter()
+        self._lags: list[int] = []
+        self._acting_seconds: list[float] = []
+        self._transitions = 0
+
+    def take(self, fragments: Sequence[Fragment], metrics: Mapping[str, float], version: int) -> None:
+        """One update: what it consumed, what it measured, and the version that it made."""
+        self._lags += [version - 1 - item.header.version for item in fragments]
+        self._acting_seconds += [item.header.acting_seconds for item in fragments]
+        self._transitions += sum(item.header.transitions for item in fragments)
+        for name, value in metrics.items():
+            self._sums[name] += value
+            self._counts[name] += 1
+
+    def due(self, learner: Learner) -> bool:
+        """Whether `metrics.every` has passed; in warm-up, which it does not count, each update is."""
+        index, before = self._every.index(learner.counters.train), self._index
+        self._index = index
+        return index > before or learner.counters.train.updates == 0
+
+    def row(self, learner: Learner, version: int, waited: Mapping[str, float]) -> dict[str, float]:
+        """The row of what was taken since the last one."""
+        train, now = learner.counters.train, time.monotonic()
+        speed = self._transitions / max(now - self._last, 1e-9)
+        self._fps = speed if not self._fps else _SMOOTHING * self._fps + (1 - _SMOOTHING) * speed
+        self._last = now
+        row: dict[str, float] = {
+            ENV_STEPS: train.env_steps,
+            "time/episodes": train.episodes,
+            "time/fps": self._fps,
+            "train/updates": train.updates,
+            "train/learn_seconds": self.learning_seconds,
+            VERSION: version,
+            "policy/lag_mean": float(np.mean(self._lags)),
+            "policy/lag_max": float(max(self._lags)),
+            "rollout/acting_seconds": float(np.mean(self._acting_seconds)),
+        }
+        row |= of_episodes(learner.episodes)
+        row |= {f"wait/{name.replace(' ', '_')}_seconds": seconds for name, seconds in waited.items()}
+        for policy in learner.policies.values():  # a dataset is that of one
+            row |= self._from_data.figures(policy, train.updates)
+        row |= {name: total / self._counts[name] for name, total in self._sums.items()}
+        self._lags, self._acting_seconds, self._transitions = [], [], 0
+        self._sums.clear()
+        self._counts.clear()
+        return row
+
+
+def of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, float]:
+    """Over the last training episodes: spread of returns and lengths, success rate, the environment's own numbers."""
+    row = spread(RETURN, [record.episode_return for record in records])
+    row |= spread(LENGTH, [record.length for record in records])
+    values: defaultdict[str, list[Any]] = defaultdict(list)
+    for record in records:
+        if record.success is not None:
+            values["rollout/success_rate"].append(record.success)
+        for agent, its in record.agent_returns.items():
+            values[f"{RETURN}_mean/{agent}"].append(its)
+        for name, its in record.metrics.items():
+            values[f"environment/{name}"].append(its)
+    return row | {name: float(np.mean(values[name])) for name in sorted(values)}
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Mean, standard deviation, bounds, and the 10th and 90th percentile; nothing of no values."""
+    if not values:
+        return {}
+    array = np.asarray(values, np.float64)
+    low, high = np.percentile(array, (10, 90))
+    return {
+        f"{name}_mean": float(array.mean()), f"{name}_std": float(array.std()), f"{name}_min": float(array.min()),
+        f"{name}_max": float(array.max()), f"{name}_p10": float(low), f"{name}_p90": float(high),
+    }  # fmt: skip
+
+
+def episode_rows(fragments: Sequence[Fragment], env_steps: int, version: int) -> Iterator[tuple[str, dict[str, float]]]:
+    """Worker and metrics of each episode that ended in these fragments."""
+    for item in fragments:
+        for record in item.header.episodes:
+            row = {ENV_STEPS: float(env_steps), VERSION: float(version)}
+            row |= {"episode/return": record.episode_return, "episode/length": record.length}
+            row |= {"episode/acted_by_version": item.header.version}
+            row |= {} if record.success is None else {"episode/success": float(record.success)}
+            row |= {f"episode/return/{agent}": value for agent, value in record.agent_returns.items()}
+            yield item.header.worker_id, row | {f"environment/{name}": value for name, value in record.metrics.items()}

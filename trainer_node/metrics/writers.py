@@ -1,0 +1,89 @@
+"""What a metric writer is, and which there are: a name of the table below, or `module:Class` of a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.config.sections import MetricsConfig
+from shared.errors import ConfigError, headline
+from shared.runtime.user_code import import_object
+
+WRITERS = {
+    "csv": "trainer_node.metrics.table_files:CsvWriter",
+    "jsonl": "trainer_node.metrics.table_files:JsonlWriter",
+    "tensorboard": "trainer_node.metrics.tensorboard_writer:TensorBoardWriter",
+    "wandb": "trainer_node.metrics.trackers:WandbWriter",
+    "mlflow": "trainer_node.metrics.trackers:MlflowWriter",
+    "trackio": "trainer_node.metrics.trackers:TrackioWriter",
+}
+
+
+@dataclass(frozen=True)
+class WrittenRun:
+    """The run whose metrics are written."""
+
+    run_id: str
+    folder: Path | None
+    """`metrics/` in the run's folder; None where the trainer has no such folder."""
+    config: Mapping[str, Any]
+    """The resolved config, as plain data."""
+    env_steps: int = 0
+    """Where this trainer begins: rows beyond were written by one whose end undid them."""
+
+    @property
+    def needed_folder(self) -> Path:
+        """Raises `ConfigError` where there is none."""
+        if self.folder is None:
+            raise ConfigError("the trainer has no folder of the run; `stagecoach metrics RUN` makes files of its store")
+        return self.folder
+
+
+class MetricWriter:
+    """Base of all writers. What any of its methods raises is told once, as an event, and training continues.
+
+    All methods are called by one thread, in the order of the rows. `stream` is `train`, `evaluations` or `episodes`;
+    `step` the env steps trained on.
+    """
+
+    def __init__(self, run: WrittenRun) -> None:
+        """A writer may take keyword arguments of its own: `metrics.writers: [{path: wandb, kwargs: {project: x}}]`."""
+        self.run = run
+
+    def write(self, stream: str, row: Mapping[str, float], step: int, label: str) -> None:
+        """One row: metrics by name; `label` is an evaluation's checkpoint, or the worker of an episode."""
+        raise NotImplementedError
+
+    def histogram(self, name: str, values: Sequence[float], step: int) -> None:
+        """The values behind a mean, for writers that show distributions."""
+
+    def flush(self) -> None:
+        """Makes what was written visible to others; called before each checkpoint is stored."""
+
+    def close(self) -> None:
+        """Called once, at the end."""
+
+
+def writer_class(path: str) -> type[MetricWriter]:
+    """By the name of a built-in one, or `module:Class`; raises `ConfigError`."""
+    found = import_object(WRITERS.get(path, path), "metrics.writers", kind="Class")
+    if not (isinstance(found, type) and issubclass(found, MetricWriter)):
+        raise ConfigError(f"metrics.writers={path}: expected a subclass of stagecoach.MetricWriter, found {found!r}")
+    return found
+
+
+def open_writer(path: str, kwargs: Mapping[str, Any], run: WrittenRun) -> MetricWriter:
+    """Raises `ConfigError` where its class cannot be imported or does not take these arguments."""
+    made = writer_class(path)
+    try:
+        return made(run, **kwargs)
+    except TypeError as error:
+        raise ConfigError(f"metrics.writers={path} does not take {dict(kwargs)}: {headline(error)}") from error
+
+
+def check_writers(config: MetricsConfig) -> None:
+    """Raises `ConfigError` for a writer that cannot be imported here."""
+    for writer in config.writers:
+        writer_class(writer.path)
