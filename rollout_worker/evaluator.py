@@ -1,14 +1,15 @@
 """The evaluator: plays each new checkpoint from the store, reports the score, and sees when the run is solved.
 
-Where checkpoints come faster than they can be played, it plays the newest. What may be the best is played once more,
-from other starts, before it counts as such. The scores choose the best checkpoint and may end the run; they never
-change what is learned. `stagecoach evaluate` plays by the same functions.
+What is due by `evaluation.every` is played in order. Where checkpoints come faster than they can be played, it plays
+the newest. What may be the best is played once more, from other starts, before it counts as such. The scores choose
+the best checkpoint and may end the run; they never change what is learned. `stagecoach evaluate` plays by the same
+functions.
 """
 
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from enum import StrEnum
 from statistics import fmean, pstdev
 from typing import Any
@@ -21,14 +22,14 @@ from rollout_worker.environments.vector_env import VectorEnvironment, reject_unu
 from rollout_worker.exploration.base import Greedy, Sampling
 from rollout_worker.watchdog import Watchdog, WatchedEnvironment
 from shared.config.run_config import Config
-from shared.errors import CheckpointError, EnvironmentFailure, StoreError, StoreUnavailable, headline
+from shared.errors import CheckpointError, EnvironmentFailure, ObjectMissing, StoreError, StoreUnavailable, headline
 from shared.experience.fragment import LARGEST_SHOWN, EpisodeRecord
 from shared.experience.spaces import EnvironmentDescription
 from shared.policies.actor_critic import with_states
 from shared.policies.policy import Policy
 from shared.policies.serialization import decode_policy
 from shared.printable import counted
-from shared.protocol.events import confirmed_return, emit, reaches, read_evaluations, read_events, record_evaluation
+from shared.protocol.events import confirmed_return, emit, read_evaluations, read_events, record_evaluation, solves
 from shared.protocol.flow_control import RunState
 from shared.protocol.heartbeat import Heartbeat, retry_until_deadline
 from shared.protocol.redis_client import retries
@@ -36,7 +37,8 @@ from shared.runtime.failure import Failure, RoleEnd
 from shared.runtime.restarts import RestartBound
 from shared.runtime.run_context import RunContext
 from shared.runtime.stage_timer import Profile
-from shared.storage.checkpoint_store import checkpoint_version
+from shared.storage.checkpoint_store import checkpoint_env_steps, checkpoint_version
+from shared.storage.due_evaluations import due_evaluations, read_due_evaluation
 
 _LOGGER = logging.getLogger("stagecoach.evaluator")
 _PASSING = (CheckpointError, StoreError, StoreUnavailable)
@@ -47,12 +49,24 @@ SCORING, CONFIRMING = 0, 1
 """The rounds of a checkpoint's evaluation: every one is scored; what may be the best is confirmed from other starts."""
 
 
-def scores_of(records: Sequence[EpisodeRecord]) -> dict[str, Any]:
-    """Of the episodes played, for JSON: mean, spread, bounds, lengths, success rate, the environment's own metrics."""
+def scores_of(config: Config, records: Sequence[EpisodeRecord]) -> dict[str, Any]:
+    """Of the episodes played, for JSON: mean, spread, bounds, lengths, success rate, the environment's own metrics, and
+    the mean returns of agents and policies where there are several."""
     returns = [record.episode_return for record in records]
-    successes = [record.success for record in records if record.success is not None]
+    threshold = config.evaluation.success_threshold
+    told = [record.success for record in records]
+    if threshold is not None:
+        told = [its >= threshold if one is None else one for one, its in zip(told, returns, strict=True)]
+    successes = [one for one in told if one is not None]
     names = sorted({name for record in records for name in record.metrics})
+    agents = {name: fmean(its.agent_returns[name] for its in records) for name in records[0].agent_returns}
+    policies = dict.fromkeys(config.policies, 0.0) if agents and len(config.policies) > 1 else {}
+    for agent, its in agents.items() if policies else ():
+        policies[config.policy_of(agent)] += its
     return {
+        "env_steps_played": sum(record.length for record in records),
+        "agents": agents,
+        "policies": policies,
         "episodes": len(returns),
         "mean_return": fmean(returns),
         "std_return": pstdev(returns),  # exactly 0 where all are equal
@@ -184,8 +198,8 @@ class Evaluator:
         self._profile.write()
 
     def step(self, wait_seconds: float) -> StepResult:
-        """One turn: plays the newest checkpoint, or waits for one."""
-        name = self._newest(wait_seconds) or self._wait_for_checkpoint(wait_seconds)
+        """One turn: plays what is due, or the newest checkpoint, or waits for one."""
+        name = self._next(wait_seconds) or self._wait_for_checkpoint(wait_seconds)
         if name is None:
             return StepResult.WAITED
         self._evaluate(name)
@@ -194,22 +208,32 @@ class Evaluator:
     def _run_has_finished(self) -> bool:
         return self._context.flow.read().state is RunState.FINISHED
 
-    def _newest(self, wait_seconds: float) -> str | None:
-        """The newest checkpoint, unless it has been played already; a store that is away is waited for by name."""
-        ask = self._context.checkpoints.pointer
+    def _next(self, wait_seconds: float) -> str | None:
+        """What is to be played: the oldest that is due, else the newest checkpoint; None where that has been played.
+
+        A store that is away is waited for by name.
+        """
+        done = read_evaluations(self._context.redis, self._context.run_id)
+
+        def ask() -> str | None:
+            if self._context.config.evaluation.every is not None:
+                for name in due_evaluations(self._context.checkpoints.store):
+                    if name not in done:
+                        return name
+            pointer = self._context.checkpoints.pointer()
+            return None if pointer is None or pointer.latest in done else pointer.latest
+
         try:
-            pointer = self.heartbeat.outlast(ask, self._outage_seconds) if wait_seconds > 0 else ask()
+            return self.heartbeat.outlast(ask, self._outage_seconds) if wait_seconds > 0 else ask()
         except _PASSING as error:
             _LOGGER.warning("cannot look for a new checkpoint: %s", error)
             return None
-        done = read_evaluations(self._context.redis, self._context.run_id)
-        return None if pointer is None or pointer.latest in done else pointer.latest
 
     def _wait_for_checkpoint(self, wait_seconds: float) -> str | None:
         if wait_seconds <= 0:
             return None
         with self.heartbeat.waiting("a new checkpoint", _DEADLINE_SECONDS) as wait:
-            while (name := self._newest(wait_seconds)) is None and not self._run_has_finished():
+            while (name := self._next(wait_seconds)) is None and not self._run_has_finished():
                 wait.check()
                 for event in read_events(self._context.redis, self._context.run_id, self._after, wait_seconds):
                     self._after = event.id
@@ -220,8 +244,7 @@ class Evaluator:
         started = time.monotonic()
         self.heartbeat.progress = self.heartbeat.progress | {"evaluating": name}
         try:
-            checkpoint = context.checkpoints.load(name, only="policy.safetensors")
-            policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
+            policies = {policy_id: decode_policy(data)[0] for policy_id, data in self._stored_policies(name).items()}
             scores = self._play(name, policies, SCORING)
             if self._may_be_best(scores["mean_return"]):
                 scores["confirmation"] = self._play(name, policies, CONFIRMING)
@@ -238,7 +261,7 @@ class Evaluator:
             return
         self._failures.saw((self.heartbeat.progress["evaluations"] + 1,))
         scores |= {"version": checkpoint_version(name), "checkpoint": name}
-        scores |= {"env_steps": checkpoint.manifest.provenance["counters"]["train"]["env_steps"]}
+        scores |= {"env_steps": checkpoint_env_steps(name)}
         record_evaluation(context.redis, context.run_id, name, scores)
         text = f"{name} scores {_spread(scores)} over {counted(scores['episodes'], 'episode')}"
         if confirmation := scores.get("confirmation"):
@@ -248,11 +271,21 @@ class Evaluator:
         self.heartbeat.progress = progress | {"seconds": round(time.monotonic() - started, 3)}
         self.check_solved()
 
+    def _stored_policies(self, name: str) -> dict[str, bytes]:
+        """Of what is due, else of a checkpoint: policy id → the bytes of its policy."""
+        checkpoints = self._context.checkpoints
+        if self._context.config.evaluation.every is not None:
+            with suppress(ObjectMissing):
+                return read_due_evaluation(checkpoints.store, name)
+        objects = checkpoints.load(name, only="policy.safetensors").objects
+        return {key.partition("/")[0]: data for key, data in objects.items()}
+
     def _play(self, name: str, policies: Mapping[str, Policy], evaluation_round: int) -> dict[str, Any]:
         config = self._context.config
         seed = evaluation_seed(config, name, evaluation_round)
         with self._stages.during("evaluate"):
-            return scores_of(evaluate_policies(config, self._description, policies, seed, watchdog=self._watchdog))
+            played = evaluate_policies(config, self._description, policies, seed, watchdog=self._watchdog)
+            return scores_of(config, played)
 
     def _may_be_best(self, mean_return: float) -> bool:
         """Whether a checkpoint with this score would be among the best that are kept; of equals the newest is."""
@@ -265,10 +298,11 @@ class Evaluator:
     def check_solved(self) -> None:
         """Ends the run once each of the last evaluations reaches the target."""
         stop = self._context.config.stop_at
-        if stop.mean_return is None:
+        if not stop.by_scores:
             return
         last = list(read_evaluations(self._context.redis, self._context.run_id).values())[-stop.evaluations :]
-        if len(last) == stop.evaluations and all(reaches(scores, stop.mean_return) for scores in last):
+        solved = all(solves(scores, stop.mean_return, stop.success_rate) for scores in last)
+        if len(last) == stop.evaluations and solved:
             self._context.flow.set_state(RunState.STOPPING, "solved", expected=RunState.RUNNING)
 
 

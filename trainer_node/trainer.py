@@ -142,6 +142,8 @@ class Trainer:
 
     def _checkpoint_if_due(self, published: Published) -> None:
         self.state.writer.raise_failure()
+        if self.schedule.evaluation_due(self.learner.counters):
+            self.state.submit_evaluation()
         if self.schedule.checkpoint_due(self.learner.counters, published.log_bytes):
             self.state.checkpoint()
 
@@ -237,7 +239,8 @@ class Trainer:
 
         def done() -> bool:
             alive = any(beat.alive for beat in read_heartbeats(client, self._run_id) if beat.role == "evaluator")
-            return not alive or name in read_evaluations(client, self._run_id)
+            done = read_evaluations(client, self._run_id)
+            return not alive or (name in done and self.state.writer.due.names <= done.keys())
 
         try:
             with self._heartbeat.waiting("the last evaluation", self._config.evaluation.final_wait_seconds) as wait:

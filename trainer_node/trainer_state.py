@@ -7,8 +7,10 @@ from shared.config.run_config import Config
 from shared.datasets.read import read_dataset
 from shared.experience.counters import Phase, PhaseCounters
 from shared.experience.spaces import EnvironmentDescription
-from shared.policies.serialization import VersionHeader, encode_board, state_arrays
+from shared.policies.serialization import VersionHeader, encode_board, encode_policy, state_arrays
+from shared.protocol.heartbeat import poll
 from shared.protocol.policy_board import PolicyBoard, Published
+from shared.storage.checkpoint_store import checkpoint_name
 from trainer_node.checkpointing import snapshot
 from trainer_node.checkpointing.checkpoint_writer import CheckpointWriter
 from trainer_node.checkpointing.snapshot import Lineage, Parent, Progress, Snapshot, phase_at
@@ -21,7 +23,7 @@ class RunSchedule:
     """When a checkpoint is due, and when one of `stop_at` is reached."""
 
     def __init__(self, config: Config) -> None:
-        self._config, self._checkpoint_index = config, 0
+        self._config, self._checkpoint_index, self._evaluation_index = config, 0, 0
         self._started = self._checkpointed_at = time.monotonic()
 
     def checkpoint_due(self, counters: PhaseCounters, log_bytes: int) -> bool:
@@ -30,6 +32,17 @@ class RunSchedule:
         timed = checkpoint.every_seconds is not None and passed >= checkpoint.every_seconds
         counted = checkpoint.every.index(counters.train) > self._checkpoint_index
         return counted or timed or self.log_half_full(log_bytes)
+
+    def evaluation_due(self, counters: PhaseCounters) -> bool:
+        """Whether a multiple of `evaluation.every` was passed since the last call."""
+        every, before = self._config.evaluation.every, self._evaluation_index
+        self._evaluation_index = every.index(counters.train) if every else 0
+        return self._evaluation_index > before
+
+    def recovered(self, counters: PhaseCounters) -> None:
+        """Counts from here on."""
+        self.checkpointed(counters)
+        self.evaluation_due(counters)
 
     def log_half_full(self, log_bytes: int) -> bool:
         return log_bytes >= self._config.rollout.max_log_bytes // 2
@@ -52,6 +65,10 @@ _WAITS = {
     "version": "the policy version to be durable",
     "last": "the last checkpoint to be durable",
 }
+
+
+_MOST_DUE = 64
+"""Policies due to be evaluated that may wait in memory for the store."""
 
 
 class TrainerState:
@@ -100,6 +117,15 @@ class TrainerState:
         taken = self.snapshot()
         self.writer.submit(taken)
         self._descend_from(taken)
+
+    def submit_evaluation(self) -> None:
+        """The present policies as due to be evaluated."""
+        policies = {id_: encode_policy(policy, self.version) for id_, policy in self.learner.policies.items()}
+        name = checkpoint_name(self.version, self.learner.counters.train.env_steps)
+        waits_for = "the store to take policies that are due to be evaluated"
+        with self._incarnation.heartbeat.waiting(waits_for, self._incarnation.outage_seconds, outage=True) as wait:
+            poll(wait, lambda: self.writer.due.submitted < _MOST_DUE or self.writer.failure is not None)
+        self.writer.due.submit(name, policies)
 
     def save_durably(self, which: Literal["first", "version", "last"], taken: Snapshot | None = None) -> Snapshot:
         """Stores a snapshot (by default of the present version), and waits until that is durable."""

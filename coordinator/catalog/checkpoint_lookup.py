@@ -145,7 +145,7 @@ def evaluate(
     elif show:
         config = _rendered(config, "human", "play")
     seed = evaluation_seed(config, name, CONFIRMING)
-    scores = scores_of(evaluate_policies(config, description, policies, seed, episodes))
+    scores = scores_of(config, evaluate_policies(config, description, policies, seed, episodes))
     videos = _videos(video, name, int(scores["episodes"])) if video is not None else ()
     return Evaluation(name, scores, videos)
 

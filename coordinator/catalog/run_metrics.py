@@ -27,8 +27,8 @@ _STORE_SECONDS = 10.0
 def all_rows(store: MetricStore, stream: str, client: redis.Redis | None, run_id: str) -> Iterator[Rows]:
     """Every row of a stream in its order, in parts; `client` reaches the Redis of a live run."""
     position, labels = (0, -1), set[str]()
-    for position, rows in read(store, stream):
-        labels |= set(rows.labels)
+    for last, rows in read(store, stream):
+        position, labels = last, labels | set(rows.labels)
         yield rows
     if client is None:
         return

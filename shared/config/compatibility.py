@@ -33,8 +33,23 @@ def check_sections_together(run: ConfigFields) -> None:
         raise ValueError(f"heatup={str(run.heatup)!r}: nothing is updated in warm-up; use env_steps or episodes")
     if run.checkpoint.every.amount == 0:
         raise ValueError("checkpoint.every='0 …' would never write a checkpoint; give at least 1")
-    if not run.stop_at.bounded and run.stop_at.mean_return is None:
+    _check_evaluation(run)
+
+
+def _check_evaluation(run: ConfigFields) -> None:
+    stop, evaluation = run.stop_at, run.evaluation
+    if not stop.bounded and not stop.by_scores:
         raise ValueError("stop_at is empty, so the run would never end; set stop_at.env_steps or another bound")
+    for name, each in (("evaluation.every", evaluation.every), ("metrics.every", run.metrics.every)):
+        if each is not None and each.amount == 0:
+            raise ValueError(f"{name}={str(each)!r}: give at least 1, or leave it out")
+    if evaluation.episodes == 0:
+        asked = {"stop_at.mean_return": stop.mean_return, "stop_at.success_rate": stop.success_rate}
+        asked |= {"evaluation.every": evaluation.every}
+        if given := [name for name, value in asked.items() if value is not None]:
+            raise ValueError(
+                f"evaluation.episodes=0 evaluates nothing, and {given[0]} needs scores; leave one of them out"
+            )
 
 
 def check_algorithm(run: ConfigFields, algorithm: AlgorithmConfig) -> None:

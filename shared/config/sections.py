@@ -309,8 +309,14 @@ class EvaluationConfig(Section):
     """The evaluator plays checkpoints greedily; what it finds never changes what is learned. One that may be the best
     is played a second time, from other starts: only that evaluation counts for the best."""
 
-    episodes: int = Field(20, ge=1)
-    """Episodes per evaluation."""
+    episodes: int = Field(20, ge=0)
+    """Episodes per evaluation; 0: nothing is evaluated, and no evaluator is started."""
+    every: DurationField | None = None
+    """Evaluate the policy each time the trainer's counters pass a multiple of this, whether a checkpoint is kept there
+    or not: all of them, in order, late if need be. The newest checkpoint is evaluated when none of these waits. By
+    default only checkpoints are, and the newest where they come faster than they can be played."""
+    success_threshold: float | None = None
+    """An evaluated episode that returns at least this is a success, where the environment itself does not tell."""
     num_envs: int = Field(4, ge=1)
     """Environment copies that play them."""
     greedy: bool = True
@@ -346,8 +352,17 @@ class StopConfig(Section):
     """Wall clock since this start of the trainer."""
     mean_return: float | None = None
     """Solved when the mean return of `evaluations` evaluated checkpoints in a row is at least this, of each of them."""
+    success_rate: float | None = Field(None, ge=0, le=1)
+    """Solved when the success rate of `evaluations` evaluations in a row is at least this, as for `mean_return`; with
+    both, both have to be reached."""
     evaluations: int = Field(3, ge=1)
-    """How many evaluations in a row have to reach `mean_return`: a single one may be lucky, and the next may fall."""
+    """How many evaluations in a row have to reach `mean_return` or `success_rate`: a single one may be lucky, and the
+    next may fall."""
+
+    @property
+    def by_scores(self) -> bool:
+        """Whether evaluations may end the run."""
+        return self.mean_return is not None or self.success_rate is not None
 
     @property
     def bounded(self) -> bool:

@@ -116,6 +116,10 @@ def confirmed_return(scores: Mapping[str, Any]) -> float | None:
     return float(confirmation["mean_return"]) if confirmation else None
 
 
-def reaches(scores: Mapping[str, Any], mean_return: float) -> bool:
-    """Whether a checkpoint has at least this mean return in each of its evaluations."""
-    return all(float(one["mean_return"]) >= mean_return for one in (scores, scores.get("confirmation") or scores))
+def solves(scores: Mapping[str, Any], mean_return: float | None, success_rate: float | None) -> bool:
+    """Whether a checkpoint has at least these in each of its evaluations."""
+    return all(
+        target is None or float(one.get(name) or 0.0) >= target
+        for one in (scores, scores.get("confirmation") or scores)
+        for name, target in (("mean_return", mean_return), ("success_rate", success_rate))
+    )

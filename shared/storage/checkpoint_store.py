@@ -46,6 +46,12 @@ def checkpoint_version(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def checkpoint_env_steps(name: str) -> int:
+    """The env steps in a checkpoint's name; 0 for any other folder."""
+    match = _NAME.fullmatch(name)
+    return int(match[2]) if match else 0
+
+
 def _check_object_name(name: str) -> str:
     parts = name.split("/")
     if not name.isprintable() or "\\" in name or not {"", ".", ".."}.isdisjoint(parts):

@@ -50,7 +50,7 @@ def test_exactly_the_episodes_asked_for_are_played(episodes: int, copies: int) -
     config = config_of({"id": f"{MODULE}:Counting", "kwargs": {"length": 3}}, episodes=episodes, num_envs=copies)
     scores = played(config)
     assert [record.length for record in scores] == [3] * episodes
-    assert scores_of(played(config, episodes=2))["episodes"] == 2
+    assert scores_of(config, played(config, episodes=2))["episodes"] == 2
 
 
 def test_each_environment_plays_its_share_however_short_its_episodes_are() -> None:
@@ -94,7 +94,7 @@ def test_greedy_plays_the_mode_and_sampling_does_not() -> None:
     with torch.no_grad():
         policies["default"].get_parameter("head.weight").zero_()
         policies["default"].get_parameter("head.bias").fill_(0.5)
-    best, spread = scores_of(played(greedy, policies=policies)), scores_of(played(sampled, policies=policies))
+    best, spread = (scores_of(one, played(one, policies=policies)) for one in (greedy, sampled))
     assert best["mean_return"] == best["min_return"] == 0.0
     assert spread["std_return"] > 0.1 and spread["mean_return"] < -0.3
 

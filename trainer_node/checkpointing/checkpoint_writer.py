@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 import redis
@@ -31,6 +31,7 @@ from shared.protocol.scripts import write_small
 from shared.runtime.run_context import RunContext
 from shared.runtime.stage_timer import StageTimer
 from shared.storage.checkpoint_store import READY, CheckpointStore, Manifest, Pointer, checkpoint_version
+from shared.storage.due_evaluations import delete_due_evaluation, due_evaluations, write_due_evaluation
 from shared.storage.log_archive import Archive, Segment
 from shared.storage.object_store import ObjectStore
 from trainer_node.checkpointing import retention
@@ -137,6 +138,42 @@ class FencedStore:
             raise Fenced(f"epoch {self._epoch} may not write checkpoints; a newer trainer has taken over")
 
 
+class DueEvaluations:
+    """The policies that `evaluation.every` made due: on their way into the store, or there until their score is
+    recorded. The trainer's thread submits, the checkpoint writer's does the rest."""
+
+    def __init__(self, store: FencedStore) -> None:
+        self._store = store
+        self._submitted: dict[str, dict[str, bytes]] = {}
+        self._stored: set[str] | None = None
+
+    def submit(self, name: str, policies: dict[str, bytes]) -> None:
+        self._submitted[name] = policies
+
+    @property
+    def names(self) -> set[str]:
+        """Those without a recorded score."""
+        return {*self._submitted, *(self._stored or ())}
+
+    @property
+    def submitted(self) -> int:
+        """How many are not in the store yet."""
+        return len(self._submitted)
+
+    def write(self, evaluated: Collection[str]) -> None:
+        """Stores what was submitted, and deletes what is evaluated; raises as the store does, and loses nothing."""
+        if self._stored is None:
+            self._stored = {*due_evaluations(self._store)}
+        for name in list(self._submitted):
+            if name not in evaluated:  # a trainer that learns the log again passes it again
+                write_due_evaluation(self._store, name, self._submitted[name])
+                self._stored.add(name)
+            del self._submitted[name]
+        for name in sorted(self._stored & set(evaluated)):
+            delete_due_evaluation(self._store, name)
+            self._stored.discard(name)
+
+
 class CheckpointWriter:
     """Owns everything that the trainer writes into the store."""
 
@@ -148,6 +185,7 @@ class CheckpointWriter:
         self._exporter = Exporter(role.config, role.redis, self._checkpoints)
         self._lock = threading.Condition()
         self._recorder: Recorder | None = None
+        self.due = DueEvaluations(self.store)
         self._pending: Snapshot | None = None
         self._busy = self._closing = False
         self._noticed: dict[str, dict[str, Any]] = {}
@@ -233,7 +271,8 @@ class CheckpointWriter:
                         self._lock.notify_all()
                 else:
                     self.notice_evaluations()
-                    if self._recorder and self._recorder.due and not self._try(self._recorder.store):
+                    waits = self.due.submitted or (self._recorder is not None and self._recorder.due)
+                    if waits and not self._try(self._store_metrics):
                         self._pause()
                 if self._exporter.due and not self._try(self._exporter.step):
                     self._pause()
@@ -325,8 +364,10 @@ class CheckpointWriter:
         evaluations."""
         evaluations = read_evaluations(self._role.redis, self._role.run_id)
         if self._recorder is not None:
-            self._recorder.take_evaluations(evaluations)
+            evaluated = self._recorder.take_evaluations(evaluations)
             self._recorder.store()
+            if self._role.config.evaluation.every is not None:
+                self.due.write(evaluated)
         return evaluations
 
     def _with_news(self, manifest: Manifest) -> Manifest:

@@ -67,7 +67,7 @@ class Recovery:
             self._begin()
         else:
             self._resume(checkpoint)
-        self.state.schedule.checkpointed(self.state.learner.counters)
+        self.state.schedule.recovered(self.state.learner.counters)
 
     def _begin(self) -> None:
         if self._role.flow.read().version >= 0:

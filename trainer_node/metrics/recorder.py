@@ -77,8 +77,8 @@ class Recorder:
     def histogram(self, name: str, values: Sequence[float], env_steps: int) -> None:
         self._put("histogram", (name, values, env_steps))
 
-    def take_evaluations(self, evaluations: Mapping[str, Mapping[str, Any]]) -> None:
-        """Records what the evaluator has found since; raises as the store does."""
+    def take_evaluations(self, evaluations: Mapping[str, Mapping[str, Any]]) -> set[str]:
+        """Records what the evaluator has found since; returns all that have a score. Raises as the store does."""
         if self._evaluated is None:
             found, tested = set[str](), Counter[str]()
             for _, rows in read(self._store, EVALUATIONS):
@@ -93,6 +93,7 @@ class Recorder:
                 self._tested[_TEST_STEPS] += int(scores.get("env_steps_played", 0))
                 self._tested[_TEST_EPISODES] += int(scores.get("episodes", 0))
                 self.record(EVALUATIONS, evaluation_row(scores) | dict(self._tested), name)
+        return self._evaluated
 
     def store(self) -> None:
         """Puts all rows into the store, after the writers have had them; raises as the store does."""
@@ -192,6 +193,7 @@ def evaluation_row(scores: Mapping[str, Any]) -> dict[str, float]:
     row = {ENV_STEPS: float(scores.get("env_steps", 0)), VERSION: float(scores["version"])}
     for prefix, one in (("eval/", scores), ("eval/confirmation/", scores.get("confirmation") or {})):
         row |= {prefix + name: float(one[key]) for key, name in _EVALUATED.items() if one.get(key) is not None}
-        row |= {f"{prefix}ep_rew_mean/{agent}": float(value) for agent, value in one.get("agents", {}).items()}
+        for kind in ("agents", "policies"):
+            row |= {f"{prefix}ep_rew_mean/{name}": float(value) for name, value in one.get(kind, {}).items()}
         row |= {f"{prefix}environment/{name}": float(value) for name, value in one.get("metrics", {}).items()}
     return row
