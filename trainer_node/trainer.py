@@ -57,6 +57,8 @@ class Trainer:
         self.recorder = Recorder(role.redis, role.run_id, role.config, folder, store, began)
         incarnation.closing.callback(self.recorder.close)
         self.state.writer.keep(self.recorder)
+        self._orders = self._flow.read().checkpoint_orders
+        """Checkpoints that persons have asked for so far."""
         self._catching_up = True
         """Whether it learns what a former trainer has learned; nothing waits for that, and workers wait for credit."""
         self.end_reason = ""
@@ -154,8 +156,11 @@ class Trainer:
             raise Fenced(f"epoch {epoch}: a newer trainer has taken over, that of epoch {flow.epoch}")
         if flow.epoch < epoch or flow.version < self.version or self.recovery.redis_restarted():
             self.recovery.redis_came_back()
+        ordered, self._orders = flow.checkpoint_orders > self._orders, flow.checkpoint_orders
         full = flow.memory_full or self.schedule.log_half_full(flow.log_bytes)
-        if full and self.state.parent.version < self.version:  # else nothing could continue: what is learned fills it
+        if (
+            full or ordered
+        ) and self.state.parent.version < self.version:  # else nothing could continue: what is learned fills it
             self.state.checkpoint()
         return flow
 

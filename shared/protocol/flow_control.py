@@ -74,6 +74,8 @@ class FlowState:
     max_workers: Annotated[_Number | None, BeforeValidator(lambda text: text or None)] = None
     memory_full: bool = False
     """Whether Redis refused the last new claim, or a shard a body, for want of memory."""
+    checkpoint_orders: _Number = 0
+    """How often a person has asked for a checkpoint."""
     shards: Annotated[tuple[str, ...], BeforeValidator(str.split)] = ()
     """Where the run's fragments have their bodies, as `host:port/db`; empty where the log holds them."""
 
@@ -256,6 +258,10 @@ class Flow:
         """The bounds and the shards, which a resume may change; K and L stay what they were."""
         fields = ("lease_ms", int(lease_seconds * 1000), "max_log_bytes", max_log_bytes, "shards", " ".join(shards))
         write_small(self._redis, self._keys, self._keys.flow, "HSET", *fields)
+
+    def order_checkpoint(self) -> None:
+        """Asks the trainer for a checkpoint after its present update."""
+        write_small(self._redis, self._keys, self._keys.flow, "HINCRBY", "checkpoint_orders", 1)
 
     def set_desired_workers(self, workers: int, scaling: str = "") -> bool:
         """The coordinator's goal for the fleet; False where `scaling` is given and no longer stands."""

@@ -1,6 +1,7 @@
 """Metrics in the store: rows in append-only segments, so that a run's curves are whole from any machine.
 
-A stream (`train`: a row per update; `evaluations`; `episodes`) is written by the trainer alone. A segment is one object
+A stream (`train`: a row per update; `evaluations`; `episodes`; `events`) is written by the trainer alone. A segment is
+one object
 `metrics/<stream>/<epoch>_<version>_<env steps>_<first>_<last>/rows.safetensors`: rows `first` through `last` of the
 trainer of this epoch, which began after this policy version and these env steps. What an older trainer wrote beyond
 them was undone by a restart or a roll back and is left out when the stream is read, so nothing is ever written anew.
@@ -21,7 +22,7 @@ from shared.errors import FragmentError, MetricsDamaged, ObjectMissing
 from shared.experience import tensor_blob
 from shared.experience.spaces import Array
 
-TRAIN, EVALUATIONS, EPISODES = STREAMS = ("train", "evaluations", "episodes")
+TRAIN, EVALUATIONS, EPISODES, EVENTS = STREAMS = ("train", "evaluations", "episodes", "events")
 ENV_STEPS, VERSION, UNIX_TIME = "time/env_steps", "policy/version", "time/unix_seconds"
 FORMAT = 1
 _FOLDER = "metrics/"
@@ -212,7 +213,7 @@ def _read(
             epoch, covered = segment.epoch, -1
         rows = decode(store.get(key := segment.key(stream)), key)[max(0, covered + 1 - segment.first) :]
         covered = segment.last
-        if stream != EVALUATIONS:  # a score stays what it was, whatever was undone since
+        if stream in (TRAIN, EPISODES):  # a score, and what has happened, stay, whatever was undone since
             rows = _kept(rows, [later for later in found if later.epoch > epoch])
         if names is not None:
             rows = Rows({name: rows.columns[name] for name in names if name in rows.columns}, rows.labels)

@@ -18,12 +18,14 @@ from typing import Any
 import redis
 
 from shared.config.run_config import Config
+from shared.experience.log_entry import id_order
 from shared.printable import NAME_CHARACTERS, printable
-from shared.protocol.events import emit
+from shared.protocol.events import emit, read_events
 from shared.protocol.metric_tail import append_row
 from shared.storage.metric_log import (
     ENV_STEPS,
     EVALUATIONS,
+    EVENTS,
     STREAMS,
     TRAIN,
     UNIX_TIME,
@@ -56,6 +58,8 @@ class Recorder:
         self._streams = {name: MetricStream(store, run_id, name, *began) for name in STREAMS}
         self._evaluated: set[str] | None = None
         self._tested = Counter[str]()
+        self._event: tuple[int, ...] | None = None
+        """The id of the last event that is recorded."""
         self._names: set[str] = set()
         self._stored_at = time.monotonic()
         self.failures: Counter[str] = Counter()
@@ -95,8 +99,20 @@ class Recorder:
                 self.record(EVALUATIONS, evaluation_row(scores) | dict(self._tested), name)
         return self._evaluated
 
+    def take_events(self) -> None:
+        """Records what has happened since in the run; raises as the store does."""
+        if self._event is None:
+            self._event = (0, 0)
+            for _, rows in read(self._store, EVENTS):
+                self._event = tuple(int(rows.columns[name][-1]) for name in EVENT_ID)
+        for event in read_events(self._redis, self._run_id, "{}-{}".format(*self._event)):
+            self._event = id_order(event.id)
+            row = dict(zip(EVENT_ID, map(float, self._event), strict=True)) | {UNIX_TIME: self._event[0] / 1000}
+            self._streams[EVENTS].append(row, f"{event.kind}\t{event.text}")
+
     def store(self) -> None:
         """Puts all rows into the store, after the writers have had them; raises as the store does."""
+        self.take_events()
         self._flush()
         self._stored_at = time.monotonic()
         for stream in self._streams.values():
@@ -180,6 +196,8 @@ class Recorder:
             emit(self._redis, self._run_id, "metrics", text)
 
 
+EVENT_ID = ("event/milliseconds", "event/number")
+"""The id of an event in Redis, as two metrics of its row; kind and text, with a tab between, are its label."""
 _TEST_STEPS, _TEST_EPISODES = "time/test_env_steps", "time/test_episodes"
 _EVALUATED = {
     "mean_return": "ep_rew_mean", "std_return": "ep_rew_std", "min_return": "ep_rew_min", "max_return": "ep_rew_max",
