@@ -19,6 +19,7 @@ from coordinator.catalog.checkpoint_lookup import require_trust
 from coordinator.catalog.checkpoint_operations import Removed, Verdict
 from coordinator.catalog.run_files import RunStatus
 from coordinator.catalog.run_folder import RunFolder, Submission, link
+from coordinator.catalog.run_metrics import all_rows
 from coordinator.catalog.status import (
     Status,
     check_order,
@@ -39,13 +40,14 @@ from shared.errors import CheckpointNotFound, RedisUnavailable, UserError
 from shared.experience.fragment import Fragment
 from shared.experience.log_entry import id_order
 from shared.policies.deployed import DeployedPolicy, load_policy
-from shared.protocol.events import Event, read_events, recent_events
+from shared.protocol.events import Event, emit, read_events, recent_events
 from shared.protocol.flow_control import Flow, RunState
 from shared.protocol.heartbeat import Wait, poll
 from shared.protocol.redis_client import Address, RoleName, connect_redis, without_retries
 from shared.storage.checkpoint_store import CheckpointStore
 from shared.storage.export_record import Export
 from shared.storage.log_archive import Archive, experience
+from shared.storage.metric_log import Rows
 from trainer_node.replay import BEGINNING, Replayed, replay
 
 _AWAY = (RedisUnavailable, redis.ConnectionError, redis.TimeoutError)
@@ -192,6 +194,25 @@ class Run:
                 raise
             self._unreachable = str(error) if self.folder.remote is not None else None
             return None
+
+    @property
+    def client(self) -> redis.Redis | None:
+        """Redis of the live run, for reading; None where the run is not live."""
+        return self._client()
+
+    def checkpoint(self) -> None:
+        """Asks a live run for a checkpoint after its present update; returns at once."""
+        Flow(self._ordering_client(), self.run_id).order_checkpoint()
+
+    def note(self, text: str) -> None:
+        """Writes a line of a person's into the events of a live run, which are kept with its metrics."""
+        if not text.strip():
+            raise UserError("a note needs text")
+        emit(self._ordering_client(), self.run_id, "note", text)
+
+    def metrics(self, stream: str = "train") -> Iterator[Rows]:
+        """All rows of `train`, `evaluations`, `episodes`, `fleet` or `events`, in parts: per metric an array."""
+        return all_rows(self.checkpoint_store().store, stream, self._client(), self.run_id)
 
     def scale(
         self, workers: int | None = None, *, min_workers: int | None = None, max_workers: int | None = None

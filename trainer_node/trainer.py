@@ -236,6 +236,7 @@ class Trainer:
             retry_until_deadline(wait, lambda: writer.finish(last))
             self._flow.set_state(RunState.FINISHED, reason, epoch=self.incarnation.epoch)
             retry_until_deadline(wait, lambda: self.incarnation.write_finished(reason, last))
+            retry_until_deadline(wait, self.recorder.store)
         return self.incarnation.finished(reason)
 
     def _wait_for_evaluation(self, name: str) -> None:

@@ -17,7 +17,7 @@ import redis
 from shared.experience.spaces import Array
 from shared.protocol.events import read_evaluations
 from shared.protocol.metric_tail import TailRow, read_rows
-from shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, MetricStore, Rows, read
+from shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, UNIX_TIME, MetricStore, Rows, read
 from trainer_node.metrics.recorder import evaluation_row
 
 _STORE_SECONDS = 10.0
@@ -52,9 +52,10 @@ def _finite(row: Mapping[str, float | None]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over env steps: arrays of one length."""
+    """One metric over env steps and time: arrays of one length."""
 
     env_steps: Array
+    unix_seconds: Array
     mean: Array
     low: Array
     high: Array
@@ -106,17 +107,22 @@ class Bins:
 
     def __getitem__(self, name: str) -> Series:
         """Raises `KeyError` for a metric that no row had."""
-        total, count, low, high = self._columns[name]
-        steps, counted, _, _ = self._columns[ENV_STEPS]
+        _, count, low, high = self._columns[name]
         there = count > 0
-        return Series(steps[there] / counted[there], total[there] / count[there], low[there], high[there])
+        steps, seconds = (self._mean(axis)[there] for axis in (ENV_STEPS, UNIX_TIME))
+        return Series(steps, seconds, self._mean(name)[there], low[there], high[there])
+
+    def _mean(self, name: str) -> Array:
+        total, count, _, _ = self._columns[name]
+        mean: Array = total / np.maximum(count, 1.0)
+        return mean
 
 
 class Curves:
-    """The training metrics of one run, for who looks again and again: `refresh` reads what came since."""
+    """A stream of one run, for who looks again and again: `refresh` reads what came since."""
 
-    def __init__(self, run_id: str, points: int = 1000) -> None:
-        self._run_id, self._points = run_id, points
+    def __init__(self, run_id: str, stream: str = TRAIN, points: int = 1000) -> None:
+        self._run_id, self._stream, self._points = run_id, stream, points
         self._begin()
         self._read_store_at = -_STORE_SECONDS
 
@@ -126,7 +132,7 @@ class Curves:
     def refresh(self, store: MetricStore, client: redis.Redis | None) -> None:
         """Raises what store and Redis raise."""
         now = time.monotonic()
-        if client is None:
+        if client is None or self._stream != TRAIN:
             if now - self._read_store_at >= _STORE_SECONDS:
                 self._from_store(store)
             return
@@ -143,13 +149,30 @@ class Curves:
 
     def _from_store(self, store: MetricStore) -> None:
         self._read_store_at = time.monotonic()
-        for position, rows in read(store, TRAIN, self._position):
+        for position, rows in read(store, self._stream, self._position):
             if self._position[0] not in (0, position[0]):  # an older trainer's rows may be void now
                 self._begin()
                 self._from_store(store)
                 return
             self.bins.add(rows)
             self._position = position
+
+
+class Recorded:
+    """All rows of a short stream with their labels, for who looks again and again."""
+
+    def __init__(self, stream: str) -> None:
+        self._stream, self._position = stream, (0, -1)
+        self._read_at = -_STORE_SECONDS
+        self.rows: list[tuple[str, dict[str, float]]] = []
+
+    def refresh(self, store: MetricStore) -> None:
+        """Raises what the store raises."""
+        if time.monotonic() - self._read_at >= _STORE_SECONDS:
+            self._read_at = time.monotonic()
+            for position, rows in read(store, self._stream, self._position):
+                self._position = position
+                self.rows += rows.named()
 
 
 def newest(rows: Rows) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Metrics in the store: rows in append-only segments, so that a run's curves are whole from any machine.
 
-A stream (`train`: a row per update; `evaluations`; `episodes`; `events`) is written by the trainer alone. A segment is
-one object
+A stream (`train`: a row per update; `evaluations`; `episodes`; `events`; `fleet`: what all roles do, every few seconds)
+is written by the trainer alone. A segment is one object
 `metrics/<stream>/<epoch>_<version>_<env steps>_<first>_<last>/rows.safetensors`: rows `first` through `last` of the
 trainer of this epoch, which began after this policy version and these env steps. What an older trainer wrote beyond
 them was undone by a restart or a roll back and is left out when the stream is read, so nothing is ever written anew.
@@ -22,7 +22,7 @@ from shared.errors import FragmentError, MetricsDamaged, ObjectMissing
 from shared.experience import tensor_blob
 from shared.experience.spaces import Array
 
-TRAIN, EVALUATIONS, EPISODES, EVENTS = STREAMS = ("train", "evaluations", "episodes", "events")
+TRAIN, EVALUATIONS, EPISODES, EVENTS, FLEET = STREAMS = ("train", "evaluations", "episodes", "events", "fleet")
 ENV_STEPS, VERSION, UNIX_TIME = "time/env_steps", "policy/version", "time/unix_seconds"
 FORMAT = 1
 _FOLDER = "metrics/"

@@ -21,11 +21,14 @@ from shared.config.run_config import Config
 from shared.experience.log_entry import id_order
 from shared.printable import NAME_CHARACTERS, printable
 from shared.protocol.events import emit, read_events
+from shared.protocol.flow_control import Flow
+from shared.protocol.heartbeat import read_heartbeats
 from shared.protocol.metric_tail import append_row
 from shared.storage.metric_log import (
     ENV_STEPS,
     EVALUATIONS,
     EVENTS,
+    FLEET,
     STREAMS,
     TRAIN,
     UNIX_TIME,
@@ -34,6 +37,7 @@ from shared.storage.metric_log import (
     MetricStream,
     read,
 )
+from trainer_node.metrics.fleet_metrics import PAUSE_SECONDS, FleetMetrics
 from trainer_node.metrics.writers import MetricWriter, WrittenRun, open_writer
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
@@ -68,12 +72,14 @@ class Recorder:
         self._writers: dict[str, MetricWriter] = {}
         self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(_QUEUED)
         self._closed = False
+        self._fleet, self._looked, self._env_steps = FleetMetrics(), time.monotonic(), float(began[2])
         self._thread = threading.Thread(target=self._run, args=(config, run), name="metrics", daemon=True)
         self._thread.start()
 
     def record(self, stream: str, row: Mapping[str, float], label: str = "") -> None:
         """One row, with its env steps and policy version in it; never raises."""
         with self._continuing("the metrics"):
+            self._env_steps = row[ENV_STEPS] if stream == TRAIN else self._env_steps
             named = self._named(row) | {UNIX_TIME: round(time.time(), 3)}
             number = self._streams[stream].append(named, label)
             self._put("row", (stream, named, label, number))
@@ -149,7 +155,14 @@ class Recorder:
             with self._continuing(writer.path):
                 self._writers[writer.path] = open_writer(writer.path, writer.kwargs, run)
         while True:
-            what, data = self._queue.get()
+            try:
+                what, data = self._queue.get(timeout=PAUSE_SECONDS)
+            except queue.Empty:
+                what, data = "", None
+            if time.monotonic() - self._looked >= PAUSE_SECONDS and what != "end":
+                self._looked = time.monotonic()
+                with self._continuing("the fleet's metrics"):
+                    self._look_at_fleet()
             if what == "row":
                 stream, row, label, number = data
                 if stream == TRAIN:
@@ -161,9 +174,14 @@ class Recorder:
             elif what == "flush":
                 self._each(MetricWriter.flush)
                 data.set()
-            else:
+            elif what == "end":
                 self._each(MetricWriter.close)
                 return
+
+    def _look_at_fleet(self) -> None:
+        flow = Flow(self._redis, self._run_id).read()
+        row = self._fleet.row(read_heartbeats(self._redis, self._run_id), flow)
+        self.record(FLEET, row | {ENV_STEPS: self._env_steps, VERSION: flow.version})
 
     def _each(self, method: Callable[..., None], *arguments: Any) -> None:
         for name, writer in self._writers.items():
