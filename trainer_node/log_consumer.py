@@ -174,7 +174,7 @@ class LogConsumer:
         self._in_a_row = 0
         self.ledger.consume(entry.worker, entry.transitions)
         self.lags[version - parsed.header.version] += 1
-        return replace(parsed, position=entry.id)
+        return replace(parsed, position=entry.id, pushed_at=entry.pushed_at)
 
     def _check(self, entry: LogEntry, parsed: Fragment, version: int, phase: Phase) -> None:
         header, lag, reason = parsed.header, version - parsed.header.version, DropReason.SCHEMA

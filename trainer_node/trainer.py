@@ -25,7 +25,7 @@ from trainer_node.distributed.leader import meet_followers
 from trainer_node.incarnation import Incarnation
 from trainer_node.learning.learner import set_up_torch
 from trainer_node.metrics.recorder import Recorder
-from trainer_node.metrics.update_metrics import LENGTH, RETURN, UpdateMetrics, episode_rows
+from trainer_node.metrics.update_metrics import LENGTH, RETURN, UpdateMetrics, episode_rows, lag_buckets
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
 _POLL_SECONDS = 1.0
@@ -191,7 +191,7 @@ class Trainer:
             "epoch": self.incarnation.epoch, "version": self.version, "phase": self.state.phase.value,
             "reads_again": self._catching_up, "env_steps": counters.train.env_steps,
             "updates": counters.train.updates, "episodes": counters.train.episodes,
-            "learn_seconds": round(self._metrics.learning_seconds, 3),
+            "learn_seconds": round(self._metrics.learning_seconds, 3), "lags": lag_buckets(self.consumer.lags),
         }  # fmt: skip
 
     def _meet_followers(self) -> None:

@@ -1,7 +1,8 @@
 """Phases, counters and durations: the units in which a run is measured.
 
 The trainer alone counts, per phase and from the log: an *env step* is one step of one environment (whatever the number
-of agents in it), an *episode* one finished episode, an *update* one learning update.
+of agents in it), an *episode* one finished episode, an *update* one learning update, a *gradient step* one step of an
+optimizer within it, as the algorithm tells (`train/gradient_steps`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Annotated, Literal, cast, get_args
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
-Unit = Literal["env_steps", "episodes", "updates"]
+Unit = Literal["env_steps", "episodes", "updates", "gradient_steps"]
 UNITS: tuple[Unit, ...] = get_args(Unit)
 
 
@@ -30,9 +31,10 @@ class Counters:
     env_steps: int = 0
     episodes: int = 0
     updates: int = 0
+    gradient_steps: int = 0
 
     def get(self, unit: Unit) -> int:
-        return {"env_steps": self.env_steps, "episodes": self.episodes, "updates": self.updates}[unit]
+        return int(vars(self)[unit])
 
 
 @dataclass
@@ -83,5 +85,5 @@ DurationField = Annotated[
     Duration,
     BeforeValidator(parse_duration),
     PlainSerializer(str, return_type=str),
-    WithJsonSchema({"type": "string", "examples": ["10 updates"], "pattern": r"^\d+ (env_steps|episodes|updates)$"}),
+    WithJsonSchema({"type": "string", "examples": ["10 updates"], "pattern": rf"^\d+ ({'|'.join(UNITS)})$"}),
 ]

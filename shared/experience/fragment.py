@@ -109,6 +109,8 @@ class Fragment:
     columns: dict[str, Columns]
     position: str = ""
     """Of its entry, where it was read from the log; no part of its bytes."""
+    pushed_at: int | None = None
+    """The policy version that was on the board when it was pushed, where that is known; no part of its bytes."""
 
 
 def encode(fragment: Fragment, compression: column_codec.Compression = "none") -> bytes:

@@ -46,6 +46,8 @@ class LogEntry:
     """Whether a worker pushed it, so that a claim stands behind it; else its worker is `STRANGERS`."""
     lost: int = 0
     """Fragments before it that were missing when it was pushed: Redis had lost them, and the credit behind them."""
+    pushed_at: int | None = None
+    """The policy version that was on the board when it was pushed; None in an archive, which does not keep that."""
     place: BodyPlace | None = None
     """Where its body is to be, if not in the log itself."""
     lost_body: bool = False

@@ -173,5 +173,7 @@ def _entry(id_: bytes, fields: dict[bytes, bytes], pushed: bool, quarantined: bo
     names = (b"incarnation", b"seq", b"transitions", b"lost")
     incarnation, seq, transitions, lost = (whole_number(fields.get(name, b"")) for name in names)
     return LogEntry(
-        id_.decode(), worker, incarnation, seq, transitions, body, True, lost, place, quarantined=quarantined
-    )
+        id_.decode(), worker, incarnation, seq, transitions, body, True, lost,
+        pushed_at=whole_number(fields[b"version"]) if b"version" in fields else None, place=place,
+        quarantined=quarantined,
+    )  # fmt: skip

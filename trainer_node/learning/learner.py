@@ -132,16 +132,19 @@ class Learner:
         With several policies, each one's metrics end in `/<policy id>`. Raises `WeightsNotFinite`.
         """
         metrics: dict[str, float] = {}
+        gradient_steps = 0
         for policy_id, algorithm in self.algorithms.items():
             experience = [Experience(_source(item), item.columns[policy_id]) for item in fragments]
             if phase is Phase.HEATUP:
                 algorithm.observe(experience)
                 continue
             found = algorithm.update(experience, self.counters.train)
+            gradient_steps += int(found.get("train/gradient_steps", 0))
             suffix = "" if len(self.algorithms) == 1 else f"/{policy_id}"
             metrics |= {name + suffix: value for name, value in found.items()}
         if phase is Phase.TRAIN:
             self.counters.train.updates += 1
+            self.counters.train.gradient_steps += gradient_steps
         broken = [policy_id for policy_id, policy in self.policies.items() if not finite_weights(policy)]
         if broken:
             raise WeightsNotFinite(

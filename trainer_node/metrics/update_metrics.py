@@ -33,12 +33,15 @@ class UpdateMetrics:
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._counts: Counter[str] = Counter()
         self._lags: list[int] = []
+        self._acting_lags: list[int] = []
         self._acting_seconds: list[float] = []
         self._transitions = 0
 
     def take(self, fragments: Sequence[Fragment], metrics: Mapping[str, float], version: int) -> None:
         """One update: what it consumed, what it measured, and the version that it made."""
         self._lags += [version - 1 - item.header.version for item in fragments]
+        known = [item for item in fragments if item.pushed_at is not None]
+        self._acting_lags += [max(0, (item.pushed_at or 0) - item.header.version) for item in known]
         self._acting_seconds += [item.header.acting_seconds for item in fragments]
         self._transitions += sum(item.header.transitions for item in fragments)
         for name, value in metrics.items():
@@ -60,6 +63,7 @@ class UpdateMetrics:
         row: dict[str, float] = {
             ENV_STEPS: train.env_steps,
             "time/episodes": train.episodes,
+            "time/gradient_steps": train.gradient_steps,
             "time/fps": self._fps,
             "train/updates": train.updates,
             "train/learn_seconds": self.learning_seconds,
@@ -68,12 +72,15 @@ class UpdateMetrics:
             "policy/lag_max": float(max(self._lags)),
             "rollout/acting_seconds": float(np.mean(self._acting_seconds)),
         }
+        if len(self._acting_lags) == len(self._lags):  # not of what is read from an archive
+            row["policy/lag_acting_mean"] = float(np.mean(self._acting_lags))
+            row["policy/lag_queue_mean"] = row["policy/lag_mean"] - row["policy/lag_acting_mean"]
         row |= of_episodes(learner.episodes)
         row |= {f"wait/{name.replace(' ', '_')}_seconds": seconds for name, seconds in waited.items()}
         for policy in learner.policies.values():  # a dataset is that of one
             row |= self._from_data.figures(policy, train.updates)
         row |= {name: total / self._counts[name] for name, total in self._sums.items()}
-        self._lags, self._acting_seconds, self._transitions = [], [], 0
+        self._lags, self._acting_lags, self._acting_seconds, self._transitions = [], [], [], 0
         self._sums.clear()
         self._counts.clear()
         return row
@@ -104,6 +111,15 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
         f"{name}_mean": float(array.mean()), f"{name}_std": float(array.std()), f"{name}_min": float(array.min()),
         f"{name}_max": float(array.max()), f"{name}_p10": float(low), f"{name}_p90": float(high),
     }  # fmt: skip
+
+
+LAG_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64)
+
+
+def lag_buckets(lags: Mapping[int, int]) -> list[int]:
+    """How many fragments had at most each of `LAG_BUCKETS` versions of lag, how many there were, and their sum."""
+    counts = [sum(count for lag, count in lags.items() if lag <= bound) for bound in LAG_BUCKETS]
+    return [*counts, sum(lags.values()), sum(lag * count for lag, count in lags.items())]
 
 
 def episode_rows(fragments: Sequence[Fragment], env_steps: int, version: int) -> Iterator[tuple[str, dict[str, float]]]:

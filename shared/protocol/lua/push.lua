@@ -9,7 +9,7 @@
 -- past), or 'finished'. A fragment that was refused stays refused: the same number belongs to another fragment once the
 -- worker has heard of the refusal, and to the same fragment before.
 local flow = redis.call('HMGET', keys.flow, 'state', 'epoch', 'claimed', 'consumed', 'fragments_per_update',
-  'max_policy_lag')
+  'max_policy_lag', 'version')
 if not flow[1] then return no_run() end
 begin()
 redis.call('XLEN', keys.pushes)  -- fails here if the key is damaged, before anything is written
@@ -60,7 +60,7 @@ if lost > 0 then
 end
 local written = redis.call('HINCRBY', keys.flow, 'pushed_bytes', args.bytes)
 local id = redis.call('XADD', keys.log, '*', 'worker', args.worker, 'incarnation', args.incarnation, 'seq', args.seq,
-  'lost', lost, 'transitions', args.transitions, 'end', written, args.field, args.value)
+  'lost', lost, 'transitions', args.transitions, 'end', written, 'version', flow[7] or '', args.field, args.value)
 redis.call('XADD', keys.pushes, id, 'x', '')
 redis.call('HSET', keys.pushed, from, args.seq)
 produced('', 1 + lost)
