@@ -91,6 +91,7 @@ class Episodes:
             return DatasetSampler(recording, policy_id, config.num_envs, lineage, trace)
         environment = WatchedEnvironment(lambda: make_vector(config, self._description), self._watchdog)
         try:
+            environment.set_phase(self._phase)
             return Sampler(environment, self._description, lineage, self._config.rollout.device, trace, self._stages)
         except EnvironmentFailure:
             environment.close()
@@ -102,10 +103,12 @@ class Episodes:
 
     def enter(self, phase: Phase) -> None:
         """Where recorded experience is for warm-up only, and that is over, a new lineage begins, in environments."""
-        self._phase = phase
+        before, self._phase = self._phase, phase
         if isinstance(self.sampler, DatasetSampler) != self._recorded(phase):
             self.sampler.close()
             self.sampler = self._begin(self.sampler.lineage.next())
+        elif phase is not before and isinstance(self.sampler, Sampler):
+            self.sampler.set_phase(phase)
 
     def try_acting(self) -> None:
         """Before the first fragment: where this incarnation dies of it, the next ones must not all die of it, too."""

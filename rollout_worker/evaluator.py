@@ -23,6 +23,7 @@ from rollout_worker.exploration.base import Greedy, Sampling
 from rollout_worker.watchdog import Watchdog, WatchedEnvironment
 from shared.config.run_config import Config
 from shared.errors import CheckpointError, EnvironmentFailure, ObjectMissing, StoreError, StoreUnavailable, headline
+from shared.experience.counters import Phase
 from shared.experience.fragment import LARGEST_SHOWN, EpisodeRecord
 from shared.experience.spaces import EnvironmentDescription
 from shared.policies.actor_critic import with_states
@@ -106,6 +107,7 @@ def evaluate_policies(
 
     exploration, generator = Greedy() if evaluation.greedy else Sampling(), torch.Generator().manual_seed(seed)
     with closing(make() if watchdog is None else WatchedEnvironment(make, watchdog)) as environment:
+        environment.set_phase(Phase.TEST)
         copies = range(environment.num_envs)
         shares = [(episodes + index) // len(copies) for index in copies]
         records: list[list[EpisodeRecord]] = [[] for _ in copies]

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from rollout_worker.environments.vector_env import Position, RunningEpisodes, Step, VectorEnvironment
 from shared.config.run_config import Config
+from shared.experience.counters import Phase
 from shared.experience.spaces import Array, Columns
 from shared.printable import complain
 from shared.protocol.heartbeat import Heartbeat
@@ -149,6 +150,10 @@ class WatchedEnvironment:
         finally:
             watchdog.doing = before
             watchdog.steps += 1
+
+    def set_phase(self, phase: Phase) -> None:
+        with self._watchdog.during("set_phase of its environments"):
+            self._environment.set_phase(phase)
 
     def close(self) -> None:
         with self._watchdog.during("close of its environments"):

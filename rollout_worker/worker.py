@@ -113,8 +113,8 @@ class Worker:
             if not claim.granted:
                 return self._not_granted(claim.reply)
             self.policies.update(claim)
-            self.episodes.enter(self.policies.phase)
             try:
+                self.episodes.enter(self.policies.phase)
                 sample = self.act()
             except EnvironmentFailure as error:
                 self.episodes.restart(error)

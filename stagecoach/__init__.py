@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         update_seed,
     )
     from trainer_node.learning.building_blocks.optimization import Adam
+    from trainer_node.metrics.writers import Callback, MetricWriter, WrittenRun
 
 _MODULES = {
     alias.name: str(statement.module)
@@ -56,9 +57,9 @@ _MODULES = {
 
 __all__ = [
     "A2C", "DQN", "PPO", "SAC", "A2CConfig", "ActorCritic", "Adam", "Algorithm", "AlgorithmConfig",
-    "BatchOfUpdate", "Columns", "Config", "Counters", "DQNConfig", "DeployedPolicy", "Experience",
-    "Lesson", "Minibatch", "PPOConfig", "Policy", "QNetwork", "Run", "SACConfig", "Setting", "Shard",
-    "StagecoachError", "Trajectories", "compiled", "gae", "load_config", "load_policy", "read_experience",
+    "BatchOfUpdate", "Callback", "Columns", "Config", "Counters", "DQNConfig", "DeployedPolicy", "Experience",
+    "Lesson", "MetricWriter", "Minibatch", "PPOConfig", "Policy", "QNetwork", "Run", "SACConfig", "Setting", "Shard",
+    "StagecoachError", "Trajectories", "WrittenRun", "compiled", "gae", "load_config", "load_policy", "read_experience",
     "register_policy", "side_by_side", "update_seed",
 ]  # fmt: skip
 

@@ -11,6 +11,7 @@ from gymnasium.vector import AutoresetMode
 from rollout_worker.environments import vector_env
 from rollout_worker.environments.seeding import episode_seed
 from rollout_worker.environments.vector_env import NamedFailures, PolicyStep, Position, RunningEpisodes, Step, pick
+from shared.experience.counters import Phase
 from shared.experience.fragment import EpisodeRecord
 from shared.experience.spaces import Array, Columns, EnvironmentDescription
 
@@ -119,6 +120,14 @@ class GymnasiumEnvironments:
             records.append((index, vector_env.episode_record(total, length, metrics)))
         return records
 
+    @NamedFailures("set_phase")
+    def set_phase(self, phase: Phase) -> None:
+        if self._native:
+            vector_env.tell_phase(self._env, phase)
+        else:
+            made: Any = self._env  # sync or async: both have it
+            made.call("tell_phase", phase)
+
     def close(self) -> None:
         try:
             self._env.close()
@@ -155,6 +164,9 @@ class GuardedEnvironment(gym.Wrapper[Any, Any, Any, Any]):
                 if terminated or truncated:
                     break  # it is not the episode that it was: the successor compares, and will see
             return observation, {_RETURN: total} if past else {}
+
+    def tell_phase(self, phase: Phase) -> None:
+        vector_env.tell_phase(self.env, phase)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         with self._stepping:

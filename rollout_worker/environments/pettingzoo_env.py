@@ -13,6 +13,7 @@ from rollout_worker.environments import vector_env
 from rollout_worker.environments.seeding import episode_seed
 from rollout_worker.environments.vector_env import NamedFailures, PolicyStep, Position, RunningEpisodes, Step, pick
 from shared.config.sections import EnvironmentConfig
+from shared.experience.counters import Phase
 from shared.experience.fragment import EpisodeRecord
 from shared.experience.spaces import Array, Columns, EnvironmentDescription
 
@@ -156,6 +157,11 @@ class PettingZooEnvironments:
             over, cut, mask = (np.zeros(size, np.bool_) for _ in range(3))
             made[policy_id] = PolicyStep({}, np.zeros(size, np.float32), over, cut, mask, {}, np.zeros(0, np.int32)), []
         return made
+
+    @NamedFailures("set_phase")
+    def set_phase(self, phase: Phase) -> None:
+        for env in self._envs:
+            vector_env.tell_phase(env, phase)
 
     def close(self) -> None:
         for env in self._envs:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from shared.errors import EnvironmentFailure
+from shared.experience.counters import Phase
 from shared.experience.fragment import LARGEST_SHOWN, EpisodeRecord
 from shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf
 
@@ -95,6 +96,9 @@ class VectorEnvironment(Protocol):
     def step(self, actions: Mapping[str, Columns]) -> Step:
         """Takes the actions of all slots, per policy id; raises `EnvironmentFailure`."""
 
+    def set_phase(self, phase: Phase) -> None:
+        """Calls `set_phase("heatup" | "train" | "test")` of each environment and wrapper that has such a method."""
+
     def close(self) -> None:
         """Ends the environments."""
 
@@ -162,6 +166,14 @@ def scalar(name: str, value: Any) -> dict[str, float]:
 
 def numbers(info: Mapping[Any, Any]) -> dict[str, float]:
     return {key: number for name, value in info.items() for key, number in scalar(str(name), value).items()}
+
+
+def tell_phase(env: Any, phase: Phase) -> None:
+    """To an environment and all its wrappers, outermost first; what they raise is raised."""
+    while env is not None:
+        if callable(method := getattr(type(env), "set_phase", None)):
+            method(env, str(phase))
+        env = getattr(env, "env", None)
 
 
 def pick(nested: Any, index: int) -> Any:

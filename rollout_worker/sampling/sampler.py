@@ -13,6 +13,7 @@ from rollout_worker.environments.vector_env import PolicyStep, VectorEnvironment
 from rollout_worker.exploration.base import Exploration
 from rollout_worker.sampling import action_trace
 from rollout_worker.sampling.action_trace import ActionTrace
+from shared.experience.counters import Phase
 from shared.experience.fragment import LARGEST, STATE, EpisodeRecord, expected_columns
 from shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces, SpaceSpec
 from shared.policies.actor_critic import with_states
@@ -131,6 +132,10 @@ class Sampler:
         states = {policy_id: state.cpu().numpy() for policy_id, state in self._states.items()}
         last = self._number - 1
         return ActionTrace(place.episodes, place.lengths, actions, self.lineage, last, self.position_digest, states)
+
+    def set_phase(self, phase: Phase) -> None:
+        """Raises `EnvironmentFailure`."""
+        self._environment.set_phase(phase)
 
     def close(self) -> None:
         self._environment.close()

@@ -356,6 +356,8 @@ class CheckpointWriter:
         with self.stages.during("trim"):
             self._log.trim(self._epoch, manifest.log_position)
         self._durable = manifest.name
+        if self._recorder is not None:
+            self._recorder.checkpointed(manifest.name)
         text = f"{manifest.name} ({manifest.total_bytes / 1024:.0f} KiB in {time.monotonic() - started:.2f} s)"
         emit(self._role.redis, self._role.run_id, "checkpoint", text, name=manifest.name, version=manifest.version)
 

@@ -24,6 +24,7 @@ from shared.protocol.events import emit, read_events
 from shared.protocol.flow_control import Flow
 from shared.protocol.heartbeat import read_heartbeats
 from shared.protocol.metric_tail import append_row
+from shared.storage.checkpoint_store import checkpoint_env_steps
 from shared.storage.metric_log import (
     ENV_STEPS,
     EVALUATIONS,
@@ -86,6 +87,9 @@ class Recorder:
 
     def histogram(self, name: str, values: Sequence[float], env_steps: int) -> None:
         self._put("histogram", (name, values, env_steps))
+
+    def checkpointed(self, name: str) -> None:
+        self._put("checkpoint", (name, checkpoint_env_steps(name)))
 
     def take_evaluations(self, evaluations: Mapping[str, Mapping[str, Any]]) -> set[str]:
         """Records what the evaluator has found since; returns all that have a score. Raises as the store does."""
@@ -171,6 +175,8 @@ class Recorder:
                 self._each(MetricWriter.write, stream, row, int(row.get(ENV_STEPS, 0)), label)
             elif what == "histogram":
                 self._each(MetricWriter.histogram, *data)
+            elif what == "checkpoint":
+                self._each(MetricWriter.checkpoint, *data)
             elif what == "flush":
                 self._each(MetricWriter.flush)
                 data.set()

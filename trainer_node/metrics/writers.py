@@ -10,6 +10,7 @@ from typing import Any
 from shared.config.sections import MetricsConfig
 from shared.errors import ConfigError, headline
 from shared.runtime.user_code import import_object
+from shared.storage.metric_log import EVALUATIONS, TRAIN
 
 WRITERS = {
     "csv": "trainer_node.metrics.table_files:CsvWriter",
@@ -59,11 +60,37 @@ class MetricWriter:
     def histogram(self, name: str, values: Sequence[float], step: int) -> None:
         """The values behind a mean, for writers that show distributions."""
 
+    def checkpoint(self, name: str, step: int) -> None:
+        """A checkpoint is durable."""
+
     def flush(self) -> None:
         """Makes what was written visible to others; called before each checkpoint is stored."""
 
     def close(self) -> None:
         """Called once, at the end."""
+
+
+class Callback(MetricWriter):
+    """Base of callbacks: a writer that is told by event. It sees, and cannot change what is learned: rows are copies,
+    and the calls come from another thread than the training's."""
+
+    def write(self, stream: str, row: Mapping[str, float], step: int, label: str) -> None:
+        if stream == TRAIN:
+            self.on_update(dict(row), step)
+        elif stream == EVALUATIONS:
+            self.on_evaluation(label, dict(row), step)
+
+    def checkpoint(self, name: str, step: int) -> None:
+        self.on_checkpoint(name, step)
+
+    def on_update(self, row: dict[str, float], env_steps: int) -> None:
+        """The metrics of one row (`metrics.every`)."""
+
+    def on_evaluation(self, checkpoint: str, row: dict[str, float], env_steps: int) -> None:
+        """The scores of a checkpoint, or of what `evaluation.every` made due."""
+
+    def on_checkpoint(self, name: str, env_steps: int) -> None:
+        """A checkpoint is durable."""
 
 
 def writer_class(path: str) -> type[MetricWriter]:
