@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from trainer_node.learning.building_blocks.compilation import check_compiling
 from trainer_node.learning.building_blocks.interface import Algorithm, Experience, Setting
 from trainer_node.learning.building_blocks.reward_normalization import RewardAverage, RewardFilter, RewardScaling
 from trainer_node.learning.demonstrations import Demonstrations
+from trainer_node.learning.shaped_returns import ShapedReturns
 
 Transform = Callable[[Columns], Columns]
 
@@ -86,6 +87,8 @@ class Learner:
     """Log positions of the fragments that replay buffers hold, oldest first."""
     demonstrations: Demonstrations | None = None
     """What is imitated, where the run has any; read at the first look."""
+    shaped: dict[str, ShapedReturns] = field(default_factory=dict)
+    """Of the policies that learn from other rewards than the environment gave."""
 
     def read_demonstrations(self) -> None:
         """So that no update waits for them; raises `DatasetError`, or what the store of an archive raises."""
@@ -112,6 +115,8 @@ class Learner:
                     scaling.take_in(_source(item), item.columns[policy_id])
                 else:
                     item.columns[policy_id] = scaling.scale(_source(item), item.columns[policy_id])
+            for policy_id, shaped in self.shaped.items():
+                shaped.take(_source(item), item.header.seq == 0, item.columns[policy_id])
 
     def recall(self, fragments: Iterable[Fragment]) -> None:
         """Fills the replay buffers again with what they held: the fragments at `remembered`, in that order."""
@@ -212,7 +217,11 @@ def make_learner(
         algorithms[policy_id] = make_algorithm(policies[policy_id], algorithm, setting)
     episodes: deque[EpisodeRecord] = deque(maxlen=config.metrics.window_episodes)
     remembered: deque[str] = deque(maxlen=max(replay_fragments(made) for made in algorithms.values()))
-    return Learner(policies, algorithms, rewards, filters, PhaseCounters(), episodes, remembered, demonstrations)
+    changed = [name for name in sorted(policies) if name in rewards or config.policies[name].changes_rewards]
+    shaped = {name: ShapedReturns(config.metrics.window_episodes) for name in changed}
+    return Learner(
+        policies, algorithms, rewards, filters, PhaseCounters(), episodes, remembered, demonstrations, shaped
+    )
 
 
 def replay_fragments(algorithm: Algorithm) -> int:

@@ -76,6 +76,10 @@ class UpdateMetrics:
             row["policy/lag_acting_mean"] = float(np.mean(self._acting_lags))
             row["policy/lag_queue_mean"] = row["policy/lag_mean"] - row["policy/lag_acting_mean"]
         row |= of_episodes(learner.episodes)
+        for policy_id, shaped in learner.shaped.items():
+            suffix = "" if len(learner.policies) == 1 else f"/{policy_id}"
+            found = spread("rollout/ep_shaped_rew", list(shaped.returns))
+            row |= {name + suffix: value for name, value in found.items()}
         row |= {f"wait/{name.replace(' ', '_')}_seconds": seconds for name, seconds in waited.items()}
         for policy in learner.policies.values():  # a dataset is that of one
             row |= self._from_data.figures(policy, train.updates)

@@ -1,0 +1,34 @@
+"""Returns of the rewards that are learned from, beside those of the environment: for metrics alone.
+
+Not part of a checkpoint: after a resume, episodes that had begun before are left out.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from shared.experience.spaces import Array, Columns
+
+
+class ShapedReturns:
+    """Of the last episodes of one policy."""
+
+    def __init__(self, window: int) -> None:
+        self.returns: deque[float] = deque(maxlen=window)
+        self._sums: dict[str, Array] = {}
+
+    def take(self, source: str, first: bool, columns: Columns) -> None:
+        """A fragment's columns `[T, S]`, as they are learned from; `first`: its episodes begin with it."""
+        rewards = np.where(columns["mask"], columns["reward"], 0.0)
+        over = columns["terminated"] | columns["truncated"]
+        sums = self._sums.get(source)
+        if sums is None:
+            sums = self._sums[source] = np.full(rewards.shape[1], 0.0 if first else np.nan)
+        begin = 0
+        for step in np.flatnonzero(over.any(axis=1)):
+            sums += rewards[begin : step + 1].sum(axis=0)
+            ended = sums[over[step]]
+            self.returns.extend(ended[~np.isnan(ended)].tolist())
+            sums[over[step]] = 0.0
+            begin = step + 1
+        sums += rewards[begin:].sum(axis=0)
