@@ -30,5 +30,5 @@ class ShapedReturns:
             ended = sums[over[step]]
             self.returns.extend(ended[~np.isnan(ended)].tolist())
             sums[over[step]] = 0.0
-            begin = step + 1
+            begin = int(step) + 1
         sums += rewards[begin:].sum(axis=0)
