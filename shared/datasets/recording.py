@@ -172,9 +172,8 @@ def _as_column(name: str, values: Array, leaf: Leaf, *, action: bool) -> Array:
         _check_finite(column, name)
         return column
     _check_whole(values, name, np.dtype(np.int64))
-    start = np.asarray(leaf.start or (0,) * len(leaf.nvec), np.int64).reshape(leaf.shape)
-    chosen = values.astype(np.int64) - start
-    beyond = (chosen < 0) | (chosen >= np.asarray(leaf.nvec).reshape(leaf.shape))
+    chosen = values.astype(np.int64) - leaf.starts()
+    beyond = leaf.beyond(chosen)
     if beyond.any():
         raise DatasetError(
             f"{name} holds {values[beyond].flat[0]} in row {_row(beyond)}, which is no choice of the run's space; "

@@ -86,8 +86,8 @@ class DeployedPolicy:
                 raise UserError(f"{where}: expected the shape {leaf.shape}, found {array.shape[1:]}")
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 raise UserError(f"{where}: expected finite numbers, found NaN or infinity")
-            if leaf.nvec and array.size and ((array < 0) | (array >= np.reshape(leaf.nvec, leaf.shape))).any():
-                first = np.reshape(leaf.start or 0, leaf.shape if leaf.start else ())
+            if leaf.nvec and array.size and leaf.beyond(array).any():
+                first = leaf.starts()
                 bounds = f"{first.tolist()} to {(first + np.reshape(leaf.nvec, leaf.shape) - 1).tolist()}"
                 raise UserError(f"{where}: expected choices from {bounds}, found {(array + first).tolist()}")
         return columns

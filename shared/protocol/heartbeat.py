@@ -305,7 +305,8 @@ def retry_until_deadline(
 ) -> T:
     """What `call` returns; called again while it raises what may pass: by default that the store is away or fails.
     Raises `WaitTimeout` with its last error."""
-    for pause in growing_pauses(longest_seconds=longest_pause_seconds):
+    pauses = growing_pauses(longest_seconds=longest_pause_seconds)
+    while True:
         try:
             result = call()
             wait.last_error = None
@@ -315,5 +316,4 @@ def retry_until_deadline(
                 _LOGGER.warning("waiting for %s: %s", wait.name, error)
             wait.last_error = str(error)
             wait.check()
-        time.sleep(pause)
-    raise AssertionError("the pauses have no end")
+        time.sleep(next(pauses))
