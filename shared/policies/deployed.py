@@ -100,9 +100,11 @@ class DeployedPolicy:
 
 
 def load_policy(checkpoint: str | Path | bytes, policy_id: str = "default") -> DeployedPolicy:
-    """The policy in a checkpoint's folder, in its `policy.safetensors`, or in the bytes of that file. A run's folder in
-    a store of files (or an exported one) stands for its promoted checkpoint, else its best, else its newest. Raises
-    `CheckpointNotFound` where there is none and `CheckpointDamaged` for bytes that were altered."""
+    """The policy in a checkpoint's folder, in its `policy.safetensors`, or in the bytes of that file.
+
+    A run's folder in a store of files (or an exported one) stands for its promoted checkpoint, else its best, else its
+    newest. Raises `CheckpointNotFound` where there is none and `CheckpointDamaged` for bytes that were altered.
+    """
     if isinstance(checkpoint, bytes):
         return DeployedPolicy(*decode_policy(checkpoint))
     if not isinstance(checkpoint, str | Path):
