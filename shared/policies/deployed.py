@@ -60,7 +60,9 @@ class DeployedPolicy:
         the batch is an episode of its own, and stays in its place (`reset`)."""
         columns = self._columns(observations)
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in columns.items()}
-        rows = len(next(iter(tensors.values())))
+        rows, *others = {len(tensor) for tensor in tensors.values()}
+        if others:
+            raise self._no_observation(observations)
         state = self._policy.initial_state(rows) if self._state is None else self._state
         if len(state) != rows:
             raise UserError(
