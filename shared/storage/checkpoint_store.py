@@ -125,6 +125,13 @@ class Checkpoint:
     objects: dict[str, bytes]
 
 
+def _json_object(data: bytes) -> dict[str, Any]:
+    try:
+        return JSON_OBJECT.validate_python(json.loads(data))  # pydantic's own parser takes no half of a surrogate pair
+    except RecursionError:
+        raise ValueError("JSON that is nested too deep") from None
+
+
 class CheckpointStore:
     def __init__(self, store: ObjectStore, run_id: str) -> None:
         self.store, self.run_id = store, run_id
@@ -178,7 +185,7 @@ class CheckpointStore:
 
     def marker(self, key: str) -> dict[str, Any] | None:
         """The content of a sync file, or None where it is missing; raises `CheckpointDamaged` for other bytes."""
-        return self._sync_file(key, JSON_OBJECT.validate_json, f"{key} of run {self.run_id} is not a JSON object")
+        return self._sync_file(key, _json_object, f"{key} of run {self.run_id} is not a JSON object")
 
     def pointer(self) -> Pointer | None:
         hint = f"{POINTER} of run {self.run_id} cannot be read; the checkpoints beside it may be intact"
@@ -279,7 +286,7 @@ class CheckpointStore:
 
     def _read_upload(self, name: str, folder: str) -> tuple[bytes, Manifest]:
         try:
-            data, raw = self.read_whole(folder + MANIFEST, lambda data: (data, JSON_OBJECT.validate_json(data)))
+            data, raw = self.read_whole(folder + MANIFEST, lambda data: (data, _json_object(data)))
             if raw.get("format") != FORMAT:
                 raise CheckpointDamaged(
                     f"{name} has format {raw.get('format')!r}; this version of Stagecoach reads format {FORMAT}"
