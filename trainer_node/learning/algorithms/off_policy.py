@@ -209,12 +209,16 @@ class ActorAndCritics(WithCritics):
 
     _config: ActorConfig
 
-    def _step_critics(self, loss: Tensor, values: Tensor, errors: Tensor, counters: Counters) -> dict[str, Tensor]:
+    def _step_critics(
+        self, loss: Tensor, values: Tensor, errors: Tensor, counters: Counters
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Of values and errors `[C, B]`; returns metrics, and `[B]` how wrong the critics were."""
         config = self._config
         rate = (config.critic_learning_rate or config.learning_rate).value(counters)
         norm = gradient_step(loss, self._critics_adam, rate, config.max_grad_norm)
+        wrong = errors.detach().abs()
         terms = {"train/critic_loss": loss.detach(), "train/q_value": values.detach().mean()}
-        return terms | {"train/td_error": errors.detach().abs().mean(), "train/grad_norm": norm}
+        return terms | {"train/td_error": wrong.mean(), "train/grad_norm": norm}, wrong.mean(dim=0)
 
     def _step_actor(self, loss: Tensor, counters: Counters) -> dict[str, Tensor]:
         """With what is cloned beside it."""
