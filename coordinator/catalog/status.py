@@ -3,8 +3,6 @@
 It names the party that everyone waits for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
@@ -53,9 +51,6 @@ class WorkerCapacity:
             f"{counted(workers, 'worker')} with {self.each} each asked for; {self.cluster} has room for "
             f"{self.most or 'none'}: {remedy}"
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         """`6 workers (with machines that may be added: 12)`."""

@@ -1,7 +1,5 @@
 """`stagecoach checkpoints …`: list, verify, show, prune, promote and export the checkpoints of a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time

@@ -1,7 +1,5 @@
 """A run in the foreground, from its start to its end, with signals that end it in order; or detached; or watched."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os
@@ -152,8 +150,9 @@ def _away(status: Status | None) -> str | None:
 
 def detach(arguments: list[str], run_id: str) -> None:
     """The same command in a session of its own; returns when it trains, or with its error."""
+    command = [argument for argument in arguments if argument != "--detach"]
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "coordinator", *arguments, "--background"], stdin=subprocess.DEVNULL,
+        [sys.executable, "-P", "-m", "coordinator", *command, "--background"], stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, text=True,
     )  # fmt: skip
     assert process.stdout is not None and process.stderr is not None

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -14,6 +14,9 @@ from rich.segment import Segment
 from rich.text import Text
 
 from shared.printable import printable
+
+if TYPE_CHECKING:
+    from coordinator.run import Run
 
 RUNS = Path("runs")
 
@@ -74,6 +77,13 @@ class PrintableConsole(Console):
 
 
 console = PrintableConsole()
+
+
+def attached(run: str, runs_dir: Path, **reached: str | None) -> Run:
+    """A handle on a run; `Run` is imported only now, with all that it needs."""
+    from coordinator.run import Run
+
+    return Run.attach(run, runs_dir, **reached)
 
 
 def example(text: str) -> str:

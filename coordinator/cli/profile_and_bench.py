@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from coordinator.cli.options import RUNS, Json, RunArgument, RunsDir, console, example, print_json
+from coordinator.cli.options import RUNS, Json, RunArgument, RunsDir, attached, console, example, print_json
 from shared.errors import UserError
 from shared.runtime.user_code import SOURCE
 
@@ -32,9 +32,7 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Show where the time of a run with `--profile` went, and write the timeline for Perfetto or speedscope."""
-    from coordinator.run import Run
-
-    show_profile(Run.attach(run, runs_dir), out, as_json)
+    show_profile(attached(run, runs_dir), out, as_json)
 
 
 def show_profile(run: Run, out: Path | None = None, as_json: bool = False) -> None:

@@ -3,8 +3,6 @@
 In: the config. Out: agents and spaces, and everything that is wrong (rollout_worker/environments/check.py finds it).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,8 +5,6 @@ config, as the head's monitor was given it. Out: a `WorkerCapacity`. A worker ne
 machines does not hold one that asks for a CPU.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

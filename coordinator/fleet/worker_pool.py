@@ -1,7 +1,5 @@
 """The rollout workers of a fleet: started lowest number first, drained where there are too many."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

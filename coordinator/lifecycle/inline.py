@@ -1,7 +1,5 @@
 """All roles in one process and one thread: for a debugger, and for tests. The same Redis, store and protocol."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Starting a run: anew, again where it has ended or was interrupted, or on a cluster; everything is checked first."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """What Redis and the store hold of a run before any role starts: of a new one, and of one that continues."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

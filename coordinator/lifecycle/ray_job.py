@@ -5,8 +5,6 @@ command line. What does not: secrets; the cluster's machines have their own in t
 has died is submitted again, with `--or-resume`.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import logging
@@ -231,11 +229,6 @@ class JobCoordinator:
     def abandon(self) -> None:
         """Ends the job, and with it the run, at once or within a minute; what is durable stays."""
         self._jobs.stop(self._job)
-
-    def wait(self, timeout_seconds: float) -> Outcome:
-        poll(Wait(f"run {self._folder.run_id} to end", timeout_seconds), lambda: self.outcome is not None, 0.05)
-        assert self.outcome is not None
-        return self.outcome
 
     def _follow(self) -> None:
         """Polls until the job has ended. A job server that is away for a while, or a laptop asleep, ends nothing."""

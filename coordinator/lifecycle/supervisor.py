@@ -3,8 +3,6 @@
 `Coordinator` is all the wiring: who runs where, in one function.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -27,7 +25,6 @@ from coordinator.services.restarter import Restarter, connect_once, tell_of_outa
 from shared.config.run_config import Config
 from shared.errors import StagecoachError
 from shared.protocol.events import Event, read_events, recent_events
-from shared.protocol.heartbeat import Wait, poll
 from shared.protocol.redis_client import Address, retries
 from shared.runtime.failure import Failure, FailureKind, RunEnd
 from shared.runtime.launch import LOGS, RoleLaunch, log_to_file
@@ -165,12 +162,6 @@ class Coordinator:
         self._abandoned.set()
         for client in self._clients:
             retries(client).abandon()
-
-    def wait(self, timeout_seconds: float) -> Outcome:
-        """Until the run has ended and everything it started is gone; raises `WaitTimeout`."""
-        poll(Wait(f"run {self._folder.run_id} to end", timeout_seconds), lambda: not self._thread.is_alive(), 0.05)
-        assert self.outcome is not None
-        return self.outcome
 
 
 def _start_services(folder: RunFolder, config: Config, logs: Path, running: ExitStack) -> tuple[Address, list[Service]]:

@@ -1,7 +1,5 @@
 """What is checked before a run starts: its environment, policies, device, sizes, data and servers."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

@@ -5,8 +5,6 @@ Redis `redis.retry_seconds`, and the trainer's uploads without end. That Redis i
 folder meanwhile (it cannot be asked), then in an event.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
