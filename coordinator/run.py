@@ -7,6 +7,7 @@ run's Redis while the run is live, and its store always.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +29,7 @@ from coordinator.catalog.status import (
 )
 from coordinator.lifecycle import launcher
 from coordinator.lifecycle.launcher import Begun
+from coordinator.lifecycle.preparation import prepare_resume
 from coordinator.lifecycle.ray_job import JobCoordinator
 from coordinator.lifecycle.supervisor import Coordinator, Outcome
 from coordinator.services.embedded import BUCKET
@@ -40,6 +42,7 @@ from shared.policies.deployed import DeployedPolicy, load_policy
 from shared.protocol.events import Event, read_events, recent_events
 from shared.protocol.flow_control import Flow, RunState
 from shared.protocol.heartbeat import Wait, poll
+from shared.protocol.quarantine import drop_ranges
 from shared.protocol.redis_client import Address, RoleName, connect_redis, without_retries
 from shared.storage.checkpoint_store import CheckpointStore
 from shared.storage.export_record import Export
@@ -107,7 +110,10 @@ class Run:
         and what was learned since is left behind. `drop` names log entries that are not learned from (`FIRST..LAST`),
         and `strict` rejects a checkpoint that other versions of code, PyTorch, NumPy or Python wrote.
         """
-        return cls(*launcher.resume(run_id, runs_dir, overrides, origin, drop, strict, inline, begun))
+        folder = RunFolder.find(run_id, runs_dir)
+        drop_ranges(drop)
+        prepare = partial(prepare_resume, origin=origin, drop=drop, strict=strict)
+        return cls(*launcher.resume(folder, overrides, prepare, inline, begun))
 
     @classmethod
     def submit(cls, sent: Submission, config: Config, run_id: str, *, begun: Begun = _ignore) -> Self:

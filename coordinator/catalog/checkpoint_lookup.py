@@ -5,6 +5,7 @@ write there could name any function of any module. So that code runs only where 
 """
 
 import os
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,21 +131,18 @@ def evaluate(
     checkpoint = found.store.load(name, only="policy.safetensors")
     policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
     description = describe_environment(config)
-    if stochastic:
-        config = _with_evaluation(config, greedy=False)
+    changes: dict[str, Any] = {"greedy": False} if stochastic else {}
     if video is not None:
         require_recorder()
-        config = _with_video(_rendered(config, "rgb_array", "--video"), video, name)
+        recorded = (_recorder(video, name), *evaluation_environment(config).wrappers)
+        changes |= {"wrappers": recorded, **_drawing(config, "rgb_array", "--video")}
     elif show:
-        config = _rendered(config, "human", "play")
+        changes |= _drawing(config, "human", "play")
+    config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update=changes)})
     seed = evaluation_seed(config, name, CONFIRMING)
     scores = scores_of(evaluate_policies(config, description, policies, seed, episodes))
     videos = _videos(video, name, int(scores["episodes"])) if video is not None else ()
     return Evaluation(name, scores, videos)
-
-
-def _with_evaluation(config: Config, **changes: Any) -> Config:
-    return config.model_copy(update={"evaluation": config.evaluation.model_copy(update=changes)})
 
 
 def _not_drawing(made: Any, mode: str) -> str | None:
@@ -177,30 +175,25 @@ def require_recorder() -> None:
         raise EnvironmentUnusable(f"--video needs moviepy: {install('video')}") from None
 
 
-def _with_video(config: Config, folder: Path, name: str) -> Config:
+def _recorder(folder: Path, name: str) -> WrapperConfig:
     kwargs = {
         "video_folder": str(folder), "episode_trigger": lambda _: True, "name_prefix": name, "disable_logger": True,
     }  # fmt: skip
-    recorder = WrapperConfig(path="gymnasium.wrappers:RecordVideo", kwargs=kwargs)
-    return _with_evaluation(config, wrappers=(recorder, *evaluation_environment(config).wrappers))
+    return WrapperConfig(path="gymnasium.wrappers:RecordVideo", kwargs=kwargs)
 
 
-def _rendered(config: Config, mode: str, command: str) -> Config:
-    """One environment at a time, which draws what happens; raises `EnvironmentUnusable` where it cannot."""
+def _drawing(config: Config, mode: str, command: str) -> dict[str, Any]:
+    """Settings of an evaluation by one environment that draws; raises `EnvironmentUnusable` where it cannot."""
     name, kwargs = config.environment.id, {**config.evaluation.kwargs, "render_mode": mode}
     if mode == "rgb_array" and config.environment.api == "pettingzoo":
         raise EnvironmentUnusable(
             f"{command} records Gymnasium environments only, and {name} is a PettingZoo one; `stagecoach play` shows it"
         )
-    made = None
     try:
-        made = make(evaluation_environment(config), **kwargs)
-        problem = _not_drawing(made, mode)
+        with closing(make(evaluation_environment(config), **kwargs)) as made:
+            problem = _not_drawing(made, mode)
     except Exception as error:
         problem = with_extra(headline(error))
-    finally:
-        if made is not None:
-            made.close()
     if problem is not None:
         raise EnvironmentUnusable(f"{command} needs an environment that draws with render_mode={mode!r}: {problem}")
-    return _with_evaluation(config, num_envs=1, kwargs=kwargs)
+    return {"num_envs": 1, "kwargs": kwargs}

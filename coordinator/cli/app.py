@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -239,7 +238,7 @@ def replay(
         shown = lambda version, last: bar.update(task, completed=version, total=last)  # noqa: E731
         found = handle.replay(start, goal, shown, trust_config=trust_config)
     if as_json:
-        print_json({**asdict(found), "equal": found.equal})
+        print_json({**vars(found), "equal": found.equal})
     else:
         counts = ((found.versions, "version"), (found.fragments, "fragment"), (found.env_steps, "env step"))
         what = f"from {found.start}: {', '.join(counted(*count) for count in counts)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import is_dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,8 +92,8 @@ def example(text: str) -> str:
 
 
 def print_json(data: Any) -> None:
-    """For scripts; what JSON does not know becomes text."""
-    print(json.dumps(data, indent=1, default=str))
+    """For scripts; of what JSON does not know, dataclasses become objects and the rest text."""
+    print(json.dumps(data, indent=1, default=lambda item: vars(item) if is_dataclass(item) else str(item)))
 
 
 def figure(value: float | None) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,7 +50,7 @@ def runs(runs_dir: RunsDir = RUNS, as_json: Json = False) -> None:
         reason = reason_in_words(row.reason.partition("\n")[0])
         table.add_row(row.run_id, row.state, f"{row.env_steps:,}", figure(row.best), reason)
     if as_json:
-        print_json([asdict(row) for row in rows])
+        print_json(rows)
     else:
         console.print(table if rows else f"no runs in {runs_dir}; start one: stagecoach train cartpole")
 

@@ -166,23 +166,23 @@ def _placed(
 
         def loss(place: int, role: Resources = role, alone: bool = alone) -> tuple[int, float]:
             """Workers that no longer fit there; where it is the same, the smaller machine."""
-            left = 0 if alone else _times(_less(free[place], role), worker)
+            left = 0 if alone else _times(less(free[place], role), worker)
             return _times(free[place], worker) - left, free[place].get("CPU", 0.0)
 
-        holding = [place for place, machine in enumerate(free) if _holds(machine, role)]
+        holding = [place for place, machine in enumerate(free) if holds(machine, role)]
         if number == 0 and trainer is not None:
             holding = [trainer]
         if holding:  # else it waits for a place, by name; workers take what there is
             place, placed = min(holding, key=loss), placed + 1
-            free[place] = {} if alone else _less(free[place], role)
+            free[place] = {} if alone else less(free[place], role)
     return placed, sum(_times(machine, worker) for machine in free)
 
 
-def _holds(machine: Resources, need: Resources) -> bool:
+def holds(machine: Resources, need: Resources) -> bool:
     return all(machine.get(name, 0.0) + _SMALL >= amount for name, amount in need.items())
 
 
-def _less(machine: Resources, need: Resources) -> dict[str, float]:
+def less(machine: Resources, need: Resources) -> dict[str, float]:
     return {name: amount - need.get(name, 0.0) for name, amount in machine.items()}
 
 

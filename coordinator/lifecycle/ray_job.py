@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -126,10 +126,15 @@ class JobServer:
 
     def info(self, job: str) -> Any:
         """Ray's `JobDetails`: status, start time, the driver's exit code. Raises `StagecoachError`."""
-        try:
+        with self._asked(f"does not report job {job}"):
             return self._client.get_job_info(job)
+
+    @contextlib.contextmanager
+    def _asked(self, problem: str) -> Iterator[None]:
+        try:
+            yield
         except (RuntimeError, OSError) as error:  # what requests raises is an OSError
-            raise StagecoachError(f"{self.url} does not report job {job}: {_line(error)}") from None
+            raise StagecoachError(f"{self.url} {problem}: {_line(error)}") from None
 
     def starts(self, job: str) -> bool:
         """Whether it may still be about to begin its run.
@@ -146,17 +151,14 @@ class JobServer:
 
     def said(self, job: str) -> str:
         """All that the job has printed, as far as its machine still has it."""
-        try:
+        with contextlib.suppress(RuntimeError, OSError):
             return str(self._client.get_job_logs(job))
-        except (RuntimeError, OSError):
-            return ""
+        return ""
 
     def stop(self, job: str) -> None:
         """Asks it to end (SIGTERM), and ends it a minute later; raises `StagecoachError`."""
-        try:
+        with self._asked(f"does not stop job {job}"):
             self._client.stop_job(job)
-        except (RuntimeError, OSError) as error:
-            raise StagecoachError(f"{self.url} does not stop job {job}: {_line(error)}") from None
 
     def _tunnel(self, cluster: Path) -> str:
         """Forwards a port of this machine to the head's, as `ray dashboard` does; raises `UserError`."""

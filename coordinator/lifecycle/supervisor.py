@@ -16,7 +16,7 @@ import redis
 
 from coordinator.catalog.run_folder import RunFolder
 from coordinator.catalog.status import Status, ended_status, live_status
-from coordinator.lifecycle.inline import InlineRoles, refuse_ranks
+from coordinator.lifecycle.inline import InlineRoles
 from coordinator.lifecycle.preparation import record_failure
 from coordinator.lifecycle.run_lease import RunLease
 from coordinator.services.embedded import BUCKET, Service, start_redis, start_s3
@@ -79,8 +79,6 @@ class Coordinator:
         try:
             # Services: embedded ones are children of this process, in the run's folder; Ray takes longest
             _LOGGER.info("starting services")
-            if inline:
-                refuse_ranks(config)
             ray_head = None if inline else RayHead(config, logs)
             if ray_head is not None:
                 running.callback(ray_head.stop)
@@ -100,7 +98,7 @@ class Coordinator:
                 ray_head.wait()
             begun()
             launch = RoleLaunch(config.model_dump(mode="json"), address, folder.import_path(), str(folder.path))
-            additions = _join(ray_head, launch, config)
+            additions = None if ray_head is None else _join(ray_head, launch, config)
             self.first_event = recent_events(context.redis, context.run_id, 0)
             self._lease.take()
             running.callback(self._lease.release)
@@ -187,10 +185,8 @@ def _start_services(folder: RunFolder, config: Config, logs: Path, running: Exit
     return address, services
 
 
-def _join(head: RayHead | None, launch: RoleLaunch, config: Config) -> Any:
+def _join(head: RayHead, launch: RoleLaunch, config: Config) -> Any:
     """Joins Ray; rejects machines that lack something, and too many workers. Returns what an autoscaler may add."""
-    if head is None:
-        return None
     from coordinator.diagnostics.preflight import check_machines
     from coordinator.fleet.capacity import additions, check_capacity
 
