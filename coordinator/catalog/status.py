@@ -53,7 +53,7 @@ class WorkerCapacity:
         )
 
     def __str__(self) -> str:
-        """`6 workers (with machines that may be added: 12)`."""
+        """`6 workers (12 with what may be added)`."""
         more = "more, on machines that may be added" if self.later is None else f"{self.later} with what may be added"
         now = counted(self.now, "worker")
         return now if self.later == self.now else f"{now} ({more})"
