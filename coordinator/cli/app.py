@@ -1,7 +1,5 @@
 """The command line: a thin layer over `Run` and its neighbors."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -365,7 +363,7 @@ def play(
     _print_scores(score(target, runs_dir, episodes, show=True, stochastic=stochastic, trust_config=trust_config))
 
 
-def _print_scores(found: Evaluation) -> None:
+def _print_scores(found: "Evaluation") -> None:
     scores = {name: figure(value) for name, value in found.scores.items() if isinstance(value, float)}
     one = f"{scores['mean_return']} in one episode of {counted(round(found.scores['mean_length']), 'step')}"
     many = (

@@ -1,8 +1,6 @@
 """The commands about configs and what they need: `presets` (the examples, which the package carries), `init`, `config`,
 `doctor`, and `check`, which tries an environment and tells everything that is wrong with it at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -173,7 +171,7 @@ def check(
         raise typer.Exit(Exit.REFUSED)
 
 
-def _config(environment: str, kwargs: str | None, api: str | None) -> tuple[Config, bool]:
+def _config(environment: str, kwargs: str | None, api: str | None) -> "tuple[Config, bool]":
     """The config file, or a config around the environment alone; which of them."""
     from shared.config.loading import load_config, parse_config
 
@@ -190,7 +188,7 @@ def _config(environment: str, kwargs: str | None, api: str | None) -> tuple[Conf
     return parse_config({"environment": {"id": environment} | given, "stop_at": {"updates": 1}}), True
 
 
-def _print(name: str, trial: Trial, steps: int) -> None:
+def _print(name: str, trial: "Trial", steps: int) -> None:
     if trial.description is not None:
         for agent, policy_id in trial.description.agents.items():
             spaces = trial.description.policies[policy_id]

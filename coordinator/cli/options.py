@@ -1,7 +1,5 @@
 """What the modules of the command line share: common arguments, the console, and printing JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import is_dataclass
@@ -80,7 +78,7 @@ class PrintableConsole(Console):
 console = PrintableConsole()
 
 
-def attached(run: str, runs_dir: Path, **reached: str | None) -> Run:
+def attached(run: str, runs_dir: Path, **reached: str | None) -> "Run":
     """A handle on a run; `Run` is imported only now, with all that it needs."""
     from coordinator.run import Run
 

@@ -4,8 +4,6 @@ The runs of this machine are listed from their files where those tell all, else 
 deleted with its keys in Redis and its objects in the store.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
@@ -144,7 +142,7 @@ def _delete(run_id: str, runs_dir: Path, ask: bool) -> None:
     console.text(f"deleted {what}")
 
 
-def _forget_keys(run: Run) -> None:
+def _forget_keys(run: "Run") -> None:
     from redis.exceptions import NoPermissionError
 
     from shared.protocol.keys import RunKeys
