@@ -98,7 +98,7 @@ class Coordinator:
                 ray_head.wait()
             begun()
             launch = RoleLaunch(config.model_dump(mode="json"), address, folder.import_path(), str(folder.path))
-            additions = None if ray_head is None else _join(ray_head, launch, config)
+            additions: Any = None if ray_head is None else _join(ray_head, launch, config)
             self.first_event = recent_events(context.redis, context.run_id, 0)
             self._lease.take()
             running.callback(self._lease.release)
