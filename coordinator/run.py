@@ -52,10 +52,6 @@ from trainer_node.replay import BEGINNING, Replayed, replay
 _AWAY = (RedisUnavailable, redis.ConnectionError, redis.TimeoutError)
 
 
-def _ignore() -> None:
-    """Nothing is to be done as the roles start."""
-
-
 class Run:
     """A handle on one run: started here, or attached to (live or ended)."""
 
@@ -72,7 +68,7 @@ class Run:
     @classmethod
     def start(
         cls, config: Config, run_id: str | None = None, *, inline: bool = False, or_resume: bool = False,
-        import_path: tuple[str, ...] = (), begun: Begun = _ignore,
+        import_path: tuple[str, ...] = (), begun: Begun = lambda: None,
     ) -> Self:  # fmt: skip
         """Checks everything, then starts services and roles; returns while the run continues in the background.
 
@@ -102,7 +98,7 @@ class Run:
     @classmethod
     def resume(
         cls, run_id: str, runs_dir: Path = Path("runs"), overrides: tuple[str, ...] = (), *, origin: str = "latest",
-        drop: tuple[str, ...] = (), strict: bool = False, inline: bool = False, begun: Begun = _ignore,
+        drop: tuple[str, ...] = (), strict: bool = False, inline: bool = False, begun: Begun = lambda: None,
     ) -> Self:  # fmt: skip
         """Continues an ended or interrupted run from its newest good checkpoint and the log behind it.
 
@@ -116,14 +112,14 @@ class Run:
         return cls(*launcher.resume(folder, overrides, prepare, inline, begun))
 
     @classmethod
-    def submit(cls, sent: Submission, config: Config, run_id: str, *, begun: Begun = _ignore) -> Self:
+    def submit(cls, sent: Submission, config: Config, run_id: str, *, begun: Begun = lambda: None) -> Self:
         """Starts a run on a cluster, as a Ray job (lifecycle/ray_job.py); returns once it trains there.
 
         Its folder here is a link: `stagecoach watch`, `scale`, `stop` … work with its id.
         """
         return cls(*launcher.submit(sent, config, run_id, begun))
 
-    def take_up(self, *, begun: Begun = _ignore) -> Self:
+    def take_up(self, *, begun: Begun = lambda: None) -> Self:
         """Continues an interrupted run where it lives: here, or on its cluster by another job; returns a new handle."""
         return type(self)(*launcher.take_up(self.folder, self.config, begun))
 

@@ -199,7 +199,6 @@ class JobCoordinator:
         self._started, self._missed = time.monotonic(), 0
         self.outcome: Outcome | None = None
         self.first_event = "0-0"
-        self._thread = threading.Thread(target=self._follow, name=f"job-{job}", daemon=True)
 
     def until_live(self) -> None:
         """Waits until the run trains; raises `UserError` or `StagecoachError` with what a job said that has ended."""
@@ -215,7 +214,7 @@ class JobCoordinator:
             return False
 
         poll(Wait("the job to start the run", _LIVE_SECONDS), live, _POLL_SECONDS)
-        self._thread.start()
+        threading.Thread(target=self._follow, name=f"job-{self._job}", daemon=True).start()
 
     def _poll(self) -> Any:
         """What is told of the job; None where its server is away for a while, `StagecoachError` where it stays so."""

@@ -124,8 +124,7 @@ class Coordinator:
             running.close()
             raise
         name = f"coordinator-{folder.run_id}"
-        self._thread = threading.Thread(target=self._supervise, args=(supervise,), name=name, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._supervise, args=(supervise,), name=name, daemon=True).start()
 
     def _supervise(self, supervise: Callable[[threading.Event], RunEnd]) -> None:
         """Supervises the roles, then takes down what was started. Whatever fails, there is an outcome."""
