@@ -81,13 +81,13 @@ def _in_folder(run_folder: Path, name: str | None = None) -> Found:
 def named_code(config: Config) -> dict[str, str]:
     """Config field → `module:name`, for all that a config has imported; ids of Gymnasium's own are not among them."""
     data = config.model_dump(mode="json")
-    found = {"environment.id": data["environment"]["id"]}
+    found = {"environment.id": data["environment"]["id"].removeprefix("envpool:")}
     for section in ("environment", "evaluation"):
-        found |= {f"{section}.wrappers": wrapper["path"] for wrapper in data[section]["wrappers"] or ()}
+        found[f"{section}.wrappers"] = ", ".join(wrapper["path"] for wrapper in data[section]["wrappers"] or ())
     found["algorithm.name"] = data["algorithm"]["name"]
     found["algorithm.replay_buffer.reward"] = (data["algorithm"].get("replay_buffer") or {}).get("reward")
     found |= {f"policies.{policy_id}.transform": policy["transform"] for policy_id, policy in data["policies"].items()}
-    return {field: path for field, path in found.items() if ":" in (path or "") and not path.startswith("envpool:")}
+    return {field: path for field, path in found.items() if ":" in (path or "")}
 
 
 def require_trust(config: Config, made_here: bool, trusted: bool, where: str) -> None:
