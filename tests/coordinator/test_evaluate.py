@@ -194,6 +194,6 @@ def test_code_that_a_foreign_config_names_is_run_only_where_it_is_trusted(
 
 
 def test_all_wrappers_that_a_config_names_are_told() -> None:
-    config = minimal_config(environment={"wrappers": ["envpool:Wrapper", "os:mkdir"]})
+    config = minimal_config(environment={"id": "CartPole-v1", "wrappers": ["envpool:Wrapper", "os:mkdir"]})
     assert named_code(config) == {"environment.wrappers": "envpool:Wrapper, os:mkdir"}
     assert not named_code(minimal_config(environment={"id": "envpool:Pong-v5", "vectorization": "native"}))
