@@ -265,7 +265,10 @@ def export(checkpoints: CheckpointStore, config: Config, name: str | None, direc
     """
     name = named_or_preferred(checkpoints, name)
     target = directory / checkpoints.run_id
-    with _writing_anew(directory, target), tempfile.TemporaryDirectory(prefix=".partial-", dir=directory) as partial:
+    with (
+        _writing_anew(directory, target),
+        tempfile.TemporaryDirectory(prefix=".partial-", dir=directory, ignore_cleanup_errors=True) as partial,
+    ):
         copy = CheckpointStore(FileStore(Path(partial), checkpoints.run_id), checkpoints.run_id)
         _copy(checkpoints, copy, config, name)
         os.rename(Path(partial, checkpoints.run_id), target)
