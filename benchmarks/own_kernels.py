@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import time
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -47,18 +47,14 @@ class TorchAdam:
         return norm
 
 
-def with_torch_adam(fused: bool) -> ExitStack:
+@contextmanager
+def with_torch_adam(fused: bool) -> Iterator[None]:
     """While it lasts, algorithms are made with PyTorch's Adam."""
-
-    def made(parameters: Iterable[Tensor], epsilon: float) -> TorchAdam:
-        return TorchAdam(parameters, epsilon, fused)
-
-    stack = ExitStack()
-    for name in _USERS:
-        module = importlib.import_module(f"trainer_node.learning.algorithms.{name}")
-        if hasattr(module, "Adam"):
-            stack.enter_context(patch.object(module, "Adam", made))
-    return stack
+    with ExitStack() as stack:
+        for name in _USERS:
+            module = importlib.import_module(f"trainer_node.learning.algorithms.{name}")
+            stack.enter_context(patch.object(module, "Adam", partial(TorchAdam, fused=fused)))
+        yield
 
 
 def _timed(update: Callable[[], int]) -> float:
@@ -69,7 +65,7 @@ def _timed(update: Callable[[], int]) -> float:
     return (time.process_time() - began) / steps
 
 
-def compare(name: str, other: Any, pairs: int) -> str:
+def compare(name: str, other: AbstractContextManager[object], pairs: int) -> str:
     """A line for one workload; `other` is entered while the learner to compare with is made."""
     ours = _ours(name)
     with other:
@@ -90,7 +86,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=40)
     pairs = parser.parse_args().pairs
     torch.set_num_threads(1)
-    others: dict[str, Callable[[], Any]] = {
+    others: dict[str, Callable[[], AbstractContextManager[object]]] = {
         "Adam, fused": lambda: with_torch_adam(fused=True),
         "Adam, foreach": lambda: with_torch_adam(fused=False),
         "tanh": lambda: patch.dict(ACTIVATIONS, tanh=nn.Tanh),

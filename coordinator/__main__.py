@@ -1,7 +1,5 @@
 """Where `stagecoach` (or `python -m coordinator`) begins: imports the command line and runs it."""
 
-from __future__ import annotations
-
 from shared.runtime.process import interruptible
 
 

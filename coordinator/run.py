@@ -4,13 +4,12 @@ It delegates: starting to lifecycle/launcher.py, its checkpoints to catalog/chec
 run's Redis while the run is live, and its store always.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import redis
 
@@ -31,6 +30,7 @@ from coordinator.catalog.status import (
 )
 from coordinator.lifecycle import launcher
 from coordinator.lifecycle.launcher import Begun
+from coordinator.lifecycle.preparation import prepare_resume
 from coordinator.lifecycle.ray_job import JobCoordinator
 from coordinator.lifecycle.supervisor import Coordinator, Outcome
 from coordinator.services.embedded import BUCKET
@@ -43,6 +43,7 @@ from shared.policies.deployed import DeployedPolicy, load_policy
 from shared.protocol.events import Event, emit, read_events, recent_events
 from shared.protocol.flow_control import Flow, RunState
 from shared.protocol.heartbeat import Wait, poll
+from shared.protocol.quarantine import drop_ranges
 from shared.protocol.redis_client import Address, RoleName, connect_redis, without_retries
 from shared.storage.checkpoint_store import CheckpointStore
 from shared.storage.export_record import Export
@@ -51,10 +52,6 @@ from shared.storage.metric_log import Rows
 from trainer_node.replay import BEGINNING, Replayed, replay
 
 _AWAY = (RedisUnavailable, redis.ConnectionError, redis.TimeoutError)
-
-
-def _ignore() -> None:
-    """Nothing is to be done as the roles start."""
 
 
 class Run:
@@ -73,8 +70,8 @@ class Run:
     @classmethod
     def start(
         cls, config: Config, run_id: str | None = None, *, inline: bool = False, or_resume: bool = False,
-        import_path: tuple[str, ...] = (), begun: Begun = _ignore,
-    ) -> Run:  # fmt: skip
+        import_path: tuple[str, ...] = (), begun: Begun = lambda: None,
+    ) -> Self:  # fmt: skip
         """Checks everything, then starts services and roles; returns while the run continues in the background.
 
         Call it from a thread that lives as long as the run: the services end with the thread that started them.
@@ -103,32 +100,35 @@ class Run:
     @classmethod
     def resume(
         cls, run_id: str, runs_dir: Path = Path("runs"), overrides: tuple[str, ...] = (), *, origin: str = "latest",
-        drop: tuple[str, ...] = (), strict: bool = False, inline: bool = False, begun: Begun = _ignore,
-    ) -> Run:  # fmt: skip
+        drop: tuple[str, ...] = (), strict: bool = False, inline: bool = False, begun: Begun = lambda: None,
+    ) -> Self:  # fmt: skip
         """Continues an ended or interrupted run from its newest good checkpoint and the log behind it.
 
         From another `origin` (a checkpoint's name, `best`, `final`, `promoted`) its weights continue as a new version,
         and what was learned since is left behind. `drop` names log entries that are not learned from (`FIRST..LAST`),
         and `strict` rejects a checkpoint that other versions of code, PyTorch, NumPy or Python wrote.
         """
-        return cls(*launcher.resume(run_id, runs_dir, overrides, origin, drop, strict, inline, begun))
+        folder = RunFolder.find(run_id, runs_dir)
+        drop_ranges(drop)
+        prepare = partial(prepare_resume, origin=origin, drop=drop, strict=strict)
+        return cls(*launcher.resume(folder, overrides, prepare, inline, begun))
 
     @classmethod
-    def submit(cls, sent: Submission, config: Config, run_id: str, *, begun: Begun = _ignore) -> Run:
+    def submit(cls, sent: Submission, config: Config, run_id: str, *, begun: Begun = lambda: None) -> Self:
         """Starts a run on a cluster, as a Ray job (lifecycle/ray_job.py); returns once it trains there.
 
         Its folder here is a link: `stagecoach watch`, `scale`, `stop` … work with its id.
         """
         return cls(*launcher.submit(sent, config, run_id, begun))
 
-    def take_up(self, *, begun: Begun = _ignore) -> Run:
+    def take_up(self, *, begun: Begun = lambda: None) -> Self:
         """Continues an interrupted run where it lives: here, or on its cluster by another job; returns a new handle."""
-        return Run(*launcher.take_up(self.folder, self.config, begun))
+        return type(self)(*launcher.take_up(self.folder, self.config, begun))
 
     @classmethod
     def attach(
         cls, run: str, runs_dir: Path = Path("runs"), *, endpoint_url: str | None = None, redis_url: str | None = None
-    ) -> Run:
+    ) -> Self:
         """A handle on a run, live or ended: by its id, or by its folder in a store (`s3://bucket/prefix/RUN`).
 
         One that lives on other machines is known in `runs_dir` by its id from then on; `endpoint_url` and `redis_url`
@@ -236,10 +236,12 @@ class Run:
 
     def wait(self, timeout_seconds: float = float("inf")) -> Outcome:
         """Until the run has ended and everything it started is gone; raises `WaitTimeout`."""
+        started, wait = time.monotonic(), Wait(f"run {self.run_id} to end", timeout_seconds)
         if self._coordinator is not None:
-            return self._coordinator.wait(timeout_seconds)
-        started = time.monotonic()
-        poll(Wait(f"run {self.run_id} to end", timeout_seconds), lambda: not self.live, 0.3)
+            poll(wait, lambda: self.ended, 0.05)
+            assert self._coordinator.outcome is not None
+            return self._coordinator.outcome
+        poll(wait, lambda: not self.live, 0.3)
         status = self.status()
         return Outcome(status.end, status, time.monotonic() - started)
 
@@ -328,8 +330,7 @@ class Run:
     def load_policy(self, checkpoint: str | None = None, policy_id: str = "default") -> DeployedPolicy:
         """A policy that acts: of this checkpoint, else of the promoted, the best or the newest one."""
         store = self.checkpoint_store()
-        name = store.preferred() if checkpoint is None else store.resolve(checkpoint)
-        loaded = store.load(name, only="policy.safetensors")
+        loaded = store.load(operations.named_or_preferred(store, checkpoint), only="policy.safetensors")
         data = loaded.objects.get(f"{policy_id}/policy.safetensors")
         if data is None:
             raise CheckpointNotFound(f"{loaded.manifest.name} has no policy {policy_id!r}")

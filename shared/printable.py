@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 T = TypeVar("T")
+JSON_OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 NAME_CHARACTERS = 100
 _LINE_CHARACTERS, _LINES_CHARACTERS = 2000, 20_000
 _DIGITS = re.compile(r"(\d{20})\d{45,}")

@@ -4,16 +4,15 @@ A config that was made on another machine, or came with an exported checkpoint, 
 write there could name any function of any module. So that code runs only where a person says so (`require_trust`).
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from coordinator.catalog.checkpoint_operations import named_or_preferred
 from coordinator.catalog.run_folder import RunFolder
 from rollout_worker.environments.description import describe_environment
 from rollout_worker.environments.factory import evaluation_environment, make
@@ -59,7 +58,7 @@ def find_checkpoint(target: str, runs_dir: Path) -> Found:
     if any(folder.glob(f"*/{MANIFEST}")):
         return _in_folder(folder.parent.parent, folder.name)
     if (folder / CHECKPOINTS).is_dir():
-        return _in_folder(folder, None)
+        return _in_folder(folder)
     if folder.is_dir():
         raise CheckpointNotFound(f"{folder} holds no checkpoint ({MANIFEST} is missing); expected {_EXPECTED}")
     if separator or target.startswith(("/", ".", "~")):
@@ -68,10 +67,10 @@ def find_checkpoint(target: str, runs_dir: Path) -> Found:
     run = RunFolder.find(run_id, runs_dir)
     config = run.config()
     store = run.checkpoint_store(config)
-    return Found(config, store, store.resolve(name) if name else store.preferred(), run.import_path(), run.made_here)
+    return Found(config, store, named_or_preferred(store, name), run.import_path(), run.made_here)
 
 
-def _in_folder(run_folder: Path, name: str | None) -> Found:
+def _in_folder(run_folder: Path, name: str | None = None) -> Found:
     if not (path := run_folder / CONFIG).is_file():
         raise CheckpointNotFound(f"{run_folder} is no run's folder: {path} is missing, which names the environment")
     config = load_config(path, environ={})
@@ -81,8 +80,14 @@ def _in_folder(run_folder: Path, name: str | None) -> Found:
 
 def named_code(config: Config) -> dict[str, str]:
     """Config field → `module:name`, for all that a config has imported; ids of Gymnasium's own are not among them."""
-    found = {field: str(path) for field, path in _code_paths(config.model_dump(mode="json")) if path}
-    return {field: path for field, path in found.items() if ":" in path and not path.startswith("envpool:")}
+    data = config.model_dump(mode="json")
+    found = {"environment.id": data["environment"]["id"].removeprefix("envpool:")}
+    for section in ("environment", "evaluation"):
+        found[f"{section}.wrappers"] = ", ".join(wrapper["path"] for wrapper in data[section]["wrappers"] or ())
+    found["algorithm.name"] = data["algorithm"]["name"]
+    found["algorithm.replay_buffer.reward"] = (data["algorithm"].get("replay_buffer") or {}).get("reward")
+    found |= {f"policies.{policy_id}.transform": policy["transform"] for policy_id, policy in data["policies"].items()}
+    return {field: path for field, path in found.items() if ":" in (path or "")}
 
 
 def require_trust(config: Config, made_here: bool, trusted: bool, where: str) -> None:
@@ -94,17 +99,6 @@ def require_trust(config: Config, made_here: bool, trusted: bool, where: str) ->
             f"the config of {where} comes from an exported folder or from another machine, and playing it would import "
             f"and run {fields}; if you trust it, call this again with --trust-config"
         )
-
-
-def _code_paths(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    yield "environment.id", config["environment"]["id"]
-    for section in ("environment", "evaluation"):
-        for wrapper in config[section].get("wrappers") or ():
-            yield f"{section}.wrappers", wrapper["path"]
-    yield "algorithm.name", config["algorithm"].get("name")
-    yield "algorithm.replay_buffer.reward", (config["algorithm"].get("replay_buffer") or {}).get("reward")
-    for policy_id, policy in (config.get("policies") or {}).items():
-        yield f"policies.{policy_id}.transform", policy.get("transform")
 
 
 @dataclass(frozen=True)
@@ -137,21 +131,18 @@ def evaluate(
     checkpoint = found.store.load(name, only="policy.safetensors")
     policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
     description = describe_environment(config)
-    if stochastic:
-        config = _with_evaluation(config, greedy=False)
+    changes: dict[str, Any] = {"greedy": False} if stochastic else {}
     if video is not None:
         require_recorder()
-        config = _with_video(_rendered(config, "rgb_array", "--video"), video, name)
+        recorded = (_recorder(video, name), *evaluation_environment(config).wrappers)
+        changes |= {"wrappers": recorded, **_drawing(config, "rgb_array", "--video")}
     elif show:
-        config = _rendered(config, "human", "play")
+        changes |= _drawing(config, "human", "play")
+    config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update=changes)})
     seed = evaluation_seed(config, name, CONFIRMING)
     scores = scores_of(config, evaluate_policies(config, description, policies, seed, episodes))
     videos = _videos(video, name, int(scores["episodes"])) if video is not None else ()
     return Evaluation(name, scores, videos)
-
-
-def _with_evaluation(config: Config, **changes: Any) -> Config:
-    return config.model_copy(update={"evaluation": config.evaluation.model_copy(update=changes)})
 
 
 def _not_drawing(made: Any, mode: str) -> str | None:
@@ -184,33 +175,25 @@ def require_recorder() -> None:
         raise EnvironmentUnusable(f"--video needs moviepy: {install('video')}") from None
 
 
-def _with_video(config: Config, folder: Path, name: str) -> Config:
+def _recorder(folder: Path, name: str) -> WrapperConfig:
     kwargs = {
-        "video_folder": str(folder),
-        "episode_trigger": lambda _: True,
-        "name_prefix": name,
-        "disable_logger": True,
-    }
-    recorder = WrapperConfig(path="gymnasium.wrappers:RecordVideo", kwargs=kwargs)
-    return _with_evaluation(config, wrappers=(recorder, *evaluation_environment(config).wrappers))
+        "video_folder": str(folder), "episode_trigger": lambda _: True, "name_prefix": name, "disable_logger": True,
+    }  # fmt: skip
+    return WrapperConfig(path="gymnasium.wrappers:RecordVideo", kwargs=kwargs)
 
 
-def _rendered(config: Config, mode: str, command: str) -> Config:
-    """One environment at a time, which draws what happens; raises `EnvironmentUnusable` where it cannot."""
+def _drawing(config: Config, mode: str, command: str) -> dict[str, Any]:
+    """Settings of an evaluation by one environment that draws; raises `EnvironmentUnusable` where it cannot."""
     name, kwargs = config.environment.id, {**config.evaluation.kwargs, "render_mode": mode}
     if mode == "rgb_array" and config.environment.api == "pettingzoo":
         raise EnvironmentUnusable(
             f"{command} records Gymnasium environments only, and {name} is a PettingZoo one; `stagecoach play` shows it"
         )
-    made = None
     try:
-        made = make(evaluation_environment(config), **kwargs)
-        problem = _not_drawing(made, mode)
+        with closing(make(evaluation_environment(config), **kwargs)) as made:
+            problem = _not_drawing(made, mode)
     except Exception as error:
         problem = with_extra(headline(error))
-    finally:
-        if made is not None:
-            made.close()
     if problem is not None:
         raise EnvironmentUnusable(f"{command} needs an environment that draws with render_mode={mode!r}: {problem}")
-    return _with_evaluation(config, num_envs=1, kwargs=kwargs)
+    return {"num_envs": 1, "kwargs": kwargs}

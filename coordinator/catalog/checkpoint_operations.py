@@ -3,19 +3,17 @@
 `Run` has a method for each; only `prune` needs a run that is not live.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os
-import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from shared.config.loading import dump_config
 from shared.config.run_config import Config
@@ -37,11 +35,10 @@ from shared.storage.checkpoint_store import (
 from shared.storage.export_record import RECORD, Export, files_of, read_export, read_file, write_export
 from shared.storage.log_archive import Archive
 from shared.storage.object_store import FileStore
-from trainer_node.checkpointing.retention import prune, status_entries, take_inventory, to_prune
+from trainer_node.checkpointing.retention import prune, status_entries, take_inventory, to_prune, unless_damaged
 from trainer_node.export.export_process import carry_out, requested
 from trainer_node.export.onnx_translation import require_onnx
 
-T = TypeVar("T")
 _POLICY = "/policy.safetensors"
 _POLLS = 20
 _POLL_SECONDS = 0.3
@@ -76,7 +73,7 @@ class Removed:
 def list_checkpoints(checkpoints: CheckpointStore) -> list[dict[str, Any]]:
     """The kept ones, oldest first: name, steps, mean return, evaluation, size, and their marks."""
     status = checkpoints.marker(STATUS) or {"checkpoints": []}
-    promotion = _unless_damaged(checkpoints.promotion)  # where it is damaged `verify` tells
+    promotion = unless_damaged(checkpoints.promotion)  # where it is damaged `verify` tells
     marked = {mark: status.get(mark) for mark in MARKS} | {"promoted": promotion.checkpoint if promotion else None}
     return [
         {**entry, "marks": [mark for mark, name in marked.items() if name == entry["name"]]}
@@ -103,9 +100,8 @@ def _damaged_exports(checkpoints: CheckpointStore, names: Sequence[str]) -> Iter
     """Of whole checkpoints; training reads no export."""
     for name in names:
         try:
-            _read_with_files(checkpoints, name)
-        except CheckpointNotFound:
-            continue  # pruned meanwhile
+            with suppress(CheckpointNotFound):  # pruned meanwhile
+                _read_with_files(checkpoints, name)
         except CheckpointDamaged as error:
             if name in checkpoints.names():
                 yield Verdict(f"{name}/{RECORD}", State.DAMAGED, (str(error),))
@@ -161,7 +157,7 @@ def _problems(checkpoints: CheckpointStore, manifest: stored.Manifest) -> Iterat
 
 
 def _without_manifest(checkpoints: CheckpointStore, name: str, live: bool) -> Verdict | None:
-    known, pointer = status_entries(checkpoints), _unless_damaged(checkpoints.pointer)
+    known, pointer = status_entries(checkpoints), unless_damaged(checkpoints.pointer)
     if name not in checkpoints.names():
         return None
     latest = pointer.latest if pointer else None
@@ -179,18 +175,11 @@ def _without_manifest(checkpoints: CheckpointStore, name: str, live: bool) -> Ve
 def _expected_hashes(checkpoints: CheckpointStore) -> dict[str, dict[str, str]]:
     """Checkpoint → sync file → SHA-256 of the manifest according to it."""
     hashes = {name: {STATUS: entry["manifest_sha256"]} for name, entry in status_entries(checkpoints).items()}
-    if pointer := _unless_damaged(checkpoints.pointer):
+    if pointer := unless_damaged(checkpoints.pointer):
         hashes.setdefault(pointer.latest, {})[POINTER] = pointer.manifest_sha256
-    if promotion := _unless_damaged(checkpoints.promotion):
+    if promotion := unless_damaged(checkpoints.promotion):
         hashes.setdefault(promotion.checkpoint, {})[PROMOTED] = promotion.manifest_sha256
     return hashes
-
-
-def _unless_damaged(read: Callable[[], T]) -> T | None:
-    try:
-        return read()
-    except CheckpointDamaged:
-        return None
 
 
 def _damaged_sync_files(checkpoints: CheckpointStore) -> Iterator[Verdict]:
@@ -253,7 +242,7 @@ def promote(checkpoints: CheckpointStore, name: str, *, live: bool) -> Promotion
         raise CheckpointDamaged(f"{found.name} is not promoted: {'; '.join(found.problems)}")
     if found.state is not State.OK:
         raise CheckpointNotFound(f"{found.name} is not promoted: it is not complete ({found.state})")
-    former = _unless_damaged(checkpoints.promotion)
+    former = unless_damaged(checkpoints.promotion)
     digest = hashlib.sha256(checkpoints.read_manifest(found.name)[0]).hexdigest()
     promotion = Promotion(checkpoint=found.name, manifest_sha256=digest, time=round(time.time(), 3))
     checkpoints.write_promotion(promotion)
@@ -264,7 +253,7 @@ def promote(checkpoints: CheckpointStore, name: str, *, live: bool) -> Promotion
 
 
 def withdraw(checkpoints: CheckpointStore) -> str | None:
-    former = _unless_damaged(checkpoints.promotion)
+    former = unless_damaged(checkpoints.promotion)
     checkpoints.write_promotion(None)
     return former.checkpoint if former else None
 
@@ -274,24 +263,33 @@ def export(checkpoints: CheckpointStore, config: Config, name: str | None, direc
 
     Returns the checkpoint's folder. It appears whole or not at all; raises `UserError` where something is there.
     """
-    name = checkpoints.resolve(name) if name else checkpoints.preferred()
+    name = named_or_preferred(checkpoints, name)
     target = directory / checkpoints.run_id
-    if target.exists():
-        raise UserError(f"{target} exists, and nothing is overwritten; choose another folder")
+    with (
+        _writing_anew(directory, target),
+        tempfile.TemporaryDirectory(prefix=".partial-", dir=directory, ignore_cleanup_errors=True) as partial,
+    ):
+        copy = CheckpointStore(FileStore(Path(partial), checkpoints.run_id), checkpoints.run_id)
+        _copy(checkpoints, copy, config, name)
+        os.rename(Path(partial, checkpoints.run_id), target)
+    return target / stored.CHECKPOINTS / name
+
+
+def named_or_preferred(checkpoints: CheckpointStore, name: str | None) -> str:
+    """The checkpoint of this name or mark; without one the promoted, the best or the newest one."""
+    return checkpoints.resolve(name) if name else checkpoints.preferred()
+
+
+@contextmanager
+def _writing_anew(directory: Path, *paths: Path) -> Iterator[None]:
+    """Makes the directory; raises `UserError` where one of `paths` is there already, or something cannot be written."""
+    if there := [str(path) for path in paths if path.exists()]:
+        raise UserError(f"{', '.join(there)} exists, and nothing is overwritten; choose another folder")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=directory))
+        yield
     except OSError as error:
         raise UserError(f"cannot write to {directory}: {error}") from None
-    try:
-        copy = CheckpointStore(FileStore(partial, checkpoints.run_id), checkpoints.run_id)
-        _copy(checkpoints, copy, config, name)
-        os.rename(partial / checkpoints.run_id, target)
-    except OSError as error:
-        raise UserError(f"cannot write {target}: {error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return target / stored.CHECKPOINTS / name
 
 
 def _copy(checkpoints: CheckpointStore, copy: CheckpointStore, config: Config, name: str) -> None:
@@ -319,7 +317,7 @@ def export_onnx(
     What the trainer has exported already is copied. Else it is made here, and compared with torch on random and on
     archived observations. Raises `ExportFailed`, or `UserError` where a file is there; then nothing is written.
     """
-    name = checkpoints.resolve(name) if name else checkpoints.preferred()
+    name = named_or_preferred(checkpoints, name)
     record = directory / RECORD
     try:
         found = _read_with_files(checkpoints, name)
@@ -330,25 +328,18 @@ def export_onnx(
     if export.failures:
         raise ExportFailed(f"{name} cannot be exported as ONNX: {export}")
     paths = {policy_id: directory / f"{policy_id}.onnx" for policy_id in files}
-    if there := [str(path) for path in (*paths.values(), record) if path.exists()]:
-        raise UserError(f"{', '.join(there)} exists, and nothing is overwritten; choose another folder")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
+    with _writing_anew(directory, *paths.values(), record):
         for policy_id, path in paths.items():
             path.write_bytes(files[policy_id])
         record.write_text(export.model_dump_json(indent=1))
-    except OSError as error:
-        raise UserError(f"cannot write to {directory}: {error}") from None
     return export, paths
 
 
 def _made(checkpoints: CheckpointStore, config: Config, name: str) -> tuple[Export, dict[str, bytes]]:
     """Exported here, compared on the last fragment that the checkpoint was learned from, where the archive has it."""
     require_onnx()
-    position = checkpoints.manifest(name).log_position
-    try:
-        entry = next(Archive(checkpoints.store, checkpoints.run_id).entries(before(position), position), None)
-    except (ArchiveIncomplete, ValueError):
-        entry = None
-    made = carry_out(requested(checkpoints, name, config.model_dump(mode="json"), entry.fragment if entry else None))
+    position, recorded = checkpoints.manifest(name).log_position, None
+    with suppress(ArchiveIncomplete, ValueError, StopIteration):
+        recorded = next(Archive(checkpoints.store, checkpoints.run_id).entries(before(position), position)).fragment
+    made = carry_out(requested(checkpoints, name, config.model_dump(mode="json"), recorded))
     return made.export, made.files

@@ -3,8 +3,6 @@
 Those take a second to import, which `stagecoach runs` and the completion of a shell do without.
 """
 
-from __future__ import annotations
-
 import fcntl
 from enum import StrEnum
 from pathlib import Path

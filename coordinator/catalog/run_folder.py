@@ -18,23 +18,21 @@ Of a run whose coordinator is on another machine the folder here is a link; ever
 The truth about such a run is in Redis (is it live?) and in the store (what has it left?).
 """
 
-from __future__ import annotations
-
+import contextlib
 import difflib
 import fcntl
 import json
 import logging
 import os
-import re
 import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Self
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, TypeAdapter
 
 from coordinator.catalog.run_files import LOCK, REMOTE, former_name, is_locked, run_paths
 from coordinator.services.embedded import BUCKET, new_secret
@@ -107,7 +105,7 @@ def link(location: str, runs_dir: Path, endpoint_url: str | None = None, redis_u
 
 CREDENTIALS, IMPORT_PATH = "credentials.json", "import_path.json"
 _LOCK_TRIES = 10
-_SECRET = re.compile(r"[0-9a-f]{32}")
+_SECRETS = TypeAdapter(dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]])
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 
 
@@ -120,7 +118,7 @@ class RunFolder:
     _lock: int | None = None
 
     @classmethod
-    def create(cls, config: Config, run_id: str, import_path: tuple[str, ...] = ()) -> RunFolder:
+    def create(cls, config: Config, run_id: str, import_path: tuple[str, ...] = ()) -> Self:
         """A new folder with the resolved config, locked; raises `RunExists` (nothing is overwritten)."""
         path = config.runs_dir.expanduser().resolve() / check_run_id(run_id)
         try:
@@ -146,7 +144,7 @@ class RunFolder:
         return folder
 
     @classmethod
-    def find(cls, run_id: str, runs_dir: Path) -> RunFolder:
+    def find(cls, run_id: str, runs_dir: Path) -> Self:
         """The folder of an existing run; raises `RunNotFound` with the runs that there are."""
         path = runs_dir.expanduser().resolve() / check_run_id(run_id)
         if not (path / RESOLVED_CONFIG).is_file():
@@ -166,7 +164,7 @@ class RunFolder:
         return cls(run_id, path)
 
     @classmethod
-    def of(cls, config: Config, run_id: str) -> RunFolder | None:
+    def of(cls, config: Config, run_id: str) -> Self | None:
         """The folder of a run that was made on this machine; None where there is none."""
         path = config.runs_dir.expanduser().resolve() / check_run_id(run_id)
         return cls(run_id, path) if (path / RESOLVED_CONFIG).is_file() and read_remote(path) is None else None
@@ -209,7 +207,7 @@ class RunFolder:
             os.close(self._lock)
         self._lock = None
 
-    @contextmanager
+    @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         self.lock()
         try:
@@ -234,15 +232,12 @@ class RunFolder:
         path = self.path / CREDENTIALS
         names = ["redis_password"] if config.redis.url == "embedded" else []
         names += ["s3_access_key", "s3_secret_key"] if config.store.url == "embedded" else []
-        try:
-            found = json.loads(path.read_text())
-            if isinstance(found, dict) and all(_SECRET.fullmatch(str(found.get(name))) for name in names):
-                return path, found
+        if path.exists():
+            with contextlib.suppress(ValueError):
+                found = _SECRETS.validate_json(path.read_bytes())
+                if found.keys() >= set(names):
+                    return path, found
             _LOGGER.warning("%s is not what was written there; new secrets are made", path)
-        except FileNotFoundError:
-            pass
-        except ValueError as error:
-            _LOGGER.warning("%s is damaged (%s); new secrets are made", path, error)
         made = {name: new_secret() for name in names}
         with replacing(path, mode=0o600) as file:
             file.write(json.dumps(made).encode())

@@ -3,8 +3,6 @@
 It names the party that everyone waits for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
@@ -55,11 +53,8 @@ class WorkerCapacity:
             f"{self.most or 'none'}: {remedy}"
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def __str__(self) -> str:
-        """`6 workers (with machines that may be added: 12)`."""
+        """`6 workers (12 with what may be added)`."""
         more = "more, on machines that may be added" if self.later is None else f"{self.later} with what may be added"
         now = counted(self.now, "worker")
         return now if self.later == self.now else f"{now} ({more})"

@@ -1,13 +1,10 @@
 """The command line: a thin layer over `Run` and its neighbors."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import signal
 import sys
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,6 +24,7 @@ from coordinator.cli.options import (
     RunsDir,
     Sets,
     TrustConfig,
+    attached,
     console,
     example,
     figure,
@@ -163,15 +161,12 @@ def train(
         sent = submission(address, config, sets, name, working_dir, or_resume)
         foreground.supervise(partial(Run.submit, sent, resolved, name), detach=detach, where=f"submitting to {address}")
     elif detach:
-        foreground.detach([*_without_detach(), "--run-id", name], name)
+        foreground.detach([*sys.argv[1:], "--run-id", name], name)
     else:
-        start = partial(Run.start, resolved, name, inline=inline, or_resume=or_resume)
+        folders = (str(config.resolve().parent),)
+        start = partial(Run.start, resolved, name, inline=inline, or_resume=or_resume, import_path=folders)
         with foreground.in_one_process(inline):
-            foreground.supervise(partial(start, import_path=(str(config.resolve().parent),)), background)
-
-
-def _without_detach() -> list[str]:
-    return [argument for argument in sys.argv[1:] if argument != "--detach"]
+            foreground.supervise(start, background)
 
 
 @app.command(epilog=example("stagecoach prepare config.yaml --run-id my-run"))
@@ -212,11 +207,12 @@ def resume(
         from coordinator.run import Run
 
     if detach:
-        foreground.detach(_without_detach(), run)
+        foreground.detach(sys.argv[1:], run)
     else:
-        resumed = partial(Run.resume, run, runs_dir, tuple(set_ or ()), origin=origin, drop=tuple(drop or ()))
+        overrides, drops = tuple(set_ or ()), tuple(drop or ())
+        start = partial(Run.resume, run, runs_dir, overrides, origin=origin, drop=drops, strict=strict, inline=inline)
         with foreground.in_one_process(inline):
-            foreground.supervise(partial(resumed, strict=strict, inline=inline), background)
+            foreground.supervise(start, background)
 
 
 @app.command(epilog=example("stagecoach replay my-run --from start --to best"))
@@ -231,17 +227,16 @@ def replay(
     """Train again over the archived log (archive=all), and compare every object with a checkpoint of the run."""
     from rich.progress import Progress
 
-    from coordinator.run import Run
     from shared.runtime.user_code import extend_imports
 
-    handle = Run.attach(run, runs_dir)
+    handle = attached(run, runs_dir)
     extend_imports((os.getcwd(), *handle.folder.import_path()))
     with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
         task = bar.add_task("training again", total=None)
         shown = lambda version, last: bar.update(task, completed=version, total=last)  # noqa: E731
         found = handle.replay(start, goal, shown, trust_config=trust_config)
     if as_json:
-        print_json({**asdict(found), "equal": found.equal})
+        print_json({**vars(found), "equal": found.equal})
     else:
         counts = ((found.versions, "version"), (found.fragments, "fragment"), (found.env_steps, "env step"))
         what = f"from {found.start}: {', '.join(counted(*count) for count in counts)}"
@@ -257,9 +252,8 @@ def replay(
 def status(run: RunArgument, runs_dir: RunsDir = RUNS, as_json: Json = False) -> None:
     """Show what a run is doing, the ledger, and the party that everyone waits for."""
     from coordinator.cli.live_view import print_status
-    from coordinator.run import Run
 
-    found = Run.attach(run, runs_dir).status()
+    found = attached(run, runs_dir).status()
     print_json(found.as_dict()) if as_json else print_status(found, console)
 
 
@@ -267,9 +261,8 @@ def status(run: RunArgument, runs_dir: RunsDir = RUNS, as_json: Json = False) ->
 def watch(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = None, redis_url: RedisUrl = None) -> None:
     """Watch a live run, checkpoints as they land; Ctrl-C ends the watching, not the run."""
     from coordinator.cli import foreground
-    from coordinator.run import Run
 
-    foreground.watch(Run.attach(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url))
+    foreground.watch(attached(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url))
 
 
 @app.command(epilog=example("stagecoach attach s3://bucket/prefix/my-run"))
@@ -284,9 +277,8 @@ def attach(
     with interruptible():
         from coordinator.cli import foreground
         from coordinator.cli.live_view import print_status
-        from coordinator.run import Run
 
-    handle = Run.attach(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url)
+    handle = attached(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url)
     state = handle.status(accounting=False).state
     if handle.live and not detach:
         foreground.watch(handle)
@@ -322,18 +314,14 @@ def scale(
         raise typer.BadParameter("say how many (4), or auto, or bounds (--min 2 --max 16)")
     if workers is not None and workers != "auto" and not workers.lstrip("-").isdecimal():
         raise typer.BadParameter(f"expected a number of workers, or auto, found {workers!r}")
-    from coordinator.run import Run
-
     number = None if workers is None or workers == "auto" else int(workers)
-    console.print(f"{run}: scaling {Run.attach(run, runs_dir).scale(number, min_workers=least, max_workers=most)}")
+    console.print(f"{run}: scaling {attached(run, runs_dir).scale(number, min_workers=least, max_workers=most)}")
 
 
 @app.command(epilog=example("stagecoach stop my-run"))
 def stop(run: RunArgument, runs_dir: RunsDir = RUNS) -> None:
     """End a live run with a final checkpoint, and wait until it has ended."""
-    from coordinator.run import Run
-
-    handle = Run.attach(run, runs_dir)
+    handle = attached(run, runs_dir)
     handle.stop()
     console.print(f"{run}: {reason_in_words(handle.wait().reason)}")
 
@@ -356,9 +344,9 @@ def evaluate(
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the environment prints is no JSON
         found = score(target, runs_dir, episodes, video, stochastic=stochastic, trust_config=trust_config)
     if as_json:
-        print_json({"checkpoint": found.checkpoint, **found.scores, "videos": [str(path) for path in found.videos]})
-        return
-    _print_scores(found)
+        print_json({"checkpoint": found.checkpoint, **found.scores, "videos": found.videos})
+    else:
+        _print_scores(found)
 
 
 @app.command(epilog=example("stagecoach play my-run --episodes 3"))
@@ -375,7 +363,7 @@ def play(
     _print_scores(score(target, runs_dir, episodes, show=True, stochastic=stochastic, trust_config=trust_config))
 
 
-def _print_scores(found: Evaluation) -> None:
+def _print_scores(found: "Evaluation") -> None:
     scores = {name: figure(value) for name, value in found.scores.items() if isinstance(value, float)}
     one = f"{scores['mean_return']} in one episode of {counted(round(found.scores['mean_length']), 'step')}"
     many = (

@@ -1,8 +1,5 @@
 """`stagecoach checkpoints …`: list, verify, show, prune, promote and export the checkpoints of a run."""
 
-from __future__ import annotations
-
-import dataclasses
 import json
 import time
 from collections.abc import Iterator
@@ -74,7 +71,7 @@ def verify(run: RunArgument, name: Name = None, runs_dir: RunsDir = RUNS, as_jso
     """Read every byte of all checkpoints (or of one) and check it; exit code 1 if any is damaged."""
     verdicts = Run.attach(run, runs_dir).verify(name)
     if as_json:
-        print_json([dataclasses.asdict(verdict) for verdict in verdicts])
+        print_json(verdicts)
     else:
         for verdict in verdicts:
             style = {State.OK: "green", State.DAMAGED: "red"}.get(verdict.state, "yellow")
@@ -195,7 +192,7 @@ def prune(
     handle = Run.attach(run, runs_dir)
     removed = handle.prune(keep_last, keep_best, keep_every, dry_run=dry_run)
     if as_json:
-        print_json([dataclasses.asdict(item) for item in removed])
+        print_json(removed)
         return
     verb = "would remove" if dry_run else "removed"
     for item in removed:

@@ -1,12 +1,10 @@
 """The commands about configs and what they need: `presets` (the examples, which the package carries), `init`, `config`,
 `doctor`, and `check`, which tries an environment and tells everything that is wrong with it at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +21,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 _PACKAGED, _CHECKOUT = SOURCE / "coordinator" / "presets", SOURCE / "examples"
+_STYLES = {
+    "ok": "green", "warn": "yellow", "fail": "red", "fatal": "red", "raised": "red", "wrong": "yellow", "note": "dim",
+}  # fmt: skip
+"""Of what `doctor` and `check` find, by its outcome or severity."""
 _NEEDS_THE_REPOSITORY = re.compile(r"^[^#]*\bbenchmarks\.", re.MULTILINE)
 
 
@@ -80,7 +82,7 @@ def presets(as_json: Json = False) -> None:
     table = Table("preset", "about")
     for preset in (found := list_presets()):
         table.add_row(preset.name, preset.about)
-    print_json([asdict(preset) for preset in found]) if as_json else console.print(table)
+    print_json(found) if as_json else console.print(table)
 
 
 @app.command(epilog=example("stagecoach init my-run.yaml"))
@@ -134,16 +136,13 @@ def doctor(
     for finding in examine(load_config(path, set_ or ()) if path else None):
         findings.append(finding)
         if not as_json:
-            shown = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}[finding.outcome]
-            console.print(shown, style={"ok": "green", "warn": "yellow", "fail": "red"}[finding.outcome], end="")
+            shown = "FAIL" if finding.outcome == "fail" else finding.outcome
+            console.print(f"{shown:<4}", style=_STYLES[finding.outcome], end="")
             console.text(f" {finding.name}: {finding.text}")
     if as_json:
         print_json([finding.as_dict() for finding in findings])
     if not all(finding.ok for finding in findings):
         raise typer.Exit(Exit.FAILED)
-
-
-_STYLES = {"fatal": "red", "raised": "red", "wrong": "yellow", "note": "dim"}
 
 
 @app.command(epilog=example("stagecoach check own_environment:make --kwargs '{\"length\": 12}'"))
@@ -172,7 +171,7 @@ def check(
         raise typer.Exit(Exit.REFUSED)
 
 
-def _config(environment: str, kwargs: str | None, api: str | None) -> tuple[Config, bool]:
+def _config(environment: str, kwargs: str | None, api: str | None) -> "tuple[Config, bool]":
     """The config file, or a config around the environment alone; which of them."""
     from shared.config.loading import load_config, parse_config
 
@@ -189,7 +188,7 @@ def _config(environment: str, kwargs: str | None, api: str | None) -> tuple[Conf
     return parse_config({"environment": {"id": environment} | given, "stop_at": {"updates": 1}}), True
 
 
-def _print(name: str, trial: Trial, steps: int) -> None:
+def _print(name: str, trial: "Trial", steps: int) -> None:
     if trial.description is not None:
         for agent, policy_id in trial.description.agents.items():
             spaces = trial.description.policies[policy_id]

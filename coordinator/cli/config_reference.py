@@ -3,8 +3,6 @@
 `python -m coordinator.cli.config_reference` prints docs/CONFIG.md.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args

@@ -1,14 +1,11 @@
 """A run in the foreground, from its start to its end, with signals that end it in order; or detached; or watched."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -67,15 +64,15 @@ def supervise(begin: Callable[..., Run], background: bool = False, detach: bool 
     With `detach` it only sees the run begin, which then continues without this process.
     """
     received: list[int] = []
-    roles_start, there = threading.Event(), threading.Event()
-    asked, away_since = False, float("inf")
+    roles_start = there = asked = False
+    away_since = float("inf")
 
     def on_signal(number: int, _: Any) -> None:
         received.append(number)
-        if not roles_start.is_set() or len(received) > 2:  # Ray does not survive an exception in the midst of joining
+        if not roles_start or len(received) > 2:  # Ray does not survive an exception in the midst of joining
             os.write(2, _INTERRUPTED)  # print may have been what was interrupted
             raise KeyboardInterrupt
-        if not there.is_set():
+        if not there:
             os.write(2, b"interrupted: it ends with a last checkpoint once its roles have started\n")
 
     def listen() -> None:
@@ -87,12 +84,13 @@ def supervise(begin: Callable[..., Run], background: bool = False, detach: bool 
     console.print(f"{where or 'checking the config, the environment and the services'} …", style="dim")
 
     def begun() -> None:
-        roles_start.set()
+        nonlocal roles_start
+        roles_start = True
         if not where:
             console.print("starting the roles …", style="dim")
 
     run = begin(begun=begun)
-    there.set()
+    there = True
     if detach:
         _tell_detached(run.run_id, "on the cluster")
         return
@@ -152,8 +150,9 @@ def _away(status: Status | None) -> str | None:
 
 def detach(arguments: list[str], run_id: str) -> None:
     """The same command in a session of its own; returns when it trains, or with its error."""
+    command = [argument for argument in arguments if argument != "--detach"]
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "coordinator", *arguments, "--background"], stdin=subprocess.DEVNULL,
+        [sys.executable, "-P", "-m", "coordinator", *command, "--background"], stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, text=True,
     )  # fmt: skip
     assert process.stdout is not None and process.stderr is not None

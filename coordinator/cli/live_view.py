@@ -1,7 +1,5 @@
 """The live view of a run in the terminal, and the summary at its end; plain lines where it is no terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import deque

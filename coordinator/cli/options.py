@@ -1,12 +1,11 @@
 """What the modules of the command line share: common arguments, the console, and printing JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
+from dataclasses import is_dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -14,6 +13,9 @@ from rich.segment import Segment
 from rich.text import Text
 
 from shared.printable import printable
+
+if TYPE_CHECKING:
+    from coordinator.run import Run
 
 RUNS = Path("runs")
 
@@ -76,13 +78,20 @@ class PrintableConsole(Console):
 console = PrintableConsole()
 
 
+def attached(run: str, runs_dir: Path, **reached: str | None) -> "Run":
+    """A handle on a run; `Run` is imported only now, with all that it needs."""
+    from coordinator.run import Run
+
+    return Run.attach(run, runs_dir, **reached)
+
+
 def example(text: str) -> str:
     return f"Example: `{text}`"
 
 
 def print_json(data: Any) -> None:
-    """For scripts; what JSON does not know becomes text."""
-    print(json.dumps(data, indent=1, default=str))
+    """For scripts; of what JSON does not know, dataclasses become objects and the rest text."""
+    print(json.dumps(data, indent=1, default=lambda item: vars(item) if is_dataclass(item) else str(item)))
 
 
 def figure(value: float | None) -> str:

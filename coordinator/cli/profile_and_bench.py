@@ -1,7 +1,5 @@
 """`stagecoach profile` and `stagecoach bench`: where a run's time went, and what this machine can do."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from coordinator.cli.options import RUNS, Json, RunArgument, RunsDir, console, example, print_json
+from coordinator.cli.options import RUNS, Json, RunArgument, RunsDir, attached, console, example, print_json
 from shared.errors import UserError
 from shared.runtime.user_code import SOURCE
 
@@ -32,12 +30,10 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Show where the time of a run with `--profile` went, and write the timeline for Perfetto or speedscope."""
-    from coordinator.run import Run
-
-    show_profile(Run.attach(run, runs_dir), out, as_json)
+    show_profile(attached(run, runs_dir), out, as_json)
 
 
-def show_profile(run: Run, out: Path | None = None, as_json: bool = False) -> None:
+def show_profile(run: "Run", out: Path | None = None, as_json: bool = False) -> None:
     """The table, and the timeline into a file; raises `UserError` where the run has left none."""
     events, seconds = read_profile(run.checkpoint_store())
     path = out or run.folder.path / "profile.json"
@@ -49,7 +45,7 @@ def show_profile(run: Run, out: Path | None = None, as_json: bool = False) -> No
     console.text(f"timeline (ui.perfetto.dev, speedscope.app): {path}")
 
 
-def read_profile(checkpoints: CheckpointStore) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
+def read_profile(checkpoints: "CheckpointStore") -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
     """Of all processes of a run that have ended in order: the events of their timelines, and seconds spent.
 
     The latter by `process / thread` and stage; several processes of one role are added up. Raises `UserError` where

@@ -4,12 +4,10 @@ The runs of this machine are listed from their files where those tell all, else 
 deleted with its keys in Redis and its objects in the store.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,7 +48,7 @@ def runs(runs_dir: RunsDir = RUNS, as_json: Json = False) -> None:
         reason = reason_in_words(row.reason.partition("\n")[0])
         table.add_row(row.run_id, row.state, f"{row.env_steps:,}", figure(row.best), reason)
     if as_json:
-        print_json([asdict(row) for row in rows])
+        print_json(rows)
     else:
         console.print(table if rows else f"no runs in {runs_dir}; start one: stagecoach train cartpole")
 
@@ -144,7 +142,7 @@ def _delete(run_id: str, runs_dir: Path, ask: bool) -> None:
     console.text(f"deleted {what}")
 
 
-def _forget_keys(run: Run) -> None:
+def _forget_keys(run: "Run") -> None:
     from redis.exceptions import NoPermissionError
 
     from shared.protocol.keys import RunKeys

@@ -1,7 +1,5 @@
 """`stagecoach doctor`: tries everything that a run needs, and says what to do about what fails."""
 
-from __future__ import annotations
-
 import http.client
 import importlib.metadata
 import ipaddress

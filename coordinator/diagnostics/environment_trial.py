@@ -3,8 +3,6 @@
 In: the config. Out: agents and spaces, and everything that is wrong (rollout_worker/environments/check.py finds it).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -91,20 +89,17 @@ def try_environment(
     paths = os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-P", "-m", "rollout_worker.environments.check"]
     with tempfile.TemporaryFile() as said:
-        process = spawn(
+        with spawn(
             command, json.dumps(asked).encode(), signal.SIGKILL, stdout=subprocess.PIPE, stderr=said,
             env=child_environment("store", PYTHONPATH=paths),
-        )  # fmt: skip
-        try:
-            lines = list(_lines(process, deadline + _GRACE_SECONDS))
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # its own processes as well
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+        ) as process:  # fmt: skip
+            try:
+                lines = list(_lines(process, deadline + _GRACE_SECONDS))
+            finally:
+                with contextlib.suppress(ProcessLookupError):  # its own processes as well
+                    os.killpg(process.pid, signal.SIGKILL)
         said.seek(0)
-        return _trial(config, lines, process.returncode, said.read().decode(errors="replace"), deadline)
+        return _trial(lines, process.returncode, said.read().decode(errors="replace"), deadline)
 
 
 def _lines(process: subprocess.Popen[bytes], silent_seconds: float) -> Iterator[dict[str, Any]]:
@@ -128,7 +123,7 @@ def _lines(process: subprocess.Popen[bytes], silent_seconds: float) -> Iterator[
             return
 
 
-def _trial(config: Config, lines: list[dict[str, Any]], code: int, said: str, deadline: float) -> Trial:
+def _trial(lines: list[dict[str, Any]], code: int, said: str, deadline: float) -> Trial:
     told = {name: value for line in lines for name, value in line.items()}
     problems = [Problem(**line["problem"]) for line in lines if "problem" in line]
     described = told.get("description")

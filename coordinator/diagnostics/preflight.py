@@ -3,8 +3,6 @@
 Every machine that is there now is asked. One that joins later and cannot shows in the events: its roles fail by name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import platform

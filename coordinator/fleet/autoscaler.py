@@ -6,8 +6,6 @@ Nothing that is learned depends on it: the number of workers decides when fragme
 from once they stand in the log.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence

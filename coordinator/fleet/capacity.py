@@ -5,8 +5,6 @@ config, as the head's monitor was given it. Out: a `WorkerCapacity`. A worker ne
 machines does not hold one that asks for a CPU.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -165,26 +163,22 @@ def _placed(
     free, placed = [dict(machine) for machine in machines], 0
     for number in order:
         role, alone = roles[number], apart and number == 0
-
-        def loss(place: int, role: Resources = role, alone: bool = alone) -> tuple[int, float]:
-            """Workers that no longer fit there; where it is the same, the smaller machine."""
-            left = 0 if alone else _times(_less(free[place], role), worker)
-            return _times(free[place], worker) - left, free[place].get("CPU", 0.0)
-
-        holding = [place for place, machine in enumerate(free) if _holds(machine, role)]
+        holding = [place for place, machine in enumerate(free) if holds(machine, role)]
         if number == 0 and trainer is not None:
             holding = [trainer]
+        left = {place: {} if alone else less(free[place], role) for place in holding}
+        lost = {place: _times(free[place], worker) - _times(left[place], worker) for place in holding}
         if holding:  # else it waits for a place, by name; workers take what there is
-            place, placed = min(holding, key=loss), placed + 1
-            free[place] = {} if alone else _less(free[place], role)
+            place = min(holding, key=lambda place: (lost[place], free[place].get("CPU", 0.0)))
+            free[place], placed = left[place], placed + 1
     return placed, sum(_times(machine, worker) for machine in free)
 
 
-def _holds(machine: Resources, need: Resources) -> bool:
+def holds(machine: Resources, need: Resources) -> bool:
     return all(machine.get(name, 0.0) + _SMALL >= amount for name, amount in need.items())
 
 
-def _less(machine: Resources, need: Resources) -> dict[str, float]:
+def less(machine: Resources, need: Resources) -> dict[str, float]:
     return {name: amount - need.get(name, 0.0) for name, amount in machine.items()}
 
 

@@ -4,14 +4,12 @@ A role that raised or whose process died gets another process, as long as its pr
 registers as a new incarnation), and so does one that left on purpose. The trainer's end is the end of the run.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -318,7 +316,7 @@ class Fleet:
         """Capacity and the trainer's node; evicts workers from that node if they must keep off it."""
         capacity = self._cluster.refresh(self._trainer.actor)
         if capacity is not None:
-            self._heartbeat.progress = self._heartbeat.progress | {"capacity": capacity.as_dict()}
+            self._heartbeat.progress = self._heartbeat.progress | {"capacity": asdict(capacity)}
             if self._config.rollout.avoid_trainer_node:
                 self._workers.evict()
 

@@ -1,7 +1,5 @@
 """One role of the fleet: its Ray actor, what its heartbeats have told of it, and how its processes have died."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,14 +1,12 @@
 """The rollout workers of a fleet: started lowest number first, drained where there are too many."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import ray
 
-from coordinator.fleet.capacity import ClusterView, needs, worker_options
+from coordinator.fleet.capacity import ClusterView, holds, less, needs, worker_options
 from coordinator.fleet.managed_actor import ManagedActor
 from coordinator.services.ray_internals import free_resources, nodes_of
 from rollout_worker.ray_actors import WorkerActor
@@ -39,14 +37,10 @@ class Places:
     def next(self) -> dict[str, Any]:
         """Options for one more worker. Ray itself fills machines to half only, and then spreads."""
         options = self._options | {"scheduling_strategy": "DEFAULT" if self._pack else "SPREAD"}
-        needs = self._need.items()
-        holding = [
-            node for node, free in self._free.items() if all(free.get(name, 0.0) >= least for name, least in needs)
-        ]
+        holding = [node for node, free in self._free.items() if holds(free, self._need)]
         if holding:
             fullest = min(holding, key=lambda node: (self._free[node].get("CPU", 0.0), node))
-            for name, amount in self._need.items():
-                self._free[fullest][name] -= amount
+            self._free[fullest] = less(self._free[fullest], self._need)
             options |= {"label_selector": {_NODE: fullest}, "fallback_strategy": [{"label_selector": self._away}]}
         elif self._away:
             options["label_selector"] = self._away

@@ -1,15 +1,11 @@
 """All roles in one process and one thread: for a debugger, and for tests. The same Redis, store and protocol."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 
 from coordinator.services.restarter import tell_of_outages
 from rollout_worker.evaluator import Evaluator
 from rollout_worker.worker import Worker
-from shared.config.run_config import Config
-from shared.errors import ConfigError
 from shared.protocol.redis_client import RoleName
 from shared.runtime.failure import RoleEnd, RunEnd
 from shared.runtime.run_context import RunContext, open_run_context
@@ -17,15 +13,6 @@ from trainer_node.incarnation import Incarnation
 from trainer_node.trainer import StepResult, Trainer
 
 _ROLES: tuple[RoleName, ...] = ("worker", "trainer", "evaluator")
-
-
-def refuse_ranks(config: Config) -> None:
-    """Raises `ConfigError` where one process is not enough."""
-    if config.trainer.ranks > 1:
-        raise ConfigError(
-            f"--inline puts all roles into one process, but trainer.ranks={config.trainer.ranks} needs as many; leave "
-            f"--inline out, or set trainer.ranks=1"
-        )
 
 
 class InlineRoles:

@@ -1,11 +1,8 @@
 """Starting a run: anew, again where it has ended or was interrupted, or on a cluster; everything is checked first."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from coordinator.catalog.checkpoint_lookup import find_checkpoint
 from coordinator.catalog.run_folder import RunFolder, Submission, new_run_id
@@ -20,7 +17,6 @@ from shared.config.sections import StopConfig
 from shared.errors import CheckpointDamaged, ConfigError, ObjectMissing, UserError
 from shared.experience.spaces import EnvironmentDescription
 from shared.protocol.keys import check_run_id
-from shared.protocol.quarantine import drop_ranges
 from shared.protocol.redis_client import Address
 from shared.runtime.run_context import open_run_context
 from shared.runtime.user_code import extend_imports
@@ -70,17 +66,15 @@ def prepare(config: Config, run_id: str, import_path: tuple[str, ...]) -> None:
 
 
 def resume(
-    run_id: str, runs_dir: Path, overrides: tuple[str, ...], origin: str, drop: tuple[str, ...], strict: bool,
-    inline: bool, begun: Begun,
-) -> Started:  # fmt: skip
-    folder = RunFolder.find(run_id, runs_dir)
-    drop_ranges(drop)
+    folder: RunFolder, overrides: tuple[str, ...], prepare: Callable[..., None], inline: bool, begun: Begun
+) -> Started:
+    """`prepare` is `prepare_resume` with what it is to do otherwise than by default."""
     if folder.remote is not None:
-        raise UserError(f"run {run_id!r} lives on other machines; `stagecoach attach {run_id}` continues it there")
+        name = folder.run_id
+        raise UserError(f"run {name!r} lives on other machines; `stagecoach attach {name}` continues it there")
     config, _ = _checked(folder.config(overrides), folder.import_path(), inline)
     before = folder.config()
     _check_same_learning(config, before)
-    prepare = partial(prepare_resume, origin=origin, drop=drop, strict=strict)
     return _continue(folder, config, before.stop_at, prepare, inline, begun)
 
 
@@ -98,7 +92,7 @@ def submit(sent: Submission, config: Config, run_id: str, begun: Begun) -> Start
 
 def take_up(folder: RunFolder, config: Config, begun: Begun) -> Started:
     if (elsewhere := folder.remote) is None:
-        return resume(folder.run_id, folder.path.parent, (), "latest", (), False, False, begun)
+        return resume(folder, (), prepare_resume, False, begun)
     if elsewhere.submission is None:
         raise UserError(
             f"run {folder.run_id!r} is interrupted, and was not submitted from here; continue it from where its "

@@ -1,7 +1,5 @@
 """What Redis and the store hold of a run before any role starts: of a new one, and of one that continues."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -31,7 +29,7 @@ from shared.protocol.payload_shards import bytes_by_shard
 from shared.protocol.quarantine import drop_entries
 from shared.runtime.failure import RunEnd
 from shared.runtime.run_context import RunContext
-from shared.storage.checkpoint_store import CONFIG, ENVIRONMENT, FINISHED, Checkpoint, checkpoint_name
+from shared.storage.checkpoint_store import CONFIG, ENVIRONMENT, FINISHED, Checkpoint, CheckpointStore, checkpoint_name
 from trainer_node.checkpointing.fork import forked, rolled_back
 from trainer_node.checkpointing.recovery import last_epoch, restore_learner, tell_other_versions
 from trainer_node.checkpointing.retention import status_file
@@ -90,8 +88,8 @@ def prepare_resume(
     _refuse_unbegun(context)
     checkpoint = _older(context, origin)
     if strict:
-        _refuse_other_versions(context, checkpoint)
-    _refuse_reached(context, checkpoint, before)
+        _refuse_other_versions(context.checkpoints, checkpoint)
+    _refuse_reached(context.checkpoints, context.config.stop_at, checkpoint, before)
     _refuse_shards_left_out(context)
     drop_entries(context, drop)
     if not create_flow(context):
@@ -112,9 +110,9 @@ def prepare_resume(
     context.flow.set_state(RunState.RUNNING, "")
 
 
-def _refuse_other_versions(context: RunContext, checkpoint: Checkpoint | None) -> None:
+def _refuse_other_versions(checkpoints: CheckpointStore, checkpoint: Checkpoint | None) -> None:
     with contextlib.suppress(CheckpointNotFound):  # cut off before its first one, it begins with these versions
-        checkpoint = checkpoint or context.checkpoints.newest_good()[0]
+        checkpoint = checkpoint or checkpoints.newest_good()[0]
     if checkpoint is not None and (said := other_versions(checkpoint.manifest)):
         raise UserError(f"resume --strict: {said}; nothing was changed, install those versions or leave --strict out")
 
@@ -158,15 +156,14 @@ def _older(context: RunContext, origin: str) -> Checkpoint | None:
 def _refuse_unbegun(context: RunContext) -> None:
     """A run that was cut off before it had its initial weights would begin without them."""
     try:
-        if context.config.initialize_from is not None:
-            context.checkpoints.newest_good()
+        with contextlib.suppress(CheckpointDamaged):  # the trainer reports it
+            if context.config.initialize_from is not None:
+                context.checkpoints.newest_good()
     except CheckpointNotFound:
         raise UserError(
             f"run {context.run_id!r} was cut off before it had the policies of {context.config.initialize_from}, and "
             f"would begin without them; start a new run"
         ) from None
-    except CheckpointDamaged:
-        pass  # the trainer reports it
 
 
 def record_failure(context: RunContext, end: RunEnd) -> None:
@@ -192,15 +189,17 @@ def create_flow(context: RunContext) -> bool:
     return context.flow.create(context.config, context.bodies.names)
 
 
-def _refuse_reached(context: RunContext, origin: Checkpoint | None, before: StopConfig | None) -> None:
-    finished, status = context.checkpoints.marker(FINISHED) or {}, status_file(context.checkpoints)
-    newest: dict[str, Any] = next(reversed(status.get("checkpoints", [])), {})
+def _refuse_reached(
+    checkpoints: CheckpointStore, stop_at: StopConfig, origin: Checkpoint | None, before: StopConfig | None
+) -> None:
+    finished = checkpoints.marker(FINISHED) or {}
+    newest: dict[str, Any] = next(reversed(status_file(checkpoints).get("checkpoints", [])), {})
     reached = (finished.get("counters") or {}).get("train") or newest
     if origin is not None:
         reached = origin.manifest.provenance["counters"]["train"]
     in_order = finished.get("final") is not None  # else it failed or was cut off, perhaps in the midst of ending
     for name in ("env_steps", "updates", "episodes"):
-        bound, value = getattr(context.config.stop_at, name), int(reached.get(name, 0))
+        bound, value = getattr(stop_at, name), int(reached.get(name, 0))
         if not in_order and origin is None and bound == getattr(before, name, None):
             continue
         if bound is not None and value >= bound:

@@ -5,8 +5,6 @@ command line. What does not: secrets; the cluster's machines have their own in t
 has died is submitted again, with `--or-resume`.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import logging
@@ -18,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -128,10 +126,15 @@ class JobServer:
 
     def info(self, job: str) -> Any:
         """Ray's `JobDetails`: status, start time, the driver's exit code. Raises `StagecoachError`."""
-        try:
+        with self._asked(f"does not report job {job}"):
             return self._client.get_job_info(job)
+
+    @contextlib.contextmanager
+    def _asked(self, problem: str) -> Iterator[None]:
+        try:
+            yield
         except (RuntimeError, OSError) as error:  # what requests raises is an OSError
-            raise StagecoachError(f"{self.url} does not report job {job}: {_line(error)}") from None
+            raise StagecoachError(f"{self.url} {problem}: {_line(error)}") from None
 
     def starts(self, job: str) -> bool:
         """Whether it may still be about to begin its run.
@@ -148,17 +151,14 @@ class JobServer:
 
     def said(self, job: str) -> str:
         """All that the job has printed, as far as its machine still has it."""
-        try:
+        with contextlib.suppress(RuntimeError, OSError):
             return str(self._client.get_job_logs(job))
-        except (RuntimeError, OSError):
-            return ""
+        return ""
 
     def stop(self, job: str) -> None:
         """Asks it to end (SIGTERM), and ends it a minute later; raises `StagecoachError`."""
-        try:
+        with self._asked(f"does not stop job {job}"):
             self._client.stop_job(job)
-        except (RuntimeError, OSError) as error:
-            raise StagecoachError(f"{self.url} does not stop job {job}: {_line(error)}") from None
 
     def _tunnel(self, cluster: Path) -> str:
         """Forwards a port of this machine to the head's, as `ray dashboard` does; raises `UserError`."""
@@ -199,7 +199,6 @@ class JobCoordinator:
         self._started, self._missed = time.monotonic(), 0
         self.outcome: Outcome | None = None
         self.first_event = "0-0"
-        self._thread = threading.Thread(target=self._follow, name=f"job-{job}", daemon=True)
 
     def until_live(self) -> None:
         """Waits until the run trains; raises `UserError` or `StagecoachError` with what a job said that has ended."""
@@ -215,7 +214,7 @@ class JobCoordinator:
             return False
 
         poll(Wait("the job to start the run", _LIVE_SECONDS), live, _POLL_SECONDS)
-        self._thread.start()
+        threading.Thread(target=self._follow, name=f"job-{self._job}", daemon=True).start()
 
     def _poll(self) -> Any:
         """What is told of the job; None where its server is away for a while, `StagecoachError` where it stays so."""
@@ -231,11 +230,6 @@ class JobCoordinator:
     def abandon(self) -> None:
         """Ends the job, and with it the run, at once or within a minute; what is durable stays."""
         self._jobs.stop(self._job)
-
-    def wait(self, timeout_seconds: float) -> Outcome:
-        poll(Wait(f"run {self._folder.run_id} to end", timeout_seconds), lambda: self.outcome is not None, 0.05)
-        assert self.outcome is not None
-        return self.outcome
 
     def _follow(self) -> None:
         """Polls until the job has ended. A job server that is away for a while, or a laptop asleep, ends nothing."""

@@ -4,8 +4,6 @@ A coordinator takes the lease before it changes anything of the run, and renews 
 rejected meanwhile. One that was cut off for so long that another has taken the lease ends.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

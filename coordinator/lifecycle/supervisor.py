@@ -3,8 +3,6 @@
 `Coordinator` is all the wiring: who runs where, in one function.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -18,7 +16,7 @@ import redis
 
 from coordinator.catalog.run_folder import RunFolder
 from coordinator.catalog.status import Status, ended_status, live_status
-from coordinator.lifecycle.inline import InlineRoles, refuse_ranks
+from coordinator.lifecycle.inline import InlineRoles
 from coordinator.lifecycle.preparation import record_failure
 from coordinator.lifecycle.run_lease import RunLease
 from coordinator.services.embedded import BUCKET, Service, start_redis, start_s3
@@ -27,7 +25,6 @@ from coordinator.services.restarter import Restarter, connect_once, tell_of_outa
 from shared.config.run_config import Config
 from shared.errors import StagecoachError
 from shared.protocol.events import Event, read_events, recent_events
-from shared.protocol.heartbeat import Wait, poll
 from shared.protocol.redis_client import Address, retries
 from shared.runtime.failure import Failure, FailureKind, RunEnd
 from shared.runtime.launch import LOGS, RoleLaunch, log_to_file
@@ -82,8 +79,6 @@ class Coordinator:
         try:
             # Services: embedded ones are children of this process, in the run's folder; Ray takes longest
             _LOGGER.info("starting services")
-            if inline:
-                refuse_ranks(config)
             ray_head = None if inline else RayHead(config, logs)
             if ray_head is not None:
                 running.callback(ray_head.stop)
@@ -103,7 +98,7 @@ class Coordinator:
                 ray_head.wait()
             begun()
             launch = RoleLaunch(config.model_dump(mode="json"), address, folder.import_path(), str(folder.path))
-            additions = _join(ray_head, launch, config)
+            additions: Any = None if ray_head is None else _join(ray_head, launch, config)
             self.first_event = recent_events(context.redis, context.run_id, 0)
             self._lease.take()
             running.callback(self._lease.release)
@@ -129,8 +124,7 @@ class Coordinator:
             running.close()
             raise
         name = f"coordinator-{folder.run_id}"
-        self._thread = threading.Thread(target=self._supervise, args=(supervise,), name=name, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._supervise, args=(supervise,), name=name, daemon=True).start()
 
     def _supervise(self, supervise: Callable[[threading.Event], RunEnd]) -> None:
         """Supervises the roles, then takes down what was started. Whatever fails, there is an outcome."""
@@ -166,12 +160,6 @@ class Coordinator:
         for client in self._clients:
             retries(client).abandon()
 
-    def wait(self, timeout_seconds: float) -> Outcome:
-        """Until the run has ended and everything it started is gone; raises `WaitTimeout`."""
-        poll(Wait(f"run {self._folder.run_id} to end", timeout_seconds), lambda: not self._thread.is_alive(), 0.05)
-        assert self.outcome is not None
-        return self.outcome
-
 
 def _start_services(folder: RunFolder, config: Config, logs: Path, running: ExitStack) -> tuple[Address, list[Service]]:
     """The embedded services of the run, and where all of its services are."""
@@ -196,10 +184,8 @@ def _start_services(folder: RunFolder, config: Config, logs: Path, running: Exit
     return address, services
 
 
-def _join(head: RayHead | None, launch: RoleLaunch, config: Config) -> Any:
+def _join(head: RayHead, launch: RoleLaunch, config: Config) -> Any:
     """Joins Ray; rejects machines that lack something, and too many workers. Returns what an autoscaler may add."""
-    if head is None:
-        return None
     from coordinator.diagnostics.preflight import check_machines
     from coordinator.fleet.capacity import additions, check_capacity
 

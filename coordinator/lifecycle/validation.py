@@ -1,7 +1,5 @@
 """What is checked before a run starts: its environment, policies, device, sizes, data and servers."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial
@@ -44,6 +42,11 @@ def check(config: Config, inline: bool = False, strict: bool = False) -> Environ
     except ValueError as error:  # of a user's own: those that come with Stagecoach said so as the config was read
         raise ConfigError(str(error)) from None
     algorithm_class(algorithm)
+    if inline and config.trainer.ranks > 1:
+        raise ConfigError(
+            f"--inline puts all roles into one process, but trainer.ranks={config.trainer.ranks} needs as many; leave "
+            f"--inline out, or set trainer.ranks=1"
+        )
     if inline:
         description = describe_environment(config)
         if config.environment.vectorization == "native":

@@ -5,8 +5,6 @@ its data there. One that dies is started again on its port, over its data (servi
 standard input or environment, never as arguments.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import http.client

@@ -3,8 +3,6 @@
 Ray itself is imported while an embedded head starts, which takes long enough.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -4,8 +4,6 @@ Written for Ray 2.60; `tests/coordinator/test_ray_internals.py` names what anoth
 imports Ray before a function is called: some settings have to be made before that, and Ray waits for its start hook.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping

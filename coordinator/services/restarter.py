@@ -5,8 +5,6 @@ Redis `redis.retry_seconds`, and the trainer's uploads without end. That Redis i
 folder meanwhile (it cannot be asked), then in an event.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -43,6 +41,15 @@ def connect_once(context: RunContext, name: RoleName) -> redis.Redis:
     return connect_redis(context.address, without_retries(context.config), name)
 
 
+def _record(context: RunContext, kind: str, text: str) -> None:
+    """An event; tried once, since Redis may be gone again, and the caller must bring it back."""
+    try:
+        with connect_once(context, "coordinator") as client:
+            emit(client, context.run_id, kind, text)
+    except _AWAY as error:
+        _LOGGER.warning("Redis rejects an event (%s): %s", text, error)
+
+
 def tell_of_outages(context: RunContext, folder: Path, *clients: redis.Redis) -> None:
     """From now on reports the outages that these clients meet."""
     path = folder / _FILE
@@ -68,8 +75,7 @@ def tell_of_outages(context: RunContext, folder: Path, *clients: redis.Redis) ->
     def back(seconds: float) -> None:  # not in the midst of the call that has just come through
         text = f"Redis was away for {max(0.0, seconds):.0f} s; the run waited for it and continues"
         _LOGGER.warning("%s", text)
-        with suppress(*_AWAY), connect_once(context, "coordinator") as client:
-            emit(client, context.run_id, "outage", text)
+        _record(context, "outage", text)
         time.sleep(_SETTLE_SECONDS)  # others find it back somewhat later, and name the same outage until then
         told.release()
 
@@ -173,9 +179,4 @@ class Restarter:
         except ServiceError as error:
             _LOGGER.warning("%s", error)  # the next poll tries again, within the bound
             return
-        try:  # once: if Redis is gone again, this thread must bring it back
-            with connect_once(self._context, "coordinator") as client:
-                text = f"{service.name} {how} and was started again over its data"
-                emit(client, self._context.run_id, "service", text)
-        except _AWAY as error:
-            _LOGGER.warning("Redis rejects the event of the restart: %s", error)
+        _record(self._context, "service", f"{service.name} {how} and was started again over its data")

@@ -18,7 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from gymnasium import spaces
@@ -59,265 +59,36 @@ class Unsteppable(Exception):
     """Nothing more can be found out: a problem was told that keeps from going on."""
 
 
-class Check:
-    """One environment that is being tried. A Gymnasium environment is one with a single agent."""
+class Report:
+    """Makes the calls, each by its name and with a deadline, and tells what is wrong."""
 
-    def __init__(self, config: Config, seed: int, deadline_seconds: float, tell: Callable[[dict[str, Any]], None]):
-        self._config, self._seed, self._deadline, self._tell = config, seed, deadline_seconds, tell
+    def __init__(self, deadline_seconds: float, tell: Callable[[dict[str, Any]], None]) -> None:
+        self._deadline, self.tell = deadline_seconds, tell
         self._told: set[tuple[str, str]] = set()
-        self._many = config.environment.api == "pettingzoo"
-        self._random = np.random.default_rng(seed)
-        self._spaces: dict[str, tuple[spaces.Space[Any], spaces.Space[Any]]] = {}
-        self._outcomes: dict[str, str] = {}
-        """Reward and flags of each agent's last step."""
         self._written: dict[str, list[int]] = {}
         """Call → bytes that it wrote to standard output or error, of each time that it wrote any."""
 
-    def run(self, steps: int, whole: bool, alone: bool, any_api: bool = False) -> None:
-        """Everything; problems are told as they are found. With `any_api` it may be of PettingZoo all the same."""
-        try:
-            self._make(alone, any_api)
-            ended, played = self._play(steps)
-            for call in ("step()", "reset()"):
-                if len(written := self._written.get(call, ())) > 1:  # once may be a library's greeting
-                    found = f"{call} printed {counted(sum(written), 'byte')} in {counted(len(written), 'call')}"
-                    expected = "no output: it slows each step and floods the logs of the workers"
-                    self._add(NOTE, found, expected, f"take the print out of {call}, or put it behind a flag")
-            if whole:
-                self._check_seeds(steps)
-                if not ended and not self._config.environment.max_episode_steps:
-                    found = f"no episode ended within {counted(played, 'step')}"
-                    self._add(NOTE, found, "episodes that end", "set environment.max_episode_steps if none ever does")
-            self._guarded("close()", self._env.close)
-        except Unsteppable:
-            pass
-        except (Exception, SystemExit) as error:  # what it holds is such that it cannot even be inspected
-            with contextlib.suppress(Unsteppable):
-                self._raised("inspecting it", error)
+    def add(self, severity: str, found: str, expected: str, remedy: str) -> None:
+        """Tells it once, however often it is found."""
+        if (key := (expected, found if expected == _NO_WARNING else remedy)) not in self._told:
+            self._told.add(key)
+            self.tell({"problem": asdict(Problem(severity, found, expected, remedy))})
 
-    def _make(self, alone: bool, any_api: bool) -> None:
-        environment = self._config.environment
-        try:
-            try:
-                self._env = self._started()
-            except OtherApi:
-                if not any_api:
-                    raise
-                environment = environment.model_copy(update={"api": "pettingzoo"})
-                self._config, self._many = self._config.model_copy(update={"environment": environment}), True
-                self._env = self._started()
-                found, expected = "it is a PettingZoo parallel environment", "environment.api: pettingzoo in its config"
-                self._add(NOTE, found, expected, "it is taken for one here")
-            if alone and self._many:
-                each = {agent: agent for agent in self._env.possible_agents}
-                policies = dict.fromkeys(each, PolicyConfig())
-                self._config = self._config.model_copy(update={"agents": each, "policies": policies})
-            description = describe(self._config, self._env)
-            self._tell({"description": description.as_dict()})
-            if environment.vectorization == "native":
-                self._calling("the start of its native version", lambda: make_native(environment)).close()
-            self._calling("its start for evaluation", lambda: check_evaluation(self._config, description))
-        except StagecoachError as error:
-            self._tell({"error": type(error).__name__, "text": str(error)})
-            raise Unsteppable from None
-        for agent in description.agents:
-            observed, done = self._env.observation_space, self._env.action_space
-            self._spaces[agent] = (observed(agent), done(agent)) if self._many else (observed, done)
+    def fatal(self, found: str, expected: str, remedy: str) -> NoReturn:
+        """Tells what keeps from finding out anything more."""
+        self.add(FATAL, found, expected, remedy)
+        raise Unsteppable
 
-    def _started(self) -> Any:
-        environment = self._config.environment
-        if is_factory(environment.id):  # a limit of ours around it would fail in place of what it wraps
-            environment = environment.model_copy(update={"max_episode_steps": None})
-        return self._calling("its start (__init__)", lambda: make(environment))
+    def raised(self, what: str, error: BaseException) -> NoReturn:
+        frames = traceback.extract_tb(error.__traceback__)
+        mine = [frame for frame in frames if frame.filename != __file__] or list(frames)
+        raised = f"{type(error).__name__}: {' '.join(str(error).split())} (at {mine[-1].filename}:{mine[-1].lineno})"
+        self.add(RAISED, f"{what} raised {raised}", "no exception", "mend the environment")
+        raise Unsteppable from None
 
-    def _play(self, steps: int) -> tuple[bool, int]:
-        """Random actions; whether an episode has ended, and how many steps were done."""
-        observations, ended = self._reset(self._seed), False
-        kept: tuple[Any, Any] | None = None
-        enough = time.monotonic() + _LONGEST_SECONDS
-        for step in range(steps):
-            if time.monotonic() > enough:
-                found = f"{counted(step, 'step')} took {_LONGEST_SECONDS:g} s, so the rest of {steps:,} was left out"
-                self._add(NOTE, found, "faster steps", "raise rollout.workers or environment.num_envs if it is so slow")
-                return ended, step
-            if kept is not None and not data_equivalence(_copied(kept[0]), kept[1]):
-                found = "an observation changed after it was returned: its array is used again"
-                expected = "a new array for each (Stagecoach copies them; others may not)"
-                self._add(NOTE, found, expected, "return obs.copy()")
-            kept = observations, _copied(observations)
-            observations, over = self._step(self._actions(observations))
-            if over and step < steps - 1:
-                ended, kept = True, None
-                observations = self._reset(self._seed + step + 1)
-        return ended, steps
-
-    def _reset(self, seed: int) -> dict[str, Any]:
-        try:
-            result = self._calling("reset()", lambda: self._env.reset(seed=seed))
-        except TypeError as error:
-            if "seed" not in str(error):
-                self._raised("reset()", error)
-            found = f"reset() takes no seed ({error})"
-            self._add(FATAL, found, "reset(*, seed=None, options=None)", "add both arguments")
-            result = self._guarded("reset()", lambda: self._env.reset())
-        except (Exception, SystemExit) as error:
-            self._raised("reset()", error)
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-            found, expected = f"reset() returned {_shown(result)}", "reset() that returns (observation, info)"
-            self._add(FATAL, found, expected, "this is the interface of old Gym: return (observation, {})")
-            result = (result[0] if isinstance(result, tuple) and result else result), {}
-        agents = list(getattr(self._env, "agents", [])) if self._many else [SINGLE_AGENT]
-        if not agents or set(agents) - set(self._spaces):
-            expected = f"some of possible_agents={list(self._spaces)}"
-            self._fatal(f"agents={agents} after reset()", expected, "fill it in reset()")
-        return self._observed("reset()", result[0], agents)
-
-    def _by_agent(self, found: str, value: Any) -> Mapping[str, Any]:
-        if self._many and not isinstance(value, Mapping):
-            self._fatal(found, "a dict of one value for each agent", "return such a dict")
-        return value if self._many else {SINGLE_AGENT: value}
-
-    def _whose(self, agent: str) -> str:
-        return f" for {agent}" if self._many else ""
-
-    def _observed(self, call: str, observation: Any, agents: list[str]) -> dict[str, Any]:
-        given = self._by_agent(f"{call} returned {_shown(observation)}", observation)
-        for agent in agents:
-            if agent not in given:
-                found = f"{call} returned no observation{self._whose(agent)}"
-                self._fatal(found, "one for each agent in agents", "add it")
-            what = f"{call} returned an observation{self._whose(agent)}"
-            self._check_value(what, given[agent], self._spaces[agent][0])
-        return {agent: given[agent] for agent in agents}
-
-    def _actions(self, observations: Mapping[str, Any]) -> dict[str, Any]:
-        actions = {}
-        for agent in observations:
-            space = self._spaces[agent][1]
-            space.seed(int(self._random.integers(2**31)))
-            actions[agent] = space.sample()
-            if not space.contains(actions[agent]):
-                found = f"the action space {space} does not contain its own sample {_shown(actions[agent])}"
-                self._add(WRONG, found, "a space that contains what it samples", "correct its bounds and dtype")
-        return actions
-
-    def _step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-        """The observations of those who act on, and whether the episode is over."""
-        given = actions if self._many else actions[SINGLE_AGENT]
-        result = self._guarded("step()", lambda: self._env.step(given))
-        if isinstance(result, tuple) and len(result) == 4:
-            what = "step() returned 4 values (observation, reward, done, info)"
-            self._add(FATAL, what, _STEP, "this is the interface of old Gym: split done into terminated and truncated")
-            result = (*result[:3], {} if self._many else False, result[3])
-        if not (isinstance(result, tuple) and len(result) == 5):
-            self._fatal(f"step() returned {_shown(result)}", _STEP, "return these five")
-        observation, *outcomes, info = result
-        if not isinstance(info, dict):
-            found = f"step() returned {_shown(info)} as info"
-            self._add(FATAL, found, "a dict", "return {} where there is nothing to say")
-        by_agent = [self._by_agent(f"step() returned {_shown(item)}", item) for item in outcomes]
-        over, self._outcomes = {}, {}
-        for agent in actions:
-            values = [item.get(agent) for item in by_agent]
-            self._outcomes[agent] = repr(values)  # whatever they are
-            over[agent] = self._check_outcome(self._whose(agent), *values)
-        left = set(self._env.agents) if self._many else {SINGLE_AGENT}
-        on = [agent for agent in actions if not over[agent] and agent in left]
-        new = [agent for agent in left - set(actions) if self._many and agent in self._spaces]
-        return self._observed("step()", observation, [*on, *new] if self._many else [SINGLE_AGENT]), not (on or new)
-
-    def _check_outcome(self, whose: str, reward: Any, terminated: Any, truncated: Any) -> bool:
-        """Reward and both flags of one agent; whether its episode is over."""
-        shown = f"step() returned {_shown(reward)} as reward{whose}"
-        try:
-            number = float(reward)
-        except (TypeError, ValueError):
-            self._add(FATAL, shown, "a number", "return a float")
-        else:
-            found = f"step() returned {number:g} as reward{whose}"
-            if not np.isfinite(number):
-                self._add(FATAL, found, "a finite number", "look for a division by zero")
-            elif abs(number) > LARGEST:
-                self._add(FATAL, found, _LARGEST, "scale it down")
-            if np.ndim(reward):
-                self._add(WRONG, shown, "a number", "return float(reward)")
-        for name, flag in (("terminated", terminated), ("truncated", truncated)):
-            if not isinstance(flag, bool | np.bool_):
-                usable = isinstance(flag, int | np.integer) or (isinstance(flag, np.ndarray) and flag.size == 1)
-                found = f"step() returned {_shown(flag)} as {name}{whose}"
-                self._add(WRONG if usable else FATAL, found, "a bool", f"return bool({name})")
-        return bool(np.any(terminated)) or bool(np.any(truncated))
-
-    def _check_value(self, what: str, value: Any, space: spaces.Space[Any]) -> None:
-        """Where a value does not fit its space: structure, shape, dtype, NaN, bounds."""
-        shown, expected = f"{what}, {_shown(value)}", f"shape {space.shape} and dtype {space.dtype}"
-        remedy = "return what the space says, or correct observation_space"
-        if isinstance(space, spaces.Dict | spaces.Tuple):
-            parts = dict(space.spaces) if isinstance(space, spaces.Dict) else dict(enumerate(space.spaces))
-            given = dict(enumerate(value)) if isinstance(value, tuple | list) else value
-            if not isinstance(given, Mapping) or set(given) != set(parts):
-                keys = sorted(map(str, given)) if isinstance(given, Mapping) else _shown(value)
-                self._add(FATAL, f"{what} with {keys}", f"{sorted(map(str, parts))}", remedy)
-                return
-            for name, part in parts.items():
-                self._check_value(f"{what} ({name})", given[name], part)
-            return
-        try:
-            array = np.asarray(value)
-        except ValueError:
-            array = np.asarray(None)
-        bounded = array.dtype.kind in "buif" and array.size
-        span = f"{what} from {float(array.min()):.6g} to {float(array.max()):.6g}" if bounded else ""
-        if array.dtype.kind not in "buif":
-            self._fatal(shown, expected, remedy)
-        elif array.shape != space.shape:
-            self._add(FATAL, shown, expected, remedy)
-        elif array.dtype.kind == "f" and not np.isfinite(array).all():
-            self._add(FATAL, f"{what} with NaN or infinity", "finite numbers", "look for a division by zero")
-        elif bounded and np.abs(array.astype(np.float64)).max() > LARGEST:
-            self._add(FATAL, span, _LARGEST, "scale it down")
-        elif space.dtype is not None and not np.can_cast(array.dtype, space.dtype, "same_kind"):
-            severity = FATAL if isinstance(space, spaces.Box) and array.dtype.kind == "f" else NOTE
-            self._add(severity, f"{what} of dtype {array.dtype}", f"{space.dtype}", remedy)
-        elif isinstance(space, spaces.Box) and space.dtype is not None:
-            if not np.can_cast(array.dtype, space.dtype):
-                self._add(NOTE, f"{what} of dtype {array.dtype}", f"{space.dtype} (it is converted)", remedy)
-            if (array < space.low).any() or (array > space.high).any():
-                bounds = f"numbers within the space's bounds, {space.low.min():.6g} to {space.high.max():.6g}"
-                self._add(WRONG, span, bounds, remedy)
-        elif not space.contains(value) and not space.contains(array.astype(space.dtype)):
-            self._add(FATAL, shown, f"one of {space}", remedy)
-
-    def _check_seeds(self, steps: int) -> None:
-        first, second = (self._episode(min(steps, _COMPARED_STEPS)) for _ in range(2))
-        for number, (one, other) in enumerate(zip(first, second, strict=False)):
-            if not data_equivalence(one, other):
-                what = "observations" if not number or not data_equivalence(one[0], other[0]) else "rewards or ends"
-                when = f"after {counted(number, 'step')}" if number else "from the first"
-                found = f"two episodes with the seed {self._seed} and equal actions are not the same: "
-                remedy = "draw from self.np_random after super().reset(seed=seed), and reset all that is random there"
-                self._add(WRONG, f"{found}{what} differ {when}", "an environment that follows its seed", remedy)
-                return
-
-    def _episode(self, steps: int) -> list[Any]:
-        self._random = np.random.default_rng(self._seed)
-        seen: list[Any] = [_copied(observations := self._reset(self._seed))]
-        for _ in range(steps):
-            observations, over = self._step(self._actions(observations))
-            seen.append((_copied(observations), self._outcomes))
-            if over:
-                break
-        return seen
-
-    def _guarded(self, what: str, call: Callable[[], Any]) -> Any:
-        try:
-            return self._calling(what, call)
-        except (Exception, SystemExit) as error:
-            self._raised(what, error)
-
-    def _calling(self, what: str, call: Callable[[], Any]) -> Any:
+    def calling(self, what: str, call: Callable[[], Any]) -> Any:
         """One call with its name and its deadline; warnings of Gymnasium's own checkers are told as notes."""
-        self._tell({"doing": what})
+        self.tell({"doing": what})
         faulthandler.dump_traceback_later(self._deadline, exit=True)
         before = _bytes_said()
         try:
@@ -331,24 +102,271 @@ class Check:
             for item in said:
                 if issubclass(item.category, UserWarning):
                     text = " ".join(str(item.message).split()).removeprefix("\x1b[33mWARN:").removesuffix("\x1b[0m")
-                    self._add(NOTE, f"{what} warns: {text.strip()}", _NO_WARNING, "see to it")
+                    self.add(NOTE, f"{what} warns: {text.strip()}", _NO_WARNING, "see to it")
 
-    def _raised(self, what: str, error: BaseException) -> None:
-        frames = traceback.extract_tb(error.__traceback__)
-        mine = [frame for frame in frames if frame.filename != __file__] or list(frames)
-        raised = f"{type(error).__name__}: {' '.join(str(error).split())} (at {mine[-1].filename}:{mine[-1].lineno})"
-        self._add(RAISED, f"{what} raised {raised}", "no exception", "mend the environment")
-        raise Unsteppable from None
+    def guarded(self, what: str, call: Callable[[], Any]) -> Any:
+        """As `calling`; that it raises is a problem that keeps from going on."""
+        try:
+            return self.calling(what, call)
+        except (Exception, SystemExit) as error:
+            self.raised(what, error)
 
-    def _fatal(self, found: str, expected: str, remedy: str) -> None:
-        self._add(FATAL, found, expected, remedy)
-        raise Unsteppable
+    def chatter(self) -> None:
+        """Tells which calls write something; once may be a library's greeting."""
+        for call in ("step()", "reset()"):
+            if len(written := self._written.get(call, ())) > 1:
+                found = f"{call} printed {counted(sum(written), 'byte')} in {counted(len(written), 'call')}"
+                expected = "no output: it slows each step and floods the logs of the workers"
+                self.add(NOTE, found, expected, f"take the print out of {call}, or put it behind a flag")
 
-    def _add(self, severity: str, found: str, expected: str, remedy: str) -> None:
-        """Tells it once, however often it is found."""
-        if (key := (expected, found if expected == _NO_WARNING else remedy)) not in self._told:
-            self._told.add(key)
-            self._tell({"problem": asdict(Problem(severity, found, expected, remedy))})
+
+class Check:
+    """One environment that is being tried. A Gymnasium environment is one with a single agent."""
+
+    def __init__(self, config: Config, seed: int, deadline_seconds: float, tell: Callable[[dict[str, Any]], None]):
+        self._config, self._seed, self._report = config, seed, Report(deadline_seconds, tell)
+        self._many = config.environment.api == "pettingzoo"
+        self._random = np.random.default_rng(seed)
+        self._spaces: dict[str, tuple[spaces.Space[Any], spaces.Space[Any]]] = {}
+        self._outcomes: dict[str, str] = {}
+        """Reward and flags of each agent's last step."""
+
+    def run(self, steps: int, whole: bool, alone: bool, any_api: bool = False) -> None:
+        """Everything; problems are told as they are found. With `any_api` it may be of PettingZoo all the same."""
+        try:
+            self._make(alone, any_api)
+            ended, played = self._play(steps)
+            self._report.chatter()
+            if whole:
+                self._check_seeds(steps)
+                if not ended and not self._config.environment.max_episode_steps:
+                    found = f"no episode ended within {counted(played, 'step')}"
+                    remedy = "set environment.max_episode_steps if none ever does"
+                    self._report.add(NOTE, found, "episodes that end", remedy)
+            self._report.guarded("close()", self._env.close)
+        except Unsteppable:
+            pass
+        except (Exception, SystemExit) as error:  # what it holds is such that it cannot even be inspected
+            with contextlib.suppress(Unsteppable):
+                self._report.raised("inspecting it", error)
+
+    def _make(self, alone: bool, any_api: bool) -> None:
+        environment = self._config.environment
+        try:
+            try:
+                self._env = self._started()
+            except OtherApi:
+                if not any_api:
+                    raise
+                environment = environment.model_copy(update={"api": "pettingzoo"})
+                self._config, self._many = self._config.model_copy(update={"environment": environment}), True
+                self._env = self._started()
+                found, expected = "it is a PettingZoo parallel environment", "environment.api: pettingzoo in its config"
+                self._report.add(NOTE, found, expected, "it is taken for one here")
+            if alone and self._many:
+                each = {agent: agent for agent in self._env.possible_agents}
+                policies = dict.fromkeys(each, PolicyConfig())
+                self._config = self._config.model_copy(update={"agents": each, "policies": policies})
+            description = describe(self._config, self._env)
+            self._report.tell({"description": description.as_dict()})
+            if environment.vectorization == "native":
+                self._report.calling("the start of its native version", lambda: make_native(environment)).close()
+            self._report.calling("its start for evaluation", lambda: check_evaluation(self._config, description))
+        except StagecoachError as error:
+            self._report.tell({"error": type(error).__name__, "text": str(error)})
+            raise Unsteppable from None
+        for agent in description.agents:
+            observed, done = self._env.observation_space, self._env.action_space
+            self._spaces[agent] = (observed(agent), done(agent)) if self._many else (observed, done)
+
+    def _started(self) -> Any:
+        environment = self._config.environment
+        if is_factory(environment.id):  # a limit of ours around it would fail in place of what it wraps
+            environment = environment.model_copy(update={"max_episode_steps": None})
+        return self._report.calling("its start (__init__)", lambda: make(environment))
+
+    def _play(self, steps: int) -> tuple[bool, int]:
+        """Random actions; whether an episode has ended, and how many steps were done."""
+        observations, ended = self._reset(self._seed), False
+        kept: tuple[Any, Any] | None = None
+        enough = time.monotonic() + _LONGEST_SECONDS
+        for step in range(steps):
+            if time.monotonic() > enough:
+                found = f"{counted(step, 'step')} took {_LONGEST_SECONDS:g} s, so the rest of {steps:,} was left out"
+                remedy = "raise rollout.workers or environment.num_envs if it is so slow"
+                self._report.add(NOTE, found, "faster steps", remedy)
+                return ended, step
+            if kept is not None and not data_equivalence(_copied(kept[0]), kept[1]):
+                found = "an observation changed after it was returned: its array is used again"
+                expected = "a new array for each (Stagecoach copies them; others may not)"
+                self._report.add(NOTE, found, expected, "return obs.copy()")
+            kept = observations, _copied(observations)
+            observations, over = self._step(self._actions(observations))
+            if over and step < steps - 1:
+                ended, kept = True, None
+                observations = self._reset(self._seed + step + 1)
+        return ended, steps
+
+    def _reset(self, seed: int) -> dict[str, Any]:
+        try:
+            result = self._report.calling("reset()", lambda: self._env.reset(seed=seed))
+        except TypeError as error:
+            if "seed" not in str(error):
+                self._report.raised("reset()", error)
+            found = f"reset() takes no seed ({error})"
+            self._report.add(FATAL, found, "reset(*, seed=None, options=None)", "add both arguments")
+            result = self._report.guarded("reset()", lambda: self._env.reset())
+        except (Exception, SystemExit) as error:
+            self._report.raised("reset()", error)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+            found, expected = f"reset() returned {_shown(result)}", "reset() that returns (observation, info)"
+            self._report.add(FATAL, found, expected, "this is the interface of old Gym: return (observation, {})")
+            result = (result[0] if isinstance(result, tuple) and result else result), {}
+        agents = list(getattr(self._env, "agents", [])) if self._many else [SINGLE_AGENT]
+        if not agents or set(agents) - set(self._spaces):
+            expected = f"some of possible_agents={list(self._spaces)}"
+            self._report.fatal(f"agents={agents} after reset()", expected, "fill it in reset()")
+        return self._observed("reset()", result[0], agents)
+
+    def _by_agent(self, found: str, value: Any) -> Mapping[str, Any]:
+        if self._many and not isinstance(value, Mapping):
+            self._report.fatal(found, "a dict of one value for each agent", "return such a dict")
+        return value if self._many else {SINGLE_AGENT: value}
+
+    def _whose(self, agent: str) -> str:
+        return f" for {agent}" if self._many else ""
+
+    def _observed(self, call: str, observation: Any, agents: list[str]) -> dict[str, Any]:
+        given = self._by_agent(f"{call} returned {_shown(observation)}", observation)
+        for agent in agents:
+            if agent not in given:
+                found = f"{call} returned no observation{self._whose(agent)}"
+                self._report.fatal(found, "one for each agent in agents", "add it")
+            what = f"{call} returned an observation{self._whose(agent)}"
+            check_value(self._report, what, given[agent], self._spaces[agent][0])
+        return {agent: given[agent] for agent in agents}
+
+    def _actions(self, observations: Mapping[str, Any]) -> dict[str, Any]:
+        actions = {}
+        for agent in observations:
+            space = self._spaces[agent][1]
+            space.seed(int(self._random.integers(2**31)))
+            actions[agent] = space.sample()
+            if not space.contains(actions[agent]):
+                found = f"the action space {space} does not contain its own sample {_shown(actions[agent])}"
+                self._report.add(WRONG, found, "a space that contains what it samples", "correct its bounds and dtype")
+        return actions
+
+    def _step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """The observations of those who act on, and whether the episode is over."""
+        given = actions if self._many else actions[SINGLE_AGENT]
+        result = self._report.guarded("step()", lambda: self._env.step(given))
+        if isinstance(result, tuple) and len(result) == 4:
+            what = "step() returned 4 values (observation, reward, done, info)"
+            remedy = "this is the interface of old Gym: split done into terminated and truncated"
+            self._report.add(FATAL, what, _STEP, remedy)
+            result = (*result[:3], {} if self._many else False, result[3])
+        if not (isinstance(result, tuple) and len(result) == 5):
+            self._report.fatal(f"step() returned {_shown(result)}", _STEP, "return these five")
+        observation, *outcomes, info = result
+        if not isinstance(info, dict):
+            found = f"step() returned {_shown(info)} as info"
+            self._report.add(FATAL, found, "a dict", "return {} where there is nothing to say")
+        by_agent = [self._by_agent(f"step() returned {_shown(item)}", item) for item in outcomes]
+        over, self._outcomes = {}, {}
+        for agent in actions:
+            values = [item.get(agent) for item in by_agent]
+            self._outcomes[agent] = repr(values)  # whatever they are
+            over[agent] = check_outcome(self._report, self._whose(agent), *values)
+        left = set(self._env.agents) if self._many else {SINGLE_AGENT}
+        on = [agent for agent in actions if not over[agent] and agent in left]
+        new = [agent for agent in left - set(actions) if self._many and agent in self._spaces]
+        return self._observed("step()", observation, [*on, *new] if self._many else [SINGLE_AGENT]), not (on or new)
+
+    def _check_seeds(self, steps: int) -> None:
+        first, second = (self._episode(min(steps, _COMPARED_STEPS)) for _ in range(2))
+        for number, (one, other) in enumerate(zip(first, second, strict=False)):
+            if not data_equivalence(one, other):
+                what = "observations" if not number or not data_equivalence(one[0], other[0]) else "rewards or ends"
+                when = f"after {counted(number, 'step')}" if number else "from the first"
+                found = f"two episodes with the seed {self._seed} and equal actions are not the same: "
+                remedy = "draw from self.np_random after super().reset(seed=seed), and reset all that is random there"
+                self._report.add(WRONG, f"{found}{what} differ {when}", "an environment that follows its seed", remedy)
+                return
+
+    def _episode(self, steps: int) -> list[Any]:
+        self._random = np.random.default_rng(self._seed)
+        seen: list[Any] = [_copied(observations := self._reset(self._seed))]
+        for _ in range(steps):
+            observations, over = self._step(self._actions(observations))
+            seen.append((_copied(observations), self._outcomes))
+            if over:
+                break
+        return seen
+
+
+def check_outcome(report: Report, whose: str, reward: Any, terminated: Any, truncated: Any) -> bool:
+    """Reward and both flags of one agent; whether its episode is over."""
+    shown = f"step() returned {_shown(reward)} as reward{whose}"
+    try:
+        number = float(reward)
+    except (TypeError, ValueError):
+        report.add(FATAL, shown, "a number", "return a float")
+    else:
+        found = f"step() returned {number:g} as reward{whose}"
+        if not np.isfinite(number):
+            report.add(FATAL, found, "a finite number", "look for a division by zero")
+        elif abs(number) > LARGEST:
+            report.add(FATAL, found, _LARGEST, "scale it down")
+        if np.ndim(reward):
+            report.add(WRONG, shown, "a number", "return float(reward)")
+    for name, flag in (("terminated", terminated), ("truncated", truncated)):
+        if not isinstance(flag, bool | np.bool_):
+            usable = isinstance(flag, int | np.integer) or (isinstance(flag, np.ndarray) and flag.size == 1)
+            found = f"step() returned {_shown(flag)} as {name}{whose}"
+            report.add(WRONG if usable else FATAL, found, "a bool", f"return bool({name})")
+    return bool(np.any(terminated)) or bool(np.any(truncated))
+
+
+def check_value(report: Report, what: str, value: Any, space: spaces.Space[Any]) -> None:
+    """Where a value does not fit its space: structure, shape, dtype, NaN, bounds."""
+    shown, expected = f"{what}, {_shown(value)}", f"shape {space.shape} and dtype {space.dtype}"
+    remedy = "return what the space says, or correct observation_space"
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        parts = dict(space.spaces) if isinstance(space, spaces.Dict) else dict(enumerate(space.spaces))
+        given = dict(enumerate(value)) if isinstance(value, tuple | list) else value
+        if not isinstance(given, Mapping) or set(given) != set(parts):
+            keys = sorted(map(str, given)) if isinstance(given, Mapping) else _shown(value)
+            report.add(FATAL, f"{what} with {keys}", f"{sorted(map(str, parts))}", remedy)
+            return
+        for name, part in parts.items():
+            check_value(report, f"{what} ({name})", given[name], part)
+        return
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        array = np.asarray(None)
+    bounded = array.dtype.kind in "buif" and array.size
+    span = f"{what} from {float(array.min()):.6g} to {float(array.max()):.6g}" if bounded else ""
+    if array.dtype.kind not in "buif":
+        report.fatal(shown, expected, remedy)
+    elif array.shape != space.shape:
+        report.add(FATAL, shown, expected, remedy)
+    elif array.dtype.kind == "f" and not np.isfinite(array).all():
+        report.add(FATAL, f"{what} with NaN or infinity", "finite numbers", "look for a division by zero")
+    elif bounded and np.abs(array.astype(np.float64)).max() > LARGEST:
+        report.add(FATAL, span, _LARGEST, "scale it down")
+    elif space.dtype is not None and not np.can_cast(array.dtype, space.dtype, "same_kind"):
+        severity = FATAL if isinstance(space, spaces.Box) and array.dtype.kind == "f" else NOTE
+        report.add(severity, f"{what} of dtype {array.dtype}", f"{space.dtype}", remedy)
+    elif isinstance(space, spaces.Box) and space.dtype is not None:
+        if not np.can_cast(array.dtype, space.dtype):
+            report.add(NOTE, f"{what} of dtype {array.dtype}", f"{space.dtype} (it is converted)", remedy)
+        if (array < space.low).any() or (array > space.high).any():
+            bounds = f"numbers within the space's bounds, {space.low.min():.6g} to {space.high.max():.6g}"
+            report.add(WRONG, span, bounds, remedy)
+    elif not space.contains(value) and not space.contains(array.astype(space.dtype)):
+        report.add(FATAL, shown, f"one of {space}", remedy)
 
 
 def _bytes_said() -> int:

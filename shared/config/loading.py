@@ -138,9 +138,10 @@ def _set(data: dict[str, Any], keys: list[str], value: Any, source: str) -> None
 
 
 def _refuse_single_underscores(name: str) -> None:
-    meant = {path.replace(".", "_"): path for path in field_paths(Config)}.get(
-        name.removeprefix("STAGECOACH_").replace("__", "_").lower()
-    )
-    if name.startswith("STAGECOACH_") and not name.startswith(ENV_PREFIX) and meant:
-        right = ENV_PREFIX + meant.replace(".", "__").upper()
-        raise ConfigError(f"environment variable {name} is never read; did you mean {right}?")
+    if not name.startswith("STAGECOACH_") or name.startswith(ENV_PREFIX):
+        return
+    asked = name.removeprefix("STAGECOACH_").replace("__", "_").lower()
+    for path in field_paths(Config):
+        if asked == path.replace(".", "_"):
+            right = ENV_PREFIX + path.replace(".", "__").upper()
+            raise ConfigError(f"environment variable {name} is never read; did you mean {right}?")

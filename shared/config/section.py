@@ -55,10 +55,8 @@ def leaves(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-class Schedule(BaseModel):
+class Schedule(Section):
     """From `start` to `end` while `over` passes; `end` afterwards. A plain number in the config is constant."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     kind: Literal["constant", "linear", "exponential", "cosine", "piecewise"] = "constant"
     """`constant` keeps `start`; from `start` to `end`, `linear` goes straight, `exponential` by equal factors in equal

@@ -1,21 +1,16 @@
 """What pydantic finds wrong with a config, in plain words: what was expected, what was found, what to do."""
 
-from __future__ import annotations
-
 import difflib
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_origin
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from shared.errors import ConfigError
 from shared.printable import counted, printable
 
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
 Model = TypeVar("Model", bound=BaseModel)
-Sections = list[type[BaseModel]]
 
 _SHOWN_CHARACTERS = 200
 _SCALED = re.compile(r"\s*(\d[\d_,]*(?:\.\d+)?)\s*([kKmMgGbB]?)\s*")

@@ -11,7 +11,7 @@ import numpy as np
 
 from shared.config.sections import DatasetFormat, RecordedConfig
 from shared.datasets import archive_format
-from shared.datasets.recording import Episode, Find, Recording, Table, episodes_of, flags, numbers, space_columns
+from shared.datasets.recording import Episode, Recording, Table, as_column, episodes_of, flags, numbers
 from shared.errors import DatasetError
 from shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
 from shared.runtime.user_code import install
@@ -128,20 +128,23 @@ class _Cells:
                 raise DatasetError(f"{self._path}: {name} is {cell!r} in row {row}, expected a number") from None
         return values
 
+    def space(self, spec: SpaceSpec, prefix: str, name: str) -> Columns:
+        """The space's columns, from those of the file that begin with `name`."""
+        columns = {}
+        for leaf in spec.leaves:
+            found = leaf.column(name)
+            if not leaf.shape or (leaf.size == 1 and found in self):
+                where, values = f"{self._path}: {found}", self.number(found)
+            else:
+                parts = [self.number(f"{found}.{index}") for index in range(leaf.size)]
+                where, values = f"{self._path}: {found}.…", np.stack(parts, axis=1).reshape(self.rows, *leaf.shape)
+            columns[leaf.column(prefix)] = as_column(where, values, leaf, action=prefix == "action")
+        return columns
+
 
 def _csv_table(path: Path, cells: _Cells, spaces: PolicySpaces) -> Table:
-    def find(prefix: str) -> Find:
-        def leaf_values(leaf: Leaf, _: object) -> tuple[str, Array]:
-            name = leaf.column(prefix)
-            if not leaf.shape or (leaf.size == 1 and name in cells):
-                return f"{path}: {name}", cells.number(name)
-            parts = [cells.number(f"{name}.{index}") for index in range(leaf.size)]
-            return f"{path}: {name}.…", np.stack(parts, axis=1).reshape(cells.rows, *leaf.shape)
-
-        return leaf_values
-
-    obs = space_columns(spaces.observation, "obs", find("obs"))
-    action = space_columns(spaces.action, "action", find("action"))
+    obs = cells.space(spaces.observation, "obs", "obs")
+    action = cells.space(spaces.action, "action", "action")
     told = any(name.startswith("next_obs") for name in cells.unread)
     truncated = cells.number("truncated") if "truncated" in cells else np.zeros(cells.rows)
     log_prob = cells.number("log_prob") if "log_prob" in cells else np.full(cells.rows, np.nan)
@@ -152,7 +155,7 @@ def _csv_table(path: Path, cells: _Cells, spaces: PolicySpaces) -> Table:
         flags(cells.number("terminated"), cells.rows, f"{path}: terminated"),
         flags(truncated, cells.rows, f"{path}: truncated"),
         numbers(log_prob, cells.rows, f"{path}: log_prob", unknown=True),
-        space_columns(spaces.observation, "obs", find("next_obs")) if told else None,
+        cells.space(spaces.observation, "obs", "next_obs") if told else None,
         _changes(cells),
     )
     _check_steps(path, cells, table)
@@ -239,37 +242,42 @@ class _Group:
             raise DatasetError(f"{self.where}: {name} is a single value, expected a row for each step")
         return values
 
-    def space(self, name: str) -> Find:
-        """What stands below `name`, nested as the space is."""
+    def space(self, spec: SpaceSpec, prefix: str, name: str, rows: int) -> Columns:
+        """The space's columns, `rows` long, from what stands below `name`, nested as the space is."""
+        columns = {}
+        for leaf, place in _places(spec, spec.structure, name):
+            found = as_column(f"{self.where}: {place}", self.rows(place), leaf, action=prefix == "action")
+            if len(found) != rows:
+                raise DatasetError(f"{self.where}: {name} has {len(found)} rows, expected {rows} for its rewards")
+            columns[leaf.column(prefix)] = found
+        return columns
 
-        def find(_: Leaf, way: tuple[str | int, ...]) -> tuple[str, Array]:
-            place = "/".join([name, *(f"_index_{key}" if isinstance(key, int) else key for key in way)])
-            return f"{self.where}: {place}", self.rows(place)
 
-        return find
+def _places(spec: SpaceSpec, structure: Any, place: str) -> Iterator[tuple[Leaf, str]]:
+    """Each leaf and its path in the file; a tuple's items are named by their index."""
+    if isinstance(structure, int):
+        yield spec.leaves[structure], place
+    elif "dict" in structure:
+        for key, below in structure["dict"].items():
+            yield from _places(spec, below, f"{place}/{key}")
+    else:
+        for index, below in enumerate(structure["tuple"]):
+            yield from _places(spec, below, f"{place}/_index_{index}")
 
 
 def _hdf5_table(group: _Group, spaces: PolicySpaces, minari: bool) -> Table:
     rewards = group.rows("rewards")
     rows, flag = len(rewards), ("terminations", "truncations") if minari else ("terminals", "timeouts")
-
-    def columns(spec: SpaceSpec, prefix: str, name: str, expected: int) -> Columns:
-        found = space_columns(spec, prefix, group.space(name))
-        for column in found.values():
-            if len(column) != expected:
-                raise DatasetError(f"{group.where}: {name} has {len(column)} rows, expected {expected} for its rewards")
-        return found
-
-    obs, next_obs = columns(spaces.observation, "obs", "observations", rows + minari), None
+    obs, next_obs = group.space(spaces.observation, "obs", "observations", rows + minari), None
     if minari:
         obs, next_obs = ({name: array[part] for name, array in obs.items()} for part in (slice(-1), slice(1, None)))
     elif "next_observations" in group:
-        next_obs = columns(spaces.observation, "obs", "next_observations", rows)
+        next_obs = group.space(spaces.observation, "obs", "next_observations", rows)
     truncated = group.array(flag[1]) if minari or flag[1] in group else np.zeros(rows)
     log_prob = None if minari else next((name for name in _LOG_PROBS if name in group), None)
     return Table(
         obs,
-        columns(spaces.action, "action", "actions", rows),
+        group.space(spaces.action, "action", "actions", rows),
         numbers(rewards, rows, f"{group.where}: rewards"),
         flags(group.array(flag[0]), rows, f"{group.where}: {flag[0]}"),
         flags(truncated, rows, f"{group.where}: {flag[1]}"),

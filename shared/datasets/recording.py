@@ -15,12 +15,7 @@ import numpy as np
 from shared.config.sections import RecordedConfig
 from shared.errors import DatasetError
 from shared.experience.fragment import EpisodeRecord
-from shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
-
-Way = tuple[str | int, ...]
-"""The way to a leaf of a space: keys of dicts, indices of tuples."""
-Find = Callable[[Leaf, Way], tuple[str, Array]]
-"""Leaf and the way to it → the name in the file, and the values."""
+from shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf, PolicySpaces
 
 
 @dataclass(frozen=True)
@@ -99,9 +94,11 @@ class Recording:
         return -(-len(self) // steps)
 
     def cut(self, pieces: Sequence[int] | Array, steps: int) -> tuple[Columns, list[EpisodeRecord]]:
-        """Pieces side by side as a fragment's columns (shared/experience/fragment.py), and what ended in them. A piece
-        that is shorter than `steps` is filled up with masked steps. An episode that was cut off ends like a truncated
-        one."""
+        """Pieces side by side as a fragment's columns (shared/experience/fragment.py), and what ended in them.
+
+        A piece that is shorter than `steps` is filled up with masked steps. An episode that was cut off ends like a
+        truncated one.
+        """
         step = np.arange(steps)[:, None] + np.asarray(pieces, np.int64)[None, :] * steps
         mask = step < len(self)
         step = np.minimum(step, len(self) - 1)
@@ -133,24 +130,7 @@ DatasetReader = Callable[[RecordedConfig, EnvironmentDescription], Recording]
 """`shared.datasets.read.read_dataset`, handed to learners, since they reach no files or servers themselves."""
 
 
-def _places(spec: SpaceSpec, structure: Any, way: Way = ()) -> Iterator[tuple[Leaf, Way]]:
-    if isinstance(structure, int):
-        yield spec.leaves[structure], way
-        return
-    parts = structure["dict"].items() if "dict" in structure else enumerate(structure["tuple"])
-    for key, below in parts:
-        yield from _places(spec, below, (*way, key))
-
-
-def space_columns(spec: SpaceSpec, prefix: str, find: Find) -> Columns:
-    """A space's columns, of what `find` finds; raises `DatasetError`."""
-    return {
-        leaf.column(prefix): _as_column(*find(leaf, way), leaf, action=prefix == "action")
-        for leaf, way in _places(spec, spec.structure)
-    }
-
-
-def _as_column(name: str, values: Array, leaf: Leaf, *, action: bool) -> Array:
+def as_column(name: str, values: Array, leaf: Leaf, *, action: bool) -> Array:
     """`[M, …]` in the environment's own terms → the leaf's column; choices are counted from 0. Box actions travel as
     float32. Axes of length 1 may be left out or added. Raises `DatasetError` that begins with `name`."""
     image = " (an image must not be stored as JPEG: it would not be what was acted on)" if leaf.is_image else ""
@@ -172,9 +152,8 @@ def _as_column(name: str, values: Array, leaf: Leaf, *, action: bool) -> Array:
         _check_finite(column, name)
         return column
     _check_whole(values, name, np.dtype(np.int64))
-    start = np.asarray(leaf.start or (0,) * len(leaf.nvec), np.int64).reshape(leaf.shape)
-    chosen = values.astype(np.int64) - start
-    beyond = (chosen < 0) | (chosen >= np.asarray(leaf.nvec).reshape(leaf.shape))
+    chosen = values.astype(np.int64) - leaf.starts()
+    beyond = leaf.beyond(chosen)
     if beyond.any():
         raise DatasetError(
             f"{name} holds {values[beyond].flat[0]} in row {_row(beyond)}, which is no choice of the run's space; "
@@ -227,9 +206,12 @@ class Table:
 
 
 def episodes_of(table: Table) -> Iterator[Episode]:
-    """The episodes of a table. Without `next_obs` it is not known what was observed after the last step of an episode.
-    Where that step terminated, nothing is bootstrapped from it. Elsewhere the step is left out and the episode is
-    truncated where it was last observed; its return is still that of all its steps."""
+    """The episodes of a table.
+
+    Without `next_obs` it is not known what was observed after the last step of an episode. Where that step terminated,
+    nothing is bootstrapped from it. Elsewhere the step is left out and the episode is truncated where it was last
+    observed; its return is still that of all its steps.
+    """
     ends = table.terminated | table.truncated
     bounds = ends | (False if table.cut_after is None else table.cut_after)
     bounds[-1:] = True

@@ -235,7 +235,5 @@ def _check_choices(columns: Columns, spaces: PolicySpaces, policy_id: str) -> No
     named = [(leaf, prefix) for leaf in spaces.observation.leaves for prefix in ("obs", "bootstrap_obs", "final_obs")]
     for leaf, prefix in named + [(leaf, "action") for leaf in spaces.action.leaves]:
         array = columns[leaf.column(prefix)]
-        if leaf.kind == "box" or not array.size:
-            continue
-        if (array < 0).any() or (array >= np.asarray(leaf.nvec).reshape(leaf.shape)).any():
+        if leaf.kind != "box" and array.size and leaf.beyond(array).any():
             raise _schema(f"{policy_id}/{leaf.column(prefix)} holds a choice that does not exist")

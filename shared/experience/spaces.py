@@ -73,7 +73,11 @@ class Leaf:
         return low, high
 
     def starts(self) -> Array:
-        return np.asarray(self.start, np.int64).reshape(self.shape)
+        return np.asarray(self.start or (0,) * len(self.nvec), np.int64).reshape(self.shape)
+
+    def beyond(self, choices: Array) -> Array:
+        """Which choices, counted from 0, do not exist: true or false for each."""
+        return (choices < 0) | (choices >= np.reshape(self.nvec, self.shape))
 
     def column(self, prefix: str) -> str:
         """Name of its column: `obs`, or `obs.camera` when nested."""

@@ -60,7 +60,9 @@ class DeployedPolicy:
         the batch is an episode of its own, and stays in its place (`reset`)."""
         columns = self._columns(observations)
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in columns.items()}
-        rows = len(next(iter(tensors.values())))
+        rows, *others = {len(tensor) for tensor in tensors.values()}
+        if others:
+            raise self._no_observation(observations)
         state = self._policy.initial_state(rows) if self._state is None else self._state
         if len(state) != rows:
             raise UserError(
@@ -86,8 +88,8 @@ class DeployedPolicy:
                 raise UserError(f"{where}: expected the shape {leaf.shape}, found {array.shape[1:]}")
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 raise UserError(f"{where}: expected finite numbers, found NaN or infinity")
-            if leaf.nvec and array.size and ((array < 0) | (array >= np.reshape(leaf.nvec, leaf.shape))).any():
-                first = np.reshape(leaf.start or 0, leaf.shape if leaf.start else ())
+            if leaf.nvec and array.size and leaf.beyond(array).any():
+                first = leaf.starts()
                 bounds = f"{first.tolist()} to {(first + np.reshape(leaf.nvec, leaf.shape) - 1).tolist()}"
                 raise UserError(f"{where}: expected choices from {bounds}, found {(array + first).tolist()}")
         return columns
@@ -100,9 +102,11 @@ class DeployedPolicy:
 
 
 def load_policy(checkpoint: str | Path | bytes, policy_id: str = "default") -> DeployedPolicy:
-    """The policy in a checkpoint's folder, in its `policy.safetensors`, or in the bytes of that file. A run's folder in
-    a store of files (or an exported one) stands for its promoted checkpoint, else its best, else its newest. Raises
-    `CheckpointNotFound` where there is none and `CheckpointDamaged` for bytes that were altered."""
+    """The policy in a checkpoint's folder, in its `policy.safetensors`, or in the bytes of that file.
+
+    A run's folder in a store of files (or an exported one) stands for its promoted checkpoint, else its best, else its
+    newest. Raises `CheckpointNotFound` where there is none and `CheckpointDamaged` for bytes that were altered.
+    """
     if isinstance(checkpoint, bytes):
         return DeployedPolicy(*decode_policy(checkpoint))
     if not isinstance(checkpoint, str | Path):

@@ -28,11 +28,14 @@ class Distribution(Protocol):
 
 
 class Policy(nn.Module):
-    """Base of all policies. A subclass sets `kind` and `distribution`, and computes `action_parameters`. Its
-    constructor takes spaces, config and, as keyword arguments of plain data, what the algorithm asks of the network
+    """Base of all policies. A subclass sets `kind` and `distribution`, and computes `action_parameters`.
+
+    Its constructor takes spaces, config and, as keyword arguments of plain data, what the algorithm asks of the network
     (`AlgorithmConfig.network`). All that acting needs is among its parameters and buffers, and nothing else should be:
-    they are what travels to the workers with each version. Observations and actions are dicts of columns
-    (shared/experience/spaces.py) with a batch axis first."""
+    they are what travels to the workers with each version.
+
+    Observations and actions are dicts of columns (shared/experience/spaces.py) with a batch axis first.
+    """
 
     kind: ClassVar[str]
     """The word for its class in the files (shared/policies/registry.py)."""

@@ -188,9 +188,13 @@ LayerNoise = tuple[Tensor, Tensor]
 
 
 class NoisyLinear(nn.Module):
-    """A linear layer with factorized Gaussian noise on its weights (Fortunato et al. 2018, §3.1 b). y = (μ_w + σ_w ·
-    f(ε_out) f(ε_in)ᵀ) x + μ_b + σ_b · f(ε_out), f(ε) = sgn(ε) √|ε|. The noise is an argument, not a state: the caller
-    draws it with a generator of its own; without noise the layer computes with the means."""
+    """A linear layer with factorized Gaussian noise on its weights (Fortunato et al. 2018, §3.1 b).
+
+    y = (μ_w + σ_w · f(ε_out) f(ε_in)ᵀ) x + μ_b + σ_b · f(ε_out), f(ε) = sgn(ε) √|ε|
+
+    The noise is an argument, not a state: the caller draws it with a generator of its own; without noise the layer
+    computes with the means.
+    """
 
     def __init__(self, inputs: int, outputs: int, sigma: float) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from typing import Any, cast
 import redis
 from pydantic import BaseModel, NonNegativeInt, TypeAdapter
 
-from shared.printable import foreign, left_out, printable, printable_data
+from shared.printable import JSON_OBJECT, foreign, left_out, printable, printable_data
 from shared.protocol.keys import RunKeys
 from shared.protocol.scripts import read_stream, write_small
 from shared.storage.checkpoint_store import checkpoint_version
@@ -46,7 +46,7 @@ class _Scores(_Returns):
     confirmation: _Returns | None = None
 
 
-_SCORES, _DATA = TypeAdapter(_Scores), TypeAdapter(dict[str, Any])
+_SCORES = TypeAdapter(_Scores)
 
 
 def emit(client: redis.Redis, run_id: str, kind: str, text: str, **data: Any) -> None:
@@ -68,7 +68,7 @@ def read_events(client: redis.Redis, run_id: str, after: str = "0-0", block_seco
 
 def _event(run_id: str, id_: str, fields: dict[bytes, bytes]) -> Event:
     """A malformed one keeps its place, so that a reader gets past it."""
-    data = foreign(_DATA, fields.get(b"data", b""), f"event {id_} of run {run_id}")
+    data = foreign(JSON_OBJECT, fields.get(b"data", b""), f"event {id_} of run {run_id}")
     if data is None or not {b"kind", b"text"} <= fields.keys():
         return Event(id_, "malformed", "an event that another program wrote", {})
     kind, text = (printable(fields[name].decode(errors="replace")) for name in (b"kind", b"text"))

@@ -62,11 +62,13 @@ class ExperienceLog:
         then: Call[Any] | None = None,
         refusals: int = 0,
     ) -> PushReply:
-        """Appends one fragment and honors its claim, in one step; safe to repeat. Its body is on a shard before. In the
-        same step `action_trace` is appended to the worker's, which keeps its last `action_trace_length` entries. Raises
-        `ShardUnavailable` or `ShardFull`; then nothing has happened, and the trainer knows of a full one. `refusals` is
-        how often this incarnation has heard STALE: it tells another fragment under the same number from one that is
-        sent again. `then` is run right after it in the same round trip, whatever the reply."""
+        """Appends one fragment and honors its claim, in one step; safe to repeat. Its body is on a shard before.
+
+        In the same step `action_trace` is appended to the worker's, which keeps its last `action_trace_length` entries.
+        `refusals` is how often this incarnation has heard STALE: it tells another fragment under the same number from
+        one that is sent again. `then` is run right after it in the same round trip, whatever the reply. Raises
+        `ShardUnavailable` or `ShardFull`; then nothing has happened, and the trainer knows of a full one.
+        """
         place = self._put(worker, incarnation, seq, fragment) if self._bodies else None
         field, value = ("fragment", fragment) if place is None else ("body", place.encode())
         arguments = self._push.arguments(

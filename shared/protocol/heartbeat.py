@@ -22,7 +22,7 @@ import redis
 from pydantic import BaseModel, BeforeValidator, TypeAdapter
 
 from shared.errors import StoreError, StoreUnavailable, WaitTimeout
-from shared.printable import NAME_CHARACTERS, foreign, left_out, printable, printable_data
+from shared.printable import JSON_OBJECT, NAME_CHARACTERS, foreign, left_out, printable, printable_data
 from shared.protocol.keys import RunKeys
 from shared.protocol.redis_client import RetryForSeconds, own_address, retries
 from shared.protocol.scripts import Script
@@ -239,7 +239,6 @@ class Heartbeat:
 
 
 _BEAT = TypeAdapter(Beat)
-_UPLOADS: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 
 
 def read_heartbeats(client: redis.Redis, run_id: str) -> list[Beat]:
@@ -268,7 +267,7 @@ def _beat(run_id: str, name: bytes, value: bytes, now: float) -> Beat | None:
 def outage(client: redis.Redis, run_id: str, beats: bool = True) -> str | None:
     """What the run waits for now, as the trainer's uploads or, with `beats`, any role says; None: nothing is away."""
     said = cast(bytes | None, client.get(RunKeys(run_id).store_status))
-    uploads = foreign(_UPLOADS, said or b"{}", f"the store status of run {run_id}")
+    uploads = foreign(JSON_OBJECT, said or b"{}", f"the store status of run {run_id}")
     if uploads is not None and uploads.get("waiting_for"):
         return str(uploads["waiting_for"])
     if not beats:
@@ -305,7 +304,8 @@ def retry_until_deadline(
 ) -> T:
     """What `call` returns; called again while it raises what may pass: by default that the store is away or fails.
     Raises `WaitTimeout` with its last error."""
-    for pause in growing_pauses(longest_seconds=longest_pause_seconds):
+    pauses = growing_pauses(longest_seconds=longest_pause_seconds)
+    while True:
         try:
             result = call()
             wait.last_error = None
@@ -315,5 +315,4 @@ def retry_until_deadline(
                 _LOGGER.warning("waiting for %s: %s", wait.name, error)
             wait.last_error = str(error)
             wait.check()
-        time.sleep(pause)
-    raise AssertionError("the pauses have no end")
+        time.sleep(next(pauses))

@@ -149,8 +149,10 @@ def read_accounting(client: redis.Redis, run_id: str) -> dict[str, LedgerLine]:
 
 def fast_forward(client: redis.Redis, run_id: str, epoch: int, position: str, ledger: Ledger) -> None:
     """Brings a Redis that may know less than its trainer (lost, or restored from the past) forward to its accounting.
+
     What the ledger committed must have been produced and pushed, and no claim may stand behind it. Incarnations count
-    on, since the ledger would take the first fragments of an old number for repeats. Raises `Fenced`."""
+    on, since the ledger would take the first fragments of an old number for repeats. Raises `Fenced`.
+    """
     whole = Ledger(ledger.accounts).news()
     if not Script(client, RunKeys(run_id), "fast_forward")(epoch=epoch, position=position, accounts=whole):
         raise Fenced(f"epoch {epoch} may not fast-forward Redis; a newer trainer has taken over")

@@ -73,18 +73,22 @@ class Address:
 
 @dataclass(frozen=True, repr=False)
 class Credentials:
-    redis_username: str | None = None
-    redis_password: str | None = None
-    s3_access_key: str | None = None
-    s3_secret_key: str | None = None
+    redis_username: str | None
+    redis_password: str | None
 
 
 def credentials(address: Address, role: RoleName | None = None) -> Credentials:
-    """From the credentials file of embedded services, else from the environment; raises `ConfigError`."""
+    """From the credentials file of embedded services, else from the environment: the role's own, else those for all
+    roles. A viewer may use those of the coordinator. Raises `ConfigError`."""
     stored = _stored(address)
-    if "redis_password" not in stored:  # else user and password come from the file together
-        stored["redis_username"], stored["redis_password"] = _redis_user(role)
-    return Credentials(**stored)
+    if "redis_password" in stored:  # user and password come from the file together
+        return Credentials(stored.get("redis_username"), stored["redis_password"])
+    for name in {None: (), "viewer": ("viewer", "coordinator")}.get(role, (role,)):
+        own = f"STAGECOACH_{str(name).upper()}_REDIS"
+        password = _secret(f"{own}_PASSWORD")
+        if password is not None:
+            return Credentials(os.environ.get(f"{own}_USERNAME") or name, password)
+    return Credentials(os.environ.get("STAGECOACH_REDIS_USERNAME") or None, _secret("STAGECOACH_REDIS_PASSWORD"))
 
 
 def s3_keys(address: Address) -> tuple[str | None, str | None]:
@@ -95,16 +99,6 @@ def s3_keys(address: Address) -> tuple[str | None, str | None]:
 
 def _stored(address: Address) -> dict[str, str | None]:
     return dict(json.loads(Path(address.credentials_file).read_text())) if address.credentials_file else {}
-
-
-def _redis_user(role: RoleName | None) -> tuple[str | None, str | None]:
-    """User and password: the role's own, else those for all roles. A viewer may use those of the coordinator."""
-    for name in {None: (), "viewer": ("viewer", "coordinator")}.get(role, (role,)):
-        own = f"STAGECOACH_{str(name).upper()}_REDIS"
-        password = _secret(f"{own}_PASSWORD")
-        if password is not None:
-            return os.environ.get(f"{own}_USERNAME") or name, password
-    return os.environ.get("STAGECOACH_REDIS_USERNAME") or None, _secret("STAGECOACH_REDIS_PASSWORD")
 
 
 def _secret(variable: str) -> str | None:
@@ -175,11 +169,12 @@ class NamingRedis(redis.Redis):
 
 
 class RetryForSeconds(Retry):
-    """Retries until a deadline, with growing and jittered pauses; then raises what it met, and for how long. redis-py
-    counts tries, so a server that never answers takes a timeout for each of them; and it connects within the call that
-    it repeats, with tries of its own. Here the outermost call of a thread alone repeats."""
+    """Retries until a deadline, with growing and jittered pauses; then raises what it met, and for how long.
 
-    __hash__ = Retry.__hash__
+    redis-py counts tries, so a server that never answers takes a timeout for each of them; and it connects within the
+    call that it repeats, with tries of its own. Here the outermost call of a thread alone repeats.
+    """
+
     _inside = threading.local()
 
     def __init__(self, where: str, seconds: float, folder: str | None = None) -> None:

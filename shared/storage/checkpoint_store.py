@@ -21,6 +21,7 @@ from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 
 from shared.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ObjectMissing, RunNotFound
 from shared.experience.spaces import EnvironmentDescription
+from shared.printable import JSON_OBJECT
 
 if TYPE_CHECKING:
     from shared.storage.object_store import ObjectStore  # a program that only acts with a policy has no S3 client
@@ -132,12 +133,9 @@ class Checkpoint:
 
 def _json_object(data: bytes) -> dict[str, Any]:
     try:
-        content = json.loads(data)
+        return JSON_OBJECT.validate_python(json.loads(data))  # pydantic's own parser takes no half of a surrogate pair
     except RecursionError:
         raise ValueError("JSON that is nested too deep") from None
-    if not isinstance(content, dict):
-        raise ValueError("another kind of JSON")
-    return content
 
 
 class CheckpointStore:
@@ -147,9 +145,11 @@ class CheckpointStore:
     # Writing, in this order: objects, verify, manifest; then the caller moves the pointer.
 
     def write(self, manifest: Manifest, objects: dict[str, bytes]) -> bytes:
-        """Stores a checkpoint up to and including its manifest; returns the manifest's bytes. An existing checkpoint of
-        that name with the same objects keeps its manifest (a restarted trainer arrives at it again), and what was
-        damaged of it is written anew. Any other stays as it is, and counts no more."""
+        """Stores a checkpoint up to and including its manifest; returns the manifest's bytes.
+
+        An existing checkpoint of that name with the same objects keeps its manifest (a restarted trainer arrives at it
+        again), and what was damaged of it is written anew. Any other stays as it is, and counts no more.
+        """
         data, existing = manifest.model_dump_json(indent=1).encode(), False
         with contextlib.suppress(CheckpointError):
             former_data, former = self.read_manifest(manifest.name)
@@ -207,7 +207,7 @@ class CheckpointStore:
             return EnvironmentDescription.from_dict(self.read_whole(ENVIRONMENT, json.loads))
         except ObjectMissing:
             raise RunNotFound(f"the store has no run {self.run_id!r} ({ENVIRONMENT} is missing)") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except ValueError as error:
             raise CheckpointDamaged(
                 f"{ENVIRONMENT} of run {self.run_id} is not what was written there "
                 f"({type(error).__name__}: {error}); bring it back, or start a new run"
@@ -335,9 +335,11 @@ class CheckpointStore:
         return data
 
     def newest_good(self) -> tuple[Checkpoint, list[str]]:
-        """The newest checkpoint that verifies, and a line for each newer one that does not. One beyond the pointer that
-        an older trainer than the pointer's wrote came late: its experience may be in no log any more. Raises
-        `CheckpointNotFound` where there is none, `CheckpointDamaged` where none can be used."""
+        """The newest checkpoint that verifies, and a line for each newer one that does not.
+
+        One beyond the pointer that an older trainer than the pointer's wrote came late: its experience may be in no log
+        any more. Raises `CheckpointNotFound` where there is none, `CheckpointDamaged` where none can be used.
+        """
         problems: list[str] = []
         epoch, newest = 0, 0
         with contextlib.suppress(CheckpointDamaged):  # the trainer makes it anew

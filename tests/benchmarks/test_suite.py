@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks.kit.measure import Result, read
+from benchmarks.own_kernels import with_torch_adam
 from benchmarks.rehearsal import costs
 from benchmarks.suite.end_to_end_cases import cases
 from benchmarks.suite.environments import moving_square, wide
@@ -27,7 +28,9 @@ from benchmarks.suite.tuning import SETTINGS
 from coordinator.lifecycle.validation import check
 from shared.config.loading import parse_config
 from shared.policies.registry import build_policies
+from trainer_node.learning.algorithms import on_policy, sac
 from trainer_node.learning.building_blocks.compilation import has_compiler
+from trainer_node.learning.building_blocks.optimization import Adam
 
 pytestmark = pytest.mark.timeout(400)
 Measure = Callable[..., Result]
@@ -110,6 +113,17 @@ def test_the_trainer_has_a_core_of_its_own_where_there_are_two() -> None:
     cores = two_cores()
     assert {cores.trainer, cores.others} <= os.sched_getaffinity(0)
     assert cores.apart == (len(os.sched_getaffinity(0)) > 1)
+
+
+def test_the_adam_to_compare_with_is_there_only_while_it_is_asked_for() -> None:
+    def own() -> list[bool]:
+        return [vars(module)["Adam"] is Adam for module in (on_policy, sac)]
+
+    other = with_torch_adam(fused=True)
+    assert own() == [True, True]
+    with other:
+        assert own() == [False, False]
+    assert own() == [True, True]
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from coordinator.catalog.checkpoint_lookup import evaluate
+from coordinator.catalog.checkpoint_lookup import evaluate, named_code
 from coordinator.run import Run
 from shared.errors import CheckpointNotFound, EnvironmentUnusable
 from tests.conftest import minimal_config
@@ -191,3 +191,9 @@ def test_code_that_a_foreign_config_names_is_run_only_where_it_is_trusted(
     if command == "evaluate":
         stagecoach(command, targets[0], "--trust-config")
         assert proof.exists()
+
+
+def test_all_wrappers_that_a_config_names_are_told() -> None:
+    config = minimal_config(environment={"id": "CartPole-v1", "wrappers": ["envpool:Wrapper", "os:mkdir"]})
+    assert named_code(config) == {"environment.wrappers": "envpool:Wrapper, os:mkdir"}
+    assert not named_code(minimal_config(environment={"id": "envpool:Pong-v5", "vectorization": "native"}))

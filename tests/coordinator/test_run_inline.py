@@ -21,6 +21,7 @@ from coordinator.cli.options import PrintableConsole
 from coordinator.lifecycle.supervisor import Coordinator, Outcome
 from coordinator.run import Run
 from shared.errors import CheckpointNotFound, UserError, WaitTimeout
+from shared.protocol.heartbeat import Wait, poll
 from shared.storage.checkpoint_store import checkpoint_name
 from tests.support.checkpoints import upload_in
 from tests.support.command_line import Stagecoach, check_ledger, until
@@ -45,7 +46,7 @@ def _no_run_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     yield
     for run in started:
         run.abandon()
-        run.wait(60)
+    poll(Wait("abandoned runs to end", 60), lambda: all(run.outcome is not None for run in started))
 
 
 def finish(run: Run) -> Outcome:

@@ -390,10 +390,11 @@ def test_markers_come_back_are_none_where_absent_and_refused_where_they_are_not_
     checkpoints: CheckpointStore,
 ) -> None:
     assert checkpoints.marker(".ready") is None
-    checkpoints.write_marker(".ready", {"checkpoint": "x", "n": 1})
-    assert checkpoints.marker(".ready") == {"checkpoint": "x", "n": 1}
-    for content in (b"", b"\xff\xfe", b"{", b"[]"):
-        checkpoints.store.put(".ready", content)
+    content = {"checkpoint": "x", "n": 1, "what an environment raised": "\udce9"}
+    checkpoints.write_marker(".ready", content)
+    assert checkpoints.marker(".ready") == content
+    for damaged in (b"", b"\xff\xfe", b"{", b"[]"):
+        checkpoints.store.put(".ready", damaged)
         with pytest.raises(CheckpointDamaged, match=r"\.ready of run the-run is not a JSON object"):
             checkpoints.marker(".ready")
 

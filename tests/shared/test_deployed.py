@@ -140,6 +140,14 @@ def test_what_is_no_observation_is_told_with_what_one_is(space: str, observation
         policy.act(observation)
 
 
+def test_all_parts_of_a_batch_are_as_long() -> None:
+    policy = load_policy(policy_bytes("dict"))
+    batch = {name: np.asarray(part)[None] for name, part in observe("dict").items()}
+    policy.act_batch(batch)
+    with pytest.raises(UserError, match=r"an observation is .* with a batch axis first"):
+        policy.act_batch(batch | {"joints": np.repeat(batch["joints"], 2, axis=0)})
+
+
 def test_the_folder_of_a_run_on_this_machine_stands_for_its_embedded_bucket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

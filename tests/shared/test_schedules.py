@@ -81,8 +81,9 @@ def test_what_no_schedule_can_do_is_said(value: dict[str, Any], message: str) ->
 
 
 @pytest.mark.parametrize(
-    "value", [True, "fast", None, [1], {}, {"end": 1}, {"start": 1, "stop": 2}, float("nan"), float("inf"),
-              {"start": 1, "kind": "cosine"}, {"kind": "linear", "start": 1, "over": "5 minutes"}], ids=str
+    "value", [True, "fast", None, [1], {}, {"end": 1}, {"start": True}, {"start": 1, "stop": 2}, float("nan"),
+              float("inf"), {"start": 1, "kind": "cosine"}, {"kind": "linear", "start": 1, "over": "5 minutes"}],
+    ids=str,
 )  # fmt: skip
 def test_other_forms_are_refused(value: object) -> None:
     with pytest.raises(ValidationError):

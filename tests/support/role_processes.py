@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shared.config.loading import dump_config
 from shared.protocol.events import read_events
-from shared.protocol.redis_client import credentials
+from shared.protocol.redis_client import credentials, s3_keys
 from shared.runtime.run_context import RunContext
 
 
@@ -17,13 +17,14 @@ def start_process(role: RunContext, folder: Path, module: str, *arguments: str) 
     """`python -m module` on this run."""
     path = folder / "config.yaml"
     path.write_text(dump_config(role.config))
-    address, secret = role.address, credentials(role.address)
+    address = role.address
+    access_key, secret_key = s3_keys(address)
     command = [sys.executable, "-m", module, role.run_id, "--redis", address.redis_url, "--store", address.store_url]
     command += ["--endpoint-url", address.endpoint_url] if address.endpoint_url else []
     secrets = {
-        "STAGECOACH_REDIS_PASSWORD": secret.redis_password,
-        "AWS_ACCESS_KEY_ID": secret.s3_access_key,
-        "AWS_SECRET_ACCESS_KEY": secret.s3_secret_key,
+        "STAGECOACH_REDIS_PASSWORD": credentials(address).redis_password,
+        "AWS_ACCESS_KEY_ID": access_key,
+        "AWS_SECRET_ACCESS_KEY": secret_key,
     }
     return subprocess.Popen(
         [*command, "--config", str(path), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

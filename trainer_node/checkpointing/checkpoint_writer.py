@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, cast
 
 import redis
@@ -50,6 +50,7 @@ class Archiver:
     def __init__(self, archive: Archive, log: ExperienceLog, config: ArchiveConfig) -> None:
         self._archive, self._log, self._config = archive, log, config
         self._segments: list[Segment] | None = None
+        """What the archive holds, oldest first; None where that has to be looked up."""
 
     def store(self, through: str, trimmed: str, replay_from: str | None = None) -> None:
         """Everything through this position that is not there yet; raises as the store does.
@@ -59,32 +60,28 @@ class Archiver:
         """
         if self._config.keep == "off" and replay_from is None:
             return
-        try:
-            self._append(through, trimmed)
-            if self._config.keep != "all":
-                self._forget(replay_from)
-        except (StoreError, StoreUnavailable):
-            self._segments = None  # what came of it is looked for next time
-            raise
+        segments, self._segments = self._segments, None  # where a write fails, what came of it is looked up next time
+        if segments is None:
+            segments = [segment for segment in self._archive.segments() if self._whole(segment, trimmed)]
+        after = max([trimmed, *(segment.through for segment in segments)], key=id_order)
+        for start, end, entries in self._new(after, through):
+            segments.append(self._archive.write(start, end, entries))
+        self._segments = segments if self._config.keep == "all" else self._forget(segments, replay_from)
 
-    def _append(self, through: str, trimmed: str) -> None:
-        if self._segments is None:
-            self._segments = [segment for segment in self._archive.segments() if self._whole(segment, trimmed)]
-        after = max([trimmed, *(segment.through for segment in self._segments)], key=id_order)
+    def _new(self, after: str, through: str) -> Iterator[tuple[str, str, list[LogEntry]]]:
+        """The segments to write, each with the positions that it lies between."""
         batch, size = list[LogEntry](), 0
         for entry in self._log.between(after, through):
-            if entry.fragment is None and not (entry.lost_body or entry.quarantined):  # lost since: a hole
+            hole = entry.fragment is None and not (entry.lost_body or entry.quarantined)  # it was lost since
+            if not hole:
+                batch.append(entry)
+                size += len(entry.fragment or b"")
+            if hole or size >= self._config.segment_bytes:
                 if batch:
-                    self._write(after, batch[-1].id, batch)
-                after, batch, size = entry.id, [], 0
-                continue
-            batch.append(entry)
-            size += len(entry.fragment or b"")
-            if size >= self._config.segment_bytes:
-                self._write(after, entry.id, batch)
+                    yield after, batch[-1].id, batch
                 after, batch, size = entry.id, [], 0
         if batch:
-            self._write(after, through, batch)
+            yield after, through, batch
 
     def _whole(self, segment: Segment, trimmed: str) -> bool:
         """What was cut off while it was written is deleted, since the log has it still."""
@@ -93,22 +90,17 @@ class Archiver:
         self._archive.delete(segment)
         return False
 
-    def _write(self, after: str, through: str, entries: list[LogEntry]) -> None:
-        assert self._segments is not None
-        self._segments.append(self._archive.write(after, through, entries))
-
-    def _forget(self, replay_from: str | None) -> None:
-        """Segments that are not needed any more; the oldest goes first, or a hole could stay."""
-        assert self._segments is not None
+    def _forget(self, segments: list[Segment], replay_from: str | None) -> list[Segment]:
+        """Deletes segments that are not needed any more, the oldest first, or a hole could stay; returns the others."""
         wanted = self._config.replay_env_steps if self._config.keep == "replay_buffer" else 0
-        kept, steps = len(self._segments), 0
-        needed = [replay_from and id_order(segment.through) >= id_order(replay_from) for segment in self._segments]
+        kept, steps = len(segments), 0
+        needed = [replay_from and id_order(segment.through) >= id_order(replay_from) for segment in segments]
         while kept and (steps < wanted or needed[kept - 1]):
             kept -= 1
-            steps += self._segments[kept].env_steps
-        for segment in self._segments[:kept]:
+            steps += segments[kept].env_steps
+        for segment in segments[:kept]:
             self._archive.delete(segment)
-        self._segments = self._segments[kept:]
+        return segments[kept:]
 
 
 _LOGGER = logging.getLogger("stagecoach.writer")
@@ -204,11 +196,6 @@ class CheckpointWriter:
     def keep(self, recorder: Recorder) -> None:
         """From now on its rows are stored before each checkpoint, and the evaluator's scores become rows."""
         self._recorder = recorder
-
-    @property
-    def struggling(self) -> bool:
-        """Whether the last try to write into the store failed."""
-        return bool(self._outage)
 
     def submit(self, snapshot: Snapshot) -> None:
         """Takes over a snapshot; one that still waits for the store is replaced by it, being older."""

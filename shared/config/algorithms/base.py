@@ -194,15 +194,6 @@ class CloningConfig(Section):
     minibatch_size: int = Field(64, ge=1)
     """Demonstrated steps that each gradient step of the policy clones beside its minibatch."""
 
-    @model_validator(mode="after")
-    def _never_away_from_them(self) -> Self:
-        strength = self.strength
-        values = [strength.start, *(value for _, value in strength.points)]
-        values += [strength.end] if strength.kind in {"linear", "exponential", "cosine"} else []
-        if min(values) < 0:
-            raise ValueError(f"strength comes to {min(values):g}; below 0 it would unlearn what was demonstrated")
-        return self
-
 
 class Cloning(AlgorithmConfig):
     """What algorithms have that can clone demonstrations beside what they learn by rewards."""

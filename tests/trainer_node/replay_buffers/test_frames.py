@@ -15,8 +15,9 @@ from shared.experience.fragment import expected_columns
 from shared.experience.spaces import Array, Columns, Leaf, PolicySpaces, SpaceSpec
 from tests.support.learning.streams import ONE_OF_THREE, arrays, assert_same, quick
 from trainer_node.learning.replay_buffers import storage
+from trainer_node.learning.replay_buffers.observation_column import ObservationColumn, RowPool
 from trainer_node.learning.replay_buffers.prioritized import PrioritizedReplayBuffer
-from trainer_node.learning.replay_buffers.stacked_frames import FramePool, is_stacked, may_be_stacked
+from trainer_node.learning.replay_buffers.stacked_frames import FrameStacks, is_stacked, may_be_stacked
 from trainer_node.learning.replay_buffers.uniform import BalancedReplayBuffer, ReplayBuffer
 
 
@@ -161,8 +162,10 @@ def filled(camera: Camera, places: int, made: int) -> ReplayBuffer:
 def test_what_goes_on_costs_one_frame_a_step_and_a_ring_that_goes_round_holds_no_more() -> None:
     camera = Camera(1, 8, 2, resets=0.0, lost=0.0, frames=1000)
     for made in (6, 20, 60):
-        stacks = filled(camera, 6, made).ring.stacks["obs.camera"]
-        assert stacks.pool.used <= 2 * 2 * 4  # for each source, those before the oldest fragment that is there
+        stacks = filled(camera, 6, made).ring.observed["obs.camera"]
+        assert (
+            isinstance(stacks, FrameStacks) and stacks.pool.used <= 2 * 2 * 4
+        )  # for each source, those before the oldest fragment that is there
 
 
 def test_a_reset_that_repeats_its_first_frame_costs_nothing() -> None:
@@ -173,13 +176,15 @@ def test_a_reset_that_repeats_its_first_frame_costs_nothing() -> None:
     columns["obs.camera"][6:] = columns["obs.camera"][5]
     columns["bootstrap_obs.camera"][:] = columns["obs.camera"][5]
     memory.add(source, columns)
-    assert memory.ring.stacks["obs.camera"].pool.used == len(np.unique(columns["obs.camera"][0, 0], axis=0))
+    stacks = memory.ring.observed["obs.camera"]
+    assert isinstance(stacks, FrameStacks) and stacks.pool.used == len(np.unique(columns["obs.camera"][0, 0], axis=0))
 
 
 def test_colors_are_no_stack() -> None:
     camera = Camera(3, 8, 2, stack=3, resets=1.0, frames=1000)
     memory = filled(camera, 4, 9)
-    assert not memory.ring.stacks and memory.ring.observations(np.arange(5))["obs.camera"].shape == (5, 3, 8, 8)
+    assert type(memory.ring.observed["obs.camera"]) is ObservationColumn
+    assert memory.ring.observations(np.arange(5))["obs.camera"].shape == (5, 3, 8, 8)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +209,7 @@ def test_a_fragment_of_one_step_tells_of_no_stack() -> None:
 
 
 def test_the_pool_gives_what_was_put_in_and_uses_again_what_was_given_up() -> None:
-    pool, random = FramePool((3, 3)), np.random.default_rng(0)
+    pool, random = RowPool((3, 3), np.uint8), np.random.default_rng(0)
     truth: dict[int, tuple[Array, Array]] = {}
     for number in range(300):
         place = int(random.integers(20))

@@ -11,15 +11,12 @@ from torch import Tensor
 
 from shared.config.algorithms.on_policy import APPOConfig
 from shared.experience.counters import Counters
-from shared.experience.spaces import Array, Columns
 from shared.policies.actor_critic import ActorCritic
 from shared.policies.policy import copy_sharing_buffers
 from trainer_node.learning.algorithms.ppo import Clipped
 from trainer_node.learning.building_blocks.batch import Batch
 from trainer_node.learning.building_blocks.interface import Experience, Setting, Terms
-from trainer_node.learning.building_blocks.optimization import load_state_of, soft_update, state_of
-
-_TARGET = "target/"
+from trainer_node.learning.building_blocks.optimization import soft_update
 
 
 class APPO(Clipped):
@@ -28,6 +25,7 @@ class APPO(Clipped):
     def __init__(self, policy: ActorCritic, config: APPOConfig, setting: Setting) -> None:
         super().__init__(policy, config, setting)
         self.target = copy_sharing_buffers(self.policy).requires_grad_(False)
+        self.parts["target/"] = self.target
 
     def _begin(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor], counters: Counters) -> None:
         if counters.updates % self._config.target_updates == 0:
@@ -49,10 +47,3 @@ class APPO(Clipped):
         if self._config.kl_coefficient:
             loss = loss + self._config.kl_coefficient * divergence
         return loss, terms | {"train/loss": loss.detach(), "train/kl_from_target": divergence.detach()}
-
-    def state(self) -> Columns:
-        return super().state() | state_of({_TARGET: self.target})
-
-    def load_state(self, arrays: Mapping[str, Array]) -> None:
-        super().load_state({name: array for name, array in arrays.items() if not name.startswith(_TARGET)})
-        load_state_of({_TARGET: self.target}, arrays)

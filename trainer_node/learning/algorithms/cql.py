@@ -96,9 +96,9 @@ class CQL(SAC):
         drawn = self.draw(len(batch), generator).to(self._setting.device)
         loss, values, errors, gaps = self._penalized_loss(batch, noise, drawn)
         gap, weight = gaps.detach().mean(), self.log_conservatism.exp()
-        metrics = self._step_critics(loss, values, errors, counters)
+        metrics, td_error = self._step_critics(loss, values, errors, counters)
         self.move_conservatism(gap)
-        return metrics | {"train/conservative_gap": gap, "train/conservatism": weight}, errors
+        return metrics | {"train/conservative_gap": gap, "train/conservatism": weight}, td_error
 
     def move_conservatism(self, gap: Tensor) -> None:
         """Eq. 30, with ln α in place of α, so that α stays positive: up where the gap is more than it may be."""

@@ -99,8 +99,6 @@ class DQN(OffPolicy):
 
 def _of_actions(outputs: Tensor, actions: Tensor) -> Tensor:
     """`[B, A, width]` and `[B]` → `[B, width]`."""
-    if outputs.shape[2] == 1:
-        return outputs.squeeze(2).gather(1, actions.reshape(-1, 1))
     return outputs.gather(1, actions.reshape(-1, 1, 1).expand(-1, 1, outputs.shape[2])).squeeze(1)
 
 

@@ -25,6 +25,7 @@ from trainer_node.learning.building_blocks.interface import (
     Experience,
     Setting,
     Shard,
+    mean_terms,
     side_by_side,
     update_normalizer,
     update_seed,
@@ -126,17 +127,12 @@ class OffPolicy:
         self.observe(experience)
         self.cloning.begin(counters)
         history = [lesson.metrics for lesson in self._lessons(counters)]
-        metrics: dict[str, float] = {}
-        if history:
-            names = dict.fromkeys(name for terms in history for name in terms)  # not all move at every step
-            means = [torch.stack([terms[name] for terms in history if name in terms]).mean() for name in names]
-            metrics = dict(zip(names, torch.stack(means).tolist(), strict=True))
         of_update = {
             "train/learning_rate": self._config.learning_rate.value(counters),
             "train/gradient_steps": len(history),
             "train/replay_buffer_transitions": len(self.replay_buffer),
         }
-        return metrics | self.cloning.metrics | of_update
+        return mean_terms(history) | self.cloning.metrics | of_update
 
     def _lessons(self, counters: Counters) -> Iterable[Lesson]:
         if not len(self.replay_buffer):  # nothing was acted yet: what is due is made up for
@@ -213,12 +209,16 @@ class ActorAndCritics(WithCritics):
 
     _config: ActorConfig
 
-    def _step_critics(self, loss: Tensor, values: Tensor, errors: Tensor, counters: Counters) -> dict[str, Tensor]:
+    def _step_critics(
+        self, loss: Tensor, values: Tensor, errors: Tensor, counters: Counters
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Of values and errors `[C, B]`; returns metrics, and `[B]` how wrong the critics were."""
         config = self._config
         rate = (config.critic_learning_rate or config.learning_rate).value(counters)
         norm = gradient_step(loss, self._critics_adam, rate, config.max_grad_norm)
+        wrong = errors.detach().abs()
         terms = {"train/critic_loss": loss.detach(), "train/q_value": values.detach().mean()}
-        return terms | {"train/td_error": errors.detach().abs().mean(), "train/grad_norm": norm}
+        return terms | {"train/td_error": wrong.mean(), "train/grad_norm": norm}, wrong.mean(dim=0)
 
     def _step_actor(self, loss: Tensor, counters: Counters) -> dict[str, Tensor]:
         """With what is cloned beside it."""

@@ -31,10 +31,16 @@ from trainer_node.learning.building_blocks.interface import (
     update_normalizer,
     update_seed,
 )
-from trainer_node.learning.building_blocks.optimization import Adam, autocast, gradient_step, part, to_device
+from trainer_node.learning.building_blocks.optimization import (
+    Adam,
+    Part,
+    autocast,
+    gradient_step,
+    load_state_of,
+    state_of,
+    to_device,
+)
 from trainer_node.learning.reward_signals.reward_signals import RewardSignals
-
-_SIGNALS = "signals/"
 
 
 class BatchLearner:
@@ -51,6 +57,8 @@ class BatchLearner:
         self.shard = Shard()
         """What of each minibatch is learned from here; the rest by the other ranks."""
         self._optimizer = Adam(self.policy.parameters(), config.adam_epsilon)
+        self.parts: dict[str, Part] = {"": self._optimizer}
+        """What is learned beside the policy, by the beginning of its arrays' names."""
         count = setting.transitions
         sizes = equal_parts(count, config.minibatch_size) if isinstance(config, BatchOfUpdate) else {count}
         self._loss = compiled(self.loss, setting, sizes)
@@ -145,10 +153,10 @@ class BatchLearner:
         return rows
 
     def state(self) -> Columns:
-        return self._optimizer.state()
+        return state_of(self.parts)
 
     def load_state(self, arrays: Mapping[str, Array]) -> None:
-        self._optimizer.load_state(arrays)
+        load_state_of(self.parts, arrays)
 
 
 class OnPolicy(BatchLearner):
@@ -160,6 +168,7 @@ class OnPolicy(BatchLearner):
         super().__init__(policy, config, setting)
         self.signals = RewardSignals(self.policy, config.reward_signals, config, setting)
         """Beside the environment's rewards."""
+        self.parts["signals/"] = self.signals
         self.cloning = Cloning(config.behavioral_cloning, policy, setting)
 
     def _begin(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor], counters: Counters) -> None:
@@ -238,11 +247,3 @@ class OnPolicy(BatchLearner):
 
     def _forward(self, *arguments: Any) -> Terms:
         return self.shard.forward(lambda: self.cloning.beside(self.shard, self._loss(*arguments)))
-
-    def state(self) -> Columns:
-        """The optimizer's state as named arrays, and that of reward signals under `signals/`."""
-        return super().state() | {_SIGNALS + name: array for name, array in self.signals.state().items()}
-
-    def load_state(self, arrays: Mapping[str, Array]) -> None:
-        super().load_state({name: array for name, array in arrays.items() if not name.startswith(_SIGNALS)})
-        self.signals.load_state(part(arrays, _SIGNALS))

@@ -134,7 +134,7 @@ class SAC(ActorAndCritics):
     def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
         """One step of the critics, of the policy, of the temperature, and of the targets."""
         noise = [self.actions.noise(len(batch), generator).to(self._setting.device) for _ in range(2)]
-        metrics, errors = self._move_critics(batch, noise[0], counters, generator)
+        metrics, td_error = self._move_critics(batch, noise[0], counters, generator)
         loss, entropies = self._actor_loss(batch, noise[1])
         metrics |= self._step_actor(loss, counters)
         metrics |= {"train/entropy": entropies.mean(), "train/temperature": self.log_temperature.detach().exp()}
@@ -142,14 +142,13 @@ class SAC(ActorAndCritics):
             schedule = self._config.temperature_learning_rate or self._config.learning_rate
             self.move_temperature(entropies.mean(), schedule.value(counters))
         soft_update(self.targets, self.critics, self._config.tau)
-        return Lesson(metrics, errors.detach().abs().mean(dim=0))
+        return Lesson(metrics, td_error)
 
     def _move_critics(
         self, batch: Minibatch, noise: Tensor, counters: Counters, generator: torch.Generator
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Metrics, and the errors `[C, B]`."""
-        loss, values, errors = self._critic_loss(batch, noise)
-        return self._step_critics(loss, values, errors, counters), errors
+        """One step of the critics; returns metrics, and `[B]` how wrong they were."""
+        return self._step_critics(*self._critic_loss(batch, noise), counters)
 
     def move_temperature(self, entropy: Tensor, learning_rate: float) -> None:
         """Eq. 18, with ln α in place of α, so that α stays positive: down where the entropy is more than asked for."""

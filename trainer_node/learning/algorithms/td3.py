@@ -51,10 +51,9 @@ class TD3(ActorAndCritics):
     def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
         """One step of the critics, and at every `policy_delay`-th one of the policy and the targets."""
         noise = torch.randn(len(batch), self._bounds.size, generator=generator).to(self._setting.device)
-        loss, values, errors = self._critic_loss(batch, noise)
-        metrics = self._step_critics(loss, values, errors, counters)
+        metrics, td_error = self._step_critics(*self._critic_loss(batch, noise), counters)
         if (self.done + 1) % self._config.policy_delay == 0:
             metrics |= self._step_actor(self._actor_loss(batch), counters)
             soft_update(self.targets, self.critics, self._config.tau)
             soft_update(self.target_policy, self.policy, self._config.tau)
-        return Lesson(metrics, errors.detach().abs().mean(dim=0))
+        return Lesson(metrics, td_error)

@@ -83,6 +83,13 @@ Terms = tuple[Tensor, dict[str, Tensor]]
 """A loss, and what it is made of."""
 
 
+def mean_terms(history: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """The mean of each term over the gradient steps that had it; the device is waited for once."""
+    names = dict.fromkeys(name for terms in history for name in terms)  # not all move at every step
+    means = [torch.stack([terms[name] for terms in history if name in terms]).mean() for name in names]
+    return dict(zip(names, torch.stack(means).tolist(), strict=True)) if means else {}
+
+
 class Shard:
     """What one process learns from of each minibatch: everything, where it learns alone.
 

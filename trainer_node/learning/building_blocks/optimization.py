@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -144,29 +144,40 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
     return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)  # weights change while it lasts
 
 
-Part = nn.Module | Adam | Tensor
-"""What has a state: a network (its parameters), an optimizer, or a number."""
+class Stateful(Protocol):
+    """An optimizer, or anything else that puts its state into named arrays itself."""
+
+    def state(self) -> Columns: ...
+
+    def load_state(self, arrays: Columns) -> None: ...
+
+
+Part = nn.Module | Tensor | Stateful
+"""What has a state; that of a network is its parameters."""
 
 
 def state_of(parts: Mapping[str, Part]) -> Columns:
+    """Copies of the state of all parts, each by the beginning of its arrays' names."""
     arrays: Columns = {}
     for prefix, item in parts.items():
-        if isinstance(item, Adam):
-            arrays |= {prefix + name: array for name, array in item.state().items()}
-        else:
+        if isinstance(item, nn.Module | Tensor):
             arrays |= {prefix + name: tensor.detach().cpu().numpy().copy() for name, tensor in _tensors(item)}
+        else:
+            arrays |= {prefix + name: array for name, array in item.state().items()}
     return arrays
 
 
 @torch.no_grad()
 def load_state_of(parts: Mapping[str, Part], arrays: Mapping[str, Array]) -> None:
     """The inverse of `state_of`; raises `KeyError`, `IndexError` or `ValueError` where it is another network's."""
-    for prefix, item in parts.items():
-        if isinstance(item, Adam):
-            item.load_state(part(arrays, prefix))
-        else:
+    left = dict(arrays)
+    for prefix in sorted(parts, reverse=True):  # of two that begin alike, the longer one first
+        item, own = parts[prefix], {name: left.pop(name) for name in arrays if name in left and name.startswith(prefix)}
+        if isinstance(item, nn.Module | Tensor):
             for name, tensor in _tensors(item):
-                _put(tensor, prefix + name, arrays)
+                _put(tensor, prefix + name, own)
+        else:
+            item.load_state(part(own, prefix))
 
 
 def part(arrays: Mapping[str, Array], prefix: str) -> Columns:

@@ -19,7 +19,8 @@ from shared.config.algorithms.off_policy import HindsightReplay
 from shared.errors import ConfigError
 from shared.experience.spaces import Array, PolicySpaces
 from shared.runtime.user_code import import_object
-from trainer_node.learning.replay_buffers.storage import NOTHING, FragmentRing
+from trainer_node.learning.replay_buffers.observation_column import NOTHING
+from trainer_node.learning.replay_buffers.storage import FragmentRing
 from trainer_node.learning.replay_buffers.uniform import ReplayBuffer
 
 ACHIEVED, DESIRED = "obs.achieved_goal", "obs.desired_goal"

@@ -1,18 +1,16 @@
 """The ring of fragments: preallocated columns, and for each step the row of the step that follows it.
 
-With F fragments of T steps × S slots, a row is (fragment · T + step) · S + slot. Observations are stored once: those of
-fragment f are steps 0 … T of `[F, T + 1, S, …]`, the last being what was observed after it; the true last observations
-of episodes are in the pool of `FinalObservations`. Of stacked images each frame is stored once (`FrameStacks`).
+With F fragments of T steps × S slots, a row is (fragment · T + step) · S + slot. Observations are stored once
+(`ObservationColumn`), and of stacked images each frame (`FrameStacks`).
 """
 
 import numpy as np
-import numpy.typing as npt
 
 from shared.experience.fragment import expected_columns
 from shared.experience.spaces import Array, Columns, PolicySpaces
-from trainer_node.learning.replay_buffers.stacked_frames import NOBODY, FrameStacks, is_stacked, may_be_stacked
+from trainer_node.learning.replay_buffers.observation_column import NOTHING, ObservationColumn
+from trainer_node.learning.replay_buffers.stacked_frames import FrameStacks, is_stacked, may_be_stacked
 
-NOTHING = NOBODY
 _MOST_ROWS = (1 << 31) - 1
 
 
@@ -28,17 +26,15 @@ class FragmentRing:
         expected = expected_columns(spaces, steps, slots)
         self._names = ("reward", "terminated", "truncated", "mask", *spaces.action.column_names("action"))
         self._columns = {name: np.zeros((fragments, *expected[name][0]), expected[name][1]) for name in self._names}
+        self._flat = {name: _flat(array, 3) for name, array in self._columns.items()}
         leaves = {leaf.column("obs"): leaf for leaf in spaces.observation.leaves}
-        self.stacks: dict[str, FrameStacks] = {}
-        self._observations: Columns = {}
-        self._finals = FinalObservations(fragments)
-        for name, leaf in leaves.items():
-            if may_be_stacked(leaf, steps):
-                self.stacks[name] = FrameStacks(leaf.shape, steps, slots, fragments)
-                self._finals.hold(name, leaf.shape[:1], np.int32)
-            else:
-                self._hold_whole(name, leaf.shape, leaf.column_dtype)
-        self._stacked_for_sure = not self.stacks
+        self.observed: dict[str, ObservationColumn] = {
+            name: FrameStacks(leaf.shape, steps, slots, fragments)
+            if may_be_stacked(leaf, steps)
+            else ObservationColumn(leaf.shape, leaf.column_dtype, steps, slots, fragments)
+            for name, leaf in leaves.items()
+        }
+        self._seen_none = True
         self._final = np.full((fragments, steps, slots), NOTHING, np.int32)
         self._next = np.full((fragments, steps, slots), NOTHING, np.int32)
         self.following = np.full(fragments, NOTHING, np.int64)
@@ -48,7 +44,8 @@ class FragmentRing:
         self._newest: dict[str, int] = {}
         self.added = 0
         """Fragments so far."""
-        self._flat = {name: _flat(array, 3) for name, array in (self._columns | self._observations).items()}
+        self.finals = 0
+        """Last observations that are gone with their fragments."""
         self._flat_final, self._flat_next = self._final.reshape(-1), self._next.reshape(-1)
 
     def add(self, source: str, columns: Columns) -> int:
@@ -62,7 +59,7 @@ class FragmentRing:
                 f"a fragment of {columns['reward'].shape} for a replay buffer of {(self.steps, self.slots)}"
             )
         place = self.added % self.fragments
-        if not self._stacked_for_sure:
+        if self._seen_none:
             self._keep_whole_what_is_not_stacked(columns)
         self._give_up(place)
         before = self._newest.get(source, NOTHING)
@@ -70,15 +67,11 @@ class FragmentRing:
             before = NOTHING
         for name in self._names:
             self._columns[name][place] = columns[name]
-        for name, array in self._observations.items():
-            array[place, :-1], array[place, -1] = columns[name], columns[f"bootstrap_{name}"]
         where = columns["final_index"]
-        finals = {f"final_{name}": columns[f"final_{name}"] for name in self._observations}
-        for name, stacks in self.stacks.items():
-            stacks.put(place, columns[name], columns[f"bootstrap_{name}"], before)
-            finals[f"final_{name}"] = stacks.put_finals(place, columns[f"final_{name}"], where, before != NOTHING)
-        self._final[place] = NOTHING
-        self._final[place, where[:, 0], where[:, 1]] = self._finals.put(place, len(where), finals)
+        for name, observed in self.observed.items():
+            observed.put(place, columns[name], columns[f"bootstrap_{name}"], before)
+            numbers = observed.put_finals(place, columns[f"final_{name}"], where, before != NOTHING)
+            self._final[place, where[:, 0], where[:, 1]] = numbers  # the same of all columns
         self._link(place, before)
         self._newest[source] = place
         self.added += 1
@@ -87,45 +80,36 @@ class FragmentRing:
     def resume(self, added: int, finals: int) -> int:
         """Empties the ring such that the fragments it held after `added` ones are put in again; returns how many."""
         self.added = max(0, added - self.fragments)
-        self._finals.resume(finals)
+        self.finals = finals
         self._newest.clear()
-        for stacks in self.stacks.values():
-            stacks.pool.clear()
+        for observed in self.observed.values():
+            observed.clear()
         self.following[:] = self.preceding[:] = self._next[...] = self._final[...] = NOTHING
         return added - self.added
-
-    @property
-    def finals(self) -> int:
-        """For `resume`: last observations that are gone with their fragments."""
-        return self._finals.begin
 
     def _give_up(self, place: int) -> None:
         """Forgets how the fragment in `place` hangs together with others."""
         self._newest = {source: where for source, where in self._newest.items() if where != place}
         after = self.following[place]
-        for stacks in self.stacks.values():
-            stacks.give_up(place, int(after))
+        for observed in self.observed.values():
+            observed.give_up(place, int(after))
+        self.finals += int(np.count_nonzero(self._final[place] != NOTHING))
+        self._final[place] = NOTHING
         if after != NOTHING:
             self.preceding[after] = NOTHING
         self.following[place] = self.preceding[place] = NOTHING
 
     def _ends_with(self, place: int, columns: Columns) -> bool:
         """Whether the fragment in `place` ended with the observations that the one of `columns` begins with."""
-        return all(
-            np.array_equal(array[place, -1], columns[name][0]) for name, array in self._observations.items()
-        ) and all(stacks.ends_with(place, columns[name][0]) for name, stacks in self.stacks.items())
+        return all(observed.ends_with(place, columns[name][0]) for name, observed in self.observed.items())
 
     def _keep_whole_what_is_not_stacked(self, columns: Columns) -> None:
         """The first fragment tells stacked frames from what has but the shape of them (three colors, say)."""
-        for name in [name for name in self.stacks if not is_stacked(columns[name])]:
-            del self.stacks[name]
-            self._hold_whole(name, columns[name].shape[2:], np.uint8)
-            self._flat[name] = _flat(self._observations[name], 3)
-        self._stacked_for_sure = True
-
-    def _hold_whole(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
-        self._observations[name] = np.zeros((self.fragments, self.steps + 1, self.slots, *shape), dtype)
-        self._finals.hold(name, shape, dtype)
+        self._seen_none = False
+        for name, observed in self.observed.items():
+            if isinstance(observed, FrameStacks) and not is_stacked(columns[name]):
+                size, shape = (self.steps, self.slots, self.fragments), columns[name].shape[2:]
+                self.observed[name] = ObservationColumn(shape, np.uint8, *size)
 
     def _link(self, place: int, before: int) -> None:
         """Which step follows which, within the fragment in `place` and from the one before it."""
@@ -169,83 +153,13 @@ class FragmentRing:
     def observations(self, rows: Array) -> Columns:
         """`obs…` that these steps were acted on."""
         where = rows + rows // self.rows_each * self.slots
-        names = self.spaces.observation.column_names("obs")
-        return {name: self._frames_at(name, self._at(name, where)) for name in names}
+        return {name: observed.take(where) for name, observed in self.observed.items()}
 
     def next_observations(self, rows: Array, *names: str) -> Columns:
         """`obs…` (or only these columns) that these steps led to; they mean nothing where `next_unknown`."""
-        where = rows + (rows // self.rows_each + 1) * self.slots
-        names = names or self.spaces.observation.column_names("obs")
-        found = {name: self._at(name, where) for name in names}
-        number = self._flat_final.take(rows)
-        cut = number != NOTHING
-        if cut.any():
-            for name, array in found.items():
-                array[cut] = self._finals.take(name, number[cut])
-        return {name: self._frames_at(name, array) for name, array in found.items()}
-
-    def _at(self, name: str, where: Array) -> Array:
-        """Observations, or of stacked ones their frames' addresses; `where` counts (fragment, step 0 … T, slot)."""
-        stacks = self.stacks.get(name)
-        return self._flat[name].take(where, axis=0) if stacks is None else stacks.addresses(where)
-
-    def _frames_at(self, name: str, found: Array) -> Array:
-        stacks = self.stacks.get(name)
-        return found if stacks is None else stacks.frames(found)
+        where, finals = rows + (rows // self.rows_each + 1) * self.slots, self._flat_final.take(rows)
+        return {name: self.observed[name].take(where, finals) for name in names or self.observed}
 
 
 def _flat(array: Array, axes: int) -> Array:
     return array.reshape(-1, *array.shape[axes:])
-
-
-_NUMBERS = (1 << 31) - 1
-
-
-class FinalObservations:
-    """The true last observations of episodes that ended, `obs…`: few, in a pool of their own that grows as needed.
-
-    Fragments leave the ring in the order in which they came, so the pool is a ring as well. An observation is known by
-    its number since the start (its lowest 31 bits, which a resize does not change).
-    """
-
-    def __init__(self, fragments: int) -> None:
-        self._size = 64
-        self._columns: Columns = {}
-        self._held = np.zeros(fragments, np.int64)
-        self._end = 0
-        self.begin = 0
-        """How many have been given up so far."""
-
-    def hold(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
-        """Has a column of this name, with rows of this shape; before the first `put`."""
-        self._columns[name] = np.zeros((self._size, *shape), dtype)
-
-    def resume(self, begin: int) -> None:
-        self.begin = self._end = begin
-        self._held[:] = 0
-
-    def put(self, place: int, count: int, columns: Columns) -> Array:
-        """The numbers (int32) of `count` rows of `final_obs…`; what the fragment before had in `place` is given up."""
-        self.begin += int(self._held[place])
-        self._held[place] = count
-        self._grow(self._end + count - self.begin)
-        numbers = np.arange(self._end, self._end + count)
-        for name, array in self._columns.items():
-            array[numbers & (self._size - 1)] = columns[f"final_{name}"]
-        self._end += count
-        return (numbers & _NUMBERS).astype(np.int32)
-
-    def _grow(self, needed: int) -> None:
-        size = self._size
-        while size < needed:
-            size *= 2
-        if size > self._size:
-            held = np.arange(self.begin, self._end)
-            for name, array in self._columns.items():
-                self._columns[name] = np.zeros((size, *array.shape[1:]), array.dtype)
-                self._columns[name][held & (size - 1)] = array[held & (self._size - 1)]
-            self._size = size
-
-    def take(self, name: str, numbers: Array) -> Array:
-        found: Array = self._columns[name][numbers & (self._size - 1)]
-        return found

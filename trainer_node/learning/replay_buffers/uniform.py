@@ -12,7 +12,8 @@ import numpy as np
 
 from shared.errors import ConfigError
 from shared.experience.spaces import Array, Columns, PolicySpaces
-from trainer_node.learning.replay_buffers.storage import NOTHING, FragmentRing
+from trainer_node.learning.replay_buffers.observation_column import NOTHING
+from trainer_node.learning.replay_buffers.storage import FragmentRing
 
 Classes = Literal["action", "reward_sign"]
 Rewards = Callable[[Array], Array]

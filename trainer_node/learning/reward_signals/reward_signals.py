@@ -6,7 +6,6 @@ gradient steps, `learn`. They see all of the batch on each learner rank, so that
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,8 +17,8 @@ from shared.policies.registry import borrowed_random_state
 from shared.policies.serialization import load_state_arrays, state_arrays
 from trainer_node.learning.building_blocks.advantages import Estimate, Trajectories
 from trainer_node.learning.building_blocks.batch import CHUNK, in_chunks
-from trainer_node.learning.building_blocks.interface import Experience, Setting, update_seed
-from trainer_node.learning.building_blocks.optimization import Adam, gradient_step, part
+from trainer_node.learning.building_blocks.interface import Experience, Setting, mean_terms, update_seed
+from trainer_node.learning.building_blocks.optimization import Adam, Part, gradient_step, load_state_of, part, state_of
 from trainer_node.learning.building_blocks.reward_normalization import RewardScaling
 from trainer_node.learning.reward_signals.base import Embedding, Rows, Signal
 from trainer_node.learning.reward_signals.signals import GAIL, ICM, RND
@@ -91,12 +90,15 @@ class RewardSignals:
         return Rows(here, actions, following)
 
     def state(self) -> Columns:
-        return {f"{name}/{key}": array for name, its in self.streams.items() for key, array in its.state().items()}
+        return state_of(self._parts)
 
     def load_state(self, arrays: Mapping[str, Array]) -> None:
         """The inverse of `state`; raises `KeyError`, `IndexError` or `ValueError` where it is another network's."""
-        for name, stream in self.streams.items():
-            stream.load_state({key: np.array(array) for key, array in part(arrays, f"{name}/").items()})
+        load_state_of(self._parts, arrays)
+
+    @property
+    def _parts(self) -> dict[str, Part]:
+        return {f"{name}/": stream for name, stream in self.streams.items()}
 
 
 class Stream:
@@ -174,10 +176,7 @@ class Stream:
             loss = (value - target[chosen]).square().mean()
             gradient_step(loss, self._value_adam, rate, bound)
             history.append({f"train/{self._name}_value_loss": loss.detach()})
-        names = dict.fromkeys(name for terms in history for name in terms)
-        metrics = {name: [terms[name] for terms in history if name in terms] for name in names}
-        reward = {f"train/{self._name}_reward": float(self.reward.flatten()[known].mean())}
-        return reward | {name: float(torch.stack(values).mean()) for name, values in metrics.items()}
+        return {f"train/{self._name}_reward": float(self.reward.flatten()[known].mean())} | mean_terms(history)
 
     def _minibatches(self, count: int, generator: torch.Generator) -> Iterator[Tensor]:
         """Numbers of rows: in epochs of minibatches where the algorithm has them, else all at once."""
