@@ -23,7 +23,6 @@ from shared.policies.actor_critic import ActorCritic, RecurrentActorCritic, Stat
 from shared.policies.deployed import DeployedPolicy
 from shared.policies.registry import build_policies
 from shared.policies.serialization import state_arrays
-from tests.conftest import minimal_config
 from tests.support.environments import ACTIONS, OBSERVATIONS
 from tests.support.policies import SIGHT, batch_of, built_policy, generator
 
@@ -247,14 +246,6 @@ def test_observations_alone_are_not_enough_for_it() -> None:
 def test_a_core_is_refused_where_nobody_learns_it() -> None:
     with pytest.raises(ConfigError, match=r"policies\.p\.core=lstm: algorithm \w+ learns single steps .* core=none"):
         built_policy(SIGHT, ARMS, "iql", **RECURRENT, core="lstm")
-    with pytest.raises(ConfigError, match=r"core=gru with share_encoder=false: .* set share_encoder=true"):
-        minimal_config(policies={"default": {"core": "gru"}})
-    with pytest.raises(ConfigError, match=r"policies\.default\.core=gru with a dataset: .* set core=none"):
-        minimal_config(
-            policies={"default": {"core": "gru", "share_encoder": True}},
-            dataset={"path": "/d"},
-            algorithm={"name": "bc"},
-        )
 
 
 @CORES
