@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -24,19 +23,12 @@ SMALL = PolicyConfig(cnn="small", hidden_sizes=(16,))
 
 
 @pytest.mark.parametrize("name", OBSERVATIONS)
-@pytest.mark.parametrize("rows", [1, 5])
-def test_every_space_becomes_features(name: str, rows: int) -> None:
-    encoder = Encoder(describe_space(OBSERVATIONS[name]), SMALL)
-    features = encoder(batch_of(OBSERVATIONS[name], rows), None)
-    assert features.shape == (rows, encoder.features) == (rows, 16)
-    assert features.dtype == torch.float32 and bool(torch.isfinite(features).all())
-
-
-@pytest.mark.parametrize("name", OBSERVATIONS)
-def test_each_row_is_encoded_by_itself(name: str) -> None:
+def test_each_row_of_every_space_becomes_features_by_itself(name: str) -> None:
     encoder = Encoder(describe_space(OBSERVATIONS[name]), SMALL)
     rows = batch_of(OBSERVATIONS[name], 4)
     together = encoder(rows, None)
+    assert together.shape == (4, encoder.features) == (4, 16)
+    assert together.dtype == torch.float32 and bool(torch.isfinite(together).all())
     alone = torch.cat([encoder({key: value[i : i + 1] for key, value in rows.items()}, None) for i in range(4)])
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
     assert len({tuple(row.tolist()) for row in together.detach()}) > 1
@@ -121,16 +113,12 @@ VALUES = torch.cat([torch.linspace(-30, 30, 10_001), torch.tensor([0.0, 1e-8, -1
 
 
 def test_it_is_tanh_to_float32s_precision_and_the_same_with_and_without_gradients() -> None:
+    before = VALUES.clone()
     found = Tanh()(VALUES)
+    assert torch.equal(VALUES, before)
     assert (found - torch.tanh(VALUES)).abs().max() < 2.5e-7
     assert torch.equal(Tanh()(VALUES.clone().requires_grad_()), found)
     assert Tanh()(torch.tensor([torch.nan])).isnan().all()
-
-
-def test_what_goes_in_stays_as_it_was() -> None:
-    before = VALUES.clone()
-    Tanh()(VALUES)
-    assert torch.equal(VALUES, before)
 
 
 def test_the_gradient_is_that_of_tanh_and_so_is_the_gradients_gradient() -> None:
@@ -195,19 +183,13 @@ def test_it_is_the_identity_until_it_has_seen_anything() -> None:
     assert torch.equal(moments(values), values)
 
 
-def test_clipping_starts_with_the_first_update() -> None:
+def test_clipping_starts_with_the_first_update_also_of_what_is_constant() -> None:
     moments = RunningMoments(1, clip=2.0)
     moments.update(torch.tensor([[-1.0], [1.0]]))
     assert moments(torch.tensor([[1.5], [100.0], [-100.0]])).flatten().tolist() == pytest.approx([1.5, 2.0, -2.0])
-
-
-def test_the_order_of_batches_decides_nothing_but_the_last_digits() -> None:
-    parts = batches(1, [5, 1, 17, 8])
-    reference = moments_after(parts)
-    for order in itertools.permutations(parts):
-        other = moments_after(list(order))
-        for name in ("mean", "m2"):
-            torch.testing.assert_close(other.get_buffer(name), reference.get_buffer(name), rtol=1e-9, atol=1e-9)
+    constant = RunningMoments(1, clip=10.0)
+    constant.update(torch.full((4, 1), 7.0))
+    assert constant(torch.tensor([[7.0], [8.0]])).flatten().tolist() == [0.0, 10.0], "not divided by zero"
 
 
 def test_the_same_order_gives_the_same_bits_also_from_a_snapshot() -> None:
@@ -219,13 +201,6 @@ def test_the_same_order_gives_the_same_bits_also_from_a_snapshot() -> None:
     for part in parts[2:]:
         resumed.update(part)
     assert as_bytes(resumed) == as_bytes(whole)
-
-
-def test_a_constant_observation_does_not_divide_by_zero() -> None:
-    moments = RunningMoments(1, clip=10.0)
-    moments.update(torch.full((4, 1), 7.0))
-    assert moments(torch.tensor([[7.0]])).item() == 0.0
-    assert np.isfinite(moments(torch.tensor([[8.0]])).item())
 
 
 SPACE: spaces.Space[Any] = spaces.Dict(
