@@ -133,7 +133,7 @@ def test_objects_are_written_and_verified_before_the_manifest_which_is_the_first
 
 def test_a_store_that_gives_back_other_bytes_gets_no_manifest(any_store: ObjectStore) -> None:
     forgetful = Watched(any_store, lambda word, call: call()[:-1] if word == "get" else call())
-    with pytest.raises(CheckpointDamaged, match="policy.safetensors: the store gave back other bytes"):
+    with pytest.raises(CheckpointDamaged, match=r"policy\.safetensors: the store gave back other bytes"):
         CheckpointStore(forgetful, RUN).write(manifest_of(3, objects_of(3)), objects_of(3))
     assert not any(key.endswith(MANIFEST) for key in any_store.keys(""))
     assert CheckpointStore(any_store, RUN).pointer() is None
