@@ -65,8 +65,9 @@ def test_orders_stand_in_the_flow_and_a_decision_does_not_undo_one(role: RunCont
         lambda flow, log: flow.set_state(RunState.STOPPING, "stopped"),
         lambda flow, log: flow.set_desired_workers(3),
         lambda flow, log: flow.set_scaling("auto", 1, None),
+        lambda flow, log: log.push("worker-0", 0, 0, 0, 4, b"abc"),
     ],
-    ids=["read", "register", "claim", "take over", "set state", "scale", "scale auto"],
+    ids=["read", "register", "claim", "take over", "set state", "scale", "scale auto", "push"],
 )
 def test_an_unknown_run_is_named_and_nothing_is_written(
     redis_client: redis.Redis, unique_run_id: str, ask: Callable[[Flow, ExperienceLog], Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -53,6 +53,14 @@ def until(redis_client: redis.Redis, unique_run_id: str) -> Until:
     return look
 
 
+@pytest.fixture
+def beating(redis_client: redis.Redis, unique_run_id: str) -> Iterator[Heartbeat]:
+    """The heartbeat of worker-0, which is yet to start."""
+    made = Heartbeat(redis_client, unique_run_id, "worker", "worker-0")
+    yield made
+    made.stop("the test is over")
+
+
 def test_a_role_is_seen_from_its_first_beat_to_its_last_which_says_why_it_ended(
     redis_client: redis.Redis, unique_run_id: str, until: Until
 ) -> None:
@@ -71,10 +79,7 @@ def test_a_role_is_seen_from_its_first_beat_to_its_last_which_says_why_it_ended(
     assert until().ended == "no such environment"
 
 
-def test_a_wait_shows_up_under_its_name_with_its_seconds(
-    redis_client: redis.Redis, unique_run_id: str, until: Until
-) -> None:
-    beating = Heartbeat(redis_client, unique_run_id, "trainer", "trainer")
+def test_a_wait_shows_up_under_its_name_with_its_seconds(beating: Heartbeat, until: Until) -> None:
     beating.start()
     with pytest.raises(KeyError), beating.waiting("experience", 60):
         raise KeyError("from inside")
@@ -93,19 +98,16 @@ def test_a_wait_shows_up_under_its_name_with_its_seconds(
     assert set(beating.waited_seconds) == {"experience", "the store"}
 
 
-def test_beats_tell_what_was_waited_for_in_all_with_the_wait_that_goes_on(
-    redis_client: redis.Redis, unique_run_id: str, until: Until
-) -> None:
-    heartbeat = Heartbeat(redis_client, unique_run_id, "worker", "worker-0")
-    heartbeat.start()
-    with heartbeat.waiting("credit", 60):
+def test_beats_tell_what_was_waited_for_in_all_with_the_wait_that_goes_on(beating: Heartbeat, until: Until) -> None:
+    beating.start()
+    with beating.waiting("credit", 60):
         time.sleep(0.05)
     over = until(lambda beat: "credit" in beat.waited and not beat.waiting_for)
     assert over.waited["credit"] >= 0.05
-    with heartbeat.waiting("the store", 60), heartbeat.waiting("credit", 60):
+    with beating.waiting("the store", 60), beating.waiting("credit", 60):
         going_on = until(lambda beat: beat.waited["credit"] > over.waited["credit"] + 0.05)
         assert going_on.waiting_for == "credit"
-    heartbeat.stop("done")
+    beating.stop("done")
     last = until().waited
     assert set(last) == {"credit", "the store"}
     assert last["credit"] >= going_on.waited["credit"]
@@ -125,12 +127,11 @@ def test_poll_ends_when_it_is_done_or_the_deadline_has_passed() -> None:
 
 
 def test_silence_is_told_from_the_servers_clock(
-    redis_client: redis.Redis, unique_run_id: str, until: Until, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, unique_run_id: str, beating: Heartbeat, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That of this machine may be wrong by hours."""
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now - 3600)
-    beating = Heartbeat(redis_client, unique_run_id, "worker", "worker-0")
     beating.start()
     assert until().alive and 0 <= until().age_seconds < DEAD_AFTER_SECONDS
     beating.stop("x")
@@ -161,10 +162,7 @@ def test_a_beat_that_redis_refuses_at_the_start_is_an_error_and_at_the_end_is_no
     beating.stop("Redis is gone")
 
 
-def test_insisting_calls_again_while_the_store_fails_and_shows_what_it_says(
-    redis_client: redis.Redis, unique_run_id: str, until: Until
-) -> None:
-    beating = Heartbeat(redis_client, unique_run_id, "worker", "worker-0")
+def test_insisting_calls_again_while_the_store_fails_and_shows_what_it_says(beating: Heartbeat, until: Until) -> None:
     beating.start()
     failures = [StoreError("500"), StoreUnavailable("no bucket")]
 
@@ -180,7 +178,6 @@ def test_insisting_calls_again_while_the_store_fails_and_shows_what_it_says(
     with beating.waiting("the store", 60) as wait:
         assert retry_until_deadline(wait, call) == "here"
         until(lambda beat: beat.last_error is None)
-    beating.stop("ended")
 
 
 def test_insisting_ends_at_the_deadline_with_the_last_words_and_at_once_for_what_is_no_fault_of_the_store() -> None:

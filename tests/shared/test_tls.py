@@ -23,6 +23,9 @@ from shared.storage.object_store import ObjectStore, open_store
 from tests.conftest import RedisServer, minimal_config
 from tests.support.certificate_authority import Authority, tls_before
 
+Connect = Callable[..., None]
+OpenStore = Callable[..., ObjectStore]
+Servers = dict[str, tuple[str, str, str]]
 KEY = new_secret()
 
 
@@ -37,7 +40,7 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @pytest.fixture
-def connect(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def connect(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Connect:
     """`connect(port, ca_file=…)`: over TLS, with the server's password; answers nothing, raises what is wrong."""
     monkeypatch.setenv("STAGECOACH_REDIS_PASSWORD", redis_server.password)
 
@@ -67,7 +70,7 @@ def refused(call: Callable[[], object], *words: str) -> None:
 
 
 def test_redis_over_tls_by_an_authority_that_is_named_or_that_the_machine_knows(
-    redis_server: RedisServer, ours: Authority, connect: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    redis_server: RedisServer, ours: Authority, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tls_before(port_of(redis_server.url), ours.certificate("127.0.0.1", "localhost")) as port:
         connect(port, ca_file=str(ours.ca_file))
@@ -77,7 +80,7 @@ def test_redis_over_tls_by_an_authority_that_is_named_or_that_the_machine_knows(
 
 
 def test_a_redis_that_cannot_be_trusted(
-    redis_server: RedisServer, ours: Authority, strangers: Authority, connect: Callable[..., None]
+    redis_server: RedisServer, ours: Authority, strangers: Authority, connect: Connect
 ) -> None:
     plain, ca_file = port_of(redis_server.url), str(ours.ca_file)
     with tls_before(plain, strangers.certificate("127.0.0.1")) as port:
@@ -89,23 +92,21 @@ def test_a_redis_that_cannot_be_trusted(
         refused(lambda: connect(port, ca_file=ca_file), "has expired", "renew it")
 
 
-def test_tls_on_one_end_only(redis_server: RedisServer, ours: Authority, connect: Callable[..., None]) -> None:
+def test_tls_on_one_end_only(redis_server: RedisServer, ours: Authority, connect: Connect) -> None:
     plain = port_of(redis_server.url)
     refused(lambda: connect(plain, ca_file=str(ours.ca_file), timeout_seconds=2), "does not speak TLS", "redis://")
     with tls_before(plain, ours.certificate("127.0.0.1")) as port:
         refused(lambda: connect(port, scheme="redis"), "speaks TLS", "rediss://")
 
 
-def test_a_redis_that_asks_for_a_certificate(
-    redis_server: RedisServer, ours: Authority, connect: Callable[..., None]
-) -> None:
+def test_a_redis_that_asks_for_a_certificate(redis_server: RedisServer, ours: Authority, connect: Connect) -> None:
     client, ca_file = ours.certificate("client"), str(ours.ca_file)
     with tls_before(port_of(redis_server.url), ours.certificate("127.0.0.1"), clients_ca=ours.ca_file) as port:
         connect(port, ca_file=ca_file, cert_file=str(client.cert_file), key_file=str(client.key_file))
         refused(lambda: connect(port, ca_file=ca_file), "redis.cert_file")
 
 
-def test_files_that_are_not_there_or_not_certificates(ours: Authority, connect: Callable[..., None]) -> None:
+def test_files_that_are_not_there_or_not_certificates(ours: Authority, connect: Connect) -> None:
     client, other = ours.certificate("client"), ours.certificate("other")
     cert, key = str(client.cert_file), str(client.key_file)
     refused(lambda: connect(1, ca_file="/no/such/ca.crt"), "redis.ca_file=/no/such/ca.crt", "No such file")
@@ -139,7 +140,7 @@ def test_a_role_takes_no_password_on_its_command_line(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def store(s3_servers: dict[str, tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch) -> Callable[..., ObjectStore]:
+def store(s3_servers: Servers, monkeypatch: pytest.MonkeyPatch) -> OpenStore:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_servers["rclone"][1])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_servers["rclone"][2])
     monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)
@@ -153,10 +154,7 @@ def store(s3_servers: dict[str, tuple[str, str, str]], monkeypatch: pytest.Monke
 
 
 def test_a_store_over_tls(
-    s3_servers: dict[str, tuple[str, str, str]],
-    ours: Authority,
-    store: Callable[..., ObjectStore],
-    monkeypatch: pytest.MonkeyPatch,
+    s3_servers: Servers, ours: Authority, store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, ca_file = port_of(s3_servers["rclone"][0]), str(ours.ca_file)
     with tls_before(plain, ours.certificate("127.0.0.1")) as port:
@@ -175,7 +173,7 @@ def test_a_store_over_tls(
     refused(store(plain, ca_file=ca_file).check, "does not speak TLS", "http://")
 
 
-def test_a_stranger_hears_no_secret(ours: Authority, connect: Callable[..., None]) -> None:
+def test_a_stranger_hears_no_secret(ours: Authority, connect: Connect) -> None:
     """What a server that cannot be trusted is sent is a handshake, and a PING for the look at it."""
     heard = bytearray()
 
