@@ -97,13 +97,10 @@ def test_it_follows_from_the_seed_alone_and_leaves_the_global_state() -> None:
         assert torch.equal(before, torch.get_rng_state())
     assert all((made[0][name] == made[1][name]).all() for name in made[0])
     assert any((made[0][name] != made[2][name]).any() for name in made[0])
-
-
-def test_policies_of_one_run_start_apart() -> None:
     spec = PolicySpaces(describe_space(SIGHT), describe_space(spaces.Discrete(4)))
     policies = build_policies({"a": spec, "b": spec}, {"a": PolicyConfig(), "b": PolicyConfig()}, PPOConfig(), seed=0)
     a, b = (cast(ActorCritic, policy).head.weight for policy in policies.values())
-    assert not torch.equal(a, b)
+    assert not torch.equal(a, b), "policies of one run start apart"
 
 
 def test_a_shared_encoder_is_one_encoder() -> None:
@@ -207,12 +204,9 @@ def test_policies_without_a_core_remember_nothing() -> None:
     assert torch.equal(params, policy.action_parameters(rows)) and state.shape == (SLOTS, 0)
 
 
-def test_observations_alone_are_not_enough_for_it() -> None:
+def test_a_core_needs_more_than_observations_and_an_algorithm_that_learns_sequences() -> None:
     with pytest.raises(NotImplementedError, match="recurrent_actor_critic has no parameters for observations alone"):
         recurrent("gru").action_parameters({"obs": observed()[0]})
-
-
-def test_a_core_is_refused_where_nobody_learns_it() -> None:
     with pytest.raises(ConfigError, match=r"policies\.p\.core=lstm: algorithm \w+ learns single steps .* core=none"):
         built_policy(SIGHT, ARMS, "iql", **RECURRENT, core="lstm")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
@@ -16,6 +16,7 @@ from shared.config.algorithms.registry import ALGORITHMS
 from shared.config.loading import dump_config, parse_config
 from shared.config.run_config import Config
 from shared.config.section import Schedule
+from shared.config.validation import sections_in
 from shared.errors import ConfigError
 from shared.experience.counters import Duration
 from tests.conftest import minimal_config
@@ -210,20 +211,14 @@ def test_what_a_dataset_holds_decides_the_learning_and_where_it_lies_does_not() 
     assert here.hash() == there.hash() != other.hash()
 
 
-def model_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for found in map(model_in, get_args(annotation)) if found), None)
-
-
 def fields(model: type[BaseModel], section: str = "config") -> Iterator[tuple[str, str, str]]:
     """Section, field and description of every value of the config."""
     for name, field in model.model_fields.items():
-        below = model_in(field.annotation)
-        if below is None or below is Schedule:
+        below = sections_in(field.annotation)
+        if not below or below[0] is Schedule:
             yield section, name, field.description or ""
         else:
-            yield from fields(below, name)
+            yield from fields(below[0], name)
 
 
 def reads(texts: Iterator[str]) -> set[tuple[str, str]]:

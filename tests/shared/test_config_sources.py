@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_origin
 
 import pytest
 import yaml
@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from shared.config.algorithms.registry import ALGORITHMS
 from shared.config.loading import dump_config, load_config, parse_config
 from shared.config.run_config import Config
-from shared.config.validation import field_paths
+from shared.config.validation import field_paths, sections_in
 from shared.errors import ConfigError
 from tests.conftest import minimal_config
 
@@ -120,14 +120,8 @@ def paths_below(model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
     for name, field in model.model_fields.items():
         yield (name,)
         between = ("default",) if get_origin(field.annotation) is dict else ()
-        for below in models_in(field.annotation) if name != "algorithm" else ():
+        for below in sections_in(field.annotation) if name != "algorithm" else ():
             yield from ((name, *between, *rest) for rest in paths_below(below))
-
-
-def models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for inner in get_args(annotation) for model in models_in(inner)]
 
 
 def test_whatever_is_wrong_with_whatever_field_is_told_in_plain_words() -> None:
