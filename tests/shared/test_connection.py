@@ -6,6 +6,7 @@ import json
 import logging
 import pickle
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -58,35 +59,29 @@ def answering(reply: bytes | None) -> Iterator[str]:
     """A port that answers everything with `reply`, or with nothing at all; its URL."""
     ended = threading.Event()
 
-    def serve() -> None:
-        held = []
-        while not ended.is_set():
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                continue
-            held.append(connection)
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
             if reply is not None:
-                connection.recv(1000)
-                connection.sendall(reply)
-        for connection in held:
-            connection.close()
+                self.request.recv(1000)
+                self.request.sendall(reply)
+            ended.wait()
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(0.05)
-        thread = threading.Thread(target=serve)
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
-            yield f"redis://127.0.0.1:{listener.getsockname()[1]}"
+            yield f"redis://127.0.0.1:{server.server_address[1]}"
         finally:
             ended.set()
+            server.shutdown()
             thread.join()
 
 
-def refusal(where: Address, role: RoleName | None = None) -> str:
+def refusal(where: Address, role: RoleName | None = None, timeout_seconds: float = 10) -> str:
     """The message for a Redis that cannot be used."""
+    config = minimal_config(redis={"timeout_seconds": timeout_seconds, "retry_seconds": 0})
     with pytest.raises(RedisUnavailable) as caught:
-        connect_redis(where, WITHOUT_RETRIES, role)
+        connect_redis(where, config, role)
     message = str(caught.value)
     assert SECRET not in message and SECRET not in repr(caught.value)
     assert "\n" not in message and isinstance(caught.value, UserError)
@@ -150,7 +145,7 @@ def test_a_user_who_may_not_do_what_is_needed(redis_server: RedisServer, tmp_pat
 )
 def test_a_port_that_is_not_redis(tmp_path: Path, reply: bytes | None) -> None:
     with answering(reply) as url:
-        assert "does not answer" in refusal(address(url, tmp_path, SECRET))
+        assert "does not answer" in refusal(address(url, tmp_path, SECRET), timeout_seconds=2)
 
 
 @pytest.mark.parametrize(

@@ -34,27 +34,25 @@ def test_each_row_of_every_space_becomes_features_by_itself(name: str) -> None:
     assert len({tuple(row.tolist()) for row in together.detach()}) > 1
 
 
-def test_a_discrete_observation_is_one_hot_counted_from_its_start() -> None:
-    space = spaces.Discrete(4, start=-1)
-    columns = describe_space(space).flatten("obs", np.array([-1, 2, 0]))
-    encoder = Encoder(describe_space(space), PLAIN)
-    expected = [[1, 0, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0]]
-    assert encoder({"obs": torch.from_numpy(columns["obs"])}, None).tolist() == expected
-
-
-def test_multi_discrete_is_one_hot_per_element_and_bits_are_two_hot() -> None:
-    many = Encoder(describe_space(spaces.MultiDiscrete([2, 3])), PLAIN)
-    assert many({"obs": torch.tensor([[1, 2], [0, 0]])}, None).tolist() == [[0, 1, 0, 0, 1], [1, 0, 1, 0, 0]]
-    bits = Encoder(describe_space(spaces.MultiBinary(2)), PLAIN)
-    assert bits({"obs": torch.tensor([[1, 0]])}, None).tolist() == [[0, 1, 1, 0]]
-
-
-def test_the_leaves_of_a_dict_stand_beside_each_other_in_order() -> None:
-    space = spaces.Dict({"b": spaces.Discrete(2), "a": spaces.Box(-9.0, 9.0, (2,))})
-    encoder = Encoder(describe_space(space), PLAIN)
-    rows = {"obs.a": torch.tensor([[3.0, 4.0]]), "obs.b": torch.tensor([1])}
-    assert sorted(encoder(rows, None)[0].tolist()) == [0.0, 1.0, 3.0, 4.0]
-    assert encoder(rows, None).shape == (1, 4)
+@pytest.mark.parametrize(
+    ("space", "values", "expected"),
+    [
+        (spaces.Discrete(4, start=-1), [np.array(value) for value in (-1, 2, 0)],
+         [[1, 0, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0]]),
+        (spaces.MultiDiscrete([2, 3]), [np.array([1, 2]), np.array([0, 0])], [[0, 1, 0, 0, 1], [1, 0, 1, 0, 0]]),
+        (spaces.MultiBinary(2), [np.array([1, 0])], [[0, 1, 1, 0]]),
+        (spaces.Dict({"b": spaces.Discrete(2), "a": spaces.Box(-9.0, 9.0, (2,))}),
+         [{"a": np.array([3.0, 4.0], np.float32), "b": np.array(1)}], [[3, 4, 0, 1]]),
+    ],
+    ids=["discrete", "multi-discrete", "bits", "dict"],
+)  # fmt: skip
+def test_choices_are_one_hot_counted_from_their_start_and_leaves_stand_beside_each_other(
+    space: spaces.Space[Any], values: list[Any], expected: list[list[int]]
+) -> None:
+    spec = describe_space(space)
+    rows = [spec.flatten("obs", value) for value in values]
+    columns = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
+    assert Encoder(spec, PLAIN)(columns, None).tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.bool_])
