@@ -30,9 +30,9 @@ from shared.storage.checkpoint_store import (
     Pointer,
     checkpoint_name,
     checkpoint_version,
-    describe_objects,
 )
 from shared.storage.object_store import FileStore, ObjectStore
+from tests.support.checkpoints import manifest_of
 from tests.support.strategies import JSON_VALUES
 from tests.support.waiting import Background
 from trainer_node.checkpointing.retention import take_inventory
@@ -44,15 +44,6 @@ POLICY, STATE = "default/policy.safetensors", "trainer/state.json"
 def objects_of(version: int) -> dict[str, bytes]:
     """Some objects whose bytes say which checkpoint they belong to."""
     return {POLICY: f"policy {version} ".encode() * (200 + version), STATE: json.dumps({"version": version}).encode()}
-
-
-def manifest_of(version: int, objects: dict[str, bytes], **fields: Any) -> Manifest:
-    """A manifest as the trainer makes it."""
-    values: dict[str, Any] = {
-        "run_id": RUN, "name": checkpoint_name(version, version * 64), "version": version, "epoch": 1, "created": 1.0,
-        "log_position": f"{version}-0", "parent": None, "objects": describe_objects(objects), "provenance": {"a": [1]},
-    }  # fmt: skip
-    return Manifest(**(values | fields))
 
 
 def publish(checkpoints: CheckpointStore, version: int) -> str:

@@ -22,10 +22,9 @@ from shared.storage.checkpoint_store import (
     POINTER,
     PROMOTED,
     CheckpointStore,
-    Manifest,
-    describe_objects,
 )
 from shared.storage.object_store import FileStore
+from tests.support.checkpoints import manifest_of
 from tests.support.environments import ACTIONS, OBSERVATIONS
 from tests.support.policies import built_policy
 
@@ -71,11 +70,7 @@ def make_run(folder: Path) -> None:
     for version in (1, 2, 3):
         for epoch, seed in ((2, 1), (1, 2)):
             objects = {"default/policy.safetensors": policy_bytes(version=version, seed=seed)}
-            manifest = Manifest(
-                run_id="the-run", name=f"{version}_Step-1.ckpt", version=version, epoch=epoch, created=1.0,
-                log_position="0-0", parent=None, objects=describe_objects(objects), provenance={},
-            )  # fmt: skip
-            store.write(manifest, objects)
+            store.write(manifest_of(version, objects, name=f"{version}_Step-1.ckpt", epoch=epoch), objects)
     content = {"latest": "3_Step-1.ckpt", "epoch": 1, "manifest_sha256": ""}
     (folder / POINTER).write_text(json.dumps(content))
 
