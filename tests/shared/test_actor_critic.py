@@ -42,11 +42,11 @@ def test_it_acts_and_judges_in_every_observation_space_with_or_without_a_core(ob
     assert params.shape == (6, policy.distribution.parameters) and value.shape == (6,)
     assert torch.equal(params, policy.action_parameters(rows)) and torch.equal(value, policy.value(rows))
     assert bool(torch.isfinite(params).all()) and bool(torch.isfinite(value).all())
-    policy = recurrent("lstm", OBSERVATIONS[observation], ACTIONS[action])
-    step, state = policy.step(rows, policy.initial_state(6))
+    core = recurrent("lstm", OBSERVATIONS[observation], ACTIONS[action])
+    step, state = core.step(rows, core.initial_state(6))
     assert step.shape == params.shape and state.shape == (6, 14)
     long = {name: tensor.unflatten(0, (2, 3)) for name, tensor in rows.items()}
-    sequence = policy.sequence(long, policy.initial_state(3), torch.zeros(2, 3, dtype=torch.bool))
+    sequence = core.sequence(long, core.initial_state(3), torch.zeros(2, 3, dtype=torch.bool))
     assert [tuple(part.shape) for part in sequence] == [(2, 3, params.shape[1]), (2, 3), (2, 3, 14)]
 
 

@@ -40,19 +40,17 @@ def test_a_run_is_created_once_and_then_left_alone(role: RunContext) -> None:
 
 
 def test_orders_stand_in_the_flow_and_a_decision_does_not_undo_one(role: RunContext) -> None:
-    found = []
-    for order in (
-        lambda flow: flow.set_scaling("auto", 2, 6),
-        lambda flow: flow.set_desired_workers(4, "auto"),
-        lambda flow: flow.set_scaling("fixed", 2, None, 3),
-        lambda flow: flow.set_desired_workers(5, "auto"),  # a person has ordered otherwise since
-    ):
-        taken = order(role.flow)
+    def orders() -> tuple[str, int, int | None, int]:
         state = role.flow.read()
-        found.append((taken, state.scaling, state.min_workers, state.max_workers, state.desired_workers))
-    assert found == [
-        (None, "auto", 2, 6, 2), (True, "auto", 2, 6, 4), (None, "fixed", 2, None, 3), (False, "fixed", 2, None, 3)
-    ]  # fmt: skip
+        return state.scaling, state.min_workers, state.max_workers, state.desired_workers
+
+    assert orders() == ("fixed", 1, None, 2)
+    role.flow.set_scaling("auto", 2, 6)
+    assert orders() == ("auto", 2, 6, 2)
+    assert role.flow.set_desired_workers(4, "auto")
+    role.flow.set_scaling("fixed", 2, None, 3)
+    assert not role.flow.set_desired_workers(5, "auto"), "a person has ordered otherwise since"
+    assert orders() == ("fixed", 2, None, 3)
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,8 @@ def test_wrong_or_no_credentials_are_told_and_renewed_ones_are_read_by_the_store
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(profile))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     store = open_store(Address(unique_run_id, "", f"s3://{BUCKET}", endpoint), minimal_config(store=QUICK))
-    wrong, operations = new_secret(), [store.check, lambda: store.put("key", b"1")]
+    wrong = new_secret()
+    operations: list[Callable[[], object]] = [store.check, lambda: store.put("key", b"1")]
     for key, said in ((None, "no credentials found; set AWS_ACCESS_KEY_ID"), (wrong, "check AWS_ACCESS_KEY_ID")):
         if key:
             profile.write_text(f"[default]\naws_access_key_id = {access}\naws_secret_access_key = {key}\n")

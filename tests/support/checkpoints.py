@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shared.storage.checkpoint_store import MANIFEST, CheckpointStore, Manifest, checkpoint_name, describe_objects
 
 
-def manifest_of(version: int, objects: Mapping[str, bytes], **fields: Any) -> Manifest:
+def manifest_of(version: int, objects: dict[str, bytes], **fields: Any) -> Manifest:
     """A manifest as the trainer makes it, of 64 environment steps for each version; `fields` replace its own."""
     values: dict[str, Any] = {
         "run_id": "the-run", "name": checkpoint_name(version, version * 64), "version": version, "epoch": 1,
