@@ -73,10 +73,7 @@ def walked(algorithm: Any, columns: Columns) -> Walk:
             if (step, slot) in finals:
                 seen = one_row(columns, "final_obs", finals[step, slot])
                 final[step, slot] = float(policy.value(seen, state))
-            if (
-                any(columns[name][step, slot] for name in ("terminated", "truncated"))
-                or not columns["mask"][step, slot]
-            ):
+            if over[step, slot]:
                 state = torch.zeros_like(state)
         bootstrap[slot] = float(policy.value(one_row(columns, "bootstrap_obs", slot), state))
     ends = columns["terminated"], columns["truncated"], columns["mask"]
