@@ -126,12 +126,7 @@ def test_only_batches_of_a_full_update_and_only_where_it_is_asked_for() -> None:
     assert compiled(how, Setting(CPU, 1, 1, 1), {4}) is how
     loss = compiled(how, setting, {4, 5})
     assert [loss(torch.ones(rows))[0] for rows in (3, 4, 5, 6, 40, 4)] == [False, True, True, False, False, True]
-
-
-@needs_compiler
-def test_what_a_schedule_moves_is_no_code_of_its_own() -> None:
-    loss = compiled(how, Setting(CPU, 1, 1, 1, compile=True), {4})
-    for number in range(1, 40):
+    for number in range(1, 40):  # what a schedule moves is no code of its own
         here, product = loss(torch.ones(4), 1 / number)
         assert here and product.tolist() == pytest.approx([1 / number] * 4)
 

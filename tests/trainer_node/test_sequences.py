@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shared.experience.counters import Counters
 from shared.experience.spaces import Array, Columns
-from tests.support.learning.algorithms import gradients_are_differences, make, weights
+from tests.support.learning.algorithms import gradients_are_differences, make
 from tests.support.learning.experience import acted, received, update_batch
 from tests.support.learning.slow_returns import Case
 from trainer_node.learning.building_blocks.batch import Sequences
@@ -138,17 +138,6 @@ def test_a_slot_that_nobody_acted_in_is_no_sequence() -> None:
     kept = columns["final_index"][:, 1] != 2
     columns |= {"final_index": columns["final_index"][kept], "final_obs": columns["final_obs"][kept]}
     assert len(update_batch(ppo, columns)) == SLOTS - 1
-
-
-def test_what_was_remembered_before_the_fragment_matters() -> None:
-    results = []
-    for known in (0.0, 1.0):
-        ppo = recurrent()
-        columns = experience(ppo, 5)
-        columns["state_in"] *= np.float32(known)
-        ppo.update(received(columns), Counters())
-        results.append(weights(ppo))
-    assert results[0] != results[1]
 
 
 def test_many_slots_are_valued_in_pieces_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
