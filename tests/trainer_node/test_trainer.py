@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.errors import CheckpointDamaged, ConfigError, StoreUnavailable, WeightsNotFinite
+from shared.errors import CheckpointDamaged, ConfigError, StoreUnavailable, UserError, WeightsNotFinite
 from shared.experience.log_entry import LogEntry
 from shared.policies.serialization import decode_policy, state_arrays
 from shared.protocol.experience_log import ExperienceLog
@@ -18,7 +18,17 @@ from shared.protocol.policy_board import PolicyBoard
 from shared.storage.checkpoint_store import CHECKPOINTS
 from tests.conftest import minimal_config
 from tests.support.environments import MODULE
-from tests.support.game import POLICY, STEPS_PER_UPDATE, NewGame, balanced, damage, ends_with, small
+from tests.support.game import (
+    POLICY,
+    STEPS_PER_UPDATE,
+    NewGame,
+    archived,
+    balanced,
+    damage,
+    ends_with,
+    replayed,
+    small,
+)  # fmt: skip
 from trainer_node.incarnation import Incarnation
 from trainer_node.trainer import Trainer
 
@@ -178,7 +188,7 @@ def test_heat_up_counts_apart_learns_the_normalizer_and_no_weight(new_game: NewG
 
 
 def test_behind_a_damaged_checkpoint_the_one_before_goes_on_as_a_newer_version_and_says_so(new_game: NewGame) -> None:
-    game = new_game(small())
+    game = new_game(archived())
     game.play_to(5)
     game.durable()
     newest, before = f"4_Step-{4 * STEPS_PER_UPDATE}.ckpt", f"2_Step-{2 * STEPS_PER_UPDATE}.ckpt"
@@ -194,7 +204,12 @@ def test_behind_a_damaged_checkpoint_the_one_before_goes_on_as_a_newer_version_a
     game.finish()
     latest = game.role.checkpoints.load_latest()
     assert latest is not None and latest.manifest.version > 6
-    assert latest.manifest.name == game.finished()["final"]
+    final = game.finished()["final"]
+    assert latest.manifest.name == final
+    with pytest.raises(UserError, match=r"is not in the lineage of .* version 6 or later"):
+        replayed(game, before, final)
+    (continued,) = (name for name in game.role.checkpoints.names() if name.startswith("6_"))
+    assert replayed(game, continued, final).equal
     balanced(game)
 
 
