@@ -95,8 +95,8 @@ def test_the_loss_of_boxes_is_what_torch_says(torques: Path, name: str) -> None:
     """A squashed Gaussian's density is not known at the bounds: there, as near to them as float32 gets."""
     memory = {"kind": "uniform", "capacity": 2000}
     algorithm = section(name, 2.0) | {"minibatch_size": 16, "replay_buffer": memory}
-    pendulum = {"environment": {"id": "Pendulum-v1", "num_envs": 4}, "policies": {"default": {"hidden_sizes": [8]}}}
-    found, learner = cloning_of(imitating(torques, algorithm=algorithm, **pendulum))
+    pendulum, policies = {"id": "Pendulum-v1", "num_envs": 4}, {"default": {"hidden_sizes": [8]}}
+    found, learner = cloning_of(imitating(torques, algorithm=algorithm, environment=pendulum, policies=policies))
     pairs = found.demonstrations.draw(400, torch.Generator().manual_seed(1), torch.device("cpu"))
     params, done = learner.policies["default"].action_parameters(pairs.observations), pairs.actions["action"] / 2
     assert done.max() > 1

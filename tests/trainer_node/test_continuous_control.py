@@ -72,7 +72,8 @@ def test_noise_on_choices_is_refused() -> None:
 def test_the_critics_move_at_each_step_and_the_policy_and_the_targets_at_each_or_every_third(
     name: str, described: PolicySpaces, delay: int
 ) -> None:
-    algorithm = make(name, described, tau=0.25, **({"policy_delay": delay} if name == "td3" else {}))
+    fields: dict[str, Any] = {"policy_delay": delay} if name == "td3" else {}
+    algorithm = make(name, described, tau=0.25, **fields)
     drawing, networks = torch.Generator().manual_seed(1), algorithm.parts | {"policy/": algorithm.policy}
     for algorithm.done in range(2 * delay):
         before = state_of(networks)

@@ -285,7 +285,8 @@ def test_two_agents_train_two_policies_through_the_same_path(new_game: NewGame) 
         algorithm={"minibatch_size": 16, "epochs": 2, "learning_rate": 0.01},
     ))  # fmt: skip
     untrained = {name: state_arrays(policy) for name, policy in game.trainer.learner.policies.items()}
-    game.finish()
+    game.play()
+    assert game.trainer.finish("exhausted") == "exhausted"
     checkpoint = game.role.checkpoints.load_latest()
     assert checkpoint is not None and checkpoint.manifest.version == 4
     assert {name.partition("/")[0] for name in checkpoint.objects} == {"hunter", "prey", "trainer"}
