@@ -79,6 +79,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dqn, boltzmann": (
         "dqn", {**DRAWING, "exploration": {"kind": "boltzmann", "temperature": changing(2.0, 0.1)}}, {},
     ),
+    "dqn, quantiles": (
+        "dqn", {**DRAWING, "n_step": 3, "head": "qr", "quantiles": 7,
+                "replay_buffer": {"kind": "uniform", "capacity": 3 * 32}}, {},
+    ),
+    "dqn, hindsight": (
+        "dqn", {**DRAWING, "target_update_steps": 5,
+                "replay_buffer": {"kind": "hindsight", "capacity": 5 * 32, "threshold": 0.5, "terminates": True}},
+        {"environment": {"id": "benchmarks.learning.environments:BitFlip", "kwargs": {"bits": 4}, "num_envs": 4}},
+    ),
     "rainbow": ("rainbow", {**DRAWING, "atoms": 11, "v_max": 100.0, "target_update_steps": 5}, {}),
     "sac": ("sac", {**DRAWING, "exploration": {"kind": "gaussian", "sigma": changing(0.5, 0.1)}}, PENDULUM),
     "discrete sac": ("sac", {**DRAWING, **CLONING, "critic_learning_rate": changing(1e-2, 1e-3)}, {}),

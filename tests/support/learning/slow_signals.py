@@ -17,6 +17,7 @@ from shared.experience.spaces import Array, Columns, EnvironmentDescription, Pol
 from shared.policies.registry import borrowed_random_state, build_policies
 from tests.support.datasets import episodes, write_csv
 from tests.support.learning.algorithms import CHOICE
+from tests.support.learning.slow_returns import Case
 from trainer_node.learning.demonstrations import Demonstrations
 from trainer_node.learning.reward_signals.base import Rows
 from trainer_node.learning.reward_signals.signals import GAIL, RND
@@ -72,46 +73,16 @@ def scaled(columns: Columns, reward: Array, gamma: float, episodic: bool) -> Arr
     return found
 
 
-def advantages(
-    columns: Columns,
-    reward: Array,
-    value: Any,
-    *,
-    gamma: float,
-    decay: float,
-    episodic: bool,
-    ratio: Array | None = None,
-) -> tuple[Array, Array]:
-    """Advantages and targets `[T, S]`: GAE (Schulman et al. 2016, eq. 16), or V-trace (Espeholt et al. 2018, eq. 1).
-
-    `value` is a function of one observation.
-    """
-    advantage, target = np.zeros(reward.shape), np.zeros(reward.shape)
-    for slot in range(reward.shape[1]):
-        running = 0.0  # GAE's sum, or v − V of the step after
-        for step in reversed(range(len(reward))):
-            here = value(columns["obs"][step, slot])
-            target[step, slot] = here
-            if not columns["mask"][step, slot]:
-                running = 0.0
-                continue
-            ends = ends_here(columns, step, slot, episodic)
-            if ends:
-                running = 0.0
-                follows = 0.0 if columns["terminated"][step, slot] else value(next_observation(columns, step, slot))
-            elif step + 1 < len(reward):
-                follows = value(columns["obs"][step + 1, slot])
-            else:
-                follows = value(columns["bootstrap_obs"][slot])
-            error = reward[step, slot] + gamma * follows - here
-            if ratio is None:
-                running = advantage[step, slot] = error + gamma * decay * running
-            else:
-                advantage[step, slot] = error + gamma * running
-                bounded = min(1.0, ratio[step, slot])
-                running = bounded * error + gamma * decay * bounded * running
-            target[step, slot] = here + running
-    return advantage, target
+def case_of(columns: Columns, reward: Array, value: Any, episodic: bool, **numbers: float) -> Case:
+    """For the slow estimators, which take no ratios from here; `value` is a function of one observation."""
+    ends = np.array([
+        [ends_here(columns, step, slot, episodic) for slot in range(reward.shape[1])] for step in range(len(reward))
+    ])  # fmt: skip
+    finals = {(int(t), int(s)): value(seen) for (t, s), seen in zip(columns["final_index"], columns["final_obs"])}
+    values, bootstrap = (np.apply_along_axis(value, -1, columns[name]) for name in ("obs", "bootstrap_obs"))
+    terminated, truncated = columns["terminated"] & ends, columns["truncated"] & ends
+    none = np.zeros(reward.shape)
+    return Case(none, reward, values, bootstrap, terminated, truncated, columns["mask"], finals, **numbers)
 
 
 _LOW, _HIGH = np.array([-2.0, 0.0, -np.inf], np.float32), np.array([2.0, 4.0, np.inf], np.float32)
