@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -51,42 +50,46 @@ def test_what_the_files_tell_is_what_the_run_tells(folder: Path) -> None:
     assert rows == {name: row_from_servers(folder / "runs" / name) for name in rows}
 
 
-def imported(folder: Path, arguments: list[str], **environ: str) -> tuple[list[str], str]:
-    """What the command prints in this folder, and which heavy modules it imports."""
-    program = (
-        "import sys; from coordinator.__main__ import main; sys.argv[0] = 'stagecoach'\n"
-        "try: main()\n"
-        "except SystemExit: pass\n"
-        f"print(sorted({HEAVY!r} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], cwd=folder, capture_output=True, text=True, check=True,
-        env=os.environ | environ,
-    )  # fmt: skip
-    *printed, modules = done.stdout.splitlines()
-    return printed, modules
+PROGRAM = f"""
+import contextlib, io, json, os, sys
+from coordinator.__main__ import main
+printed = []
+for arguments, environ in json.load(sys.stdin):
+    os.environ |= environ
+    sys.argv = ["stagecoach", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        main()
+    printed.append(sorted(filter(None, out.getvalue().splitlines())))
+print(json.dumps([printed, sorted({HEAVY!r} & set(sys.modules))]))
+"""
+COMPLETED = {
+    "sta": ["status"], "train --or": ["--or-resume"], "status ": ["a", "cut-off"], "evaluate cu": ["cut-off"],
+    "stop --runs-dir others ": ["another"], "train lunar": ["lunarlander"],
+    "train my-": ["my-config.yaml", "my-folder/"], "config ./my-folder/": ["./my-folder/deep.yml"],
+    "doctor nothing-like-it": [],
+}  # fmt: skip
+"""What is typed after `stagecoach`, and what a shell offers."""
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["runs"], ["train", "--help"]])
-def test_what_needs_nothing_imports_nothing(folder: Path, arguments: list[str]) -> None:
-    assert imported(folder, arguments)[1] == "[]"
-
-
-@pytest.mark.parametrize(
-    ("typed", "offered"),
-    [("sta", ["status"]), ("train --or", ["--or-resume"]), ("status ", ["a", "cut-off"]),
-     ("evaluate cu", ["cut-off"]), ("stop --runs-dir others ", ["another"]), ("train lunar", ["lunarlander"]),
-     ("train my-", ["my-config.yaml", "my-folder/"]), ("config ./my-folder/", ["./my-folder/deep.yml"]),
-     ("doctor nothing-like-it", [])],
-)  # fmt: skip
-def test_a_shell_completes_options_runs_presets_and_config_files(folder: Path, typed: str, offered: list[str]) -> None:
+def test_what_needs_nothing_imports_nothing_as_when_a_shell_completes_options_runs_presets_and_config_files(
+    folder: Path,
+) -> None:
     there = "my-config.yaml my-folder/deep.yml my-folder/notes.txt my-notes.txt others/another/config.yaml"
     for path in there.split():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).touch()
-    environ = {"_STAGECOACH_COMPLETE": "complete_bash", "COMP_WORDS": f"stagecoach {typed}"}
-    printed, loaded = imported(folder, [], **environ, COMP_CWORD=str(len(typed.split(" "))))
-    assert (sorted(filter(None, printed)), loaded) == (offered, "[]")
+    asked: list[tuple[list[str], dict[str, str]]] = [
+        (command.split(), {}) for command in ("--help", "--version", "runs", "train --help")
+    ]
+    for typed in COMPLETED:
+        words = {"COMP_WORDS": f"stagecoach {typed}", "COMP_CWORD": str(len(typed.split(" ")))}
+        asked.append(([], {"_STAGECOACH_COMPLETE": "complete_bash"} | words))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], input=json.dumps(asked), cwd=folder, capture_output=True, text=True, check=True
+    )
+    printed, loaded = json.loads(done.stdout)
+    assert all(printed[:4]) and loaded == []
+    assert dict(zip(COMPLETED, printed[4:], strict=True)) == COMPLETED
 
 
 def test_a_damaged_run_says_why_and_keeps_the_others(folder: Path, tmp_path: Path) -> None:

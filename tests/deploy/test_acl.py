@@ -39,7 +39,7 @@ from shared.protocol.redis_client import Address, RoleName, connect_redis, witho
 from shared.runtime.failure import Failure, FailureKind, RunEnd
 from shared.runtime.launch import RoleLaunch
 from shared.runtime.run_context import RunContext, open_run_context
-from shared.storage.checkpoint_store import FINISHED
+from shared.storage.checkpoint_store import FINISHED, READY
 from tests.conftest import minimal_config
 from tests.support.acl_server import ADMIN, DEPLOY, ROLES, AclServer, acl_server, filled_acl
 from tests.support.certificate_authority import Authority
@@ -248,15 +248,15 @@ def test_what_is_done_now_and_then(config: Config, unique_run_id: str, monkeypat
 
 @pytest.mark.processes
 def test_each_process_has_its_own_password_and_no_other(server: AclServer, config: Config, tmp_path: Path) -> None:
-    """Trainer, worker and evaluator without Ray, and nothing of what they print is a password."""
+    """A whole run without Ray and without a coordinator; and nothing of what its roles print is a password."""
     with server.client(ADMIN) as client:
         client.acl_log_reset()
     roles = Roles(config, "apart")
     prepare_new(roles.coordinator, check(config))
     (tmp_path / "config.yaml").write_text(dump_config(config))
     kinds: tuple[tuple[RoleName, str, list[str]], ...] = (
-        ("worker", "rollout_worker", ["--index", "0"]), ("evaluator", "rollout_worker", ["--evaluator"]),
-        ("trainer", "trainer_node", []),
+        ("worker", "rollout_worker", ["--index", "0"]), ("worker", "rollout_worker", ["--index", "1"]),
+        ("evaluator", "rollout_worker", ["--evaluator"]), ("trainer", "trainer_node", []),
     )  # fmt: skip
     clean = {name: value for name, value in os.environ.items() if not name.startswith("STAGECOACH_")}
     command = ["apart", "--redis", server.url, "--store", config.store.url, "--config", str(tmp_path / "config.yaml")]
@@ -272,11 +272,14 @@ def test_each_process_has_its_own_password_and_no_other(server: AclServer, confi
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0, 0, 0], said
+    assert [process.returncode for process in started] == [0, 0, 0, 0], said
     assert said[-1][0].strip() == "exhausted"
     finished = roles.coordinator.checkpoints.marker(FINISHED)
     assert finished is not None
     check_ledger(finished)
+    checkpoint, problems = roles.coordinator.checkpoints.newest_good()
+    assert (checkpoint.manifest.name, problems) == (finished["final"], [])
+    assert roles.coordinator.checkpoints.marker(READY)
     assert server.refusals() == []
     told = "".join(text for pair in said for text in pair)
     assert not any(password in told for password in server.passwords.values())
