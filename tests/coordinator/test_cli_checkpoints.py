@@ -148,7 +148,8 @@ def test_a_resume_over_other_versions_says_so_and_a_strict_one_is_refused(stagec
         manifest["provenance"]["computed_with"]["torch"] = "1.0"
         path.write_text(json.dumps(manifest))
     words = f"was written by other versions (code 0.0.1 then, {code} now; torch 1.0 then, {torch.__version__} now): "
-    before, cases = contents(run), ((5, LAST, []), (6, NAMES[1], ["--from", NAMES[1]]))
+    cases: list[tuple[int, str, list[str]]] = [(5, LAST, []), (6, NAMES[1], ["--from", NAMES[1]])]
+    before = contents(run)
     for updates, name, sets in cases:
         done = stagecoach("resume", "a", "--inline", "--strict", f"--set=stop_at.updates={updates}", *sets)
         check_refused(done, f"resume --strict: {name} {words}", "nothing was changed, install those versions")

@@ -65,9 +65,10 @@ def test_s3_keeps_plain_files_and_no_service_has_its_secrets_in_its_arguments_or
             assert "of another" not in Path(f"/proc/{service.process.pid}/environ").read_text()
 
         def client(secret: str) -> contextlib.closing[Any]:
-            place = {"endpoint_url": servers.config["store"]["endpoint_url"], "region_name": "us-east-1"}
-            keys = {"aws_access_key_id": servers.environ["AWS_ACCESS_KEY_ID"], "aws_secret_access_key": secret}
-            made: Any = boto3.client("s3", **place, **keys)
+            made = boto3.client(
+                "s3", endpoint_url=servers.config["store"]["endpoint_url"], region_name="us-east-1",
+                aws_access_key_id=servers.environ["AWS_ACCESS_KEY_ID"], aws_secret_access_key=secret,
+            )  # fmt: skip
             return contextlib.closing(made)
 
         with client(servers.environ["AWS_SECRET_ACCESS_KEY"]) as owner:

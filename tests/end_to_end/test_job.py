@@ -18,21 +18,10 @@ import pytest
 from coordinator.diagnostics.doctor import open_ray
 from coordinator.services.embedded import new_secret
 from tests.support.command_line import CommandLine, OwnServers, check_ledger, check_refused, own_servers
+from tests.support.lockstep_run import ENVIRONMENT
 from tests.support.ray_head import DashboardHead
 
 pytestmark = pytest.mark.timeout(240)
-ENVIRONMENT = """
-import time
-import gymnasium
-
-class Slow(gymnasium.Wrapper):  # or a short run is over before somebody looks
-    def step(self, action):
-        time.sleep(0.001)
-        return self.env.step(action)
-
-def make():
-    return Slow(gymnasium.make("CartPole-v1"))
-"""
 
 
 @dataclass(frozen=True)
@@ -60,16 +49,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def laptop(terminal: CommandLine, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> CommandLine:
-    """A terminal that knows the cluster's secrets, with an environment of its own in its folder."""
+    """A terminal that knows the cluster's secrets, with a wrapper of its own in its folder."""
     terminal.environ.update(cluster.environ)
     for name, value in cluster.environ.items():
         monkeypatch.setenv(name, value)
-    (terminal.folder / "my_game.py").write_text(ENVIRONMENT)
+    (terminal.folder / "slow.py").write_text(ENVIRONMENT)
     return terminal
 
 
 def write_config(laptop: CommandLine, cluster: Cluster, **sections: object) -> Path:
-    environment = {"id": "my_game:make", "num_envs": 4}
+    slow = {"path": "slow:Slow", "kwargs": {"seconds": 0.001}}  # or a short run is over before somebody looks
+    environment = {"id": "CartPole-v1", "num_envs": 4, "wrappers": [slow]}
     return laptop.write_config(**({"environment": environment} | cluster.config | sections))
 
 
