@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -76,9 +77,9 @@ def goes_on(run: Run) -> None:
     until(run, lambda status: status.version > version + 1)
 
 
-def told_of(run: Run, words: str = "", kind: str | None = None) -> list[str]:
-    """The events with these words, or of this kind."""
-    return [event.text for event in run.events() if words in event.text and kind in (None, event.kind)]
+def told_of(run: Run, pattern: str = "", kind: str | None = None) -> list[str]:
+    """The events in which this is found, or of this kind."""
+    return [event.text for event in run.events() if re.search(pattern, event.text) and kind in (None, event.kind)]
 
 
 def counting(fails: str, **more: Any) -> dict[str, Any]:
@@ -88,7 +89,7 @@ def counting(fails: str, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "times", "more", "told"),
     [
-        ("FailsAFewTimes", 3, {"failures_allowed": 0}, "worker-0 failed: environment: "),
+        ("FailsAFewTimes", 3, {"failures_allowed": 0}, "^worker-0 failed: environment: "),
         ("Hangs", 1, {"step_deadline_seconds": 3.0}, "environment: worker-0 hangs in step of its environments, at "),
     ],
 )
@@ -112,7 +113,7 @@ def test_an_environment_that_ends_its_process_is_given_up_by_name_whatever_the_c
     run = start(config(environment=counting("crash"), evaluation=evaluation, rollout={"restarts_allowed": 2}), running)
     outcome = run.wait(200)
     assert outcome.users_fault
-    told = told_of(run, "worker-0 failed: environment: ")
+    told = told_of(run, "^worker-0 failed: environment: ")
     assert len(told) == 3
     for text in (*told, outcome.reason, (run.folder.path / LOGS / "coordinator.log").read_text()):
         assert "was ended by SIGSEGV" in text
@@ -178,7 +179,7 @@ def test_progress_forgives_each_death_and_deaths_in_an_outage_do_not_count(
         goes_on(run)
         os.kill(former, signal.SIGKILL)
     goes_on(run)
-    told = told_of(run, "trainer failed: ")
+    told = told_of(run, "^trainer failed: ")
     assert len(told) == 3
     assert all("was killed: it said nothing of its end" in text for text in told)
 
