@@ -168,6 +168,7 @@ def test_watch_shows_it_and_stop_ends_it(terminal: CommandLine) -> None:
     watched = terminal.ended(watching).ok()
     assert "finished" in watched and "stopped" in watched
     finished = terminal.check_ended(RUN)
+    assert list(terminal.temporary.glob("sc-*")) == []
     assert finished["version"] >= before.version
     assert {"worker-0", "worker-1", "total"} <= set(finished["ledger"])
     told = terminal.json("profile", RUN)["seconds"]

@@ -43,6 +43,7 @@ def suffers(terminal: CommandLine, process: subprocess.Popen[str], faults: Seque
     process.send_signal(signal.SIGINT)
     terminal.ended(process).ok()
     assert terminal.check_ended(RUN)["version"] >= version
+    assert list(terminal.temporary.glob("sc-*")) == []
 
 
 def test_what_dies_is_started_again_and_the_run_goes_on(terminal: CommandLine) -> None:
