@@ -43,6 +43,15 @@ class Ended:
     out: str
     err: str
 
+    def ok(self) -> str:
+        """What it printed; it must have succeeded."""
+        assert self.code == 0, self
+        return self.out
+
+    def json(self) -> Any:
+        """What it printed, as JSON."""
+        return json.loads(self.ok())
+
 
 Stagecoach = Callable[..., Ended]
 """`stagecoach …` in this process: the fixture of `tests/coordinator`."""
@@ -95,9 +104,7 @@ class CommandLine:
 
     def json(self, *arguments: str | Path) -> Any:
         """What a command with `--json` prints."""
-        done = self.run(*arguments, "--json")
-        assert done.code == 0, done
-        return json.loads(done.out)
+        return self.run(*arguments, "--json").json()
 
     def write_config(self, **sections: Any) -> Path:
         """A small config for CartPole; `sections` replace or add top-level keys."""
@@ -131,6 +138,14 @@ class CommandLine:
             time.sleep(0.2)
         raise AssertionError(f"never saw: {what}; last: {seen}; {self._tails()}")
 
+    def until_checkpoint(self, run_id: str, beyond: int) -> int:
+        """Waits until a run at work has a checkpoint of a version after this one; returns its version then."""
+
+        def done(status: Status) -> bool:
+            return status.state == "running" and int((status.latest or "-1").partition("_")[0]) > beyond
+
+        return self.until(run_id, f"a checkpoint after version {beyond}", done).version
+
     def wait_until(self, what: str, done: Callable[[], bool]) -> None:
         """Looks again and again until `done` says so."""
         deadline = time.monotonic() + DEADLINE_SECONDS
@@ -141,6 +156,16 @@ class CommandLine:
     def check_nothing_left(self) -> None:
         """All that belonged to this folder ends; what was killed may be there for another moment."""
         self.wait_until("the end of all processes", lambda: not self.left())
+
+    def check_ended(self, run_id: str, reason: str = "stopped") -> dict[str, Any]:
+        """A run ended as it should: a final checkpoint, balanced accounting, nothing left; returns `.finished`."""
+        finished: dict[str, Any] = self.marker(run_id, ".finished")
+        pointer = self.marker(run_id, ".checkpoint")
+        assert finished["reason"] == reason
+        assert pointer["final"] == pointer["latest"] == finished["final"]
+        check_ledger(finished)
+        self.check_nothing_left()
+        return finished
 
     def marker(self, run_id: str, name: str) -> Any:
         """The JSON content of a sync file of an embedded run, read as a plain file; the server may be writing it."""
@@ -256,13 +281,9 @@ def own_servers(folder: Path) -> Iterator[OwnServers]:
         yield OwnServers(redis, s3, folder, environ)
 
 
-def train_inline(folder: Path, *settings: str) -> Path:
-    """The folder of the ended run `a` of `CONFIG`, trained in one process."""
-    with command_line(folder) as terminal:
-        (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
-        done = terminal.run("train", "config.yaml", "--run-id", "a", "--inline", *settings, seconds=280)
-        assert done.code == 0, done
-    return folder / "runs"
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files below a folder, by their paths in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def check_ledger(finished: dict[str, Any]) -> None:
