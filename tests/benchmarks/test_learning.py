@@ -135,7 +135,7 @@ def test_hidden_velocities_leave_the_positions() -> None:
         assert hidden.step(action)[0].tolist() == plain.step(action)[0][[0, 2]].tolist()
 
 
-def test_bits_are_flipped_one_by_one_until_they_are_the_goal() -> None:
+def test_bits_are_flipped_one_by_one_until_they_are_the_goal_or_it_is_missed_after_as_many_steps_as_bits() -> None:
     environment = BitFlip(6)
     for seed in range(20):
         seen, _ = environment.reset(seed=seed)
@@ -146,10 +146,6 @@ def test_bits_are_flipped_one_by_one_until_they_are_the_goal() -> None:
         seen, *rest = steps[-1]
         assert rest == [0.0, True, False, {"is_success": True}]
         assert (seen["achieved_goal"] == seen["desired_goal"]).all()
-
-
-def test_after_as_many_steps_as_bits_the_goal_is_missed() -> None:
-    environment = BitFlip(6)
     check_env(environment, skip_render_check=True)
     environment.reset(seed=0)
     steps = [environment.step(np.int64(0)) for _ in range(6)]

@@ -33,5 +33,4 @@ def played(episodes: int, greed: float = 1.0, steps: int = 500, seed: int = 0) -
 
 
 def write_played(path: Path, listed: list[Episode]) -> None:
-    """As a CSV file."""
     write_recorded(path, "CartPole-v1", listed)

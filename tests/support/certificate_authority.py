@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import ipaddress
-import socket
 import ssl
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +16,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from tests.support.fault_proxy import FaultProxy
+
 _NOW = datetime.datetime.now(datetime.UTC)
 _DAY = datetime.timedelta(days=1)
 _PEM = serialization.Encoding.PEM
@@ -25,8 +25,6 @@ _PEM = serialization.Encoding.PEM
 
 @dataclass(frozen=True)
 class Certificate:
-    """The files of a certificate and its key."""
-
     cert_file: Path
     key_file: Path
 
@@ -93,38 +91,5 @@ def tls_before(port: int, certificate: Certificate, clients_ca: Path | None = No
     if clients_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(clients_ca)
-    ended = threading.Event()
-
-    def serve(raw: socket.socket) -> None:
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            stack.enter_context(raw)
-            outside = stack.enter_context(context.wrap_socket(raw, server_side=True))
-            inside = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            back = threading.Thread(target=_pump, args=(inside, outside), daemon=True)
-            back.start()
-            _pump(outside, inside)
-            back.join()
-
-    def accept() -> None:
-        while not ended.is_set():
-            with contextlib.suppress(TimeoutError):
-                threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(0.05)
-        thread = threading.Thread(target=accept)
-        thread.start()
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            ended.set()
-            thread.join()
-
-
-def _pump(source: socket.socket, target: socket.socket) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        while data := source.recv(65536):
-            target.sendall(data)
-    for end in (source, target):
-        with contextlib.suppress(OSError):
-            end.shutdown(socket.SHUT_RDWR)
+    with contextlib.closing(FaultProxy(port, tls=context)) as proxy:
+        yield proxy.port

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import random
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Callable
@@ -54,11 +55,11 @@ class _Link:
 
 
 class FaultProxy:
-    """Passes everything until it is told otherwise; `heal` ends every fault."""
+    """Passes everything until it is told otherwise; `heal` ends every fault. Clients speak TLS where `tls` is given."""
 
-    def __init__(self, port: int, host: str = "127.0.0.1", seed: int = 0) -> None:
-        self._upstream = (host, port)
-        self._random = random.Random(seed)
+    def __init__(self, port: int, tls: ssl.SSLContext | None = None) -> None:
+        self._upstream = port
+        self._random = random.Random(0)
         self._links: set[_Link] = set()
         self._latency, self._jitter = 0.0, 0.0
         self._bytes_a_second: float | None = None
@@ -73,7 +74,7 @@ class FaultProxy:
         self._passing.set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._thread.start()
-        starting = asyncio.start_server(self._accept, "127.0.0.1", 0)
+        starting = asyncio.start_server(self._accept, "127.0.0.1", 0, ssl=tls)
         self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result(_SWITCH_SECONDS)
         self.port: int = self._server.sockets[0].getsockname()[1]
 
@@ -110,9 +111,9 @@ class FaultProxy:
         """Once: only `after` bytes of the next request that holds `request` reach the server, then a reset."""
         self._switch(_cut=_Cut(after, False, request))
 
-    def retarget(self, port: int, host: str = "127.0.0.1") -> None:
+    def retarget(self, port: int) -> None:
         """Failover: all connections are reset, new ones lead to another server."""
-        self._switch(_upstream=(host, port))
+        self._switch(_upstream=port)
         self.cut()
 
     @property
@@ -170,7 +171,7 @@ class FaultProxy:
             return
         try:
             await self._passing.wait()
-            from_server, link.server = await asyncio.open_connection(*self._upstream)
+            from_server, link.server = await asyncio.open_connection("127.0.0.1", self._upstream)
             ways = [self._way(link, reader, link.server, False), self._way(link, from_server, writer, True)]
             await asyncio.gather(*ways)
         except asyncio.CancelledError:
@@ -203,7 +204,7 @@ class FaultProxy:
             await asyncio.sleep(max(0.0, due - self._loop.time()))
             await self._passing.wait()
             if not data:
-                to.write_eof()
+                to.write_eof() if to.can_write_eof() else to.close()
                 return
             if not replies and self._cut is not None and self._cut.request in data:
                 link.cut, self._cut = self._cut, None

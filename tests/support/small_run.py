@@ -27,7 +27,6 @@ BAD = ["undecodable", "corrupt", "wire_version", "schema", "foreign_run", "not_f
 
 
 def small_config(fragments_per_update: int = 2, max_policy_lag: int = 0, algorithm: str = "ppo", **rollout: Any) -> Any:
-    """A config with small fragments."""
     return minimal_config(
         environment={"id": "CartPole-v1", "num_envs": ENVS},
         rollout={
@@ -47,7 +46,6 @@ class SmallWorker:
         self.incarnation, self.epoch = role.flow.register(name)
 
     def claim(self) -> Claim:
-        """Asks once."""
         return self.role.flow.claim(self.name, self.incarnation, self.seq)
 
     def act(self, version: int = 0, **header: Any) -> Fragment:

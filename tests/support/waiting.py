@@ -40,7 +40,6 @@ class Background:
 
     @property
     def runs(self) -> bool:
-        """Whether it has not returned yet."""
         return self._thread.is_alive()
 
     def result(self) -> Any:
