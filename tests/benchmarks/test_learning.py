@@ -189,16 +189,9 @@ def test_what_does_not_fit_into_the_budget_is_not_begun(tmp_path: Path, capsys: 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
-    """One run, and where it was."""
-    folder = tmp_path_factory.mktemp("runs")
-    heated = task(config={**TINY, "heatup": "32 env_steps"})
-    return run(Job(heated, "inline", 3), folder), folder
-
-
-def test_a_run_leaves_its_curves_and_nothing_else(ran: tuple[Result, Path]) -> None:
-    found, folder = ran
+def test_a_run_leaves_its_curves_and_nothing_else_and_they_come_back_as_they_were(tmp_path: Path) -> None:
+    folder, data = tmp_path / "runs", tmp_path / "data"
+    found = run(Job(task(config={**TINY, "heatup": "32 env_steps"}), "inline", 3), folder)
     assert (found.task, found.mode, found.seed, found.reason) == ("tiny", "inline", 3, "exhausted")
     assert [at for at, _ in found.evaluations] in ([0, 160, 288], [0, 288])  # a checkpoint may be passed over
     assert found.env_steps == 288
@@ -207,6 +200,11 @@ def test_a_run_leaves_its_curves_and_nothing_else(ran: tuple[Result, Path]) -> N
     assert all(value >= 8 for _, value in found.training)
     assert found.versions["torch"] and found.machine["cores"] > 0 and found.seconds > 0
     assert list(folder.iterdir()) == []
+    write(found, data)
+    path = place(data, "tiny", "inline", 3)
+    assert read(path) == found
+    assert str(folder) not in path.read_text(), "the data name no place on this machine"
+    assert parse_config({**found.config, "seed": found.seed}).hash() == found.config_hash
 
 
 def test_the_teachers_run_is_made_first_and_goes_with_its_pupils(tmp_path: Path) -> None:
@@ -223,17 +221,6 @@ def test_a_run_that_cannot_begin_is_lost_and_says_why(tmp_path: Path, role: str)
     lost = task(**(teacher if role == "teacher" else {"config": wrong}))
     with pytest.raises(RunLost, match=rf"(?s)tiny-{role}-1 .*; it said: .*NoSuchThing"):
         run(Job(lost, "inline", 1), tmp_path)
-
-
-def test_the_data_name_no_place_on_this_machine_and_come_back_as_they_were(
-    ran: tuple[Result, Path], tmp_path: Path
-) -> None:
-    found, folder = ran
-    write(found, tmp_path)
-    path = place(tmp_path, "tiny", "inline", 3)
-    assert read(path) == found
-    assert str(folder) not in path.read_text()
-    assert parse_config({**found.config, "seed": found.seed}).hash() == found.config_hash
 
 
 def test_the_command_line_runs_what_is_missing_and_writes_the_report(
