@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import datetime
 import ipaddress
+import socket
+import socketserver
 import ssl
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +18,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-
-from tests.support.fault_proxy import FaultProxy
 
 _NOW = datetime.datetime.now(datetime.UTC)
 _DAY = datetime.timedelta(days=1)
@@ -52,7 +53,9 @@ class Authority:
         """For these host names and addresses."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0])])
-        alternatives = [_alternative(name) for name in names]
+        alternatives = [
+            x509.IPAddress(ipaddress.ip_address(name)) if name[0].isdigit() else x509.DNSName(name) for name in names
+        ]
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         signed = (
             self._builder(subject, key.public_key(), _NOW + (-_DAY if expired else _DAY))
@@ -76,13 +79,6 @@ class Authority:
         )  # fmt: skip
 
 
-def _alternative(name: str) -> x509.GeneralName:
-    try:
-        return x509.IPAddress(ipaddress.ip_address(name))
-    except ValueError:
-        return x509.DNSName(name)
-
-
 @contextmanager
 def tls_before(port: int, certificate: Certificate, clients_ca: Path | None = None) -> Iterator[int]:
     """A port that speaks TLS and passes on to a plain one; asks for a client's certificate with `clients_ca`."""
@@ -91,5 +87,33 @@ def tls_before(port: int, certificate: Certificate, clients_ca: Path | None = No
     if clients_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(clients_ca)
-    with contextlib.closing(FaultProxy(port, tls=context)) as proxy:
-        yield proxy.port
+
+    class Connection(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+                outside = stack.enter_context(context.wrap_socket(self.request, server_side=True))
+                inside = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                back = threading.Thread(target=_pump, args=(inside, outside), daemon=True)
+                back.start()
+                _pump(outside, inside)
+                back.join()
+
+    with _Listener(("127.0.0.1", 0), Connection) as listener:
+        threading.Thread(target=listener.serve_forever, args=(0.05,), daemon=True).start()
+        try:
+            yield listener.server_address[1]
+        finally:
+            listener.shutdown()
+
+
+class _Listener(socketserver.ThreadingTCPServer):
+    daemon_threads, block_on_close = True, False
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        while data := source.recv(65536):
+            target.sendall(data)
+    for end in (source, target):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,7 @@
 """A network that fails on demand: a TCP proxy in front of any server, whose faults are switched while it runs.
 
 Clients are given the proxy's port instead of the server's. It runs in a thread of its own, on loopback. Every switch
-has taken effect when its call returns. Byte counts and jitter are fixed by arguments and seed; only the network's own
+has taken effect when its call returns. Byte counts and jitter are fixed by arguments and a seed; only the network's own
 timing is not.
 """
 
@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import random
 import socket
-import ssl
 import struct
 import threading
 from collections.abc import Callable
@@ -55,9 +54,9 @@ class _Link:
 
 
 class FaultProxy:
-    """Passes everything until it is told otherwise; `heal` ends every fault. Clients speak TLS where `tls` is given."""
+    """Passes everything until it is told otherwise; `heal` ends every fault."""
 
-    def __init__(self, port: int, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, port: int) -> None:
         self._upstream = port
         self._random = random.Random(0)
         self._links: set[_Link] = set()
@@ -74,7 +73,7 @@ class FaultProxy:
         self._passing.set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._thread.start()
-        starting = asyncio.start_server(self._accept, "127.0.0.1", 0, ssl=tls)
+        starting = asyncio.start_server(self._accept, "127.0.0.1", 0)
         self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result(_SWITCH_SECONDS)
         self.port: int = self._server.sockets[0].getsockname()[1]
 
@@ -204,7 +203,7 @@ class FaultProxy:
             await asyncio.sleep(max(0.0, due - self._loop.time()))
             await self._passing.wait()
             if not data:
-                to.write_eof() if to.can_write_eof() else to.close()
+                to.write_eof()
                 return
             if not replies and self._cut is not None and self._cut.request in data:
                 link.cut, self._cut = self._cut, None

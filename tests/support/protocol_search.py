@@ -74,7 +74,7 @@ class Acted:
     epoch: int
 
 
-@dataclass
+@dataclass(slots=True)
 class WorkerState:
     """What a worker's newest process knows."""
 
@@ -98,7 +98,7 @@ class Accounting:
     ledger: str
 
 
-@dataclass
+@dataclass(slots=True)
 class TrainerState:
     """What a trainer knows."""
 
@@ -135,7 +135,7 @@ class Late:
     arguments: tuple[Any, ...]
 
 
-@dataclass
+@dataclass(slots=True)
 class World:
     """All there is. A step changes a copy."""
 
