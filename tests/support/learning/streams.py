@@ -233,13 +233,6 @@ def assert_same(one: Columns, other: Columns) -> None:
         assert one[name].dtype == array.dtype and np.array_equal(one[name], array, equal_nan=True), name
 
 
-def assert_draws_same(one: ReplayBuffer, other: ReplayBuffer, **options: Any) -> None:
-    """What equal generators draw from both."""
-    if len(other):
-        drawn = [item.sample(32, np.random.default_rng(1), gamma=0.9, **options) for item in (one, other)]
-        assert_same(arrays(drawn[0]), arrays(drawn[1]))
-
-
 def assert_drawn_from(batch: Batch, steps: dict[int, Step], n: int, gamma: float) -> None:
     """Every row of a batch is the step that it says it is."""
     for row, number in enumerate(numbers(batch.observations)):
