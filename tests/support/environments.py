@@ -25,6 +25,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 Array = np.ndarray[Any, Any]
 Told = tuple[Any, float, bool, bool, dict[str, Any]]
 """What `step` returns."""
+Ends = Literal["terminated", "truncated", "never"]
 MODULE = "tests.support.environments"
 TRIED = "rollout_worker.environments.check" in sys.orig_argv
 """In the process that tries an environment before a run starts: there they behave, so that they fail in the run."""
@@ -34,7 +35,7 @@ class Small(gym.Env[Any, Any]):
     """Ends after `length` steps; `observe` and `reward` say what each is worth."""
 
     length: int = 1
-    ends: Literal["terminated", "truncated", "never"] = "terminated"
+    ends: Ends = "terminated"
 
     def observe(self) -> Any:
         raise NotImplementedError
@@ -61,7 +62,7 @@ class Counting(Small):
     action_space = spaces.Discrete(2)
 
     def __init__(
-        self, length: int = 3, ends: Literal["terminated", "truncated", "never"] = "terminated",
+        self, length: int = 3, ends: Ends = "terminated",
         fails: Literal["", "reset", "step", "action", "exit", "leave", "crash"] = "", fails_at: int = 0,
         message: str = "the gripper is stuck", render_mode: str | None = None,
     ) -> None:  # fmt: skip
@@ -86,18 +87,19 @@ class Counting(Small):
         self._fail("reset", self._episodes)
         return super().reset(seed=seed)
 
-    def step(self, action: int) -> Any:
+    def step(self, action: int) -> Told:
         self._fail("step", self._steps)
         self._fail("action", int(action) - 1)
         if self.fails in ("exit", "leave") and self._steps >= self.fails_at:
             os._exit(3 if self.fails == "exit" else 0)
         if self.fails == "crash" and self._steps >= self.fails_at:
             ctypes.string_at(0)
-        *told, info = super().step(action)
+        told = super().step(action)
+        info = told[-1]
         info |= {"depth": 10.0 * self._steps, "note": "text is no metric"}
         if self._steps == self.length:
             info["is_success"] = self._episodes % 2 == 1
-        return *told, info
+        return told
 
 
 class LengthOfSeed(Counting):
@@ -162,9 +164,10 @@ class Hostile(Counting):
     def reward(self, action: Any) -> float:
         return 3e38 if self._episodes == 1 and self._steps == 1 else super().reward(action)
 
-    def step(self, action: int) -> Any:
-        *told, info = super().step(action)
-        return *told, info | {os.fsdecode(b"caf\xe9"): 3e38}
+    def step(self, action: int) -> Told:
+        told = super().step(action)
+        told[-1][os.fsdecode(b"caf\xe9")] = 3e38
+        return told
 
 
 class OddInfo(Counting):
@@ -316,7 +319,7 @@ class Doorstep(Small):
     observation_space = spaces.Discrete(2)
     length = 2
 
-    def __init__(self, ends: Literal["terminated", "truncated"], boxes: bool = False) -> None:
+    def __init__(self, ends: Ends, boxes: bool = False) -> None:
         self.ends = ends
         self.action_space: spaces.Space[Any] = spaces.Box(-1.0, 1.0, (1,)) if boxes else spaces.Discrete(2)
 
@@ -355,7 +358,7 @@ class Overshoots(Small):
 
 
 def counting_vector(
-    num_envs: int | None = None, mode: str = "NEXT_STEP", ends: str = "truncated", fails_at: int = sys.maxsize
+    num_envs: int | None = None, mode: str = "NEXT_STEP", ends: Ends = "truncated", fails_at: int = sys.maxsize
 ) -> gym.Env[Array, Any] | SyncVectorEnv:
     """One environment where only its spaces are asked for; else vectorized ones, of which number i is 2 + i long."""
     if num_envs is None:
