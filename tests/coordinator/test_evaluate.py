@@ -15,6 +15,7 @@ import yaml
 from coordinator.catalog.checkpoint_lookup import evaluate, named_code
 from coordinator.run import Run
 from shared.errors import CheckpointNotFound, EnvironmentUnusable
+from tests.conftest import minimal_config
 from tests.support.command_line import Stagecoach, check_refused, contents
 from tests.support.environments import MODULE
 

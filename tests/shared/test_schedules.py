@@ -77,8 +77,8 @@ def test_between_two_values_no_schedule_leaves_them_or_turns(
         ({"kind": "piecewise", "start": 1, "points": [["5 updates", 1], ["5 updates", 0]]}, "later and later"),
         ({"kind": "piecewise", "start": 1, "points": [["0 updates", 1]]}, "later and later"),
         *((other, ".") for other in (
-            True, "fast", None, [1], {}, {"end": 1}, {"start": True}, {"start": 1, "stop": 2}, float("nan"), float("inf"),
-            {"start": 1, "kind": "cosine"}, {"kind": "linear", "start": 1, "over": "5 minutes"})),
+            True, "fast", None, [1], {}, {"end": 1}, {"start": True}, {"start": 1, "stop": 2}, float("nan"),
+            float("inf"), {"start": 1, "kind": "cosine"}, {"kind": "linear", "start": 1, "over": "5 minutes"})),
     ],
     ids=str,
 )  # fmt: skip

@@ -37,8 +37,6 @@ DEADLINE_SECONDS = stretched(150.0)
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that has ended."""
-
     code: int
     out: str
     err: str
@@ -94,16 +92,13 @@ class CommandLine:
         return process
 
     def ended(self, process: subprocess.Popen[str], seconds: float = DEADLINE_SECONDS) -> Ended:
-        """Waits for a command."""
         code = process.wait(timeout=seconds)
         return Ended(code, self.output(process), self.output(process, "err"))
 
     def output(self, process: subprocess.Popen[str], which: str = "out") -> str:
-        """What it has printed so far."""
         return self._file(self._started.index(process), which).read_text()
 
     def json(self, *arguments: str | Path) -> Any:
-        """What a command with `--json` prints."""
         return self.run(*arguments, "--json").json()
 
     def write_config(self, **sections: Any) -> Path:
@@ -121,7 +116,6 @@ class CommandLine:
         return path
 
     def handle(self, run_id: str) -> Run:
-        """A handle on a run, as the Python API gives it."""
         return Run.attach(run_id, self.folder / "runs")
 
     def until(self, run_id: str, what: str, done: Callable[[Status], bool]) -> Status:
@@ -147,7 +141,6 @@ class CommandLine:
         return self.until(run_id, f"a checkpoint after version {beyond}", done).version
 
     def wait_until(self, what: str, done: Callable[[], bool]) -> None:
-        """Looks again and again until `done` says so."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not done():
             assert time.monotonic() < deadline, f"never saw: {what}; {self._tails()}"
@@ -193,7 +186,6 @@ class CommandLine:
         return found
 
     def close(self) -> None:
-        """Ends all that is left, at once."""
         for _ in range(50):
             left = self.left()
             for pid in left:
@@ -261,7 +253,6 @@ class OwnServers:
         }
 
     def address(self, run_id: str) -> Address:
-        """Of a run on them."""
         keys, names = self.folder / "keys.json", ("redis_password", "s3_access_key", "s3_secret_key")
         keys.write_text(json.dumps(dict(zip(names, self.environ.values(), strict=True))))
         store = self.config["store"]
@@ -270,7 +261,6 @@ class OwnServers:
 
 @contextlib.contextmanager
 def own_servers(folder: Path) -> Iterator[OwnServers]:
-    """With their data and logs in this folder."""
     password, access, secret = new_secret(), new_secret(), new_secret()
     environ = {"STAGECOACH_REDIS_PASSWORD": password, "AWS_ACCESS_KEY_ID": access, "AWS_SECRET_ACCESS_KEY": secret}
     with contextlib.ExitStack() as running:

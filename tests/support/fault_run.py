@@ -8,11 +8,11 @@ from typing import Any
 
 from rollout_worker.worker import Worker
 from shared.config.run_config import Config
-from shared.protocol.keys import RunKeys
 from shared.runtime.failure import RoleEnd
 from tests.support.fault_proxy import FaultProxy
 from tests.support.game import Game, balanced, make_game, small
 from tests.support.own_redis import OwnRedis
+from tests.support.runs import shard_fields
 from tests.support.waiting import meanwhile
 
 UPDATES = 6
@@ -51,10 +51,7 @@ class FaultRun:
             shard.start()
 
     def bodies(self, game: Game) -> set[str]:
-        key, found = RunKeys(game.role.run_id).bodies("worker-0"), set()
-        for shard in self.shards:
-            found |= {field.decode() for field in shard.command("HKEYS", key)}
-        return found
+        return shard_fields(game.role)
 
     def close(self) -> None:
         """Ends all of it; whoever says good-bye does not wait for a server that a test has killed."""

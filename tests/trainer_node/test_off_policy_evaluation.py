@@ -24,10 +24,9 @@ from shared.experience.spaces import Array, Leaf, PolicySpaces, SpaceSpec
 from shared.policies.actor_critic import ActorCritic
 from tests.conftest import minimal_config
 from tests.support.cartpole_data import RULE, played, write_played
-from tests.support.datasets import fragment_of, write_archive
+from tests.support.datasets import fragment_of, swung, write_archive, write_recorded
 from tests.support.environments import MODULE
 from tests.support.learning.algorithms import make
-from tests.support.pendulum_data import swung, write_swung
 from trainer_node.learning.off_policy_evaluation import (
     DataEvaluation,
     Evidence,
@@ -292,7 +291,7 @@ def test_a_policy_of_bounded_actions_is_worth_what_its_own_episodes_returned(tmp
             return action["action"][0].numpy(), float(policy.distribution.log_prob(params, action))
 
     listed = swung(4, choose)
-    write_swung(tmp_path / "data.csv", listed)
+    write_recorded(tmp_path / "data.csv", "Pendulum-v1", listed)
     found = evaluation_of(tmp_path / "data.csv", every_updates=1, gradient_steps=20).figures(policy, 1)
     assert found["ope/effective_episodes"] == pytest.approx(4, rel=1e-3)
     assert found["ope/wis"] == pytest.approx(found["ope/ips"], rel=1e-3)

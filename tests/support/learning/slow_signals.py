@@ -42,7 +42,6 @@ def normalized(arrays: Columns, prefix: str, observation: Array) -> Array:
 
 
 def next_observation(columns: Columns, step: int, slot: int) -> Array:
-    """Where the step led."""
     for number, (t, s) in enumerate(columns["final_index"]):
         if (t, s) == (step, slot):
             final: Array = columns["final_obs"][number]
@@ -51,36 +50,30 @@ def next_observation(columns: Columns, step: int, slot: int) -> Array:
     return np.asarray(after[step + 1, slot])
 
 
-def ends_here(columns: Columns, step: int, slot: int, episodic: bool) -> bool:
-    """Whether a signal's return ends with this step."""
-    over = columns["terminated"][step, slot] or columns["truncated"][step, slot]
-    goes_on = step + 1 == len(columns["mask"]) or columns["mask"][step + 1, slot]
-    return bool(over and (episodic or not goes_on))
+def ends(columns: Columns, episodic: bool) -> Array:
+    """`[T, S]`: whether a signal's return ends with the step."""
+    acts_next = np.append(columns["mask"][1:], np.ones_like(columns["mask"][:1]), axis=0)
+    found: Array = (columns["terminated"] | columns["truncated"]) & (episodic | ~acts_next)
+    return found
 
 
 def scaled(columns: Columns, reward: Array, gamma: float, episodic: bool) -> Array:
     """Divided by the deviation of all discounted returns, within ± 10."""
-    returns = []
-    for slot in range(reward.shape[1]):
-        running = 0.0
-        for step in range(len(reward)):
-            running = gamma * running + reward[step, slot]
-            if columns["mask"][step, slot]:
-                returns.append(running)
-            if ends_here(columns, step, slot, episodic):
-                running = 0.0
+    returns, running = [], np.zeros(reward.shape[1])
+    for step, ended in enumerate(ends(columns, episodic)):
+        running = gamma * running + reward[step]
+        returns += running[columns["mask"][step]].tolist()
+        running = np.where(ended, 0.0, running)
     found: Array = np.clip(reward / np.sqrt(np.var(returns) + 1e-8), -10.0, 10.0)
     return found
 
 
 def case_of(columns: Columns, reward: Array, value: Any, episodic: bool, **numbers: float) -> Case:
     """For the slow estimators, which take no ratios from here; `value` is a function of one observation."""
-    ends = np.array([
-        [ends_here(columns, step, slot, episodic) for slot in range(reward.shape[1])] for step in range(len(reward))
-    ])  # fmt: skip
+    ended = ends(columns, episodic)
     finals = {(int(t), int(s)): value(seen) for (t, s), seen in zip(columns["final_index"], columns["final_obs"])}
     values, bootstrap = (np.apply_along_axis(value, -1, columns[name]) for name in ("obs", "bootstrap_obs"))
-    terminated, truncated = columns["terminated"] & ends, columns["truncated"] & ends
+    terminated, truncated = columns["terminated"] & ended, columns["truncated"] & ended
     none = np.zeros(reward.shape)
     return Case(none, reward, values, bootstrap, terminated, truncated, columns["mask"], finals, **numbers)
 
@@ -99,32 +92,27 @@ def shown(path: Path, described: PolicySpaces) -> Demonstrations:
 
 
 def make_gail(tmp_path: Path, described: PolicySpaces = CHOICE, **config: Any) -> GAIL:
-    """Untrained."""
     policy = build_policies({"p": described}, {"p": PolicyConfig()}, PPOConfig(), 1)["p"]
     section = GAILConfig.model_validate({"hidden_sizes": (6, 5), **config})
     with borrowed_random_state(1):
         return GAIL(policy, section, shown(tmp_path / "shown.csv", described))
 
 
-def pairs(described: PolicySpaces = CHOICE, seed: int = 0, count: int = 7, middle: float = 0.0) -> Rows:
-    """What was observed and done."""
-    random = np.random.default_rng(seed)
-    seen = torch.from_numpy(random.normal(middle, 1.0, (count, 3)).astype(np.float32))
+def pairs(described: PolicySpaces = CHOICE) -> Rows:
+    random, count = np.random.default_rng(0), 7
+    seen = torch.from_numpy(random.normal(size=(count, 3)).astype(np.float32))
     done = random.integers(4, size=count) if described is CHOICE else random.normal(0, 3, (count, 3))
     action = torch.from_numpy(done if described is CHOICE else done.astype(np.float32))
     return Rows({"obs": seen}, {"action": action}, {"obs": seen})
 
 
-def make_rnd(seed: int = 1) -> RND:
-    """Untrained."""
-    config = PPOConfig()
-    policy = build_policies({"p": CHOICE}, {"p": PolicyConfig()}, config, seed)["p"]
-    with borrowed_random_state(seed):
+def make_rnd() -> RND:
+    policy = build_policies({"p": CHOICE}, {"p": PolicyConfig()}, PPOConfig(), 1)["p"]
+    with borrowed_random_state(1):
         return RND(policy, RNDConfig(hidden_sizes=(8, 8), embedding_size=4))
 
 
-def transitions(seed: int = 0, count: int = 9, middle: float = 0.0) -> Rows:
-    """Observations and what follows them."""
-    random = np.random.default_rng(seed)
-    here, there = (torch.from_numpy(random.normal(middle, 1.0, (count, 3)).astype(np.float32)) for _ in range(2))
+def transitions() -> Rows:
+    random, count = np.random.default_rng(0), 9
+    here, there = (torch.from_numpy(random.normal(size=(count, 3)).astype(np.float32)) for _ in range(2))
     return Rows({"obs": here}, {"action": torch.zeros(count, dtype=torch.int64)}, {"obs": there})
