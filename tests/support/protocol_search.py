@@ -10,6 +10,8 @@ lives on, a Redis rolled back) costs one of a few faults.
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -48,13 +50,12 @@ local log = {}
 for _, entry in ipairs(redis.call('XRANGE', KEYS[2], '-', '+')) do
   log[#log + 1] = entry[1]
   for index = 1, #entry[2], 2 do
-    local name, value = entry[2][index], entry[2][index + 1]
-    if name == 'fragment' then value = redis.sha1hex(value) end
-    log[#log + 1] = name .. '=' .. value
+    log[#log + 1] = entry[2][index] .. '=' .. entry[2][index + 1]
   end
 end
 return {dumps, redis.call('HGETALL', KEYS[1]), log, last_id, redis.call('ZRANGE', KEYS[3], 0, -1, 'WITHSCORES'),
-  redis.call('HGETALL', KEYS[4]), redis.call('HGETALL', KEYS[5]), redis.call('HGETALL', KEYS[6])}
+  redis.call('HGETALL', KEYS[4]), redis.call('HGETALL', KEYS[5]), redis.call('HGETALL', KEYS[6]),
+  redis.call('HGETALL', KEYS[7])}
 """
 
 _LOAD = """
@@ -204,6 +205,8 @@ class Search:
         self._save, self._load = role.redis.register_script(_SAVE), role.redis.register_script(_LOAD)
         self._process = self._flow.process()
         self._encode = lru_cache(None)(self._encoded)
+        self._acts: dict[bytes, str] = {}
+        """What was encoded, as a field of the log → its act."""
         self._flow.set_bounds(_LEASE_SECONDS, 2**40)
         self._workers = workers
 
@@ -224,14 +227,20 @@ class Search:
     def _image(self, before: Image) -> Image:
         dumps, flow, log, last, claims, *others = self._save(self._names, [])
         pairs = {name.decode(): value.decode() for name, value in zip(flow[::2], flow[1::2], strict=True)}
-        for name in ("committed_id", "trimmed_id"):
+        for name in ("committed_id", "published_id", "trimmed_id"):
             pairs[name] = Position(pairs[name])
-        entries = tuple(Position(item.decode()) if b"=" not in item else item for item in log)
+        entries = tuple(
+            self._acts[item] if item in self._acts else item.decode() if b"=" in item else Position(item.decode())
+            for item in log
+        )
         held = tuple(
             (name.decode(), float(end) == PAST_MS) for name, end in zip(claims[::2], claims[1::2], strict=True)
         )
-        hashes = tuple(tuple(sorted(zip(one[::2], one[1::2], strict=True))) for one in others)
-        seen = (tuple(sorted(pairs.items())), entries, Position(last.decode()), tuple(sorted(held)), *hashes)
+        hashes = tuple(
+            frozenset((name.decode(), value.decode()) for name, value in zip(one[::2], one[1::2], strict=True))
+            for one in others
+        )
+        seen = (frozenset(pairs.items()), entries, Position(last.decode()), frozenset(held), *hashes)
         return Image(tuple(dump or b"" for dump in dumps), seen, held, before.appended, before.refused)
 
     def _enter(self, image: Image) -> None:
@@ -244,7 +253,9 @@ class Search:
             self._description, run_id=self.role.run_id, worker_id=name, incarnation=incarnation, seq=seq,
             policy_versions=dict.fromkeys(self._description.policies, version), steps=STEPS, num_envs=ENVS, life=act,
         )  # fmt: skip
-        return fragment.encode(made)
+        blob = fragment.encode(made)
+        self._acts[b"fragment=" + blob] = f"{act} by {name}:{incarnation}:{seq} of {version}"
+        return blob
 
     def _pushing(self, worker: WorkerState) -> tuple[Any, ...]:
         assert worker.hand is not None
@@ -573,15 +584,16 @@ class Search:
     def run(self, depth: int, begin: World, every: int = 50) -> Found:
         """All worlds up to `depth` steps from `begin`; raises `Violation` with the steps that lead to it.
 
-        From each `every`-th world it is tried whether the run can go on.
+        What a world can come to, the same one with more faults left can as well, and without any left nothing is
+        rolled back. From each `every`-th world it is tried whether the run can go on.
         """
         found = Found(worlds=1)
         ways: dict[bytes, tuple[bytes, str]] = {}
-        seen, frontier = {_key(begin)}, [begin]
+        seen = {_key(begin): begin.faults}
+        frontier = [(_key(begin), begin)]
         for _ in range(depth):
-            following: list[World] = []
-            for world in frontier:
-                here = _key(world)
+            following: list[tuple[bytes, World]] = []
+            for here, world in frontier:
                 for name, step, cost in self.steps(world):
                     if cost > world.faults:
                         continue
@@ -589,18 +601,19 @@ class Search:
                     try:
                         self._enter(world.redis)
                         new = step(replace(world, faults=world.faults - cost))
-                        new = replace(new, redis=self._image(new.redis))
+                        new = replace(new, redis=self._image(new.redis), past=new.past if new.faults else None)
                         key = _key(new)
-                        if key in seen:
+                        if seen.get(key, -1) >= new.faults:
                             continue
-                        seen.add(key)
-                        ways[key] = here, name
+                        if key not in seen:
+                            ways[key] = here, name
+                        seen[key] = new.faults
                         self.check(new)
                         if len(seen) % every == 0:
                             self.goes_on(new)
                     except AssertionError as error:
                         raise Violation(f"{error}, after: {'; '.join([*_way(ways, here), name])}") from error
-                    following.append(new)
+                    following.append((key, new))
             frontier = following
             found.by_depth.append(len(frontier))
         found.worlds = len(seen)
@@ -651,24 +664,37 @@ def _way(ways: dict[bytes, tuple[bytes, str]], key: bytes) -> list[str]:
 
 
 def _key(world: World) -> bytes:
-    """The same for worlds that differ in times only."""
+    """The same for worlds that differ in times only, or in which of two workers has which name."""
+    renamed = [world.workers] if len(world.workers) < 2 else [world.workers, world.workers[::-1]]
+    nameless = [[replace(worker, name="", hand=None) for worker in workers] for workers in renamed]
+    first = min(nameless, key=repr)
+    return min(_key_as(world, workers) for workers, known in zip(renamed, nameless, strict=True) if known == first)
+
+
+def _key_as(world: World, workers: Sequence[WorkerState]) -> bytes:
+    """Where these workers have the names `worker-0`, `worker-1` and so on."""
     positions: set[Position] = set()
+    names = {worker.name: f"worker-{index}" for index, worker in enumerate(workers)}
 
     def plain(item: Any) -> Any:
         if isinstance(item, Position):
             positions.add(item)
             return item
+        if isinstance(item, str):
+            item = re.sub(r"worker-\d", lambda found: names[found[0]], item)
+            return str(sorted(json.loads(item).items())) if item.startswith("{") else item
         if isinstance(item, Image):
             return plain((item.seen, item.appended, item.refused))
         if isinstance(item, frozenset):
-            return tuple(sorted(item))
+            return tuple(sorted((plain(part) for part in item), key=repr))
         if isinstance(item, tuple):
             return tuple(plain(part) for part in item)
         if hasattr(item, "__dataclass_fields__"):
             return tuple(plain(part) for part in vars(item).values())
         return item
 
-    found = plain(world)
+    rest = replace(world, workers=(), late=(), faults=0)
+    found = (plain(rest), plain(tuple(workers)), *sorted(plain(world.late), key=repr))
     order = {position: index for index, position in enumerate(sorted(positions, key=id_order))}
 
     def ranked(item: Any) -> Any:
