@@ -19,7 +19,7 @@ GROWN = 1.5
 
 
 def test_no_key_grows_with_the_fragments(redis_server: RedisServer, tmp_path: Path) -> None:
-    role = new_role(redis_server.url, redis_server.password, tmp_path)
+    role = new_role(redis_server, tmp_path)
     looks = list(pump(role, FRAGMENTS, FRAGMENTS // 4, life=5))
     assert [look.fragments for look in looks] == [FRAGMENTS * part // 4 for part in (1, 2, 3, 4)]
     second, last = looks[1], looks[-1]

@@ -227,12 +227,6 @@ def lose(place: FaultRun, game: Game, *seqs: int) -> list[tuple[OwnRedis, bytes,
     return lost
 
 
-def push_two(game: Game) -> tuple[int, int]:
-    first = game.worker.claims.seq
-    assert (game.worker.step(0), game.worker.step(0)) == ("pushed", "pushed")
-    return first, first + 1
-
-
 def weights(game: Game) -> str:
     arrays = state_arrays(game.trainer.learner.policies["default"])
     return hashlib.sha256(b"".join(arrays[name].tobytes() for name in sorted(arrays))).hexdigest()
@@ -241,7 +235,9 @@ def weights(game: Game) -> str:
 def test_a_body_that_is_lost_before_it_was_read_is_dropped_and_its_credit_given_again(place: FaultRun) -> None:
     game = place.game(place.config(archive="all"))
     game.play_to(3)
-    lose(place, game, *push_two(game))
+    first = game.worker.claims.seq
+    push_all(game)
+    lose(place, game, first, first + 1)
     game.finish()
     total = balanced(game)["total"]
     assert total["dropped"] == {"lost_body": {"fragments": 2, "transitions": 64}}
