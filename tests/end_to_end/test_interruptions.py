@@ -21,9 +21,9 @@ AT_HOME = {"PYTHONPATH": str(SOURCE)}
 pytestmark = pytest.mark.timeout(300)
 
 
-def train(terminal: CommandLine) -> subprocess.Popen[str]:
+def train(terminal: CommandLine, *settings: str) -> subprocess.Popen[str]:
     """A run in the foreground of its own session, until it has a checkpoint of something learned."""
-    process = terminal.start("train", terminal.write_config(stop_at=FOR_EVER), "--run-id", RUN)
+    process = terminal.start("train", terminal.write_config(stop_at=FOR_EVER), "--run-id", RUN, *settings)
     terminal.until_checkpoint(RUN, 0)
     return process
 
@@ -38,7 +38,7 @@ def durable(terminal: CommandLine) -> tuple[int, int]:
 @pytest.mark.essential
 def test_one_signal_ends_it_with_a_last_checkpoint(terminal: CommandLine) -> None:
     """Ctrl-C, and SIGTERM on the run that is resumed after it."""
-    process = train(terminal)
+    process = train(terminal, "--set", "rollout.workers=2")
     process.send_signal(signal.SIGINT)
     assert f"{RUN}: stopped" in terminal.ended(process).ok()
     first = terminal.check_ended(RUN)
@@ -89,7 +89,7 @@ def test_a_killed_coordinator_takes_everything_with_it_and_resume_goes_on_until_
     assert not (terminal.store(RUN) / ".finished").exists()
     assert "Traceback" not in done.err
 
-    goal = max(reached, durable(terminal)[0]) + 200
+    goal = max(reached, durable(terminal)[0]) + 40
     terminal.run("resume", RUN, "--set", f"stop_at.updates={goal}").ok()
     finished = terminal.check_ended(RUN, "exhausted")
     assert finished["version"] == finished["counters"]["train"]["updates"] == goal
@@ -121,9 +121,7 @@ def test_ctrl_c_while_it_starts_leaves_nothing(terminal: CommandLine, when: str)
 
 
 def test_a_run_with_two_ranks_survives_the_death_of_one(terminal: CommandLine) -> None:
-    rollout = {"workers": 1, "fragment_steps": 32, "fragments_per_update": 2}
-    config = terminal.write_config(stop_at=FOR_EVER, rollout=rollout)
-    run = terminal.start("train", config, "--run-id", RUN, "--set", "trainer.ranks=2")
+    run = terminal.start("train", terminal.write_config(stop_at=FOR_EVER), "--run-id", RUN, "--set", "trainer.ranks=2")
 
     def rank(status: Status) -> int | None:
         return next((beat.pid for beat in status.roles if beat.id == "rank-1" and beat.alive), None)

@@ -105,7 +105,7 @@ class CommandLine:
         """A small config for CartPole; `sections` replace or add top-level keys."""
         data: dict[str, Any] = {
             "environment": {"id": "CartPole-v1", "num_envs": 4},
-            "rollout": {"workers": 2, "fragment_steps": 32, "fragments_per_update": 2},
+            "rollout": {"workers": 1, "fragment_steps": 32, "fragments_per_update": 2},
             "algorithm": {"minibatch_size": 128, "epochs": 2},
             "checkpoint": {"every": "20 updates"},
             "evaluation": {"episodes": 2},

@@ -126,10 +126,11 @@ class FaultProxy:
 
         async def end() -> None:
             self._server.close()
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            while others := asyncio.all_tasks() - {asyncio.current_task()}:
+                for task in others:
+                    task.cancel()
+                await asyncio.gather(*others, return_exceptions=True)
+                await asyncio.sleep(0.01)  # for sockets to close, and for the tasks of those just accepted to begin
 
         asyncio.run_coroutine_threadsafe(end(), self._loop).result(_SWITCH_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -10,10 +10,12 @@ lives on, a Redis rolled back) costs one of a few faults.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -35,6 +37,7 @@ PAST_MS = 1
 _LEASE_SECONDS = 1e9
 _ANOTHER_PROCESS = "the process before"
 _POSITION = re.compile("⟨(.*?)⟩")
+_WORKER = re.compile(r"worker-\d+")
 
 
 class Position(str):
@@ -155,8 +158,31 @@ class World:
         return replace(self, workers=workers, trainers=trainers, store=[*self.store], late=[*self.late])
 
     def key(self) -> bytes:
-        """The same for worlds that differ in times only."""
-        text = repr(self)
+        """The same for worlds that differ in times only, in which worker has which name, or in the faults left."""
+        orders = list(itertools.permutations(self.workers))
+        nameless = [repr([replace(worker, name="", hand=None) for worker in order]) for order in orders]
+        first = min(nameless)
+        return min(self._key_as(order) for order, known in zip(orders, nameless, strict=True) if known == first)
+
+    def _key_as(self, workers: Sequence[WorkerState]) -> bytes:
+        """Where these workers have the names `worker-0`, `worker-1` and so on."""
+        names = {worker.name: f"worker-{index}" for index, worker in enumerate(workers)}
+
+        def named(item: Any) -> Any:
+            if isinstance(item, bytes):
+                return named(item.decode())
+            if isinstance(item, str) and not isinstance(item, Position):
+                text = _WORKER.sub(lambda found: names[found[0]], item)
+                return sorted(json.loads(text).items()) if text.startswith("{") else text
+            if isinstance(item, Image):
+                unordered = (item.claims, *item.workers, item.appended, item.refused)
+                return named((item.flow, item.log, item.last)), [sorted(named(each)) for each in unordered]
+            if isinstance(item, tuple | list):
+                return tuple(named(part) for part in item)
+            return named([getattr(item, each.name) for each in fields(item)]) if is_dataclass(item) else item
+
+        rest = named((self.redis, workers, self.trainers, self.store, self.past, self.rolled_back))
+        text = repr((rest, sorted(map(repr, named(self.late)))))
         positions = sorted({*_POSITION.findall(text)}, key=id_order)
         ranks = {position: str(rank) for rank, position in enumerate(positions)}
         ranked = _POSITION.sub(lambda found: f"⟨{ranks[found[1]]}⟩", text)
@@ -197,6 +223,8 @@ class Search:
         ]  # fmt: skip
         self._process = self._flow.process()
         self._encode = lru_cache(None)(self._encoded)
+        self._acts: dict[bytes, str] = {}
+        """What was encoded → the act that it is of."""
         self._flow.set_bounds(_LEASE_SECONDS, 2**40)
         self._workers = workers
 
@@ -225,12 +253,15 @@ class Search:
             found = reads.execute(raise_on_error=False)  # there may be no log
         dumps, (flow, log, info, claims, *workers) = found[: len(self._names)], found[len(self._names) :]
         pairs = {name.decode(): value.decode() for name, value in flow.items()}
-        places = {name: Position(pairs[name]) for name in ("committed_id", "trimmed_id")}
+        places = {name: Position(pairs[name]) for name in ("committed_id", "published_id", "trimmed_id")}
         return replace(
             before,
             dumps=tuple(dump or b"" for dump in dumps),
             flow=_pairs(pairs | places),
-            log=tuple((Position(id_.decode()), _pairs(entry, hashed=b"fragment")) for id_, entry in log),
+            log=tuple(
+                (Position(id_.decode()), _pairs(entry | {b"fragment": self._acts[entry[b"fragment"]]}))
+                for id_, entry in log
+            ),
             last=Position(info["last-generated-id"].decode()) if isinstance(info, dict) else _START,
             claims=tuple(sorted((name.decode(), end == PAST_MS) for name, end in claims)),
             workers=tuple(map(_pairs, workers)),
@@ -251,6 +282,7 @@ class Search:
         new.faults -= cost
         step(new)
         new.redis = self._image(new.redis)
+        new.past = new.past if new.faults else None  # nothing is rolled back any more
         return new
 
     # Workers
@@ -260,7 +292,9 @@ class Search:
             self._description, run_id=self.role.run_id, worker_id=name, incarnation=incarnation, seq=seq,
             policy_versions=dict.fromkeys(self._description.policies, version), steps=STEPS, num_envs=ENVS, life=act,
         )  # fmt: skip
-        return fragment.encode(made)
+        blob = fragment.encode(made)
+        self._acts[blob] = f"{act} by {name}:{incarnation}:{seq} of {version}"
+        return blob
 
     @staticmethod
     def _pushing(worker: WorkerState) -> tuple[Any, ...]:
@@ -585,10 +619,11 @@ class Search:
     def run(self, depth: int, begin: World, every: int = 50) -> Found:
         """All worlds up to `depth` steps from `begin`; raises `Violation` with the steps that lead to it.
 
-        From each `every`-th world it is tried whether the run can go on.
+        What a world can come to, the same one with more faults left can as well. From each `every`-th world it is
+        tried whether the run can go on.
         """
         found = Found()
-        seen: set[bytes] = {begin.key()}
+        seen = {begin.key(): begin.faults}
         frontier: list[tuple[World, tuple[str, ...]]] = [(begin, ())]
         for _ in range(depth):
             following = []
@@ -599,9 +634,9 @@ class Search:
                     found.steps += 1
                     try:
                         new = self._after(world, step, cost)
-                        if (key := new.key()) in seen:
+                        if seen.get(key := new.key(), -1) >= new.faults:
                             continue
-                        seen.add(key)
+                        seen[key] = new.faults
                         self.check(new)
                         if len(seen) % every == 0:
                             self.goes_on(new)
@@ -614,11 +649,8 @@ class Search:
         return found
 
 
-def _pairs(mapping: Mapping[Any, Any], hashed: bytes = b"") -> tuple[Any, ...]:
-    """Sorted; of the value that is `hashed` its SHA-1."""
-    return tuple(
-        (name, hashlib.sha1(value).digest() if name == hashed else value) for name, value in sorted(mapping.items())
-    )
+def _pairs(mapping: Mapping[Any, Any]) -> tuple[Any, ...]:
+    return tuple(sorted(mapping.items()))
 
 
 def _once(entries: list[LogEntry]) -> Callable[..., list[LogEntry]]:
