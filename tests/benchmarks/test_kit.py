@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.kit.check import compare
-from benchmarks.kit.measure import Curve, Measure, Result, reached, read, write
+from benchmarks.kit.measure import Curve, Measure, Result, read, write
 from benchmarks.kit.options import Options, in_turns
 from benchmarks.kit.report import write_index, write_page
 from benchmarks.learning.intervals import bootstrap, difference_interval, iqm, iqm_interval, mean_interval
@@ -40,23 +40,15 @@ def test_the_file_gives_back_what_was_written(tmp_path: Path) -> None:
     assert replace(found, curves=()) == replace(RESULT, curves=()) and list(found.curves) == list(RESULT.curves)
 
 
-def test_ratios_are_taken_repeat_by_repeat() -> None:
-    assert RESULT.ratios(RESULT.measures[1]) == pytest.approx([0.9, 1.1, 0.75])
-
-
-@pytest.mark.parametrize(("index", "expected"), [(0, None), (1, True), (2, True), (3, False)])
-def test_an_aim_is_compared_with_the_median(index: int, expected: bool | None) -> None:
-    assert reached(RESULT, RESULT.measures[index]) is expected
-
-
 def test_a_page_shows_lines_aims_notes_settings_and_pictures(tmp_path: Path) -> None:
+    """Ratios are taken repeat by repeat, and an aim is compared with the median."""
     write(RESULT, tmp_path / "speed.json")
     write_page(RESULT, tmp_path)
     write_index(tmp_path)
     page = (tmp_path / "speed.md").read_text()
     assert "| ours | messages/s | 220 | 90 – 300 | plain | **0.9** | 0.75 – 1.1 | ≥ 0.8 | yes |" in page
     assert "| too slow | messages/s | 10 | 10 – 10 | plain | **0.05** | 0.025 – 0.1 | ≥ 0.8 | NO |" in page
-    assert "with a slow store" in page and '"bytes": 4096' in page
+    assert "| stall | ms | 4 | 3 – 9 |" in page and "with a slow store" in page and '"bytes": 4096' in page
     for picture in ("speed.png", "speed-by-size.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG") and f"({picture})" in page
     assert "| [speed](speed.md) | 2026-01-01 | 3 | 2 of 3 |" in (tmp_path / "README.md").read_text()

@@ -135,7 +135,7 @@ def test_hidden_velocities_leave_the_positions() -> None:
         assert hidden.step(action)[0].tolist() == plain.step(action)[0][[0, 2]].tolist()
 
 
-def test_bits_are_flipped_one_by_one_until_they_are_the_goal() -> None:
+def test_bits_are_flipped_one_by_one_until_they_are_the_goal_or_it_is_missed_after_as_many_steps_as_bits() -> None:
     environment = BitFlip(6)
     for seed in range(20):
         seen, _ = environment.reset(seed=seed)
@@ -146,10 +146,6 @@ def test_bits_are_flipped_one_by_one_until_they_are_the_goal() -> None:
         seen, *rest = steps[-1]
         assert rest == [0.0, True, False, {"is_success": True}]
         assert (seen["achieved_goal"] == seen["desired_goal"]).all()
-
-
-def test_after_as_many_steps_as_bits_the_goal_is_missed() -> None:
-    environment = BitFlip(6)
     check_env(environment, skip_render_check=True)
     environment.reset(seed=0)
     steps = [environment.step(np.int64(0)) for _ in range(6)]
@@ -193,16 +189,9 @@ def test_what_does_not_fit_into_the_budget_is_not_begun(tmp_path: Path, capsys: 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
-    """One run, and where it was."""
-    folder = tmp_path_factory.mktemp("runs")
-    heated = task(config={**TINY, "heatup": "32 env_steps"})
-    return run(Job(heated, "inline", 3), folder), folder
-
-
-def test_a_run_leaves_its_curves_and_nothing_else(ran: tuple[Result, Path]) -> None:
-    found, folder = ran
+def test_a_run_leaves_its_curves_and_nothing_else_and_they_come_back_as_they_were(tmp_path: Path) -> None:
+    folder, data = tmp_path / "runs", tmp_path / "data"
+    found = run(Job(task(config={**TINY, "heatup": "32 env_steps"}), "inline", 3), folder)
     assert (found.task, found.mode, found.seed, found.reason) == ("tiny", "inline", 3, "exhausted")
     assert [at for at, _ in found.evaluations] in ([0, 160, 288], [0, 288])  # a checkpoint may be passed over
     assert found.env_steps == 288
@@ -211,6 +200,11 @@ def test_a_run_leaves_its_curves_and_nothing_else(ran: tuple[Result, Path]) -> N
     assert all(value >= 8 for _, value in found.training)
     assert found.versions["torch"] and found.machine["cores"] > 0 and found.seconds > 0
     assert list(folder.iterdir()) == []
+    write(found, data)
+    path = place(data, "tiny", "inline", 3)
+    assert read(path) == found
+    assert str(folder) not in path.read_text(), "the data name no place on this machine"
+    assert parse_config({**found.config, "seed": found.seed}).hash() == found.config_hash
 
 
 def test_the_teachers_run_is_made_first_and_goes_with_its_pupils(tmp_path: Path) -> None:
@@ -227,17 +221,6 @@ def test_a_run_that_cannot_begin_is_lost_and_says_why(tmp_path: Path, role: str)
     lost = task(**(teacher if role == "teacher" else {"config": wrong}))
     with pytest.raises(RunLost, match=rf"(?s)tiny-{role}-1 .*; it said: .*NoSuchThing"):
         run(Job(lost, "inline", 1), tmp_path)
-
-
-def test_the_data_name_no_place_on_this_machine_and_come_back_as_they_were(
-    ran: tuple[Result, Path], tmp_path: Path
-) -> None:
-    found, folder = ran
-    write(found, tmp_path)
-    path = place(tmp_path, "tiny", "inline", 3)
-    assert read(path) == found
-    assert str(folder) not in path.read_text()
-    assert parse_config({**found.config, "seed": found.seed}).hash() == found.config_hash
 
 
 def test_the_command_line_runs_what_is_missing_and_writes_the_report(

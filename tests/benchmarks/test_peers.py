@@ -44,10 +44,7 @@ def test_a_mean_return_counts_only_over_a_whole_window_of_episodes() -> None:
     assert seconds_to(fake(mean_return=480, lines=WINDOW_EPISODES // 10), 475, 60) is None
     reached = seconds_to(fake(mean_return=480), 475, 60)
     assert reached is not None and reached >= WINDOW_EPISODES // 10 * 0.06
-
-
-def test_what_is_not_reached_in_time_is_none() -> None:
-    assert seconds_to(fake(mean_return=470), 475, 1.0) is None
+    assert seconds_to(fake(mean_return=470), 475, 1.0) is None, "not reached in time"
 
 
 def test_a_program_that_fails_says_what_it_said_last() -> None:

@@ -38,14 +38,21 @@ Measure = Callable[..., Result]
 
 @pytest.fixture
 def measure_quickly(tmp_path: Path) -> Measure:
-    """`measure_quickly("limits", "memory: copy")`: one quick round of a benchmark, or of some of its lines."""
+    """`measure_quickly("limits", "memory: copy")`: one quick round of a benchmark, or of some of its lines.
+
+    Each line has one sample, which is above 0 unless it is a difference.
+    """
 
     def measure(name: str, *only: str) -> Result:
         command = [sys.executable, "-m", "benchmarks", name, "--quick", "--out", str(tmp_path)]
         command += ["--only", *only] if only else []
         ended = subprocess.run(command, capture_output=True, text=True)
         assert ended.returncode == 0, ended.stderr
-        return read(tmp_path / f"{name}.json")
+        result = read(tmp_path / f"{name}.json")
+        assert result.measures
+        for line in result.measures:
+            assert len(line.samples) == 1 and (line.samples[0] > 0 or "guards" in line.what), line
+        return result
 
     return measure
 
@@ -54,17 +61,14 @@ def test_adoption(measure_quickly: Measure) -> None:
     result = measure_quickly("adoption", "64×64")
     assert {measure.unit for measure in result.measures} == {"ms"}
     found = {measure.what: measure.median for measure in result.measures}
-    assert all(milliseconds > 0 for milliseconds in found.values())
     roles = {what.partition(", ")[2] for what in found}
     assert all(found[f"p50 with encoding, {who}"] >= found[f"p50, {who}"] for who in roles)
 
 
 def test_checkpoint(measure_quickly: Measure) -> None:
     result = measure_quickly("checkpoint")
-    stalls = [measure for measure in result.measures if measure.unit == "ms"]
-    rates = [measure for measure in result.measures if measure.unit == "1/s"]
-    assert stalls and all(measure.median > 0 for measure in stalls)
-    assert {len(result.ratios(measure)) for measure in rates if measure.against} == {1}
+    assert {measure.unit for measure in result.measures} >= {"ms", "1/s"}
+    assert {len(result.ratios(measure)) for measure in result.measures if measure.against} == {1}
 
 
 def test_every_step_has_its_cost() -> None:
@@ -83,9 +87,8 @@ def test_a_case_has_its_four_lines(measure_quickly: Measure) -> None:
     result = measure_quickly("end-to-end", "lockstep: PPO")
     names = ("acting alone", "learning alone", "one after the other", "end to end")
     assert [line.what for line in result.measures] == [f"lockstep: PPO, {name}" for name in names]
-    acting, learning, bound, whole = (line.samples for line in result.measures)
-    assert all(len(samples) == 1 and min(samples) > 0 for samples in (acting, learning, bound, whole))
-    assert bound == pytest.approx([1 / (1 / a + 1 / b) for a, b in zip(acting, learning, strict=True)])
+    acting, learning, bound, _ = (line.samples[0] for line in result.measures)
+    assert bound == pytest.approx(1 / (1 / acting + 1 / learning))
     assert result.measures[3].against == "lockstep: PPO, one after the other" and result.measures[3].aim == 0.95
     assert [remark.partition(":")[0] for remark in result.remarks if "processor time" in remark]
 
@@ -131,7 +134,6 @@ def test_each_algorithm_is_measured_beside_its_plain_loop(measure_quickly: Measu
     result = measure_quickly("learner", "PPO, minibatch 512", "DQN", "SAC, 64", "TD3", "A2C")
     lines = {measure.what: measure for measure in result.measures}
     assert {"PPO, minibatch 512", "DQN", "DQN, images", "SAC, 64×64", "TD3, 64×64", "A2C, 4096 at once"} <= set(lines)
-    assert all(len(line.samples) == 1 and line.samples[0] > 0 for line in lines.values())
     for name in ("PPO, minibatch 512", "DQN", "DQN, images", "SAC, 64×64"):
         assert lines[name].against == f"{name}: plain loop" and lines[name].aim == 1.0
         assert all(math.isfinite(ratio) for ratio in result.ratios(lines[name]))
@@ -148,12 +150,10 @@ def _busy(seconds: float) -> None:
 
 def test_every_line_has_a_figure_and_the_two_roles_tell_all_their_parts(measure_quickly: Measure) -> None:
     result = measure_quickly("limits")
-    assert all(len(line.samples) == 1 for line in result.measures)
     of_framework = {f"worker: {part}" for part in (*WORKER_PARTS, FRAMEWORK)}
     of_framework |= {f"trainer: {part}" for part in (*TRAINER_PARTS, FRAMEWORK)}
     found = {line.what: line.samples[0] for line in result.measures}
     assert of_framework <= set(found)
-    assert all(value > 0 for what, value in found.items() if "guards" not in what), found
     aims = {line.what: line.aim for line in result.measures if line.aim is not None}
     assert aims == {"worker: framework": 1.0, "trainer: framework": 0.5}
     assert found[f"worker: {CLOCKS}"] < found["worker: framework"]
@@ -217,7 +217,6 @@ def test_every_part_is_measured_with_the_whole_path(measure_quickly: Measure) ->
     assert {whole, "a worker alone, on one core"} <= set(found) and "environments alone, on one core" not in found
     assert found[whole].unit == "env steps/s" and found[whole].aim is None, "small sizes have nothing to reach"
     assert {f"{whole}: {role}" for role in ("worker", "trainer", "redis-server")} <= set(found)
-    assert all(len(line.samples) == 1 and line.samples[0] > 0 for line in found.values())
     assert result.settings["config"]["environment"]["vectorization"] == "native" and AIM == 500_000
 
 
@@ -232,14 +231,14 @@ def test_each_fragment_is_learned_from_once_more() -> None:
 def test_recovery(measure_quickly: Measure) -> None:
     result = measure_quickly("recovery", "worker")
     assert {measure.what for measure in result.measures} == {"worker-0, p50", "worker-0, p95"}
-    assert all(measure.unit == "s" and measure.median > 0 for measure in result.measures)
+    assert {measure.unit for measure in result.measures} == {"s"}
     assert "the ledger balances after all kills" in result.remarks
 
 
 @pytest.mark.parametrize(("family", "lines", "beyond"), [("workers", 1, 0), ("networks", 2, 1)])
 def test_sizes_are_measured_and_worked_out(measure_quickly: Measure, family: str, lines: int, beyond: int) -> None:
     result = measure_quickly("scale", family)
-    assert len(result.measures) == lines and all(line.samples[0] > 0 for line in result.measures)
+    assert len(result.measures) == lines
     measured, worked_out = result.curves
     assert [size for size, _ in measured.points] == [size for size, _ in worked_out.points][:lines]
     assert len(worked_out.points) == lines + beyond
@@ -297,7 +296,7 @@ def test_transport(measure_quickly: Measure) -> None:
 def test_a_setting_is_a_real_run(measure_quickly: Measure) -> None:
     result = measure_quickly("tuning", "slow: 1 × 8 × 64, async")
     (line,) = result.measures
-    assert (line.what, line.against) == ("slow: 1 × 8 × 64, async", "") and line.samples[0] > 0
+    assert (line.what, line.against) == ("slow: 1 × 8 × 64, async", "")
     assert result.settings[line.what]["environment"]["vectorization"] == "async"
 
 

@@ -8,6 +8,7 @@ store are left out. Workers die and register anew all the time, some fragments a
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
 import tempfile
 import time
@@ -16,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.services.embedded import new_secret, start_redis
 from shared.experience import fragment
 from shared.protocol.events import emit
 from shared.protocol.keys import RunKeys
 from shared.protocol.ledger import read_accounting
 from shared.runtime.run_context import RunContext
+from tests.support.own_redis import OwnRedis
 from tests.support.runs import RedisServer, folder_address, make_run
 from tests.support.small_run import SIZE, SmallTrainer, SmallWorker, small_config
 
@@ -76,14 +77,12 @@ def held(role: RunContext, fragments: int) -> Held:
     client: Any = role.redis
     prefix = RunKeys(role.run_id).prefix
     keys = {key.decode().removeprefix(prefix): int(client.memory_usage(key)) for key in client.scan_iter(f"{prefix}*")}
-    resident = next(
-        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")
-    ).split()
-    return Held(fragments, int(client.info("memory")["used_memory_rss"]), int(resident[1]) * 1024, keys)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return Held(fragments, int(client.info("memory")["used_memory_rss"]), pages * resource.getpagesize(), keys)
 
 
-def new_role(url: str, password: str, folder: Path) -> RunContext:
-    return make_run(small_config(fragments_per_update=K), folder_address(RedisServer(url, password), folder))
+def new_role(server: RedisServer, folder: Path) -> RunContext:
+    return make_run(small_config(fragments_per_update=K), folder_address(server, folder))
 
 
 def main() -> int:
@@ -91,10 +90,10 @@ def main() -> int:
     parser.add_argument("--fragments", type=int, default=1_000_000)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder, password, begun = Path(name), new_secret(), time.monotonic()
-        service = start_redis(folder / "redis", folder / "redis.log", password)
+        folder, begun = Path(name), time.monotonic()
+        server = OwnRedis(folder / "redis", settings={"appendonly": "no"})
         try:
-            role = new_role(f"redis://127.0.0.1:{service.port}/0", password, folder)
+            role = new_role(server.through(server.port), folder)
             print("| fragments | Redis, resident (MiB) | trainer and workers, resident (MiB) | largest keys (KiB) |")
             print("|---|---|---|---|")
             for look in pump(role, given.fragments, max(K, given.fragments // 10), life=500):
@@ -106,7 +105,7 @@ def main() -> int:
             print(f"\nledger: {'balanced' if balanced else 'OUT OF BALANCE'}; {time.monotonic() - begun:.0f} s")
             return 0 if balanced else 1
         finally:
-            service.stop()
+            server.kill()
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ class Soak:
     def resume_if_killed(self) -> None:
         """What a person (or systemd) does: a run whose coordinator was killed is resumed."""
         if self.detached:
-            if self._is_there(self.coordinator):
+            if process_stat(self.coordinator) is not None:
                 return
         elif self.process.poll() is None:
             return
@@ -157,10 +157,6 @@ class Soak:
             raise NotThrough(f"it did not start: {ended.out[-1000:]} {ended.err[-1000:]}")
         self.terminal.wait_until("the coordinator", lambda: "coordinator" in self.watched.processes())
         ((_, self.coordinator),) = self.watched.processes()["coordinator"]
-
-    @staticmethod
-    def _is_there(pid: int) -> bool:
-        return process_stat(pid) is not None
 
     def watch_recovery(self) -> None:
         """Notes which faults are over; raises `NotThrough` for one that lasts too long."""

@@ -87,7 +87,6 @@ def test_a_trainer_that_dies_between_any_two_writes(new_run: NewRun) -> None:
     points = [(first, second) for course, first in courses.items() for second in range(len(course))]
     for first, second in thinned(points):
         die_and_come_through(new_run(config), expected, first, second)
-    print(f"{len(whole.done)} writes of a run; {len(points)} writes of {len(courses)} courses of a restart")
 
 
 def test_a_trainer_that_publishes_through_the_store_dies_between_any_two_writes(new_run: NewRun) -> None:
@@ -95,7 +94,6 @@ def test_a_trainer_that_publishes_through_the_store_dies_between_any_two_writes(
     expected, whole = undisturbed(new_run, config)
     for point in thinned(range(len(whole.done))):
         die_and_come_through(new_run(config), expected, point)
-    print(f"{len(whole.done)} writes of a run")
 
 
 def die_and_come_through(run: Run, expected: dict[str, Any], *points: int) -> tuple[str, ...]:
@@ -133,7 +131,6 @@ def test_a_trainer_that_dies_while_it_goes_back_to_an_older_checkpoint(new_run: 
     points = len(go_back().start)
     for point in thinned(range(points)):
         go_back(point)
-    print(f"{points} points")
 
 
 def test_a_trainer_that_dies_while_its_publisher_is_behind(new_run: NewRun) -> None:
@@ -147,7 +144,6 @@ def test_a_trainer_that_dies_while_its_publisher_is_behind(new_run: NewRun) -> N
         act_alone(run)
         assert run.train(Life(glance=run.glance))
         assert run.outcome() == expected, f"after a crash with the publisher at its write {held}"
-    print(f"{len(points)} points")
 
 
 def test_a_trainer_that_comes_back_after_its_successor_has_ended_the_run(new_run: NewRun) -> None:
@@ -169,7 +165,6 @@ def test_a_trainer_that_comes_back_after_its_successor_has_ended_the_run(new_run
         assert touched <= {write.partition(" ")[2] for write in old.done[point : point + 1]}, (
             f"let go at its write {point}: {old.done[point:]}"
         )
-    print(f"{len(whole.done) - 1} points")
 
 
 def test_a_worker_that_dies_between_any_two_writes(new_run: NewRun) -> None:
@@ -188,7 +183,6 @@ def test_a_worker_that_dies_between_any_two_writes(new_run: NewRun) -> None:
         final = run.outcome()["kept"][-1]
         found = replay(run.role.checkpoints, config, run.role.description(), "start", final)
         assert found.equal, f"a worker that died before its write {point} ({writes[point]}): {found.different}"
-    print(f"{len(writes)} writes of a worker: {sorted(set(writes))}")
 
 
 @pytest.mark.parametrize("who", ["worker", "trainer"])
@@ -215,7 +209,6 @@ def test_who_dies_between_two_writes_of_a_run_with_shards(new_run: NewRun, redis
         run.role.bodies.sweep(run.role.redis)
         named = named_bodies(run.role.redis, run.role.run_id)
         assert {place.field for worker, place in named if worker == "worker-0"} == shard_fields(run.role, "worker-0")
-    print(f"{len(writes) - first} writes of a {who}: {sorted(set(writes))}")
 
 
 def learned(run: Run) -> dict[str, Any]:
@@ -240,4 +233,3 @@ def test_an_evaluator_that_dies_between_any_two_writes(new_run: NewRun) -> None:
         assert run.train(Life(glance=run.glance))
         run.look()
         assert run.outcome() == expected, f"an evaluator that died before its write {point}: {writes[point]}"
-    print(f"{len(writes)} writes of an evaluator: {sorted(set(writes))}")

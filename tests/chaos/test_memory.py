@@ -13,14 +13,14 @@ from tests.conftest import RedisServer
 
 pytestmark = pytest.mark.timeout(300)
 
-FRAGMENTS = 16_000
+FRAGMENTS = 4_000
 GROWN = 1.5
 """Streams are trimmed by whole nodes, so that their sizes go up and down a little."""
 
 
 def test_no_key_grows_with_the_fragments(redis_server: RedisServer, tmp_path: Path) -> None:
-    role = new_role(redis_server.url, redis_server.password, tmp_path)
-    looks = list(pump(role, FRAGMENTS, FRAGMENTS // 4, life=20))
+    role = new_role(redis_server, tmp_path)
+    looks = list(pump(role, FRAGMENTS, FRAGMENTS // 4, life=5))
     assert [look.fragments for look in looks] == [FRAGMENTS * part // 4 for part in (1, 2, 3, 4)]
     second, last = looks[1], looks[-1]
     grown = {key: (second.keys.get(key), size) for key, size in last.keys.items() if size > GROWN * second.keys[key]}

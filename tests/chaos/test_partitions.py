@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -17,15 +16,14 @@ import pytest
 
 from coordinator.lifecycle.preparation import prepare_new
 from coordinator.lifecycle.validation import check
-from coordinator.services.embedded import BUCKET, new_secret, start_redis, start_s3
+from coordinator.services.embedded import BUCKET
 from shared.config.loading import load_config
 from shared.protocol.flow_control import RunState
 from shared.protocol.ledger import read_accounting
-from shared.protocol.redis_client import Address
 from shared.runtime.run_context import RunContext, open_run_context
 from shared.storage.checkpoint_store import FINISHED
 from tests.support import lockstep_run
-from tests.support.command_line import CommandLine, check_ledger
+from tests.support.command_line import CommandLine, OwnServers, check_ledger, command_line, own_servers
 from tests.support.fault_proxy import FaultProxy
 
 RUN, UNDISTURBED = "partitioned", "undisturbed"
@@ -36,7 +34,7 @@ FAULTS: dict[str, Callable[[FaultProxy], None]] = {
     "half-open": lambda proxy: proxy.black_hole(),
     "throttled": lambda proxy: proxy.throttle(20_000),
 }
-LASTS_SECONDS = 1.0
+LASTS_SECONDS = 0.5
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -46,24 +44,22 @@ class Network:
 
     terminal: CommandLine
     role: RunContext
-    redis_port: int
-    s3_port: int
+    servers: OwnServers
     config: Path
-    environ: dict[str, str]
     links: dict[str, FaultProxy] = dataclasses.field(default_factory=dict)
 
     def start(self, name: str, module: str, *more: str, direct: bool = False) -> subprocess.Popen[str]:
         """A role; its links are `name Redis` and `name store`, unless it goes `direct`."""
-        ports = {"Redis": self.redis_port, "store": self.s3_port}
+        ports = {"Redis": self.servers.redis.port, "store": self.servers.s3.port}
         if not direct:
             for server, port in list(ports.items()):
                 link = self.links[f"{name} {server}"] = FaultProxy(port)
                 ports[server] = link.port
         arguments = [
-            RUN, "--redis", f"redis://127.0.0.1:{ports['Redis']}/0", "--store", f"s3://{BUCKET}/team",
+            RUN, "--redis", f"redis://127.0.0.1:{ports['Redis']}/0", "--store", f"s3://{BUCKET}",
             "--endpoint-url", f"http://127.0.0.1:{ports['store']}", "--config", str(self.config),
         ]  # fmt: skip
-        return self.terminal.module(module, *arguments, *more, environ=self.environ)
+        return self.terminal.module(module, *arguments, *more, environ=self.servers.environ)
 
     def until_after(self, version: int) -> int:
         """Waits until a later version than this is published, the accounting balancing all the while; answers it."""
@@ -97,40 +93,23 @@ class Network:
 @pytest.fixture
 def network(tmp_path: Path) -> Iterator[Network]:
     (tmp_path / "slow.py").write_text(lockstep_run.ENVIRONMENT)
-    password, access, secret = new_secret(), new_secret(), new_secret()
-    keys, folder = tmp_path / "secrets.json", tmp_path / "servers"
-    keys.write_text(json.dumps({"redis_password": password, "s3_access_key": access, "s3_secret_key": secret}))
     with contextlib.ExitStack() as started:
-        terminal = CommandLine(tmp_path)
-        redis = start_redis(folder / "redis", folder / "redis.log", password)
-        started.callback(redis.stop)
-        s3 = start_s3(folder / "s3", folder / "s3.log", access, secret)
-        started.callback(s3.stop)
-        started.callback(terminal.close)
-        url, store, endpoint = f"redis://127.0.0.1:{redis.port}/0", f"s3://{BUCKET}/team", f"http://127.0.0.1:{s3.port}"
+        servers = started.enter_context(own_servers(tmp_path / "servers"))
+        terminal = started.enter_context(command_line(tmp_path))
         path = lockstep_run.write_config(
-            terminal, 0.003, stop_at={"updates": 10**6},
-            redis={"url": url, "timeout_seconds": 2, "retry_seconds": 120},
-            store={"url": store, "endpoint_url": endpoint, "timeout_seconds": 10, "retries": 1},
+            terminal, 0.003, stop_at={"updates": 10**6}, checkpoint={"every": "3 updates"},
+            redis=servers.config["redis"] | {"timeout_seconds": 2, "retry_seconds": 120},
+            store=servers.config["store"] | {"timeout_seconds": 10, "retries": 1},
         ).rename(tmp_path / "partitioned.yaml")  # fmt: skip
-        settings = load_config(path, environ={})
-        role = open_run_context(settings, Address(RUN, url, store, endpoint, str(keys)))
+        role = open_run_context(load_config(path, environ={}), servers.address(RUN))
         started.callback(role.redis.close)
-        with contextlib.chdir(tmp_path):
-            record_run(role, tmp_path)
-        environ = {
-            "STAGECOACH_REDIS_PASSWORD": password, "AWS_ACCESS_KEY_ID": access, "AWS_SECRET_ACCESS_KEY": secret,
-        }  # fmt: skip
-        network = Network(terminal, role, redis.port, s3.port, path, environ)
+        with contextlib.chdir(tmp_path), pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(tmp_path))
+            prepare_new(role, check(role.config))
+        network = Network(terminal, role, servers, path)
         yield network
         for link in network.links.values():
             link.close()
-
-
-def record_run(role: RunContext, folder: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        prepare_new(role, check(role.config))
 
 
 def test_each_link_fails_in_each_way_and_the_weights_are_those_of_an_undisturbed_run(network: Network) -> None:
@@ -151,18 +130,18 @@ def test_a_trainer_that_was_cut_off_and_comes_back_writes_nothing_more(network: 
     """The network drops what it sends and receives; its connections stay. Another trainer is started meanwhile."""
     old = network.start("old", "trainer_node")
     worker = network.start("worker", "rollout_worker", "--index", "0", direct=True)
-    version = network.until_after(20)
+    version = network.until_after(6)
     network.links["old Redis"].black_hole()
     network.links["old store"].black_hole()
     new = network.start("new", "trainer_node", direct=True)
-    version = network.until_after(version + 10)
+    version = network.until_after(version + 4)
     assert old.poll() is None, "the old one is there, and waits"
     epoch = network.role.flow.read().epoch
     for link in network.links.values():
         link.heal()
     ended = network.terminal.ended(old)
     assert ended.code == 1 and "a newer trainer has taken over" in ended.err, ended
-    network.until_after(network.role.flow.read().version + 10)
+    network.until_after(network.role.flow.read().version + 4)
     assert network.role.flow.read().epoch == epoch
     pointer = network.role.checkpoints.pointer()
     assert pointer is not None and pointer.epoch == epoch

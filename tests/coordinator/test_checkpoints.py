@@ -6,7 +6,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Container
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ from shared.storage.checkpoint_store import (
 from shared.storage.object_store import FileStore, ObjectStore
 from tests.conftest import minimal_config
 from tests.support.checkpoints import key_of
-from tests.support.command_line import until
+from tests.support.command_line import contents, until
 from trainer_node.checkpointing.retention import prune, take_inventory, to_prune
 
 POLICY, STATE = "default/policy.safetensors", "trainer/state.json"
@@ -47,57 +47,47 @@ NAME = NAMES[2]
 HALF = "3_Step-1.ckpt"
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """An ended run with five checkpoints."""
-    config = minimal_config(
-        runs_dir=str(tmp_path_factory.mktemp("runs")), checkpoint={"every": "1 updates", "keep_last": 9},
-        evaluation={"episodes": 2}, policy_versions={"transport": "object_store"},
-    )  # fmt: skip
-    run = Run.start(config, "a", inline=True)
-    assert run.wait(120).reason == "exhausted"
-    assert [entry["name"] for entry in run.checkpoints()] == NAMES
-    return run
-
-
-def copy(run: Run, store: ObjectStore) -> CheckpointStore:
-    source = run.checkpoint_store().store
-    for key in source.keys(""):
-        store.put(key, source.get(key))
-    return CheckpointStore(store, "a")
+Copy = Callable[[ObjectStore], CheckpointStore]
 
 
 @pytest.fixture
-def checkpoints(run: Run, any_store: ObjectStore) -> CheckpointStore:
-    """A copy of the run's checkpoints that a test may spoil."""
-    return copy(run, any_store)
+def copied(ended_run: Run, monkeypatch: pytest.MonkeyPatch) -> Copy:
+    """Copies the run's checkpoints into a store, where a test may spoil them; what is damaged is not read again."""
+    monkeypatch.setattr("shared.storage.checkpoint_store._READ_PAUSES_SECONDS", ())
+
+    def copy(store: ObjectStore) -> CheckpointStore:
+        source = ended_run.checkpoint_store().store
+        for key in source.keys(""):
+            store.put(key, source.get(key))
+        return CheckpointStore(store, "a")
+
+    return copy
 
 
 @pytest.fixture
-def files(run: Run, tmp_path: Path) -> CheckpointStore:
-    """The same, in a folder."""
+def checkpoints(copied: Copy, any_store: ObjectStore) -> CheckpointStore:
+    return copied(any_store)
+
+
+@pytest.fixture
+def files(copied: Copy, tmp_path: Path) -> CheckpointStore:
+    """Checkpoints in a folder."""
     (tmp_path / "files").mkdir()
-    return copy(run, FileStore(tmp_path / "files", "a"))
-
-
-class Altered:
-    """A store that does something else before some calls."""
-
-    def __init__(self, store: ObjectStore, before: Callable[[str, str], None]) -> None:
-        self._store, self._before = store, before
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._store, name)
-
-        def call(key: str = "", *args: Any, **options: Any) -> Any:
-            self._before(name, key)
-            return found(key, *args, **options)
-
-        return call
+    return copied(FileStore(tmp_path / "files", "a"))
 
 
 def altered(checkpoints: CheckpointStore, before: Callable[[str, str], None]) -> CheckpointStore:
-    return CheckpointStore(Altered(checkpoints.store, before), checkpoints.run_id)
+    """One whose store does something else before each call, of which it is told name and key."""
+
+    class Altered:
+        def __getattr__(self, name: str) -> Any:
+            def call(key: str = "", *args: Any, **options: Any) -> Any:
+                before(name, key)
+                return getattr(checkpoints.store, name)(key, *args, **options)
+
+            return call
+
+    return CheckpointStore(cast(ObjectStore, Altered()), checkpoints.run_id)
 
 
 def cut_off(checkpoints: CheckpointStore, after: int, words: Container[str] | None = None) -> CheckpointStore:
@@ -115,15 +105,15 @@ def listing(checkpoints: CheckpointStore) -> dict[str, bytes]:
     return {key: checkpoints.store.get(key) for key in checkpoints.store.keys("")}
 
 
-def rewrite(checkpoints: CheckpointStore, policy: bytes, name: str = NAME) -> None:
+def rewrite(checkpoints: CheckpointStore, policy: bytes) -> None:
     """A checkpoint with another policy, whose sizes and hashes are right everywhere."""
-    there = checkpoints.load(name)
+    there = checkpoints.load(NAME)
     objects = there.objects | {POLICY: policy}
     changed = {"objects": describe_objects(objects), "epoch": there.manifest.epoch + 1}
     data = checkpoints.write(there.manifest.model_copy(update=changed), objects)
     status = checkpoints.marker(STATUS)
     assert status is not None
-    entry = next(entry for entry in status["checkpoints"] if entry["name"] == name)
+    entry = next(entry for entry in status["checkpoints"] if entry["name"] == NAME)
     entry["manifest_sha256"] = hashlib.sha256(data).hexdigest()
     checkpoints.write_marker(STATUS, status)
 
@@ -136,9 +126,8 @@ def not_finite(checkpoints: CheckpointStore) -> bytes:
     return encode_policy(policy, version)
 
 
-def half_upload(checkpoints: CheckpointStore, name: str = HALF) -> str:
+def half_upload(checkpoints: CheckpointStore, name: str = HALF) -> None:
     checkpoints.store.put(f"{CHECKPOINTS}{name}/0123456789abcdef/{STATE}", b"half")
-    return name
 
 
 def test_whole_checkpoints_are_ok(checkpoints: CheckpointStore) -> None:
@@ -179,7 +168,7 @@ DAMAGES: dict[str, tuple[Callable[[CheckpointStore], None], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_named_and_never_promoted_nor_exported_and_the_others_are_ok(
-    run: Run, files: CheckpointStore, tmp_path: Path, damage: str
+    ended_run: Run, files: CheckpointStore, tmp_path: Path, damage: str
 ) -> None:
     promote(files, NAMES[0], live=False)
     spoil_it, said = DAMAGES[damage]
@@ -195,7 +184,7 @@ def test_damage_is_named_and_never_promoted_nor_exported_and_the_others_are_ok(
         promote(files, NAME, live=False)
     if damage != "replaced manifest":  # which is whole in itself
         with pytest.raises(CheckpointError):
-            export(files, run.config, NAME, tmp_path / "out")
+            export(files, ended_run.config, NAME, tmp_path / "out")
         assert list((tmp_path / "out").iterdir()) == []
     assert listing(files) == before
 
@@ -217,16 +206,20 @@ def test_a_manifest_is_compared_with_pointer_and_promotion_too(checkpoints: Chec
         checkpoints.preferred()
 
 
-def test_an_upload_that_was_cut_off_is_no_damage(checkpoints: CheckpointStore) -> None:
+def test_an_upload_that_was_cut_off_is_no_damage_and_is_not_promoted(checkpoints: CheckpointStore) -> None:
     half_upload(checkpoints)
-    newer = half_upload(checkpoints, "9_Step-9.ckpt")
+    half_upload(checkpoints, newer := "9_Step-9.ckpt")
     assert {v.name: v.state for v in verify(checkpoints) if v.state != "ok"} == {HALF: "cut off", newer: "cut off"}
     assert [v.state for v in verify(checkpoints, newer, live=True)] == ["being written"]
     assert [v.state for v in verify(checkpoints, HALF, live=True)] == ["cut off"]
+    before = listing(checkpoints)
+    for name, said in ((HALF, "not complete"), ("8_Step-8.ckpt", "there are:"), ("promoted", "no promoted checkpoint")):
+        with pytest.raises(CheckpointNotFound, match=said):
+            promote(checkpoints, name, live=False)
+    assert listing(checkpoints) == before
 
 
-def test_damaged_sync_files_are_named(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.storage.checkpoint_store._READ_PAUSES_SECONDS", ())
+def test_damaged_sync_files_are_named(checkpoints: CheckpointStore) -> None:
     promote(checkpoints, NAMES[0], live=False)
     checkpoints.delete(NAMES[0])
     found = verify(checkpoints)[-1]
@@ -251,15 +244,6 @@ def test_promoted_is_listed_preferred_and_taken_back(checkpoints: CheckpointStor
     assert all("promoted" not in entry["marks"] for entry in list_checkpoints(checkpoints))
     promote(checkpoints, NAME, live=False)
     assert checkpoints.preferred() == NAME
-
-
-def test_what_is_not_complete_or_not_there_is_not_promoted(files: CheckpointStore) -> None:
-    half_upload(files)
-    before = listing(files)
-    for name, said in ((HALF, "not complete"), ("9_Step-9.ckpt", "there are:"), ("promoted", "no promoted checkpoint")):
-        with pytest.raises(CheckpointNotFound, match=said):
-            promote(files, name, live=False)
-    assert listing(files) == before
 
 
 def test_whoever_comes_second_gives_way_where_a_checkpoint_is_promoted_while_it_is_pruned(
@@ -301,9 +285,8 @@ def test_pruning_keeps_what_is_marked_and_what_the_rule_says(checkpoints: Checkp
     half_upload(checkpoints, "9_Step-9.ckpt")
     pointer, before = checkpoints.pointer(), listing(checkpoints)
     assert pointer is not None
-    stay = {NAMES[1], NAMES[3], NAMES[4], pointer.best}
     rule = CheckpointConfig(keep_last=1, keep_every=3)
-    stay.add(NAMES[0])  # version 0 is a multiple of 3 as well
+    stay = {NAMES[0], NAMES[1], NAMES[3], NAMES[4], pointer.best}  # version 0 is a multiple of 3 as well
     sizes = {entry["name"]: entry["bytes"] for entry in list_checkpoints(checkpoints)}
     gone = [name for name in checkpoints.names() if name not in stay and name != "9_Step-9.ckpt"]
     expected = [Removed(name, sizes.get(name)) for name in gone]
@@ -320,30 +303,26 @@ def test_pruning_keeps_what_is_marked_and_what_the_rule_says(checkpoints: Checkp
 def test_a_pruning_that_is_cut_off_anywhere_leaves_no_damage_and_is_completed_by_the_next(
     files: CheckpointStore,
 ) -> None:
-    rule, whole = CheckpointConfig(keep_last=1), listing(files)
-    steps = 0
+    rule, whole, pointer = CheckpointConfig(keep_last=1), listing(files), files.pointer()
+    assert pointer is not None
     for step in range(100):
         for key, data in whole.items():
             files.store.put(key, data)
         try:
             prune_checkpoints(cut_off(files, step, {"put", "delete"}), rule, dry_run=False)
+            break
         except StoreError:
-            steps += 1
             found = verify(files)
             assert {v.state for v in found} <= {"ok", "cut off"}, found
             prune_checkpoints(files, rule, dry_run=False)
-            pointer = files.pointer()
-            assert pointer is not None
+            assert files.pointer() == pointer
             assert files.names() == [name for name in NAMES if name in {pointer.latest, pointer.best}]
-            continue
-        break
-    assert steps > 10, "each write and each removal was tried"
+    assert step > 10, "each write and each removal was tried"
 
 
 def test_where_the_newest_is_damaged_or_a_mark_cannot_be_read_nothing_is_pruned(
-    files: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+    files: CheckpointStore,
 ) -> None:
-    monkeypatch.setattr("shared.storage.checkpoint_store._READ_PAUSES_SECONDS", ())
     whole = listing(files)
     for key in (*(key_of(files, NAMES[-1], key) for key in (STATE, MANIFEST)), POINTER, PROMOTED):
         files.store.put(key, b"garbage")
@@ -356,10 +335,13 @@ def test_where_the_newest_is_damaged_or_a_mark_cannot_be_read_nothing_is_pruned(
             files.store.put(key, whole[key])
 
 
-def test_an_exported_checkpoint_needs_nothing_else(run: Run, checkpoints: CheckpointStore, tmp_path: Path) -> None:
-    folder = export(checkpoints, run.config, NAME, tmp_path / "out" / "deep")
-    assert folder == tmp_path / "out" / "deep" / "a" / "checkpoints" / NAME
-    copy = CheckpointStore(FileStore(tmp_path / "out" / "deep", "a"), "a")
+def test_an_exported_checkpoint_needs_nothing_else(
+    ended_run: Run, checkpoints: CheckpointStore, tmp_path: Path
+) -> None:
+    out = tmp_path / "out" / "deep"
+    folder = export(checkpoints, ended_run.config, NAME, out)
+    assert folder == out / "a" / "checkpoints" / NAME
+    copy = CheckpointStore(FileStore(out, "a"), "a")
     assert copy.load(NAME) == checkpoints.load(NAME)
     assert [verdict.state for verdict in verify(copy)] == ["ok"]
     latest = copy.load_latest()
@@ -367,35 +349,31 @@ def test_an_exported_checkpoint_needs_nothing_else(run: Run, checkpoints: Checkp
     for source in (folder, folder.parent.parent):
         assert load_policy(source).version == 2
         assert evaluate(str(source), tmp_path, 1).checkpoint == NAME
-    assert sorted(path.name for path in (tmp_path / "out" / "deep").iterdir()) == ["a"]
+    assert [path.name for path in out.iterdir()] == ["a"]
 
 
-def test_what_is_exported_is_the_promoted_else_the_best(run: Run, files: CheckpointStore, tmp_path: Path) -> None:
-    assert export(files, run.config, None, tmp_path / "1").name == files.resolve("best")
+def test_what_is_exported_is_the_promoted_else_the_best_and_overwrites_nothing(
+    ended_run: Run, files: CheckpointStore, tmp_path: Path
+) -> None:
+    assert export(files, ended_run.config, None, tmp_path / "out").name == files.resolve("best")
+    before = contents(tmp_path / "out")
     promote(files, NAMES[0], live=False)
-    assert export(files, run.config, None, tmp_path / "2").name == NAMES[0]
-    assert export(files, run.config, "latest", tmp_path / "3").name == NAMES[-1]
-
-
-def test_nothing_is_overwritten(run: Run, files: CheckpointStore, tmp_path: Path) -> None:
-    export(files, run.config, NAME, tmp_path / "out")
-    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     with pytest.raises(UserError, match=r"out/a exists, and nothing is overwritten"):
-        export(files, run.config, "latest", tmp_path / "out")
-    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
+        export(files, ended_run.config, None, tmp_path / "out")
+    assert contents(tmp_path / "out") == before
+    assert export(files, ended_run.config, None, tmp_path / "other").name == NAMES[0]
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot write to .*file"):
-        export(files, run.config, NAME, tmp_path / "file")
+        export(files, ended_run.config, NAME, tmp_path / "file")
 
 
-def test_an_export_that_fails_anywhere_leaves_nothing(run: Run, files: CheckpointStore, tmp_path: Path) -> None:
+def test_an_export_that_fails_anywhere_leaves_nothing(ended_run: Run, files: CheckpointStore, tmp_path: Path) -> None:
     for step in range(100):
         try:
-            export(cut_off(files, step), run.config, NAME, tmp_path / "out")
+            export(cut_off(files, step), ended_run.config, NAME, tmp_path / "out")
+            break
         except StoreError:
             assert list((tmp_path / "out").glob("*")) == []
-            continue
-        break
     assert step > 5
 
 

@@ -31,6 +31,10 @@ def status(reason: str) -> Status:
     return Status("a", RunStatus.FINISHED, reason, False, 3, 64, 3, 2, None, "nobody")
 
 
+def run(tmp_path: Path) -> Run:
+    return Run(RunFolder("a", tmp_path), minimal_config(runs_dir=str(tmp_path)))
+
+
 def shown(console: PrintableConsole) -> str:
     """Everything printed, on one line."""
     assert isinstance(console.file, io.StringIO)
@@ -44,22 +48,16 @@ def console() -> PrintableConsole:
 
 
 def test_brackets_in_a_reason_are_text(console: PrintableConsole, tmp_path: Path) -> None:
-    config = minimal_config(runs_dir=str(tmp_path))
-    folder = RunFolder.create(config, "a")
-    try:
-        print_status(status(NASTY), console)
-        print_summary(Run(folder, config), Outcome(RunEnd(NASTY), status(NASTY), 1.0), console)
-    finally:
-        folder.unlock()
+    print_status(status(NASTY), console)
+    print_summary(run(tmp_path), Outcome(RunEnd(NASTY), status(NASTY), 1.0), console)
     assert shown(console).count(NASTY) >= 2
 
 
 def test_a_run_that_has_reached_its_bound_is_completed(console: PrintableConsole, tmp_path: Path) -> None:
-    config = minimal_config(runs_dir=str(tmp_path))
     beat = Beat("trainer", "trainer", "1-0", 0.0, 7, "host", "exhausted", None, 0.0, 0.0, {})
     ended = dataclasses.replace(status("exhausted"), roles=[beat], bottleneck=bottleneck([beat], {}))
     print_status(ended, console)
-    print_summary(Run(RunFolder("a", tmp_path), config), Outcome(RunEnd("exhausted"), ended, 1.0), console)
+    print_summary(run(tmp_path), Outcome(RunEnd("exhausted"), ended, 1.0), console)
     assert shown(console).count("completed, it has reached stop_at") == 4  # state, waits for, roles, summary
     assert "exhausted" not in shown(console) and ended.as_dict()["reason"] == "exhausted"
 
@@ -78,9 +76,10 @@ def test_scores_keep_four_digits(value: float | None, text: str) -> None:
 
 
 def test_the_result_is_the_best_checkpoint_with_its_confirmed_score_and_the_last_stands_beside_it() -> None:
-    lucky = {"mean_return": 500.0, "std_return": 0.0, "episodes": 20}
-    held = {"mean_return": 481.0, "std_return": 9.0, "episodes": 20}
-    poor = {"mean_return": 166.0, "std_return": 3.0, "episodes": 20}
+    lucky, held, poor = (
+        {"mean_return": mean, "std_return": deviation, "episodes": 20}
+        for mean, deviation in ((500.0, 0.0), (481.0, 9.0), (166.0, 3.0))
+    )
     entries: list[dict[str, Any]] = [
         {"name": "2_Step-64.ckpt", "marks": ["best"], "evaluation": lucky | {"confirmation": held}},
         {"name": "3_Step-96.ckpt", "marks": ["latest", "final"], "evaluation": poor},
@@ -97,9 +96,8 @@ def test_the_result_is_the_best_checkpoint_with_its_confirmed_score_and_the_last
 
 def test_accounting_that_do_not_balance_say_so() -> None:
     line = LedgerLine(Count(3, 30), Count(1, 10), {DropReason.STALE: Count(1, 10)}, Count(0, 0))
-    assert ledger_line(line.as_dict()) == (
-        "30 produced = 10 consumed + 10 dropped (stale 10) + 0 in flight: DOES NOT BALANCE"
-    )
+    told = "30 produced = 10 consumed + 10 dropped (stale 10) + 0 in flight: DOES NOT BALANCE"
+    assert ledger_line(line.as_dict()) == told
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from shared.config.loading import dump_config
 from shared.config.run_config import Config
 from tests.conftest import RedisServer, minimal_config
 from tests.support.acl_server import ROLES, acl_server
+from tests.support.command_line import CommandLine, Stagecoach
 from tests.support.environments import MODULE
 from tests.support.own_redis import OwnRedis
 from tests.support.ray_head import DashboardHead
@@ -63,10 +62,16 @@ def test_all_is_well_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == [], "it leaves nothing behind"
 
 
-def test_a_config_adds_its_environment_and_one_failure_does_not_hide_the_rest(tmp_path: Path) -> None:
-    found = examined(minimal_config(environment={"id": f"{MODULE}:broken_factory"}, runs_dir=str(tmp_path / "runs")))
-    assert [name for name, finding in found.items() if not finding.ok] == ["environment and policies"]
+def test_one_failure_does_not_hide_the_rest_and_what_cannot_be_reached_is_not_looked_at(tmp_path: Path) -> None:
+    found = examined(
+        minimal_config(
+            environment={"id": f"{MODULE}:broken_factory"}, redis={"url": f"redis://127.0.0.1:{free_port()}"},
+            runs_dir=str(tmp_path / "runs"),
+        )
+    )  # fmt: skip
+    assert {name for name, finding in found.items() if not finding.ok} == {"Redis", "environment and policies"}
     assert "no such mesh" in found["environment and policies"].text
+    assert "does not answer" in found["Redis"].text and "access to Redis" not in found
 
 
 def test_a_redis_with_one_password_for_everything(
@@ -102,7 +107,9 @@ def test_the_redis_that_we_ship_is_nothing_to_warn_of(tmp_path: Path, monkeypatc
         assert found.outcome == "ok" and "refused" in found.text
 
 
-def test_doctor_warns_and_does_not_fail(own_redis: tuple[Config, redis.Redis], tmp_path: Path) -> None:
+def test_doctor_warns_and_does_not_fail(
+    own_redis: tuple[Config, redis.Redis], stagecoach: Stagecoach, tmp_path: Path
+) -> None:
     config, admin = own_redis
     admin.config_set("requirepass", "")
     stranger, mighty = open_redis(config)
@@ -110,25 +117,10 @@ def test_doctor_warns_and_does_not_fail(own_redis: tuple[Config, redis.Redis], t
     assert "the user default may do everything" in mighty
     config = config.model_copy(update={"runs_dir": tmp_path})
     (tmp_path / "config.yaml").write_text(dump_config(config))
-    ended = subprocess.run(
-        [sys.executable, "-m", "coordinator", "doctor", str(tmp_path / "config.yaml"), "--json"],
-        capture_output=True, text=True, timeout=110, cwd=tmp_path,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended
-    said = {finding["name"]: finding for finding in json.loads(ended.stdout)}
+    said = {finding["name"]: finding for finding in stagecoach("doctor", "config.yaml", "--json").json()}
     assert (said["access to Redis"]["outcome"], said["access to Redis"]["ok"]) == ("warn", True)
     assert "answers without a password" in said["access to Redis"]["text"]
     assert {said[name]["outcome"] for name in ("Redis", "encryption")} == {"ok"}
-
-
-def test_what_cannot_be_reached_is_told_and_not_looked_at(tmp_path: Path) -> None:
-    config = minimal_config(redis={"url": f"redis://127.0.0.1:{free_port()}"}, runs_dir=str(tmp_path))
-    found = {}
-    for finding in examine(config):
-        found[finding.name] = finding
-        if finding.name.startswith("embedded S3"):
-            break
-    assert not found["Redis"].ok and "does not answer" in found["Redis"].text and "access to Redis" not in found
 
 
 def test_a_store_of_ones_own(servers: tuple[str, str], tmp_path: Path) -> None:
@@ -155,8 +147,8 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_finding_is_plain_data() -> None:
-    failed = {"name": "Redis", "ok": False, "outcome": "fail", "text": "why"}
-    assert Finding("Redis", False, "why").as_dict() == failed
+    told = Finding("Redis", False, "why").as_dict()
+    assert told == {"name": "Redis", "ok": False, "outcome": "fail", "text": "why"}
     assert Finding("Redis", False, "why", warning=True).outcome == "fail"
     assert [Finding("Redis", True, "why", warning=warned).outcome for warned in (False, True)] == ["ok", "warn"]
 
@@ -213,7 +205,9 @@ def test_a_public_bucket(s3_servers: dict[str, tuple[str, str, str]], tmp_path: 
 
 @pytest.mark.ray
 @pytest.mark.timeout(240)
-def test_a_ray_without_token(tmp_path: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_without_token(
+    terminal: CommandLine, tmp_path: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """tests/end_to_end/test_job.py has one with a token."""
     (tmp_path / "store").mkdir()
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
@@ -228,16 +222,11 @@ def test_a_ray_without_token(tmp_path: Path, redis_server: RedisServer, monkeypa
             runs_dir=str(tmp_path),
         )  # fmt: skip
         (tmp_path / "config.yaml").write_text(dump_config(config))
-        ended = subprocess.run(
-            [sys.executable, "-m", "coordinator", "doctor", str(tmp_path / "config.yaml")], cwd=tmp_path,
-            capture_output=True, text=True, timeout=110,
-            env={
-                **os.environ, LOOPBACK_VARIABLE: "0", "STAGECOACH_REDIS_PASSWORD": redis_server.password,
-                "COLUMNS": "500",
-            },
-        )  # fmt: skip
-        assert ended.returncode == 0, ended
-        assert "ok   Ray: " in ended.stdout and "warn access to Ray: it asks for no token" in ended.stdout
-        assert f"dashboard at {head.dashboard} answers" in ended.stdout
+        terminal.environ |= {
+            **os.environ, LOOPBACK_VARIABLE: "0", "STAGECOACH_REDIS_PASSWORD": redis_server.password, "COLUMNS": "500",
+        }  # fmt: skip
+        told = terminal.run("doctor", "config.yaml").ok()
+        assert "ok   Ray: " in told and "warn access to Ray: it asks for no token" in told
+        assert f"dashboard at {head.dashboard} answers" in told
     finally:
         head.stop()

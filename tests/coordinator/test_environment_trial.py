@@ -120,11 +120,7 @@ def test_it_prints_a_list_or_json_and_its_exit_code_says_whether_all_is_well(sta
 @pytest.mark.parametrize(
     ("name", "code", "words"),
     [
-        (
-            f"{WORKING}:Twins",
-            0,
-            ["agent first: ", "agent second: ", "expected environment.api: pettingzoo in its config"],
-        ),
+        (f"{WORKING}:Twins", 0, ["agent first: ", "agent second: ", "expected environment.api: pettingzoo in its "]),
         ("classic/rps_v2", 0, ["agent player_0: ", "expected environment.api: pettingzoo in its config"]),
         ("pettingzoo.classic.rps_v2:parallel_env", 0, ["agent player_0: "]),
         ("pettingzoo.classic.rps_v2:env", 2, ["it is an AEC environment", "aec_to_parallel", "is_parallelizable"]),

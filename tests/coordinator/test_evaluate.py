@@ -16,74 +16,63 @@ from coordinator.catalog.checkpoint_lookup import evaluate, named_code
 from coordinator.run import Run
 from shared.errors import CheckpointNotFound, EnvironmentUnusable
 from tests.conftest import minimal_config
-from tests.support.command_line import Stagecoach, check_refused
+from tests.support.command_line import Stagecoach, check_refused, contents
 from tests.support.environments import MODULE
 
 LAST = "4_Step-256.ckpt"
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """An ended run with three checkpoints."""
-    run = Run.start(minimal_config(runs_dir=str(tmp_path_factory.mktemp("evaluate"))), "a", inline=True)
-    assert run.wait(120).reason == "exhausted"
-    return run
-
-
 @pytest.fixture
-def checkpoints(run: Run, tmp_path: Path) -> Path:
+def checkpoints(ended_run: Run, tmp_path: Path) -> Path:
     """A copy of the run's checkpoints that a test may spoil."""
-    shutil.copytree(run.store_location, tmp_path / "a")
+    shutil.copytree(ended_run.store_location, tmp_path / "a")
     return tmp_path / "a" / "checkpoints"
 
 
-def runs(run: Run) -> Path:
-    return run.config.runs_dir
+@pytest.fixture
+def runs(ended_run: Run) -> Path:
+    return ended_run.config.runs_dir
 
 
-def test_a_run_is_judged_by_its_best_checkpoint(run: Run) -> None:
-    found = evaluate("a", runs(run))
-    entry = next(entry for entry in run.checkpoints() if "best" in entry["marks"])
+def test_a_run_is_judged_by_its_best_checkpoint(ended_run: Run, runs: Path) -> None:
+    found = evaluate("a", runs)
+    entry = next(entry for entry in ended_run.checkpoints() if "best" in entry["marks"])
     assert found.checkpoint == entry["name"]
     assert found.scores["mean_return"] == entry["evaluation"]["confirmation"]["mean_return"]
-    assert found.scores["episodes"] == run.config.evaluation.episodes
-    assert found.videos == ()
+    assert found.scores["episodes"] == ended_run.config.evaluation.episodes
 
 
-def test_a_checkpoint_is_found_by_its_name_and_in_its_folder(run: Run, checkpoints: Path) -> None:
-    by_name = evaluate(f"a/{LAST}", runs(run), 3)
+def test_a_checkpoint_is_found_by_its_name_and_in_its_folder(runs: Path, checkpoints: Path) -> None:
+    by_name = evaluate(f"a/{LAST}", runs, 3)
     assert (by_name.checkpoint, by_name.scores["episodes"]) == (LAST, 3)
     for folder in (checkpoints / LAST, f"file://{checkpoints / LAST}"):
         assert evaluate(str(folder), Path("nowhere"), 3) == by_name
 
 
-def test_it_scores_the_same_each_time_unless_it_draws_its_actions_and_writes_nothing_into_the_run(run: Run) -> None:
-    before = {path: path.read_bytes() for path in Path(run.store_location).rglob("*") if path.is_file()}
-    assert evaluate("a", runs(run), 5) == (again := evaluate("a", runs(run), 5))
-    assert evaluate("a", runs(run), 5, stochastic=True).scores["mean_return"] != again.scores["mean_return"]
-    assert {path: path.read_bytes() for path in Path(run.store_location).rglob("*") if path.is_file()} == before
+def test_it_scores_the_same_each_time_unless_it_draws_its_actions_and_writes_nothing_into_the_run(runs: Path) -> None:
+    before = contents(runs)
+    assert evaluate("a", runs, 5) == (again := evaluate("a", runs, 5))
+    assert evaluate("a", runs, 5, stochastic=True).scores["mean_return"] != again.scores["mean_return"]
+    assert contents(runs) == before
 
 
-def test_a_checkpoint_without_its_runs_config_is_not_found(run: Run, checkpoints: Path) -> None:
+def test_a_checkpoint_without_its_runs_config_is_not_found(checkpoints: Path) -> None:
     (checkpoints.parent / "config.yaml").unlink()
     with pytest.raises(CheckpointNotFound, match=r"is no run's folder: .*config\.yaml is missing"):
-        evaluate(str(checkpoints / LAST), runs(run))
+        evaluate(str(checkpoints / LAST), Path("nowhere"))
 
 
-def test_a_video_without_its_package_says_what_to_install(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_each_episode_becomes_a_video_and_without_its_package_it_says_what_to_install(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "moviepy", None)
-    with pytest.raises(EnvironmentUnusable, match=r"pip install .*\[video\]"):
-        evaluate("a", runs(run), 1, tmp_path / "videos")
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "moviepy", None)
+        with pytest.raises(EnvironmentUnusable, match=r"pip install .*\[video\]"):
+            evaluate("a", runs, 1, tmp_path / "videos")
     assert not (tmp_path / "videos").exists()
-
-
-def test_each_episode_becomes_a_video(run: Run, tmp_path: Path) -> None:
-    """Without its extra packages this is told by the test before; CI installs them."""
-    pytest.importorskip("moviepy")
+    pytest.importorskip("moviepy")  # CI installs them
     pytest.importorskip("pygame")
-    found = evaluate("a", runs(run), 2, tmp_path / "videos")
+    found = evaluate("a", runs, 2, tmp_path / "videos")
     assert [path.name for path in found.videos] == sorted(path.name for path in (tmp_path / "videos").iterdir())
     assert len(found.videos) == 2
     assert all(b"ftyp" in path.read_bytes()[:16] for path in found.videos)
@@ -115,10 +104,14 @@ def test_what_does_not_draw_is_told_before_it_plays_and_leaves_no_video(
     assert not (tmp_path / "videos").exists()
 
 
+def change_config(checkpoints: Path, **sections: Any) -> None:
+    path = checkpoints.parent / "config.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | sections))
+
+
 def other_environment(checkpoints: Path, environment: dict[str, Any]) -> None:
     """As if the run had been trained in it."""
-    path = checkpoints.parent / "config.yaml"
-    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"environment": {"num_envs": 4} | environment}))
+    change_config(checkpoints, environment={"num_envs": 4} | environment)
 
 
 def test_one_episode_is_told_as_one_and_a_failure_in_one_line(stagecoach: Stagecoach, checkpoints: Path) -> None:
@@ -134,34 +127,23 @@ def test_one_episode_is_told_as_one_and_a_failure_in_one_line(stagecoach: Stagec
     check_refused(done, "environment 0 raised RuntimeError in step: no display at :0")
 
 
-def test_it_can_be_watched_and_draws_the_same_episodes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_can_be_watched_and_draws_the_same_episodes(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pygame = pytest.importorskip("pygame")
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     monkeypatch.setenv("SDL_AUDIODRIVER", "dummy")
-    shown = 0
-
-    def flip() -> None:
-        nonlocal shown
-        shown += 1
-
-    monkeypatch.setattr(pygame.display, "flip", flip)
-    found = evaluate("a", runs(run), 1, show=True)
-    assert shown >= found.scores["mean_length"] > 0
-    assert found.scores["mean_return"] == evaluate("a", runs(run), 1).scores["mean_return"]
+    shown: list[None] = []
+    monkeypatch.setattr(pygame.display, "flip", lambda: shown.append(None))
+    found = evaluate("a", runs, 1, show=True)
+    assert len(shown) >= found.scores["mean_length"] > 0
+    assert found.scores["mean_return"] == evaluate("a", runs, 1).scores["mean_return"]
 
 
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        (
-            "s3://bucket/my-run",
-            "`stagecoach watch s3://bucket/my-run` makes a run in a bucket known here: then give my-",
-        ),
+        ("s3://bucket/my-run", "`stagecoach watch s3://bucket/my-run` makes a run in a bucket known here: then give m"),
         ("gs://bucket/my-run", "no checkpoint is taken from gs://bucket/my-run; expected a run's id, RUN/NAME, or"),
-        (
-            "file:///no/such/folder",
-            "there is no folder /no/such/folder; expected a run's id, RUN/NAME, or the folder of",
-        ),
+        ("file:///no/such/folder", "there is no folder /no/such/folder; expected a run's id, RUN/NAME, or the folder"),
         ("./nowhere", "/nowhere; expected a run's id"),
     ],
 )
@@ -174,15 +156,13 @@ def test_a_place_without_a_checkpoint_is_told_with_what_is_taken(target: str, sa
 
 @pytest.mark.parametrize("command", ["evaluate", "play", "replay"])
 def test_code_that_a_foreign_config_names_is_run_only_where_it_is_trusted(
-    run: Run, stagecoach: Stagecoach, tmp_path: Path, checkpoints: Path, command: str
+    stagecoach: Stagecoach, tmp_path: Path, checkpoints: Path, command: str
 ) -> None:
     """As someone who may write into a bucket would have it: what makes the environment makes a folder."""
     proof = tmp_path / "it-ran"
     other_environment(checkpoints, {"id": "os:mkdir", "kwargs": {"path": str(proof)}})
-    path = checkpoints.parent / "config.yaml"
-    store = {"store": {"url": f"file://{path.parent.parent}"}}
-    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | store))
-    assert stagecoach("watch", f"file://{checkpoints.parent}").code == 0
+    change_config(checkpoints, store={"url": f"file://{checkpoints.parent.parent}"})
+    stagecoach("watch", f"file://{checkpoints.parent}").ok()
     targets = [checkpoints.parent.name] + ([str(checkpoints.parent)] if command != "replay" else [])
     for target in targets:
         said = ("comes from an exported folder or from another", "environment.id=os:mkdir", "--trust-config")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -54,16 +55,12 @@ def start(config: Config, running: ExitStack) -> Run:
     return run
 
 
-def check_stopped(run: Run) -> None:
+def check_stopped(run: Run, failures: bool = False) -> None:
     run.stop()
     outcome = run.wait(120)
     assert outcome.reason == "stopped"
     assert outcome.status.ledger["total"]["balances"]
-
-
-def check_stopped_without_failure(run: Run) -> None:
-    check_stopped(run)
-    assert not any("failed" in event.text for event in run.events())
+    assert failures or told_of(run, "failed") == []
 
 
 def process_of(run: Run, id_: str, former: int | None = None) -> int:
@@ -80,22 +77,32 @@ def goes_on(run: Run) -> None:
     until(run, lambda status: status.version > version + 1)
 
 
-def told_of(run: Run, words: str) -> list[str]:
-    return [event.text for event in run.events() if event.text.startswith(words)]
+def told_of(run: Run, pattern: str = "", kind: str | None = None) -> list[str]:
+    """The events in which this is found, or of this kind."""
+    return [event.text for event in run.events() if re.search(pattern, event.text) and kind in (None, event.kind)]
 
 
 def counting(fails: str, **more: Any) -> dict[str, Any]:
     return {"id": f"{MODULE}:Counting", "kwargs": {"fails": fails, "fails_at": 1}, "num_envs": 4} | more
 
 
-def test_a_worker_that_raises_is_restarted_and_the_run_reaches_its_goal(
-    config: MakeConfig, tmp_path: Path, running: ExitStack
+@pytest.mark.parametrize(
+    ("name", "times", "more", "told"),
+    [
+        ("FailsAFewTimes", 3, {"failures_allowed": 0}, "^worker-0 failed: environment: "),
+        ("Hangs", 1, {"step_deadline_seconds": 3.0}, "environment: worker-0 hangs in step of its environments, at "),
+    ],
+)
+def test_a_worker_whose_environment_raises_or_hangs_is_replaced_and_the_run_reaches_its_goal(
+    config: MakeConfig, tmp_path: Path, running: ExitStack, name: str, times: int, more: dict[str, float], told: str
 ) -> None:
-    kwargs = {"tally": str(tmp_path / "tally"), "times": 3}
-    environment = {"id": f"{MODULE}:FailsAFewTimes", "kwargs": kwargs, "num_envs": 4, "failures_allowed": 0}
-    run = start(config(environment=environment), running)
-    assert run.wait(120).reason == "exhausted"
-    assert (tmp_path / "tally").read_text() == "xxx"
+    kwargs = {"tally": str(tmp_path / "tally"), "times": times}
+    environment = {"id": f"{MODULE}:{name}", "kwargs": kwargs, "num_envs": 2} | more
+    run = start(config(environment=environment, evaluation={"episodes": 1, "kwargs": {"times": 0}}), running)
+    outcome = run.wait(120)
+    assert (outcome.reason, (tmp_path / "tally").read_text()) == ("exhausted", "x" * times)
+    assert told_of(run, told)
+    assert outcome.status.ledger["total"]["balances"]
 
 
 def test_an_environment_that_ends_its_process_is_given_up_by_name_whatever_the_clock_says(
@@ -106,7 +113,7 @@ def test_an_environment_that_ends_its_process_is_given_up_by_name_whatever_the_c
     run = start(config(environment=counting("crash"), evaluation=evaluation, rollout={"restarts_allowed": 2}), running)
     outcome = run.wait(200)
     assert outcome.users_fault
-    told = told_of(run, "worker-0 failed: environment: ")
+    told = told_of(run, "^worker-0 failed: environment: ")
     assert len(told) == 3
     for text in (*told, outcome.reason, (run.folder.path / LOGS / "coordinator.log").read_text()):
         assert "was ended by SIGSEGV" in text
@@ -145,9 +152,9 @@ def test_a_silent_worker_is_replaced_and_one_that_beats_in_turns_with_its_succes
                 time.sleep(0.05)
             process_of(run, "worker-0", pid)
             time.sleep(0.5)
-    assert not [event for event in run.events() if "given up" in event.text]
+    assert told_of(run, "given up") == []
     goes_on(run)
-    check_stopped(run)
+    check_stopped(run, failures=True)
 
 
 def test_a_trainer_that_gets_nowhere_ends_the_run_which_says_so(config: MakeConfig, running: ExitStack) -> None:
@@ -172,7 +179,7 @@ def test_progress_forgives_each_death_and_deaths_in_an_outage_do_not_count(
         goes_on(run)
         os.kill(former, signal.SIGKILL)
     goes_on(run)
-    told = told_of(run, "trainer failed: ")
+    told = told_of(run, "^trainer failed: ")
     assert len(told) == 3
     assert all("was killed: it said nothing of its end" in text for text in told)
 
@@ -188,9 +195,9 @@ def test_progress_forgives_each_death_and_deaths_in_an_outage_do_not_count(
     goes_on(run)
     back = "the store is back; the run continues"  # once the last role has found it
     until(run, lambda status: bool(told_of(run, back)))
-    told = [event.text for event in run.events() if event.kind == "outage"]
+    told = told_of(run, kind="outage")
     assert "the run waits for the store, which is away (" in told[0] and "the store folder" in told[0]
-    check_stopped(run)
+    check_stopped(run, failures=True)
 
 
 def test_roles_begin_in_order_and_continue_when_their_machines_are_taken_away_or_they_are_called_back(
@@ -210,7 +217,7 @@ def test_roles_begin_in_order_and_continue_when_their_machines_are_taken_away_or
         process_of(run, name, pid)
         assert run.status().state == "running"
         goes_on(run)
-    told = [event.text for event in run.events() if "it continues in a new process" in event.text]
+    told = told_of(run, "it continues in a new process")
     assert [text.partition(" ")[0] for text in told] == ["trainer", "worker-0", "evaluator"]
 
     for count in (4, 1, 4, 2, 4):
@@ -225,19 +232,7 @@ def test_roles_begin_in_order_and_continue_when_their_machines_are_taken_away_or
     run.scale(1)
     until(run, lambda status: {beat.id for beat in status.roles if beat.role == "worker"} == names(1))
     goes_on(run)
-    check_stopped_without_failure(run)
-
-
-def test_a_worker_whose_environment_hangs_is_replaced_and_the_run_reaches_its_goal(
-    config: MakeConfig, tmp_path: Path, running: ExitStack
-) -> None:
-    kwargs = {"tally": str(tmp_path / "tally"), "times": 1}
-    environment = {"id": f"{MODULE}:Hangs", "kwargs": kwargs, "num_envs": 2, "step_deadline_seconds": 3.0}
-    run = start(config(environment=environment, evaluation={"episodes": 1, "kwargs": {"times": 0}}), running)
-    outcome = run.wait(120)
-    assert outcome.reason == "exhausted"
-    assert any("environment: worker-0 hangs in step of its environments, at " in event.text for event in run.events())
-    assert outcome.status.ledger["total"]["balances"]
+    check_stopped(run)
 
 
 def at_work(status: Status) -> set[str]:
@@ -262,14 +257,13 @@ def test_auto_grows_while_the_trainer_waits_for_experience_and_says_why(config: 
     run = start(config(**slow(0.03), rollout=rollout), running)
     two = until(run, lambda status: at_work(status) == names(2))
     assert two.desired_workers == 2
-    until(run, lambda status: any("but 2 is" in event.text for event in run.events() if event.kind == "scaling"))
-    told = [event.text for event in run.events() if event.kind == "scaling"]
-    assert told[0].startswith("scaled 1 → 2: the trainer waited ")
-    assert "for experience" in told[0]
+    until(run, lambda status: bool(told_of(run, "but 2 is", "scaling")))
+    first = told_of(run, kind="scaling")[0]
+    assert first.startswith("scaled 1 → 2: the trainer waited ") and "for experience" in first
     assert run.scale(1) == "to 1 worker"
     after = until(run, lambda status: at_work(status) == names(1))
     assert after.scaling["mode"] == "fixed"
-    check_stopped_without_failure(run)
+    check_stopped(run)
 
 
 def pending() -> int:
@@ -302,4 +296,4 @@ def test_more_than_fit_are_refused_and_one_without_a_place_goes_at_once(config: 
     with redis_of(run) as client:
         Flow(client, run.run_id).set_desired_workers(3)
     until(run, lambda status: pending() == 1)
-    check_stopped_without_failure(run)  # whoever never had a process is not waited for
+    check_stopped(run)  # whoever never had a process is not waited for

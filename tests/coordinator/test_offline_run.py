@@ -17,29 +17,22 @@ from tests.support.cartpole_data import played, write_played
 from tests.support.command_line import Stagecoach, check_refused
 
 pytestmark = pytest.mark.timeout(180)
-
-
 MakeConfig = Callable[..., Config]
 
 
-@pytest.fixture
-def imitating(config: MakeConfig, tmp_path: Path) -> MakeConfig:
-    cloning = {"minibatch_size": 32, "behavioral_cloning": {"strength": 0.5, "minibatch_size": 16}}
-    demonstrations = {"path": str(tmp_path / "balanced.csv")}
-    return partial(config, demonstrations=demonstrations, algorithm=cloning)
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "dataset": {"name": "bc"},
+    "demonstrations": {"behavioral_cloning": {"strength": 0.5, "minibatch_size": 16}},
+}
 
 
-@pytest.fixture
-def offline(config: MakeConfig, tmp_path: Path) -> MakeConfig:
-    cloning = {"name": "bc", "minibatch_size": 32}
-    return partial(config, dataset={"path": str(tmp_path / "balanced.csv")}, algorithm=cloning)
+def learning_from(section: str, config: MakeConfig, **dataset: Any) -> MakeConfig:
+    return partial(config, **{section: dataset}, algorithm={"minibatch_size": 32} | ALGORITHMS[section])
 
 
-@pytest.mark.parametrize("section", ["dataset", "demonstrations"])
-def test_the_hash_of_what_was_recorded_is_part_of_the_run(
-    tmp_path: Path, section: str, offline: MakeConfig, imitating: MakeConfig
-) -> None:
-    make = offline if section == "dataset" else imitating
+@pytest.mark.parametrize("section", ALGORITHMS)
+def test_the_hash_of_what_was_recorded_is_part_of_the_run(tmp_path: Path, section: str, config: MakeConfig) -> None:
+    make = learning_from(section, config, path=str(tmp_path / "balanced.csv"))
     write_played(tmp_path / "balanced.csv", played(4, steps=40))
     run = Run.start(make(), "a", inline=True)
     assert run.wait(120).reason == "exhausted"
@@ -58,30 +51,24 @@ def test_the_hash_of_what_was_recorded_is_part_of_the_run(
         Run.start(make(), "a", inline=True, or_resume=True)
 
 
-def test_a_dataset_that_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path, offline: MakeConfig) -> None:
-    (tmp_path / "odd.csv").write_text("obs.0,action,reward,terminated\n0,1,1,1\n")
-    with pytest.raises(DatasetError, match=r"odd.csv has no column obs.1"):
-        Run.start(offline(dataset={"path": str(tmp_path / "odd.csv")}), "a", inline=True)
-    assert not (tmp_path / "runs").exists()
+ODD = "obs.0,action,reward,terminated\n0,1,1,1\n"
 
 
-WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "no file": ({"demonstrations": {"path": "nowhere.csv"}}, ("demonstrations.path=", "nowhere.csv", "does not exist")),
-    "other spaces": ({"environment": {"id": "Acrobot-v1"}}, ("balanced.csv", "obs.4")),
-    "none is good enough": (
-        {"demonstrations": {"path": "balanced.csv", "min_return": 400.0}},
-        ("demonstrations.min_return=400", "returned 40"),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_demonstrations_that_cannot_be_imitated_are_refused_with_exit_2(
-    stagecoach: Stagecoach, tmp_path: Path, imitating: MakeConfig, case: str
+@pytest.mark.parametrize(
+    ("section", "changes", "words"),
+    [
+        ("dataset", {"path": "odd.csv"}, ["odd.csv has no column obs.1"]),
+        ("demonstrations", {"path": "odd.csv"}, ["odd.csv has no column obs.1"]),
+        ("demonstrations", {"path": "nowhere.csv"}, ["demonstrations.path=", "nowhere.csv", "does not exist"]),
+        ("demonstrations", {"min_return": 400.0}, ["demonstrations.min_return=400", "returned 40"]),
+    ],
+)
+def test_what_cannot_be_learned_from_is_refused_before_anything_is_written(
+    stagecoach: Stagecoach, tmp_path: Path, config: MakeConfig, section: str, changes: dict[str, Any], words: list[str]
 ) -> None:
-    sections, words = WRONG[case]
     write_played(tmp_path / "balanced.csv", played(4, steps=40))
-    config = imitating(**sections).model_dump(mode="json", exclude_unset=True)
-    (tmp_path / "imitating.yaml").write_text(yaml.safe_dump(config))
-    check_refused(stagecoach("train", "imitating.yaml", "--run-id", "a"), *words)
+    (tmp_path / "odd.csv").write_text(ODD)
+    made = learning_from(section, config, **{"path": "balanced.csv"} | changes)()
+    (tmp_path / "learning.yaml").write_text(yaml.safe_dump(made.model_dump(mode="json", exclude_unset=True)))
+    check_refused(stagecoach("train", "learning.yaml", "--run-id", "a"), *words)
     assert not (tmp_path / "runs").exists()

@@ -14,23 +14,27 @@ import onnxruntime
 import pytest
 import yaml
 
+from coordinator.run import Run
 from coordinator.services.embedded import BUCKET
+from tests.conftest import minimal_config
 from tests.support.checkpoints import upload_in
-from tests.support.command_line import Stagecoach, check_refused, train_inline
+from tests.support.command_line import CONFIG, Stagecoach, check_refused
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.exhaustive]
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "EXPORT.md").read_text()
-SETS = [
-    "--set=stop_at.updates=2", "--set=checkpoint.every=1 updates", "--set=policy_versions.transport=object_store",
-    "--set=checkpoint.export=onnx", "--set=archive=all",
-]  # fmt: skip
 LATEST = "2_Step-64.ckpt"
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an ended run `a` whose newest and best checkpoints have exports, and others perhaps not."""
-    return train_inline(tmp_path_factory.mktemp("trained"), *SETS)
+    runs = tmp_path_factory.mktemp("trained") / "runs"
+    checkpoint, transport = {"every": "1 updates", "export": "onnx"}, {"transport": "object_store"}
+    config = minimal_config(
+        **CONFIG, runs_dir=str(runs), checkpoint=checkpoint, policy_versions=transport, archive="all"
+    )
+    assert Run.start(config, "a", inline=True).wait(280).reason == "exhausted"
+    return runs
 
 
 @pytest.fixture
@@ -47,34 +51,33 @@ def record(path: Path) -> dict[str, Any]:
 
 
 def test_what_the_trainer_has_exported_is_shown_and_copied(stagecoach: Stagecoach, run: Path, tmp_path: Path) -> None:
-    assert set(record(upload_in(run / LATEST))) == {"random", "recorded"}
-    done = stagecoach("checkpoints", "export", "a", "latest", "out", "--onnx")
-    assert done.code == 0 and done.out.startswith("out/default.onnx  differs from torch by at most "), done
-    assert " on 256 random observations, " in done.out and " on 16 recorded observations" in done.out
+    upload = upload_in(run / LATEST)
+    assert set(record(upload)) == {"random", "recorded"}
+    told = stagecoach("checkpoints", "export", "a", "latest", "out", "--onnx").ok()
+    assert told.startswith("out/default.onnx  differs from torch by at most ")
+    assert " on 256 random observations, " in told and " on 16 recorded observations" in told
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["default.onnx", "export.json"]
     for here, there in (("default.onnx", "default/policy.onnx"), ("export.json", "export.json")):
-        assert (tmp_path / "out" / here).read_text("latin-1") == (upload_in(run / LATEST) / there).read_text("latin-1")
+        assert (tmp_path / "out" / here).read_text("latin-1") == (upload / there).read_text("latin-1")
     check_refused(stagecoach("checkpoints", "export", "a", "latest", "out", "--onnx"), "nothing is overwritten")
-    assert stagecoach("checkpoints", "export", "a", "latest", "copied").code == 0
+    stagecoach("checkpoints", "export", "a", "latest", "copied").ok()
     copy = upload_in(tmp_path / "copied" / "a" / "checkpoints" / LATEST)
     for name in ("default/policy.onnx", "export.json"):
-        assert (copy / name).read_bytes() == (upload_in(run / LATEST) / name).read_bytes()
-    said = "differs from torch by at most"
-    assert said in stagecoach("checkpoints", "show", "a").out
-    shown = json.loads(stagecoach("checkpoints", "show", "a", "--json").out)
-    assert shown["export"]["policies"]["default"]["compared"] == record(upload_in(run / LATEST))
+        assert (copy / name).read_bytes() == (upload / name).read_bytes()
+    assert "differs from torch by at most" in stagecoach("checkpoints", "show", "a").out
+    shown = stagecoach("checkpoints", "show", "a", "--json").json()
+    assert shown["export"]["policies"]["default"]["compared"] == record(upload)
     (line,) = [line for line in stagecoach("checkpoints", "a").out.splitlines() if LATEST in line]
     assert re.search(r"latest, .*, ONNX ±\de-\d\d ", line)
-    listed = json.loads(stagecoach("checkpoints", "a", "--json").out)
+    listed = stagecoach("checkpoints", "a", "--json").json()
+    largest = max(one["max_difference"] for one in record(upload).values())
     told = next(entry["export"] for entry in listed if entry["name"] == LATEST)
-    largest = max(one["max_difference"] for one in record(upload_in(run / LATEST)).values())
     assert told == {"state": "ok", "max_difference": largest, "problem": None}
 
 
 def test_one_that_has_none_is_exported_on_the_spot(stagecoach: Stagecoach, run: Path, tmp_path: Path) -> None:
     (upload_in(run / LATEST) / "export.json").unlink()
-    done = stagecoach("checkpoints", "export", "a", "latest", "out", "--onnx")
-    assert done.code == 0, done
+    stagecoach("checkpoints", "export", "a", "latest", "out", "--onnx").ok()
     assert {name: one["rows"] for name, one in record(tmp_path / "out").items()} == {"random": 256, "recorded": 16}
     assert onnxruntime.InferenceSession(tmp_path / "out" / "default.onnx").get_inputs()[0].name == "obs"
     assert not (upload_in(run / LATEST) / "export.json").exists()  # only the trainer writes there
@@ -83,15 +86,16 @@ def test_one_that_has_none_is_exported_on_the_spot(stagecoach: Stagecoach, run: 
 
 def test_a_damaged_export_is_found_and_made_anew(stagecoach: Stagecoach, run: Path, tmp_path: Path) -> None:
     assert stagecoach("checkpoints", "verify", "a").code == 0
-    file = upload_in(run / LATEST) / "default" / "policy.onnx"
+    told = upload_in(run / LATEST) / "export.json"
+    file = told.parent / "default" / "policy.onnx"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     done = stagecoach("checkpoints", "verify", "a")
     assert done.code == 1
     (line,) = [line for line in done.out.splitlines() if line.startswith("damaged")]
     assert f"{LATEST}/export.json" in line and "policy.onnx was altered" in line
-    content = json.loads((upload_in(run / LATEST) / "export.json").read_text())
+    content = json.loads(told.read_text())
     content["policies"]["default"] = {"file": None, "failure": "no such operator", "compared": {}}
-    (upload_in(run / LATEST) / "export.json").write_text(json.dumps(content))
+    told.write_text(json.dumps(content))
     assert "ONNX failed" in stagecoach("checkpoints", "a").out
     assert "no such operator" in stagecoach("checkpoints", "show", "a").out
     assert stagecoach("checkpoints", "verify", "a", LATEST).code == 0  # what a resume goes on from is whole

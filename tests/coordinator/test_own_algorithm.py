@@ -7,6 +7,8 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,89 +16,82 @@ import pytest
 import yaml
 
 from coordinator.lifecycle.validation import check
+from coordinator.services.embedded import BUCKET
 from shared.config.loading import load_config
 from shared.errors import UserError
+from shared.runtime.user_code import SOURCE
 from tests.support.checkpoints import upload_in
-from tests.support.command_line import CommandLine
+from tests.support.command_line import CONFIG, Ended, Stagecoach
 from tests.support.own_algorithm import TEXT
 
 pytestmark = pytest.mark.timeout(240)
 MODULE = "my_pkg.my_algo"
-ROOT = Path(__file__).parents[2]
+BANDIT = {"name": f"{MODULE}:Bandit", "step": 0.05}
 
 
 @pytest.fixture
-def terminal(terminal: CommandLine) -> CommandLine:
-    """Stands in a folder with a package of the user's own."""
-    package = terminal.folder / "my_pkg"
+def code(stagecoach: Stagecoach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The module of a package of the user's own, in the folder of `stagecoach`."""
+    package = tmp_path / "my_pkg"
     package.mkdir()
-    (package / "__init__.py").write_text("")
+    (package / "__init__.py").touch()
     (package / "my_algo.py").write_text(TEXT)
-    return terminal
+    for name in ("my_pkg", MODULE):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return package / "my_algo.py"
 
 
-def config_with(terminal: CommandLine, algorithm: Any, updates: int = 6, **more: Any) -> Path:
-    data = {
-        "environment": {"id": "CartPole-v1", "num_envs": 2},
-        "rollout": {"workers": 1, "fragment_steps": 8, "fragments_per_update": 2} | more,
-        "algorithm": algorithm, "checkpoint": {"every": "2 updates"}, "evaluation": {"episodes": 2},
-        "stop_at": {"updates": updates},
-    }  # fmt: skip
-    path = terminal.folder / "own.yaml"
-    path.write_text(yaml.safe_dump(data))
+def write_config(folder: Path, algorithm: Any, **rollout: Any) -> Path:
+    path = folder / "own.yaml"
+    path.write_text(yaml.safe_dump(CONFIG | {"algorithm": algorithm, "rollout": CONFIG["rollout"] | rollout}))
     return path
 
 
-def final_policy(terminal: CommandLine, run_id: str) -> bytes:
-    final: str = terminal.marker(run_id, ".finished")["final"]
-    folder = upload_in(Path(terminal.store(run_id)) / "checkpoints" / final)
-    return (folder / "default" / "policy.safetensors").read_bytes()
+def check_exact(train: Callable[..., Ended], stagecoach: Stagecoach, halfway: int, whole: int) -> None:
+    """What was interrupted after `halfway` updates and resumed has learned what one run of all updates has."""
+    for run_id, updates in (("whole", whole), ("half", halfway)):
+        train("--run-id", run_id, "--inline", f"--set=stop_at.updates={updates}").ok()
+    stagecoach("resume", "half", "--inline", f"--set=stop_at.updates={whole}").ok()
+    assert final_policy("half") == final_policy("whole")
+
+
+def final_policy(run_id: str) -> bytes:
+    store = Path("runs") / run_id / "s3" / BUCKET / run_id
+    final = json.loads((store / ".finished").read_text())["final"]
+    return (upload_in(store / "checkpoints" / final) / "default" / "policy.safetensors").read_bytes()
 
 
 @pytest.mark.exhaustive
-def test_it_trains_resumes_exactly_and_is_evaluated(terminal: CommandLine) -> None:
-    whole = config_with(terminal, {"name": f"{MODULE}:Bandit", "step": 0.05})
-    assert terminal.run("train", whole, "--run-id", "whole", "--inline").code == 0
-    half = config_with(terminal, {"name": f"{MODULE}:Bandit", "step": 0.05}, updates=3)
-    assert terminal.run("train", half, "--run-id", "half", "--inline").code == 0
-    done = terminal.run("resume", "half", "--inline", "--set", "stop_at.updates=6")
-    assert done.code == 0, done
-    assert final_policy(terminal, "half") == final_policy(terminal, "whole")
-    assert (terminal.folder / "runs/whole/metrics/train.csv").read_text().count("train/seen") == 1
-
-    scored = terminal.run("evaluate", "whole", "--json")
-    assert scored.code == 0 and json.loads(scored.out)["episodes"] == 2, scored
-    assert terminal.run("status", "whole").code == 0
+def test_it_trains_resumes_exactly_and_is_evaluated(stagecoach: Stagecoach, code: Path) -> None:
+    write_config(code.parent.parent, BANDIT)
+    check_exact(partial(stagecoach, "train", "own.yaml", "--set=checkpoint.every=2 updates"), stagecoach, 3, 6)
+    assert Path("runs/whole/metrics/train.csv").read_text().count("train/seen") == 1
+    assert stagecoach("evaluate", "whole", "--json").json()["episodes"] == 1
+    stagecoach("status", "whole").ok()
 
 
 @pytest.mark.exhaustive
-def test_the_hooks_of_a_built_in_algorithm_are_exact_too(terminal: CommandLine) -> None:
+def test_the_hooks_of_a_built_in_algorithm_are_exact_too(stagecoach: Stagecoach, tmp_path: Path) -> None:
     for name in ("count_bonus.py", "count_bonus.yaml"):
-        shutil.copy(ROOT / "examples" / name, terminal.folder)
-    config = terminal.folder / "count_bonus.yaml"
-    short = ["--set", "heatup=256 env_steps", "--set", "stop_at.mean_return=null", "--set", "evaluation.episodes=1"]
-    short += ["--set", "rollout.max_policy_lag=0"]  # with lag, what is in flight at the end was acted by older versions
-    for run_id, updates in (("whole", 12), ("half", 5)):
-        done = terminal.run(
-            "train", config, "--run-id", run_id, "--inline", *short,
-            "--set", f"stop_at.updates={updates}", "--set", "checkpoint.every=5 updates",
-        )  # fmt: skip
-        assert done.code == 0, done
-    assert terminal.run("resume", "half", "--inline", "--set", "stop_at.updates=12").code == 0
-    assert final_policy(terminal, "half") == final_policy(terminal, "whole")
-    figures = list(csv.DictReader((terminal.folder / "runs/half/metrics/train.csv").read_text().splitlines()))
-    bonuses = [float(row["train/bonus"]) for row in figures if row["train/bonus"]]
+        shutil.copy(SOURCE / "examples" / name, tmp_path)
+    settings = (
+        "heatup=256 env_steps", "stop_at.mean_return=null", "evaluation.episodes=1", "checkpoint.every=5 updates",
+        "rollout.max_policy_lag=0",  # with lag, what is in flight at the end was acted by older versions
+    )  # fmt: skip
+    train = partial(stagecoach, "train", "count_bonus.yaml", *(f"--set={setting}" for setting in settings))
+    check_exact(train, stagecoach, 5, 12)
+    metrics = list(csv.DictReader(Path("runs/half/metrics/train.csv").read_text().splitlines()))
+    bonuses = [float(row["train/bonus"]) for row in metrics if row["train/bonus"]]
     assert len(bonuses) > 1 and 0 < bonuses[-1] < bonuses[0] <= 1, "what is seen again is worth less"
 
 
-def test_what_its_update_raises_is_told_with_its_line(terminal: CommandLine) -> None:
-    (terminal.folder / "my_pkg" / "my_algo.py").write_text(TEXT.replace("self._seen += ", "self._sene += "))
-    config = config_with(terminal, {"name": f"{MODULE}:Bandit", "step": 0.05})
-    done = terminal.run("train", config, "--run-id", "odd", "--inline")
+def test_what_its_update_raises_is_told_with_its_line(stagecoach: Stagecoach, code: Path) -> None:
+    code.write_text(TEXT.replace("self._seen += ", "self._sene += "))
+    write_config(code.parent.parent, BANDIT)
+    done = stagecoach("train", "own.yaml", "--run-id", "odd", "--inline")
     assert done.code == 1
-    assert re.search(
-        r"Error: run odd failed: AttributeError: .*sene.*; at .*my_algo\.py:\d+; `stagecoach resume odd", done.err
-    )
+    said = r"Error: run odd failed: AttributeError: .*sene.*; at .*my_algo\.py:\d+; `stagecoach resume odd"
+    assert re.search(said, done.err)
 
 
 @pytest.mark.parametrize(
@@ -112,11 +107,11 @@ def test_what_its_update_raises_is_told_with_its_line(terminal: CommandLine) -> 
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_line(
-    terminal: CommandLine, algorithm: Any, more: dict[str, Any], said: list[str], monkeypatch: pytest.MonkeyPatch
+    code: Path, algorithm: Any, more: dict[str, Any], said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(terminal.folder)
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    folder = code.parent.parent
+    monkeypatch.syspath_prepend(folder)
     with pytest.raises(UserError) as refused:
-        check(load_config(config_with(terminal, algorithm, **more), environ={}))
+        check(load_config(write_config(folder, algorithm, **more), environ={}))
     assert "\n" not in str(refused.value)
     assert all(word in str(refused.value) for word in said), str(refused.value)

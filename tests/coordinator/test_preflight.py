@@ -58,10 +58,8 @@ def test_the_user_s_modules_are_found_where_the_launch_says(launch: RoleLaunch, 
 def test_other_versions_are_named_on_both_sides() -> None:
     mine = versions()
     assert difference(mine, mine) is None
-    said = difference(mine | {"torch": "1.0", "Stagecoach's code": "feed"}, mine)
-    assert said is not None
-    assert f"torch 1.0 (here {mine['torch']})" in said
-    assert "Stagecoach's code feed" in said
+    said = str(difference(mine | {"torch": "1.0", "Stagecoach's code": "feed"}, mine))
+    assert f"torch 1.0 (here {mine['torch']})" in said and "Stagecoach's code feed" in said
 
 
 def test_code_that_was_changed_has_another_digest(tmp_path: Path) -> None:
@@ -74,19 +72,18 @@ def test_code_that_was_changed_has_another_digest(tmp_path: Path) -> None:
     assert versions(tmp_path)["Stagecoach's code"] != before
 
 
-def of_width(width: int, **sections: Any) -> Any:
-    return minimal_config(policies={"default": {"hidden_sizes": [width]}}, **sections)
-
-
 def test_what_no_value_of_redis_holds_is_refused_and_the_store_takes_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_width(width: int, **sections: Any) -> None:
+        check(minimal_config(policies={"default": {"hidden_sizes": [width]}}, **sections))
+
     monkeypatch.setattr(validation, "_MOST_VALUE_BYTES", 50_000)
-    check(of_width(64))
+    check_width(64)
     with pytest.raises(ConfigError, match=r"a policy version of \d+ bytes .*policy_versions.transport: object_store"):
-        check(of_width(2000))
-    check(of_width(2000, policy_versions={"transport": "object_store"}))
-    check(of_width(8, rollout={"fragment_steps": 64}))
+        check_width(2000)
+    check_width(2000, policy_versions={"transport": "object_store"})
+    check_width(8, rollout={"fragment_steps": 64})
     with pytest.raises(ConfigError, match=r"a fragment of about \d+ bytes .*lower rollout.fragment_steps or"):
-        check(of_width(8, rollout={"fragment_steps": 640}))
+        check_width(8, rollout={"fragment_steps": 640})
 
 
 @pytest.mark.parametrize("transport", ["redis", "object_store"])
@@ -102,10 +99,3 @@ def test_an_evaluation_with_other_spaces_is_refused() -> None:
     for wrapped in ({**wrapper, "kwargs": {"actions": [0]}}, "gymnasium.wrappers:TimeAwareObservation"):
         with pytest.raises(ConfigError, match=r"evaluation\.wrappers.* has other spaces than the one of training"):
             check(minimal_config(evaluation={"wrappers": [wrapped]}))
-
-
-def test_an_algorithm_whose_class_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = minimal_config()
-    monkeypatch.setattr(type(config.algorithm), "learner", "trainer_node.learning.algorithms.ppo:Nobody")
-    with pytest.raises(ConfigError, match="Nobody"):
-        check(config)

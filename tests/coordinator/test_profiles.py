@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from coordinator.cli.app import app
 from coordinator.cli.live_view import in_one_line
 from coordinator.cli.profile_and_bench import read_profile
 from coordinator.run import Run
 from shared.errors import UserError
 from shared.storage.checkpoint_store import CheckpointStore
 from shared.storage.object_store import FileStore
-from tests.conftest import minimal_config
+from tests.support.command_line import Stagecoach
 
-pytestmark = pytest.mark.timeout(120)
 ROLES = {"trainer / training", "trainer / publishing", "worker-0 / acting", "evaluator / evaluating"}
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One that has ended, with a profile."""
-    config = minimal_config(
-        runs_dir=str(tmp_path_factory.mktemp("runs")), metrics={"profile": True}, stop_at={"updates": 3},
-        rollout={"workers": 1, "fragment_steps": 8, "fragments_per_update": 1}, evaluation={"episodes": 1},
-    )  # fmt: skip
-    run = Run.start(config, "profiled", inline=True)
-    assert run.wait(100).reason == "exhausted"
-    return run
-
-
-def test_each_process_has_left_its_stages(run: Run) -> None:
-    events, seconds = read_profile(run.checkpoint_store())
+def test_each_process_has_left_its_stages(ended_run: Run) -> None:
+    events, seconds = read_profile(ended_run.checkpoint_store())
     assert seconds.keys() == ROLES
     for role, stages in {
         "trainer / training": {"update", "publish", "observe", "decode", "read", "report", "checkpoint"},
@@ -42,17 +28,18 @@ def test_each_process_has_left_its_stages(run: Run) -> None:
         "trainer / publishing": {"upload", "pointer and pruning", "trim", "idle"},
     }.items():
         assert stages <= seconds[role].keys()
-    assert sum((event["ph"], event["name"]) == ("X", "update") for event in events) == 3
+    assert sum((event["ph"], event["name"]) == ("X", "update") for event in events) == 4
 
 
-def test_the_command_writes_the_timeline_and_tells_the_shares(run: Run, tmp_path: Path) -> None:
-    runs_dir, out = str(run.folder.path.parent), tmp_path / "timeline.json"
-    shown = CliRunner().invoke(app, ["profile", run.run_id, "--runs-dir", runs_dir, "--out", str(out)])
-    assert shown.exit_code == 0 and "trainer / training" in shown.output and "update" in shown.output
-    assert {event["ph"] for event in json.loads(out.read_text())["traceEvents"]} == {"M", "X"}
-    as_json = CliRunner().invoke(app, ["profile", run.run_id, "--runs-dir", runs_dir, "--json"])
-    assert json.loads(as_json.output)["seconds"].keys() == ROLES
-    assert (run.folder.path / "profile.json").is_file()
+def test_the_command_writes_the_timeline_and_tells_the_shares(
+    ended_run: Run, stagecoach: Stagecoach, tmp_path: Path
+) -> None:
+    shutil.copytree(ended_run.config.runs_dir, tmp_path / "runs")
+    shown = stagecoach("profile", "a", "--out", "timeline.json").ok()
+    assert "trainer / training" in shown and "update" in shown
+    assert {event["ph"] for event in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]} == {"M", "X"}
+    assert stagecoach("profile", "a", "--json").json()["seconds"].keys() == ROLES
+    assert (tmp_path / "runs" / "a" / "profile.json").is_file()
 
 
 def test_a_profile_that_is_not_there_or_was_cut_off_is_told(tmp_path: Path) -> None:

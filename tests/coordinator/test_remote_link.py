@@ -58,7 +58,9 @@ def _lease(run: Run) -> RunLease:
     return RunLease(open_run_context(run.config, address, "coordinator"))
 
 
-def test_a_run_is_known_here_by_its_folder_in_the_store(far: Run, here: Run, tmp_path: Path) -> None:
+def test_a_run_is_known_here_by_its_folder_in_the_store_and_is_not_resumed_from_here(
+    far: Run, here: Run, tmp_path: Path
+) -> None:
     assert here.run_id == far.run_id
     assert not here.live
     assert here.status().reason == "exhausted"
@@ -66,6 +68,10 @@ def test_a_run_is_known_here_by_its_folder_in_the_store(far: Run, here: Run, tmp
     again = Run.attach(far.run_id, tmp_path / "here")
     assert again.status().env_steps == far.status().env_steps, "from then on its id is enough"
     assert again.config.hash() == far.config.hash()
+    with pytest.raises(UserError, match=f"stagecoach attach {far.run_id}"):
+        Run.resume(far.run_id, tmp_path / "here")
+    with pytest.raises(UserError, match=r"train CONFIG --address … --run-id .* --or-resume"):
+        here.take_up()
 
 
 def test_it_is_live_while_its_coordinator_beats_and_obeys_from_here(
@@ -86,9 +92,8 @@ def test_it_is_live_while_its_coordinator_beats_and_obeys_from_here(
 def test_a_redis_that_cannot_be_reached_from_here_is_said_and_hides_nothing(
     far: Run, servers: tuple[str, str], tmp_path: Path
 ) -> None:
-    here = Run.attach(
-        f"s3://stagecoach/{far.run_id}", tmp_path / "here", endpoint_url=servers[1], redis_url="redis://127.0.0.1:9"
-    )
+    place, nowhere = f"s3://stagecoach/{far.run_id}", "redis://127.0.0.1:9"
+    here = Run.attach(place, tmp_path / "here", endpoint_url=servers[1], redis_url=nowhere)
     assert here.status().reason == "exhausted", "the store knows the end"
     far.checkpoint_store().store.delete(".finished")
     status = here.status()
@@ -99,38 +104,30 @@ def test_a_redis_that_cannot_be_reached_from_here_is_said_and_hides_nothing(
 
 
 def test_wrong_places_are_named(far: Run, servers: tuple[str, str], tmp_path: Path) -> None:
-    def attach(location: str, endpoint_url: str = servers[1]) -> Run:
-        return Run.attach(location, tmp_path / "here", endpoint_url=endpoint_url)
-
-    with pytest.raises(RunNotFound, match="no run at s3://stagecoach/nobody"):
-        attach("s3://stagecoach/nobody")
-    with pytest.raises(StoreUnavailable, match="there is no bucket 'elsewhere'"):
-        attach(f"s3://elsewhere/{far.run_id}")
-    with pytest.raises(StoreUnavailable, match="does not answer"):
-        attach(f"s3://stagecoach/{far.run_id}", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match="expected a run's folder"):
-        attach("http://127.0.0.1/run")
-    with pytest.raises(UserError, match="is a run of this machine already"):
-        Run.attach(f"s3://stagecoach/{far.run_id}", tmp_path / "there", endpoint_url=servers[1])
+    place = f"s3://stagecoach/{far.run_id}"
+    cases: list[tuple[type[Exception], str, str, str, str]] = [
+        (RunNotFound, "no run at s3://stagecoach/nobody", "s3://stagecoach/nobody", "here", servers[1]),
+        (StoreUnavailable, "there is no bucket 'elsewhere'", f"s3://elsewhere/{far.run_id}", "here", servers[1]),
+        (StoreUnavailable, "does not answer", place, "here", "http://127.0.0.1:9"),
+        (UserError, "expected a run's folder", "http://127.0.0.1/run", "here", servers[1]),
+        (UserError, "is a run of this machine already", place, "there", servers[1]),
+    ]
+    for error, said, location, runs, endpoint_url in cases:
+        with pytest.raises(error, match=said):
+            Run.attach(location, tmp_path / runs, endpoint_url=endpoint_url)
     assert not (tmp_path / "here").exists(), "nothing is left behind"
 
 
-@pytest.mark.processes
-def test_who_has_only_a_link_cannot_resume_and_is_told_how(far: Run, here: Run, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"stagecoach attach {far.run_id}"):
-        Run.resume(far.run_id, tmp_path / "here")
-    with pytest.raises(UserError, match=r"train CONFIG --address … --run-id .* --or-resume"):
-        here.take_up()
-
-
 def test_a_run_goes_on_where_another_machine_has_left_it(far: Run, servers: tuple[str, str], tmp_path: Path) -> None:
-    done = Run.start(_config(tmp_path / "third", servers), far.run_id, inline=True, or_resume=True)
+    def start(folder: str, **sections: Any) -> Run:
+        return Run.start(_config(tmp_path / folder, servers, **sections), far.run_id, inline=True, or_resume=True)
+
+    done = start("third")
     assert done.ended
     assert done.wait(10).reason == "exhausted", "it has reached its end: nothing is started"
     with pytest.raises(UserError, match=r"seed cannot change in a resume, .*start a new run for that"):
-        Run.start(_config(tmp_path / "fourth", servers, seed=7), far.run_id, inline=True, or_resume=True)
-    further = _config(tmp_path / "third", servers, stop_at={"updates": 4})
-    outcome = Run.start(further, far.run_id, inline=True, or_resume=True).wait(60)
+        start("fourth", seed=7)
+    outcome = start("third", stop_at={"updates": 4}).wait(60)
     assert (outcome.reason, outcome.status.updates) == ("exhausted", 4)
     assert not (tmp_path / "fourth" / far.run_id).exists()
 
@@ -243,10 +240,8 @@ def _other_coordinator(config: Config, run_id: str, where: str) -> AbstractConte
 
 
 def test_what_was_submitted_is_remembered(tmp_path: Path) -> None:
-    known = RemoteLink(
-        redis_url="redis://a", job="j-1",
-        submission=Submission(cluster="http://head:8265", working_dir="/work", command=("train", "x.yaml")),
-    )  # fmt: skip
+    submission = Submission(cluster="http://head:8265", working_dir="/work", command=("train", "x.yaml"))
+    known = RemoteLink(redis_url="redis://a", job="j-1", submission=submission)
     known.write(tmp_path)
     assert read_remote(tmp_path) == known
     assert read_remote(tmp_path / "nowhere") is None

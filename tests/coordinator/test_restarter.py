@@ -37,6 +37,11 @@ class Kept:
     role: RunContext
     given_up: threading.Event
 
+    def told(self) -> list[str]:
+        """What the events say of services."""
+        events = read_events(self.role.redis, "kept", block_seconds=5.0)
+        return [event.text for event in events if event.kind == "service"]
+
 
 @pytest.fixture
 def keep(tmp_path: Path) -> Iterator[Callable[..., Kept]]:
@@ -56,12 +61,11 @@ def keep(tmp_path: Path) -> Iterator[Callable[..., Kept]]:
         yield make
 
 
-def kill(service: Service) -> int:
+def kill(service: Service, number: int = signal.SIGKILL) -> None:
     """Ends its process as a fault does, and waits until a new one serves in its place."""
     before = service.process.pid
-    os.kill(before, signal.SIGKILL)
+    os.kill(before, number)
     eventually(lambda: service.process.pid != before and serves(service))
-    return before
 
 
 def serves(service: Service) -> bool:
@@ -82,8 +86,7 @@ def test_services_that_are_killed_come_back_with_their_data(keep: Callable[..., 
     assert kept.redis.port == port
     kill(kept.redis)
     assert role.flow.read().state == "stopping"
-    told = [event for event in read_events(role.redis, "kept", block_seconds=5.0) if event.kind == "service"]
-    assert told and "Redis ended (code -9) and was started again" in told[0].text
+    assert "Redis ended (code -9) and was started again" in kept.told()[0]
     store.put("before", b"1")
     kill(kept.s3)
     assert store.get("before") == b"1"
@@ -98,13 +101,10 @@ def test_one_that_hangs_is_started_again(keep: Callable[..., Kept], which: str) 
     kept.role.checkpoints.store.put("before", b"1")
     kept.role.redis.config_set("appendfsync", "always")
     kept.role.flow.set_state(RunState.STOPPING, "a reason")
-    before = service.process.pid
-    os.kill(before, signal.SIGSTOP)
-    eventually(lambda: service.process.pid != before and serves(service))
+    kill(service, signal.SIGSTOP)
     assert kept.role.flow.read().reason == "a reason"
     assert kept.role.checkpoints.store.get("before") == b"1"
-    told = [event.text for event in read_events(kept.role.redis, "kept", block_seconds=5.0) if event.kind == "service"]
-    assert told and f"{service.name} hung (no answer for " in told[0]
+    assert f"{service.name} hung (no answer for " in kept.told()[0]
     assert kept.restarter.failure is None
 
 
@@ -135,11 +135,9 @@ def test_one_that_dies_again_and_again_is_given_up_with_its_last_words(keep: Cal
     assert kept.restarter.failure is None
     os.kill(kept.s3.process.pid, signal.SIGKILL)
     assert kept.given_up.wait(60)
-    assert (
-        "S3 server ended (code -9), 2 times in a row without progress of the run (rollout.restarts_allowed); it says:"
-        in str(kept.restarter.failure)
-    )
-    assert "Starting s3 server" in str(kept.restarter.failure)
+    said = str(kept.restarter.failure)
+    assert "S3 server ended (code -9), 2 times in a row without progress of the run (rollout.restarts_allowed)" in said
+    assert "; it says:" in said and "Starting s3 server" in said
     assert kept.redis.alive
 
 
@@ -150,13 +148,8 @@ def test_the_log_of_a_service_is_rotated_while_it_writes(
     monkeypatch.setattr("coordinator.services.restarter._ROTATE_SECONDS", 0.1)
     kept = keep()
     logs = [tmp_path / f"redis.log{suffix}" for suffix in ("", ".1", ".2", ".3")]
-
     kept.role.redis.config_set("loglevel", "verbose")  # so that each connection is a line
-
-    def written() -> bool:
-        return serves(kept.redis) and all(path.exists() for path in logs)
-
-    eventually(written)
+    eventually(lambda: serves(kept.redis) and all(path.exists() for path in logs))
     kept.restarter.stop()
     kept.role.redis.config_set("loglevel", "notice")
     assert not (tmp_path / "redis.log.4").exists()

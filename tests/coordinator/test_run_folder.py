@@ -20,18 +20,19 @@ from shared.config.run_config import Config
 from shared.errors import RunExists, RunNotFound, UserError
 from shared.protocol.redis_client import Address
 from tests.conftest import minimal_config
+from tests.support.command_line import contents
 
 ADDRESS = Address("a", "redis://127.0.0.1:7/0", "s3://bucket", "http://127.0.0.1:8", "/where/credentials.json")
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return minimal_config(runs_dir=str(tmp_path / "runs"))
+def runs(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
 
 
 @pytest.fixture
-def runs(config: Config) -> Path:
-    return config.runs_dir
+def config(runs: Path) -> Config:
+    return minimal_config(runs_dir=str(runs))
 
 
 @pytest.fixture
@@ -42,40 +43,32 @@ def folder(config: Config) -> Iterator[RunFolder]:
     made.unlock()
 
 
-def test_a_new_folder_holds_the_config_and_is_live(config: Config, folder: RunFolder, runs: Path) -> None:
-    assert folder.path == runs / "a"
-    assert folder.config() == config
-    assert folder.live
-    assert RunFolder.find("a", runs).live, "others see that it is held"
-    folder.unlock()
-    assert not RunFolder.find("a", runs).live
-
-
-def test_a_second_one_of_the_same_id_is_refused_and_changes_nothing(
+def test_a_new_folder_holds_the_config_and_is_held_by_one_as_others_see(
     config: Config, folder: RunFolder, runs: Path
 ) -> None:
-    folder.unlock()
-    before = {path: path.read_bytes() for path in (runs / "a").rglob("*") if path.is_file()}
-    other = Config.model_validate({**config.model_dump(), "seed": 99})
-    with pytest.raises(RunExists, match=r"run 'a' exists in .*runs; choose another --run-id, or .*stagecoach resume a"):
-        RunFolder.create(other, "a")
-    assert {path: path.read_bytes() for path in (runs / "a").rglob("*") if path.is_file()} == before
-
-
-def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot make the run's folder .*check runs_dir"):
-        RunFolder.create(minimal_config(runs_dir=str(tmp_path / "file" / "runs")), "a")
-
-
-def test_one_holds_it_and_a_second_is_told_so(folder: RunFolder, runs: Path) -> None:
-    with pytest.raises(UserError, match="run 'a' is live already; see `stagecoach status a`"):
-        RunFolder.find("a", runs).lock()
-    folder.unlock()
+    assert (folder.path, folder.config(), folder.live) == (runs / "a", config, True)
     again = RunFolder.find("a", runs)
+    assert again.live
+    with pytest.raises(UserError, match="run 'a' is live already; see `stagecoach status a`"):
+        again.lock()
+    folder.unlock()
+    assert not again.live
     again.lock()
     assert (runs / "a" / "lock").read_text() == str(os.getpid())
     again.unlock()
+
+
+def test_a_folder_that_exists_or_cannot_be_made_is_explained_and_nothing_is_changed(
+    config: Config, folder: RunFolder, runs: Path
+) -> None:
+    folder.unlock()
+    before = contents(runs)
+    other = Config.model_validate({**config.model_dump(), "seed": 99})
+    with pytest.raises(RunExists, match=r"run 'a' exists in .*runs; choose another --run-id, or .*stagecoach resume a"):
+        RunFolder.create(other, "a")
+    assert contents(runs) == before
+    with pytest.raises(UserError, match=r"cannot make the run's folder .*check runs_dir"):
+        RunFolder.create(minimal_config(runs_dir=str(runs / "a" / "lock" / "runs")), "a")
 
 
 def test_somebody_who_only_looks_does_not_hold_it(
@@ -95,13 +88,11 @@ def test_the_lock_goes_with_the_process_that_holds_it(folder: RunFolder, runs: P
         "import sys, time; from pathlib import Path; from coordinator.catalog.run_folder import RunFolder\n"
         "RunFolder.find('a', Path(sys.argv[1])).lock(); print('held', flush=True); time.sleep(600)"
     )
-    holder = subprocess.Popen([sys.executable, "-c", script, str(runs)], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "held\n"
-    assert folder.live
-    holder.kill()
-    holder.wait()
-    holder.stdout.close()
+    with subprocess.Popen([sys.executable, "-c", script, str(runs)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert folder.live
+        holder.kill()
     assert not folder.live
 
 
@@ -131,8 +122,8 @@ def test_secrets_are_made_once_and_are_the_owners(config: Config, folder: RunFol
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b'{"redis_passw', b"\xff\xfe", b"[]", b'{"redis_password": "", "s3_access_key": null}'],
-)  # fmt: skip
+    "damage", [b"", b'{"redis_passw', b"\xff\xfe", b"[]", b'{"redis_password": "", "s3_access_key": null}']
+)
 def test_damaged_secrets_are_made_anew(config: Config, folder: RunFolder, damage: bytes) -> None:
     """As a full disk or a power cut left them; the services are told them as they start."""
     path, former = folder.credentials(config)
@@ -159,12 +150,9 @@ def test_the_address_is_there_while_the_run_is_live(folder: RunFolder, runs: Pat
     folder.forget_services()
 
 
-def test_an_embedded_store_is_read_offline_as_the_folder_that_it_is(
-    config: Config, folder: RunFolder, runs: Path
-) -> None:
+def test_an_embedded_store_is_read_offline_as_its_folder(config: Config, folder: RunFolder, runs: Path) -> None:
     assert folder.offline_address(config).store_url == f"file://{runs / 'a' / 's3' / BUCKET}"
-    store = {"url": "s3://bucket/team", "endpoint_url": "http://minio:9000"}
-    own = minimal_config(store=store)
+    own = minimal_config(store={"url": "s3://bucket/team", "endpoint_url": "http://minio:9000"})
     assert folder.offline_address(own) == Address("a", "embedded", "s3://bucket/team", "http://minio:9000")
 
 

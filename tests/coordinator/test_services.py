@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +19,26 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from coordinator.services import embedded
-from coordinator.services.embedded import (
-    BUCKET,
-    RayService,
-    ServiceError,
-    free_port,
-    new_secret,
-    process_stat,
-    start_redis,
-    start_s3,
-)  # fmt: skip
+from coordinator.services.embedded import BUCKET, new_secret, start_redis
 from shared.errors import UserError
+from tests.support.command_line import own_servers
 from tests.support.waiting import eventually
 
 
-@pytest.fixture
-def running() -> Iterator[ExitStack]:
-    """Ends what a test has started."""
-    with ExitStack() as running:
-        yield running
-
-
 def alive(pid: int) -> bool:
-    return process_stat(pid) is not None
+    return embedded.process_stat(pid) is not None
 
 
-def test_redis_asks_for_its_password_and_keeps_its_data(tmp_path: Path, running: ExitStack) -> None:
+def started(code: str, *arguments: str) -> subprocess.Popen[str]:
+    """Python code in a process of its own, whose output is read."""
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
+
+
+def test_redis_asks_for_its_password_and_keeps_its_data(tmp_path: Path) -> None:
     folder = tmp_path / 'my "own" runs\\here é'
     first = start_redis(folder / "data", folder / "redis.log", "secret")
-    running.callback(first.stop)
-    with (
-        redis.Redis(port=first.port, retry=Retry(NoBackoff(), 0)) as stranger,
-        pytest.raises(redis.AuthenticationError),
-    ):
+    once = Retry(NoBackoff(), 0)
+    with redis.Redis(port=first.port, retry=once) as stranger, pytest.raises(redis.AuthenticationError):
         stranger.ping()
     with redis.Redis(port=first.port, password="secret") as client:
         client.set("a", "1")
@@ -62,44 +48,34 @@ def test_redis_asks_for_its_password_and_keeps_its_data(tmp_path: Path, running:
     assert not alive(first.process.pid)
     assert (folder / "data" / "appendonlydir").is_dir()
     second = start_redis(folder / "data", folder / "redis.log", "secret")
-    running.callback(second.stop)
     with redis.Redis(port=second.port, password="secret") as client:
         assert client.get("a") == b"1"
+    second.stop()
 
 
-def test_s3_keeps_objects_as_plain_files_and_refuses_other_keys(tmp_path: Path, running: ExitStack) -> None:
-    service = start_s3(tmp_path / "data", tmp_path / "s3.log", "access", "secret")
-    running.callback(service.stop)
-
-    def client(secret: str) -> Any:
-        made = boto3.client(
-            "s3", endpoint_url=f"http://127.0.0.1:{service.port}", region_name="us-east-1",
-            aws_access_key_id="access", aws_secret_access_key=secret,
-        )  # fmt: skip
-        running.callback(made.close)
-        return made
-
-    client("secret").put_object(Bucket=BUCKET, Key="folder/object", Body=b"bytes")
-    assert (tmp_path / "data" / BUCKET / "folder" / "object").read_bytes() == b"bytes"
-    with pytest.raises(botocore.exceptions.ClientError):
-        client("other").get_object(Bucket=BUCKET, Key="folder/object")
-
-
-def test_secrets_are_no_arguments_and_nobody_inherits_those_of_others(
-    tmp_path: Path, running: ExitStack, monkeypatch: pytest.MonkeyPatch
+def test_s3_keeps_plain_files_and_no_service_has_its_secrets_in_its_arguments_or_inherits_those_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    password, access, secret = new_secret(), new_secret(), new_secret()
     for name in ("RAY_AUTH_TOKEN", "AWS_SECRET_ACCESS_KEY", "STAGECOACH_REDIS_PASSWORD", "RCLONE_S3_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "of another")
-    started = [
-        start_redis(tmp_path / "redis", tmp_path / "redis.log", password),
-        start_s3(tmp_path / "s3", tmp_path / "s3.log", access, secret),
-    ]
-    for service in started:
-        running.callback(service.stop)
-        command = Path(f"/proc/{service.process.pid}/cmdline").read_text()
-        assert not any(hidden in command + service.log.read_text() for hidden in (password, access, secret))
-        assert "of another" not in Path(f"/proc/{service.process.pid}/environ").read_text()
+    with own_servers(tmp_path) as servers:
+        for service in (servers.redis, servers.s3):
+            command = Path(f"/proc/{service.process.pid}/cmdline").read_text()
+            assert not any(hidden in command + service.log.read_text() for hidden in servers.environ.values())
+            assert "of another" not in Path(f"/proc/{service.process.pid}/environ").read_text()
+
+        def client(secret: str) -> contextlib.closing[Any]:
+            made = boto3.client(
+                "s3", endpoint_url=servers.config["store"]["endpoint_url"], region_name="us-east-1",
+                aws_access_key_id=servers.environ["AWS_ACCESS_KEY_ID"], aws_secret_access_key=secret,
+            )  # fmt: skip
+            return contextlib.closing(made)
+
+        with client(servers.environ["AWS_SECRET_ACCESS_KEY"]) as owner:
+            owner.put_object(Bucket=BUCKET, Key="folder/object", Body=b"bytes")
+        assert (tmp_path / "s3" / BUCKET / "folder" / "object").read_bytes() == b"bytes"
+        with client("other") as stranger, pytest.raises(botocore.exceptions.ClientError):
+            stranger.get_object(Bucket=BUCKET, Key="folder/object")
 
 
 def test_stop_ends_what_ignores_the_first_signal(tmp_path: Path) -> None:
@@ -122,8 +98,7 @@ time.sleep(600)
 
 
 def test_they_end_when_their_parent_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", STARTER, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+    with started(STARTER, str(tmp_path)) as parent:
         assert parent.stdout is not None
         children = [int(parent.stdout.readline()) for _ in range(2)]
         assert all(alive(pid) for pid in children)
@@ -167,19 +142,15 @@ def test_no_other_user_reaches_the_sockets_of_ray_and_a_killed_starter_leaves_it
         monkeypatch.setenv("TMPDIR", open_to_all)
         monkeypatch.setattr(tempfile, "tempdir", None)
         log = tmp_path / "ray.log"
-        command = [sys.executable, "-c", RAY_STARTER, str(log)]
-        starter = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert starter.stdout is not None
-        try:
-            assert starter.stdout.readline() == "serves\n"
-            (sock,) = Path(open_to_all).glob("sc-*/**/session_2*/sockets/raylet")
-            asked = [sys.executable, "-c", INTRUDER, open_to_all, str(sock)]
-            seen = subprocess.run(asked, text=True, capture_output=True)
-            assert (seen.stdout.split("\n"), seen.stderr) == (["0", "kept out", "kept out", ""], "")
-        finally:
-            starter.kill()
-            starter.wait()
-            starter.stdout.close()
+        with started(RAY_STARTER, str(log)) as starter:
+            assert starter.stdout is not None
+            try:
+                assert starter.stdout.readline() == "serves\n"
+                (sock,) = Path(open_to_all).glob("sc-*/**/session_2*/sockets/raylet")
+                seen = started(INTRUDER, open_to_all, str(sock)).communicate()[0]
+                assert seen.split("\n") == ["0", "kept out", "kept out", ""]
+            finally:
+                starter.kill()
         fake = Path(open_to_all) / "sc-theirs"
         fake.mkdir()
         os.mkfifo(fake / "owner")  # whoever opened it to read would wait for ever
@@ -188,7 +159,7 @@ def test_no_other_user_reaches_the_sockets_of_ray_and_a_killed_starter_leaves_it
         for name in ("coordinator", "click", "redis", "yaml"):  # in a folder whose modules have names that it uses
             (tmp_path / f"{name}.py").write_text("raise SystemExit('the module of the user')")
         monkeypatch.chdir(tmp_path)
-        head = RayService(log, 1, new_secret(), loopback=True).wait()
+        head = embedded.RayService(log, 1, new_secret(), loopback=True).wait()
         (former,) = (tmp_path / "ray").iterdir()
         assert (former / "raylet.out").stat().st_size > 0
         assert head.address.startswith("127.0.0.1:")
@@ -201,13 +172,13 @@ def test_ctrl_c_in_the_midst_of_starting_a_process_comes_when_it_is_there_and_en
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else nobody knows of the process, and a Redis that has half of its settings takes defaults for the others."""
-    started: list[subprocess.Popen[bytes]] = []
+    made: list[subprocess.Popen[bytes]] = []
 
     class Interrupted(subprocess.Popen[bytes]):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             signal.raise_signal(signal.SIGINT)
             super().__init__(*args, **kwargs)
-            started.append(self)
+            made.append(self)
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
@@ -215,7 +186,7 @@ def test_ctrl_c_in_the_midst_of_starting_a_process_comes_when_it_is_there_and_en
     try:
         with pytest.raises(KeyboardInterrupt):
             start_redis(tmp_path / "data", tmp_path / "redis.log", "secret")
-        assert len(started) == 1 and started[0].poll() is not None
+        assert len(made) == 1 and made[0].poll() is not None
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
@@ -236,7 +207,7 @@ def test_a_server_that_does_not_come_up_is_ended_and_reported_with_its_log(
     broken.chmod(0o755)
     monkeypatch.setattr(embedded, "redis_binary", lambda: str(broken))
     monkeypatch.setattr(embedded, "_START_SECONDS", 8.0)
-    with pytest.raises(ServiceError, match=said):
+    with pytest.raises(embedded.ServiceError, match=said):
         start_redis(tmp_path / "data", tmp_path / "redis.log", "secret")
     assert not alive(int((tmp_path / "pid").read_text()))
 
@@ -260,5 +231,5 @@ def test_without_a_server_it_says_what_to_install(tmp_path: Path, monkeypatch: p
 def test_ports_are_free_and_secrets_differ() -> None:
     assert len({new_secret() for _ in range(10)}) == 10
     assert len(new_secret()) == 32
-    ports = [free_port() for _ in range(400)]  # by chance alone two of them would be the same
+    ports = [embedded.free_port() for _ in range(400)]  # by chance alone two of them would be the same
     assert len(set(ports)) == 400 and all(1024 < port < 65536 for port in ports)

@@ -25,77 +25,61 @@ def beat(role: str, id_: str | None = None, **changes: Any) -> Beat:
     return Beat(**fields | changes)
 
 
+def worker(index: int = 0, **changes: Any) -> Beat:
+    return beat("worker", f"worker-{index}", **changes)
+
+
 WAITS: dict[str, Any] = {"waiting_for": "experience", "waiting_seconds": 2.0}
 SILENT: dict[str, Any] = {"age_seconds": DEAD_AFTER_SECONDS + 7}
-CASES: dict[str, tuple[list[Beat], dict[str, Any], str]] = {
-    "no trainer": ([beat("worker", "worker-0")], {}, "the trainer, which is starting"),
-    "trainer that starts": ([beat("trainer", progress={})], {}, "the trainer, which is starting"),
-    "no room": (
-        [beat("coordinator", progress={"unplaced": ["worker-3"]}), beat("trainer", **WAITS)], {},
-        "Ray, which has no place yet for worker-3",
-    ),
-    "silent trainer": ([beat("trainer", **SILENT)], {}, "the trainer (silent for 17 s)"),
-    "ended": ([beat("trainer", ended="solved")], {}, "the run has ended (solved)"),
-    "slow workers": (
-        [beat("trainer", **WAITS), beat("worker", "worker-0", waiting_for="credit"), beat("worker", "worker-1")], {},
-        "rollout workers (worker-1), for 2.0 s",
-    ),
-    "silent worker": (
-        [beat("trainer", **WAITS), beat("worker", "worker-0"), beat("worker", "worker-1", **SILENT)], {},
-        "worker-1 (silent for 17 s)",
-    ),
-    "no worker": ([beat("trainer", **WAITS)], {}, "rollout workers (none is alive)"),
-    "learning": (
-        [beat("trainer"), beat("worker", "worker-0", waiting_for="credit")], {}, "the trainer, which is learning"
-    ),
-    "full log": (
-        [beat("trainer", **WAITS), beat("worker", "worker-0", waiting_for="room in the log (…)")], {},
-        "the store: workers wait for room in the log",
-    ),
-    "full memory": (
-        [beat("trainer", **WAITS), beat("worker", "worker-0", waiting_for="memory in Redis (…)")], {},
-        "Redis, whose memory is full (maxmemory)",
-    ),
-    "full log and why": (
-        [beat("trainer", **WAITS), beat("worker", "worker-0", waiting_for="room in the log (…)")],
-        {"error": "SlowDown"}, "which a durable checkpoint frees (SlowDown)",
-    ),
+NO_STORE: dict[str, Any] = {"waiting_for": "the store", "last_error": "it is on fire"}
+STARTS, WAITING, AT_CREDIT = beat("trainer", progress={}), beat("trainer", **WAITS), worker(waiting_for="credit")
+RANKS: dict[str, Any] = {"progress": {}, "waiting_for": "the other ranks"}
+FULL_LOG = [WAITING, worker(waiting_for="room in the log (…)")]
+CASES: dict[str, tuple[list[Beat], str]] = {
+    "no trainer": ([worker()], "the trainer, which is starting"),
+    "trainer that starts": ([STARTS], "the trainer, which is starting"),
+    "no room": ([beat("coordinator", progress={"unplaced": ["worker-3"]}), WAITING], "no place yet for worker-3"),
+    "silent trainer": ([beat("trainer", **SILENT)], "the trainer (silent for 17 s)"),
+    "ended": ([beat("trainer", ended="solved")], "the run has ended (solved)"),
+    "slow workers": ([WAITING, AT_CREDIT, worker(1)], "rollout workers (worker-1), for 2.0 s"),
+    "silent worker": ([WAITING, worker(), worker(1, **SILENT)], "worker-1 (silent for 17 s)"),
+    "no worker": ([WAITING], "rollout workers (none is alive)"),
+    "learning": ([beat("trainer"), AT_CREDIT], "the trainer, which is learning"),
+    "full log": (FULL_LOG, "the store: workers wait for room in the log"),
+    "full memory": ([WAITING, worker(waiting_for="memory in Redis (…)")], "Redis, whose memory is full (maxmemory)"),
     "trainer starts without a store": (
-        [beat("trainer", progress={}, waiting_for="the store", waiting_seconds=4.0, last_error="it is on fire")], {},
+        [beat("trainer", progress={}, waiting_seconds=4.0, **NO_STORE)],
         "the store: it is on fire (the trainer, for 4.0 s)",
     ),
     "workers start without a store": (
-        [beat("trainer", **WAITS), beat("worker", "worker-0", waiting_for="the store", last_error="it is on fire")], {},
-        "the store: it is on fire (worker-0, for 0.0 s)",
+        [WAITING, worker(**NO_STORE)], "the store: it is on fire (worker-0, for 0.0 s)",
     ),
     "one worker starts without a store, another acts": (
-        [beat("trainer", **WAITS), beat("worker", "worker-0", waiting_for="the store", last_error="x"),
-         beat("worker", "worker-1")], {}, "rollout workers (worker-1), for 2.0 s",
+        [WAITING, worker(**NO_STORE), worker(1)], "rollout workers (worker-1), for 2.0 s",
     ),
     "missing rank": (
-        [beat("trainer", progress={}, waiting_for="the other ranks", waiting_seconds=4.0, last_error="rank-1 (left)")],
-        {},
+        [beat("trainer", waiting_seconds=4.0, last_error="rank-1 (left)", **RANKS)],
         "rank-1 (left) (the trainer, for 4.0 s)",
     ),
-    "ranks that start": (
-        [beat("trainer", progress={}, waiting_for="the other ranks")], {}, "the other ranks, which are starting (the"
-    ),
-    "store away": (
-        [beat("trainer", waiting_for="the last checkpoint to be durable"), beat("worker", "worker-0")],
-        {"waiting_for": "the store", "error": "connection refused"}, "the store: connection refused",
-    ),
+    "ranks that start": ([beat("trainer", **RANKS)], "the other ranks, which are starting (the"),
     "last evaluation": (
-        [beat("trainer", waiting_for="the last evaluation", waiting_seconds=3.0)], {},
+        [beat("trainer", waiting_for="the last evaluation", waiting_seconds=3.0)],
         "the last evaluation (the trainer, for 3.0 s)",
     ),
-    "all at work": ([beat("trainer"), beat("worker", "worker-0")], {}, "each role is at work"),
+    "all at work": ([beat("trainer"), worker()], "each role is at work"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_party_that_all_wait_for_is_named(case: str) -> None:
-    beats, store, expected = CASES[case]
-    assert expected in bottleneck(beats, store)
+    beats, expected = CASES[case]
+    assert expected in bottleneck(beats, {})
+
+
+def test_what_the_store_says_is_part_of_it() -> None:
+    assert "which a durable checkpoint frees (SlowDown)" in bottleneck(FULL_LOG, {"error": "SlowDown"})
+    last, away = "the last checkpoint to be durable", {"waiting_for": "the store", "error": "connection refused"}
+    assert "the store: connection refused" in bottleneck([beat("trainer", waiting_for=last), worker()], away)
 
 
 def test_a_live_run_is_read_from_redis(make_role: MakeRole) -> None:
@@ -135,10 +119,7 @@ ENTRIES = [
     {"name": "4_Step-256.ckpt", "version": 4, "env_steps": 256, "evaluation": None},
 ]
 KEPT = {"latest": "4_Step-256.ckpt", "best": "0_Step-0.ckpt", "final": None, "checkpoints": ENTRIES}
-
-
-COUNTERS = {"train": {"env_steps": 300, "updates": 5, "episodes": 7}}
-LEDGER = {"total": {"balances": True}}
+COUNTERS, LEDGER = {"train": {"env_steps": 300, "updates": 5, "episodes": 7}}, {"total": {"balances": True}}
 FAILED = {"reason": "failed: no luck", "version": -1, "counters": None, "ledger": {}}
 SOLVED = {"reason": "solved", "version": 5, "counters": COUNTERS, "ledger": LEDGER}
 ENDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 import yaml
 
@@ -21,10 +22,7 @@ def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     mocked = mock_aws()
     with pytest.MonkeyPatch.context() as patch:
-        import boto3
-
         mocked.start(reset=False)  # or the S3 server of other tests, moto in this process too, loses its bucket
-
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             patch.setenv(name, "stand-in")
         patch.setenv("AWS_DEFAULT_REGION", REGION)

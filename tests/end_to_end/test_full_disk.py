@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.command_line import CommandLine, check_ledger
+from tests.support.command_line import CommandLine, check_refused
 from tests.support.own_redis import OwnRedis
 
 RUN = "full"
@@ -64,14 +64,6 @@ def redis_servers(terminal: CommandLine) -> set[int]:
     return {pid for pid, command in terminal.left().items() if re.match(r"\S*(redis|valkey)-server", command)}
 
 
-def later(terminal: CommandLine, version: int) -> int:
-    """Waits until this version and a few more are in the store."""
-    return terminal.until(
-        RUN, f"a checkpoint after version {version}",
-        lambda status: status.state == "running" and int((status.latest or "-1").partition("_")[0]) > version,
-    ).version  # fmt: skip
-
-
 def check_ended_without_a_checkpoint(terminal: CommandLine, process: subprocess.Popen[str], needed: str) -> None:
     """One SIGTERM, after which it has `GRACE_SECONDS`; and nothing but words."""
     process.send_signal(signal.SIGTERM)
@@ -84,27 +76,26 @@ def check_ended_without_a_checkpoint(terminal: CommandLine, process: subprocess.
 
 def check_continues_without_loss(terminal: CommandLine, process: subprocess.Popen[str], version: int) -> None:
     """Until Ctrl-C, which ends it in order."""
-    later(terminal, version)
+    terminal.until_checkpoint(RUN, version)
     process.send_signal(signal.SIGINT)
-    assert terminal.ended(process).code == 0
-    check_ledger(terminal.marker(RUN, ".finished"))
+    terminal.ended(process).ok()
+    terminal.check_ended(RUN)
 
 
 @pytest.mark.ray
 def test_a_full_disk_of_the_runs_folder_pauses_it_by_name(terminal: CommandLine, disk: SmallDisk) -> None:
     process = terminal.start("train", config(terminal), "--run-id", RUN)
-    version = later(terminal, 0)
+    version = terminal.until_checkpoint(RUN, 0)
     disk.fill()
     why = f"its disk is full (No space left on device): make room in the file system of {disk.folder / RUN}"
     terminal.wait_until("the pause to be told", lambda: why in terminal.output(process))
-    told = terminal.run("status", RUN)
-    assert told.code == 0 and "paused" in told.out and why in told.out.replace("\n", ""), told
-    stop = terminal.run("stop", RUN)
-    assert (stop.code, stop.err.count("\n")) == (2, 1) and why in stop.err, stop
+    told = terminal.run("status", RUN).ok()
+    assert "paused" in told and why in told.replace("\n", ""), told
+    check_refused(terminal.run("stop", RUN), why)
     watching = terminal.start("watch", RUN)
     terminal.wait_until("the pause to be watched", lambda: why in terminal.output(watching))
     disk.free()
-    version = later(terminal, version)
+    version = terminal.until_checkpoint(RUN, version)
     terminal.wait_until("watching to go on", lambda: "running" in terminal.output(watching))
 
     disk.fill()
@@ -119,7 +110,7 @@ def test_a_redis_that_dies_on_a_full_disk_is_started_again_and_the_run_continues
     terminal: CommandLine, disk: SmallDisk
 ) -> None:
     process = terminal.start("train", config(terminal), "--run-id", RUN, "--inline")
-    version = later(terminal, 0)
+    version = terminal.until_checkpoint(RUN, 0)
     disk.fill()
     terminal.until(RUN, "the pause", lambda status: status.state == "paused")
     former = redis_servers(terminal)
@@ -154,7 +145,6 @@ def test_a_full_disk_of_the_store_is_named_and_a_run_that_is_asked_to_end_ends(
         process = terminal.start("resume", RUN, "--inline", *runs)
         terminal.wait_until("a checkpoint", lambda: "\ncheckpoint " in terminal.output(process))
         process.send_signal(signal.SIGINT)
-        done = terminal.ended(process)
-        assert done.code == 0 and "in flight: balances" in done.out, done
+        assert "in flight: balances" in terminal.ended(process).ok()
     finally:
         server.kill()

@@ -21,7 +21,7 @@ import redis
 
 from coordinator.catalog.status import Status
 from shared.errors import PACKAGES
-from tests.support.command_line import SOURCE, CommandLine, check_ledger
+from tests.support.command_line import SOURCE, CommandLine
 from tests.support.speed import stretched
 
 RUN = "live"
@@ -37,9 +37,8 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandLine]:
         checkpoint={"every": "20 updates", "keep_last": 20},
         stop_at={"env_steps": 10**9},
     )
-    done = terminal.run("train", config, "--run-id", RUN, "--profile", "--detach")
-    assert done.code == 0, done
-    terminal.until(RUN, "the first checkpoint after training", lambda status: (status.latest or "0_")[:2] != "0_")
+    terminal.run("train", config, "--run-id", RUN, "--profile", "--detach").ok()
+    terminal.until_checkpoint(RUN, 0)
     yield terminal
     terminal.close()
 
@@ -59,13 +58,11 @@ def consumed(status: Status, worker: str) -> int:
 
 def test_it_scales_from_1_to_4_to_2_and_nothing_restarts(terminal: CommandLine) -> None:
     before = terminal.until(
-        RUN,
-        "worker-0 at work, the evaluator too",
-        lambda s: consumed(s, "worker-0") > 0 and "evaluator" in pids(s, "evaluator"),
+        RUN, "evaluator and worker-0 at work", lambda s: bool(pids(s, "evaluator")) and consumed(s, "worker-0") > 0
     )
     assert alive(before) == {"worker-0"}
 
-    assert terminal.run("scale", RUN, "4").code == 0
+    terminal.run("scale", RUN, "4").ok()
     four = {f"worker-{index}" for index in range(4)}
     at_work = terminal.until(
         RUN, "four workers, all learned from", lambda s: alive(s) == four and all(consumed(s, w) > 0 for w in four)
@@ -73,7 +70,7 @@ def test_it_scales_from_1_to_4_to_2_and_nothing_restarts(terminal: CommandLine) 
     assert at_work.desired_workers == 4
     assert at_work.version > before.version
 
-    assert terminal.run("scale", RUN, "2").code == 0
+    terminal.run("scale", RUN, "2").ok()
     two = {"worker-0", "worker-1"}
     after = terminal.until(
         RUN, "two workers, and training goes on", lambda s: alive(s) == two and s.version > at_work.version + 20
@@ -154,8 +151,7 @@ def test_a_second_run_works_beside_it_in_a_folder_with_modules_of_our_names(
         stagecoach("train", "own_environment.yaml", "--run-id", RUN, "--detach", *endless)
         other.until(RUN, "training", lambda status: status.version > 1)
         stagecoach("stop", RUN)
-        check_ledger(other.marker(RUN, ".finished"))
-        other.check_nothing_left()
+        other.check_ended(RUN)
     finally:
         other.close()
     status = terminal.handle(RUN).status()
@@ -168,23 +164,13 @@ def test_watch_shows_it_and_stop_ends_it(terminal: CommandLine) -> None:
     terminal.wait_until("a line of watch", lambda: " env steps" in terminal.output(watching))
     before = terminal.handle(RUN).status()
 
-    stopped = terminal.run("stop", RUN)
-    assert stopped.code == 0, stopped
-    assert f"{RUN}: stopped" in stopped.out
-
-    watched = terminal.ended(watching)
-    assert watched.code == 0, watched.err
-    assert "finished" in watched.out and "stopped" in watched.out
-    finished, pointer = terminal.marker(RUN, ".finished"), terminal.marker(RUN, ".checkpoint")
-    assert finished["reason"] == "stopped"
-    assert pointer["final"] == pointer["latest"] == finished["final"]
-    assert finished["version"] >= before.version
-    check_ledger(finished)
-    assert {"worker-0", "worker-1", "total"} <= set(finished["ledger"])
-    terminal.wait_until("all processes to end", lambda: not terminal.left())
+    assert f"{RUN}: stopped" in terminal.run("stop", RUN).ok()
+    watched = terminal.ended(watching).ok()
+    assert "finished" in watched and "stopped" in watched
+    finished = terminal.check_ended(RUN)
     assert list(terminal.temporary.glob("sc-*")) == []
-
-    profile = terminal.run("profile", RUN, "--json")
-    told = json.loads(profile.out)["seconds"]
+    assert finished["version"] >= before.version
+    assert {"worker-0", "worker-1", "total"} <= set(finished["ledger"])
+    told = terminal.json("profile", RUN)["seconds"]
     assert {"worker-0 / acting", "worker-1 / acting", "trainer / training", "evaluator / evaluating"} <= told.keys()
     assert told["worker-0 / acting"]["env"] > 0 and told["trainer / training"]["update"] > 0

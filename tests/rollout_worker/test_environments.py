@@ -8,6 +8,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,9 @@ def test_native_environments_tell_the_same_whatever_way_they_start_again(mode: s
             over, episode = number % length == length - 1, number // length
             final = [length, episode] if over else None
             assert row == (number % length + 1, over and ends == "terminated", over and ends == "truncated", final)
-        expected = EpisodeRecord(length * (length + 1) / 2, length, metrics={"depth": 10.0 * length})
-        assert records[index] == [expected] * (len(rows[index]) // length)
+        record = EpisodeRecord(length * (length + 1) / 2, length, metrics={"depth": 10.0 * length})
+        expected = [replace(record, success=number % 2 == 1) for number in range(len(rows[index]) // length)]
+        assert records[index] == expected
 
 
 NATIVE = {"id": f"{MODULE}:counting_vector", "vectorization": "native"}

@@ -99,24 +99,22 @@ def test_greedy_plays_the_mode_and_sampling_does_not() -> None:
     assert spread["std_return"] > 0.1 and spread["mean_return"] < -0.3
 
 
-def test_the_training_environment_is_taken_with_the_evaluations_arguments_and_copies() -> None:
+@pytest.mark.parametrize(
+    ("fields", "returned"),
+    [
+        ({}, 9.0), ({"wrappers": []}, 6.0), ({"kwargs": {"length": 2}}, 5.0),
+        ({"wrappers": [{"path": f"{MODULE}:AddOne", "kwargs": {"amount": 10.0}}]}, 36.0),
+    ],
+)  # fmt: skip
+def test_the_environment_is_that_of_training_with_the_evaluations_arguments_copies_and_wrappers(
+    fields: dict[str, Any], returned: float
+) -> None:
     kwargs = {"length": 3, "message": "kept"}
-    config = config_of({"id": f"{MODULE}:Counting", "kwargs": kwargs}, episodes=2, num_envs=5, kwargs={"length": 9})
+    trained_in = {"id": f"{MODULE}:Counting", "kwargs": kwargs, "wrappers": [f"{MODULE}:AddOne"]}
+    config = config_of(trained_in, episodes=2, num_envs=5, **fields)
     made = evaluation_environment(config)
-    assert made.kwargs == {"length": 9, "message": "kept"} and made.num_envs == 2 and made.vectorization == "sync"
-    assert [record.length for record in played(config)] == [9, 9]
-
-
-def test_the_evaluations_wrappers_stand_in_place_of_those_of_training() -> None:
-    trained_in = {"id": f"{MODULE}:Counting", "wrappers": [f"{MODULE}:AddOne"]}
-
-    def returns(**evaluation: Any) -> list[float]:
-        scores = played(config_of(trained_in, episodes=2, num_envs=2, **evaluation))
-        return [record.episode_return for record in scores]
-
-    assert returns() == [9.0, 9.0]
-    assert returns(wrappers=[]) == [6.0, 6.0]
-    assert returns(wrappers=[{"path": f"{MODULE}:AddOne", "kwargs": {"amount": 10.0}}]) == [36.0, 36.0]
+    assert made.kwargs == kwargs | fields.get("kwargs", {}) and (made.num_envs, made.vectorization) == (2, "sync")
+    assert [record.episode_return for record in played(config)] == [returned] * 2
 
 
 def test_scores_sum_up_what_was_played() -> None:

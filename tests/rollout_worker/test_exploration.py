@@ -12,42 +12,29 @@ from gymnasium import spaces
 from pydantic import TypeAdapter, ValidationError
 
 from rollout_worker.acting_policies import make_exploration
-from rollout_worker.environments.description import describe_space
 from rollout_worker.exploration.base import Exploration, Greedy, RandomActing, Sampling
 from rollout_worker.exploration.discrete import EpsilonGreedy
 from rollout_worker.exploration.noise import ParameterNoise, TruncatedGaussianNoise
 from shared.config.algorithms.base import ExplorationField, NoiseField
-from shared.config.algorithms.off_policy import SACConfig, TD3Config
-from shared.config.algorithms.on_policy import PPOConfig
-from shared.config.algorithms.q_learning import DQNConfig
-from shared.config.sections import PolicyConfig
 from shared.experience.counters import Counters
-from shared.experience.spaces import Array, PolicySpaces
+from shared.experience.spaces import Array
 from shared.policies.policy import Policy
-from shared.policies.q_network import QNetwork
-from shared.policies.registry import build_policies
 from shared.policies.serialization import state_arrays
 from tests.support.environments import ACTIONS
+from tests.support.policies import SIGHT, built_policy, generator
 
-SIGHT = spaces.Box(-1.0, 1.0, (3,), np.float32)
 LOW, HIGH = np.array([-100.0, 0.0], np.float32), np.array([100.0, 400.0], np.float32)
 ROWS, MANY = 4000, 20_000
 TORQUE = spaces.Box(LOW, HIGH)
 
 
-def policy_for(action: spaces.Space[object] = TORQUE, algorithm: Any = None) -> Policy:
+def policy_for(action: spaces.Space[Any] = TORQUE, algorithm: str = "") -> Any:
     """For three observed numbers; by default PPO's actor-critic, or TD3's actor of two torques."""
-    described = PolicySpaces(describe_space(SIGHT), describe_space(action))
-    algorithm = algorithm or (TD3Config() if action is TORQUE else PPOConfig())
-    return build_policies({"p": described}, {"p": PolicyConfig()}, algorithm, seed=0)["p"]
+    return built_policy(SIGHT, action, algorithm or ("td3" if action is TORQUE else "ppo"), 0)
 
 
-def q_network(**fields: Any) -> QNetwork:
-    described = PolicySpaces(describe_space(SIGHT), describe_space(spaces.Discrete(4)))
-    config = {"p": PolicyConfig(hidden_sizes=(8,))}
-    made = build_policies({"p": described}, config, DQNConfig.model_validate(fields), seed=5)["p"]
-    assert isinstance(made, QNetwork)
-    return made
+def q_network(**fields: Any) -> Any:
+    return built_policy(SIGHT, spaces.Discrete(4), "dqn", 5, fields, hidden_sizes=(8,))
 
 
 def exploring(counters: Counters | None = None, **section: Any) -> Exploration:
@@ -67,17 +54,13 @@ def alike(rows: int) -> dict[str, torch.Tensor]:
     return {"obs": observations(1)["obs"].expand(rows, -1)}
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 @torch.no_grad()
 def test_sampling_draws_from_the_policys_distribution_and_tells_its_parameters() -> None:
     policy = policy_for(spaces.Discrete(3))
     policy.get_parameter("head.bias").copy_(torch.tensor([0.0, 2.0, 1.0]))
-    actions, params = Sampling().act(policy, observations(20_000), generator())
-    assert params is not None and torch.equal(params, policy.action_parameters(observations(20_000)))
-    found = torch.bincount(actions["action"], minlength=3) / 20_000
+    actions, params = Sampling().act(policy, observations(MANY), generator())
+    assert params is not None and torch.equal(params, policy.action_parameters(observations(MANY)))
+    found = torch.bincount(actions["action"], minlength=3) / MANY
     torch.testing.assert_close(found, torch.softmax(params, 1).mean(0), rtol=0, atol=0.02)
 
 
@@ -315,12 +298,12 @@ def test_truncated_noise_is_the_normal_distribution_within_the_bounds_and_tells_
 def test_truncated_noise_of_nothing_is_the_best_action_and_what_a_policy_draws_itself_has_no_known_density() -> None:
     acting, sight = policy_for(), observations(50)
     still = exploring(kind="truncated_gaussian", sigma=0.0)
-    actions, params = still.act(acting, sight, torch.Generator())
+    actions, params = still.act(acting, sight, generator())
     assert params is not None and still.log_prob(acting, params, actions).isnan().all()
     assert torch.equal(actions["action"], acting.distribution.mode(params)["action"])
-    drawing = policy_for(algorithm=SACConfig())
+    drawing = policy_for(algorithm="sac")
     noisy = exploring(kind="truncated_gaussian", sigma=0.3)
-    actions, params = noisy.act(drawing, sight, torch.Generator())
+    actions, params = noisy.act(drawing, sight, generator())
     assert params is not None and noisy.log_prob(drawing, params, actions).isnan().all()
     assert (actions["action"].numpy() >= LOW).all() and (actions["action"].numpy() <= HIGH).all()
 
@@ -340,7 +323,7 @@ def test_a_fragment_follows_from_its_generator_alone_and_the_next_one_begins_ane
         exploration, draw = RandomActing() if kind == "random" else exploring(kind=kind), generator(seed // 2)
         return [exploration.act(acting, observations(5), draw)[0]["action"].tolist() for _ in range(3)]
 
-    acting = policy_for(algorithm=None if kind in NOISES else SACConfig())
+    acting = policy_for(algorithm="" if kind in NOISES else "sac")
     assert actions(0) == actions(1) != actions(2)
 
 

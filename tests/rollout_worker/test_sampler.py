@@ -79,25 +79,25 @@ def same(one: Sample | Fragment, other: Sample) -> bool:
     ) and (isinstance(one, Fragment) or one.episodes == other.episodes)
 
 
+def spaces(observation: str, action: str, length: int = 14) -> dict[str, Any]:
+    """An environment with these spaces; its episodes end in the midst of a fragment, at its end, and later."""
+    kwargs = {"observation": observation, "action": action, "length": length}
+    return {"id": f"{MODULE}:AnySpaces", "kwargs": kwargs}
+
+
 @pytest.mark.parametrize("exploration", [Sampling(), RandomActing()], ids=["sampling", "random"])
-@pytest.mark.parametrize("action", ACTIONS)
-def test_every_action_space_is_acted_in(action: str, exploration: Exploration) -> None:
-    stage = Stage({"id": f"{MODULE}:AnySpaces", "kwargs": {"observation": "box", "action": action}})
-    assert len(stage.sample(6, exploration).episodes) == 2
-
-
-@pytest.mark.parametrize("observation", OBSERVATIONS)
-def test_every_observation_space_is_acted_on(observation: str) -> None:
-    stage = Stage({"id": f"{MODULE}:AnySpaces", "kwargs": {"observation": observation, "action": "dict"}})
-    assert len(stage.sample(6).columns["default"]["final_index"]) == 2
+@pytest.mark.parametrize(
+    ("observation", "action"), [*(("box", name) for name in ACTIONS), *((name, "dict") for name in OBSERVATIONS)]
+)
+def test_every_space_is_observed_and_acted_in(observation: str, action: str, exploration: Exploration) -> None:
+    sample = Stage(spaces(observation, action, length=4)).sample(6, exploration)
+    assert len(sample.episodes) == len(sample.columns["default"]["final_index"]) == 2
 
 
 def test_nested_spaces_also_pass_between_processes() -> None:
-    kwargs = {"observation": "dict", "action": "tuple"}
-    stage = Stage({"id": f"{MODULE}:AnySpaces", "kwargs": kwargs, "vectorization": "async"})
-    here = Stage({"id": f"{MODULE}:AnySpaces", "kwargs": kwargs})
-    assert same(stage.sample(6), here.sample(6))
-    stage.sampler.close()
+    there, here = (Stage(spaces("dict", "tuple", length=4) | {"vectorization": kind}) for kind in ("async", "sync"))
+    assert same(there.sample(6), here.sample(6))
+    there.sampler.close()
 
 
 def test_rows_hold_what_was_seen_before_the_action_and_paid_after_it() -> None:
@@ -145,17 +145,6 @@ def test_the_seed_decides_the_trajectory(environment: dict[str, Any], sections: 
     assert same(one, again) and not same(one, other)
 
 
-def test_native_rows_of_reset_are_masked_and_no_episode_is_counted_twice() -> None:
-    stage = Stage({"id": "CartPole-v1", "vectorization": "native", "num_envs": 4, "max_episode_steps": 9})
-    sample = stage.sample(60)
-    columns = sample.columns["default"]
-    over = columns["terminated"] | columns["truncated"]
-    assert np.array_equal(columns["mask"][1:], ~over[:-1]) and columns["mask"][0].all()
-    assert not columns["reward"][~columns["mask"]].any() and not over[~columns["mask"]].any()
-    assert len(sample.episodes) == over.sum() > 20
-    assert sum(record.length for record in sample.episodes) <= columns["mask"].sum()
-
-
 def test_two_agents_fill_the_columns_of_their_policies() -> None:
     sample = Stage(CHASE, **TWO_POLICIES).sample(9)
     hunter, prey = sample.columns["hunter"], sample.columns["prey"]
@@ -169,10 +158,6 @@ def test_two_agents_fill_the_columns_of_their_policies() -> None:
     assert prey["final_obs"].tolist() == [[4, 0], [4, 0], [4, 1], [4, 1]]
     assert not hunter["obs"][~hunter["mask"]].any()
     assert [record.length for record in sample.episodes] == [4] * 4
-    for record in sample.episodes:
-        assert record.episode_return == pytest.approx(sum(record.agent_returns.values()))
-    total = hunter["reward"][:8].sum() + prey["reward"][:8].sum()
-    assert sum(record.episode_return for record in sample.episodes) == pytest.approx(float(total), rel=1e-5)
 
 
 @pytest.mark.parametrize("choices", [False, True], ids=["NaN", "one choice too many"])
@@ -282,11 +267,6 @@ def test_random_acting_asks_nobody_and_nothing_is_remembered_of_it() -> None:
 STACKED = {"path": "gymnasium.wrappers:FrameStackObservation", "kwargs": {"stack_size": 3}}
 LONG_CHASE = CHASE | {"kwargs": {"cat_steps": 12, "mouse_steps": 100}}
 ENSEMBLE = {"name": "dqn", "heads": 5, "prior_scale": 3, "exploration": {"kind": "bootstrapped"}}
-
-
-def spaces(observation: str, action: str) -> dict[str, Any]:
-    """An environment with these spaces; its episodes end in the midst of a fragment, at its end, and later."""
-    return {"id": f"{MODULE}:AnySpaces", "kwargs": {"observation": observation, "action": action, "length": 14}}
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from shared.runtime.process import last_words
 from shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole, minimal_config
 from tests.support.environments import MODULE
+from tests.support.game import published
 from tests.support.groups import some_quick
 from tests.support.role_processes import ended, events, start_process
-from tests.support.started import published
 
 RunWorker = Callable[..., tuple[RunContext, subprocess.CompletedProcess[str]]]
 MIB = 1 << 20

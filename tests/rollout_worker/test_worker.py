@@ -27,7 +27,7 @@ from shared.protocol.ledger import read_accounting
 from shared.runtime.run_context import RunContext
 from tests.conftest import MakeRole, minimal_config
 from tests.support.environments import MODULE
-from tests.support.started import published
+from tests.support.game import published
 
 
 def flaky(tally: Path, times: int, place: str = "step", **fields: Any) -> Config:

@@ -23,7 +23,6 @@ from shared.policies.actor_critic import ActorCritic, RecurrentActorCritic, Stat
 from shared.policies.deployed import DeployedPolicy
 from shared.policies.registry import build_policies
 from shared.policies.serialization import state_arrays
-from tests.conftest import minimal_config
 from tests.support.environments import ACTIONS, OBSERVATIONS
 from tests.support.policies import SIGHT, batch_of, built_policy, generator
 
@@ -34,7 +33,7 @@ def policy_for(observation: str, action: str, **config: Any) -> ActorCritic:
 
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 @pytest.mark.parametrize("action", ["discrete", "dict"])
-def test_it_acts_and_judges_in_every_observation_space(observation: str, action: str) -> None:
+def test_it_acts_and_judges_in_every_observation_space_with_or_without_a_core(observation: str, action: str) -> None:
     policy = policy_for(observation, action, normalize_observations=True)
     rows = batch_of(OBSERVATIONS[observation], 6)
     assert policy.normalizer is not None
@@ -43,6 +42,12 @@ def test_it_acts_and_judges_in_every_observation_space(observation: str, action:
     assert params.shape == (6, policy.distribution.parameters) and value.shape == (6,)
     assert torch.equal(params, policy.action_parameters(rows)) and torch.equal(value, policy.value(rows))
     assert bool(torch.isfinite(params).all()) and bool(torch.isfinite(value).all())
+    core = recurrent("lstm", OBSERVATIONS[observation], ACTIONS[action])
+    step, state = core.step(rows, core.initial_state(6))
+    assert step.shape == params.shape and state.shape == (6, 14)
+    long = {name: tensor.unflatten(0, (2, 3)) for name, tensor in rows.items()}
+    sequence = core.sequence(long, core.initial_state(3), torch.zeros(2, 3, dtype=torch.bool))
+    assert [tuple(part.shape) for part in sequence] == [(2, 3, params.shape[1]), (2, 3), (2, 3, 14)]
 
 
 @pytest.mark.parametrize("action", ACTIONS)
@@ -92,13 +97,10 @@ def test_it_follows_from_the_seed_alone_and_leaves_the_global_state() -> None:
         assert torch.equal(before, torch.get_rng_state())
     assert all((made[0][name] == made[1][name]).all() for name in made[0])
     assert any((made[0][name] != made[2][name]).any() for name in made[0])
-
-
-def test_policies_of_one_run_start_apart() -> None:
     spec = PolicySpaces(describe_space(SIGHT), describe_space(spaces.Discrete(4)))
     policies = build_policies({"a": spec, "b": spec}, {"a": PolicyConfig(), "b": PolicyConfig()}, PPOConfig(), seed=0)
     a, b = (cast(ActorCritic, policy).head.weight for policy in policies.values())
-    assert not torch.equal(a, b)
+    assert not torch.equal(a, b), "policies of one run start apart"
 
 
 def test_a_shared_encoder_is_one_encoder() -> None:
@@ -180,32 +182,6 @@ def test_a_sequence_is_what_acting_step_by_step_is(core: str, places: tuple[tupl
 
 
 @CORES
-def test_what_was_before_an_end_makes_no_difference_after_it_and_else_it_does(core: str) -> None:
-    policy = recurrent(core)
-    one, other = observed(1), observed(1)
-    other[:4] = observed(2)[:4]
-    state = policy.initial_state(SLOTS)
-    over = ends((3, 0), (3, 2))
-    with torch.no_grad():
-        params = [policy.sequence({"obs": obs}, state, over)[0] for obs in (one, other)]
-    same = (params[0][4:] == params[1][4:]).all(dim=-1).all(dim=0)
-    assert same.tolist() == [True, False, True, False, False]
-
-
-@CORES
-def test_two_fragments_are_one_long_one(core: str) -> None:
-    policy = recurrent(core)
-    obs, over = observed(), ends((2, 1), (3, 3), (5, 0))
-    with torch.no_grad():
-        params, values, states = policy.sequence({"obs": obs}, policy.initial_state(SLOTS), over)
-        first = policy.sequence({"obs": obs[:4]}, policy.initial_state(SLOTS), over[:4])
-        state = first[2][-1].masked_fill(over[3].unsqueeze(1), 0.0)
-        second = policy.sequence({"obs": obs[4:]}, state, over[4:])
-    for whole, *parts in zip((params, values, states), first, second, strict=True):
-        torch.testing.assert_close(whole, torch.cat(parts), rtol=1e-5, atol=1e-6)
-
-
-@CORES
 def test_gradients_flow_back_in_time_to_the_episodes_beginning(core: str) -> None:
     policy = recurrent(core)
     obs = observed().requires_grad_()
@@ -219,17 +195,6 @@ def test_gradients_flow_back_in_time_to_the_episodes_beginning(core: str) -> Non
     assert (state.grad.abs().sum(dim=1) > 0).tolist() == [False, True, True, True, True]
 
 
-@pytest.mark.parametrize("observation", OBSERVATIONS)
-def test_a_recurrent_one_acts_and_judges_in_every_observation_space(observation: str) -> None:
-    policy = recurrent("lstm", OBSERVATIONS[observation], spaces.Discrete(3))
-    rows = batch_of(OBSERVATIONS[observation], 6)
-    params, state = policy.step(rows, policy.initial_state(6))
-    assert params.shape == (6, policy.distribution.parameters) and state.shape == (6, 14)
-    long = {name: tensor.unflatten(0, (2, 3)) for name, tensor in rows.items()}
-    sequence = policy.sequence(long, policy.initial_state(3), torch.zeros(2, 3, dtype=torch.bool))
-    assert [tuple(part.shape) for part in sequence] == [(2, 3, 3), (2, 3), (2, 3, 14)]
-
-
 def test_policies_without_a_core_remember_nothing() -> None:
     policy = built_policy(SIGHT, ARMS)
     assert policy.kind == "actor_critic" and policy.state_size == 0 and policy.initial_state(4).shape == (4, 0)
@@ -239,50 +204,31 @@ def test_policies_without_a_core_remember_nothing() -> None:
     assert torch.equal(params, policy.action_parameters(rows)) and state.shape == (SLOTS, 0)
 
 
-def test_observations_alone_are_not_enough_for_it() -> None:
+def test_a_core_needs_more_than_observations_and_an_algorithm_that_learns_sequences() -> None:
     with pytest.raises(NotImplementedError, match="recurrent_actor_critic has no parameters for observations alone"):
         recurrent("gru").action_parameters({"obs": observed()[0]})
-
-
-def test_a_core_is_refused_where_nobody_learns_it() -> None:
     with pytest.raises(ConfigError, match=r"policies\.p\.core=lstm: algorithm \w+ learns single steps .* core=none"):
         built_policy(SIGHT, ARMS, "iql", **RECURRENT, core="lstm")
-    with pytest.raises(ConfigError, match=r"core=gru with share_encoder=false: .* set share_encoder=true"):
-        minimal_config(policies={"default": {"core": "gru"}})
-    with pytest.raises(ConfigError, match=r"policies\.default\.core=gru with a dataset: .* set core=none"):
-        minimal_config(
-            policies={"default": {"core": "gru", "share_encoder": True}},
-            dataset={"path": "/d"},
-            algorithm={"name": "bc"},
-        )
 
 
 @CORES
-def test_a_deployed_policy_remembers_until_it_is_reset(core: str) -> None:
+def test_a_deployed_policy_remembers_until_it_or_a_row_of_its_batch_is_reset(core: str) -> None:
     policy = recurrent(core)
-    acting = DeployedPolicy(policy, 1)
-    obs = observed()[:, :1]
-    with torch.no_grad():
-        params = policy.sequence({"obs": obs}, policy.initial_state(1), ends()[:, :1])[0]
-    means = params[:, 0, :2].clamp(-1, 1).numpy()
-    for _ in range(2):
-        for step in range(STEPS):
-            np.testing.assert_allclose(acting.act(obs[step, 0].numpy()), means[step], rtol=1e-4, atol=1e-5)
-        again = acting.act(obs[0, 0].numpy())
-        assert not np.allclose(again, means[0], atol=1e-4), "it remembers the episode so far"
-        acting.reset()
-
-
-def test_rows_of_a_batch_are_reset_by_themselves() -> None:
-    policy = recurrent("lstm")
-    acting = DeployedPolicy(policy, 1)
+    acting, alone = DeployedPolicy(policy, 1), DeployedPolicy(policy, 1)
     obs, over = observed(), ends((3, 1), (3, 4))
     with torch.no_grad():
         params = policy.sequence({"obs": obs}, policy.initial_state(SLOTS), over)[0]
-    for step in range(STEPS):
-        found = acting.act_batch(obs[step].numpy())
-        np.testing.assert_allclose(found, params[step, :, :2].clamp(-1, 1), rtol=1e-4, atol=1e-5)
-        acting.reset(over[step].numpy())
+    means = params[..., :2].clamp(-1, 1).numpy()
+    for _ in range(2):
+        for step in range(STEPS):
+            found = acting.act_batch(obs[step].numpy())
+            np.testing.assert_allclose(found, means[step], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(alone.act(obs[step, 0].numpy()), means[step, 0], rtol=1e-4, atol=1e-5)
+            acting.reset(over[step].numpy())
+        again = alone.act(obs[0, 0].numpy())
+        assert not np.allclose(again, means[0, 0], atol=1e-4), "it remembers the episode so far"
+        acting.reset()
+        alone.reset()
 
 
 def test_a_batch_of_another_size_is_refused_until_it_is_reset() -> None:

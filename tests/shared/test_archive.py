@@ -18,9 +18,9 @@ def entry(number: int, size: int = 3) -> LogEntry:
     return LogEntry(f"{number}-0", "worker-0", 0, number, 4, bytes([number % 256]) * size, True)
 
 
-def filled(store: ObjectStore, *bounds: tuple[int, int]) -> Archive:
-    """An archive with a segment for each (after, through)."""
-    archive = Archive(store, "a-run")
+def filled(store: ObjectStore, *bounds: tuple[int, int], run_id: str = "a-run") -> Archive:
+    """An archive with a segment for each (after, through); its entries are no fragments."""
+    archive = Archive(store, run_id)
     for after, through in bounds:
         entries = [entry(number) for number in range(after + 1, through + 1)]
         archive.write(f"{after}-0", f"{through}-0", entries)
@@ -33,7 +33,9 @@ def numbers(entries: list[LogEntry]) -> list[int]:
 
 
 def test_entries_come_back_byte_for_byte_in_the_order_of_the_log(any_store: ObjectStore) -> None:
-    archive = filled(any_store, (0, 9), (9, 10), (10, 120))
+    archive = filled(any_store)
+    assert archive.segments() == [] and list(archive.entries()) == [] and archive.read("0-0", 5, 0.0) == []
+    filled(any_store, (0, 9), (9, 10), (10, 120))
     found = list(archive.entries())
     assert found == [entry(number) for number in range(1, 121)]
     assert [(s.after, s.through, s.env_steps) for s in archive.segments()] == [
@@ -85,11 +87,6 @@ def test_an_altered_or_foreign_segment_is_refused() -> None:
             decode_segment(data, run_id, wanted)
 
 
-def test_an_empty_archive_has_nothing(any_store: ObjectStore) -> None:
-    archive = Archive(any_store, "a-run")
-    assert archive.segments() == [] and list(archive.entries()) == [] and archive.read("0-0", 5, 0.0) == []
-
-
 def test_a_segment_that_is_deleted_is_in_no_listing_and_one_that_is_gone_is_named(any_store: ObjectStore) -> None:
     archive = filled(any_store, (0, 2), (2, 4), (4, 6))
     first, second, third = archive.segments()
@@ -103,62 +100,52 @@ def test_a_segment_that_is_deleted_is_in_no_listing_and_one_that_is_gone_is_name
         list(reading)
 
 
-class TestReadExperience:
-    """A dataset by its location, as a person types it."""
+def test_read_experience_takes_every_way_to_name_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(FileStore(tmp_path, "a-run"), (0, 1))
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "a-run"
+    for location in ("a-run", "./a-run/", folder, f"file://{folder}", f"../{tmp_path.name}/a-run"):
+        caplog.clear()
+        assert list(read_experience(location)) == []
+        assert "entry 1-0 of worker-0 is no fragment" in caplog.text
+    monkeypatch.chdir(tmp_path / "a-run")
+    assert list(read_experience(".")) == []
 
-    def written(self, store: ObjectStore, run_id: str) -> None:
-        """One segment of a run of that id; its entries are no fragments, so the dataset is empty."""
-        Archive(store, run_id).write("0-0", "1-0", [entry(1)])
 
-    def test_every_way_to_name_a_folder(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        self.written(FileStore(tmp_path, "a-run"), "a-run")
-        monkeypatch.chdir(tmp_path)
-        for location in (
-            "a-run",
-            "./a-run/",
-            tmp_path / "a-run",
-            f"file://{tmp_path}/a-run",
-            "../" + tmp_path.name + "/a-run",
-        ):
-            caplog.clear()
-            assert list(read_experience(location)) == []
-            assert "entry 1-0 of worker-0 is no fragment" in caplog.text
-        monkeypatch.chdir(tmp_path / "a-run")
-        assert list(read_experience(".")) == []
+def test_read_experience_takes_an_s3_server_with_credentials_from_the_environment(
+    s3_servers: dict[str, tuple[str, str, str]], unique_run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint, access, secret = s3_servers["rclone"]
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", access)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    location = f"s3://{BUCKET}/data/{unique_run_id}"
+    with pytest.raises(ArchiveIncomplete, match=f"no archived experience in {location}: expected a run's folder"):
+        read_experience(location, endpoint)
+    filled(open_folder(location, endpoint)[0], (0, 1), run_id=unique_run_id)
+    assert list(read_experience(location, endpoint)) == []
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    assert list(read_experience(location + "/")) == []
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    with pytest.raises(StoreUnavailable, match="refuses the credentials"):
+        read_experience(location, endpoint)
 
-    def test_an_s3_server_with_credentials_from_the_environment(
-        self, s3_servers: dict[str, tuple[str, str, str]], unique_run_id: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        endpoint, access, secret = s3_servers["rclone"]
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", access)
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
-        location = f"s3://{BUCKET}/data/{unique_run_id}"
-        with pytest.raises(ArchiveIncomplete, match=f"no archived experience in {location}: expected a run's folder"):
-            read_experience(location, endpoint)
-        self.written(open_folder(location, endpoint)[0], unique_run_id)
-        assert list(read_experience(location, endpoint)) == []
-        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        assert list(read_experience(location + "/")) == []
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-        with pytest.raises(StoreUnavailable, match="refuses the credentials"):
-            read_experience(location, endpoint)
 
-    @pytest.mark.parametrize(
-        ("location", "said"),
-        [
-            ("nowhere", "no archived experience in nowhere: expected a run's folder in the store"),
-            ("/no/such/folder", "the store folder /no/such is not there"),
-            ("file:///no/such/folder", "the store folder /no/such is not there"),
-            ("s3://only-a-bucket", "expected a run's folder"),
-            ("https://host/bucket/run", "expected a run's folder"),
-            ("", "no archived experience"),
-        ],
-    )
-    def test_a_wrong_location_is_an_error_at_once_and_not_an_empty_dataset(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, location: str, said: str
-    ) -> None:
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(UserError, match=said):
-            read_experience(location)
+@pytest.mark.parametrize(
+    ("location", "said"),
+    [
+        ("nowhere", "no archived experience in nowhere: expected a run's folder in the store"),
+        ("/no/such/folder", "the store folder /no/such is not there"),
+        ("file:///no/such/folder", "the store folder /no/such is not there"),
+        ("s3://only-a-bucket", "expected a run's folder"),
+        ("https://host/bucket/run", "expected a run's folder"),
+        ("", "no archived experience"),
+    ],
+)
+def test_a_wrong_location_is_an_error_at_once_and_not_an_empty_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, location: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=said):
+        read_experience(location)

@@ -32,6 +32,12 @@ def sharded_role(make_role: MakeRole, redis_server: RedisServer, databases: tupl
     return make_role(config.model_copy(update={"redis": config.redis.model_copy(update={"shards": urls})}))
 
 
+@pytest.fixture
+def role(make_role: MakeRole, redis_server: RedisServer) -> RunContext:
+    """With its bodies on two shards."""
+    return sharded_role(make_role, redis_server)
+
+
 def only_entry(role: RunContext) -> dict[bytes, bytes]:
     """The log's, as Redis holds it."""
     page: Any = role.redis.xrange(RunKeys(role.run_id).log)
@@ -41,14 +47,11 @@ def only_entry(role: RunContext) -> dict[bytes, bytes]:
 
 @settings(deadline=None)
 @given(words, words, st.integers(0, 2**40))
-def test_a_place_comes_back_as_it_was(shard: str, field: str, size: int) -> None:
+def test_a_place_comes_back_as_it_was_and_what_is_none_is_none(shard: str, field: str, size: int) -> None:
     place = BodyPlace(shard, field, size)
     assert BodyPlace.decode(place.encode()) == place
-
-
-@pytest.mark.parametrize("text", [b"", b"a b", b"a b c", b"a b 1 2", b"a b -1", b"\xff\xfe", "a b ٣".encode() + b" 1"])
-def test_what_is_no_place_is_none(text: bytes) -> None:
-    assert BodyPlace.decode(text) is None
+    for text in (b"", b"a b", b"a b c", b"a b 1 2", b"a b -1", b"\xff\xfe", "a b ٣".encode() + b" 1"):
+        assert BodyPlace.decode(text) is None
 
 
 def test_a_worker_fills_one_shard_after_the_other_and_finds_all_again(
@@ -62,16 +65,11 @@ def test_a_worker_fills_one_shard_after_the_other_and_finds_all_again(
     assert all(wanted[index][1].shard != wanted[index + 1][1].shard for index in range(29))
     assert bodies.put("worker-0", 0, 7, b"worker-0 7") == wanted[7][1], "safe to repeat"
     assert bodies.fetch(wanted) == [data for *_, data in written]
-
-
-def test_other_contents_have_another_place(shards: dict[str, redis.Redis], unique_run_id: str) -> None:
-    """After a Redis that was rolled back two processes may have the same worker's number, incarnation and all."""
-    bodies = Bodies(shards, unique_run_id)
-    one, other = bodies.put("worker-0", 3, 4, b"one"), bodies.put("worker-0", 3, 4, b"other")
-    assert bodies.fetch([("worker-0", one), ("worker-0", other)]) == [b"one", b"other"]
+    other = bodies.put("worker-0", 0, 7, b"of another process with the same number and incarnation")
+    elsewhere = BodyPlace("a shard that left", wanted[7][1].field, 3)
     bodies.remove("worker-0", other)
-    elsewhere = BodyPlace("a shard that left", one.field, 3)
-    assert bodies.fetch([("worker-0", other), ("worker-0", one), ("worker-0", elsewhere)]) == [None, b"one", None]
+    found = bodies.fetch([("worker-0", other), wanted[7], ("worker-0", elsewhere)])
+    assert found == [None, b"worker-0 7", None], "as after a Redis that was rolled back"
 
 
 def test_without_shards_the_log_holds_the_bodies(make_role: MakeRole) -> None:
@@ -84,10 +82,7 @@ def test_without_shards_the_log_holds_the_bodies(make_role: MakeRole) -> None:
     assert bytes_by_shard(role.redis, role.run_id) == {}
 
 
-def test_with_shards_the_log_names_the_places_and_counts_the_bytes(
-    make_role: MakeRole, redis_server: RedisServer
-) -> None:
-    role = sharded_role(make_role, redis_server)
+def test_with_shards_the_log_names_the_places_and_counts_the_bytes(role: RunContext) -> None:
     trainer, worker = begin(role), SmallWorker(role)
     worker.work(blob=b"x" * 1000)
     worker.seq = 0
@@ -103,8 +98,7 @@ def test_with_shards_the_log_names_the_places_and_counts_the_bytes(
 
 
 @pytest.mark.parametrize("word", ["stale", "superseded", "finished", "epoch"])
-def test_a_push_that_is_refused_takes_its_body_back(make_role: MakeRole, redis_server: RedisServer, word: str) -> None:
-    role = sharded_role(make_role, redis_server)
+def test_a_push_that_is_refused_takes_its_body_back(role: RunContext, word: str) -> None:
     begin(role)
     worker = SmallWorker(role)
     reasons: dict[str, Callable[[], object]] = {
@@ -132,10 +126,7 @@ def consume(trainer: SmallTrainer, worker: SmallWorker, updates: int) -> str:
     return trainer.consumer.committed.position
 
 
-def test_a_trim_sweeps_what_it_covers_and_orphans_but_nothing_whose_push_may_come(
-    make_role: MakeRole, redis_server: RedisServer
-) -> None:
-    role = sharded_role(make_role, redis_server)
+def test_a_trim_sweeps_what_it_covers_and_orphans_but_nothing_whose_push_may_come(role: RunContext) -> None:
     trainer, worker = begin(role), SmallWorker(role)
     role.bodies.put("worker-0", 0, 0, b"of a former process of this number, that never pushed it")
     through = consume(trainer, worker, 2)
@@ -161,8 +152,7 @@ def test_a_trim_sweeps_what_it_covers_and_orphans_but_nothing_whose_push_may_com
     assert {field[:4] for field in shard_fields(role)} == {"1:0:"}
 
 
-def test_many_bodies_are_swept_in_pieces(make_role: MakeRole, redis_server: RedisServer) -> None:
-    role = sharded_role(make_role, redis_server)
+def test_many_bodies_are_swept_in_pieces(role: RunContext) -> None:
     begin(role)
     SmallWorker(role)
     for seq in range(1500):

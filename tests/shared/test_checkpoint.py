@@ -30,9 +30,9 @@ from shared.storage.checkpoint_store import (
     Pointer,
     checkpoint_name,
     checkpoint_version,
-    describe_objects,
 )
 from shared.storage.object_store import FileStore, ObjectStore
+from tests.support.checkpoints import manifest_of
 from tests.support.strategies import JSON_VALUES
 from tests.support.waiting import Background
 from trainer_node.checkpointing.retention import take_inventory
@@ -44,15 +44,6 @@ POLICY, STATE = "default/policy.safetensors", "trainer/state.json"
 def objects_of(version: int) -> dict[str, bytes]:
     """Some objects whose bytes say which checkpoint they belong to."""
     return {POLICY: f"policy {version} ".encode() * (200 + version), STATE: json.dumps({"version": version}).encode()}
-
-
-def manifest_of(version: int, objects: dict[str, bytes], **fields: Any) -> Manifest:
-    """A manifest as the trainer makes it."""
-    values: dict[str, Any] = {
-        "run_id": RUN, "name": checkpoint_name(version, version * 64), "version": version, "epoch": 1, "created": 1.0,
-        "log_position": f"{version}-0", "parent": None, "objects": describe_objects(objects), "provenance": {"a": [1]},
-    }  # fmt: skip
-    return Manifest(**(values | fields))
 
 
 def publish(checkpoints: CheckpointStore, version: int) -> str:
@@ -79,11 +70,11 @@ def at(name: str, key: str) -> str:
     return manifest_of(version, objects_of(version)).folder + key
 
 
-class Recording:
-    """A store that notes the order of what is asked of it."""
+class Watched:
+    """A store that notes what is asked of it, and asks `before` first, which may raise or return another answer."""
 
-    def __init__(self, store: ObjectStore) -> None:
-        self._store = store
+    def __init__(self, store: ObjectStore, before: Callable[[str, Callable[[], Any]], Any] = lambda _, call: call()):
+        self._store, self._before = store, before
         self.calls: list[tuple[str, str]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -93,7 +84,7 @@ class Recording:
 
         def call(key: str = "", *args: Any, **options: Any) -> Any:
             self.calls.append((name, key))
-            return found(key, *args, **options)
+            return self._before(name, lambda: found(key, *args, **options))
 
         return call
 
@@ -108,27 +99,35 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)
 
 
-def test_a_name_holds_the_version_and_the_env_steps_and_another_folder_is_no_checkpoint() -> None:
-    for version, env_steps, name in ((0, 0, "0_Step-0.ckpt"), (12, 24576, "12_Step-24576.ckpt")):
-        assert checkpoint_name(version, env_steps) == name
-        assert checkpoint_version(name) == version
-    others = ["", "12", "12_Step-24576", "x_Step-1.ckpt", "1_Step-.ckpt", "a1_Step-1.ckpt", ".partial-1"]
-    assert [checkpoint_version(name) for name in others] == [None] * len(others)
-
-
 # Writing
 
 
-def test_objects_are_written_and_verified_before_the_manifest_which_is_last(any_store: ObjectStore) -> None:
-    recording = Recording(any_store)
-    objects = objects_of(3)
+def test_objects_are_written_and_verified_before_the_manifest_which_is_the_first_to_be_deleted(
+    any_store: ObjectStore,
+) -> None:
+    watched = Watched(any_store)
+    checkpoints, objects = CheckpointStore(watched, RUN), objects_of(3)
     name = manifest_of(3, objects).name
-    CheckpointStore(recording, RUN).write(manifest_of(3, objects), objects)
-    writes = [key for word, key in recording.calls if word == "put"]
+    checkpoints.write(manifest_of(3, objects), objects)
+    writes = [key for word, key in watched.calls if word == "put"]
     assert writes == [at(name, POLICY), at(name, STATE), at(name, MANIFEST)]
-    verified = [recording.calls.index(("get", at(name, key))) for key in objects]
-    assert max(recording.calls.index(("put", at(name, key))) for key in objects) < min(verified)
-    assert max(verified) < recording.calls.index(("put", at(name, MANIFEST)))
+    verified = [watched.calls.index(("get", at(name, key))) for key in objects]
+    assert max(watched.calls.index(("put", at(name, key))) for key in objects) < min(verified)
+    assert max(verified) < watched.calls.index(("put", at(name, MANIFEST)))
+    publish(checkpoints, 3)
+    checkpoints.delete(name)
+    assert next(key for word, key in watched.calls if word == "delete") == at(name, MANIFEST)
+    assert checkpoints.names() == [] and any_store.keys(CHECKPOINTS) == []
+    with pytest.raises(CheckpointNotFound, match=name):
+        checkpoints.load_latest()
+
+
+def test_a_store_that_gives_back_other_bytes_gets_no_manifest(any_store: ObjectStore) -> None:
+    forgetful = Watched(any_store, lambda word, call: call()[:-1] if word == "get" else call())
+    with pytest.raises(CheckpointDamaged, match=r"policy\.safetensors: the store gave back other bytes"):
+        CheckpointStore(forgetful, RUN).write(manifest_of(3, objects_of(3)), objects_of(3))
+    assert not any(key.endswith(MANIFEST) for key in any_store.keys(""))
+    assert CheckpointStore(any_store, RUN).pointer() is None
 
 
 def test_a_checkpoint_comes_back_as_it_was_written(checkpoints: CheckpointStore) -> None:
@@ -139,18 +138,6 @@ def test_a_checkpoint_comes_back_as_it_was_written(checkpoints: CheckpointStore)
     assert checkpoints.newest_good() == (expected, [])
     assert expected.manifest.total_bytes == sum(len(data) for data in objects_of(3).values())
     assert checkpoints.load(name, only="policy.safetensors").objects == {POLICY: objects_of(3)[POLICY]}
-
-
-def test_a_store_that_gives_back_other_bytes_gets_no_manifest(any_store: ObjectStore) -> None:
-    class Forgetful(Recording):
-        def get(self, key: str) -> bytes:
-            return any_store.get(key)[:-1] if key.endswith(STATE) else any_store.get(key)
-
-    objects = objects_of(3)
-    with pytest.raises(CheckpointDamaged, match=f"{STATE}: the store gave back other bytes"):
-        CheckpointStore(Forgetful(any_store), RUN).write(manifest_of(3, objects), objects)
-    assert not any(key.endswith(MANIFEST) for key in any_store.keys(""))
-    assert CheckpointStore(any_store, RUN).pointer() is None
 
 
 def test_other_contents_under_a_name_that_is_taken_count_where_they_are_the_newer_trainers_and_change_nothing(
@@ -208,43 +195,25 @@ def test_a_half_upload_is_invisible_and_can_be_completed(checkpoints: Checkpoint
     assert checkpoints.newest_good()[0].manifest.name == half
 
 
-def test_delete_takes_the_manifest_first_and_leaves_nothing(any_store: ObjectStore) -> None:
-    recording = Recording(any_store)
-    checkpoints = CheckpointStore(recording, RUN)
-    name = publish(checkpoints, 1)
-    checkpoints.delete(name)
-    deletes = [key for word, key in recording.calls if word == "delete"]
-    assert deletes[0] == at(name, MANIFEST)
-    assert checkpoints.names() == [] and any_store.keys(CHECKPOINTS) == []
-    with pytest.raises(CheckpointNotFound, match=name):
-        checkpoints.load_latest()
-
-
 class CutOff(Exception):
     pass
 
 
-class Stalling(Recording):
+class Stalling(Watched):
     """A store whose `at`-th change is not carried out, until `late`; nothing comes after it."""
 
     def __init__(self, store: ObjectStore, at: int) -> None:
-        super().__init__(store)
+        super().__init__(store, self._stall)
         self._left = at
         self.late: Callable[[], Any] = lambda: None
 
-    def __getattr__(self, name: str) -> Any:
-        found = super().__getattr__(name)
-        if name not in {"put", "delete"}:
-            return found
-
-        def change(*args: Any, **options: Any) -> None:
-            if self._left == 0:
-                self.late = lambda: found(*args, **options)
-                raise CutOff
+    def _stall(self, word: str, call: Callable[[], Any]) -> Any:
+        if word in {"put", "delete"}:
             self._left -= 1
-            found(*args, **options)
-
-        return change
+            if self._left < 0:
+                self.late = call
+                raise CutOff
+        return call()
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["the same contents", "other contents"])
@@ -278,11 +247,16 @@ def test_no_late_request_of_a_replaced_trainer_touches_a_newer_checkpoint(
         assert checkpoints.load_latest() == checkpoints.load(manifest.name) == checkpoints.newest_good()[0]
 
 
-def test_names_come_by_version_not_by_letter(checkpoints: CheckpointStore) -> None:
+def test_names_hold_version_and_env_steps_and_come_by_version_and_another_folder_is_no_checkpoint(
+    checkpoints: CheckpointStore,
+) -> None:
     for version in (10, 9, 100):
         publish(checkpoints, version)
-    checkpoints.store.put(f"{CHECKPOINTS}notes/readme.txt", b"hello")
-    assert [checkpoint_version(name) for name in checkpoints.names()] == [9, 10, 100]
+    others = ["12", "12_Step-24576", "x_Step-1.ckpt", "1_Step-.ckpt", "a1_Step-1.ckpt", ".partial-1"]
+    for name in others:
+        checkpoints.store.put(f"{CHECKPOINTS}{name}/readme.txt", b"hello")
+    assert checkpoints.names() == ["9_Step-576.ckpt", "10_Step-640.ckpt", "100_Step-6400.ckpt"]
+    assert [checkpoint_version(name) for name in (*checkpoints.names(), *others, "")] == [9, 10, 100, *[None] * 7]
 
 
 # Reading what is not as it should be
@@ -353,25 +327,6 @@ def test_a_checkpoint_of_the_format_before_is_named(checkpoints: CheckpointStore
     assert problems == ["2_Step-128.ckpt has format 1; this version of Stagecoach reads format 2"]
 
 
-def test_a_manifest_replaced_whole_is_noticed_by_the_pointers_hash(checkpoints: CheckpointStore) -> None:
-    name = publish(checkpoints, 1)
-    checkpoints.store.put(at(name, MANIFEST), checkpoints.store.get(at(name, MANIFEST)) + b" ")
-    with pytest.raises(CheckpointDamaged, match="is not the one that the pointer names"):
-        checkpoints.load_latest()
-
-
-@pytest.mark.usefixtures("no_pauses")
-def test_a_garbage_pointer_is_named_and_the_checkpoints_beside_it_stay_usable(checkpoints: CheckpointStore) -> None:
-    publish(checkpoints, 1)
-    for content in (b"\x00garbage", b"{}", b"", b'{"latest": "1_Step-64.ckpt"}'):
-        checkpoints.store.put(POINTER, content)
-        before = listing(checkpoints.store)
-        with pytest.raises(CheckpointDamaged, match=r"\.checkpoint of run the-run cannot be read; .* may be intact"):
-            checkpoints.load_latest()
-        assert checkpoints.newest_good()[0].manifest.version == 1
-        assert listing(checkpoints.store) == before
-
-
 def test_none_found_and_found_but_unreadable_are_different_errors(checkpoints: CheckpointStore) -> None:
     assert checkpoints.load_latest() is None
     with pytest.raises(CheckpointNotFound, match="run the-run has no checkpoint yet"):
@@ -385,18 +340,36 @@ def test_none_found_and_found_but_unreadable_are_different_errors(checkpoints: C
     assert not isinstance(caught.value, CheckpointNotFound)
 
 
+def test_a_manifest_replaced_whole_is_noticed_by_the_pointers_hash(checkpoints: CheckpointStore) -> None:
+    name = publish(checkpoints, 1)
+    checkpoints.store.put(at(name, MANIFEST), checkpoints.store.get(at(name, MANIFEST)) + b" ")
+    with pytest.raises(CheckpointDamaged, match="is not the one that the pointer names"):
+        checkpoints.load_latest()
+
+
 @pytest.mark.usefixtures("no_pauses")
-def test_markers_come_back_are_none_where_absent_and_refused_where_they_are_not_json(
+def test_a_file_beside_the_checkpoints_that_cannot_be_read_is_named_and_they_stay_usable(
     checkpoints: CheckpointStore,
 ) -> None:
+    publish(checkpoints, 1)
     assert checkpoints.marker(".ready") is None
     content = {"checkpoint": "x", "n": 1, "what an environment raised": "\udce9"}
     checkpoints.write_marker(".ready", content)
     assert checkpoints.marker(".ready") == content
-    for damaged in (b"", b"\xff\xfe", b"{", b"[]"):
-        checkpoints.store.put(".ready", damaged)
-        with pytest.raises(CheckpointDamaged, match=r"\.ready of run the-run is not a JSON object"):
-            checkpoints.marker(".ready")
+    reads: dict[str, tuple[Callable[[], Any], str]] = {
+        ".ready": (lambda: checkpoints.marker(".ready"), r"\.ready of run the-run is not a JSON object"),
+        PROMOTED: (checkpoints.preferred, r"\.promoted of run the-run cannot be read; promote a checkpoint"),
+        POINTER: (checkpoints.load_latest, r"\.checkpoint of run the-run cannot be read; .* may be intact"),
+    }
+    for key, (read, said) in reads.items():
+        for content in (b"", b"\xff\xfe", b"{", b"[]", b'{"latest": "1_Step-64.ckpt"}')[: 4 if key == ".ready" else 5]:
+            checkpoints.store.put(key, content)
+            before = listing(checkpoints.store)
+            with pytest.raises(CheckpointDamaged, match=said):
+                read()
+            assert checkpoints.newest_good()[0].manifest.version == 1
+            assert listing(checkpoints.store) == before
+            assert key == POINTER or checkpoints.resolve("latest")
 
 
 # Names
@@ -439,16 +412,6 @@ def test_a_name_or_mark_that_stands_for_nothing_says_what_there_is(checkpoints: 
     for ask in (checkpoints.preferred, lambda: checkpoints.resolve("promoted")):
         with pytest.raises(CheckpointNotFound, match=rf"no promoted checkpoint \({first} is gone\); .*: {second};"):
             ask()
-
-
-@pytest.mark.usefixtures("no_pauses")
-def test_a_promotion_that_cannot_be_read_is_named(checkpoints: CheckpointStore) -> None:
-    publish(checkpoints, 1)
-    for content in (b"", b"{}", b"[]", b"1_Step-64.ckpt"):
-        checkpoints.store.put(PROMOTED, content)
-        with pytest.raises(CheckpointDamaged, match=r"\.promoted of run the-run cannot be read; promote a checkpoint"):
-            checkpoints.preferred()
-    assert checkpoints.resolve("latest")
 
 
 # Reading while it is being written

@@ -5,18 +5,18 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from shared.config.algorithms.off_policy import OffPolicyConfig
-from shared.config.algorithms.on_policy import PPOConfig
 from shared.config.algorithms.registry import ALGORITHMS
 from shared.config.loading import dump_config, parse_config
 from shared.config.run_config import Config
 from shared.config.section import Schedule
+from shared.config.validation import sections_in
 from shared.errors import ConfigError
 from shared.experience.counters import Duration
 from tests.conftest import minimal_config
@@ -60,6 +60,16 @@ FEW: dict[str, Any] = {"fragment_steps": 8, "fragments_per_update": 2}
          ["environment.vectorization='native'", "environment.wrappers=['a:B']"]),
         ({"environment": {"id": "a:b", "num_envs": 4, "api": "pettingzoo", "vectorization": "async"}},
          ["environment.api=pettingzoo", "environment.vectorization=sync", "found async"]),
+        ({"redis": {"url": "redis://h:1", "ca_file": "/ca.crt"}}, ["redis.ca_file", "nothing would be encrypted"]),
+        ({"redis": {"url": "rediss://h:1", "ca_file": "ca.crt"}}, ["must be an absolute path"]),
+        ({"redis": {"url": "rediss://h:1", "cert_file": "/c.crt"}}, ["go together"]),
+        ({"store": {"url": "s3://b", "endpoint_url": "http://h:1", "ca_file": "/ca.crt"}}, ["https://"]),
+        ({"redis": {"url": "http://h"}}, ["redis.url must be 'embedded' or start with", "'http://h'"]),
+        ({"redis": {"url": "h:6379"}}, ["redis.url must be 'embedded' or start with", "'h:6379'"]),
+        ({"store": {"url": "gs://b"}}, ["store.url must be 'embedded' or start with", "'gs://b'"]),
+        ({"policies": {"default": {"core": "gru"}}}, ["core=gru", "share_encoder=false", "set share_encoder=true"]),
+        (CLONING | {"policies": {"default": {"core": "gru", "share_encoder": True}}},
+         ["policies.default.core=gru with a dataset", "set core=none"]),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else None,
 )  # fmt: skip
@@ -128,34 +138,24 @@ def test_credentials_are_refused_and_not_repeated(sections: dict[str, Any]) -> N
         assert f"Use {'AWS_ACCESS_KEY_ID' if url.startswith('s3') else 'STAGECOACH_REDIS_PASSWORD'} instead" in text
 
 
-@pytest.mark.parametrize(("section", "url"), [("redis", "http://h"), ("redis", "h:6379"), ("store", "gs://b")])
-def test_a_url_of_another_kind_is_refused_with_the_kinds_there_are(section: str, url: str) -> None:
-    text = refused(**{section: {"url": url}})
-    assert f"{section}.url must be 'embedded' or start with" in text
-    assert repr(url) in text
-
-
-def test_urls_without_credentials_are_accepted() -> None:
-    config = minimal_config(redis={"url": "rediss://h:6380/2"}, store={"url": "s3://b/p", "endpoint_url": "http://h:1"})
+def test_what_the_shorthands_of_a_config_stand_for() -> None:
+    config = minimal_config(
+        redis={"url": "rediss://h:6380/2"},
+        store={"url": "s3://b/p", "endpoint_url": "http://h:1"},
+        environment={"id": "X-v0", "wrappers": ["a:B", {"path": "c:D", "kwargs": {"n": 1}}]},
+        policies={"red": {}, "blue": {}},
+        agents={"a": "red"},
+    )
     assert (config.redis.url, config.store.url) == ("rediss://h:6380/2", "s3://b/p")
+    assert [(each.path, each.kwargs) for each in config.environment.wrappers] == [("a:B", {}), ("c:D", {"n": 1})]
+    assert (config.policy_of("a"), minimal_config().policy_of("anyone")) == ("red", "default")
+    with pytest.raises(KeyError):
+        config.policy_of("b")
 
 
 def test_a_config_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         minimal_config().rollout.workers = 3  # type: ignore[misc]
-
-
-def test_a_wrapper_may_be_a_plain_path() -> None:
-    config = minimal_config(environment={"id": "X-v0", "wrappers": ["a:B", {"path": "c:D", "kwargs": {"n": 1}}]})
-    assert [(each.path, each.kwargs) for each in config.environment.wrappers] == [("a:B", {}), ("c:D", {"n": 1})]
-
-
-def test_agents_are_mapped_to_their_policies() -> None:
-    config = minimal_config(policies={"red": {}, "blue": {}}, agents={"a": "red"})
-    assert config.policy_of("a") == "red"
-    with pytest.raises(KeyError):
-        config.policy_of("b")
-    assert minimal_config().policy_of("anyone") == "default"
 
 
 @pytest.mark.parametrize(
@@ -201,30 +201,21 @@ def test_where_and_how_long_a_run_goes_does_not_change_the_hash(sections: dict[s
     assert minimal_config(**sections).hash() == minimal_config().hash()
     one, other = (minimal_config(environment={"id": "X-v0", "kwargs": k}) for k in ({"a": 1, "b": 2}, {"b": 2, "a": 1}))
     assert one.hash() == other.hash(), "nor does the order of keys"
-
-
-def test_what_a_dataset_holds_decides_the_learning_and_where_it_lies_does_not() -> None:
     here, there, other = (
         minimal_config(**CLONING | {"dataset": {"path": path, "sha256": digit * 64}})
         for path, digit in (("a.csv", "0"), ("b.h5", "0"), ("a.csv", "1"))
     )
-    assert here.hash() == there.hash() != other.hash()
-
-
-def model_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for found in map(model_in, get_args(annotation)) if found), None)
+    assert here.hash() == there.hash() != other.hash(), "nor does where a dataset lies, but what it holds"
 
 
 def fields(model: type[BaseModel], section: str = "config") -> Iterator[tuple[str, str, str]]:
     """Section, field and description of every value of the config."""
     for name, field in model.model_fields.items():
-        below = model_in(field.annotation)
-        if below is None or below is Schedule:
+        below = sections_in(field.annotation)
+        if not below or below[0] is Schedule:
             yield section, name, field.description or ""
         else:
-            yield from fields(below, name)
+            yield from fields(below[0], name)
 
 
 def reads(texts: Iterator[str]) -> set[tuple[str, str]]:
@@ -245,30 +236,17 @@ NOT_READ = {("algorithm", "name")}
 """Decides which algorithm's section is meant."""
 
 
-def unread(model: type[BaseModel], texts: Iterator[str]) -> list[str]:
-    used = reads(texts)
-    return [
+def test_every_field_is_read_somewhere_and_says_what_it_is_for() -> None:
+    sources = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    used = reads(path.read_text() for path in sources)
+    assert ("config", "clip_range") in used and ("config", "clip_rage") not in used
+    assert [
         f"{section}.{name}"
-        for section, name, _ in fields(model)
-        if not used & {(owner, name) for owner in (section, CALLED.get(section, section), "config")}
-        and (section, name) not in NOT_READ
-    ]
-
-
-def test_every_field_is_read_somewhere() -> None:
-    sources = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path.name != "config.py")
-    assert unread(Config, (path.read_text() for path in sources)) == []
-
-
-def test_a_field_that_nobody_reads_is_found() -> None:
-    text = "x = role.config.algorithm.gamma + other.epochs\nalgorithm.clip_range = 3\n"
-    missing = unread(PPOConfig, iter([text.replace("algorithm", "config")]))
-    assert "config.gamma" not in missing
-    assert {"config.epochs", "config.clip_range"} <= set(missing)
-
-
-def test_every_field_says_what_it_is_for() -> None:
-    assert [f"{section}.{name}" for section, name, text in fields(Config) if len(text) < 10 and name != "name"] == []
+        for section, name, description in fields(Config)
+        if ((section, name) not in NOT_READ
+        and not used & {(owner, name) for owner in (section, CALLED.get(section, section), "config")})
+        or (len(description) < 10 and name != "name")
+    ] == []  # fmt: skip
 
 
 BY_ALGORITHM: dict[str, tuple[list[int], str, int, tuple[int, int, int], str]] = {
@@ -311,14 +289,14 @@ def test_what_is_said_counts_before_what_the_algorithm_has() -> None:
     assert config.hash() != short("sac").hash()
 
 
-def test_recorded_experience_is_not_acted_at_random() -> None:
+def test_recorded_experience_is_not_acted_at_random_and_an_algorithms_defaults_hide_no_mistake() -> None:
     data = {"path": "data.csv"}
     assert short("sac", dataset=data).heatup.amount == 0
-    with pytest.raises(ConfigError, match="say how much, such as heatup="):
-        short("sac", dataset=data | {"only_heatup": True})
-
-
-@pytest.mark.parametrize(("section", "value"), [("policies", None), ("policies", {"a": None}), ("rollout", 3)])
-def test_the_defaults_of_an_algorithm_hide_no_mistake(section: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=section):
-        short("sac", **{section: value})
+    for section, value, said in (
+        ("dataset", data | {"only_heatup": True}, "say how much, such as heatup="),
+        ("policies", None, "policies"),
+        ("policies", {"a": None}, "policies"),
+        ("rollout", 3, "rollout"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            short("sac", **{section: value})

@@ -49,8 +49,18 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.communicate()
 
 
+def assert_preempted(process: subprocess.Popen[str], seconds: float = 100.0) -> None:
+    """It has ended as one that was asked to, and says so."""
+    done = ended(process, seconds)
+    assert (done.returncode, done.stdout.strip()) == (0, "preempted"), done
+
+
 def open_claims(role: RunContext) -> int:
     return int(role.redis.zcard(RunKeys(role.run_id).claims))
+
+
+def waits_for(role: RunContext, what: str) -> bool:
+    return any(beat.waiting_for == what for beat in read_heartbeats(role.redis, role.run_id))
 
 
 def acts(role: RunContext) -> bool:
@@ -74,8 +84,7 @@ def test_a_trainer_leaves_with_a_checkpoint_and_the_next_one_goes_on(make_role: 
     trainer, worker = start(role, "trainer_node"), start(role, "rollout_worker", "--index", "0")
     eventually(lambda: role.flow.read().version > 5)
     trainer.send_signal(signal.SIGTERM)
-    done = ended(trainer)
-    assert (done.returncode, done.stdout.strip()) == (0, "preempted"), done
+    assert_preempted(trainer)
     state = role.flow.read()
     assert state.state == "running"
     assert role.checkpoints.marker(FINISHED) is None
@@ -83,10 +92,9 @@ def test_a_trainer_leaves_with_a_checkpoint_and_the_next_one_goes_on(make_role: 
     assert latest is not None and latest.manifest.version == state.version > 5
     assert "the trainer leaves with a checkpoint" in events(role)
 
-    eventually(lambda: any(beat.waiting_for == "credit" for beat in read_heartbeats(role.redis, role.run_id)))
+    eventually(lambda: waits_for(role, "credit"))
     worker.send_signal(signal.SIGTERM)
-    done = ended(worker)
-    assert (done.returncode, done.stdout.strip()) == (0, "preempted"), done
+    assert_preempted(worker)
     assert open_claims(role) == 0
 
     trainer, worker = start(role, "trainer_node"), start(role, "rollout_worker", "--index", "0")
@@ -101,8 +109,7 @@ def test_a_worker_finishes_its_fragment_before_it_leaves(make_role: MakeRole, st
     worker = start(role, "rollout_worker", "--index", "0")
     eventually(lambda: acts(role) or read_accounting(role.redis, role.run_id)["total"].produced.fragments > 0)
     worker.send_signal(signal.SIGTERM)
-    done = ended(worker)
-    assert (done.returncode, done.stdout.strip()) == (0, "preempted"), done
+    assert_preempted(worker)
     assert read_accounting(role.redis, role.run_id)["worker-0"].produced.fragments > 0
     assert open_claims(role) == 0
 
@@ -117,8 +124,7 @@ def test_a_second_signal_ends_it_at_once(make_role: MakeRole, start: Start) -> N
     time.sleep(0.3)
     assert worker.poll() is None, "it acts its fragment"
     worker.send_signal(signal.SIGINT)
-    done = ended(worker, 30)
-    assert (done.returncode, done.stdout.strip()) == (0, "preempted"), done
+    assert_preempted(worker, 30)
     assert read_accounting(role.redis, role.run_id)["total"].produced.fragments == 0
     assert open_claims(role) == 0
 
@@ -127,11 +133,9 @@ def test_a_second_signal_ends_it_at_once(make_role: MakeRole, start: Start) -> N
 def test_who_waits_for_the_first_checkpoint_leaves_at_once(make_role: MakeRole, start: Start) -> None:
     role = make_role(slow(0.0))
     worker = start(role, "rollout_worker", "--index", "0")
-    eventually(
-        lambda: "the first checkpoint (.ready)" in [b.waiting_for for b in read_heartbeats(role.redis, role.run_id)]
-    )
+    eventually(lambda: waits_for(role, "the first checkpoint (.ready)"))
     worker.send_signal(signal.SIGTERM)
-    assert ended(worker).stdout.strip() == "preempted"
+    assert_preempted(worker)
 
 
 @pytest.mark.processes
@@ -150,9 +154,8 @@ def test_a_trainer_whose_store_is_away_leaves_when_its_grace_is_over(
         eventually(lambda: role.flow.read().version > 5)
         os.kill(s3.process.pid, signal.SIGSTOP)
         trainer.send_signal(signal.SIGTERM)
-        done = ended(trainer)
+        assert_preempted(trainer)
         os.kill(s3.process.pid, signal.SIGCONT)
-        assert (done.returncode, done.stdout.strip()) == (0, "preempted"), done
         state = role.flow.read()
         assert state.state == "running"
         latest = role.checkpoints.load_latest()

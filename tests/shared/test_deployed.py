@@ -22,10 +22,9 @@ from shared.storage.checkpoint_store import (
     POINTER,
     PROMOTED,
     CheckpointStore,
-    Manifest,
-    describe_objects,
 )
 from shared.storage.object_store import FileStore
+from tests.support.checkpoints import manifest_of
 from tests.support.environments import ACTIONS, OBSERVATIONS
 from tests.support.policies import built_policy
 
@@ -42,7 +41,7 @@ def observe(name: str, seed: int = 0) -> Any:
     return space.sample()
 
 
-def test_it_is_loaded_from_a_checkpoint_a_file_or_bytes(tmp_path: Path) -> None:
+def test_it_is_loaded_from_a_checkpoint_of_one_or_several_policies_a_file_or_bytes(tmp_path: Path) -> None:
     data = policy_bytes()
     folder = tmp_path / "7_Step-1.ckpt"
     (folder / "default").mkdir(parents=True)
@@ -53,16 +52,16 @@ def test_it_is_loaded_from_a_checkpoint_a_file_or_bytes(tmp_path: Path) -> None:
         policy = load_policy(source)
         assert policy.version == 7
         assert policy.act(observation) == expected
-
-
-def test_one_of_several_policies_is_chosen(tmp_path: Path) -> None:
-    for policy_id, version in (("hunter", 3), ("prey", 4)):
-        (tmp_path / policy_id).mkdir()
-        (tmp_path / policy_id / "policy.safetensors").write_bytes(policy_bytes(version=version))
-    assert load_policy(tmp_path, "hunter").version == 3
-    assert load_policy(tmp_path, "prey").version == 4
+    (folder / "default").rename(folder / "hunter")
+    (folder / "prey").mkdir()
+    (folder / "prey" / "policy.safetensors").write_bytes(policy_bytes(version=4))
+    assert [load_policy(folder, policy_id).version for policy_id in ("hunter", "prey")] == [7, 4]
     with pytest.raises(CheckpointNotFound, match=r"no policy 'default' at .*; it has hunter, prey$"):
-        load_policy(tmp_path)
+        load_policy(folder)
+    with pytest.raises(CheckpointNotFound, match="nowhere"):
+        load_policy(tmp_path / "nowhere")
+    with pytest.raises(CheckpointDamaged, match="corrupt"):
+        load_policy(data[:-4] + bytes([data[-4] ^ 1]) + data[-3:])
 
 
 def make_run(folder: Path) -> None:
@@ -71,11 +70,7 @@ def make_run(folder: Path) -> None:
     for version in (1, 2, 3):
         for epoch, seed in ((2, 1), (1, 2)):
             objects = {"default/policy.safetensors": policy_bytes(version=version, seed=seed)}
-            manifest = Manifest(
-                run_id="the-run", name=f"{version}_Step-1.ckpt", version=version, epoch=epoch, created=1.0,
-                log_position="0-0", parent=None, objects=describe_objects(objects), provenance={},
-            )  # fmt: skip
-            store.write(manifest, objects)
+            store.write(manifest_of(version, objects, name=f"{version}_Step-1.ckpt", epoch=epoch), objects)
     content = {"latest": "3_Step-1.ckpt", "epoch": 1, "manifest_sha256": ""}
     (folder / POINTER).write_text(json.dumps(content))
 
@@ -124,11 +119,7 @@ def test_a_runs_folder_stands_for_its_promoted_checkpoint_else_the_best_else_the
         ("box", [0.0, 1.0], r"observation: expected the shape \(3,\), found \(2,\)"),
         ("discrete", 3, r"observation: expected choices from -2 to 2, found \[3\]"),
         ("discrete", None, r"an observation is an array of shape \(\) and dtype int64 .*; found \[None\]"),
-        (
-            "dict",
-            {"joints": [0] * 4},
-            r"an observation is \{'camera': an array of shape \(8, 8, 3\).* 'mode': an",
-        ),
+        ("dict", {"joints": [0] * 4}, r"an observation is \{'camera': an array of shape \(8, 8, 3\).* 'mode': an"),
         ("dict", [1], r"an observation is \{'camera': .*\[1\]"),
         ("tuple", (0,), r"an observation is \(an array of shape \(\) and dtype int64, \{'x': .*\}\) .*; found \("),
     ],
@@ -175,38 +166,19 @@ def test_whoever_only_acts_imports_no_store_redis_ray_or_gymnasium() -> None:
     assert done.stdout.strip() == ""
 
 
-def test_what_is_not_there_or_was_altered_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFound, match="nowhere"):
-        load_policy(tmp_path / "nowhere")
-    data = policy_bytes()
-    for damaged in (data[:-1], data[:100], b"", b"\x00" * 200, data[:-4] + bytes([data[-4] ^ 1]) + data[-3:]):
-        with pytest.raises(CheckpointDamaged):
-            load_policy(damaged)
-
-
-@pytest.mark.parametrize("name", ACTIONS)
-def test_actions_are_in_the_environments_space(name: str) -> None:
-    policy = load_policy(policy_bytes(action=name))
+@pytest.mark.parametrize(
+    ("observation", "action"), [*(("box", name) for name in ACTIONS), *((name, "discrete") for name in OBSERVATIONS)]
+)
+def test_every_observation_is_understood_and_actions_are_in_the_environments_space(
+    observation: str, action: str
+) -> None:
+    policy = load_policy(policy_bytes(observation, action))
     for seed in range(5):
         for greedy in (True, False):
-            assert ACTIONS[name].contains(policy.act(observe("box", seed), greedy=greedy))
+            assert ACTIONS[action].contains(policy.act(observe(observation, seed), greedy=greedy))
 
 
-@pytest.mark.parametrize("name", OBSERVATIONS)
-def test_every_observation_is_understood(name: str) -> None:
-    policy = load_policy(policy_bytes(observation=name))
-    assert ACTIONS["discrete"].contains(policy.act(observe(name)))
-
-
-def test_a_batch_gives_what_its_rows_give() -> None:
-    policy = load_policy(policy_bytes(action="box"))
-    observations = np.stack([observe("box", seed) for seed in range(6)])
-    batch = policy.act_batch(observations)
-    assert batch.shape == (6, 2)
-    np.testing.assert_allclose(batch, [policy.act(row) for row in observations], rtol=1e-5, atol=1e-6)
-
-
-def test_greedy_is_the_same_each_time_and_sampling_is_not() -> None:
+def test_greedy_is_the_same_each_time_also_in_a_batch_and_sampling_is_not() -> None:
     state = torch.random.get_rng_state()
     policy = load_policy(policy_bytes(action="box"))
     observation = observe("box")
@@ -214,3 +186,7 @@ def test_greedy_is_the_same_each_time_and_sampling_is_not() -> None:
     assert len({tuple(policy.act(observation, greedy=False)) for _ in range(5)}) == 5
     assert torch.equal(state, torch.random.get_rng_state()), "neither loading nor acting draws global random numbers"
     np.testing.assert_array_equal(policy.act(observation.tolist()), policy.act(observation))
+    observations = np.stack([observe("box", seed) for seed in range(6)])
+    batch = policy.act_batch(observations)
+    assert batch.shape == (6, 2)
+    np.testing.assert_allclose(batch, [policy.act(row) for row in observations], rtol=1e-5, atol=1e-6)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributions import (
     AffineTransform,
     Categorical,
+    Distribution,
     Independent,
     Normal,
     TanhTransform,
@@ -38,48 +39,70 @@ def random_params(distribution: ActionDistribution, rows: int = ROWS) -> Tensor:
     return torch.randn(rows, distribution.parameters, generator=generator(3)) * 0.5
 
 
+def references(space: spaces.Space[Any], params: Tensor) -> list[Distribution]:
+    """One of PyTorch's for each row and each of the numbers (a Box) or choices of an action, in their order."""
+    found: list[Distribution] = []
+    start = 0
+    for leaf in describe_space(space).leaves:
+        size = int(np.prod(leaf.shape))
+        if leaf.kind == "box":
+            mean, log_std = params[:, start : start + 2 * size].split(size, dim=1)
+            found += [Normal(mean[:, i], log_std[:, i].exp()) for i in range(size)]
+            start += 2 * size
+        for choices in () if leaf.kind == "box" else leaf.nvec:
+            found.append(Categorical(logits=params[:, start : start + choices]))
+            start += choices
+    assert start == params.shape[1]
+    return found
+
+
 @pytest.mark.parametrize(
-    ("space", "sizes", "shape"),
+    ("space", "shapes"),
     [
-        (spaces.Discrete(5), [5], ()),
-        (spaces.MultiDiscrete([3, 2, 4]), [3, 2, 4], (3,)),
-        (spaces.MultiDiscrete(np.array([[3, 2], [4, 5]])), [3, 2, 4, 5], (2, 2)),
-        (spaces.MultiBinary(3), [2, 2, 2], (3,)),
+        (spaces.Discrete(5), {"action": ()}),
+        (spaces.MultiDiscrete([3, 2, 4]), {"action": (3,)}),
+        (spaces.MultiDiscrete(np.array([[3, 2], [4, 5]])), {"action": (2, 2)}),
+        (spaces.MultiBinary(3), {"action": (3,)}),
+        (spaces.Box(-1.0, 1.0, (2, 3)), {"action": (2, 3)}),
+        (
+            spaces.Dict({
+                "arm": spaces.Box(-1.0, 1.0, (2,)), "hands": spaces.Tuple((spaces.Discrete(3), spaces.MultiBinary(2)))
+            }),
+            {"action.arm": (2,), "action.hands.0": (), "action.hands.1": (2,)},
+        ),
     ],
-)
-def test_choices_have_the_probabilities_of_torchs_categoricals(
-    space: spaces.Space[object], sizes: list[int], shape: tuple[int, ...]
+    ids=str,
+)  # fmt: skip
+def test_it_is_the_product_of_torchs_distributions_with_their_gradients_and_divergence(
+    space: spaces.Space[Any], shapes: dict[str, tuple[int, ...]]
 ) -> None:
     distribution = distribution_of(space)
-    params = random_params(distribution)
-    references = [Categorical(logits=part) for part in params.split(sizes, dim=1)]
-    actions = torch.stack([reference.sample() for reference in references], dim=1)
-    expected = torch.stack([reference.log_prob(actions[:, i]) for i, reference in enumerate(references)]).sum(0)
-    entropy = torch.stack([reference.entropy() for reference in references]).sum(0)
-    torch.testing.assert_close(
-        distribution.log_prob(params, {"action": actions.reshape(ROWS, *shape)}), expected, rtol=1e-5, atol=1e-5
-    )
+    params = random_params(distribution).requires_grad_()
+    theirs = references(space, params)
+    action, mode = distribution.sample(params.detach(), generator(0)), distribution.mode(params)
+    assert distribution.names == tuple(shapes)
+    assert {name: tuple(array.shape[1:]) for name, array in action.items()} == shapes
+    numbers, best = (torch.cat([part.reshape(ROWS, -1) for part in given.values()], 1) for given in (action, mode))
+    log_prob = torch.stack([part.log_prob(numbers[:, i]) for i, part in enumerate(theirs)]).sum(0)
+    entropy = torch.stack([part.entropy() for part in theirs]).sum(0)
+    torch.testing.assert_close(distribution.log_prob(params, action), log_prob, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(distribution.entropy(params), entropy, rtol=1e-5, atol=1e-5)
-    mode = distribution.mode(params)["action"]
-    assert mode.shape == (ROWS, *shape)
-    best = torch.stack([reference.probs.argmax(1) for reference in references], dim=1)
-    assert torch.equal(mode.reshape(ROWS, -1), best)
+    ours = torch.stack(distribution.log_prob_and_entropy(params, action)).sum(0)
+    torch.testing.assert_close(ours, log_prob + entropy, rtol=1e-5, atol=1e-5)
+    (found,), (expected,) = (torch.autograd.grad(both.sum(), params) for both in (ours, log_prob + entropy))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(best, torch.stack([part.mode for part in theirs], 1).to(best.dtype), rtol=0, atol=0)
+    other = params.detach().flip(0) + torch.linspace(0, 1, params.shape[1])
+    divergence = torch.stack(list(map(kl_divergence, theirs, references(space, other)))).sum(0)
+    torch.testing.assert_close(distribution.divergence(params, other), divergence, rtol=1e-4, atol=1e-6)
+    assert distribution.divergence(params, params).abs().max() < 1e-6 < distribution.divergence(params, other).min()
 
 
-def test_a_box_has_the_density_of_torchs_normals() -> None:
-    distribution = distribution_of(spaces.Box(-1.0, 1.0, (2, 3)))
-    params = random_params(distribution)
-    mean, log_std = params[:, :6], params[:, 6:]
-    reference = Independent(Normal(mean, log_std.exp()), 1)
-    action = reference.sample()
-    torch.testing.assert_close(
-        distribution.log_prob(params, {"action": action.reshape(ROWS, 2, 3)}), reference.log_prob(action)
-    )
-    torch.testing.assert_close(distribution.entropy(params), reference.entropy())
-    assert torch.equal(distribution.mode(params)["action"], mean.reshape(ROWS, 2, 3))
-
-
-def test_extreme_deviations_stay_finite_and_have_no_gradient_beyond_the_bounds() -> None:
+def test_extreme_parameters_stay_finite_and_have_no_gradient_beyond_the_bounds() -> None:
+    choices, extreme = distribution_of(spaces.Discrete(3)), torch.tensor([[1e4, -1e4, 0.0]])
+    assert choices.sample(extreme, generator(0))["action"].tolist() == [0]
+    assert choices.log_prob(extreme, {"action": torch.tensor([0])}).item() == 0.0
+    assert choices.entropy(extreme).item() == 0.0
     distribution = distribution_of(spaces.Box(-1.0, 1.0, (2,)))
     params = torch.tensor([[0.5, -0.5, -1000.0, 1000.0]], requires_grad=True)
     action = distribution.sample(params.detach(), generator(0))
@@ -88,14 +111,6 @@ def test_extreme_deviations_stay_finite_and_have_no_gradient_beyond_the_bounds()
     assert bool(torch.isfinite(log_prob).all()) and bool(torch.isfinite(distribution.entropy(params)).all())
     assert params.grad is not None
     assert params.grad[0, 2:].tolist() == [0.0, 0.0]
-
-
-def test_extreme_logits_stay_finite() -> None:
-    distribution = distribution_of(spaces.Discrete(3))
-    params = torch.tensor([[1e4, -1e4, 0.0]])
-    assert distribution.sample(params, generator(0))["action"].tolist() == [0]
-    assert distribution.log_prob(params, {"action": torch.tensor([0])}).item() == 0.0
-    assert distribution.entropy(params).item() == 0.0
 
 
 def test_choices_are_sampled_as_often_as_their_probabilities_say() -> None:
@@ -130,62 +145,6 @@ def test_sampling_follows_the_generator_alone() -> None:
     assert not torch.equal(drawn[0]["action.b"], drawn[2]["action.b"])
 
 
-def test_a_nested_space_is_the_product_of_its_leaves() -> None:
-    space = spaces.Dict(
-        {"arm": spaces.Box(-1.0, 1.0, (2,)), "hands": spaces.Tuple((spaces.Discrete(3), spaces.MultiBinary(2)))}
-    )
-    distribution = distribution_of(space)
-    assert distribution.names == ("action.arm", "action.hands.0", "action.hands.1")
-    assert distribution.parameters == 4 + 3 + 4
-    params = random_params(distribution)
-    action = distribution.sample(params, generator(0))
-    assert {name: tuple(value.shape) for name, value in action.items()} == {
-        "action.arm": (ROWS, 2), "action.hands.0": (ROWS,), "action.hands.1": (ROWS, 2),
-    }  # fmt: skip
-    arm = Normal(params[:, :2], params[:, 2:4].exp())
-    hand = Categorical(logits=params[:, 4:7])
-    bits = [Categorical(logits=params[:, 7:9]), Categorical(logits=params[:, 9:])]
-    expected = arm.log_prob(action["action.arm"]).sum(1) + hand.log_prob(action["action.hands.0"])
-    for index, bit in enumerate(bits):
-        expected = expected + bit.log_prob(action["action.hands.1"][:, index])
-    torch.testing.assert_close(distribution.log_prob(params, action), expected, rtol=1e-5, atol=1e-5)
-    entropy = arm.entropy().sum(1) + sum(part.entropy() for part in [hand, *bits])
-    torch.testing.assert_close(distribution.entropy(params), entropy, rtol=1e-5, atol=1e-5)
-
-
-def test_log_prob_and_entropy_have_torchs_gradients() -> None:
-    distribution = distribution_of(spaces.MultiDiscrete([3, 4]))
-    params = random_params(distribution).requires_grad_()
-    actions = torch.stack([torch.arange(ROWS) % 3, torch.arange(ROWS) % 4], dim=1)
-    parts = [Categorical(logits=part) for part in params.split([3, 4], dim=1)]
-    terms = [part.log_prob(actions[:, i]) + part.entropy() for i, part in enumerate(parts)]
-    (expected,) = torch.autograd.grad(torch.stack(terms).sum(), params)
-    ours = distribution.log_prob(params, {"action": actions}) + distribution.entropy(params)
-    (found,) = torch.autograd.grad(ours.sum(), params)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_the_divergence_is_torchs_and_nothing_from_itself() -> None:
-    sizes = [3, 4]
-    choices, box = distribution_of(spaces.MultiDiscrete(sizes)), distribution_of(spaces.Box(-1.0, 1.0, (2,)))
-    joint = distribution_of(spaces.Dict({"a": spaces.MultiDiscrete(sizes), "b": spaces.Box(-1.0, 1.0, (2,))}))
-    params, other = random_params(joint), random_params(joint).flip(0) + 0.1
-    pairs = zip(params[:, :7].split(sizes, 1), other[:, :7].split(sizes, 1), strict=True)
-    parts = [kl_divergence(Categorical(logits=one), Categorical(logits=two)) for one, two in pairs]
-    of_choices = torch.stack(parts).sum(0)
-    normals = [Normal(part[:, 7:9], part[:, 9:].exp()) for part in (params, other)]
-    of_box = kl_divergence(*normals).sum(1)
-    torch.testing.assert_close(choices.divergence(params[:, :7], other[:, :7]), of_choices, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(box.divergence(params[:, 7:], other[:, 7:]), of_box, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(joint.divergence(params, other), of_choices + of_box, rtol=1e-4, atol=1e-6)
-    assert joint.divergence(params, params).abs().max() < 1e-6 < joint.divergence(params, other).min()
-
-
-def test_a_box_of_integers_cannot_be_acted_in() -> None:
-    with pytest.raises(UnsupportedSpace, match="Box of int32 cannot be sampled; use floats"):
-        distribution_of(spaces.Box(0, 5, (2,), np.int32))
-
-
 LOW, HIGH = np.array([-2.0, 0.0], np.float32), np.array([2.0, 10.0], np.float32)
 NESTED = spaces.Dict({"arm": spaces.Box(LOW, HIGH), "grip": spaces.Box(-1.0, 1.0, (1, 1), np.float64)})
 
@@ -205,24 +164,18 @@ def test_the_density_is_that_of_torchs_transformed_distribution() -> None:
     low, high = torch.tensor([-2.0, 0.0, -1.0]), torch.tensor([2.0, 10.0, 1.0])
     mean, log_std = params.to(torch.float64).clamp(max=2.0).chunk(2, dim=1)  # the bound of log σ; no mean is as large
     affine = AffineTransform(((low + high) / 2).to(torch.float64), ((high - low) / 2).to(torch.float64))
-    theirs = TransformedDistribution(
-        Independent(Normal(mean, log_std.exp()), 1), [TanhTransform(), affine], validate_args=False
-    )
+    normal = Independent(Normal(mean, log_std.exp()), 1)
+    theirs = TransformedDistribution(normal, [TanhTransform(), affine], validate_args=False)
     inside = ((flat - (low + high) / 2) / ((high - low) / 2)).abs().amax(dim=1) < 0.999  # beyond, float32 is coarse
     assert inside.sum() > 400
     found = distribution.log_prob(params, actions).to(torch.float64)
     expected = theirs.log_prob(flat.clamp(low, high))
     torch.testing.assert_close(found[inside], expected[inside], rtol=1e-3, atol=2e-3)
-
-
-def test_what_is_reparameterized_has_the_density_of_what_was_drawn() -> None:
-    distribution = squashed(spaces.Box(-1.0, 1.0, (2,)))
-    params, noise = torch.randn(300, 4, generator=generator()) * 0.5, torch.randn(300, 2, generator=generator(1))
-    action, log_prob = distribution.reparameterized(params, noise)
-    inside = action.abs().amax(dim=1) < 0.999  # beyond, float32 is coarse
-    assert inside.sum() > 200
-    found = distribution.log_prob(params, {"action": action})
-    torch.testing.assert_close(log_prob[inside], found[inside], rtol=1e-3, atol=2e-3)
+    unit, log_prob = distribution.reparameterized(params, torch.randn(500, 3, generator=generator(2)))
+    inside = unit.abs().amax(dim=1) < 0.999
+    assert inside.sum() > 400
+    plain = TransformedDistribution(normal, [TanhTransform()], validate_args=False).log_prob(unit.to(torch.float64))
+    torch.testing.assert_close(log_prob.to(torch.float64)[inside], plain[inside], rtol=1e-3, atol=2e-3)
 
 
 def test_its_gradients_are_those_of_finite_differences() -> None:
@@ -230,14 +183,6 @@ def test_its_gradients_are_those_of_finite_differences() -> None:
     noise = torch.randn(4, 2, generator=generator(1), dtype=torch.float64)
     params = torch.randn(4, 4, generator=generator(), dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda given: distribution.reparameterized(given, noise), (params,))
-
-
-def test_the_density_over_the_box_sums_to_one() -> None:
-    distribution = squashed(spaces.Box(-2.0, 6.0, (1,)))
-    grid = torch.linspace(-2.0, 6.0, 20_001)
-    params = torch.tensor([[0.3, -0.5]]).expand(len(grid), -1)
-    total = torch.trapezoid(distribution.log_prob(params, {"action": grid[:, None]}).exp(), grid)
-    assert abs(float(total) - 1.0) < 1e-3
 
 
 @pytest.mark.parametrize("mean", [-60.0, 60.0])
@@ -295,7 +240,9 @@ def test_spaces_without_finite_bounds_are_refused_in_one_line(name: str, action:
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["td3", "ddpg"])
-def test_discrete_actions_are_refused_where_a_gradient_has_to_go_through_them(name: str) -> None:
-    with pytest.raises(UnsupportedSpace, match="discrete of int64"):
-        built_policy(SIGHT, spaces.Discrete(3), name)
+def test_integers_cannot_be_drawn_and_no_gradient_goes_through_choices() -> None:
+    with pytest.raises(UnsupportedSpace, match="Box of int32 cannot be sampled; use floats"):
+        distribution_of(spaces.Box(0, 5, (2,), np.int32))
+    for name in ("td3", "ddpg"):
+        with pytest.raises(UnsupportedSpace, match="discrete of int64"):
+            built_policy(SIGHT, spaces.Discrete(3), name)

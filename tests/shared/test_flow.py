@@ -63,8 +63,9 @@ def test_orders_stand_in_the_flow_and_a_decision_does_not_undo_one(role: RunCont
         lambda flow, log: flow.set_state(RunState.STOPPING, "stopped"),
         lambda flow, log: flow.set_desired_workers(3),
         lambda flow, log: flow.set_scaling("auto", 1, None),
+        lambda flow, log: log.push("worker-0", 0, 0, 0, 4, b"abc"),
     ],
-    ids=["read", "register", "claim", "take over", "set state", "scale", "scale auto"],
+    ids=["read", "register", "claim", "take over", "set state", "scale", "scale auto", "push"],
 )
 def test_an_unknown_run_is_named_and_nothing_is_written(
     redis_client: redis.Redis, unique_run_id: str, ask: Callable[[Flow, ExperienceLog], Any]
@@ -118,15 +119,17 @@ def test_a_short_lease_runs_out_by_the_servers_clock(make_role: MakeRole) -> Non
     assert answer.granted and role.flow.read().claimed == 1
 
 
-def test_claims_wait_while_the_log_is_full_and_go_on_when_it_is_trimmed(make_role: MakeRole) -> None:
+def test_claims_wait_while_the_log_is_full_but_for_those_that_are_held_until_it_is_trimmed(make_role: MakeRole) -> None:
     role = make_role(small_config(max_policy_lag=3))
-    trainer, worker = begin(role), SmallWorker(role)
+    trainer, worker, holder = begin(role), SmallWorker(role), SmallWorker(role, "worker-1")
+    assert holder.claim().granted
     worker.work()
     worker.work()
     state = role.flow.read()
     role.redis.hset(RunKeys(role.run_id).flow, "max_log_bytes", str(state.log_bytes))
     answer = worker.claim()
     assert answer.reply == "wait_log" and answer.waiting and not answer.granted
+    assert holder.claim().granted
     assert trainer.take() is not None and trainer.take() is not None
     trainer.publish()
     assert worker.claim().reply == "wait_log"
@@ -134,25 +137,13 @@ def test_claims_wait_while_the_log_is_full_and_go_on_when_it_is_trimmed(make_rol
     assert worker.claim().granted
 
 
-def test_a_claim_that_is_held_is_confirmed_even_when_the_log_is_full(make_role: MakeRole) -> None:
-    role = make_role(small_config(max_policy_lag=3))
-    first, second = SmallWorker(role, "worker-0"), SmallWorker(role, "worker-1")
-    assert first.claim().granted
-    second.work()
-    role.redis.hset(RunKeys(role.run_id).flow, "max_log_bytes", "1")
-    assert first.claim().granted and second.claim().reply == "wait_log"
-
-
-def test_a_worker_that_a_redis_set_back_in_time_does_not_know_works_on_and_is_known_again(role: RunContext) -> None:
-    assert role.flow.claim("worker-9", 3, 7).granted
+def test_a_worker_gets_no_incarnation_again_that_it_had_also_where_redis_has_forgotten_it(role: RunContext) -> None:
+    assert [role.flow.register("worker-0")[0], role.flow.register("worker-0", 5)[0]] == [0, 5]
+    assert [role.flow.register("worker-0", 2)[0], role.flow.register("worker-0")[0]] == [6, 7]
+    assert role.flow.claim("worker-9", 3, 7).granted, "it works on, and is known again"
     with pytest.raises(WorkerSuperseded):
         role.flow.claim("worker-9", 2, 0)
     assert role.flow.register("worker-9") == (4, 0)
-
-
-def test_a_worker_gets_no_incarnation_again_that_it_had(role: RunContext) -> None:
-    assert [role.flow.register("worker-0")[0], role.flow.register("worker-0", 5)[0]] == [0, 5]
-    assert [role.flow.register("worker-0", 2)[0], role.flow.register("worker-0")[0]] == [6, 7]
 
 
 def test_claims_are_given_back_once_those_of_one_incarnation_or_all(role: RunContext) -> None:
@@ -177,18 +168,13 @@ def test_a_drained_worker_is_told_however_often_it_registers_until_it_is_undrain
 
 
 @pytest.mark.parametrize("state", [RunState.STOPPING, RunState.FINISHED])
-def test_no_claim_once_the_run_is_ending(role: RunContext, state: RunState) -> None:
+def test_no_claim_once_the_run_is_ending_which_it_does_once(role: RunContext, state: RunState) -> None:
     worker = SmallWorker(role)
-    assert role.flow.set_state(state, "stopped")
+    assert role.flow.set_state(state, "stopped", expected=RunState.RUNNING)
+    assert not role.flow.set_state(RunState.STOPPING, "solved", expected=RunState.RUNNING)
     answer = worker.claim()
     assert str(answer.reply) == str(state) and not answer.granted and not answer.waiting
     assert (role.flow.read().state, role.flow.read().reason, role.flow.read().claimed) == (state, "stopped", 0)
-
-
-def test_a_state_changes_only_from_the_expected_one(role: RunContext) -> None:
-    assert role.flow.set_state(RunState.STOPPING, "solved", expected=RunState.RUNNING)
-    assert not role.flow.set_state(RunState.STOPPING, "stopped", expected=RunState.RUNNING)
-    assert role.flow.read().reason == "solved"
 
 
 def test_an_epoch_that_a_redis_set_back_in_time_has_forgotten_is_not_given_again(role: RunContext) -> None:
@@ -240,8 +226,12 @@ def test_no_wakeup_is_lost_between_the_refusal_and_the_wait(
     assert flow.claim("waiter", 0, 0).reply != "wait_credit"
 
 
-def test_a_waiting_worker_wakes_when_credit_comes(role: RunContext, redis_server: RedisServer) -> None:
+def test_a_waiting_worker_wakes_when_credit_comes_and_else_in_time(role: RunContext, redis_server: RedisServer) -> None:
     flow, answer = refused(role, redis_server)
+    before = in_redis(role)
+    flow.wait_for_wakeup(answer, 0.01)
+    assert flow.claim("waiter", 0, 0).reply == "wait_credit"
+    assert in_redis(role) == before, "a refusal changes nothing"
     client: Any = role.redis
     waiting = Background(lambda: flow.wait_for_wakeup(answer, LONG_SECONDS * 10))
     while not client.info("clients")["blocked_clients"]:
@@ -251,12 +241,6 @@ def test_a_waiting_worker_wakes_when_credit_comes(role: RunContext, redis_server
     assert flow.claim("waiter", 0, 0).granted
 
 
-def test_a_wait_without_wakeup_ends(role: RunContext, redis_server: RedisServer) -> None:
-    flow, answer = refused(role, redis_server)
-    flow.wait_for_wakeup(answer, 0.01)
-    assert flow.claim("waiter", 0, 0).reply == "wait_credit"
-
-
 def test_claims_can_wait_before_anything_ever_woke(role: RunContext) -> None:
     workers = [SmallWorker(role, f"worker-{index}") for index in range(3)]
     answer = [worker.claim() for worker in workers][-1]
@@ -264,15 +248,6 @@ def test_claims_can_wait_before_anything_ever_woke(role: RunContext) -> None:
     role.flow.release("worker-0")
     role.flow.wait_for_wakeup(answer, LONG_SECONDS * 10)
     assert workers[2].claim().granted
-
-
-def test_refusals_change_nothing(role: RunContext) -> None:
-    for index in range(2):
-        assert SmallWorker(role, f"worker-{index}").claim().granted
-    waiter = SmallWorker(role, "worker-2")
-    before = in_redis(role)
-    assert waiter.claim().waiting and waiter.claim().waiting
-    assert in_redis(role) == before
 
 
 def test_a_run_has_the_documented_keys_and_no_others(role: RunContext, redis_server: RedisServer) -> None:
@@ -289,23 +264,18 @@ def test_a_run_has_the_documented_keys_and_no_others(role: RunContext, redis_ser
     assert {key: client.type(key).decode() for key in found} == {key: key_type(key) for key in found}
 
 
-every_script = pytest.mark.parametrize("name", NAMES)
-
-
-@every_script
-def test_a_script_reads_the_keys_and_arguments_that_it_declares_and_no_others(name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_is_lua_that_reads_what_it_declares_and_sets_nothing_global(
+    name: str, redis_client: redis.Redis
+) -> None:
     """With what it includes; another name would be nil in Lua, without an error."""
     found = source(name)
     arguments = {*found.args, *([found.many] if found.many else [])}
     assert set(re.findall(r"\bkeys\.(\w+)", found.text)) == set(found.keys)
     assert set(re.findall(r"\bargs\.(\w+)", found.text)) == arguments
     assert not arguments & set(found.keys), "a name could be either"
-
-
-@every_script
-def test_a_script_is_lua_and_sets_nothing_global(name: str, redis_client: redis.Redis) -> None:
-    assert redis_client.script_load(source(name).text) == source(name).sha
-    assert not re.search(r"^function|KEYS\[|ARGV\[", source(name).text.partition("\n--")[2], re.MULTILINE)
+    assert redis_client.script_load(found.text) == found.sha
+    assert not re.search(r"^function|KEYS\[|ARGV\[", found.text.partition("\n--")[2], re.MULTILINE)
 
 
 def test_a_name_that_is_missing_or_too_many_is_an_error(redis_client: redis.Redis) -> None:

@@ -87,12 +87,16 @@ def with_state() -> Fragment:
     return made
 
 
-def test_the_bytes_on_the_wire_are_the_golden_ones() -> None:
+def test_the_bytes_on_the_wire_are_the_golden_ones_and_read_as_such() -> None:
     # After a change of the format: raise WIRE_VERSION, write encode(golden_fragment()) to golden/fragment-<version>.bin
     # and point GOLDEN to it. A change here without a new version breaks runs that are going on.
     assert fragment.WIRE_VERSION == 3
     assert fragment.encode(golden_fragment()) == GOLDEN.read_bytes()
     assert fragment.encode(with_state()) == GOLDEN_STATE.read_bytes()
+    assert_same(read(GOLDEN.read_bytes(), SIMPLE), golden_fragment())
+    found = fragment.decode(GOLDEN_STATE.read_bytes())
+    fragment.check(found, RUN, SIMPLE, {"default": 3})
+    assert_same(found, with_state())
 
 
 def test_the_bytes_of_the_version_before_are_read_without_what_they_do_not_hold() -> None:
@@ -101,13 +105,6 @@ def test_the_bytes_of_the_version_before_are_read_without_what_they_do_not_hold(
     part |= {name: part[name][:1] for name in ("final_index", "final_obs")}
     header = dataclasses.replace(expected.header, wire_version=2)
     assert_same(read(GOLDEN_BEFORE.read_bytes(), SIMPLE), Fragment(header, expected.columns))
-
-
-def test_the_golden_bytes_are_read() -> None:
-    assert_same(read(GOLDEN.read_bytes(), SIMPLE), golden_fragment())
-    found = fragment.decode(GOLDEN_STATE.read_bytes())
-    fragment.check(found, RUN, SIMPLE, {"default": 3})
-    assert_same(found, with_state())
 
 
 @pytest.mark.parametrize("sizes", [None, {}, {"default": 0}, {"default": 2}, {"default": 4}])
@@ -181,13 +178,6 @@ def test_no_altered_byte_goes_unnoticed(compression: Compression, flip: int) -> 
             fragment.decode(bytes(altered))
         reasons.add(caught.value.reason)
     assert reasons == {"undecodable", "corrupt"}
-
-
-@pytest.mark.parametrize(("old", "new"), [(b"/reward", b"/reborn"), (b'"F32"', b'"I32"'), (b"w0", b"w1")])
-def test_altered_names_types_and_header_text_are_corrupt(old: bytes, new: bytes) -> None:
-    blob = fragment.encode(random_fragment(SIMPLE))
-    assert old in blob
-    assert reason_of(blob.replace(old, new, 1), SIMPLE) == "corrupt"
 
 
 def test_even_altered_padding_is_corrupt() -> None:

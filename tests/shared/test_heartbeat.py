@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -53,23 +53,33 @@ def until(redis_client: redis.Redis, unique_run_id: str) -> Until:
     return look
 
 
-def test_a_role_is_seen_from_its_first_beat(redis_client: redis.Redis, unique_run_id: str, until: Until) -> None:
+@pytest.fixture
+def beating(redis_client: redis.Redis, unique_run_id: str) -> Iterator[Heartbeat]:
+    """The heartbeat of worker-0, which is yet to start."""
+    made = Heartbeat(redis_client, unique_run_id, "worker", "worker-0")
+    yield made
+    made.stop("the test is over")
+
+
+def test_a_role_is_seen_from_its_first_beat_to_its_last_which_says_why_it_ended(
+    redis_client: redis.Redis, unique_run_id: str, until: Until
+) -> None:
     beating = Heartbeat(redis_client, unique_run_id, "worker", "worker-3")
     assert read_heartbeats(redis_client, unique_run_id) == []
     beating.progress = {"fragments": 7}
     beating.start()
     beat = until()
-    beating.stop("drained")
     assert (beat.role, beat.id, beat.pid, beat.progress) == ("worker", "worker-3", os.getpid(), {"fragments": 7})
     assert beat.alive and beat.ended is None and beat.waiting_for is None and beat.host
     assert beat.address == "127.0.0.1", "as this Redis is reached"
     assert json.loads(json.dumps(beat.as_dict()))["alive"] is True
+    beating.stop("drained")
+    assert until().ended == "drained" and not until().alive
+    Heartbeat(redis_client, unique_run_id, "worker", "worker-3").stop("no such environment")  # it never started
+    assert until().ended == "no such environment"
 
 
-def test_a_wait_shows_up_under_its_name_with_its_seconds(
-    redis_client: redis.Redis, unique_run_id: str, until: Until
-) -> None:
-    beating = Heartbeat(redis_client, unique_run_id, "trainer", "trainer")
+def test_a_wait_shows_up_under_its_name_with_its_seconds(beating: Heartbeat, until: Until) -> None:
     beating.start()
     with pytest.raises(KeyError), beating.waiting("experience", 60):
         raise KeyError("from inside")
@@ -88,33 +98,27 @@ def test_a_wait_shows_up_under_its_name_with_its_seconds(
     assert set(beating.waited_seconds) == {"experience", "the store"}
 
 
-def test_beats_tell_what_was_waited_for_in_all_with_the_wait_that_goes_on(
-    redis_client: redis.Redis, unique_run_id: str, until: Until
-) -> None:
-    heartbeat = Heartbeat(redis_client, unique_run_id, "worker", "worker-0")
-    heartbeat.start()
-    with heartbeat.waiting("credit", 60):
+def test_beats_tell_what_was_waited_for_in_all_with_the_wait_that_goes_on(beating: Heartbeat, until: Until) -> None:
+    beating.start()
+    with beating.waiting("credit", 60):
         time.sleep(0.05)
     over = until(lambda beat: "credit" in beat.waited and not beat.waiting_for)
     assert over.waited["credit"] >= 0.05
-    with heartbeat.waiting("the store", 60), heartbeat.waiting("credit", 60):
+    with beating.waiting("the store", 60), beating.waiting("credit", 60):
         going_on = until(lambda beat: beat.waited["credit"] > over.waited["credit"] + 0.05)
         assert going_on.waiting_for == "credit"
-    heartbeat.stop("done")
+    beating.stop("done")
     last = until().waited
     assert set(last) == {"credit", "the store"}
     assert last["credit"] >= going_on.waited["credit"]
 
 
-def test_a_wait_beyond_its_deadline_says_what_it_waited_for() -> None:
+def test_poll_ends_when_it_is_done_or_the_deadline_has_passed() -> None:
     wait = Wait("credit", 5)
     wait.check()
     wait.leave_out(-7)
     with pytest.raises(WaitTimeout, match="waited 7 s for credit; the deadline is 5 s"):
         wait.check()
-
-
-def test_poll_ends_when_it_is_done_or_the_deadline_has_passed() -> None:
     answers = iter([False, False, True])
     poll(Wait("three looks", 60), lambda: next(answers), pause_seconds=0.001)
     assert next(answers, None) is None
@@ -122,23 +126,12 @@ def test_poll_ends_when_it_is_done_or_the_deadline_has_passed() -> None:
         poll(Wait("what never comes", 0.0), lambda: False, pause_seconds=0.001)
 
 
-def test_the_last_beat_says_why_the_role_ended(redis_client: redis.Redis, unique_run_id: str, until: Until) -> None:
-    beating = Heartbeat(redis_client, unique_run_id, "worker", "worker-0")
-    beating.start()
-    beating.stop("drained")
-    beat = until()
-    assert beat.ended == "drained" and not beat.alive
-    Heartbeat(redis_client, unique_run_id, "worker", "worker-0").stop("no such environment")  # it never started
-    assert until().ended == "no such environment"
-
-
 def test_silence_is_told_from_the_servers_clock(
-    redis_client: redis.Redis, unique_run_id: str, until: Until, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, unique_run_id: str, beating: Heartbeat, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That of this machine may be wrong by hours."""
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now - 3600)
-    beating = Heartbeat(redis_client, unique_run_id, "worker", "worker-0")
     beating.start()
     assert until().alive and 0 <= until().age_seconds < DEAD_AFTER_SECONDS
     beating.stop("x")
@@ -169,10 +162,7 @@ def test_a_beat_that_redis_refuses_at_the_start_is_an_error_and_at_the_end_is_no
     beating.stop("Redis is gone")
 
 
-def test_insisting_calls_again_while_the_store_fails_and_shows_what_it_says(
-    redis_client: redis.Redis, unique_run_id: str, until: Until
-) -> None:
-    beating = Heartbeat(redis_client, unique_run_id, "worker", "worker-0")
+def test_insisting_calls_again_while_the_store_fails_and_shows_what_it_says(beating: Heartbeat, until: Until) -> None:
     beating.start()
     failures = [StoreError("500"), StoreUnavailable("no bucket")]
 
@@ -188,7 +178,6 @@ def test_insisting_calls_again_while_the_store_fails_and_shows_what_it_says(
     with beating.waiting("the store", 60) as wait:
         assert retry_until_deadline(wait, call) == "here"
         until(lambda beat: beat.last_error is None)
-    beating.stop("ended")
 
 
 def test_insisting_ends_at_the_deadline_with_the_last_words_and_at_once_for_what_is_no_fault_of_the_store() -> None:
@@ -208,11 +197,17 @@ def test_pauses_double_up_to_the_longest_and_chance_takes_up_to_half() -> None:
         assert whole / 2 <= min(drawn) < max(drawn) <= whole
 
 
-def test_events_come_in_order_with_their_text_and_data(redis_client: redis.Redis, unique_run_id: str) -> None:
+def test_events_come_in_order_after_the_last_one_that_was_seen(redis_client: redis.Redis, unique_run_id: str) -> None:
+    emit(redis_client, unique_run_id + "-other", "state", "elsewhere")
+    assert read_events(redis_client, unique_run_id) == []
     emit(redis_client, unique_run_id, "worker", "worker-0 joined", incarnation=0)
-    emit(redis_client, unique_run_id, "checkpoint", "12_Step-24576.ckpt — fertig", name="12", sizes=[1, 2], none=None)
-    first, second = read_events(redis_client, unique_run_id)
+    (first,) = read_events(redis_client, unique_run_id)
     assert (first.kind, first.text, first.data) == ("worker", "worker-0 joined", {"incarnation": 0})
+    assert read_events(redis_client, unique_run_id, after=first.id) == []
+    assert read_events(redis_client, unique_run_id, after=first.id, block_seconds=0.01) == []
+    emit(redis_client, unique_run_id, "checkpoint", "12_Step-24576.ckpt — fertig", name="12", sizes=[1, 2], none=None)
+    (second,) = read_events(redis_client, unique_run_id, first.id, block_seconds=60)
+    assert read_events(redis_client, unique_run_id) == [first, second]
     assert (second.kind, second.text) == ("checkpoint", "12_Step-24576.ckpt — fertig")
     assert second.data == {"name": "12", "sizes": [1, 2], "none": None}
     client: Any = redis_client
@@ -220,18 +215,7 @@ def test_events_come_in_order_with_their_text_and_data(redis_client: redis.Redis
     assert fields[b"kind"] == b"checkpoint" and json.loads(fields[b"data"]) == second.data, "plain JSON"
 
 
-def test_a_reader_goes_on_after_the_last_event_it_has_seen(redis_client: redis.Redis, unique_run_id: str) -> None:
-    emit(redis_client, unique_run_id + "-other", "state", "elsewhere")
-    assert read_events(redis_client, unique_run_id) == []
-    emit(redis_client, unique_run_id, "state", "one")
-    (seen,) = read_events(redis_client, unique_run_id)
-    assert read_events(redis_client, unique_run_id, after=seen.id) == []
-    assert read_events(redis_client, unique_run_id, after=seen.id, block_seconds=0.01) == []
-    emit(redis_client, unique_run_id, "state", "two")
-    assert [event.text for event in read_events(redis_client, unique_run_id, seen.id, block_seconds=60)] == ["two"]
-
-
-def test_only_the_newest_are_kept(redis_client: redis.Redis, unique_run_id: str) -> None:
+def test_only_the_newest_events_are_kept(redis_client: redis.Redis, unique_run_id: str) -> None:
     with redis_client.pipeline() as pipeline:
         for number in range(3000):
             emit(pipeline, unique_run_id, "state", str(number))

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from shared.runtime.launch import LOGS, log_to_file
 from shared.runtime.user_code import SOURCE
 from tests.conftest import MakeRole, minimal_config
 
+LOGGER = logging.getLogger("stagecoach.test")
 HOSTILE = "\x1b]52;c;cm0gLXJm\x07\x9b31m\u202etxt\x00" + os.fsdecode(b"caf\xe9")
 """Sets a terminal's clipboard (OSC 52), colors it (C1), turns the direction, ends a C string, and is no UTF-8."""
 COUNTED = re.compile(r"\} (episodes|workers|checkpoints|updates|versions|times|failures|things) (?!are wanted)")
@@ -87,49 +89,42 @@ def test_an_event_that_redis_does_not_take_ends_nothing(
     assert "Redis rejects the event 'joined'" in caplog.text
 
 
-def test_a_log_takes_any_text_and_no_text_forges_a_record(tmp_path: Path) -> None:
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Path]:
+    """The folder of a run's logs, into which a role may `log_to_file` while a test runs."""
     (tmp_path / LOGS).mkdir()
-    logger = logging.getLogger("stagecoach.test")
-    try:
-        log_to_file(str(tmp_path), "worker-0")
-        try:
-            raise ValueError(HOSTILE)
-        except ValueError:
-            logger.exception("it met %s\n2026-01-01 00:00:00,000 INFO stagecoach.trainer: all is well", HOSTILE)
-        text = (tmp_path / LOGS / "worker-0.log").read_text(encoding="utf-8")
-    finally:
+    yield tmp_path / LOGS
+    with suppress(OSError):
         log_to_file(None, "tests")
-        logging.getLogger("stagecoach").propagate = True
+    logging.getLogger("stagecoach").propagate = True
+
+
+def test_a_log_takes_any_text_and_no_text_forges_a_record(log: Path) -> None:
+    log_to_file(str(log.parent), "worker-0")
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        LOGGER.exception("it met %s\n2026-01-01 00:00:00,000 INFO stagecoach.trainer: all is well", HOSTILE)
+    text = (log / "worker-0.log").read_text(encoding="utf-8")
     assert harmless(text) and text.count("caf\\udce9") == 2
     first, *rest = text.splitlines()
     assert "it met" in first and rest and all(line.startswith("    ") for line in rest)
 
 
-def test_a_log_on_a_full_disk_is_told_of_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / LOGS).mkdir()
-    (tmp_path / LOGS / "worker-0.log").symlink_to("/dev/full")
-    try:
-        log_to_file(str(tmp_path), "worker-0")
-        for _ in range(3):
-            logging.getLogger("stagecoach.test").warning("it is not written")
-        said = capsys.readouterr().err
-    finally:
-        with suppress(OSError):
-            log_to_file(None, "tests")
-        logging.getLogger("stagecoach").propagate = True
+def test_a_log_on_a_full_disk_is_told_of_in_one_line(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (log / "worker-0.log").symlink_to("/dev/full")
+    log_to_file(str(log.parent), "worker-0")
+    for _ in range(3):
+        LOGGER.warning("it is not written")
+    said = capsys.readouterr().err
     assert said.count("\n") == 1 and "worker-0.log is not complete: its disk is full (No space left" in said
 
 
-def test_the_log_of_a_role_is_rotated(tmp_path: Path) -> None:
-    (tmp_path / LOGS).mkdir()
-    try:
-        log_to_file(str(tmp_path), "worker-0")
-        for number in range(50_000):
-            logging.getLogger("stagecoach.test").info("%d %s", number, "x" * 1000)
-    finally:
-        log_to_file(None, "tests")
-        logging.getLogger("stagecoach").propagate = True
-    files = sorted((tmp_path / LOGS).iterdir())
+def test_the_log_of_a_role_is_rotated(log: Path) -> None:
+    log_to_file(str(log.parent), "worker-0")
+    for number in range(50_000):
+        LOGGER.info("%d %s", number, "x" * 1000)
+    files = sorted(log.iterdir())
     assert [path.name for path in files] == ["worker-0.log", *(f"worker-0.log.{n}" for n in (1, 2, 3))]
     assert all(path.stat().st_size <= 8 << 20 for path in files) and ": 49999 x" in files[0].read_text()
 
@@ -145,14 +140,11 @@ def test_the_console_and_the_last_line_of_a_command_show_text_as_text(capsys: py
     complain(HOSTILE)
     shown, said = file.getvalue(), capsys.readouterr().err
     assert harmless(shown) and harmless(said)
+    colored = io.StringIO()
+    ours = PrintableConsole(file=colored, force_terminal=True, color_system="standard")
+    ours.print("ok\x1b[31m", style="green", highlight=False)
+    assert colored.getvalue() == "\x1b[32mok\\x1b[31m\x1b[0m\n", "colors of our own reach a terminal"
     assert shown.count("caf\\udce9") == 5 and "[bold]" in shown and "[link=x]" in shown and "caf\\udce9" in said
-
-
-def test_colors_of_our_own_reach_a_terminal() -> None:
-    file = io.StringIO()
-    console = PrintableConsole(file=file, force_terminal=True, color_system="standard")
-    console.print("ok\x1b[31m", style="green", highlight=False)
-    assert file.getvalue() == "\x1b[32mok\\x1b[31m\x1b[0m\n"
 
 
 def test_one_is_no_plural() -> None:

@@ -145,10 +145,6 @@ def test_noise_follows_from_the_generator_alone_and_evaluation_has_none() -> Non
         if name.endswith("_sigma"):
             tensor.zero_()
     torch.testing.assert_close(policy.exploring_parameters(observations(), generator(3)), means)
-
-
-@torch.no_grad()
-def test_without_noisy_layers_exploring_parameters_draw_nothing() -> None:
-    policy, drawing = network(), generator(4)
-    assert torch.equal(policy.exploring_parameters(observations(), drawing), policy.action_parameters(observations()))
-    assert torch.equal(drawing.get_state(), generator(4).get_state())
+    plain, drawing = network(), generator(4)
+    assert torch.equal(plain.exploring_parameters(observations(), drawing), plain.action_parameters(observations()))
+    assert torch.equal(drawing.get_state(), generator(4).get_state()), "without noisy layers nothing is drawn"

@@ -16,7 +16,7 @@ from rollout_worker.environments.description import describe_space
 from shared.errors import UnsupportedSpace
 from shared.experience.fragment import expected_columns
 from shared.experience.spaces import EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
-from tests.support.strategies import gymnasium_spaces
+from tests.support.strategies import boxes, gymnasium_spaces
 
 NOTHING_WITHIN = spaces.Dict({"nothing": spaces.Dict({}), "something": spaces.Discrete(2)})
 FUZZ = settings(deadline=None, derandomize=True, max_examples=150)
@@ -25,11 +25,7 @@ FUZZ = settings(deadline=None, derandomize=True, max_examples=150)
 def same(found: Any, expected: Any) -> bool:
     """Whether two nested values are equal, in structure, dtype and numbers."""
     if isinstance(expected, dict):
-        return (
-            isinstance(found, dict)
-            and found.keys() == expected.keys()
-            and all(same(found[k], expected[k]) for k in found)
-        )
+        return found.keys() == expected.keys() and all(same(found[key], expected[key]) for key in expected)
     if isinstance(expected, tuple):
         return isinstance(found, tuple) and len(found) == len(expected) and all(map(same, found, expected))
     return np.asarray(found).dtype == np.asarray(expected).dtype and np.array_equal(found, expected)
@@ -38,8 +34,11 @@ def same(found: Any, expected: Any) -> bool:
 @FUZZ
 @given(space=gymnasium_spaces(), seed=st.integers(0, 99))
 @example(NOTHING_WITHIN, 0)
-def test_nest_undoes_flatten_of_one_value_and_of_a_batch(space: spaces.Space[Any], seed: int) -> None:
+def test_a_spec_travels_through_json_and_its_nest_undoes_flatten_of_one_value_and_of_a_batch(
+    space: spaces.Space[Any], seed: int
+) -> None:
     spec, batch = describe_space(space), gym.vector.utils.batch_space(space, 4)
+    assert SpaceSpec.from_dict(json.loads(json.dumps(spec.as_dict()))) == spec
     for source, rows in ((space, ()), (batch, (4,))):
         source.seed(seed)
         value = source.sample()
@@ -54,22 +53,32 @@ def test_nest_undoes_flatten_of_one_value_and_of_a_batch(space: spaces.Space[Any
 
 
 @FUZZ
-@given(space=gymnasium_spaces())
-def test_a_spec_travels_through_json(space: spaces.Space[Any]) -> None:
-    spec = describe_space(space)
-    assert SpaceSpec.from_dict(json.loads(json.dumps(spec.as_dict()))) == spec
+@given(space=boxes())
+def test_bounds_are_those_of_the_box(space: spaces.Box) -> None:
+    (leaf,) = describe_space(space).leaves
+    for found, expected in zip(leaf.bounds(), (space.low, space.high), strict=True):
+        np.testing.assert_array_equal(found.reshape(space.shape), expected)
 
 
-def test_a_description_travels_through_json() -> None:
+def test_a_bound_that_is_the_largest_number_of_its_type_survives() -> None:
+    largest = float(np.finfo(np.float64).max)
+    (leaf,) = describe_space(spaces.Box(np.array([-largest]), np.array([largest]), dtype=np.float64)).leaves
+    assert [bound.tolist() for bound in leaf.bounds()] == [[-np.inf], [np.inf]]
+
+
+def test_a_description_travels_through_json_and_names_nested_columns_by_their_path() -> None:
+    nested = spaces.Dict({"a": spaces.Tuple([spaces.Discrete(2), spaces.Dict({"b": spaces.Discrete(2)})])})
     policies = {
         policy: PolicySpaces(describe_space(seen), describe_space(spaces.Discrete(4, start=-2)))
-        for policy, seen in [("red", NOTHING_WITHIN), ("blue", spaces.Box(-1, 1, (3,), np.float32))]
+        for policy, seen in [("red", nested), ("blue", spaces.Box(-1, 1, (3,), np.float32))]
     }
     description = EnvironmentDescription({"one": "red", "two": "blue", "three": "red"}, policies)
     found = EnvironmentDescription.from_dict(json.loads(json.dumps(description.as_dict())))
     assert found == description
     assert list(found.agents) == ["one", "two", "three"]
     assert (found.slots("red"), found.slots("blue")) == (2, 1)
+    assert found.policies["red"].observation.column_names("obs") == ("obs.a.0", "obs.a.1.b")
+    assert found.policies["red"].action.column_names("action") == ("action",)
 
 
 def test_what_describe_space_says_of_each_kind() -> None:
@@ -83,13 +92,10 @@ def test_what_describe_space_says_of_each_kind() -> None:
     assert leaf(spaces.Box(-1, 2, (2,), np.float32)) == Leaf("", "box", (2,), "float32", low=(-1.0,), high=(2.0,))
     uneven = leaf(spaces.Box(np.array([0.0, -np.inf]), np.array([1.0, 2.0]), dtype=np.float64))
     assert (uneven.low, uneven.high) == ((0.0, -np.inf), (1.0, 2.0))
-
-
-def test_nested_columns_are_named_by_their_path() -> None:
-    space = spaces.Dict({"a": spaces.Tuple([spaces.Discrete(2), spaces.Dict({"b": spaces.Discrete(2)})])})
-    spec = describe_space(space)
-    assert spec.column_names("obs") == ("obs.a.0", "obs.a.1.b")
-    assert describe_space(spaces.Discrete(2)).column_names("obs") == ("obs",)
+    shapes: list[tuple[int, ...]] = [(8, 8, 3), (4, 8, 8, 3), (8, 8)]
+    assert [leaf(spaces.Box(0, 255, shape, np.uint8)).is_image for shape in shapes] == [True, True, False]
+    assert not leaf(spaces.Box(0, 1, (8, 8, 3), np.float32)).is_image
+    assert not leaf(spaces.MultiBinary([8, 8, 3])).is_image
 
 
 @pytest.mark.parametrize(
@@ -109,39 +115,6 @@ def test_nested_columns_are_named_by_their_path() -> None:
 def test_a_space_that_cannot_travel_is_refused_by_name(space: spaces.Space[Any], word: str) -> None:
     with pytest.raises(UnsupportedSpace, match=word):
         describe_space(space)
-
-
-@settings(deadline=None, derandomize=True, max_examples=50)
-@given(shape=st.lists(st.integers(1, 3), max_size=3).map(tuple), low=st.floats(-1e6, 0), high=st.floats(1, 1e6))
-def test_bounds_are_those_of_the_box(shape: tuple[int, ...], low: float, high: float) -> None:
-    space = spaces.Box(low, high, shape, np.float32)
-    (leaf,) = describe_space(space).leaves
-    for found, expected in zip(leaf.bounds(), (space.low, space.high), strict=True):
-        assert found.dtype == np.float32
-        np.testing.assert_array_equal(found.reshape(shape), expected)
-
-
-def test_bounds_of_each_element_and_infinite_ones_survive() -> None:
-    largest = float(np.finfo(np.float64).max)
-    low, high = np.array([-1.0, -largest, -np.inf]), np.array([2.0, largest, np.inf])
-    (leaf,) = describe_space(spaces.Box(low, high, dtype=np.float64)).leaves
-    np.testing.assert_array_equal(leaf.bounds()[0], [-1.0, -np.inf, -np.inf])
-    np.testing.assert_array_equal(leaf.bounds()[1], [2.0, np.inf, np.inf])
-
-
-@pytest.mark.parametrize(
-    ("space", "image"),
-    [
-        (spaces.Box(0, 255, (8, 8, 3), np.uint8), True),
-        (spaces.Box(0, 255, (4, 8, 8, 3), np.uint8), True),
-        (spaces.Box(0, 1, (8, 8, 3), np.float32), False),
-        (spaces.Box(0, 255, (8, 8), np.uint8), False),
-        (spaces.MultiBinary([8, 8, 3]), False),
-    ],
-    ids=str,
-)
-def test_which_leaves_are_images(space: spaces.Space[Any], image: bool) -> None:
-    assert describe_space(space).leaves[0].is_image is image
 
 
 def test_actions_are_clipped_to_the_box_and_given_in_the_environments_terms() -> None:

@@ -94,8 +94,14 @@ def test_a_reader_never_sees_time_that_is_missing_or_counted_twice() -> None:
         thread.join()
 
 
-def test_a_profile_is_a_trace_with_a_line_for_each_thread(tmp_path: Path) -> None:
+def test_a_profile_is_a_trace_with_a_line_for_each_thread_where_it_is_on(tmp_path: Path) -> None:
     store, acting, publishing = FileStore(tmp_path, "run"), StageTimer(), StageTimer()
+    off = Profile(store, "trainer", on=False)
+    stages = off.add("training", StageTimer())
+    with stages.during("update"):
+        pass
+    off.write()
+    assert store.keys("profile/") == [] and stages.intervals == ()
     profile = Profile(store, "trainer", on=True)
     assert profile.add("training", acting) is acting
     profile.add("publishing", publishing)
@@ -109,13 +115,3 @@ def test_a_profile_is_a_trace_with_a_line_for_each_thread(tmp_path: Path) -> Non
     assert spans["update"]["dur"] >= 10_000  # microseconds
     assert abs(spans["update"]["ts"] / 1e6 - time.time()) < 60
     assert data["otherData"]["seconds"]["training"]["update"] >= 0.01
-
-
-def test_without_a_profile_nothing_is_kept_or_written(tmp_path: Path) -> None:
-    store = FileStore(tmp_path, "run")
-    profile = Profile(store, "trainer", on=False)
-    stages = profile.add("training", StageTimer())
-    with stages.during("update"):
-        pass
-    profile.write()
-    assert store.keys("profile/") == [] and stages.intervals == ()

@@ -6,28 +6,27 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coordinator.services.embedded import BUCKET, free_port, new_secret, rclone_binary
+from coordinator.services.embedded import BUCKET, new_secret
 from shared.config.loading import dump_config
 from shared.errors import ConfigError, RedisUnavailable, StoreUnavailable
 from shared.protocol.redis_client import Address, connect_redis
 from shared.runtime.launch import launch_from_arguments, role_arguments
 from shared.storage.object_store import ObjectStore, open_store
 from tests.conftest import RedisServer, minimal_config
-from tests.support.certificate_authority import Authority, Certificate, tls_before
-from tests.support.speed import stretched
+from tests.support.certificate_authority import Authority, tls_before
 
-ACCESS, KEY = new_secret(), new_secret()
+Connect = Callable[..., None]
+OpenStore = Callable[..., ObjectStore]
+Servers = dict[str, tuple[str, str, str]]
+KEY = new_secret()
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @pytest.fixture
-def connect(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def connect(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Connect:
     """`connect(port, ca_file=…)`: over TLS, with the server's password; answers nothing, raises what is wrong."""
     monkeypatch.setenv("STAGECOACH_REDIS_PASSWORD", redis_server.password)
 
@@ -54,8 +53,8 @@ def connect(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Calla
     return connect_
 
 
-def port_of(server: RedisServer) -> int:
-    return int(server.url.rpartition(":")[2])
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
 
 
 def refused(call: Callable[[], object], *words: str) -> None:
@@ -64,29 +63,26 @@ def refused(call: Callable[[], object], *words: str) -> None:
         call()
     line = str(caught.value)
     assert "\n" not in line
-    assert not any(secret in line for secret in (ACCESS, KEY, os.environ.get("STAGECOACH_REDIS_PASSWORD", KEY)))
+    secrets = [os.environ.get(name) for name in ("STAGECOACH_REDIS_PASSWORD", "AWS_SECRET_ACCESS_KEY")]
+    assert not any(secret in line for secret in secrets if secret)
     for word in words:
         assert word in line
 
 
-def test_redis_over_tls(redis_server: RedisServer, ours: Authority, connect: Callable[..., None]) -> None:
-    with tls_before(port_of(redis_server), ours.certificate("127.0.0.1", "localhost")) as port:
+def test_redis_over_tls_by_an_authority_that_is_named_or_that_the_machine_knows(
+    redis_server: RedisServer, ours: Authority, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tls_before(port_of(redis_server.url), ours.certificate("127.0.0.1", "localhost")) as port:
         connect(port, ca_file=str(ours.ca_file))
         connect(port, host="localhost", ca_file=str(ours.ca_file))
-
-
-def test_an_authority_that_the_machine_knows_needs_no_setting(
-    redis_server: RedisServer, ours: Authority, connect: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SSL_CERT_FILE", str(ours.ca_file))
-    with tls_before(port_of(redis_server), ours.certificate("127.0.0.1")) as port:
+        monkeypatch.setenv("SSL_CERT_FILE", str(ours.ca_file))
         connect(port)
 
 
 def test_a_redis_that_cannot_be_trusted(
-    redis_server: RedisServer, ours: Authority, strangers: Authority, connect: Callable[..., None]
+    redis_server: RedisServer, ours: Authority, strangers: Authority, connect: Connect
 ) -> None:
-    plain, ca_file = port_of(redis_server), str(ours.ca_file)
+    plain, ca_file = port_of(redis_server.url), str(ours.ca_file)
     with tls_before(plain, strangers.certificate("127.0.0.1")) as port:
         refused(lambda: connect(port, ca_file=ca_file), "no authority that this machine knows", "redis.ca_file")
         refused(lambda: connect(port), "no authority that this machine knows", "local issuer", "redis.ca_file")
@@ -96,23 +92,21 @@ def test_a_redis_that_cannot_be_trusted(
         refused(lambda: connect(port, ca_file=ca_file), "has expired", "renew it")
 
 
-def test_tls_on_one_end_only(redis_server: RedisServer, ours: Authority, connect: Callable[..., None]) -> None:
-    plain = port_of(redis_server)
-    refused(lambda: connect(plain, ca_file=str(ours.ca_file)), "does not speak TLS", "redis://")
+def test_tls_on_one_end_only(redis_server: RedisServer, ours: Authority, connect: Connect) -> None:
+    plain = port_of(redis_server.url)
+    refused(lambda: connect(plain, ca_file=str(ours.ca_file), timeout_seconds=2), "does not speak TLS", "redis://")
     with tls_before(plain, ours.certificate("127.0.0.1")) as port:
         refused(lambda: connect(port, scheme="redis"), "speaks TLS", "rediss://")
 
 
-def test_a_redis_that_asks_for_a_certificate(
-    redis_server: RedisServer, ours: Authority, connect: Callable[..., None]
-) -> None:
+def test_a_redis_that_asks_for_a_certificate(redis_server: RedisServer, ours: Authority, connect: Connect) -> None:
     client, ca_file = ours.certificate("client"), str(ours.ca_file)
-    with tls_before(port_of(redis_server), ours.certificate("127.0.0.1"), clients_ca=ours.ca_file) as port:
+    with tls_before(port_of(redis_server.url), ours.certificate("127.0.0.1"), clients_ca=ours.ca_file) as port:
         connect(port, ca_file=ca_file, cert_file=str(client.cert_file), key_file=str(client.key_file))
         refused(lambda: connect(port, ca_file=ca_file), "redis.cert_file")
 
 
-def test_files_that_are_not_there_or_not_certificates(ours: Authority, connect: Callable[..., None]) -> None:
+def test_files_that_are_not_there_or_not_certificates(ours: Authority, connect: Connect) -> None:
     client, other = ours.certificate("client"), ours.certificate("other")
     cert, key = str(client.cert_file), str(client.key_file)
     refused(lambda: connect(1, ca_file="/no/such/ca.crt"), "redis.ca_file=/no/such/ca.crt", "No such file")
@@ -145,53 +139,10 @@ def test_a_role_takes_no_password_on_its_command_line(tmp_path: Path) -> None:
     assert KEY not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("sections", "words"),
-    [
-        (
-            {"redis": {"url": "redis://h:1", "ca_file": "/ca.crt"}},
-            "redis.ca_file is set, but nothing would be encrypted",
-        ),
-        ({"redis": {"url": "rediss://h:1", "ca_file": "ca.crt"}}, "must be an absolute path"),
-        ({"redis": {"url": "rediss://h:1", "cert_file": "/c.crt"}}, "go together"),
-        ({"store": {"url": "s3://b", "endpoint_url": "http://h:1", "ca_file": "/ca.crt"}}, "https://"),
-    ],
-)
-def test_settings_that_would_not_protect_anything(sections: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        minimal_config(**sections)
-
-
-@contextmanager
-def s3_over_tls(folder: Path, certificate: Certificate | None) -> Iterator[int]:
-    """`rclone serve s3` with (or without) a certificate; its port."""
-    (folder / BUCKET).mkdir(parents=True, exist_ok=True)
-    port = free_port()
-    files = ["--cert", str(certificate.cert_file), "--key", str(certificate.key_file)] if certificate else []
-    process = subprocess.Popen(
-        [rclone_binary(), "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}", "--vfs-cache-mode", "off", *files],
-        env={**os.environ, "RCLONE_AUTH_KEY": f'"{ACCESS},{KEY}"', "RCLONE_CONFIG": "/dev/null"},
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        deadline = time.monotonic() + stretched(30)
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=2).close()
-                break
-            except OSError:
-                assert time.monotonic() < deadline and process.poll() is None
-                time.sleep(0.05)
-        yield port
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ObjectStore]:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEY)
+def store(s3_servers: Servers, monkeypatch: pytest.MonkeyPatch) -> OpenStore:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_servers["rclone"][1])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_servers["rclone"][2])
     monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)
 
     def store_(port: int, scheme: str = "https", **tls: Any) -> ObjectStore:
@@ -203,51 +154,26 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ObjectStore]:
 
 
 def test_a_store_over_tls(
-    ours: Authority, store: Callable[..., ObjectStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3_servers: Servers, ours: Authority, store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with s3_over_tls(tmp_path, ours.certificate("127.0.0.1")) as port:
-        trusted = store(port, ca_file=str(ours.ca_file))
+    plain, ca_file = port_of(s3_servers["rclone"][0]), str(ours.ca_file)
+    with tls_before(plain, ours.certificate("127.0.0.1")) as port:
+        trusted = store(port, ca_file=ca_file)
         trusted.check()
         trusted.put("a", b"over tls")
         refused(store(port).check, "no authority that this machine knows", "store.ca_file")
         refused(store(port, scheme="http").check, "speaks TLS", "https://")
         refused(store(port, ca_file="/no/such.crt").check, "store.ca_file=/no/such.crt", "No such file")
-        monkeypatch.setenv("AWS_CA_BUNDLE", str(ours.ca_file))
+        monkeypatch.setenv("AWS_CA_BUNDLE", ca_file)
         assert store(port).get("a") == b"over tls"
+    with tls_before(plain, ours.certificate("s3.example")) as port:
+        refused(store(port, ca_file=ca_file).check, "for another name", "s3.example", "store.endpoint_url")
+    with tls_before(plain, ours.certificate("127.0.0.1", expired=True)) as port:
+        refused(store(port, ca_file=ca_file).check, "has expired", "renew it")
+    refused(store(plain, ca_file=ca_file).check, "does not speak TLS", "http://")
 
 
-@pytest.mark.parametrize(
-    ("names", "expired", "words"),
-    [
-        (("s3.example",), False, ("for another name", "s3.example", "store.endpoint_url")),
-        (("127.0.0.1",), True, ("has expired", "renew it")),
-        ((), False, ("does not speak TLS", "http://")),
-    ],
-)
-def test_a_store_that_cannot_be_trusted(
-    ours: Authority, store: Callable[..., ObjectStore], tmp_path: Path, names: tuple[str, ...], expired: bool,
-    words: tuple[str, ...],
-) -> None:  # fmt: skip
-    with s3_over_tls(tmp_path, ours.certificate(*names, expired=expired) if names else None) as port:
-        refused(store(port, ca_file=str(ours.ca_file)).check, *words)
-
-
-def test_the_command_line_ends_with_exit_code_2(
-    redis_server: RedisServer, ours: Authority, strangers: Authority, tmp_path: Path
-) -> None:
-    with tls_before(port_of(redis_server), strangers.certificate("127.0.0.1")) as port:
-        config = minimal_config(redis={"url": f"rediss://127.0.0.1:{port}", "ca_file": str(ours.ca_file)})
-        (tmp_path / "config.yaml").write_text(dump_config(config))
-        ended = subprocess.run(
-            [sys.executable, "-m", "coordinator", "train", str(tmp_path / "config.yaml")], cwd=tmp_path,
-            capture_output=True, text=True, timeout=100, env={**os.environ, "STAGECOACH_REDIS_PASSWORD": KEY},
-        )  # fmt: skip
-    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended
-    assert "no authority that this machine knows" in ended.stderr
-    assert KEY not in ended.stderr + ended.stdout
-
-
-def test_a_stranger_hears_no_secret(ours: Authority, connect: Callable[..., None]) -> None:
+def test_a_stranger_hears_no_secret(ours: Authority, connect: Connect) -> None:
     """What a server that cannot be trusted is sent is a handshake, and a PING for the look at it."""
     heard = bytearray()
 

@@ -101,12 +101,9 @@ def test_the_users_folders_come_last_and_once_wherever_they_stood(
     extend_imports([str(tmp_path)])
     assert sys.path[-1] == str(tmp_path)
     assert [entry for entry in sys.path if Path(entry or ".").resolve() == tmp_path] == [str(tmp_path)]
-
-
-def test_a_source_checkout_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     before = list(sys.path)
     extend_imports([str(SOURCE)])
-    assert sys.path == before
+    assert sys.path == before, "a source checkout keeps its place"
 
 
 def test_what_is_hidden_by_a_package_of_stagecoach_is_named(tmp_path: Path) -> None:
@@ -124,10 +121,7 @@ def test_what_is_hidden_by_a_package_of_stagecoach_is_named(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (
-            "raise ValueError('low is\\nmore than high')",
-            r"it raised ValueError: low is more than high \(at .*rover\.py:2\)",
-        ),
+        ("raise ValueError('low is\\nmore than high')", r"it raised ValueError: low is more than high \(at .*\.py:2\)"),
         ("import no_such_simulator", r"it raised ModuleNotFoundError: No module named 'no_such_simulator' \(at .*:2\)"),
         ("raise SystemExit('no license')", r"it raised SystemExit: no license \(at .*:2\)"),
         ("other = 1", "has no attribute 'make'; expected package.module:name"),

@@ -25,16 +25,10 @@ class Good(Small):
 
     observation_space: spaces.Space[Any] = spaces.Box(-1.0, 1.0, (2,), np.float32)
     action_space: spaces.Space[Any] = spaces.Discrete(2)
+    length = 5
 
     def observe(self) -> Any:
         return self.np_random.uniform(-1, 1, 2).astype(np.float32)
-
-    def reward(self) -> float:
-        return 1.0
-
-    def step(self, action: Any) -> Any:
-        self._steps += 1
-        return self.observe(), self.reward(), self._steps == 5, False, {}
 
 
 def changed(**members: Any) -> type:
@@ -54,8 +48,8 @@ Huge = changed(
     observation_space=spaces.Box(-np.inf, np.inf, (2,), np.float64), observe=lambda self: np.array([1e300, 0.0])
 )
 Unseeded = changed(observe=lambda self: np.random.uniform(-1, 1, 2).astype(np.float32))
-Lucky = changed(reward=lambda self: np.random.uniform())
-Lavish = changed(reward=lambda self: 3e38)
+Lucky = changed(reward=lambda self, action: np.random.uniform())
+Lavish = changed(reward=lambda self, action: 3e38)
 NoSpace = changed(action_space=None)
 Silent = changed(reset=lambda self, *, seed=None, options=None: Good.reset(self, seed=seed) and None)
 
@@ -137,16 +131,12 @@ def nothing() -> None:
 
 
 class Sluggish(Good):
-    """Takes its time."""
-
     def step(self, action: Any) -> Any:
         time.sleep(0.05)
         return super().step(action)
 
 
 class Parting(Good):
-    """Raises as it ends."""
-
     def close(self) -> None:
         raise OSError("no connection")
 
@@ -159,8 +149,6 @@ class OfNoClass:
 
 
 class NoLevel(Good):
-    """Looks for a file that is not there."""
-
     def __init__(self) -> None:
         Path("level.txt").read_text()
 

@@ -15,17 +15,12 @@ RULE = np.array([0.1, 0.3, 1.0, 1.0])
 """Push to the right where the weighted sum of what is observed is positive."""
 
 
-def rule_probability(observations: Array, greed: float) -> Array:
-    """`[B]`: of pushing to the right; the rule is followed with probability (1 + greed) / 2."""
-    return np.asarray(0.5 + 0.5 * greed * np.sign(observations @ RULE))
-
-
 def played(episodes: int, greed: float = 1.0, steps: int = 500, seed: int = 0) -> list[Episode]:
-    """Episodes of that many steps at most, with the log-probabilities that the actions were chosen with."""
+    """Episodes of that many steps at most; the rule is followed with probability (1 + greed) / 2."""
     generator = np.random.default_rng(seed)
 
     def choose(observation: Array) -> tuple[int, float]:
-        right = rule_probability(observation, greed)
+        right = 0.5 + 0.5 * greed * np.sign(observation @ RULE)
         action = int(generator.random() < right)
         return action, float(np.log(right if action else 1 - right))
 
@@ -33,5 +28,4 @@ def played(episodes: int, greed: float = 1.0, steps: int = 500, seed: int = 0) -
 
 
 def write_played(path: Path, listed: list[Episode]) -> None:
-    """As a CSV file."""
     write_recorded(path, "CartPole-v1", listed)

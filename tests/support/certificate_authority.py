@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import ipaddress
 import socket
+import socketserver
 import ssl
 import threading
 from collections.abc import Iterator
@@ -25,8 +26,6 @@ _PEM = serialization.Encoding.PEM
 
 @dataclass(frozen=True)
 class Certificate:
-    """The files of a certificate and its key."""
-
     cert_file: Path
     key_file: Path
 
@@ -54,7 +53,9 @@ class Authority:
         """For these host names and addresses."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0])])
-        alternatives = [_alternative(name) for name in names]
+        alternatives = [
+            x509.IPAddress(ipaddress.ip_address(name)) if name[0].isdigit() else x509.DNSName(name) for name in names
+        ]
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         signed = (
             self._builder(subject, key.public_key(), _NOW + (-_DAY if expired else _DAY))
@@ -78,13 +79,6 @@ class Authority:
         )  # fmt: skip
 
 
-def _alternative(name: str) -> x509.GeneralName:
-    try:
-        return x509.IPAddress(ipaddress.ip_address(name))
-    except ValueError:
-        return x509.DNSName(name)
-
-
 @contextmanager
 def tls_before(port: int, certificate: Certificate, clients_ca: Path | None = None) -> Iterator[int]:
     """A port that speaks TLS and passes on to a plain one; asks for a client's certificate with `clients_ca`."""
@@ -93,32 +87,27 @@ def tls_before(port: int, certificate: Certificate, clients_ca: Path | None = No
     if clients_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(clients_ca)
-    ended = threading.Event()
 
-    def serve(raw: socket.socket) -> None:
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            stack.enter_context(raw)
-            outside = stack.enter_context(context.wrap_socket(raw, server_side=True))
-            inside = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            back = threading.Thread(target=_pump, args=(inside, outside), daemon=True)
-            back.start()
-            _pump(outside, inside)
-            back.join()
+    class Connection(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+                outside = stack.enter_context(context.wrap_socket(self.request, server_side=True))
+                inside = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                back = threading.Thread(target=_pump, args=(inside, outside), daemon=True)
+                back.start()
+                _pump(outside, inside)
+                back.join()
 
-    def accept() -> None:
-        while not ended.is_set():
-            with contextlib.suppress(TimeoutError):
-                threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(0.05)
-        thread = threading.Thread(target=accept)
-        thread.start()
+    with _Listener(("127.0.0.1", 0), Connection) as listener:
+        threading.Thread(target=listener.serve_forever, args=(0.05,), daemon=True).start()
         try:
-            yield listener.getsockname()[1]
+            yield listener.server_address[1]
         finally:
-            ended.set()
-            thread.join()
+            listener.shutdown()
+
+
+class _Listener(socketserver.ThreadingTCPServer):
+    daemon_threads, block_on_close = True, False
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:

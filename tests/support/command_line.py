@@ -37,11 +37,18 @@ DEADLINE_SECONDS = stretched(150.0)
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that has ended."""
-
     code: int
     out: str
     err: str
+
+    def ok(self) -> str:
+        """What it printed; it must have succeeded."""
+        assert self.code == 0, self
+        return self.out
+
+    def json(self) -> Any:
+        """What it printed, as JSON."""
+        return json.loads(self.ok())
 
 
 Stagecoach = Callable[..., Ended]
@@ -85,25 +92,20 @@ class CommandLine:
         return process
 
     def ended(self, process: subprocess.Popen[str], seconds: float = DEADLINE_SECONDS) -> Ended:
-        """Waits for a command."""
         code = process.wait(timeout=seconds)
         return Ended(code, self.output(process), self.output(process, "err"))
 
     def output(self, process: subprocess.Popen[str], which: str = "out") -> str:
-        """What it has printed so far."""
         return self._file(self._started.index(process), which).read_text()
 
     def json(self, *arguments: str | Path) -> Any:
-        """What a command with `--json` prints."""
-        done = self.run(*arguments, "--json")
-        assert done.code == 0, done
-        return json.loads(done.out)
+        return self.run(*arguments, "--json").json()
 
     def write_config(self, **sections: Any) -> Path:
         """A small config for CartPole; `sections` replace or add top-level keys."""
         data: dict[str, Any] = {
             "environment": {"id": "CartPole-v1", "num_envs": 4},
-            "rollout": {"workers": 2, "fragment_steps": 32, "fragments_per_update": 2},
+            "rollout": {"workers": 1, "fragment_steps": 32, "fragments_per_update": 2},
             "algorithm": {"minibatch_size": 128, "epochs": 2},
             "checkpoint": {"every": "20 updates"},
             "evaluation": {"episodes": 2},
@@ -114,7 +116,6 @@ class CommandLine:
         return path
 
     def handle(self, run_id: str) -> Run:
-        """A handle on a run, as the Python API gives it."""
         return Run.attach(run_id, self.folder / "runs")
 
     def until(self, run_id: str, what: str, done: Callable[[Status], bool]) -> Status:
@@ -131,8 +132,15 @@ class CommandLine:
             time.sleep(0.2)
         raise AssertionError(f"never saw: {what}; last: {seen}; {self._tails()}")
 
+    def until_checkpoint(self, run_id: str, beyond: int) -> int:
+        """Waits until a run at work has a checkpoint of a version after this one; returns its version then."""
+
+        def done(status: Status) -> bool:
+            return status.state == "running" and int((status.latest or "-1").partition("_")[0]) > beyond
+
+        return self.until(run_id, f"a checkpoint after version {beyond}", done).version
+
     def wait_until(self, what: str, done: Callable[[], bool]) -> None:
-        """Looks again and again until `done` says so."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not done():
             assert time.monotonic() < deadline, f"never saw: {what}; {self._tails()}"
@@ -141,6 +149,16 @@ class CommandLine:
     def check_nothing_left(self) -> None:
         """All that belonged to this folder ends; what was killed may be there for another moment."""
         self.wait_until("the end of all processes", lambda: not self.left())
+
+    def check_ended(self, run_id: str, reason: str = "stopped") -> dict[str, Any]:
+        """A run ended as it should: a final checkpoint, balanced accounting, nothing left; returns `.finished`."""
+        finished: dict[str, Any] = self.marker(run_id, ".finished")
+        pointer = self.marker(run_id, ".checkpoint")
+        assert finished["reason"] == reason
+        assert pointer["final"] == pointer["latest"] == finished["final"]
+        check_ledger(finished)
+        self.check_nothing_left()
+        return finished
 
     def marker(self, run_id: str, name: str) -> Any:
         """The JSON content of a sync file of an embedded run, read as a plain file; the server may be writing it."""
@@ -168,7 +186,6 @@ class CommandLine:
         return found
 
     def close(self) -> None:
-        """Ends all that is left, at once."""
         for _ in range(50):
             left = self.left()
             for pid in left:
@@ -236,7 +253,6 @@ class OwnServers:
         }
 
     def address(self, run_id: str) -> Address:
-        """Of a run on them."""
         keys, names = self.folder / "keys.json", ("redis_password", "s3_access_key", "s3_secret_key")
         keys.write_text(json.dumps(dict(zip(names, self.environ.values(), strict=True))))
         store = self.config["store"]
@@ -245,7 +261,6 @@ class OwnServers:
 
 @contextlib.contextmanager
 def own_servers(folder: Path) -> Iterator[OwnServers]:
-    """With their data and logs in this folder."""
     password, access, secret = new_secret(), new_secret(), new_secret()
     environ = {"STAGECOACH_REDIS_PASSWORD": password, "AWS_ACCESS_KEY_ID": access, "AWS_SECRET_ACCESS_KEY": secret}
     with contextlib.ExitStack() as running:
@@ -256,13 +271,9 @@ def own_servers(folder: Path) -> Iterator[OwnServers]:
         yield OwnServers(redis, s3, folder, environ)
 
 
-def train_inline(folder: Path, *settings: str) -> Path:
-    """The folder of the ended run `a` of `CONFIG`, trained in one process."""
-    with command_line(folder) as terminal:
-        (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
-        done = terminal.run("train", "config.yaml", "--run-id", "a", "--inline", *settings, seconds=280)
-        assert done.code == 0, done
-    return folder / "runs"
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files below a folder, by their paths in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def check_ledger(finished: dict[str, Any]) -> None:

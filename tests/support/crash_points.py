@@ -148,13 +148,8 @@ class _Store:
         self._store, self._life = store, life
 
     def __getattr__(self, name: str) -> Any:
-        real = getattr(self._store, name)
-
-        def read(*arguments: str) -> Any:
-            self._life.read()
-            return real(*arguments)
-
-        return read
+        self._life.read()
+        return getattr(self._store, name)
 
     def put(self, key: str, data: bytes) -> None:
         folder, _, name = key.rpartition("/")

@@ -34,12 +34,10 @@ NESTED = SpaceSpec(
 
 
 def described(observation: SpaceSpec = BOX, action: SpaceSpec = CHOICE) -> EnvironmentDescription:
-    """One agent with these spaces."""
     return EnvironmentDescription({"agent": "default"}, {"default": PolicySpaces(observation, action)})
 
 
 def values(spec: SpaceSpec, prefix: str, rows: int, generator: np.random.Generator) -> Columns:
-    """Random columns of a space."""
     columns = {}
     for leaf in spec.leaves:
         if leaf.kind == "box":
@@ -87,13 +85,16 @@ def recorded(
     return found
 
 
+def swung(episodes: int, choose: Callable[[Array], tuple[Array, float]]) -> list[Episode]:
+    """Pendulum-v1, cut off after 30 steps: experience with continuous actions."""
+    return recorded(gym.make("Pendulum-v1", max_episode_steps=30), choose, episodes)
+
+
 def write_recorded(path: Path, environment: str, listed: Sequence[Episode]) -> None:
-    """As a CSV file."""
     write_csv(path, describe_environment(minimal_config(environment={"id": environment})).policies["default"], listed)
 
 
 def flags_of(listed: Sequence[Episode]) -> tuple[list[bool], list[bool]]:
-    """Terminated and truncated of each step."""
     terminated, truncated = [], []
     for episode in listed:
         last, known = len(episode) - 1, episode.record is not None
@@ -158,7 +159,7 @@ def write_minari(folder: Path, spaces: PolicySpaces, listed: Sequence[Episode]) 
             group["rewards"], group["terminations"], group["truncations"] = episode.reward, terminated, truncated
 
 
-def write_d4rl(path: Path, spaces: PolicySpaces, listed: Sequence[Episode], *, next_observations: bool = True) -> None:
+def write_d4rl(path: Path, spaces: PolicySpaces, listed: Sequence[Episode]) -> None:
     """As D4RL's files are laid out."""
     import h5py
 
@@ -173,8 +174,7 @@ def write_d4rl(path: Path, spaces: PolicySpaces, listed: Sequence[Episode], *, n
         file["rewards"] = np.concatenate([episode.reward for episode in listed])
         file["infos/action_log_probs"] = np.concatenate([episode.log_prob for episode in listed])
         file["terminals"], file["timeouts"] = terminated, truncated
-        if next_observations:
-            put(file, "next_observations", spaces.observation, "obs", joined("observations", slice(1, None)))
+        put(file, "next_observations", spaces.observation, "obs", joined("observations", slice(1, None)))
 
 
 def write_archive(folder: Path, fragments: Sequence[Fragment]) -> None:
@@ -188,8 +188,8 @@ def write_archive(folder: Path, fragments: Sequence[Fragment]) -> None:
     Archive(FileStore(folder, "a-run"), "a-run").write("0-0", f"{len(entries)}-0", entries)
 
 
-def fragment_of(columns: Columns, seq: int, worker: str = "worker-0", life: str = "0.0") -> Fragment:
+def fragment_of(columns: Columns, seq: int) -> Fragment:
     """These columns as a worker pushes them."""
     steps, slots = columns["reward"].shape
-    header = FragmentHeader("a-run", worker, 0, seq, Phase.TRAIN, {"default": 0}, steps, slots, life=life)
+    header = FragmentHeader("a-run", "worker-0", 0, seq, Phase.TRAIN, {"default": 0}, steps, slots, life="0.0")
     return Fragment(header, {"default": columns})

@@ -13,32 +13,46 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 Array = np.ndarray[Any, Any]
 Told = tuple[Any, float, bool, bool, dict[str, Any]]
 """What `step` returns."""
+Ends = Literal["terminated", "truncated", "never"]
 MODULE = "tests.support.environments"
 TRIED = "rollout_worker.environments.check" in sys.orig_argv
 """In the process that tries an environment before a run starts: there they behave, so that they fail in the run."""
 
 
 class Small(gym.Env[Any, Any]):
-    """Counts its steps; `observe` says what is seen at each."""
+    """Ends after `length` steps; `observe` and `reward` say what each is worth."""
+
+    length: int = 1
+    ends: Ends = "terminated"
 
     def observe(self) -> Any:
         raise NotImplementedError
+
+    def reward(self, action: Any) -> float:
+        return 1.0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self._steps = 0
         return self.observe(), {}
+
+    def step(self, action: Any) -> Told:
+        self._steps += 1
+        over = self._steps == self.length
+        ends = over and self.ends == "terminated", over and self.ends == "truncated"
+        return self.observe(), self.reward(action), *ends, {}
 
 
 class Counting(Small):
@@ -48,17 +62,21 @@ class Counting(Small):
     action_space = spaces.Discrete(2)
 
     def __init__(
-        self, length: int = 3, ends: Literal["terminated", "truncated", "never"] = "terminated",
+        self, length: int = 3, ends: Ends = "terminated",
         fails: Literal["", "reset", "step", "action", "exit", "leave", "crash"] = "", fails_at: int = 0,
         message: str = "the gripper is stuck", render_mode: str | None = None,
     ) -> None:  # fmt: skip
-        self.length, self.ends, self.fails_at, self.message = length, ends, fails_at, message
+        self.length, self.ends = length, ends
+        self.fails_at, self.message = fails_at, message
         self.fails = "" if TRIED else fails
         self.render_mode = render_mode
         self._steps, self._episodes = 0, -1
 
     def observe(self) -> Array:
         return np.array([self._steps, self._episodes], np.float32)
+
+    def reward(self, action: Any) -> float:
+        return float(self._steps)
 
     def _fail(self, place: str, count: int) -> None:
         if self.fails == place and count >= self.fails_at:
@@ -76,13 +94,12 @@ class Counting(Small):
             os._exit(3 if self.fails == "exit" else 0)
         if self.fails == "crash" and self._steps >= self.fails_at:
             ctypes.string_at(0)
-        self._steps += 1
-        over = self._steps == self.length
-        info: dict[str, Any] = {"depth": 10.0 * self._steps, "note": "text is no metric"}
-        if over:
+        told = super().step(action)
+        info = told[-1]
+        info |= {"depth": 10.0 * self._steps, "note": "text is no metric"}
+        if self._steps == self.length:
             info["is_success"] = self._episodes % 2 == 1
-        ends = over and self.ends == "terminated", over and self.ends == "truncated"
-        return self.observe(), float(self._steps), *ends, info
+        return told
 
 
 class LengthOfSeed(Counting):
@@ -110,24 +127,47 @@ class StartsAProcess(Counting):
 class FailsAFewTimes(Counting):
     """Raises in its second step until it has done so `times` times; the tally is a file, so it outlives restarts."""
 
-    def __init__(self, tally: str, times: int, place: Literal["reset", "step"] = "step") -> None:
+    def __init__(self, tally: str, times: int, place: Literal["start", "reset", "step"] = "step") -> None:
         super().__init__(length=4)
         self._tally, self._times, self._place = Path(tally), times, place
 
     def _fail(self, place: str, count: int) -> None:
         done = len(self._tally.read_text()) if self._tally.exists() else 0
-        if not TRIED and place == self._place and done < self._times and (place == "reset" or count >= 1):
+        if not TRIED and place == self._place and done < self._times and (place != "step" or count >= 1):
             self._tally.write_text("x" * (done + 1))
-            raise ValueError(f"failure number {done + 1}")
+            self.fail(f"failure number {done + 1}")
+
+    def fail(self, message: str) -> None:
+        raise ValueError(message)
+
+
+class Hangs(FailsAFewTimes):
+    """Hangs for ever instead, also in its start; with `locks` as native code that does not give up Python's lock."""
+
+    def __init__(
+        self, tally: str, times: int, place: Literal["start", "reset", "step"] = "step", locks: bool = False
+    ) -> None:
+        super().__init__(tally, times, place)
+        self._locks = locks
+        self._fail("start", 0)
+
+    def hang(self, message: str) -> None:
+        while True:
+            ctypes.PyDLL(None).sleep(3600) if self._locks else time.sleep(1)
+
+    fail = hang
 
 
 class Hostile(Counting):
     """Pays 3e38 once, in its second episode, and has a name in `info` that is no UTF-8."""
 
+    def reward(self, action: Any) -> float:
+        return 3e38 if self._episodes == 1 and self._steps == 1 else super().reward(action)
+
     def step(self, action: int) -> Told:
-        observation, reward, terminated, truncated, info = super().step(action)
-        huge = self._episodes == 1 and self._steps == 1
-        return observation, 3e38 if huge else reward, terminated, truncated, info | {os.fsdecode(b"caf\xe9"): 3e38}
+        told = super().step(action)
+        told[-1][os.fsdecode(b"caf\xe9")] = 3e38
+        return told
 
 
 class OddInfo(Counting):
@@ -177,15 +217,15 @@ class Noise(Small):
 
     observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float32)
     action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+    length, ends = 5, "truncated"
 
     def observe(self) -> Array:
-        return self.np_random.normal(size=3).astype(np.float32)
+        self._seen = self.np_random.normal(size=3).astype(np.float32)
+        return self._seen
 
-    def step(self, action: Array) -> Told:
+    def reward(self, action: Array) -> float:
         assert self.action_space.contains(action), action
-        self._steps += 1
-        observation = self.observe()
-        return observation, float(observation[0]), False, self._steps == 5, {}
+        return float(self._seen[0])
 
 
 class Unseeded(Noise):
@@ -198,13 +238,12 @@ class Unseeded(Noise):
 
 
 class Stumbles(Noise):
-    """Raises where one of its numbers is large, wherever and whenever that is."""
+    """Raises in a step where one of its numbers is large, wherever and whenever that is."""
 
-    def step(self, action: Array) -> Told:
-        observation, *rest = super().step(action)
-        if observation.max() > 2.0:
+    def reward(self, action: Array) -> float:
+        if self._seen.max() > 2.0:
             raise ValueError("stumbled")
-        return observation, *rest
+        return super().reward(action)
 
 
 OBSERVATIONS: dict[str, spaces.Space[Any]] = {
@@ -242,7 +281,7 @@ class AnySpaces(Small):
     def __init__(self, observation: str, action: str, length: int = 4) -> None:
         self.observation_space = copy.deepcopy(OBSERVATIONS[observation])
         self.action_space = ACTIONS[action]
-        self._length = length
+        self.length, self.ends = length, "truncated"
 
     def observe(self) -> Any:
         return self.observation_space.sample()
@@ -252,11 +291,10 @@ class AnySpaces(Small):
             self.observation_space.seed(seed)
         return super().reset(seed=seed)
 
-    def step(self, action: Any) -> Told:
+    def reward(self, action: Any) -> float:
         if not self.action_space.contains(action):
             raise ValueError(f"{action!r} is not in {self.action_space}")
-        self._steps += 1
-        return self.observe(), 1.0, False, self._steps == self._length, {}
+        return 1.0
 
 
 class Target(Small):
@@ -268,8 +306,8 @@ class Target(Small):
     def observe(self) -> Array:
         return np.ones(1, np.float32)
 
-    def step(self, action: Array) -> Told:
-        return self.observe(), -float((action[0] - 0.5) ** 2), True, False, {}
+    def reward(self, action: Array) -> float:
+        return -float((action[0] - 0.5) ** 2)
 
 
 class Doorstep(Small):
@@ -279,18 +317,17 @@ class Doorstep(Small):
     """
 
     observation_space = spaces.Discrete(2)
+    length = 2
 
-    def __init__(self, ends: Literal["terminated", "truncated"], boxes: bool = False) -> None:
-        self._ends = ends
+    def __init__(self, ends: Ends, boxes: bool = False) -> None:
+        self.ends = ends
         self.action_space: spaces.Space[Any] = spaces.Box(-1.0, 1.0, (1,)) if boxes else spaces.Discrete(2)
 
     def observe(self) -> int:
         return min(self._steps, 1)
 
-    def step(self, action: Any) -> Told:
-        inside = self._steps > 0
-        self._steps += 1
-        return 1, float(inside), inside and self._ends == "terminated", inside and self._ends == "truncated", {}
+    def reward(self, action: Any) -> float:
+        return float(self._steps > 1)
 
 
 class Lever(Small):
@@ -302,14 +339,15 @@ class Lever(Small):
     def observe(self) -> Array:
         return np.zeros(1, np.float32)
 
-    def step(self, action: Any) -> Told:
-        return self.observe(), float(action), True, False, {}
+    def reward(self, action: Any) -> float:
+        return float(action)
 
 
 class Overshoots(Small):
     """Terminates after two steps with an observation that is not in its space: NaN, or one choice too many."""
 
     action_space = spaces.Discrete(2)
+    length = 2
 
     def __init__(self, choices: bool) -> None:
         self._choices = choices
@@ -318,64 +356,16 @@ class Overshoots(Small):
     def observe(self) -> Any:
         return self._steps if self._choices else np.array([0.0, np.nan if self._steps == 2 else 0.5], np.float32)
 
-    def step(self, action: Any) -> Told:
-        self._steps += 1
-        return self.observe(), 1.0, self._steps == 2, False, {}
 
-
-class CountingVector(gym.vector.VectorEnv[Array, Array, Array]):
-    """`Counting` in native form, in any of gymnasium's three ways of starting again; environment i is 2 + i long."""
-
-    def __init__(self, num_envs: int, mode: str, ends: str = "truncated", fails_at: int = -1) -> None:
-        self.metadata = {"autoreset_mode": AutoresetMode[mode]}
-        self.num_envs = num_envs
-        self.single_observation_space, self.single_action_space = Counting.observation_space, Counting.action_space
-        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
-        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
-        self._mode, self._ends, self._fails_at, self._calls = AutoresetMode[mode], ends, fails_at, 0
-        self._lengths = 2 + np.arange(num_envs)
-
-    def _observations(self) -> Array:
-        return np.stack([self._steps, self._episodes], axis=1).astype(np.float32)
-
-    def reset(
-        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Array, dict[str, Any]]:
-        if options is None:
-            self._steps, self._episodes = np.zeros((2, self.num_envs), np.int64)
-            self._over = np.zeros(self.num_envs, np.bool_)
-        else:
-            self._start_again(options["reset_mask"])
-        return self._observations(), {}
-
-    def _start_again(self, which: Array) -> None:
-        self._steps[which] = 0
-        self._episodes[which] += 1
-        self._over[which] = False
-
-    def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
-        if self._calls == self._fails_at:
-            raise ValueError("the simulator lost its license")
-        self._calls += 1
-        resetting = self._over.copy() if self._mode is AutoresetMode.NEXT_STEP else np.zeros(self.num_envs, np.bool_)
-        self._start_again(resetting)
-        self._steps += ~resetting
-        rewards = np.where(resetting, 0.0, self._steps)
-        self._over = self._steps == self._lengths
-        flags = {name: self._over & (name == self._ends) for name in ("terminated", "truncated")}
-        infos: dict[str, Any] = {"depth": 10.0 * self._steps, "_depth": np.ones(self.num_envs, np.bool_)}
-        if self._mode is AutoresetMode.SAME_STEP and self._over.any():
-            final = np.empty(self.num_envs, dtype=object)
-            for index in np.flatnonzero(self._over):
-                final[index] = self._observations()[index]
-            infos = {"final_obs": final, "_final_obs": self._over.copy(), "final_info": infos}
-            self._start_again(self._over.copy())
-        return self._observations(), rewards, flags["terminated"], flags["truncated"], infos
-
-
-def counting_vector(num_envs: int | None = None, **kwargs: Any) -> gym.Env[Array, Any] | CountingVector:
-    """One environment for whoever asks for its spaces, the vectorized ones for `vectorization: native`."""
-    return Counting() if num_envs is None else CountingVector(num_envs, **kwargs)
+def counting_vector(
+    num_envs: int | None = None, mode: str = "NEXT_STEP", ends: Ends = "truncated", fails_at: int = sys.maxsize
+) -> gym.Env[Array, Any] | SyncVectorEnv:
+    """One environment where only its spaces are asked for; else vectorized ones, of which number i is 2 + i long."""
+    if num_envs is None:
+        return Counting()
+    message = "the simulator lost its license"
+    made = [partial(Counting, 2 + index, ends, "step", fails_at, message) for index in range(num_envs)]
+    return SyncVectorEnv(made, autoreset_mode=AutoresetMode[mode])
 
 
 class Painter(Small):
@@ -384,6 +374,7 @@ class Painter(Small):
 
     observation_space = spaces.Box(-np.inf, np.inf, (4,), np.float32)
     action_space = spaces.Discrete(2)
+    length = 5
 
     def __init__(
         self, render_mode: str | None = None, modes: tuple[str, ...] = ("human", "rgb_array"), keeps: bool = True,
@@ -396,27 +387,22 @@ class Painter(Small):
     def observe(self) -> Array:
         return np.zeros(4, np.float32)
 
-    def step(self, action: int) -> Told:
+    def reward(self, action: int) -> float:
         if self._fails:
             raise RuntimeError("no display\nat :0")
-        self._steps += 1
-        return self.observe(), 1.0, self._steps == 5, False, {}
+        return 1.0
 
     def render(self) -> Any:
         return np.zeros((8, 8, 3), np.uint8) if self._frames else None
 
 
 class Talks(Painter):
-    """Prints at each step."""
-
-    def step(self, action: int) -> Told:
+    def reward(self, action: int) -> float:
         print("step")
-        return super().step(action)
+        return super().reward(action)
 
 
 class AddOne(gym.RewardWrapper[Any, Any]):
-    """Adds `amount` to every reward."""
-
     def __init__(self, env: gym.Env[Any, Any], amount: float = 1.0) -> None:
         super().__init__(env)
         self._amount = amount
@@ -426,25 +412,15 @@ class AddOne(gym.RewardWrapper[Any, Any]):
 
 
 def broken_factory() -> gym.Env[Any, Any]:
-    """A factory that fails."""
     raise FileNotFoundError("no such mesh: arm.stl")
 
 
 def not_an_environment() -> int:
-    """A factory of something else."""
     return 3
 
 
 def broken_wrapper(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
-    """A wrapper that fails."""
     raise TypeError("this wrapper wants images")
-
-
-class Graphs(gym.Env[Any, Any]):
-    """An observation space that nothing here supports."""
-
-    observation_space = spaces.Text(5)
-    action_space = spaces.Discrete(2)
 
 
 class Chase:
@@ -543,33 +519,6 @@ class Twins(Chase):
 
     def _observe(self, agents: list[str]) -> dict[str, Array]:
         return {agent: np.array([self._steps, self.possible_agents.index(agent)], np.float32) for agent in agents}
-
-
-class Hangs(Counting):
-    """Hangs for ever in its start, reset or step until it has done so `times` times; the tally is a file.
-
-    With `locks` as native code does that does not give up Python's lock.
-    """
-
-    def __init__(
-        self, tally: str, times: int, place: Literal["start", "reset", "step"] = "step", locks: bool = False
-    ) -> None:
-        super().__init__(length=4)
-        self._tally, self._times, self._place, self._locks = Path(tally), times, place, locks
-        self._fail("start", 0)
-
-    def _fail(self, place: str, count: int) -> None:
-        if place != self._place or TRIED:
-            return
-        done = len(self._tally.read_text()) if self._tally.exists() else 0
-        if done < self._times:
-            self._tally.write_text("x" * (done + 1))
-            self.hang()
-
-    def hang(self) -> None:
-        """Where it hangs."""
-        while True:
-            ctypes.PyDLL(None).sleep(3600) if self._locks else time.sleep(1)
 
 
 class Leaks(Counting):

@@ -1,7 +1,7 @@
 """A network that fails on demand: a TCP proxy in front of any server, whose faults are switched while it runs.
 
 Clients are given the proxy's port instead of the server's. It runs in a thread of its own, on loopback. Every switch
-has taken effect when its call returns. Byte counts and jitter are fixed by arguments and seed; only the network's own
+has taken effect when its call returns. Byte counts and jitter are fixed by arguments and a seed; only the network's own
 timing is not.
 """
 
@@ -56,9 +56,9 @@ class _Link:
 class FaultProxy:
     """Passes everything until it is told otherwise; `heal` ends every fault."""
 
-    def __init__(self, port: int, host: str = "127.0.0.1", seed: int = 0) -> None:
-        self._upstream = (host, port)
-        self._random = random.Random(seed)
+    def __init__(self, port: int) -> None:
+        self._upstream = port
+        self._random = random.Random(0)
         self._links: set[_Link] = set()
         self._latency, self._jitter = 0.0, 0.0
         self._bytes_a_second: float | None = None
@@ -110,9 +110,9 @@ class FaultProxy:
         """Once: only `after` bytes of the next request that holds `request` reach the server, then a reset."""
         self._switch(_cut=_Cut(after, False, request))
 
-    def retarget(self, port: int, host: str = "127.0.0.1") -> None:
+    def retarget(self, port: int) -> None:
         """Failover: all connections are reset, new ones lead to another server."""
-        self._switch(_upstream=(host, port))
+        self._switch(_upstream=port)
         self.cut()
 
     @property
@@ -126,10 +126,11 @@ class FaultProxy:
 
         async def end() -> None:
             self._server.close()
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            while others := asyncio.all_tasks() - {asyncio.current_task()}:
+                for task in others:
+                    task.cancel()
+                await asyncio.gather(*others, return_exceptions=True)
+                await asyncio.sleep(0.01)  # for sockets to close, and for the tasks of those just accepted to begin
 
         asyncio.run_coroutine_threadsafe(end(), self._loop).result(_SWITCH_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -170,7 +171,7 @@ class FaultProxy:
             return
         try:
             await self._passing.wait()
-            from_server, link.server = await asyncio.open_connection(*self._upstream)
+            from_server, link.server = await asyncio.open_connection("127.0.0.1", self._upstream)
             ways = [self._way(link, reader, link.server, False), self._way(link, from_server, writer, True)]
             await asyncio.gather(*ways)
         except asyncio.CancelledError:

@@ -8,11 +8,11 @@ from typing import Any
 
 from rollout_worker.worker import Worker
 from shared.config.run_config import Config
-from shared.protocol.keys import RunKeys
 from shared.runtime.failure import RoleEnd
 from tests.support.fault_proxy import FaultProxy
 from tests.support.game import Game, balanced, make_game, small
 from tests.support.own_redis import OwnRedis
+from tests.support.runs import shard_fields
 from tests.support.waiting import meanwhile
 
 UPDATES = 6
@@ -51,10 +51,7 @@ class FaultRun:
             shard.start()
 
     def bodies(self, game: Game) -> set[str]:
-        key, found = RunKeys(game.role.run_id).bodies("worker-0"), set()
-        for shard in self.shards:
-            found |= {field.decode() for field in shard.command("HKEYS", key)}
-        return found
+        return shard_fields(game.role)
 
     def close(self) -> None:
         """Ends all of it; whoever says good-bye does not wait for a server that a test has killed."""
@@ -70,14 +67,14 @@ class FaultRun:
             server.kill()
 
 
-def as_if_nothing_had_been(game: Game, undisturbed: str, incarnation: int = 0) -> None:
+def as_if_nothing_had_been(game: Game, undisturbed: str) -> None:
     """The goal is reached, the accounting balances, nothing was lost or learned twice, and the weights are the same."""
     game.finish()
     total = balanced(game)["total"]
     assert game.finished()["counters"]["train"]["updates"] == UPDATES
     assert total["consumed"]["fragments"] == 2 * UPDATES
     assert "lost" not in total["dropped"] and "duplicate" not in total["dropped"]
-    assert game.worker.incarnation == incarnation
+    assert game.worker.incarnation == 0
     assert game.policy_hash() == undisturbed
     state = game.role.flow.read()
     assert 0 <= state.in_flight <= state.window

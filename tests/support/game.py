@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +63,9 @@ class Game:
         raise AssertionError("the run does not end")
 
     def play_to(self, version: int) -> None:
-        """Until that version is published."""
         self.play(lambda: self.trainer.version >= version)
 
     def another_worker(self, index: int) -> Worker:
-        """One more worker of the run, started."""
         worker = Worker(self.open(), index)
         worker.start()
         self.others.append(worker)
@@ -107,7 +105,6 @@ class Game:
         return self.policy_hash()
 
     def policy_hash(self) -> str:
-        """SHA-256 of the newest checkpoint's policy file."""
         latest = self.role.checkpoints.load_latest()
         assert latest is not None
         return hashlib.sha256(latest.objects[POLICY]).hexdigest()
@@ -123,7 +120,6 @@ class Game:
         return version.header.version
 
     def finished(self) -> dict[str, Any]:
-        """The content of `.finished`."""
         content = self.role.checkpoints.marker(FINISHED)
         assert content is not None
         return content
@@ -134,15 +130,12 @@ class Game:
         return dict(json.loads(text)) if isinstance(text, bytes) else {}
 
     def events(self, kind: str) -> str:
-        """The texts of all events of a kind."""
         return "\n".join(event.text for event in read_events(self.role.redis, self.role.run_id) if event.kind == kind)
 
     def weights(self, name: str) -> Columns:
-        """Weights and normalizer of a checkpoint."""
         return state_arrays(decode_policy(self.role.checkpoints.load(name).objects[POLICY])[0])
 
     def end(self) -> None:
-        """Stops the threads."""
         self.crash()
         for worker in (self.worker, *self.others):
             worker.stop("end of test")
@@ -179,6 +172,17 @@ def replace_worker(game: Game) -> None:
     """The next incarnation joins."""
     game.worker = Worker(game.open(), 0)
     game.worker.start()
+
+
+@contextlib.contextmanager
+def published(make_role: Callable[..., RunContext], config: Config) -> Iterator[Trainer]:
+    """A trainer that has put version 0 of its run on the board."""
+    trainer = Trainer.start(Incarnation(make_role(config)))
+    try:
+        yield trainer
+    finally:
+        trainer.state.writer.close()
+        trainer.incarnation.heartbeat.stop("the test is over")
 
 
 NewGame = Callable[[Config], Game]

@@ -46,7 +46,6 @@ _thinning: tuple[int, int] = (1, 0)
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """`--part` and `--until`."""
     parser.addoption("--part", choices=["quick", "rest"], help="only the quick tests, or only the others")
     parser.addoption("--until", type=float, help="tests that have not begun at this Unix time are skipped, and named")
 
@@ -116,7 +115,6 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def skip_if_too_late(item: pytest.Item) -> None:
-    """Skips a test that begins after the deadline."""
     until = item.config.getoption("until")
     if until is not None and time.time() > until:
         pytest.skip(_NO_TURN)

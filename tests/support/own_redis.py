@@ -51,7 +51,6 @@ class OwnRedis:
 
     @property
     def url(self) -> str:
-        """Where it is."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self, wait: bool = True) -> None:
@@ -71,11 +70,9 @@ class OwnRedis:
             self.wait_ready()
 
     def wait_ready(self) -> None:
-        """Until it serves."""
         wait_ready(self.client, self.folder / "redis.log")
 
     def kill(self) -> None:
-        """`kill -9`."""
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
@@ -83,7 +80,6 @@ class OwnRedis:
 
     @property
     def runs(self) -> bool:
-        """Whether it was not killed."""
         return self._process is not None
 
     def stopped(self, stop: bool) -> None:
@@ -117,7 +113,6 @@ class OwnRedis:
         return redis.Redis(port=self.port, password=self.password, socket_timeout=5, retry=once)
 
     def command(self, *words: str | int) -> Any:
-        """One command, now."""
         with self.client() as client:
             return client.execute_command(*words)
 

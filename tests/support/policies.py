@@ -39,7 +39,6 @@ def built_policy(
 
 
 def generator(seed: int = 0) -> torch.Generator:
-    """One of PyTorch's."""
     return torch.Generator().manual_seed(seed)
 
 

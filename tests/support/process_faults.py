@@ -117,7 +117,6 @@ def kill(watched: Watched, kind: str, name: str, pid: int) -> Fault:
 
 
 def stop(watched: Watched, kind: str, name: str, pid: int) -> Fault:
-    """SIGSTOP; `go_on` ends it."""
     version = _asked(watched.version)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)

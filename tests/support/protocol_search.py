@@ -10,17 +10,20 @@ lives on, a Redis rolled back) costs one of a few faults.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
 from shared.errors import Fenced, RedisRolledBack, WorkerSuperseded
 from shared.experience import fragment
 from shared.experience.counters import Phase, PhaseCounters
-from shared.experience.log_entry import LogEntry, id_order
+from shared.experience.log_entry import START, LogEntry, id_order
 from shared.policies.serialization import VersionHeader
-from shared.protocol.experience_log import ExperienceLog
 from shared.protocol.flow_control import Claim
 from shared.protocol.keys import RunKeys
 from shared.protocol.ledger import Ledger, fast_forward, read_accounting, read_ledger
@@ -33,55 +36,35 @@ from trainer_node.log_consumer import Committed, LogConsumer, RedisAccounting
 PAST_MS = 1
 _LEASE_SECONDS = 1e9
 _ANOTHER_PROCESS = "the process before"
-
-_SAVE = """
--- KEYS flow, log, claims, pushed, produced, incarnations, ledger, board, pushes. What they hold, to load and to
--- compare.
-local dumps = {}
-for index, key in ipairs(KEYS) do dumps[index] = redis.call('DUMP', key) end
-local last = redis.call('EXISTS', KEYS[2]) == 1 and redis.call('XINFO', 'STREAM', KEYS[2])
-local last_id = '0-0'
-for index = 1, last and #last or 0, 2 do
-  if last[index] == 'last-generated-id' then last_id = last[index + 1] end
-end
-local log = {}
-for _, entry in ipairs(redis.call('XRANGE', KEYS[2], '-', '+')) do
-  log[#log + 1] = entry[1]
-  for index = 1, #entry[2], 2 do
-    local name, value = entry[2][index], entry[2][index + 1]
-    if name == 'fragment' then value = redis.sha1hex(value) end
-    log[#log + 1] = name .. '=' .. value
-  end
-end
-return {dumps, redis.call('HGETALL', KEYS[1]), log, last_id, redis.call('ZRANGE', KEYS[3], 0, -1, 'WITHSCORES'),
-  redis.call('HGETALL', KEYS[4]), redis.call('HGETALL', KEYS[5]), redis.call('HGETALL', KEYS[6])}
-"""
-
-_LOAD = """
--- KEYS as above, then others that only go. ARGV: a dump for each of the first, or ''.
-redis.call('DEL', unpack(KEYS))
-for index, dump in ipairs(ARGV) do
-  if dump ~= '' then redis.call('RESTORE', KEYS[index], 0, dump) end
-end
-return 1
-"""
+_POSITION = re.compile("⟨(.*?)⟩")
+_WORKER = re.compile(r"worker-\d+")
 
 
 class Position(str):
     """A stream id: only its place among the others tells worlds apart."""
 
+    def __repr__(self) -> str:
+        return f"⟨{self}⟩"
+
+
+_START = Position(START)
+
 
 @dataclass(frozen=True)
 class Image:
-    """A Redis at one moment, and what has happened to fragments in its past."""
+    """A Redis at one moment, without times, and what has happened to fragments in its past."""
 
-    dumps: tuple[bytes, ...]
-    seen: tuple[Any, ...]
-    """The same, comparable: without times."""
-    claims: tuple[tuple[str, bool], ...]
+    dumps: tuple[bytes, ...] = field(default=(), repr=False)
+    """The same, to load."""
+    flow: tuple[tuple[str, str], ...] = ()
+    log: tuple[Any, ...] = ()
+    last: Position = _START
+    claims: tuple[tuple[str, bool], ...] = ()
     """Claim, and whether its lease is over."""
-    appended: frozenset[str] = frozenset()
-    refused: frozenset[str] = frozenset()
+    workers: tuple[Any, ...] = ()
+    """What was pushed and produced, and the incarnations."""
+    appended: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,7 +77,7 @@ class Acted:
     epoch: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class WorkerState:
     """What a worker's newest process knows."""
 
@@ -118,7 +101,7 @@ class Accounting:
     ledger: str
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class TrainerState:
     """What a trainer knows."""
 
@@ -155,23 +138,60 @@ class Late:
     arguments: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class World:
-    """All there is."""
+    """All there is. A step changes a copy."""
 
     redis: Image
-    workers: tuple[WorkerState, ...]
-    trainers: tuple[TrainerState, ...]
-    store: tuple[Saved, ...]
+    workers: list[WorkerState]
+    trainers: list[TrainerState]
+    store: list[Saved]
     faults: int
-    late: tuple[Late, ...] = ()
+    late: list[Late] = field(default_factory=list)
     past: Image | None = None
     rolled_back: bool = False
     """Whether Redis ever was: then what it refused or lost before is not in its accounting."""
 
+    def copy(self) -> World:
+        """Another one that is the same."""
+        workers, trainers = [replace(worker) for worker in self.workers], [replace(each) for each in self.trainers]
+        return replace(self, workers=workers, trainers=trainers, store=[*self.store], late=[*self.late])
 
-Next = tuple[str, Callable[[World], World], int]
-"""A step: what it is called, what becomes of a world, and how many faults it takes."""
+    def key(self) -> bytes:
+        """The same for worlds that differ in times only, in which worker has which name, or in the faults left."""
+        orders = list(itertools.permutations(self.workers))
+        nameless = [repr([replace(worker, name="", hand=None) for worker in order]) for order in orders]
+        first = min(nameless)
+        return min(self._key_as(order) for order, known in zip(orders, nameless, strict=True) if known == first)
+
+    def _key_as(self, workers: Sequence[WorkerState]) -> bytes:
+        """Where these workers have the names `worker-0`, `worker-1` and so on."""
+        names = {worker.name: f"worker-{index}" for index, worker in enumerate(workers)}
+
+        def named(item: Any) -> Any:
+            if isinstance(item, bytes):
+                return named(item.decode())
+            if isinstance(item, str) and not isinstance(item, Position):
+                text = _WORKER.sub(lambda found: names[found[0]], item)
+                return sorted(json.loads(text).items()) if text.startswith("{") else text
+            if isinstance(item, Image):
+                unordered = (item.claims, *item.workers, item.appended, item.refused)
+                return named((item.flow, item.log, item.last)), [sorted(named(each)) for each in unordered]
+            if isinstance(item, tuple | list):
+                return tuple(named(part) for part in item)
+            return named([getattr(item, each.name) for each in fields(item)]) if is_dataclass(item) else item
+
+        rest = named((self.redis, workers, self.trainers, self.store, self.past, self.rolled_back))
+        text = repr((rest, sorted(map(repr, named(self.late)))))
+        positions = sorted({*_POSITION.findall(text)}, key=id_order)
+        ranks = {position: str(rank) for rank, position in enumerate(positions)}
+        ranked = _POSITION.sub(lambda found: f"⟨{ranks[found[1]]}⟩", text)
+        return hashlib.blake2b(ranked.encode(), digest_size=16).digest()
+
+
+Step = Callable[[World], None]
+Next = tuple[str, Step, int]
+"""A step: what it is called, what it does to a world, and how many faults it takes."""
 
 
 class Violation(AssertionError):
@@ -201,9 +221,10 @@ class Search:
             keys.flow, keys.log, keys.claims, keys.pushed, keys.produced, keys.incarnations, keys.ledger, keys.board,
             keys.pushes,
         ]  # fmt: skip
-        self._save, self._load = role.redis.register_script(_SAVE), role.redis.register_script(_LOAD)
         self._process = self._flow.process()
         self._encode = lru_cache(None)(self._encoded)
+        self._acts: dict[bytes, str] = {}
+        """What was encoded → the act that it is of."""
         self._flow.set_bounds(_LEASE_SECONDS, 2**40)
         self._workers = workers
 
@@ -211,31 +232,58 @@ class Search:
 
     def beginning(self, faults: int) -> World:
         """Version 0 is published and durable; the workers have registered."""
-        epoch = self._flow.take_over()
-        accounting = Accounting(Position("0-0"), Ledger().as_json())
-        trainer = TrainerState(epoch, 0, accounting, accounting)
-        empty = Image((), (), ())
-        world = World(empty, (), (trainer,), (Saved(0, accounting, (), True),), faults)
-        world = _with_trainer(world, 0, self._publish(trainer, 0))
-        workers = [f"worker-{index}" for index in range(self._workers)]
-        registered = tuple(WorkerState(name, *self._flow.register(name)) for name in workers)
-        return replace(world, redis=self._image(empty), workers=registered)
+        accounting = Accounting(_START, Ledger().as_json())
+        trainer = TrainerState(self._flow.take_over(), 0, accounting, accounting)
+        self._publish(trainer, 0)
+        names = [f"worker-{index}" for index in range(self._workers)]
+        workers = [WorkerState(name, *self._flow.register(name)) for name in names]
+        return World(self._image(Image()), workers, [trainer], [Saved(0, accounting, (), True)], faults)
 
     def _image(self, before: Image) -> Image:
-        dumps, flow, log, last, claims, *others = self._save(self._names, [])
-        pairs = {name.decode(): value.decode() for name, value in zip(flow[::2], flow[1::2], strict=True)}
-        for name in ("committed_id", "trimmed_id"):
-            pairs[name] = Position(pairs[name])
-        entries = tuple(Position(item.decode()) if b"=" not in item else item for item in log)
-        held = tuple(
-            (name.decode(), float(end) == PAST_MS) for name, end in zip(claims[::2], claims[1::2], strict=True)
+        keys = self._keys
+        with self.role.redis.pipeline(transaction=False) as reads:
+            for name in self._names:
+                reads.dump(name)
+            reads.hgetall(keys.flow)
+            reads.xrange(keys.log)
+            reads.xinfo_stream(keys.log)
+            reads.zrange(keys.claims, 0, -1, withscores=True)
+            for name in (keys.pushed, keys.produced, keys.incarnations):
+                reads.hgetall(name)
+            found = reads.execute(raise_on_error=False)  # there may be no log
+        dumps, (flow, log, info, claims, *workers) = found[: len(self._names)], found[len(self._names) :]
+        pairs = {name.decode(): value.decode() for name, value in flow.items()}
+        places = {name: Position(pairs[name]) for name in ("committed_id", "published_id", "trimmed_id")}
+        return replace(
+            before,
+            dumps=tuple(dump or b"" for dump in dumps),
+            flow=_pairs(pairs | places),
+            log=tuple(
+                (Position(id_.decode()), _pairs(entry | {b"fragment": self._acts[entry[b"fragment"]]}))
+                for id_, entry in log
+            ),
+            last=Position(info["last-generated-id"].decode()) if isinstance(info, dict) else _START,
+            claims=tuple(sorted((name.decode(), end == PAST_MS) for name, end in claims)),
+            workers=tuple(map(_pairs, workers)),
         )
-        hashes = tuple(tuple(sorted(zip(one[::2], one[1::2], strict=True))) for one in others)
-        seen = (tuple(sorted(pairs.items())), entries, Position(last.decode()), tuple(sorted(held)), *hashes)
-        return Image(tuple(dump or b"" for dump in dumps), seen, held, before.appended, before.refused)
 
     def _enter(self, image: Image) -> None:
-        self._load([*self._names, self._keys.wakeups], list(image.dumps))
+        with self.role.redis.pipeline(transaction=False) as writes:
+            writes.delete(*self._names, self._keys.wakeups)
+            for name, dump in zip(self._names, image.dumps, strict=True):
+                if dump:
+                    writes.restore(name, 0, dump)
+            writes.execute()
+
+    def _after(self, world: World, step: Step, cost: int) -> World:
+        """What a step makes of a world; Redis is in it."""
+        self._enter(world.redis)
+        new = world.copy()
+        new.faults -= cost
+        step(new)
+        new.redis = self._image(new.redis)
+        new.past = new.past if new.faults else None  # nothing is rolled back any more
+        return new
 
     # Workers
 
@@ -244,75 +292,81 @@ class Search:
             self._description, run_id=self.role.run_id, worker_id=name, incarnation=incarnation, seq=seq,
             policy_versions=dict.fromkeys(self._description.policies, version), steps=STEPS, num_envs=ENVS, life=act,
         )  # fmt: skip
-        return fragment.encode(made)
+        blob = fragment.encode(made)
+        self._acts[blob] = f"{act} by {name}:{incarnation}:{seq} of {version}"
+        return blob
 
-    def _pushing(self, worker: WorkerState) -> tuple[Any, ...]:
-        assert worker.hand is not None
+    @staticmethod
+    def _pushing(worker: WorkerState) -> tuple[Any, ...]:
         hand = worker.hand
+        assert hand is not None
         return worker.name, worker.incarnation, worker.seq, hand.epoch, hand.version, hand.act, worker.refusals
 
-    def _push(self, world: World, command: tuple[Any, ...]) -> tuple[World, str, Claim | None]:
+    def _push(self, world: World, command: tuple[Any, ...]) -> tuple[str, Claim | None]:
         """As a worker does it, its next claim with it; what Redis answers, and what became of it."""
         name, incarnation, seq, epoch, version, act, refusals = command
         blob = self._encode(name, incarnation, seq, version, act)
         claiming = self._flow.claiming(name, incarnation, seq + 1)
-        word = self._log.push(
-            name, incarnation, seq, epoch, STEPS * ENVS, blob, then=claiming, refusals=refusals
-        )  # fmt: skip
+        word = self._log.push(name, incarnation, seq, epoch, STEPS * ENVS, blob, then=claiming, refusals=refusals)
         image = world.redis
         if word == "pushed":
             if act in image.appended or act in image.refused:
                 raise Violation(
                     f"{act} is taken into the log, though it was {'taken' if act in image.appended else 'refused'}"
                 )
-            image = replace(image, appended=image.appended | {act})
+            world.redis = replace(image, appended=(*sorted({*image.appended, act}),))
         if word == "stale":
-            image = replace(image, refused=image.refused | {act})
+            world.redis = replace(image, refused=(*sorted({*image.refused, act}),))
         if word == "duplicate" and not world.rolled_back and act not in image.appended:
             raise Violation(f"{act} is taken for a duplicate, though it is not in the log")
-        return replace(world, redis=image), word, claiming.reply
+        return word, claiming.reply
 
-    def _granted(self, worker: WorkerState, claim: Claim) -> WorkerState:
-        version = worker.version
-        if version < claim.version or worker.epoch != claim.epoch:
-            version = claim.version
-        hand = Acted(f"{worker.name}/{worker.process}/{worker.acts}", version, claim.epoch)
-        return replace(worker, hand=hand, acts=worker.acts + 1, version=version, epoch=claim.epoch)
+    @staticmethod
+    def _is_granted(worker: WorkerState, claim: Claim) -> None:
+        if worker.version < claim.version or worker.epoch != claim.epoch:
+            worker.version = claim.version
+        worker.hand = Acted(f"{worker.name}/{worker.process}/{worker.acts}", worker.version, claim.epoch)
+        worker.acts, worker.epoch = worker.acts + 1, claim.epoch
 
-    def _registered_again(self, worker: WorkerState) -> WorkerState:
-        incarnation, epoch = self._flow.register(worker.name, worker.incarnation + 1)
-        return replace(worker, incarnation=incarnation, epoch=epoch, seq=0, refusals=0, hand=None)
+    def _registers_again(self, worker: WorkerState) -> None:
+        worker.incarnation, worker.epoch = self._flow.register(worker.name, worker.incarnation + 1)
+        worker.seq = worker.refusals = 0
 
-    def _claims(self, world: World, index: int) -> World:
+    def _claims(self, world: World, index: int) -> None:
         worker = world.workers[index]
         try:
             claim = self._flow.claim(worker.name, worker.incarnation, worker.seq)
         except WorkerSuperseded:
-            return _with_worker(world, index, replace(worker, alive=False))
+            worker.alive = False
+            return
         if claim.reply == "taken":
-            return _with_worker(world, index, self._registered_again(worker))
-        return _with_worker(world, index, self._granted(worker, claim) if claim.granted else worker)
+            self._registers_again(worker)
+        elif claim.granted:
+            self._is_granted(worker, claim)
 
-    def _pushes(self, world: World, index: int) -> World:
+    def _pushes(self, world: World, index: int) -> None:
         worker = world.workers[index]
-        world, word, claim = self._push(world, self._pushing(worker))
+        word, claim = self._push(world, self._pushing(worker))
+        worker.hand = None
         if word == "superseded":
-            return _with_worker(world, index, replace(worker, alive=False, hand=None))
-        if word == "epoch":
-            return _with_worker(world, index, self._registered_again(worker))
-        worker = replace(worker, hand=None)
-        if word == "stale":
+            worker.alive = False
+        elif word == "epoch":
+            self._registers_again(worker)
+        elif word == "stale":
             self._flow.release(f"{worker.name}:{worker.incarnation}")
-            return _with_worker(world, index, replace(worker, refusals=worker.refusals + 1))
-        worker = replace(worker, seq=worker.seq + 1)
-        return _with_worker(world, index, self._granted(worker, claim) if claim and claim.granted else worker)
+            worker.refusals += 1
+        else:
+            worker.seq += 1
+            if claim is not None and claim.granted:
+                self._is_granted(worker, claim)
 
-    def _replaced(self, world: World, index: int) -> World:
+    def _is_replaced(self, world: World, index: int) -> None:
         """A new process; what the old one has in its hand may still come."""
         worker = world.workers[index]
-        late = (*world.late, Late("push", self._pushing(worker))) if worker.hand else world.late
-        fresh = WorkerState(worker.name, *self._flow.register(worker.name), process=worker.process + 1)
-        return replace(_with_worker(world, index, fresh), late=late)
+        if worker.hand:
+            world.late.append(Late("push", self._pushing(worker)))
+        registered = self._flow.register(worker.name)
+        world.workers[index] = WorkerState(worker.name, *registered, process=worker.process + 1)
 
     # Trainers
 
@@ -322,26 +376,32 @@ class Search:
         accounting.tell = lambda text: None  # type: ignore[method-assign]
         return accounting
 
-    def _takes(self, world: World, index: int) -> World:
+    def _attempts(self, trainer: TrainerState, act: Callable[[], None]) -> None:
+        """What it does where it is fenced off or Redis was rolled back."""
+        try:
+            act()
+        except Fenced:
+            trainer.alive = False
+        except RedisRolledBack:
+            self._comes_back(trainer)
+
+    def _takes(self, world: World, index: int) -> None:
         """The next entry, if there is one."""
         trainer = world.trainers[index]
-        reader = _OneEntry(self._log)
-        consumer = LogConsumer(
-            self.role.run_id, self.role.config, self._description, reader.read, self._accounting(trainer)
-        )
+        self._attempts(trainer, partial(self._take, world, trainer))
+
+    def _take(self, world: World, trainer: TrainerState) -> None:
+        entry = self._log.read(trainer.now.position, 1, 0)
+        accounting = self._accounting(trainer)
+        consumer = LogConsumer(self.role.run_id, self.role.config, self._description, _once(entry), accounting)
         consumer.restore(Committed(trainer.now.position, trainer.now.ledger, {}))
         consumer.ledger = _ledger_of(trainer)
-        try:
-            found = consumer.take(trainer.version, Phase.TRAIN, 0.0)
-        except Fenced:
-            return _with_trainer(world, index, replace(trainer, alive=False))
-        except RedisRolledBack:
-            return self._comes_back(world, index)
+        found = consumer.take(trainer.version, Phase.TRAIN, 0.0)
         whole, *news = consumer.ledger.news()
-        now = Accounting(Position(consumer.position), consumer.ledger.as_json())
-        trainer = replace(trainer, now=now, untold=None if whole else tuple(news[::2]))
+        trainer.now = Accounting(Position(consumer.position), consumer.ledger.as_json())
+        trainer.untold = None if whole else tuple(news[::2])
         if found is None:
-            return _with_trainer(world, index, trainer)
+            return
         lag, act = trainer.version - found.header.version, found.header.life
         if not 0 <= lag <= self._max_lag:
             raise Violation(f"{act} is learned from with lag {lag}")
@@ -349,9 +409,9 @@ class Search:
             raise Violation(f"{act} is learned from twice")
         if act in world.redis.refused and not world.rolled_back:
             raise Violation(f"{act} was refused and is learned from all the same")
-        return _with_trainer(world, index, replace(trainer, taken=(*trainer.taken, act)))
+        trainer.taken = (*trainer.taken, act)
 
-    def _publish(self, trainer: TrainerState, consumed: int) -> TrainerState:
+    def _publish(self, trainer: TrainerState, consumed: int) -> None:
         assert trainer.now == trainer.committed
         header = VersionHeader(trainer.version, Phase.TRAIN, PhaseCounters())
         published = self._board.publish(
@@ -359,88 +419,81 @@ class Search:
             ledger=_ledger_of(trainer), header=header, blob=b"weights",
             process=self._process if trainer.process else _ANOTHER_PROCESS,
         )  # fmt: skip
-        return replace(trainer, untold=()) if published.reply == "published" else trainer
+        if published.reply == "published":
+            trainer.untold = ()
 
     @staticmethod
     def _learned(trainer: TrainerState) -> TrainerState:
         learned = (*trainer.learned, *trainer.taken)
         return replace(trainer, version=trainer.version + 1, committed=trainer.now, learned=learned, taken=())
 
-    def _publishes(self, world: World, index: int) -> World:
-        trainer = self._learned(world.trainers[index])
-        world = _with_trainer(world, index, trainer)
-        try:
-            return _with_trainer(world, index, self._publish(trainer, self._needed))
-        except Fenced:
-            return _with_trainer(world, index, replace(trainer, alive=False))
-        except RedisRolledBack:
-            return self._comes_back(world, index)
+    def _publishes(self, world: World, index: int) -> None:
+        trainer = world.trainers[index] = self._learned(world.trainers[index])
+        self._attempts(trainer, partial(self._publish, trainer, self._needed))
 
-    def _looks(self, world: World, index: int) -> World:
+    def _looks(self, world: World, index: int) -> None:
         trainer, state = world.trainers[index], self._flow.read()
         if state.epoch > trainer.epoch:
-            return _with_trainer(world, index, replace(trainer, alive=False))
-        if state.epoch < trainer.epoch or state.version < trainer.version or not trainer.process:
-            return self._comes_back(world, index)
-        return world
+            trainer.alive = False
+        elif state.epoch < trainer.epoch or state.version < trainer.version or not trainer.process:
+            self._comes_back(trainer)
 
-    def _comes_back(self, world: World, index: int) -> World:
+    def _comes_back(self, trainer: TrainerState) -> None:
         """`Trainer._redis_came_back`; the checkpoint that it submits there is not durable yet."""
-        trainer = world.trainers[index]
         if not self._flow.holds(trainer.epoch):
-            return _with_trainer(world, index, replace(trainer, alive=False))
-        trainer = replace(trainer, process=True, taken=(), now=trainer.committed, untold=None)
-        knows_more = self._flow.read().version > trainer.version
-        trainer = self._publish(trainer, 0) if knows_more else self._fast_forward(trainer)
-        return _with_trainer(world, index, trainer)
+            trainer.alive = False
+            return
+        trainer.process, trainer.taken, trainer.now, trainer.untold = True, (), trainer.committed, None
+        if self._flow.read().version > trainer.version:
+            self._publish(trainer, 0)
+        else:
+            self._fast_forward(trainer)
 
-    def _fast_forward(self, trainer: TrainerState) -> TrainerState:
+    def _fast_forward(self, trainer: TrainerState) -> None:
         known = trainer.committed
         fast_forward(self.role.redis, self.role.run_id, trainer.epoch, known.position, Ledger.from_json(known.ledger))
-        return self._publish(trainer, 0)
+        self._publish(trainer, 0)
 
-    def _starts(self, world: World) -> World:
+    def _starts(self, world: World) -> None:
         """Another trainer, from the newest checkpoint, as `Trainer._recover` does it; the old ones live on."""
         epoch = self._flow.take_over(max(trainer.epoch for trainer in world.trainers))
         newest, state = max(world.store, key=lambda saved: saved.version), self._flow.read()
         if id_order(state.trimmed_id) > id_order(newest.accounting.position) and state.version >= newest.version:
-            text = self._ledger()
-            accounting = Accounting(Position(state.committed_id), text)
+            ledger = read_ledger(self.role.redis, self.role.run_id).as_json()
+            accounting = Accounting(Position(state.committed_id), ledger)
             newest = Saved(state.version + 1 + self._max_lag, accounting, newest.learned, False)
-            world = replace(world, store=(*world.store, newest))
+            world.store.append(newest)
         trainer = TrainerState(
             epoch, newest.version, newest.accounting, newest.accounting, learned=newest.learned, exact=newest.exact
         )
         if state.version < trainer.version:
-            trainer = self._fast_forward(trainer)
-        return replace(world, trainers=(*world.trainers, trainer))
+            self._fast_forward(trainer)
+        world.trainers.append(trainer)
 
-    def _ledger(self) -> str:
-        return read_ledger(self.role.redis, self.role.run_id).as_json()
-
-    def _saves(self, world: World, index: int, trim: bool) -> World:
+    def _saves(self, world: World, index: int, trim: bool) -> None:
         """Its version becomes durable, and what it covers is trimmed; or the trim comes later."""
         trainer = world.trainers[index]
         if not self._flow.holds(trainer.epoch):
-            return _with_trainer(world, index, replace(trainer, alive=False))
+            trainer.alive = False
+            return
         saved = Saved(trainer.version, trainer.committed, trainer.learned, trainer.exact)
         if saved not in world.store:
-            world = replace(world, store=(*world.store, saved))
+            world.store.append(saved)
         command = Late("trim", (trainer.epoch, trainer.committed.position))
-        return self._arrives(world, command) if trim else replace(world, late=(*world.late, command))
+        if trim:
+            self._arrives(world, command)
+        else:
+            world.late.append(command)
 
-    def _arrives(self, world: World, command: Late) -> World:
+    def _arrives(self, world: World, command: Late) -> None:
         if command.kind == "push":
-            return self._push(world, command.arguments)[0]
-        try:
+            self._push(world, command.arguments)
+            return
+        with suppress(Fenced, RedisRolledBack):  # its sender is told by its next one
             if command.kind == "trim":
                 self._log.trim(*command.arguments)
             else:
-                trainer: TrainerState = command.arguments[0]
-                self._publish(trainer, self._needed)
-        except (Fenced, RedisRolledBack):
-            pass  # whoever sent it is told by its next one
-        return world
+                self._publish(replace(command.arguments[0]), self._needed)
 
     # Steps
 
@@ -449,7 +502,7 @@ class Search:
         for index, worker in enumerate(world.workers):
             if worker.alive:
                 yield from self._worker_steps(index, worker)
-            yield f"{worker.name} is replaced", partial(self._replaced, index=index), 1
+            yield f"{worker.name} is replaced", partial(self._is_replaced, index=index), 1
         for index, trainer in enumerate(world.trainers):
             if trainer.alive:
                 yield from self._trainer_steps(world, index, trainer)
@@ -461,61 +514,55 @@ class Search:
         if len(world.trainers) < 2:
             yield "another trainer starts", self._starts, 1
         if world.past is None and world.faults:
-            yield "Redis writes its file", lambda world: replace(world, past=world.redis), 0
+            yield "Redis writes its file", _writes_its_file, 0
         if world.past is not None:
             yield "Redis is rolled back", self._is_rolled_back, 1
 
     def _worker_steps(self, index: int, worker: WorkerState) -> Iterator[Next]:
         if worker.hand is None:
-            yield f"{worker.name} claims", lambda world: self._claims(world, index), 0
-            yield f"{worker.name} claims, unheard", lambda world: _redis_of(world, self._claims(world, index)), 1
+            claims = partial(self._claims, index=index)
+            yield f"{worker.name} claims", claims, 0
+            yield f"{worker.name} claims, unheard", partial(_unheard, step=claims), 1
             return
-        command = self._pushing(worker)
-        yield f"{worker.name} pushes", lambda world: self._pushes(world, index), 0
-        yield f"{worker.name} pushes, unheard", lambda world: self._push(world, command)[0], 1
-        yield (
-            f"a push of {worker.name} is slow",
-            lambda world: replace(world, late=(*world.late, Late("push", command))),
-            1,
-        )
+        command = Late("push", self._pushing(worker))
+        yield f"{worker.name} pushes", partial(self._pushes, index=index), 0
+        yield f"{worker.name} pushes, unheard", partial(self._arrives, command=command), 1
+        yield f"a push of {worker.name} is slow", partial(_is_slow, command=command), 1
 
     def _trainer_steps(self, world: World, index: int, trainer: TrainerState) -> Iterator[Next]:
         name = f"trainer {trainer.epoch}"
         if len(trainer.taken) == self._needed:
             command = Late("publish", (self._learned(trainer),))
-            yield f"{name} publishes", lambda world: self._publishes(world, index), 0
-            yield f"{name} publishes, unheard", lambda world: self._arrives(world, command), 1
-            yield f"a version of {name} is slow", lambda world: replace(world, late=(*world.late, command)), 1
+            yield f"{name} publishes", partial(self._publishes, index=index), 0
+            yield f"{name} publishes, unheard", partial(self._arrives, command=command), 1
+            yield f"a version of {name} is slow", partial(_is_slow, command=command), 1
         else:
-            yield f"{name} reads", lambda world: self._takes(world, index), 0
-            yield f"{name} reads, unheard", lambda world: _redis_of(world, self._takes(world, index)), 1
+            reads = partial(self._takes, index=index)
+            yield f"{name} reads", reads, 0
+            yield f"{name} reads, unheard", partial(_unheard, step=reads), 1
         if not any(saved.version == trainer.version for saved in world.store):
-            yield f"{name} writes a checkpoint", lambda world: self._saves(world, index, trim=True), 0
-            yield f"{name} writes a checkpoint and trims late", lambda world: self._saves(world, index, trim=False), 1
+            yield f"{name} writes a checkpoint", partial(self._saves, index=index, trim=True), 0
+            yield f"{name} writes a checkpoint and trims late", partial(self._saves, index=index, trim=False), 1
         if len(world.trainers) > 1 or not trainer.process:
-            yield f"{name} looks", lambda world: self._looks(world, index), 0
+            yield f"{name} looks", partial(self._looks, index=index), 0
 
-    def _lapses(self, world: World, claim: str) -> World:
+    def _lapses(self, world: World, claim: str) -> None:
         self.role.redis.zadd(self._keys.claims, {claim: PAST_MS})
-        return world
 
-    def _is_late(self, world: World, command: Late) -> World:
-        left = list(world.late)
-        left.remove(command)
-        return self._arrives(replace(world, late=tuple(left)), command)
+    def _is_late(self, world: World, command: Late) -> None:
+        world.late.remove(command)
+        self._arrives(world, command)
 
-    def _is_rolled_back(self, world: World) -> World:
-        """Another process, with what was written then; whoever sends again, sends to that one."""
+    def _is_rolled_back(self, world: World) -> None:
+        """Another process, with what was written then; what is sent again is sent to that one."""
         assert world.past is not None
         self._enter(world.past)
-        late = tuple(
-            Late(command.kind, (replace(command.arguments[0], process=False),))
-            if command.kind == "publish"
-            else command
-            for command in world.late
-        )
-        trainers = tuple(replace(trainer, process=False) for trainer in world.trainers)
-        return replace(world, redis=world.past, trainers=trainers, late=late, rolled_back=True)
+        for index, command in enumerate(world.late):
+            if command.kind == "publish":
+                world.late[index] = Late("publish", (replace(command.arguments[0], process=False),))
+        for trainer in world.trainers:
+            trainer.process = False
+        world.redis, world.rolled_back = world.past, True
 
     # What always holds
 
@@ -525,7 +572,7 @@ class Search:
         odd = {name: line.as_dict() for name, line in lines.items() if not line.balances}
         if odd:
             raise Violation(f"the accounting does not balance: {odd}")
-        flow = dict(world.redis.seen[0])
+        flow = dict(world.redis.flow)
         in_flight, window = int(flow["claimed"]) - int(flow["consumed"]), (self._max_lag + 1) * self._needed
         if not 0 <= in_flight <= window:
             raise Violation(f"{in_flight} are in flight of at most {window}")
@@ -542,16 +589,17 @@ class Search:
 
     def goes_on(self, world: World) -> None:
         """From here a worker and a trainer, both new, come to a next version once all leases are over."""
+        world = world.copy()
         for claim, _ in world.redis.claims:
             self._lapses(world, claim)
-        world = self._starts(self._replaced(world, 0))
+        self._is_replaced(world, 0)
+        self._starts(world)
         index, goal = len(world.trainers) - 1, max(self._flow.read().version, world.trainers[-1].version) + 1
         for _ in range(4 * (self._max_lag + 1) * self._needed + 8):
-            worker = world.workers[0]
-            world = self._pushes(world, 0) if worker.hand else self._claims(world, 0)
+            (self._pushes if world.workers[0].hand else self._claims)(world, 0)
             for _ in range(3):
                 ready = len(world.trainers[index].taken) == self._needed
-                world = self._publishes(world, index) if ready else self._takes(world, index)
+                (self._publishes if ready else self._takes)(world, index)
             if self._flow.read().version >= goal:
                 return
         raise Violation("the run is stuck")
@@ -563,9 +611,7 @@ class Search:
         world = self.beginning(faults)
         for name in names:
             step, cost = next((step, cost) for known, step, cost in self.steps(world) if known == name)
-            self._enter(world.redis)
-            world = step(replace(world, faults=world.faults - cost))
-            world = replace(world, redis=self._image(world.redis))
+            world = self._after(world, step, cost)
             self.check(world)
         self.goes_on(world)
         return world
@@ -573,50 +619,44 @@ class Search:
     def run(self, depth: int, begin: World, every: int = 50) -> Found:
         """All worlds up to `depth` steps from `begin`; raises `Violation` with the steps that lead to it.
 
-        From each `every`-th world it is tried whether the run can go on.
+        What a world can come to, the same one with more faults left can as well. From each `every`-th world it is
+        tried whether the run can go on.
         """
-        found = Found(worlds=1)
-        ways: dict[bytes, tuple[bytes, str]] = {}
-        seen, frontier = {_key(begin)}, [begin]
+        found = Found()
+        seen = {begin.key(): begin.faults}
+        frontier: list[tuple[World, tuple[str, ...]]] = [(begin, ())]
         for _ in range(depth):
-            following: list[World] = []
-            for world in frontier:
-                here = _key(world)
+            following = []
+            for world, way in frontier:
                 for name, step, cost in self.steps(world):
                     if cost > world.faults:
                         continue
                     found.steps += 1
                     try:
-                        self._enter(world.redis)
-                        new = step(replace(world, faults=world.faults - cost))
-                        new = replace(new, redis=self._image(new.redis))
-                        key = _key(new)
-                        if key in seen:
+                        new = self._after(world, step, cost)
+                        if seen.get(key := new.key(), -1) >= new.faults:
                             continue
-                        seen.add(key)
-                        ways[key] = here, name
+                        seen[key] = new.faults
                         self.check(new)
                         if len(seen) % every == 0:
                             self.goes_on(new)
                     except AssertionError as error:
-                        raise Violation(f"{error}, after: {'; '.join([*_way(ways, here), name])}") from error
-                    following.append(new)
+                        raise Violation(f"{error}, after: {'; '.join([*way, name])}") from error
+                    following.append((new, (*way, name)))
             frontier = following
             found.by_depth.append(len(frontier))
         found.worlds = len(seen)
         return found
 
 
-class _OneEntry:
-    """A log of one entry more."""
+def _pairs(mapping: Mapping[Any, Any]) -> tuple[Any, ...]:
+    return tuple(sorted(mapping.items()))
 
-    def __init__(self, log: ExperienceLog) -> None:
-        self._log, self._given = log, False
 
-    def read(self, after: str, count: int, block_seconds: float) -> list[LogEntry]:
-        """The next one, once."""
-        given, self._given = self._given, True
-        return [] if given else self._log.read(after, 1, 0)
+def _once(entries: list[LogEntry]) -> Callable[..., list[LogEntry]]:
+    """A log that has these, and then no more."""
+    left = [entries]
+    return lambda *_: left.pop() if left else []
 
 
 def _ledger_of(trainer: TrainerState) -> Ledger:
@@ -629,51 +669,16 @@ def _ledger_of(trainer: TrainerState) -> Ledger:
     return ledger
 
 
-def _with_worker(world: World, index: int, worker: WorkerState) -> World:
-    return replace(world, workers=(*world.workers[:index], worker, *world.workers[index + 1 :]))
+def _unheard(world: World, step: Step) -> None:
+    """Redis has changed, and the one who asked does not know."""
+    after = world.copy()
+    step(after)
+    world.redis = after.redis
 
 
-def _with_trainer(world: World, index: int, trainer: TrainerState) -> World:
-    return replace(world, trainers=(*world.trainers[:index], trainer, *world.trainers[index + 1 :]))
+def _is_slow(world: World, command: Late) -> None:
+    world.late.append(command)
 
 
-def _redis_of(world: World, after: World) -> World:
-    """What an unheard command does: Redis has changed, and nobody knows."""
-    return replace(world, redis=after.redis)
-
-
-def _way(ways: dict[bytes, tuple[bytes, str]], key: bytes) -> list[str]:
-    names: list[str] = []
-    while key in ways:
-        key, name = ways[key]
-        names.insert(0, name)
-    return names
-
-
-def _key(world: World) -> bytes:
-    """The same for worlds that differ in times only."""
-    positions: set[Position] = set()
-
-    def plain(item: Any) -> Any:
-        if isinstance(item, Position):
-            positions.add(item)
-            return item
-        if isinstance(item, Image):
-            return plain((item.seen, item.appended, item.refused))
-        if isinstance(item, frozenset):
-            return tuple(sorted(item))
-        if isinstance(item, tuple):
-            return tuple(plain(part) for part in item)
-        if hasattr(item, "__dataclass_fields__"):
-            return tuple(plain(part) for part in vars(item).values())
-        return item
-
-    found = plain(world)
-    order = {position: index for index, position in enumerate(sorted(positions, key=id_order))}
-
-    def ranked(item: Any) -> Any:
-        if isinstance(item, Position):
-            return ("id", order[item])
-        return tuple(ranked(part) for part in item) if isinstance(item, tuple) else item
-
-    return hashlib.blake2b(repr(ranked(found)).encode(), digest_size=16).digest()
+def _writes_its_file(world: World) -> None:
+    world.past = world.redis

@@ -75,7 +75,6 @@ class DashboardHead:
                 time.sleep(0.2)
 
     def stop(self) -> None:
-        """Ends all of it."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)

@@ -14,7 +14,6 @@ from shared.runtime.run_context import RunContext
 
 
 def start_process(role: RunContext, folder: Path, module: str, *arguments: str) -> subprocess.Popen[str]:
-    """`python -m module` on this run."""
     path = folder / "config.yaml"
     path.write_text(dump_config(role.config))
     address = role.address
@@ -43,5 +42,4 @@ def ended(process: subprocess.Popen[str], seconds: float = 100.0) -> subprocess.
 
 
 def events(role: RunContext) -> str:
-    """The texts of all events of the run."""
     return "\n".join(event.text for event in read_events(role.redis, role.run_id))

@@ -20,13 +20,10 @@ from shared.storage.checkpoint_store import ENVIRONMENT
 
 @dataclasses.dataclass(frozen=True)
 class RedisServer:
-    """A running server and how to reach it."""
-
     url: str
     password: str
 
     def client(self) -> redis.Redis:
-        """A new connection."""
         # so patient that nothing is sent twice, and counted twice, where the server's disk stalls
         return redis.Redis.from_url(self.url, password=self.password, socket_timeout=60)
 

@@ -27,7 +27,6 @@ BAD = ["undecodable", "corrupt", "wire_version", "schema", "foreign_run", "not_f
 
 
 def small_config(fragments_per_update: int = 2, max_policy_lag: int = 0, algorithm: str = "ppo", **rollout: Any) -> Any:
-    """A config with small fragments."""
     return minimal_config(
         environment={"id": "CartPole-v1", "num_envs": ENVS},
         rollout={
@@ -47,7 +46,6 @@ class SmallWorker:
         self.incarnation, self.epoch = role.flow.register(name)
 
     def claim(self) -> Claim:
-        """Asks once."""
         return self.role.flow.claim(self.name, self.incarnation, self.seq)
 
     def act(self, version: int = 0, **header: Any) -> Fragment:
@@ -135,23 +133,18 @@ def ledger_lines(role: RunContext) -> dict[str, LedgerLine]:
 
 def damaged(worker: SmallWorker, reason: str) -> bytes:
     """A fragment that has to be dropped for `reason`."""
-    good = worker.act()
     if reason == "undecodable":
         return b"not a fragment"
-    if reason == "corrupt":
-        blob = bytearray(fragment.encode(good))
-        blob[-1] ^= 1
-        return bytes(blob)
-    if reason == "wire_version":
-        return fragment.encode(worker.act(wire_version=fragment.WIRE_VERSION + 1))
+    headers: dict[str, dict[str, Any]] = {
+        "wire_version": {"wire_version": fragment.WIRE_VERSION + 1},
+        "foreign_run": {"run_id": "another-run"},
+        "stale": {"phase": Phase.HEATUP},
+    }
+    made = worker.act(**headers.get(reason, {}))
     if reason == "schema":
-        good.columns["default"].pop("reward")
-    if reason == "foreign_run":
-        return fragment.encode(worker.act(run_id="another-run"))
-    if reason == "not_finite":
-        good.columns["default"]["reward"][0, 0] = np.nan
-    if reason == "magnitude":
-        good.columns["default"]["reward"][0, 0] = 3e38
-    if reason == "stale":
-        return fragment.encode(worker.act(phase=Phase.HEATUP))
-    return fragment.encode(good)
+        made.columns["default"].pop("reward")
+    if reason in ("not_finite", "magnitude"):
+        made.columns["default"]["reward"][0, 0] = np.nan if reason == "not_finite" else 3e38
+    blob = bytearray(fragment.encode(made))
+    blob[-1] ^= reason == "corrupt"
+    return bytes(blob)

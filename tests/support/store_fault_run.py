@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -49,11 +50,8 @@ class StoreFaultRun:
 
     def status(self) -> Status:
         """What `stagecoach status` shows."""
-        client = self.open().redis
-        try:
+        with contextlib.closing(self.open().redis) as client:
             return live_status(client, self._address.run_id)
-        finally:
-            client.close()
 
     def finish(self, game: Game) -> str:
         """Plays to the end; answers the SHA-256 of the final policy, read past the proxy."""

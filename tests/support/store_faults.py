@@ -79,8 +79,6 @@ class Rule:
     fault: Fault
     method: str
     key: str
-    after: int
-    """So many fitting requests pass before."""
     times: int
     met: int = 0
     """Requests that have met it."""
@@ -88,9 +86,6 @@ class Rule:
     def takes(self, method: str, path: str) -> bool:
         """Whether this request meets the fault; counts it."""
         if method not in self.method.split("|") or self.key not in path or self.met >= self.times:
-            return False
-        if self.after > 0:
-            self.after -= 1
             return False
         self.met += 1
         return True
@@ -113,13 +108,11 @@ class StoreFaults:
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def fail(
-        self, fault: Fault, method: str = "GET|HEAD|PUT|POST|DELETE", key: str = "", after: int = 0, times: int = 10**6
-    ) -> Rule:
+    def fail(self, fault: Fault, method: str = "GET|HEAD|PUT|POST|DELETE", key: str = "", times: int = 10**6) -> Rule:
         """From now on requests of these methods, with `key` in their path, meet the fault."""
         with self.lock:
             self.healed.clear()
-            self.rule = Rule(fault, method, key, after, times)
+            self.rule = Rule(fault, method, key, times)
             return self.rule
 
     def heal(self) -> None:

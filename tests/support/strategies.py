@@ -41,10 +41,6 @@ def boxes(draw: st.DrawFn) -> Space:
     return spaces.Box(low.astype(dtype), high.astype(dtype), dtype=dtype)
 
 
-def _multi_discrete(counts: Any, start: int) -> Space:
-    return spaces.MultiDiscrete(counts, start=np.full_like(counts, start))
-
-
 def leaf_spaces(images: bool = True) -> st.SearchStrategy[Space]:
     """Spaces that are one array."""
     counts = arrays_of.arrays(np.int64, st.sampled_from([(1,), (3,), (2, 2)]), elements=st.integers(1, 4))
@@ -54,7 +50,10 @@ def leaf_spaces(images: bool = True) -> st.SearchStrategy[Space]:
             lambda n, start, dtype: spaces.Discrete(n, start=start, dtype=dtype),
             st.integers(1, 5), st.integers(-3, 3), st.sampled_from([np.int64, np.int32]),
         ),
-        st.builds(_multi_discrete, counts, st.integers(-2, 2)),
+        st.builds(
+            lambda counts, start: spaces.MultiDiscrete(counts, start=np.full_like(counts, start)),
+            counts, st.integers(-2, 2),
+        ),
         st.sampled_from([(1,), (4,), (2, 3)]).map(lambda shape: spaces.MultiBinary(list(shape))),
     ]  # fmt: skip
     if images:

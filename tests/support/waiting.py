@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -26,30 +27,22 @@ class Background:
     """A call in a thread of its own."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
-        self._answer: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._future: Future[Any] = Future()
+        threading.Thread(target=self._run, args=(call,), daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, call: Callable[[], Any]) -> None:
         try:
-            self._answer = self._call()
+            self._future.set_result(call())
         except BaseException as error:
-            self._error = error
+            self._future.set_exception(error)
 
     @property
     def runs(self) -> bool:
-        """Whether it has not returned yet."""
-        return self._thread.is_alive()
+        return not self._future.done()
 
     def result(self) -> Any:
         """Waits for what it returns; raises what it raised."""
-        self._thread.join(stretched(60.0))
-        assert not self.runs
-        if self._error is not None:
-            raise self._error
-        return self._answer
+        return self._future.result(stretched(60.0))
 
 
 @contextmanager

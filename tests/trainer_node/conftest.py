@@ -1,4 +1,4 @@
-"""The small run that the trainer's tests play with, and one thread for all of them."""
+"""The small run that the trainer's tests play with, data to learn from, and one thread for all of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from shared.config.run_config import Config
 from tests.conftest import RedisServer
+from tests.support.cartpole_data import played, write_played
 from tests.support.game import Game, NewGame, make_game
 
 
@@ -25,6 +26,14 @@ def new_game(redis_server: RedisServer, tmp_path: Path) -> Iterator[NewGame]:
     yield make
     for game in games:
         game.end()
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Six short episodes of CartPole."""
+    path = tmp_path / "balanced.csv"
+    write_played(path, played(6, greed=0.8, steps=50))
+    return path
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,7 @@ from rollout_worker.environments.description import describe_space
 from shared.errors import UnsupportedSpace
 from shared.experience.counters import Counters
 from shared.experience.spaces import PolicySpaces
-from shared.policies.serialization import state_arrays
-from tests.support.learning.algorithms import BOXES, CHOICE, make, on_both_spaces
+from tests.support.learning.algorithms import BOXES, CHOICE, make
 from tests.support.learning.experience import minibatch
 from trainer_node.learning.building_blocks.optimization import state_of
 
@@ -25,22 +24,6 @@ def test_the_critics_losses_leave_the_targets_and_the_policy_alone() -> None:
     sac.critic_loss(batch, torch.zeros(len(batch), 2))[0].backward()
     assert all(tensor.grad is None for network in (sac.policy, sac.targets) for tensor in network.parameters())
     assert all(tensor.grad is not None for tensor in sac.critics.parameters())
-
-
-@on_both_spaces
-def test_one_step_moves_everything_and_the_targets_by_tau(described: PolicySpaces) -> None:
-    sac = make("sac", described, tau=0.25)
-    before = {name: array.copy() for name, array in state_of(sac.parts).items()}
-    policy = state_arrays(sac.policy)
-    sac.learn(minibatch(described), Counters(), torch.Generator().manual_seed(1))
-    after = state_of(sac.parts)
-    assert all((state_arrays(sac.policy)[name] != array).any() for name, array in policy.items())
-    assert after["log_temperature"] != before["log_temperature"]
-    for name, array in before.items():
-        if name.startswith("critics/"):
-            target = name.replace("critics/", "targets/")
-            assert (after[name] != array).any()
-            np.testing.assert_allclose(after[target], 0.75 * before[target] + 0.25 * after[name], atol=1e-6)
 
 
 def test_the_temperature_brings_the_entropy_to_its_target() -> None:
@@ -83,21 +66,25 @@ def test_noise_on_choices_is_refused() -> None:
         make("sac", CHOICE, exploration={"kind": "gaussian"})
 
 
-def test_the_policy_and_the_targets_move_at_every_third_step() -> None:
-    td3, drawing = make("td3", policy_delay=3, tau=0.25), torch.Generator().manual_seed(1)
-    for done in range(6):
-        before, policy = state_of(td3.parts), state_arrays(td3.policy)
-        td3.done = done
-        metrics = td3.learn(minibatch(BOXES, seed=done), Counters(), drawing).metrics
-        after = state_of(td3.parts)
-        moves = done % 3 == 2
-        assert any((state_arrays(td3.policy)[name] != array).any() for name, array in policy.items()) == moves
+@pytest.mark.parametrize(
+    ("name", "described", "delay"), [("sac", BOXES, 1), ("sac", CHOICE, 1), ("cql", BOXES, 1), ("td3", BOXES, 3)]
+)
+def test_the_critics_move_at_each_step_and_the_policy_and_the_targets_at_each_or_every_third(
+    name: str, described: PolicySpaces, delay: int
+) -> None:
+    fields: dict[str, Any] = {"policy_delay": delay} if name == "td3" else {}
+    algorithm = make(name, described, tau=0.25, **fields)
+    drawing, networks = torch.Generator().manual_seed(1), algorithm.parts | {"policy/": algorithm.policy}
+    for algorithm.done in range(2 * delay):
+        before = state_of(networks)
+        metrics = algorithm.learn(minibatch(described, seed=algorithm.done), Counters(), drawing).metrics
+        after, moves = state_of(networks), algorithm.done % delay == delay - 1
         assert ("train/actor_loss" in metrics) == moves
-        assert any((before[name] != after[name]).any() for name in before if name.startswith("critics/"))
-        slow = [name for name in before if name.startswith(("targets/", "target_policy/"))]
-        assert any((before[name] != after[name]).any() for name in slow) == moves
-        if moves:
-            for name in before:
-                if name.startswith("critics/"):
-                    target = name.replace("critics/", "targets/")
-                    np.testing.assert_allclose(after[target], 0.75 * before[target] + 0.25 * after[name], atol=1e-6)
+        assert [key for key in after if key.startswith("critics/") and (after[key] == before[key]).all()] == []
+        for key in before:
+            if key.startswith(("policy/", "log_temperature")):
+                assert (after[key] != before[key]).any() == moves, key
+            elif key.startswith("target"):
+                online = after[key.replace("targets/", "critics/").replace("target_policy/", "policy/")]
+                expected = 0.75 * before[key] + 0.25 * online if moves else before[key]
+                np.testing.assert_allclose(after[key], expected, atol=1e-6)

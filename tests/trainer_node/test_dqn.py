@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from shared.policies.serialization import state_arrays
 from tests.support.learning.algorithms import make_dqn, move_apart
 from tests.support.learning.experience import minibatch
 from tests.support.learning.streams import PLAIN, streamed
-from trainer_node.learning.algorithms.dqn import bootstrap_masks, cross_entropy, divergence, project
+from trainer_node.learning.algorithms.dqn import bootstrap_masks, divergence, project
 from trainer_node.learning.algorithms.off_policy import Minibatch
 
 HEADS: list[dict[str, Any]] = [
@@ -127,24 +126,20 @@ def test_the_target_network_follows_every_so_many_gradient_steps() -> None:
     assert any(not np.allclose(array, before[name]) for name, array in target.items())
 
 
-def test_priorities_are_the_errors_and_weights_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    dqn = make_dqn("rainbow", replay_buffer={"kind": "prioritized", "alpha": 1.0, "beta": 1.0}, noisy=False,
-                   exploration={"kind": "epsilon_greedy"}, head="expected")  # fmt: skip
+def test_priorities_are_the_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    dqn = make_dqn("rainbow", replay_buffer={"kind": "prioritized"}, atoms=5)
     dqn.observe(streamed(3))
-    drawn = dqn.replay_buffer.sample(8, np.random.default_rng(1), gamma=0.99)
-    seen: list[tuple[Array, Array]] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(dqn.replay_buffer, "update_priorities", lambda rows, errors: seen.append((rows, errors)))
-        dqn.update(streamed(1, seed=9), Counters(env_steps=2))
-    assert len(seen) == 2 and all(rows.shape == errors.shape == (8,) for rows, errors in seen)
-    one = dqn.on_device(drawn)
-    loss, lesson = dqn.loss(one)
-    doubled, _ = dqn.loss(Minibatch(**vars(one) | {"weight": one.weight * 2}))
-    assert float(doubled.detach()) == pytest.approx(2 * float(loss.detach()))
-    with torch.no_grad():
-        value = dqn.policy.outputs(one.observations)[torch.arange(8), one.actions["action"], 0]
-        aim = one.reward + one.discount * dqn.bootstrap(one, None, None)[:, 0]
-    torch.testing.assert_close(lesson.td_error, aim - value)
+    learn, learned, told = dqn.learn, list[Array](), list[Array]()
+
+    def noted(*arguments: Any) -> Any:
+        lesson = learn(*arguments)
+        learned.append(lesson.td_error.numpy())
+        return lesson
+
+    monkeypatch.setattr(dqn, "learn", noted)
+    monkeypatch.setattr(dqn.replay_buffer, "update_priorities", lambda rows, errors: told.append(errors))
+    dqn.update(streamed(1, seed=9), Counters(env_steps=2))
+    assert len(told) == 2 and all(np.array_equal(*pair) for pair in zip(told, learned, strict=True))
 
 
 def test_another_networks_state_is_refused() -> None:
@@ -156,88 +151,36 @@ def test_another_networks_state_is_refused() -> None:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_each_head_has_its_share_and_no_two_have_the_same(share: float) -> None:
-    masks = bootstrap_masks(np.arange(40_000), 4, share, seed=3)
+def test_each_head_has_its_share_and_no_two_have_the_same_wherever_a_transition_stands_in_a_batch(share: float) -> None:
+    numbers = np.arange(40_000) + 10**12
+    masks = bootstrap_masks(numbers, 4, share, seed=3)
+    assert np.array_equal(bootstrap_masks(numbers[::-1].copy(), 4, share, seed=3), masks[:, ::-1])
+    assert not np.array_equal(bootstrap_masks(numbers, 4, share, seed=2), masks)
     assert masks.shape == (4, 40_000) and masks.dtype == np.float32 and set(np.unique(masks)) == {0.0, 1.0}
     np.testing.assert_allclose(masks.mean(axis=1), share, atol=0.012)
     among_heads, among_neighbors = np.corrcoef(masks), np.corrcoef(masks[:, :-1], masks[:, 1:])[:4, 4:]
     assert np.abs(among_heads - np.eye(4)).max() < 0.02 and np.abs(among_neighbors).max() < 0.02
 
 
-def test_a_transition_keeps_its_mask_wherever_it_stands_in_a_batch_and_seeds_differ() -> None:
-    numbers = np.array([7, 10**12, 0, 7, 123_456_789])
-    masks = bootstrap_masks(numbers, 50, 0.5, seed=1)
-    assert np.array_equal(masks[:, 0], masks[:, 3])
-    assert np.array_equal(bootstrap_masks(numbers[::-1].copy(), 50, 0.5, seed=1), masks[:, ::-1])
-    assert not np.array_equal(bootstrap_masks(numbers, 50, 0.5, seed=2), masks)
-    assert not np.array_equal(masks[:, 0], masks[:, 1])
-
-
-def test_a_share_of_one_is_all_of_them() -> None:
-    assert bootstrap_masks(np.arange(1000), 3, 1.0, seed=0).all()
-
-
-# Distributions
-
-
-def shares(random: np.random.Generator, rows: int, atoms: int) -> Array:
-    return random.dirichlet(np.ones(atoms), size=rows).astype(np.float32)
-
-
-def algorithm_1(probabilities: Array, reward: float, discount: float, v_min: float, v_max: float) -> Array:
-    """Bellemare et al. 2017, as it is printed (with the two shares where b is whole)."""
-    count = len(probabilities)
-    spacing = (v_max - v_min) / (count - 1)
-    m = np.zeros(count)
-    for j in range(count):
-        moved = min(max(reward + discount * (v_min + j * spacing), v_min), v_max)
-        b = (moved - v_min) / spacing
-        low, high = math.floor(b), math.ceil(b)
-        if low == high:
-            m[low] += probabilities[j]
-        else:
-            m[low] += probabilities[j] * (high - b)
-            m[high] += probabilities[j] * (b - low)
-    return m
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("atoms", "v_min", "v_max"), [(2, -1.0, 1.0), (51, -10.0, 10.0), (7, 0.0, 3.0)])
-def test_the_projection_is_algorithm_1(seed: int, atoms: int, v_min: float, v_max: float) -> None:
-    random = np.random.default_rng(seed)
-    probabilities = shares(random, 40, atoms)
-    reward = random.normal(scale=(v_max - v_min) / 2, size=40).astype(np.float32)
-    reward[:5] = 0.0
-    discount = random.choice(np.array([0.0, 0.9, 1.0], np.float32), size=40)
-    support = torch.linspace(v_min, v_max, atoms)
-    of_rows = torch.from_numpy(reward), torch.from_numpy(discount)
-    found = project(torch.from_numpy(probabilities), *of_rows, support).numpy()
-    for row in range(40):
-        expected = algorithm_1(probabilities[row], float(reward[row]), float(discount[row]), v_min, v_max)
-        np.testing.assert_allclose(found[row], expected, atol=2e-5)
-    np.testing.assert_allclose(found.sum(axis=1), 1, atol=2e-5)
+# Distributions; C51's loss, of projections and cross-entropies, is compared with TorchRL's
 
 
 def test_what_moves_by_whole_atoms_is_shifted_and_what_leaves_the_support_gathers_at_its_end() -> None:
     support, share = torch.linspace(-1.0, 1.0, 5), torch.tensor([[0.1, 0.2, 0.3, 0.2, 0.2]])
-    one = torch.ones(1)
-    torch.testing.assert_close(project(share, one * 0.5, one, support), torch.tensor([[0.0, 0.1, 0.2, 0.3, 0.4]]))
-    torch.testing.assert_close(project(share, one * 9.0, one, support), torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0]]))
-    torch.testing.assert_close(project(share, one * 0.0, one * 0, support), torch.tensor([[0.0, 0.0, 1.0, 0.0, 0.0]]))
+    for reward, discount, expected in (
+        (0.5, 1.0, [0.0, 0.1, 0.2, 0.3, 0.4]),
+        (9.0, 1.0, [0.0, 0.0, 0.0, 0.0, 1.0]),
+        (0.0, 0.0, [0.0, 0.0, 1.0, 0.0, 0.0]),
+        (0.1, 0.5, [0.0, 0.14, 0.46, 0.36, 0.04]),
+    ):
+        found = project(share, torch.tensor([reward]), torch.tensor([discount]), support)
+        torch.testing.assert_close(found, torch.tensor([expected]))
 
 
-def test_cross_entropy_and_divergence_are_their_sums() -> None:
-    random = np.random.default_rng(4)
-    logits, target = random.normal(size=(6, 5)).astype(np.float32), shares(random, 6, 5)
-    target[0] = [0, 1, 0, 0, 0]
-    found = cross_entropy(torch.from_numpy(logits), torch.from_numpy(target))
-    apart = divergence(torch.from_numpy(logits), torch.from_numpy(target))
-    for row in range(6):
-        p = np.exp(logits[row].astype(np.float64)) / np.exp(logits[row].astype(np.float64)).sum()
-        crossed = -sum(t * math.log(q) for t, q in zip(target[row], p))
-        own = -sum(t * math.log(t) for t in target[row] if t > 0)
-        assert float(found[row]) == pytest.approx(crossed, abs=1e-5)
-        assert float(apart[row]) == pytest.approx(crossed - own, abs=1e-5)
-    same = torch.from_numpy(logits)
-    assert divergence(same, same.softmax(dim=1)).abs().max() < 1e-6
-    assert (divergence(same, same.softmax(dim=1)) >= 0).all()
+def test_the_divergence_is_the_cross_entropy_less_what_no_prediction_can_do_better() -> None:
+    logits, target = torch.randn(6, 5, generator=torch.Generator().manual_seed(4)), torch.eye(5)[[1, 0, 2, 3, 4, 1]]
+    target[1:] = 0.6 * target[1:] + 0.08
+    parts = torch.nn.functional.kl_div(logits.log_softmax(dim=1), target, reduction="none")
+    torch.testing.assert_close(divergence(logits, target), parts.sum(dim=1))
+    same = divergence(logits, logits.softmax(dim=1))
+    assert (same >= 0).all() and same.max() < 1e-6

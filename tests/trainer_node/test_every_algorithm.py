@@ -2,11 +2,12 @@
 
 All networks see observations by the policy's statistics, gradients are those of finite differences, and what lies
 behind a truncation is valued and behind a termination is not.
-(That a run goes on exactly is test_resuming_every_algorithm.py; of on-policy values, test_on_policy.py.)
+(That a run goes on exactly is test_resuming_every_algorithm.py.)
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,10 +20,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from rollout_worker.environments.description import describe_environment
 from rollout_worker.environments.factory import make_vector
 from rollout_worker.environments.seeding import SeedLineage
-from rollout_worker.exploration.base import RandomActing
+from rollout_worker.exploration.base import RandomActing, Sampling
 from rollout_worker.sampling.sampler import Sampler
-from shared.config.algorithms.off_policy import OffPolicyConfig
-from shared.config.algorithms.on_policy import OnPolicyConfig
 from shared.config.algorithms.registry import ALGORITHMS
 from shared.experience.counters import Counters
 from shared.experience.spaces import PolicySpaces
@@ -41,28 +40,17 @@ Checked = list[tuple[Callable[[], Tensor], nn.Module]]
 """Losses, each with the network that it moves."""
 
 
-def of_gradients(name: str, described: PolicySpaces) -> Checked:
-    algorithm = make(name, described, entropy_coefficient=0.05)
+def of_batches(name: str, described: PolicySpaces) -> Checked:
+    """Of on-policy algorithms, with an entropy bonus and what else their losses may have."""
+    own: dict[str, Any] = {"ppo": {"clip_range_value": 0.5}, "appo": {"kl_coefficient": 0.5}}
+    algorithm = make(name, described, entropy_coefficient=0.05, **own.get(name, {}))
     move_apart(algorithm.policy)
     batch = advantage_batch(algorithm.policy)
-    return [(lambda: algorithm.loss(batch)[0], algorithm.policy)]
-
-
-def of_ppo(name: str, described: PolicySpaces) -> Checked:
-    algorithm = make(name, described, entropy_coefficient=0.05, clip_range_value=0.5)
-    move_apart(algorithm.policy)
-    batch = advantage_batch(algorithm.policy)
-    return [(lambda: algorithm.loss(batch, 0.2)[0], algorithm.policy)]
-
-
-def of_appo(name: str, described: PolicySpaces) -> Checked:
-    algorithm = make(name, described, entropy_coefficient=0.05, kl_coefficient=0.5)
-    move_apart(algorithm.policy)
-    plain = advantage_batch(algorithm.policy)
-    with torch.no_grad():
-        outputs = algorithm.target.action_parameters(plain.observations)
-    batch = replace(plain, anchor_params=outputs)
-    return [(lambda: algorithm.loss(batch, 0.2)[0], algorithm.policy)]
+    if name == "appo":
+        with torch.no_grad():
+            batch = replace(batch, anchor_params=algorithm.target.action_parameters(batch.observations))
+    clip = (0.2,) if name in {"ppo", "appo"} else ()
+    return [(lambda: algorithm.loss(batch, *clip)[0], algorithm.policy)]
 
 
 def of_bc(name: str, described: PolicySpaces) -> Checked:
@@ -78,18 +66,6 @@ def of_dqn(name: str, described: PolicySpaces, **fields: Any) -> Checked:
     move_apart(algorithm.policy, algorithm.target)
     noise = [algorithm.policy.draw_noise(torch.Generator().manual_seed(2))] * 3
     return [(lambda: algorithm.loss(batch, noise)[0], algorithm.policy)]
-
-
-def of_squares(name: str, described: PolicySpaces) -> Checked:
-    return of_dqn(name, described, loss="squared", dueling=True)
-
-
-def of_quantiles(name: str, described: PolicySpaces) -> Checked:
-    return of_dqn(name, described, head="qr", quantiles=5, dueling=True)
-
-
-def of_an_ensemble(name: str, described: PolicySpaces) -> Checked:
-    return of_dqn(name, described, heads=3, dueling=True)
 
 
 def of_sac(name: str, described: PolicySpaces) -> Checked:
@@ -139,27 +115,32 @@ def of_iql(name: str, described: PolicySpaces) -> Checked:
     ]
 
 
-GRADIENTS: dict[str, list[tuple[PolicySpaces, Callable[[str, PolicySpaces], Checked]]]] = {
-    "a2c": [(BOXES, of_gradients), (CHOICE, of_gradients)],
-    "appo": [(BOXES, of_appo), (CHOICE, of_appo)],
-    "bc": [(BOXES, of_bc), (CHOICE, of_bc)],
-    "cql": [(BOXES, of_cql), (CHOICE, of_cql)],
-    "ddpg": [(BOXES, of_td3)],
-    "dqn": [(CHOICE, of_dqn), (CHOICE, of_squares), (CHOICE, of_quantiles), (CHOICE, of_an_ensemble)],
-    "impala": [(BOXES, of_gradients), (CHOICE, of_gradients)],
-    "iql": [(BOXES, of_iql), (CHOICE, of_iql)],
-    "ppo": [(BOXES, of_ppo), (CHOICE, of_ppo)],
-    "rainbow": [(CHOICE, of_dqn)],
-    "sac": [(BOXES, of_sac), (CHOICE, of_sac)],
-    "td3": [(BOXES, of_td3)],
-}
+GRADIENTS: dict[str, tuple[Callable[..., Checked], tuple[PolicySpaces, ...], list[dict[str, Any]]]] = {
+    "a2c": (of_batches, (BOXES, CHOICE), [{}]),
+    "appo": (of_batches, (BOXES, CHOICE), [{}]),
+    "bc": (of_bc, (BOXES, CHOICE), [{}]),
+    "cql": (of_cql, (BOXES, CHOICE), [{}]),
+    "ddpg": (of_td3, (BOXES,), [{}]),
+    "dqn": (of_dqn, (CHOICE,), [
+        {}, {"loss": "squared", "dueling": True}, {"head": "qr", "quantiles": 5, "dueling": True},
+        {"heads": 3, "dueling": True},
+    ]),
+    "impala": (of_batches, (BOXES, CHOICE), [{}]),
+    "iql": (of_iql, (BOXES, CHOICE), [{}]),
+    "ppo": (of_batches, (BOXES, CHOICE), [{}]),
+    "rainbow": (of_dqn, (CHOICE,), [{}]),
+    "sac": (of_sac, (BOXES, CHOICE), [{}]),
+    "td3": (of_td3, (BOXES,), [{}]),
+}  # fmt: skip
+"""Losses, spaces to try them on, and fields."""
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_gradients_are_those_of_finite_differences(name: str) -> None:
     """Along the gradient, where float32 is fine enough to differ."""
-    for described, losses in GRADIENTS[name]:
-        for loss, network in losses(name, described):
+    losses, spaces, several = GRADIENTS[name]
+    for described, fields in itertools.product(spaces, several):
+        for loss, network in losses(name, described, **fields):
             parameters = [tensor for tensor in network.parameters() if tensor.numel()]
             gradients = torch.autograd.grad(loss(), parameters, allow_unused=True, materialize_grads=True)
             length = float(torch.cat([gradient.flatten() for gradient in gradients]).norm())
@@ -218,40 +199,47 @@ def test_every_network_sees_observations_by_the_statistics_of_the_policy(name: s
     assert not [key for key in first.state() if "moments" in key]
 
 
-TABULAR: dict[str, Any] = {"gamma": 0.5, "minibatch_size": 32, "gradient_steps_per_env_step": 1.0}
+GAMMA = 0.5
 """Inside is worth 1 / (1 − γ) = 2 where the limit is no end, and half of that on the doorstep."""
+FAST: dict[str, Any] = {"minibatch_size": 32, "gradient_steps_per_env_step": 1.0}
+OF_BATCHES: dict[str, Any] = {"max_grad_norm": 100.0}
+OF_MINIBATCHES = OF_BATCHES | {"minibatch_size": 8, "epochs": 1}
 VALUES: dict[str, list[dict[str, Any]]] = {
-    "cql": [{"tau": 0.3, "conservatism": 1e-6, "initial_temperature": 1e-4, "learn_temperature": False}],
-    "ddpg": [{"tau": 0.3}],
+    "a2c": [OF_BATCHES],
+    "appo": [OF_MINIBATCHES],
+    "cql": [FAST | {"tau": 0.3, "conservatism": 1e-6, "initial_temperature": 1e-4, "learn_temperature": False}],
+    "ddpg": [FAST | {"tau": 0.3}],
     "dqn": [
-        {"target_update_steps": 1, "tau": 0.3},
-        {"target_update_steps": 1, "tau": 0.3, "head": "qr", "quantiles": 3, "n_step": 2},
-        {"target_update_steps": 1, "tau": 0.3, "heads": 3, "prior_scale": 1.0},
+        FAST | {"target_update_steps": 1, "tau": 0.3} | fields
+        for fields in ({}, {"head": "qr", "quantiles": 3, "n_step": 2}, {"heads": 3, "prior_scale": 1.0})
     ],
-    "iql": [{"expectile": 0.5, "target_rate": 0.3}],
-    "rainbow": [{"target_update_steps": 1, "tau": 0.3, "atoms": 16, "v_min": 0.0, "v_max": 3.0, "noisy": False}],
-    "sac": [{"tau": 0.3, "initial_temperature": 1e-4, "learn_temperature": False}],
-    "td3": [{"tau": 0.3, "policy_delay": 1, "target_noise": 0.0}],
+    "impala": [OF_BATCHES],
+    "iql": [FAST | {"expectile": 0.5, "target_rate": 0.3}],
+    "ppo": [OF_MINIBATCHES],
+    "rainbow": [FAST | {"target_update_steps": 1, "tau": 0.3, "atoms": 16, "v_min": 0.0, "v_max": 3.0, "noisy": False}],
+    "sac": [FAST | {"tau": 0.3, "initial_temperature": 1e-4, "learn_temperature": False}],
+    "td3": [FAST | {"tau": 0.3, "policy_delay": 1, "target_noise": 0.0}],
 }
-"""Of the algorithms with a memory: how each learns a table of values fast."""
+"""How each learns a table of values fast."""
 
 
 def test_none_is_left_out() -> None:
-    with_memory = {name for name, section in ALGORITHMS.items() if issubclass(section, OffPolicyConfig)}
-    on_policy = {name for name, section in ALGORITHMS.items() if issubclass(section, OnPolicyConfig)}
-    assert set(GRADIENTS) == set(ALGORITHMS) == with_memory | on_policy | {"bc"}, "what has no value is bc alone"
-    assert set(VALUES) == with_memory and set(ON_POLICY) == on_policy
+    assert set(GRADIENTS) == set(ALGORITHMS) == {*VALUES, "bc"}, "what has no value is bc alone"
 
 
-@pytest.mark.parametrize(("ends", "doorstep", "inside"), [("truncated", 1.0, 2.0), ("terminated", 0.5, 1.0)])
+@pytest.mark.parametrize("ends", ["truncated", "terminated"])
 @pytest.mark.parametrize(("name", "fields"), [(name, fields) for name in VALUES for fields in VALUES[name]])
 def test_what_lies_behind_a_truncation_is_valued_and_behind_a_termination_is_not(
-    name: str, fields: dict[str, Any], ends: str, doorstep: float, inside: float
+    name: str, fields: dict[str, Any], ends: str
 ) -> None:
-    """From a real environment through the memory; nothing of it depends on the actions, which are random."""
-    rate = {"kind": "linear", "start": 0.1, "end": 0.0, "over": "10 updates"}
-    boxes = name in {"td3", "ddpg"}
-    section = ALGORITHMS[name].model_validate({"name": name, "learning_rate": rate, **TABULAR, **fields})
+    """From a real environment through batch or memory; nothing of it depends on the actions.
+
+    With the first observation of the next episode for what follows it would come to 1 / (1 − γ²) = 1.33.
+    """
+    on_policy, boxes = name in ON_POLICY, name in {"td3", "ddpg"}
+    updates, start = (60, 0.5) if on_policy else (10, 0.1)
+    rate = {"kind": "linear", "start": start, "end": 0.0, "over": f"{updates} updates"}
+    section = ALGORITHMS[name].model_validate({"name": name, "learning_rate": rate, "gamma": GAMMA, **fields})
     config = small(
         environment={"id": f"{MODULE}:Doorstep", "num_envs": 4, "kwargs": {"ends": ends, "boxes": boxes}},
         policies={"default": {"hidden_sizes": []}},
@@ -260,12 +248,13 @@ def test_what_lies_behind_a_truncation_is_valued_and_behind_a_termination_is_not
     policies = build_policies(description.policies, config.policies, section, seed=1)
     sampler = Sampler(make_vector(config.environment, description), description, SeedLineage(1, 0, 0, 0))
     algorithm: Any = make_algorithm(policies["default"], section, Setting(CPU, 1, 8, 4))
-    for update in range(10):
-        sample = sampler.sample(policies, RandomActing(), 8)
+    for update in range(updates):
+        sample = sampler.sample(policies, Sampling() if on_policy else RandomActing(), 8)
         experience = [Experience("worker-0:0", sample.columns["default"])]
         algorithm.update(experience, Counters(env_steps=32 * (update + 1), updates=update))
     sampler.close()
-    assert valued(name, algorithm).tolist() == pytest.approx([doorstep, inside], abs=0.1)
+    inside = 1 / (1 - GAMMA) if ends == "truncated" else 1.0
+    assert valued(name, algorithm).tolist() == pytest.approx([GAMMA * inside, inside], abs=0.1)
 
 
 @torch.no_grad()
@@ -274,7 +263,7 @@ def valued(name: str, algorithm: Any) -> Tensor:
     seen, policy = {"obs": torch.tensor([0, 1])}, algorithm.policy
     if name in {"dqn", "rainbow"}:
         found: Tensor = policy.action_parameters(seen).mean(dim=1)
-    elif name == "iql":
+    elif name in {"iql", *ON_POLICY}:
         found = policy.value(seen)
     else:
         actions = torch.tanh(policy.action_parameters(seen)) if name in {"td3", "ddpg"} else None

@@ -15,7 +15,6 @@ from rollout_worker.environments.description import describe_space
 from rollout_worker.evaluator import evaluate_policies, scores_of
 from shared.experience.counters import Counters
 from shared.experience.spaces import PolicySpaces
-from shared.policies.actor_critic import ActorCritic
 from shared.policies.serialization import state_arrays
 from tests.conftest import minimal_config
 from tests.support.cartpole_data import played, write_played
@@ -24,7 +23,6 @@ from tests.support.learning.algorithms import BOXES, SEEN, make, move_apart, on_
 from tests.support.learning.experience import minibatch, random_fragment
 from trainer_node.learning.algorithms.cql import CQL
 from trainer_node.learning.building_blocks.interface import Experience
-from trainer_node.learning.demonstrations import Pairs
 
 CHOICES = PolicySpaces(SEEN, describe_space(spaces.MultiDiscrete([4, 2])))
 BOX = PolicySpaces(SEEN, describe_space(spaces.Box(-1.0, 1.0, (2,))))
@@ -40,29 +38,17 @@ def make_bc(described: PolicySpaces, **config: Any) -> tuple[Any, Experience]:
     return algorithm, item
 
 
-def expected_terms(policy: ActorCritic, batch: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Negative log-likelihood and entropy, by torch's distributions."""
-    with torch.no_grad():
-        params = policy.action_parameters(batch.observations)
-    action = batch.actions["action"]
-    if action.dtype == torch.int64:
-        parts: list[Any] = [torch.distributions.Categorical(logits=part) for part in (params[:, :4], params[:, 4:])]
-        log_prob = sum(part.log_prob(action[:, n]) for n, part in enumerate(parts))
-        return -torch.as_tensor(log_prob).mean(), torch.stack([part.entropy() for part in parts]).sum(dim=0).mean()
-    normal: Any = torch.distributions.Normal(params[:, :2], params[:, 2:].exp())
-    return -normal.log_prob(action).sum(dim=1).mean(), normal.entropy().sum(dim=1).mean()
-
-
 @both
-def test_the_loss_is_what_torchs_own_distributions_say(described: PolicySpaces) -> None:
+def test_the_loss_is_the_unlikelihood_of_what_is_no_padding_less_the_weighted_entropy(described: PolicySpaces) -> None:
     algorithm, item = make_bc(described, entropy_coefficient=0.3)
     batch = algorithm.batch({name: torch.from_numpy(array) for name, array in item.columns.items()})
     assert len(batch) == 24
     loss, terms = algorithm.loss(batch)
-    unlikelihood, entropy = expected_terms(algorithm.policy, batch)
-    torch.testing.assert_close(terms["train/negative_log_likelihood"], unlikelihood)
-    torch.testing.assert_close(terms["train/entropy"], entropy)
-    torch.testing.assert_close(loss.detach(), unlikelihood - 0.3 * entropy)
+    params, distribution = algorithm.policy.action_parameters(batch.observations), algorithm.policy.distribution
+    unlikelihood, entropy = -distribution.log_prob(params, batch.actions).mean(), distribution.entropy(params).mean()
+    torch.testing.assert_close(terms["train/negative_log_likelihood"], unlikelihood.detach())
+    torch.testing.assert_close(terms["train/entropy"], entropy.detach())
+    torch.testing.assert_close(loss, unlikelihood - 0.3 * entropy)
 
 
 @both
@@ -133,24 +119,21 @@ def test_the_estimate_comes_to_the_integral_over_all_actions() -> None:
 
 @on_both_spaces
 def test_while_it_clones_the_policys_loss_is_the_likelihood_of_the_data_and_then_sacs(described: PolicySpaces) -> None:
-    cql = make_cql(described, cloning_steps=2, initial_temperature=0.3, learning_rate=0.0)
-    batch, generator, cloned = minibatch(described), torch.Generator().manual_seed(6), []
-    plain = make_cql(described, initial_temperature=0.3)
+    batch, generator = minibatch(described), torch.Generator().manual_seed(6)
+    cql, plain = (make_cql(described, cloning_steps=steps, learning_rate=0.0) for steps in (2, 0))
     noise = cql.actions.noise(len(batch), torch.Generator().manual_seed(5))
-    found, entropies = cql.actor_loss(batch, noise)
-    with torch.no_grad():
-        params = cql.policy.action_parameters(batch.observations)
-        likelihood = cql.policy.distribution.log_prob(params, batch.actions)
-    of_sac, of_sac_entropies = plain.actor_loss(batch, noise)
-    torch.testing.assert_close(entropies, of_sac_entropies)
-    expected = -(batch.weight * (likelihood + 0.3 * entropies)).mean()
-    assert float(found.detach()) == pytest.approx(float(expected), rel=1e-5)
-    assert float(found.detach()) != pytest.approx(float(of_sac.detach()), rel=1e-3)
+
+    def lost(algorithm: CQL) -> float:
+        return float(algorithm.actor_loss(batch, noise)[0].detach())
+
+    params, found = cql.policy.action_parameters(batch.observations), [lost(cql)]
+    likelihood, entropies = cql.policy.distribution.log_prob(params, batch.actions), cql.actor_loss(batch, noise)[1]
+    expected = -(batch.weight * (likelihood + cql.log_temperature.exp() * entropies)).mean()
+    assert found[0] == pytest.approx(float(expected.detach()), rel=1e-5)
     for cql.done in range(4):
-        cql.learn(batch, Counters(), generator)  # moves nothing
-        cloned.append(float(cql.actor_loss(batch, noise)[0].detach()) == float(found.detach()))
-    assert cloned == [True, True, False, False]
-    assert float(cql.actor_loss(batch, noise)[0].detach()) == float(of_sac.detach())
+        cql.learn(batch, Counters(), generator)  # moves nothing but the temperature's optimizer
+        found.append(lost(cql))
+    assert found == [found[0]] * 3 + [lost(plain)] * 2 and found[0] != found[3]
 
 
 def test_entropy_is_in_the_values_where_that_is_asked_for() -> None:
@@ -169,10 +152,8 @@ def test_the_weight_goes_up_where_the_gap_is_too_large_and_else_down(largest_gap
     assert float(cql.log_conservatism.exp()) == pytest.approx(WEIGHT * math.exp(0.3 * goes), rel=1e-3)
     for _ in range(200):
         cql.move_conservatism(torch.tensor(0.0))
-    expected = {1: 1e6, -1: 1e-6, 0: WEIGHT}[goes]
-    assert float(cql.log_conservatism.exp()) == pytest.approx(expected, rel=1e-3), (
-        "it stays where it can come back from"
-    )
+    expected = {1: 1e6, -1: 1e-6, 0: WEIGHT}[goes]  # from where it can come back
+    assert float(cql.log_conservatism.exp()) == pytest.approx(expected, rel=1e-3)
 
 
 # Playing CartPole from data

@@ -118,12 +118,10 @@ def test_consumes_up_to_the_lag_bound_and_drops_what_is_older(begun: Begun, max_
     assert ledger_lines(role)["total"].dropped == {"stale": Count(1, SIZE)}
 
 
-@pytest.mark.parametrize(("algorithm", "dropped"), [("ppo", {"stale": Count(1, SIZE)}), ("dqn", {})])
-def test_warm_up_is_stale_later_but_to_a_replay_buffer(begun: Begun, algorithm: str, dropped: dict[str, Count]) -> None:
-    trainer, worker, role = begun(algorithm=algorithm)
-    worker.work(blob=fragment.encode(worker.act(phase=Phase.HEATUP)))
-    assert (trainer.take(Phase.TRAIN) is None) == bool(dropped)
-    assert ledger_lines(role)["total"].dropped == dropped
+def test_to_a_replay_buffer_warm_up_is_not_stale_later(begun: Begun) -> None:
+    trainer, worker, role = begun(algorithm="dqn")
+    worker.work(blob=damaged(worker, "stale"))
+    assert trainer.take(Phase.TRAIN) is not None and not ledger_lines(role)["total"].dropped
 
 
 def test_a_repeat_in_the_log_is_a_duplicate_with_its_own_credit(begun: Begun) -> None:

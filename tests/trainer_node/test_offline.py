@@ -18,16 +18,7 @@ from shared.experience.counters import Phase
 from shared.experience.log_entry import START
 from shared.protocol.keys import RunKeys
 from shared.storage.log_archive import Archive
-from tests.support.cartpole_data import played, write_played
 from tests.support.game import NewGame, balanced, small
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    """Six short episodes of CartPole."""
-    path = tmp_path / "balanced.csv"
-    write_played(path, played(6, greed=0.8, steps=50))
-    return path
 
 
 def offline(path: Path, **sections: Any) -> Config:

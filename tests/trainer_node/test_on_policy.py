@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from rollout_worker.environments.description import describe_environment
-from rollout_worker.environments.factory import make_vector
-from rollout_worker.environments.seeding import SeedLineage
-from rollout_worker.exploration.base import Sampling
-from rollout_worker.sampling.sampler import Sampler
-from shared.config.run_config import Config
-from shared.experience.counters import Counters, Phase
-from shared.experience.fragment import Fragment
+from shared.experience.counters import Counters
 from shared.experience.spaces import Columns
-from shared.policies.registry import build_policies
-from tests.support.environments import MODULE
 from tests.support.game import NewGame, balanced, small
-from tests.support.learning.algorithms import CPU, ON_POLICY, make, weights
+from tests.support.learning.algorithms import ON_POLICY, make, weights
 from tests.support.learning.cases import ON_POLICY_FIELDS
 from tests.support.learning.experience import acted, received
-from tests.support.learning.learners import Side, experience, have_the_same_gradients, learn
-from trainer_node.distributed.local_followers import local_ranks
-from trainer_node.learning.building_blocks.interface import Setting
-from trainer_node.learning.learner import make_algorithm
 
 every = pytest.mark.parametrize("name", ON_POLICY)
 with_and_without_core = pytest.mark.parametrize("core", ["none", "gru"])
@@ -166,89 +152,3 @@ def test_a_trainer_that_dies_goes_on_from_its_checkpoint_though_workers_act_ahea
     whole, lags = ahead(())
     assert "'2'" in lags
     assert ahead((2, 5)) == (whole, lags)
-
-
-def off_policy(fragments: list[Fragment], seed: int) -> list[Fragment]:
-    """As if another policy had acted."""
-    random, found = np.random.default_rng(seed), []
-    for item in fragments:
-        columns = dict(item.columns["default"])
-        noise = random.normal(size=columns["log_prob"].shape).astype(np.float32)
-        columns["log_prob"] = columns["log_prob"] + 0.5 * noise
-        found.append(replace(item, columns={"default": columns}))
-    return found
-
-
-def ranked(name: str, ranks: int, **fields: Any) -> Config:
-    return small(algorithm={"name": name, **ON_POLICY_FIELDS[name], **fields}, trainer={"ranks": ranks})
-
-
-@pytest.mark.timeout(180)
-@pytest.mark.processes
-@pytest.mark.parametrize("name", [name for name in ON_POLICY if name != "ppo"])
-def test_the_gradients_of_several_ranks_are_those_of_one(name: str) -> None:
-    """Of PPO, with all that it may have: test_ranks.py."""
-    quiet = {"learning_rate": 0.0, "max_grad_norm": 1e6, **({"epochs": 1} if name == "appo" else {})}
-    together, alone = Side(ranked(name, 2, **quiet)), Side(ranked(name, 1, **quiet))
-    with local_ranks(together.config, together.learner, together.taken(), together.description) as group:
-        for number, plain in enumerate(experience(alone.config, 2)):
-            fragments = off_policy(plain, number)
-            with group.turn(fragments, Phase.TRAIN):
-                found = learn(together.learner, fragments)
-            expected = learn(alone.learner, fragments)
-            assert found == pytest.approx(expected, rel=1e-3, abs=1e-5, nan_ok=True)
-            have_the_same_gradients(together, alone)
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(180)
-def test_ranks_that_learn_come_to_the_same_bits_in_every_life() -> None:
-    """That they agree with each other after each update is looked at by the product."""
-    config = ranked("appo", 2)
-    log, found = experience(config, 3), []
-    for _ in range(2):
-        side = Side(config)
-        with local_ranks(config, side.learner, side.taken(), side.description) as group:
-            for fragments in log:
-                with group.turn(fragments, Phase.TRAIN):
-                    learn(side.learner, fragments)
-        found.append(side.weights())
-    assert found[0] == found[1] != Side(config).weights()
-
-
-def trained(updates: int, steps: int, **sections: Any) -> tuple[Any, list[float]]:
-    """Acting and training in turns in this process; the policy, and each update's mean episode return."""
-    config = small(**sections)
-    description = describe_environment(config)
-    policies = build_policies(description.policies, config.policies, config.algorithm, seed=1)
-    sampler = Sampler(make_vector(config.environment, description), description, SeedLineage(1, 0, 0, 0))
-    algorithm = make_algorithm(policies["default"], config.algorithm, Setting(CPU, 1, 8, 4))
-    returns = []
-    for update in range(updates):
-        sample = sampler.sample(policies, Sampling(), steps)
-        algorithm.update(received(sample.columns["default"]), Counters(updates=update))
-        returns.append(float(np.mean([record.episode_return for record in sample.episodes])))
-    sampler.close()
-    return policies["default"], returns
-
-
-@every
-@pytest.mark.parametrize(("ends", "doorstep", "inside"), [("truncated", 9.0, 10.0), ("terminated", 0.9, 1.0)])
-def test_what_lies_behind_a_truncation_is_valued_and_behind_a_termination_is_not(
-    name: str, ends: str, doorstep: float, inside: float
-) -> None:
-    """Inside pays 1 a step, γ = 0.9: worth 1/(1 − γ) = 10 where the limit is no end.
-
-    With the first observation of the next episode for what follows it would come to 1/(1 − γ²) = 5.3.
-    """
-    updates = 320 if name in {"a2c", "impala"} else 80
-    rate = {"kind": "linear", "start": 0.5, "end": 0.0, "over": f"{updates} updates"}
-    settings = {"gamma": 0.9, "max_grad_norm": 100.0, "learning_rate": rate}
-    if updates == 80:
-        settings |= {"minibatch_size": 8, "epochs": 4}
-    policy, _ = trained(
-        updates, 4, environment={"id": f"{MODULE}:Doorstep", "num_envs": 2, "kwargs": {"ends": ends}},
-        algorithm={"name": name, **settings}, policies={"default": {"hidden_sizes": []}},
-    )  # fmt: skip
-    with torch.no_grad():
-        assert policy.value({"obs": torch.tensor([0, 1])}).tolist() == pytest.approx([doorstep, inside], abs=0.2)

@@ -10,29 +10,37 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from shared.config.run_config import Config
 from shared.errors import WeightsNotFinite
 from shared.experience.counters import Phase
+from shared.experience.fragment import Fragment
 from shared.storage.checkpoint_store import Checkpoint
 from tests.support.environments import MODULE
 from tests.support.game import small
 from tests.support.groups import some_quick
+from tests.support.learning.cases import ON_POLICY_FIELDS
 from tests.support.learning.learners import Side, experience, have_the_same_gradients, learn
 from trainer_node.checkpointing import snapshot
 from trainer_node.distributed import local_followers as local
 from trainer_node.distributed.local_followers import local_ranks
 from trainer_node.distributed.process_group import GroupBroken, RanksDiffer
+from trainer_node.learning.building_blocks.compilation import has_compiler
 
 pytestmark = pytest.mark.timeout(180)
+COMPILING = [
+    pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler"),
+    pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # PyTorch's own, as it loads its compiler
+]
 
 
 def ranked(ranks: int, algorithm: dict[str, Any] | None = None, **sections: Any) -> Config:
     """The small run (64 transitions an update), by so many ranks."""
-    settings = {"minibatch_size": 32, "epochs": 2} | (algorithm or {})
-    return small(algorithm=settings, trainer={"ranks": ranks}, **sections)
+    settings: dict[str, Any] = {"minibatch_size": 32, "epochs": 2} if algorithm is None else algorithm
+    return small(algorithm=settings, **{"trainer": {"ranks": ranks}} | sections)
 
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -40,13 +48,14 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         3, {"algorithm": {"minibatch_size": 64, "clip_range_value": 0.1, "entropy_coefficient": 0.01}},
     ),
     "minibatches of one row": (3, {"algorithm": {"minibatch_size": 1}}),
+    **{name: (2, {"algorithm": {"name": name, **ON_POLICY_FIELDS[name]}}) for name in ("a2c", "appo", "impala")},
     "cloning, which leaves the critic alone": (
         3, {"algorithm": {"name": "bc", "minibatch_size": 4}, "dataset": {"path": "never-read.csv"}},
     ),
     "demonstrations beside rewards, fewer of them than ranks": (
         3, {
             "algorithm": {
-                "behavioral_cloning": {"strength": 0.5, "minibatch_size": 2},
+                "minibatch_size": 32, "behavioral_cloning": {"strength": 0.5, "minibatch_size": 2},
                 "reward_signals": {"gail": {"learning_rate": 1e-2}},
             },
             "demonstrations": {"path": str(Path(__file__).parent.parent / "shared" / "minari_cartpole")},
@@ -59,7 +68,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "reward signals, which every rank learns whole": (
-        2, {"algorithm": {"reward_signals": {"rnd": {"strength": 2.0, "learning_rate": 1e-2}}}},
+        2, {"algorithm": {
+            "minibatch_size": 32, "reward_signals": {"rnd": {"strength": 2.0, "learning_rate": 1e-2}},
+        }},
     ),
     "two policies, one with gaussian actions and one encoder": (
         2, {
@@ -68,17 +79,38 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
             "agents": {"cat": "hunter", "mouse": "prey"}, "algorithm": {"minibatch_size": 60},
         },
     ),
+    "compiled": (2, {"algorithm": {"minibatch_size": 32}, "trainer": {"ranks": 2, "compile": True}}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", some_quick(CASES, "uneven slices, terms of every kind"))
+def disturb(fragments: list[Fragment], seed: int) -> None:
+    """As if other policies had acted."""
+    random = np.random.default_rng(seed)
+    for columns in (columns for item in fragments for columns in item.columns.values()):
+        columns["log_prob"] = columns["log_prob"] + random.normal(0.0, 0.5, columns["log_prob"].shape).astype(
+            np.float32
+        )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *some_quick(list(CASES)[:-1], "uneven slices, terms of every kind"),
+        pytest.param("compiled", marks=[pytest.mark.compile, pytest.mark.timeout(300), *COMPILING]),
+    ],
+)
 def test_the_gradients_of_several_ranks_are_those_of_one(case: str) -> None:
+    """And the one compiles nothing."""
     ranks, sections = CASES[case]
-    sections = dict(sections)
-    algorithm = {"epochs": 1, "learning_rate": 0.0, "max_grad_norm": 1e6} | sections.pop("algorithm", {})
-    together, alone = Side(ranked(ranks, algorithm, **sections)), Side(ranked(1, algorithm, **sections))
+    algorithm = sections["algorithm"] | {"learning_rate": 0.0, "max_grad_norm": 1e6}
+    if "minibatch_size" in algorithm:
+        algorithm["epochs"] = 1
+    sections = {name: section for name, section in sections.items() if name != "algorithm"}
+    together = Side(ranked(ranks, algorithm, **sections))
+    alone = Side(ranked(1, algorithm, **sections | {"trainer": {}}))
     with local_ranks(together.config, together.learner, together.taken(), together.description) as group:
-        for fragments in experience(alone.config, 2):
+        for number, fragments in enumerate(experience(alone.config, 2)):
+            disturb(fragments, number)
             with group.turn(fragments, Phase.TRAIN):
                 found = learn(together.learner, fragments)
             expected = learn(alone.learner, fragments)
@@ -89,9 +121,9 @@ def test_the_gradients_of_several_ranks_are_those_of_one(case: str) -> None:
 
 @pytest.mark.processes
 def test_three_ranks_come_to_the_same_bits_in_every_life_wherever_it_begins() -> None:
-    config = ranked(
-        3, heatup="64 env_steps", algorithm={"minibatch_size": 20, "target_kl": 0.003, "learning_rate": 1e-2}
-    )
+    """Of APPO, which has a target network beside what PPO has."""
+    algorithm = {**ON_POLICY_FIELDS["appo"], "name": "appo", "target_kl": 0.003, "learning_rate": 1e-2}
+    config = ranked(3, algorithm, heatup="64 env_steps")
     log = experience(config, 7)
     phases = [Phase.HEATUP] + [Phase.TRAIN] * 6
 
@@ -131,7 +163,7 @@ def test_a_rank_with_other_weights_is_noticed_and_weights_that_break_are_told_as
             group.turn(fragments, Phase.TRAIN),
         ):
             learn(side.learner, fragments)
-    broken = Side(ranked(2, {"learning_rate": 1e30, "max_grad_norm": 1e30}))
+    broken = Side(ranked(2, {"minibatch_size": 32, "learning_rate": 1e30, "max_grad_norm": 1e30}))
     with (
         local_ranks(broken.config, broken.learner, broken.taken(), broken.description) as group,
         pytest.raises(WeightsNotFinite),

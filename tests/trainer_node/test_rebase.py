@@ -201,17 +201,12 @@ def test_critics_of_another_algorithm_begin_anew_and_the_line_says_so(new_game: 
     [
         (
             {"policies": {"default": {"hidden_sizes": [9]}}},
-            r"another network than policies.default asks for: hidden_sizes=\[8\] there, hidden_sizes=\[9\] here; set "
-            r"it as there, or choose another checkpoint \(the weights do not fit this policy: \S+ has the shape "
-            r"\(8, 4\), expected the shape \(9, 4\) \(and \d+ more\)\)$",
+            r"hidden_sizes=\[8\] there, hidden_sizes=\[9\] here; set it as there.*shape \(8, 4\), expected .*\(9, 4\)",
         ),
-        (
-            {"policies": {"default": {"hidden_sizes": [8], "activation": "relu"}}},
-            "activation=tanh there, activation=relu here; set it as there",
-        ),
+        ({"policies": {"default": {"hidden_sizes": [8], "activation": "relu"}}}, "=tanh there, activation=relu here"),
         (
             {"policies": {"default": {"hidden_sizes": [8]}}, "algorithm": {"name": "dqn", "minibatch_size": 8}},
-            "its kind is actor_critic, and q_network is learned here; take a run of such an algorithm",
+            "its kind is actor_critic, and q_network is learned here",
         ),
         ({"environment": {"id": "Acrobot-v1", "num_envs": 2}}, "other observation or action spaces"),
         ({"policies": {"other": {"hidden_sizes": [8]}}}, "has no policy 'other'; it has default"),

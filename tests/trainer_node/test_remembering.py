@@ -1,7 +1,7 @@
-"""Algorithms with a memory: k updates, a death, and the rest are the same bits, whatever of the log is left where.
+"""Algorithms with a memory, which comes back whatever of the log is left where.
 
-The memory comes back from the archive and the log (trainer_node/checkpointing/recovery.py), so this is where both are
-lost, cut and deleted.
+It comes back from the archive and the log (trainer_node/checkpointing/recovery.py), so this is where both are lost, cut
+and deleted. That a run which dies at every version is the same is test_resuming_every_algorithm.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shared.experience.log_entry import id_order
 from shared.protocol.keys import RunKeys
 from shared.storage.log_archive import Archive
 from tests.conftest import RedisServer
-from tests.support.game import KEEP, Game, NewGame, balanced, ends_with, make_game, replayed, small
+from tests.support.game import KEEP, Game, NewGame, ends_with, make_game, replayed, small
 from tests.support.waiting import eventually
 from trainer_node.checkpointing.checkpoint_writer import Archiver
 from trainer_node.checkpointing.fork import rolled_back
@@ -34,27 +34,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "name": "rainbow", "atoms": 11, "v_max": 100,
         "replay_buffer": {"kind": "prioritized", "capacity": 5 * FRAGMENT, "beta": 0.6},
     },
-    "hindsight": {
-        "name": "dqn",
-        "replay_buffer": {"kind": "hindsight", "capacity": 5 * FRAGMENT, "threshold": 0.5, "terminates": True},
-    },
-    "ensemble": {
-        "name": "dqn", "heads": 3, "prior_scale": 3, "exploration": {"kind": "bootstrapped", "epsilon": 0.1},
-        "replay_buffer": {"kind": "prioritized", "capacity": 5 * FRAGMENT},
-    },
-    "qr": {
-        "name": "dqn", "head": "qr", "quantiles": 7, "n_step": 3,
-        "replay_buffer": {"kind": "uniform", "capacity": 3 * FRAGMENT},
-    },
 }  # fmt: skip
 """Memories of an odd number of fragments, while an update brings two: the ring wraps in the middle of an update."""
 
 
 def playing(name: str, **sections: Any) -> Config:
     algorithm = {"minibatch_size": 16, "gradient_steps_per_env_step": 0.1, "target_update_steps": 5}
-    if name == "hindsight":
-        bits = {"id": "benchmarks.learning.environments:BitFlip", "kwargs": {"bits": 4}, "num_envs": 4}
-        sections = {"environment": bits} | sections
     return small(**({"algorithm": algorithm | ALGORITHMS[name], "stop_at": {"updates": 8}} | sections))
 
 
@@ -78,18 +63,6 @@ def undisturbed(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFact
 def held(game: Game) -> list[str]:
     """The log positions of what the trainer's memory holds."""
     return list(game.trainer.learner.remembered)
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_run_that_dies_at_every_version_is_the_same(new_game: NewGame, undisturbed: Ends, name: str) -> None:
-    game = new_game(playing(name))
-    for version in range(1, 8):
-        game.play_to(version)
-        if version % 3 == 0:
-            game.durable()  # else the last checkpoint is older, or still on its way
-        game.lose()
-    assert ends_with(game) == undisturbed(name)
-    balanced(game)
 
 
 @pytest.mark.parametrize("keep", ["off", "replay_buffer", "all"])

@@ -10,7 +10,7 @@ import torch
 from shared.errors import ArchiveIncomplete, UserError
 from shared.protocol.keys import RunKeys
 from shared.storage.log_archive import Archive, read_experience
-from tests.support.game import STEPS_PER_UPDATE, Game, NewGame, archived, balanced, damage, replayed, small
+from tests.support.game import STEPS_PER_UPDATE, Game, NewGame, archived, replayed, small
 from trainer_node.checkpointing import snapshot
 from trainer_node.replay import replay
 
@@ -104,23 +104,6 @@ def test_without_an_archive_or_with_a_hole_in_it_the_replay_names_what_is_missin
         replayed(holed, holed.role.checkpoints.names()[2], holed.finished()["final"])
 
 
-def test_behind_a_checkpoint_that_the_run_went_back_to_the_replay_begins_there(new_game: NewGame) -> None:
-    game = new_game(archived())
-    game.play_to(5)
-    game.durable()
-    game.crash()
-    damage(game, f"4_Step-{4 * STEPS_PER_UPDATE}.ckpt")
-    game.restart()
-    rebase = game.role.checkpoints.names()[-1]
-    assert rebase.startswith("6_")
-    game.finish()
-    final = game.finished()["final"]
-    with pytest.raises(UserError, match=r"is not in the lineage of .* version 6 or later"):
-        replayed(game, f"2_Step-{2 * STEPS_PER_UPDATE}.ckpt", final)
-    assert replayed(game, rebase, final).equal
-    balanced(game)
-
-
 def test_the_archive_is_a_dataset_of_what_was_learned(new_game: NewGame) -> None:
     game = new_game(archived())
     game.finish()
@@ -131,20 +114,3 @@ def test_the_archive_is_a_dataset_of_what_was_learned(new_game: NewGame) -> None
     assert [item.header.seq for item in fragments] == list(range(12))
     assert fragments[0].columns["default"]["obs"].shape == (8, 4, 4)
     assert next(read_experience(str(game.folder))).header == fragments[0].header, "lazily, by a path as text too"
-
-
-def test_memory_keeps_only_what_a_replay_memory_of_that_size_needs(new_game: NewGame) -> None:
-    window = 2 * STEPS_PER_UPDATE
-    game = new_game(archived(archive={"keep": "replay_buffer", "replay_env_steps": window}))
-    game.play_to(3)
-    game.durable()
-    game.crash()
-    game.restart()  # and a trainer that finds segments there
-    game.finish()
-    segments = Archive(game.role.checkpoints.store, game.role.run_id).segments()
-    kept = sum(segment.env_steps for segment in segments)
-    assert window <= kept < window + segments[0].env_steps + 1
-    assert segments[-1].through == game.role.flow.read().trimmed_id
-    with pytest.raises(ArchiveIncomplete):
-        replayed(game, "start", game.finished()["final"])
-    assert replayed(game, game.role.checkpoints.names()[-2], game.finished()["final"]).equal

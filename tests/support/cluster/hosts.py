@@ -66,8 +66,6 @@ def unsupported() -> str | None:
 
 
 class Host:
-    """One machine of the cluster."""
-
     def __init__(self, network: Network, name: str, number: int) -> None:
         self.name = name
         self.address = str(network.subnet[10 + number])

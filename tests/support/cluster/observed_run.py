@@ -77,13 +77,12 @@ class ObservedRun:
         until(what, look, lambda: f"{found}; {self._cluster.log()}")
         return found[0]
 
-    def until_it_goes_on(self, versions: int = 20) -> Status:
-        """Until so many more versions have been published."""
-        before = self.status().version
-        return self.until(f"version {before + versions}", lambda status: status.version >= before + versions)
+    def until_it_goes_on(self) -> Status:
+        """Until twenty more versions have been published."""
+        goal = self.status().version + 20
+        return self.until(f"version {goal}", lambda status: status.version >= goal)
 
     def until_workers(self, count: int) -> None:
-        """Until exactly so many are alive."""
         names = {f"worker-{index}" for index in range(count)}
         self.until(
             f"{count} workers",

@@ -33,7 +33,6 @@ on_both_spaces = pytest.mark.parametrize("described", [BOXES, CHOICE], ids=["box
 
 ON_POLICY = [name for name, section in ALGORITHMS.items() if issubclass(section, OnPolicyConfig)]
 OFF_POLICY = [name for name, section in ALGORITHMS.items() if issubclass(section, OffPolicyConfig)]
-FROM_DATA = ("bc", "cql", "iql")
 OF_BOXES = ("cql", "ddpg", "sac", "td3")
 """Which are made for boxes, unless a test says otherwise."""
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shared.config.run_config import Config
 from tests.support.cartpole_data import played, write_played
+from tests.support.datasets import swung, write_recorded
 from tests.support.game import small
-from tests.support.pendulum_data import swung, uniform, write_swung
 
 ON_POLICY_FIELDS: dict[str, dict[str, Any]] = {
     "ppo": {"minibatch_size": 20, "epochs": 2},
@@ -79,6 +81,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dqn, boltzmann": (
         "dqn", {**DRAWING, "exploration": {"kind": "boltzmann", "temperature": changing(2.0, 0.1)}}, {},
     ),
+    "dqn, quantiles": (
+        "dqn", {**DRAWING, "n_step": 3, "head": "qr", "quantiles": 7,
+                "replay_buffer": {"kind": "uniform", "capacity": 3 * 32}}, {},
+    ),
+    "dqn, hindsight": (
+        "dqn", {**DRAWING, "target_update_steps": 5,
+                "replay_buffer": {"kind": "hindsight", "capacity": 5 * 32, "threshold": 0.5, "terminates": True}},
+        {"environment": {"id": "benchmarks.learning.environments:BitFlip", "kwargs": {"bits": 4}, "num_envs": 4}},
+    ),
     "rainbow": ("rainbow", {**DRAWING, "atoms": 11, "v_max": 100.0, "target_update_steps": 5}, {}),
     "sac": ("sac", {**DRAWING, "exploration": {"kind": "gaussian", "sigma": changing(0.5, 0.1)}}, PENDULUM),
     "discrete sac": ("sac", {**DRAWING, **CLONING, "critic_learning_rate": changing(1e-2, 1e-3)}, {}),
@@ -104,7 +115,9 @@ def config_of(case: str, folder: Path, **more: Any) -> Config:
     elif "behavioral_cloning" in fields:
         sections["demonstrations"] = {"path": str(data)}
     if others is PENDULUM:
-        write_swung(data, swung(4, uniform()))
+        generator, density = np.random.default_rng(0), float(-np.log(4.0))
+        shown = swung(4, lambda _: (generator.uniform(-2, 2, 1).astype(np.float32), density))
+        write_recorded(data, "Pendulum-v1", shown)
     else:
         write_played(data, played(6, greed=0.5, steps=50))
     return small(**{**sections, **others, **more})

@@ -111,9 +111,9 @@ def minibatch(described: PolicySpaces, rows: int = 9, seed: int = 0, weighted: b
     )  # fmt: skip
 
 
-def advantage_batch(policy: Any, rows: int = 20) -> Batch:
+def advantage_batch(policy: Any) -> Batch:
     """Rows with advantages, some steps into an update: the policy has moved, so that ratios are away from 1."""
-    random = torch.Generator().manual_seed(9)
+    random, rows = torch.Generator().manual_seed(9), 20
     observations = {"obs": torch.randn(rows, 3, generator=random)}
     with torch.no_grad():
         params, value = policy.action_parameters_and_value(observations)

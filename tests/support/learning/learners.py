@@ -23,7 +23,6 @@ from trainer_node.log_consumer import Committed
 
 
 def learner_of(config: Config) -> Learner:
-    """An untrained learner."""
     return make_learner(config, describe_environment(config), read_dataset=read_dataset)
 
 
@@ -36,13 +35,11 @@ class Side:
         self.learner = learner_of(config)
 
     def taken(self) -> snapshot.Snapshot:
-        """Its snapshot."""
         progress = Progress(0, 0)
         accounting = Committed("0-0", Ledger().as_json(), {})
         return snapshot.take(self.learner, self.config, "r", progress, accounting)
 
     def weights(self) -> dict[str, bytes]:
-        """Of all policies."""
         found: dict[str, bytes] = {}
         for policy_id, policy in self.learner.policies.items():
             found |= {f"{policy_id}/{name}": array.tobytes() for name, array in state_arrays(policy).items()}

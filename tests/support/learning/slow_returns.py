@@ -92,10 +92,10 @@ class Case:
         return float(self.bootstrap_value[slot] if step + 1 == len(inside) else inside[step + 1, slot])
 
 
-def random_case(seed: int, steps: int, slots: int, away: float = 1.0, absent: float = 0.2) -> Case:
-    """`away` is how far the policy is from the one that acted, `absent` the share of rows that do not count."""
+def random_case(seed: int, steps: int, slots: int, away: float = 1.0) -> Case:
+    """`away` is how far the policy is from the one that acted; a fifth of the rows do not count."""
     random = np.random.default_rng(seed)
-    mask = random.random((steps, slots)) >= absent
+    mask = random.random((steps, slots)) >= 0.2
     terminated = (random.random((steps, slots)) < 0.2) & mask
     truncated = (random.random((steps, slots)) < 0.2) & mask
     values = random.normal(size=(4, steps, slots)) * 5

@@ -76,7 +76,6 @@ class Stream:
         self._last: dict[str, int] = {}
 
     def fragments(self, count: int) -> list[Made]:
-        """The next ones that arrive."""
         return [self._fragment() for _ in range(count)]
 
     def _step(self) -> Step:
@@ -145,9 +144,9 @@ class Stream:
         return [[getattr(step, name) for step in row] for row in steps]
 
 
-def streamed(count: int, seed: int = 0, steps: int = 4, slots: int = 3, **shares: float) -> list[Experience]:
+def streamed(count: int, seed: int = 0, **shares: float) -> list[Experience]:
     """The first fragments of a stream; `shares` (such as `ends`) replace those of the stream."""
-    stream = Stream(seed, PLAIN, steps, slots)
+    stream = Stream(seed, PLAIN, 4, 3)
     for name, value in shares.items():
         setattr(stream, name, value)
     return [Experience(made.source, made.columns) for made in stream.fragments(count)]
@@ -195,7 +194,6 @@ def n_steps(step: Step, n: int, gamma: float) -> tuple[float, float, dict[str, A
 
 
 def fill(memory: ReplayBuffer, made: Iterable[Made | Experience]) -> None:
-    """Adds all of these fragments."""
     for item in made:
         memory.add(item.source, item.columns)
 
@@ -233,13 +231,6 @@ def assert_same(one: Columns, other: Columns) -> None:
     assert one.keys() == other.keys()
     for name, array in other.items():
         assert one[name].dtype == array.dtype and np.array_equal(one[name], array, equal_nan=True), name
-
-
-def assert_draws_same(one: ReplayBuffer, other: ReplayBuffer, seed: int = 1, **options: Any) -> None:
-    """What equal generators draw from both."""
-    if len(other):
-        drawn = [item.sample(32, np.random.default_rng(seed), gamma=0.9, **options) for item in (one, other)]
-        assert_same(arrays(drawn[0]), arrays(drawn[1]))
 
 
 def assert_drawn_from(batch: Batch, steps: dict[int, Step], n: int, gamma: float) -> None:

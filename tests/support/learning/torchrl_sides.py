@@ -76,12 +76,10 @@ def actor_and_critic(policy: ActorCritic) -> tuple[nn.Module, nn.Module]:
 
 
 def distribution_of(spaces: PolicySpaces) -> str:
-    """Of an actor-critic's actions."""
     return "normal" if spaces.action.leaves[0].kind == "box" else "categorical"
 
 
 def value_of(network: nn.Module) -> ValueOperator:
-    """V(s)."""
     return ValueOperator(network, in_keys=["observation"])
 
 
@@ -112,16 +110,15 @@ def put(targets: Any, tensors: Iterable[Tensor]) -> None:
 
 
 def gradients(loss: Tensor, parameters: Iterable[Tensor]) -> list[Tensor]:
-    """What the loss gives each of them."""
     return list(torch.autograd.grad(loss, list(parameters), retain_graph=True))
 
 
-def same(ours: Iterable[Tensor], theirs: Iterable[Tensor], relative: float = 1e-4) -> None:
+def same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
     """All equal but for rounding, and not all zero."""
     ours, theirs = list(ours), list(theirs)
     assert len(ours) == len(theirs) and max(float(tensor.abs().max()) for tensor in ours) > 1e-4
     for one, other in zip(ours, theirs):
-        torch.testing.assert_close(one, other, rtol=relative, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 def tensordict_of(batch: Minibatch, gamma: float, action: Tensor | None = None) -> TensorDict:

@@ -34,7 +34,6 @@ from trainer_node.learning.replay_buffers.hindsight import (
 from trainer_node.learning.replay_buffers.uniform import Batch
 
 STRATEGIES: list[Strategy] = ["future", "final", "episode"]
-THRESHOLD = 0.9
 
 
 def made_for_tests(achieved: Array, desired: Array) -> tuple[Array, Array]:
@@ -172,9 +171,8 @@ def test_what_a_terminated_episode_came_to_is_a_goal_like_any(reached: bool) -> 
         "reward": np.zeros((3, 1), np.float32), "log_prob": np.zeros((3, 1), np.float32),
         "terminated": last, "truncated": np.zeros_like(last), "mask": np.ones_like(last),
     }  # fmt: skip
-    memory = HindsightReplayBuffer(
-        GOALS, 3, 1, 3, strategy="episode", relabeled_fraction=1.0, reward=sparse(0.5, terminates=True)
-    )
+    section = Section(capacity=3, strategy="episode", relabeled_fraction=1.0, threshold=0.5, terminates=True)
+    memory = make_replay_buffer(section, GOALS, 3, 1)
     memory.add("w0:0.0", columns)
     batch = memory.sample(300, np.random.default_rng(0), gamma=0.5)
     place, goal = batch.observations["obs.observation"][:, 0], batch.observations[DESIRED][:, 0]
@@ -218,21 +216,6 @@ def test_the_sparse_reward_of_choices_and_bytes() -> None:
     assert sparse(0.05, True)(bits, bits[::-1])[0].tolist() == [-1, -1]
     dark, light = np.zeros((1, 2), np.uint8), np.ones((1, 2), np.uint8)
     assert sparse(1.5, True)(dark, light)[0].tolist() == [0]  # unsigned bytes would wrap around
-
-
-def test_the_section_makes_it() -> None:
-    section = Section(capacity=40, strategy="final", relabeled_fraction=1.0, threshold=THRESHOLD, terminates=True)
-    memory = make_replay_buffer(section, GOALS, 4, 2)
-    assert isinstance(memory, HindsightReplayBuffer)
-    stream = Stream(6, GOALS, 4, 2)
-    fill(memory, stream.fragments(5))
-    truth = known(stream.made[-5:], stream.made)
-    batch = memory.sample(200, np.random.default_rng(0), gamma=0.5)
-    for row, number in enumerate(numbers(batch.observations)):
-        step, goal = truth[int(number)], batch.observations[DESIRED][row]
-        if not step.terminated:
-            reached = np.linalg.norm(step.led_to[ACHIEVED] - goal) <= THRESHOLD
-            assert (batch.reward[row], batch.discount[row]) == ((0, 0) if reached else (-1, 0.5))
 
 
 @pytest.mark.parametrize("name", ["nowhere:reward", "json:nothing", "no-colon"])

@@ -71,16 +71,6 @@ def test_weights_undo_what_priorities_do(beta: float) -> None:
     assert batch.weight.dtype == np.float32 and batch.weight.max() == 1
 
 
-def test_a_batch_has_one_of_each_part_of_the_total() -> None:
-    memory, _, _ = with_errors()
-    sums = np.cumsum(memory.state()["powers"].astype(np.float64))
-    for seed in range(20):
-        rows = memory.sample(16, np.random.default_rng(seed), gamma=0.9).row
-        for part, row in enumerate(rows.tolist()):
-            begin, end = (sums[row - 1] if row else 0.0), sums[row]
-            assert begin < (part + 1) / 16 * sums[-1] + 1e-9 and end > part / 16 * sums[-1] - 1e-9
-
-
 def test_new_transitions_have_the_largest_priority_so_far() -> None:
     stream = Stream(8, PLAIN, 3, 2)
     stream.absent = 0.0
@@ -91,13 +81,6 @@ def test_new_transitions_have_the_largest_priority_so_far() -> None:
     (item,) = stream.fragments(1)
     memory.add(item.source, item.columns)
     assert memory.state()["powers"][12:].tolist() == pytest.approx([(7.0 + EPSILON) ** ALPHA] * 6)
-
-
-def test_of_a_row_that_is_drawn_twice_the_last_error_counts() -> None:
-    memory, _, rows = with_errors()
-    row = next(iter(rows.values()))
-    memory.update_priorities(np.array([row, row]), np.array([5.0, 1.0], np.float32))
-    assert memory.state()["powers"][row] == pytest.approx((1.0 + EPSILON) ** ALPHA)
 
 
 def test_errors_that_are_not_finite_leave_a_memory_that_draws() -> None:

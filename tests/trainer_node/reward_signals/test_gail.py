@@ -96,6 +96,3 @@ def test_statistics_begin_with_what_was_demonstrated(tmp_path: Path) -> None:
     seen = np.concatenate([gail.demonstrations.columns["obs"], *[batch.observations["obs"].numpy()] * 2])
     assert state_arrays(gail)["normalizer.moments.0.count"] == len(gail.demonstrations) + 14
     np.testing.assert_allclose(state_arrays(gail)["normalizer.moments.0.mean"], seen.mean(axis=0), rtol=1e-5)
-
-
-# In a run
