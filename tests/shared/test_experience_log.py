@@ -134,7 +134,7 @@ def test_entries_are_read_in_pages_after_a_position_and_an_outside_client_sees_t
     flat = fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True))
     assert flat == {
         b"worker": b"worker-0", b"incarnation": b"0", b"seq": b"0", b"lost": b"0",
-        b"transitions": str(SIZE).encode(), b"end": b"3", b"fragment": b"abc",
+        b"transitions": str(SIZE).encode(), b"end": b"3", b"version": b"-1", b"fragment": b"abc",
     }  # fmt: skip
 
 
