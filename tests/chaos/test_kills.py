@@ -20,7 +20,7 @@ from tests.support.process_faults import AWAY, Fault, Watched, go_on, kill, stop
 
 RUN, UNDISTURBED = "killed", "undisturbed"
 ROLES = [(kill, kind) for kind in ("trainer", "worker", "evaluator")]
-FAULTS = [(kill, kind) for kind in ("Redis", "store", "raylet", "coordinator")]
+FAULTS = [*ROLES, *((kill, kind) for kind in ("Redis", "store", "raylet", "coordinator"))]
 STOPS = [(stop, kind) for kind in ("trainer", "worker", "evaluator", "Redis", "store", "coordinator")]
 
 
@@ -86,7 +86,7 @@ def suffer(
     "faults",
     [
         pytest.param(ROLES, marks=pytest.mark.essential, id="each role is killed"),
-        pytest.param(FAULTS + STOPS, id="everything else is killed, and each part stopped"),
+        pytest.param(FAULTS + STOPS, id="everything is killed, and stopped"),
     ],
 )
 def test_whatever_is_killed_or_stopped_the_weights_are_the_same(

@@ -23,7 +23,7 @@ from shared.protocol.heartbeat import Heartbeat, read_heartbeats
 from shared.protocol.keys import RunKeys
 from shared.protocol.ledger import read_accounting
 from shared.protocol.policy_board import PolicyBoard
-from shared.protocol.scripts import source
+from shared.protocol.scripts import INCARNATIONS_KEPT, source
 from tests.support.fault_proxy import FaultProxy
 from tests.support.fault_run import UPDATES, FaultRun, as_if_nothing_had_been, new_worker, run_beside
 from tests.support.game import Game, asks, balanced, push_garbage, small
@@ -502,3 +502,19 @@ def test_ids_in_the_log_go_on_behind_what_the_trainer_has_read_whatever_the_cloc
     ids: Any = game.role.redis.xrevrange(log, count=1)
     assert int(ids[0][0].split(b"-")[0]) >= int(ahead.split("-")[0])
     no_fragment_twice(game)
+
+
+def test_what_is_kept_of_old_incarnations_stays_bounded(place: FaultRun) -> None:
+    game = place.game()
+    game.play_to(1)
+    first, seq = game.worker, game.worker.claims.seq
+    claim = game.role.flow.claim(first.id, first.incarnation, seq)
+    for life in range(1, 60):
+        incarnation, _ = game.role.flow.register(first.id, at_least=3 * (life // 20) + life)
+        assert game.role.flow.claim(first.id, incarnation, 0).granted
+        assert game.role.log().push(first.id, incarnation, 0, claim.epoch, 32, b"garbage") == "pushed"
+        game.trainer.step(0)
+    kept = game.role.redis.hlen(RunKeys(game.role.run_id).pushed)
+    assert kept <= INCARNATIONS_KEPT
+    assert game.role.log().push(first.id, 0, seq, claim.epoch, 32, b"from a grave") == "superseded"
+    assert balanced(game)["total"]["produced"]["fragments"] == 2 + 59
