@@ -57,7 +57,7 @@ class Claims:
         self.seq, self._stale_pushes, self._ahead = 0, 0, None
 
     def next(self, wait_seconds: float) -> Claim:
-        """Asks for the next claim; waits for credit by name, in sleeps of at most `wait_seconds`, if that is not 0.
+        """Asks for the next claim; waits for credit, in sleeps of at most `wait_seconds`, if that is not 0.
 
         Raises `WorkerSuperseded`.
         """

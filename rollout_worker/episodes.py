@@ -117,7 +117,7 @@ class Episodes:
             self._tried = True
 
     def pushed(self) -> None:
-        """A fragment was pushed: failures are counted from here."""
+        """A fragment was pushed, perhaps too late: failures are counted from here."""
         self._fragments += 1
         self._failures.saw((self._fragments,))
 
