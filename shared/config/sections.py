@@ -53,7 +53,7 @@ class EnvironmentConfig(Section):
     four of the game's); the default is what the environment registers, in steps of its own."""
     info_columns: tuple[InfoName, ...] = ()
     """Numbers of each step's `info`, by name, that travel with the experience as columns `info/NAME`: for transforms,
-    own algorithms, the archive and figures, not for the policy (docs/ENVIRONMENTS.md)."""
+    own algorithms, the archive and figures, not for the policy (docs/ENVIRONMENTS.md). NaN where a step tells none."""
     failures_allowed: int = Field(3, ge=0)
     """How often in a row an environment may raise, without a fragment (or an evaluation) between, before its process
     gives up. Counted by progress: a slow environment is given up as surely as a fast one."""

@@ -166,6 +166,7 @@ def test_a_config_cannot_be_changed() -> None:
         {"heatup": "1 env_steps"},
         {"policies": {"default": {"hidden_sizes": [8]}}},
         {"environment": {"id": "CartPole-v1", "num_envs": 5}},
+        {"environment": {"id": "CartPole-v1", "num_envs": 4, "info_columns": ["cost"]}},
         {"trainer": {"torch_threads": 2}},
         {"trainer": {"matmul_precision": "medium"}},
         {"trainer": {"precision": "bfloat16"}},

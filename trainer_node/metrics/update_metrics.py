@@ -44,10 +44,9 @@ class UpdateMetrics:
         for item in fragments:
             for policy_id, columns in item.columns.items():
                 suffix = "" if len(item.columns) == 1 else f"/{policy_id}"
-                for name in columns:
-                    if name.startswith(INFO):
-                        known = columns[name][~np.isnan(columns[name])]
-                        self._told[f"rollout/{name}_mean{suffix}"].append(known)
+                told = {name.removeprefix(INFO): its for name, its in columns.items() if name.startswith(INFO)}
+                for name, its in told.items():
+                    self._told[f"rollout/info/{name}_mean" + suffix].append(its[~np.isnan(its)])
 
     def take(self, fragments: Sequence[Fragment], metrics: Mapping[str, float], version: int) -> None:
         """One update: what it consumed, what it measured, and the version that it made."""
