@@ -112,6 +112,7 @@ class Trainer:
         self.recovery.accounting.taking(first, last)
         with naming_entries(self._run_id, first, last), self.incarnation.ranks.turn(fragments, phase):
             with self._stages.during("observe"):
+                self._metrics.see(fragments)
                 self.learner.emulate_acting(fragments, phase)
             with self._stages.during("update"):
                 started = time.perf_counter()

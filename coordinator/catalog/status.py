@@ -5,6 +5,7 @@ It names the party that everyone waits for.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
 from typing import Any, cast
 
 import redis
@@ -109,6 +110,50 @@ def order_scale(
 
 
 @dataclass(frozen=True)
+class FleetSummary:
+    """The workers together, their mean and the worst of them. A worker's speed is that since it began to act."""
+
+    workers: int
+    """Those that have not ended."""
+    steps_per_second: float | None
+    """Of all together; None where none has acted."""
+    mean_steps_per_second: float | None
+    slowest_steps_per_second: float | None
+    slowest: str
+    oldest_heartbeat_seconds: float
+    oldest_heartbeat: str
+
+    def __str__(self) -> str:
+        """`3 workers, 5,400 env steps/s; 1,800 on average, 1,200 at worst (worker-2); oldest heartbeat 0.9 s (…)`."""
+        found = counted(self.workers, "worker")
+        if self.steps_per_second is not None:
+            found += f", {self.steps_per_second:,.0f} env steps/s; {self.mean_steps_per_second:,.0f} on average, "
+            found += f"{self.slowest_steps_per_second:,.0f} at worst ({self.slowest})"
+        return f"{found}; oldest heartbeat {self.oldest_heartbeat_seconds:.1f} s ({self.oldest_heartbeat})"
+
+
+def summarize_fleet(beats: Sequence[Beat]) -> FleetSummary | None:
+    """None where there is no worker."""
+    workers = [beat for beat in beats if beat.role == "worker" and beat.ended is None]
+    if not workers:
+        return None
+    speeds = {beat.id: speed for beat in workers if (speed := acting_speed(beat)) is not None}
+    slowest = min(speeds, key=lambda name: speeds[name], default="")
+    oldest = max(workers, key=lambda beat: beat.age_seconds)
+    return FleetSummary(
+        len(workers), sum(speeds.values()) if speeds else None, fmean(speeds.values()) if speeds else None,
+        speeds.get(slowest), slowest, round(oldest.age_seconds, 3), oldest.id,
+    )  # fmt: skip
+
+
+def acting_speed(worker: Beat) -> float | None:
+    """Env steps per second since its process began to act, its waits included; None where it has not yet."""
+    seconds = sum(spent for stage, spent in worker.stages.items() if stage != "start")
+    transitions = int(worker.progress.get("transitions", 0))
+    return transitions / seconds if transitions and seconds > 0 else None
+
+
+@dataclass(frozen=True)
 class Status:
     """What `stagecoach status` shows; `as_dict` is what `--json` prints."""
 
@@ -125,6 +170,7 @@ class Status:
     scaling: dict[str, Any] = field(default_factory=dict)
     """mode (fixed, auto), min, max, and capacity: a `WorkerCapacity`, or None where it is not known."""
     roles: list[Beat] = field(default_factory=list)
+    fleet: FleetSummary | None = None
     ledger: dict[str, Any] = field(default_factory=dict)
     log: dict[str, int] = field(default_factory=dict)
     shards: dict[str, int] = field(default_factory=dict)
@@ -184,7 +230,7 @@ def live_status(client: redis.Redis, run_id: str, accounting: bool = True) -> St
         scaling={
             "mode": flow.scaling, "min": flow.min_workers, "max": flow.max_workers, "capacity": capacity_of(beats),
         },
-        bottleneck=bottleneck(beats, store), roles=beats,
+        bottleneck=bottleneck(beats, store), roles=beats, fleet=summarize_fleet(beats),
         ledger={name: line.as_dict() for name, line in read_accounting(client, run_id).items()} if accounting else {},
         log={"entries": client.xlen(keys.log), "bytes": flow.log_bytes, "max_bytes": flow.max_log_bytes},
         shards=dict.fromkeys(flow.shards, 0) | (bytes_by_shard(client, run_id) if accounting and flow.shards else {}),

@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from coordinator.catalog.run_files import RunStatus
-from coordinator.catalog.status import Status
+from coordinator.catalog.status import Status, acting_speed
 from coordinator.cli.options import PrintableConsole, figure
 from coordinator.lifecycle.supervisor import Outcome
 from coordinator.run import Run
@@ -24,11 +24,13 @@ from shared.config.run_config import Config
 from shared.errors import StagecoachError
 from shared.printable import counted, unnamed
 from shared.protocol.events import Event
+from shared.protocol.heartbeat import Beat
 from shared.runtime.failure import reason_in_words
 
 _REFRESH_SECONDS = 0.25
 _PLAIN_SECONDS = 5.0
 _EVENTS_SHOWN = 8
+_WORKERS_SHOWN = 16
 
 
 class LiveView:
@@ -199,23 +201,29 @@ def dropped_in_words(transitions: dict[str, int]) -> str:
 def print_status(status: Status, console: PrintableConsole) -> None:
     console.print(Panel(metrics_table(status), title=Text(status.run_id, style="bold"), expand=False))
     console.print(f"waits for: {status.bottleneck}")
+    if status.fleet is not None:
+        console.text(f"fleet: {status.fleet}")
+    shown, left_out = of_note(status.roles)
     roles = Table("role", "state", "waits for", "for", "pid", "host", "address", title="roles", title_justify="left")
-    for beat in status.roles:
+    for beat in shown:
         state = (f"failed: {beat.ended}" if beat.failure else reason_in_words(beat.ended or "")) or (
             "alive" if beat.alive else f"silent for {beat.age_seconds:.0f} s"
         )
         name = beat.id if beat.id.startswith(beat.role) else f"{beat.role} {beat.id}"
         seconds = f"{beat.waiting_seconds:.1f} of {beat.deadline_seconds:,.0f} s" if beat.waiting_for else ""
         roles.add_row(name, state, beat.waiting_for or "", seconds, str(beat.pid), beat.host, beat.address)
-    if status.roles:
+    if shown:
         console.print(roles)
-    for beat in status.roles:
+    if left_out:
+        console.text(f"and {counted(left_out, 'worker')} more: `stagecoach status {status.run_id} --json` has all")
+    for beat in shown:
         if line := in_one_line(beat.stages):
             console.text(f"{beat.id}: {line}")
     if capacity := status.scaling.get("capacity"):
         console.text(f"room for {capacity}")
     accounting = Table("worker", "env steps", title="ledger", title_justify="left")
-    for worker, line in status.ledger.items():
+    unseen = {beat.id for beat in status.roles} - {beat.id for beat in shown}
+    for worker, line in [item for item in status.ledger.items() if item[0] not in unseen]:
         accounting.add_row(worker, ledger_line(line))
     if status.ledger:
         console.print(accounting)
@@ -227,6 +235,17 @@ def print_status(status: Status, console: PrintableConsole) -> None:
         console.print(f"export: {failed['checkpoint']} could not be exported: {failed['error']}", soft_wrap=True)
     if more := unnamed():
         console.print(f"left out as malformed in Redis: {more:,} more beside those that are named above")
+
+
+def of_note(roles: Sequence[Beat]) -> tuple[list[Beat], int]:
+    """The roles to show, and how many workers are left out: of a large fleet those in trouble, then the slowest."""
+    workers = [beat for beat in roles if beat.role == "worker"]
+
+    def rank(beat: Beat) -> tuple[bool, bool, float]:
+        return beat.failure is None, beat.alive and beat.last_error is None, acting_speed(beat) or 0.0
+
+    kept = {beat.id for beat in sorted(workers, key=rank)[:_WORKERS_SHOWN]}
+    return [beat for beat in roles if beat.role != "worker" or beat.id in kept], max(0, len(workers) - _WORKERS_SHOWN)
 
 
 def in_one_line(stages: dict[str, float], most: int = 6) -> str:

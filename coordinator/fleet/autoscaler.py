@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from shared.experience.counters import Phase
 from shared.printable import counted
@@ -53,6 +53,29 @@ class Shares:
     def workers(self) -> str:
         return f"workers waited {_percent(self.credit)} of the last {self.seconds:.0f} s for credit"
 
+    def as_dict(self) -> dict[str, float]:
+        """As the data of an event."""
+        return {
+            "window_seconds": round(self.seconds, 1), "waited_for_experience": round(self.experience, 4),
+            "waited_for_others": round(self.elsewhere, 4), "waited_for_credit": round(self.credit, 4),
+            "updates_per_second": round(self.updates_per_second, 4),
+        }  # fmt: skip
+
+
+class Held(NamedTuple):
+    """What keeps the number as it is though it should change; the same `kind` is told once."""
+
+    kind: str
+    text: str
+
+
+class Wish(NamedTuple):
+    """How many there should be, whatever bounds there are."""
+
+    workers: int
+    why: str = ""
+    held: Held | None = None
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -61,6 +84,15 @@ class Decision:
     workers: int
     wanted: int
     why: str
+    shares: Shares
+    held: Held | None = None
+
+
+class Bounds(NamedTuple):
+    least: int
+    most: int
+    text: str
+    """What says that there may be no more."""
 
 
 @dataclass(frozen=True)
@@ -169,9 +201,9 @@ class Autoscale:
         if shares is None:
             return None
         now, present = float(trainer.stamp), len(workers)
-        wanted, why = self._judge(shares, present, now) or self._rule(shares, present)
-        if wanted > present and now < self._held_until:
-            wanted = min(wanted, max(present, self._held))
+        wanted, why, held = self._untried(
+            self._judge(shares, present, now) or self._rule(shares, present), present, now
+        )
         if wanted != present and self._calm:  # something has changed in the midst of this window: one that is all new
             self.restart()
             return None
@@ -180,28 +212,49 @@ class Autoscale:
         if workers_next > present:
             gain = self._expected(shares, present, workers_next)
             self._trial = _Trial(present, workers_next, shares.updates_per_second, gain)
-        return Decision(workers_next, wanted, why)
+        return Decision(workers_next, wanted, why, shares, held)
 
-    def _rule(self, shares: Shares, present: int) -> tuple[int, str]:
+    def _untried(self, wish: Wish, present: int, now: float) -> Wish:
+        """No more than have been seen to bring something, until it is time to try again."""
+        most = max(present, self._held)
+        if wish.workers <= most or now >= self._held_until:
+            return wish
+        until = f"no more than {most} are tried for another {self._held_until - now:.0f} s: more brought too little"
+        text = f"{wish.workers} workers are wanted ({wish.why}), but {until}"
+        return Wish(most, f"{wish.why}; {wish.workers} wanted, {until}", Held(f"tried {most}", text))
+
+    def _rule(self, shares: Shares, present: int) -> Wish:
         if present > self._useful:
-            return self._useful, f"no more than {self._useful} can hold a claim at the same time"
-        if shares.elsewhere > _SHORT:
-            return present, ""  # the store, or whatever it is, decides the speed
-        return self._lockstep(shares, present) if self._lag == 0 else self._overlapping(shares, present)
+            return Wish(self._useful, f"{self._claims}; {shares.workers}")
+        wish = self._lockstep(shares, present) if self._lag == 0 else self._overlapping(shares, present)
+        if shares.elsewhere > _SHORT and wish.workers != present:  # the store, or whatever it is, decides the speed
+            others = (
+                f"the trainer waited {_percent(shares.elsewhere)} of that time for something else, mostly the store"
+            )
+            text = f"{counted(wish.workers, 'worker')} would do ({wish.why}), but {others}"
+            return Wish(present, held=Held("elsewhere", text))
+        return wish
 
-    def _overlapping(self, shares: Shares, present: int) -> tuple[int, str]:
+    @property
+    def _claims(self) -> str:
+        return f"no more than {self._useful} can hold a claim at the same time"
+
+    def _overlapping(self, shares: Shares, present: int) -> Wish:
         """Acting and learning run side by side: the trainer should be the slower of the two, by a little."""
         if shares.experience > max(_SHORT, shares.credit):
-            enough = math.ceil(present / max(0.5, 1.0 - shares.experience))
-            return min(max(present + 1, enough), self._useful), shares.trainer
+            enough = max(present + 1, math.ceil(present / max(0.5, 1.0 - shares.experience)))
+            bound = "; no more than twice as many at once" if shares.experience > 0.5 else ""
+            bound = f"; {self._claims}" if enough > self._useful else bound
+            return Wish(min(enough, self._useful), shares.trainer + bound)
         if shares.experience < _ENOUGH:
             needed = present * (1.0 - shares.credit) * (1.0 + _SPARE)
             fewer = max(1, math.ceil(needed), math.ceil(present / 2))
             if fewer < present:
-                return fewer, shares.workers
-        return present, ""
+                bound = "; no fewer than half as many at once" if fewer > max(1, math.ceil(needed)) else ""
+                return Wish(fewer, shares.workers + bound)
+        return Wish(present)
 
-    def _lockstep(self, shares: Shares, present: int) -> tuple[int, str]:
+    def _lockstep(self, shares: Shares, present: int) -> Wish:
         """Acting and learning take turns: that workers wait for the trainer tells nothing.
 
         What tells is the trainer's wait, which is as many rounds long as the fragments of an update take.
@@ -209,12 +262,13 @@ class Autoscale:
         upward = range(present + 1, min(2 * present, self._batch) + 1)
         best = min(upward, key=lambda workers: (self._rounds(workers), workers), default=present)
         if shares.experience * (1.0 - self._rounds(best) / self._rounds(present)) > _SHORT:
-            return best, shares.trainer
+            return Wish(best, shares.trainer)
         for fewer in range(max(1, math.ceil(present / 2)), present):
             slower = shares.experience * (self._rounds(fewer) / self._rounds(present) - 1.0)
             if slower < _ENOUGH:
-                return fewer, f"with {counted(present, 'worker')} an update is less than {_percent(_ENOUGH)} faster"
-        return present, ""
+                faster = f"with {counted(present, 'worker')} an update is less than {_percent(_ENOUGH)} faster"
+                return Wish(fewer, f"{faster}; {shares.trainer}")
+        return Wish(present)
 
     def _rounds(self, workers: int) -> int:
         return math.ceil(self._batch / workers)
@@ -226,7 +280,7 @@ class Autoscale:
             return 1.0 / (1.0 - shares.experience * (1.0 - acting))
         return 1.0 / max(before / after, 1.0 - shares.experience)
 
-    def _judge(self, shares: Shares, present: int, now: float) -> tuple[int, str] | None:
+    def _judge(self, shares: Shares, present: int, now: float) -> Wish | None:
         """Whether the workers that came last have brought what they should: else they go again."""
         trial, self._trial = self._trial, None
         if trial is None or trial.after != present:
@@ -236,7 +290,7 @@ class Autoscale:
             return None
         self._held, self._held_until = trial.before, now + self._hold_seconds
         more = f"{counted(trial.after, 'worker')} brought {_percent(max(0.0, gained))} more updates than {trial.before}"
-        return trial.before, more
+        return Wish(trial.before, f"{more}; {shares.trainer}")
 
 
 class Scaling:
@@ -257,11 +311,13 @@ class Scaling:
         if flow.scaling != "auto":
             self._autoscale.restart()
             return flow.desired_workers
-        most, bound = self._most(flow, capacity)
+        most, text = self._most(flow, capacity)
         least = min(flow.min_workers, most)
+        bounds = Bounds(least, most, text)
         if not least <= flow.desired_workers <= most:
             self._autoscale.restart()
-            return self._order(flow, max(least, min(flow.desired_workers, most)), f"the bounds are {least} and {most}")
+            allowed = max(least, min(flow.desired_workers, most))
+            return self._order(flow, allowed, f"the bounds are {least} and {most}", bounds, {})
         at_work = [beats[name] for name in workers if name in beats and _at_work(beats[name])]
         steady = len(at_work) + len(unplaced) == len(workers) <= flow.desired_workers
         trainer = beats.get("trainer")
@@ -269,7 +325,7 @@ class Scaling:
             self._autoscale.restart()
             return flow.desired_workers
         decision = self._autoscale.decide(trainer, at_work, least, most)
-        return flow.desired_workers if decision is None else self._follow(flow, decision, at_work, unplaced, bound)
+        return flow.desired_workers if decision is None else self._follow(flow, decision, at_work, unplaced, bounds)
 
     def _most(self, flow: FlowState, capacity: int) -> tuple[int, str]:
         """The most there may be, and what says so."""
@@ -282,38 +338,50 @@ class Scaling:
         return max(1, most), text
 
     def _follow(
-        self, flow: FlowState, decision: Decision, at_work: Sequence[Beat], unplaced: Sequence[str], bound: str
+        self, flow: FlowState, decision: Decision, at_work: Sequence[Beat], unplaced: Sequence[str], bounds: Bounds
     ) -> int:
         """Does what was decided; where that cannot be, says so once."""
         present = len(at_work)
+        data = {"wanted": decision.wanted, **decision.shares.as_dict()}
+        if decision.held is not None and decision.workers == present:
+            self._tell(decision.held, present, bounds, data)
         if unplaced and decision.wanted > present:
             wanted = f"more than {counted(present, 'worker')} {'is' if present == 1 else 'are'} wanted"
             text = f"{wanted} ({decision.why}), but no machine has capacity for another"
-            self._tell(f"no place beside {present}", text)
+            self._tell(Held(f"no place beside {present}", text), present, bounds, data)
             return flow.desired_workers
         if decision.wanted > decision.workers == present:
-            text = f"{decision.wanted} workers are wanted ({decision.why}), but {present} is {bound}"
-            self._tell(f"{present} is {bound}", text)
+            text = f"{decision.wanted} workers are wanted ({decision.why}), but {present} is {bounds.text}"
+            self._tell(Held(f"{present} is {bounds.text}", text), present, bounds, data)
         if decision.workers == flow.desired_workers:
             return flow.desired_workers
-        why = decision.why or f"{', '.join(unplaced)} had no place, and are not needed"
-        return self._order(flow, decision.workers, why)
+        unneeded = f"{', '.join(unplaced)} had no place, and are not needed; {decision.shares.trainer}"
+        why = unneeded if decision.workers == present else decision.why
+        if decision.wanted != decision.workers:
+            fewest = "the fewest (rollout.min_workers, or --min)"
+            bound = bounds.text if decision.wanted > decision.workers else fewest
+            why = f"{why}; {decision.wanted} wanted, {decision.workers} is {bound}"
+        return self._order(flow, decision.workers, why, bounds, data)
 
-    def _order(self, flow: FlowState, workers: int, why: str) -> int:
+    def _order(self, flow: FlowState, workers: int, why: str, bounds: Bounds, data: Mapping[str, float]) -> int:
         """Writes it where `scale` writes, unless a person was faster."""
         if not self._flow.set_desired_workers(workers, "auto"):
             return flow.desired_workers
         text = f"scaled {flow.desired_workers} → {workers}: {why}"
-        emit(self._redis, self._run_id, "scaling", text, before=flow.desired_workers, workers=workers)
+        self._emit(text, flow.desired_workers, workers, bounds, data)
         self._told = ""
         self._autoscale.restart()
         return workers
 
-    def _tell(self, kind: str, text: str) -> None:
+    def _tell(self, held: Held, present: int, bounds: Bounds, data: Mapping[str, float]) -> None:
         """An event for what is not done; the same thing once."""
-        if kind != self._told:
-            emit(self._redis, self._run_id, "scaling", text)
-            self._told = kind
+        if held.kind != self._told:
+            self._emit(held.text, present, present, bounds, data)
+            self._told = held.kind
+
+    def _emit(self, text: str, before: int, workers: int, bounds: Bounds, data: Mapping[str, float]) -> None:
+        numbers = {"least": bounds.least, "most": bounds.most, **data}
+        emit(self._redis, self._run_id, "scaling", text, before=before, workers=workers, **numbers)
 
 
 def _at_work(worker: Beat) -> bool:

@@ -24,6 +24,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.utils.env_checker import data_equivalence
 
+from rollout_worker.environments import vector_env
 from rollout_worker.environments.description import SINGLE_AGENT, check_evaluation, describe
 from rollout_worker.environments.factory import is_factory, make, make_native
 from shared.config.loading import parse_config
@@ -130,6 +131,8 @@ class Check:
         self._spaces: dict[str, tuple[spaces.Space[Any], spaces.Space[Any]]] = {}
         self._outcomes: dict[str, str] = {}
         """Reward and flags of each agent's last step."""
+        self._told: set[str] = set()
+        """Names of the numbers that any step's `info` held."""
 
     def run(self, steps: int, whole: bool, alone: bool, any_api: bool = False) -> None:
         """Everything; problems are told as they are found. With `any_api` it may be of PettingZoo all the same."""
@@ -137,6 +140,7 @@ class Check:
             self._make(alone, any_api)
             ended, played = self._play(steps)
             self._report.chatter()
+            self._check_info(played)
             if whole:
                 self._check_seeds(steps)
                 if not ended and not self._config.environment.max_episode_steps:
@@ -272,6 +276,9 @@ class Check:
         if not isinstance(info, dict):
             found = f"step() returned {_shown(info)} as info"
             self._report.add(FATAL, found, "a dict", "return {} where there is nothing to say")
+        else:
+            each = info.values() if self._many else [info]
+            self._told |= {name for its in each if isinstance(its, dict) for name in vector_env.numbers(its)}
         by_agent = [self._by_agent(f"step() returned {_shown(item)}", item) for item in outcomes]
         over, self._outcomes = {}, {}
         for agent in actions:
@@ -282,6 +289,15 @@ class Check:
         on = [agent for agent in actions if not over[agent] and agent in left]
         new = [agent for agent in left - set(actions) if self._many and agent in self._spaces]
         return self._observed("step()", observation, [*on, *new] if self._many else [SINGLE_AGENT]), not (on or new)
+
+    def _check_info(self, played: int) -> None:
+        """Whether each column of `environment.info_columns` was told at all."""
+        columns = self._config.environment.info_columns
+        if missing := [name for name in columns if name not in self._told]:
+            numbers = ", ".join(sorted(self._told)) or "none"
+            found = f"info never told {', '.join(missing)} in {counted(played, 'step')}; its numbers are: {numbers}"
+            expected = "a number in each step's info for each of environment.info_columns (without one it is NaN)"
+            self._report.add(WRONG, found, expected, "return it, or leave the name out")
 
     def _check_seeds(self, steps: int) -> None:
         first, second = (self._episode(min(steps, _COMPARED_STEPS)) for _ in range(2))

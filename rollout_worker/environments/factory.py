@@ -41,7 +41,7 @@ def _vectorize(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any]
         # What a process raises is an `EnvironmentFailure`; gymnasium's log would tell it too, and break on a '%' in it.
         gym.logger.min_level = gym.logger.ERROR + 1
         return made
-    makers = [lambda index=index: GuardedEnvironment(make(config), index) for index in range(config.num_envs)]
+    makers = [lambda index=index: _guarded(config, index) for index in range(config.num_envs)]
     return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
 
 
@@ -52,7 +52,11 @@ def _in_own_process(config: EnvironmentConfig, index: int) -> GuardedEnvironment
     """
     end_with_parent(signal.SIGKILL)()
     forget_secrets("store")
-    return GuardedEnvironment(make(config), index)
+    return _guarded(config, index)
+
+
+def _guarded(config: EnvironmentConfig, index: int) -> GuardedEnvironment:
+    return GuardedEnvironment(make(config), index, config.info_columns)
 
 
 def make(config: EnvironmentConfig, **overrides: Any) -> Any:

@@ -12,12 +12,12 @@ from rollout_worker.environments import vector_env
 from rollout_worker.environments.seeding import episode_seed
 from rollout_worker.environments.vector_env import NamedFailures, PolicyStep, Position, RunningEpisodes, Step, pick
 from shared.experience.counters import Phase
-from shared.experience.fragment import EpisodeRecord
+from shared.experience.fragment import INFO, EpisodeRecord
 from shared.experience.spaces import Array, Columns, EnvironmentDescription
 
 _LOGGER = logging.getLogger("stagecoach.worker")
-_PAST, _RETURN = "stagecoach_past", "stagecoach_return"
-"""An option of `reset` and an entry of its info: actions to do again, and what they have brought."""
+_PAST, _RETURN, _SUMS = "stagecoach_past", "stagecoach_return", "stagecoach_sums"
+"""An option of `reset` and entries of its info: actions to do again, and what they have brought."""
 
 
 class GymnasiumEnvironments:
@@ -36,6 +36,8 @@ class GymnasiumEnvironments:
         self._everyone = np.ones(self.num_envs, np.bool_)
         self._over = ~self._everyone
         leaves = self._spaces.observation.leaves
+        self._info_columns = description.info_columns
+        self._sums = np.zeros((len(self._info_columns), self.num_envs))
         self._no_slots = np.zeros(0, np.int32)
         self._no_final = {leaf.column("final_obs"): np.zeros((0, *leaf.shape), leaf.column_dtype) for leaf in leaves}
 
@@ -53,6 +55,7 @@ class GymnasiumEnvironments:
             observations, infos = self._env.reset(seed=seed, options=options)
         self._over[:] = False
         self._returns[:] = infos[_RETURN] if past else 0
+        self._sums[:] = np.transpose(infos[_SUMS]) if past and self._info_columns else 0
         return {self._policy: (self._spaces.observation.flatten("obs", observations), self._everyone.copy())}
 
     @property
@@ -79,6 +82,7 @@ class GymnasiumEnvironments:
         self._returns += rewards
         self._lengths += 1 if mask is self._everyone else mask
         done = terminated | truncated
+        told = self._told(infos, done, mask)
         final, final_slots = self._no_final, self._no_slots
         episodes: list[tuple[int, EpisodeRecord]] = []
         if len(ended := done.nonzero()[0]):
@@ -86,6 +90,7 @@ class GymnasiumEnvironments:
             final = self._final_obs(observations, infos, final_slots)
             episodes = self._records(ended, infos)
             self._returns[ended] = 0
+            self._sums[:, ended] = 0
             self._lengths[ended] = 0
             self._episodes[ended] += 1
             if self._mode is AutoresetMode.DISABLED:
@@ -95,9 +100,20 @@ class GymnasiumEnvironments:
         self._over = done
         step = PolicyStep(
             self._spaces.observation.flatten("obs", observations),
-            np.asarray(rewards, np.float32), terminated, truncated, mask, final, final_slots,
+            np.asarray(rewards, np.float32), terminated, truncated, mask, final, final_slots, told,
         )  # fmt: skip
         return Step({self._policy: step}, episodes)
+
+    def _told(self, infos: dict[str, Any], done: Array, mask: Array) -> Columns:
+        """The configured numbers of this step's infos; of an episode that began again in it, those of its end."""
+        found: Columns = {}
+        for row, name in enumerate(self._info_columns):
+            values = _number_of_each(infos, name, mask)
+            if self._mode is AutoresetMode.SAME_STEP and done.any():
+                values = np.where(done, _number_of_each(infos.get("final_info", {}), name, mask), values)
+            found[INFO + name] = values
+            self._sums[row] += np.nan_to_num(values)
+        return found
 
     def _final_obs(self, observations: Any, infos: dict[str, Any], slots: Array) -> Columns:
         if self._mode is AutoresetMode.SAME_STEP:
@@ -117,6 +133,7 @@ class GymnasiumEnvironments:
             for name in names:
                 if infos[f"_{name}"][index]:
                     metrics |= vector_env.scalar(name, infos[name][index])
+            metrics |= {f"{name}_sum": float(its[index]) for name, its in zip(self._info_columns, self._sums)}
             records.append((index, vector_env.episode_record(total, length, metrics)))
         return records
 
@@ -139,17 +156,22 @@ class GymnasiumEnvironments:
             self._env.closed = True
 
 
+def _number_of_each(infos: Mapping[str, Any], name: str, mask: Array) -> Array:
+    """`[S]`; an environment of its own vectorization may leave out the mask `_name` where all have the number."""
+    return vector_env.usable(infos.get(name), mask & infos.get(f"_{name}", True))
+
+
 class GuardedEnvironment(gym.Wrapper[Any, Any, Any, Any]):
     """Turns what an environment raises into `EnvironmentFailure`, with its number, the place and the traceback.
 
-    Of its infos only the numbers of an episode's last pass: what is odd in them (an object that cannot be pickled, an
-    integer of 400 digits, text beside numbers) would end gymnasium's vectorization. With the option `_PAST` (a list of
-    actions for each environment) a reset also does these actions.
+    Of its infos only the numbers of an episode's last pass, and the configured ones of each: what is odd in them (an
+    object that cannot be pickled, an integer of 400 digits, text beside numbers) would end gymnasium's vectorization.
+    With the option `_PAST` (a list of actions for each environment) a reset also does these actions.
     """
 
-    def __init__(self, env: gym.Env[Any, Any], index: int) -> None:
+    def __init__(self, env: gym.Env[Any, Any], index: int, info_columns: Sequence[str] = ()) -> None:
         super().__init__(env)
-        self._index = index
+        self._index, self._info_columns = index, info_columns
         self._resetting, self._stepping = NamedFailures("reset", index), NamedFailures("step", index)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -157,13 +179,14 @@ class GuardedEnvironment(gym.Wrapper[Any, Any, Any, Any]):
         past = own.pop(_PAST, None)
         with self._resetting:
             observation, _ = self.env.reset(seed=seed, options=own or None)
-            total = 0.0
+            total, sums = 0.0, np.zeros(len(self._info_columns))
             for action in past[self._index] if past else ():
-                observation, reward, terminated, truncated, _ = self.env.step(action)
+                observation, reward, terminated, truncated, info = self.env.step(action)
                 total += float(reward)
+                sums += np.nan_to_num(vector_env.of_info(info, self._info_columns))
                 if terminated or truncated:
                     break  # it is not the episode that it was: the successor compares, and will see
-            return observation, {_RETURN: total} if past else {}
+            return observation, {_RETURN: total, _SUMS: sums} if past else {}
 
     def tell_phase(self, phase: Phase) -> None:
         vector_env.tell_phase(self.env, phase)
@@ -171,5 +194,7 @@ class GuardedEnvironment(gym.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         with self._stepping:
             observation, reward, terminated, truncated, info = self.env.step(action)
-            told = vector_env.numbers(info) if terminated or truncated else {}
-            return observation, reward, terminated, truncated, told
+            if terminated or truncated:
+                return observation, reward, terminated, truncated, vector_env.numbers(info)
+            told = {name: info[name] for name in self._info_columns if name in info}
+            return observation, reward, terminated, truncated, vector_env.numbers(told)

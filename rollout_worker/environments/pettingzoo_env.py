@@ -2,7 +2,9 @@
 
 import copy
 import logging
+import math
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -14,7 +16,7 @@ from rollout_worker.environments.seeding import episode_seed
 from rollout_worker.environments.vector_env import NamedFailures, PolicyStep, Position, RunningEpisodes, Step, pick
 from shared.config.sections import EnvironmentConfig
 from shared.experience.counters import Phase
-from shared.experience.fragment import EpisodeRecord
+from shared.experience.fragment import INFO, EpisodeRecord
 from shared.experience.spaces import Array, Columns, EnvironmentDescription
 
 _LOGGER = logging.getLogger("stagecoach.worker")
@@ -31,6 +33,8 @@ class _Episode:
     over: set[str] = field(default_factory=set)
     """Agents that have ended in it, whether the environment still lists them or not."""
     infos: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sums: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
+    """Agent → name → sum of what `info` told so far."""
     length: int = 0
 
     def record(self) -> EpisodeRecord:
@@ -43,6 +47,8 @@ class _Episode:
                     successes.append(bool(value))
                 else:
                     metrics[f"{agent}.{name}"] = value
+        for agent, sums in self.sums.items():
+            metrics |= {f"{agent}.{name}_sum": total for name, total in sums.items()}
         if successes:
             metrics[vector_env.SUCCESS[0]] = float(all(successes))
         return vector_env.episode_record(sum(self.returns.values()), self.length, metrics, self.returns)
@@ -126,6 +132,10 @@ class PettingZooEnvironments:
                     # copied at once: the environment may use its array again
                     finals.append((slot, copy.deepcopy(observations[agent])))
                 episode.infos[agent] = dict(infos.get(agent, {}))
+                names = self._description.info_columns
+                for name, number in zip(names, vector_env.of_info(episode.infos[agent], names).tolist(), strict=True):
+                    step.info[INFO + name][slot] = number
+                    episode.sums[agent][name] += 0.0 if math.isnan(number) else number
             episode.observations = dict(observations)
             episode.over |= {agent for agent in acting if terminated.get(agent) or truncated.get(agent)}
             episode.live = set(env.agents) - episode.over
@@ -155,7 +165,9 @@ class PettingZooEnvironments:
         for policy_id, agents in self._agents.items():
             size = len(agents) * self.num_envs
             over, cut, mask = (np.zeros(size, np.bool_) for _ in range(3))
-            made[policy_id] = PolicyStep({}, np.zeros(size, np.float32), over, cut, mask, {}, np.zeros(0, np.int32)), []
+            info = {INFO + name: np.full(size, np.nan, np.float32) for name in self._description.info_columns}
+            reward, no_slots = np.zeros(size, np.float32), np.zeros(0, np.int32)
+            made[policy_id] = PolicyStep({}, reward, over, cut, mask, {}, no_slots, info), []
         return made
 
     @NamedFailures("set_phase")

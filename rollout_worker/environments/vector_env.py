@@ -14,7 +14,7 @@ import numpy as np
 
 from shared.errors import EnvironmentFailure
 from shared.experience.counters import Phase
-from shared.experience.fragment import LARGEST_SHOWN, EpisodeRecord
+from shared.experience.fragment import LARGEST, LARGEST_SHOWN, EpisodeRecord
 from shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf
 
 SUCCESS = ("is_success", "success")
@@ -35,6 +35,8 @@ class PolicyStep:
     """`[M, …]`: the true last observation of each slot whose episode ended; a terminated one may be missing."""
     final_slots: Array
     """`[M]`, int32."""
+    info: Columns = field(default_factory=dict)
+    """`info/NAME` `[S]`, float32: NaN where the environment did not tell, or what it told cannot be learned from."""
 
     @property
     def over(self) -> Array:
@@ -166,6 +168,24 @@ def scalar(name: str, value: Any) -> dict[str, float]:
 
 def numbers(info: Mapping[Any, Any]) -> dict[str, float]:
     return {key: number for name, value in info.items() for key, number in scalar(str(name), value).items()}
+
+
+def usable(values: Any, told: Array) -> Array:
+    """`[S]` float32 for a column `info/NAME`: NaN where nothing is `told`, and for what a fragment cannot hold."""
+    try:
+        found = np.asarray(values, np.float64)
+    except (TypeError, ValueError, OverflowError):
+        found = np.zeros(0)
+    if found.shape != told.shape:
+        return np.full(told.shape, np.nan, np.float32)
+    with np.errstate(invalid="ignore"):
+        return np.where(told & (np.abs(found) <= LARGEST), found, np.nan).astype(np.float32)
+
+
+def of_info(info: Mapping[Any, Any], names: Sequence[str]) -> Array:
+    """`[C]` float32: the numbers of these names, NaN as in a column `info/NAME`."""
+    found = [scalar(name, info.get(name)).get(name, np.nan) for name in names]
+    return usable(found, np.ones(len(names), np.bool_))
 
 
 def tell_phase(env: Any, phase: Phase) -> None:

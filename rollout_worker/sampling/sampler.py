@@ -15,7 +15,7 @@ from rollout_worker.sampling import action_trace
 from rollout_worker.sampling.action_trace import ActionTrace
 from shared.experience.counters import Phase
 from shared.experience.fragment import LARGEST, STATE, EpisodeRecord, expected_columns
-from shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces, SpaceSpec
+from shared.experience.spaces import Array, Columns, EnvironmentDescription, SpaceSpec
 from shared.policies.actor_critic import with_states
 from shared.policies.policy import Policy
 from shared.policies.registry import torch_device
@@ -65,8 +65,10 @@ class Sampler:
         started, stepped = time.perf_counter(), self._stages.nanoseconds("env")
         self._generator.manual_seed(self.lineage.acting(self._number))
         recorders = {
-            policy_id: _Recorder(spaces, steps, self._slots(policy_id), policies[policy_id].state_size)
-            for policy_id, spaces in self._description.policies.items()
+            policy_id: _Recorder(
+                self._description, policy_id, steps, self._slots(policy_id), policies[policy_id].state_size
+            )
+            for policy_id in self._description.policies
         }
         remembering = with_states(policies, {policy_id: self._slots(policy_id) for policy_id in policies}, self._states)
         for policy_id, its in remembering.items():
@@ -142,9 +144,12 @@ class Sampler:
 
 
 class _Recorder:
-    def __init__(self, spaces: PolicySpaces, steps: int, slots: int, state_size: int) -> None:
+    def __init__(
+        self, description: EnvironmentDescription, policy_id: str, steps: int, slots: int, state_size: int
+    ) -> None:
+        spaces = description.policies[policy_id]
         self._observation = spaces.observation
-        expected = expected_columns(spaces, steps, slots, state_size)
+        expected = expected_columns(spaces, steps, slots, state_size, description.info_columns)
         self._final: dict[str, list[Array]] = {}
         for name in [*spaces.observation.column_names("final_obs"), "final_index"]:
             shape, dtype = expected.pop(name)
@@ -160,6 +165,8 @@ class _Recorder:
     def stepped(self, step: int, result: PolicyStep) -> None:
         for name in ("reward", "terminated", "truncated", "mask"):
             self.columns[name][step] = getattr(result, name)
+        for name, array in result.info.items():
+            self.columns[name][step] = array
         if result.final_slots.size:
             slots = result.final_slots
             kept = result.truncated[slots] | _holdable(self._observation, result.final_obs)

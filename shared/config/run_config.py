@@ -20,7 +20,16 @@ from shared.config.sections import ConfigFields
 
 _DECIDES_LEARNING: Any = {
     "seed": True,
-    "environment": {"id", "kwargs", "api", "wrappers", "num_envs", "vectorization", "max_episode_steps"},
+    "environment": {
+        "id",
+        "kwargs",
+        "api",
+        "wrappers",
+        "num_envs",
+        "vectorization",
+        "max_episode_steps",
+        "info_columns",
+    },
     "policies": True,
     "agents": True,
     "algorithm": True,
@@ -52,10 +61,16 @@ class Config(ConfigFields):
 
     def hash(self) -> str:
         """SHA-256 of what decides the learning (not where, by how many, or until when it runs): 64 hex digits."""
-        data = self.model_dump(mode="json", include=_DECIDES_LEARNING)
-        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self._deciding(), sort_keys=True).encode()).hexdigest()
 
     def decides_otherwise(self, other: Config) -> list[str]:
         """The fields by which this config's hash is another than that of `other`, with dots."""
-        mine, theirs = (leaves(config.model_dump(mode="json", include=_DECIDES_LEARNING)) for config in (self, other))
+        mine, theirs = (leaves(config._deciding()) for config in (self, other))
         return sorted(path for path in mine | theirs if mine.get(path) != theirs.get(path))
+
+    def _deciding(self) -> dict[str, Any]:
+        """Without `info_columns` where there are none: a run that has none keeps the hash that it always had."""
+        data = self.model_dump(mode="json", include=_DECIDES_LEARNING)
+        if not self.environment.info_columns:
+            del data["environment"]["info_columns"]
+        return data

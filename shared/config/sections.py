@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from shared.config.algorithms.on_policy import PPOConfig
 from shared.config.algorithms.registry import AlgorithmField
@@ -28,6 +28,9 @@ def _path(value: object) -> object:
     return {"path": value} if isinstance(value, str) else value
 
 
+InfoName = Annotated[str, Field(pattern=r"^[A-Za-z][\w./-]*$", max_length=100)]
+
+
 class EnvironmentConfig(Section):
     """The environment that the rollout workers step."""
 
@@ -48,12 +51,22 @@ class EnvironmentConfig(Section):
     max_episode_steps: int | None = Field(None, ge=1)
     """Truncate episodes after this many steps of the agent, whatever wrappers make of one (with a frame skip of 4 it is
     four of the game's); the default is what the environment registers, in steps of its own."""
+    info_columns: tuple[InfoName, ...] = ()
+    """Numbers of each step's `info`, by name, that travel with the experience as columns `info/NAME`: for transforms,
+    own algorithms, the archive and figures, not for the policy (docs/ENVIRONMENTS.md). NaN where a step tells none."""
     failures_allowed: int = Field(3, ge=0)
     """How often in a row an environment may raise, without a fragment (or an evaluation) between, before its process
     gives up. Counted by progress: a slow environment is given up as surely as a fast one."""
     step_deadline_seconds: float = Field(120.0, ge=1)
     """One step, reset or start of a process's environments that takes longer is taken for hung, and the process is
     replaced; the evaluator's as well. Much more than any healthy step takes: nothing else is lost by waiting."""
+
+    @field_validator("info_columns")
+    @classmethod
+    def _each_once(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{', '.join(twice)} more than once; expected each name once")
+        return names
 
 
 class PolicyConfig(Section):

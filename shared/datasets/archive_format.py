@@ -2,13 +2,13 @@
 laid end to end, slot by slot, heat-up and what the trainer dropped included."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from shared.datasets.recording import Episode, Table, episodes_of
 from shared.errors import DatasetError, FragmentError
-from shared.experience.fragment import STATE, Fragment, check
+from shared.experience.fragment import INFO, STATE, Fragment, check
 from shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
 from shared.storage.log_archive import read_experience
 
@@ -38,6 +38,7 @@ def _checked(fragments: Iterable[Fragment], location: str, description: Environm
                 columns.pop(STATE, None)  # the hidden state of another policy is no experience
                 if item.header.wire_version == 2:
                     columns["log_prob"] = np.where(columns["log_prob"] == 0, np.float32(np.nan), columns["log_prob"])
+                _adapt_info(columns, description.info_columns)
             check(item, item.header.run_id, description)
         except FragmentError as error:
             raise DatasetError(
@@ -45,6 +46,15 @@ def _checked(fragments: Iterable[Fragment], location: str, description: Environm
                 f"environment, with one agent and the same policy id"
             ) from None
         yield item
+
+
+def _adapt_info(columns: Columns, wanted: Sequence[str]) -> None:
+    """Leaves out what this run did not ask for; what the recorded run did not ask for is unknown."""
+    names = [INFO + name for name in wanted]
+    for name in [name for name in columns if name.startswith(INFO) and name not in names]:
+        del columns[name]
+    for name in names:
+        columns.setdefault(name, np.full(columns["reward"].shape, np.nan, np.float32))
 
 
 def _lines(fragments: Iterable[Fragment], policy_id: str) -> list[list[Fragment]]:
@@ -69,6 +79,7 @@ def _table(line: list[Columns], slot: int, spaces: PolicySpaces, whole: bool) ->
     """All steps of one slot; what was masked (a native environment's reset) is left out. What was observed after a step
     that terminated may not be in a fragment."""
     observed, acted_on = spaces.observation.column_names("obs"), spaces.action.column_names("action")
+    told = [name for name in line[0] if name.startswith(INFO)]
     parts: dict[str, list[Array]] = defaultdict(list)
     for columns in line:
         acted, mine = columns["mask"][:, slot], columns["final_index"][:, 1] == slot
@@ -76,7 +87,7 @@ def _table(line: list[Columns], slot: int, spaces: PolicySpaces, whole: bool) ->
         known = ~columns["terminated"][:, slot]
         known[final] = True
         parts["next_known"].append(known[acted])
-        for name in (*observed, *acted_on, "reward", "terminated", "truncated", "log_prob"):
+        for name in (*observed, *acted_on, *told, "reward", "terminated", "truncated", "log_prob"):
             parts[name].append(columns[name][acted, slot])
         for name in observed:
             after = np.concatenate([columns[name][1:, slot], columns[f"bootstrap_{name}"][None, slot]])
@@ -87,4 +98,5 @@ def _table(line: list[Columns], slot: int, spaces: PolicySpaces, whole: bool) ->
         {name: found[name] for name in observed}, {name: found[name] for name in acted_on},
         found["reward"], found["terminated"], found["truncated"], found["log_prob"],
         {name: found[f"next_{name}"] for name in observed}, whole=whole, next_known=found["next_known"],
+        info={name: found[name] for name in told},
     )  # fmt: skip

@@ -13,6 +13,7 @@ from shared.config.sections import DatasetFormat, RecordedConfig
 from shared.datasets import archive_format
 from shared.datasets.recording import Episode, Recording, Table, as_column, episodes_of, flags, numbers
 from shared.errors import DatasetError
+from shared.experience.fragment import INFO
 from shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
 from shared.runtime.user_code import install
 from shared.storage.log_archive import EXPERIENCE
@@ -36,9 +37,10 @@ def read_dataset(config: RecordedConfig, description: EnvironmentDescription) ->
     elif not path.exists():
         raise DatasetError(f"{config.section}.path={config.path} does not exist; expected a {kind} dataset there")
     elif kind == "csv":
-        episodes = read_csv(path, spaces)
+        episodes = read_csv(path, spaces, description.info_columns)
     else:
-        episodes = read_hdf5(path / _MINARI if kind == "minari" and path.is_dir() else path, spaces)
+        file = path / _MINARI if kind == "minari" and path.is_dir() else path
+        episodes = read_hdf5(file, spaces, description.info_columns)
     recording = Recording(spaces, _good_enough(config, episodes), config.path)
     if config.sha256 not in (None, recording.sha256):
         raise DatasetError(
@@ -82,8 +84,8 @@ def _format(config: RecordedConfig) -> DatasetFormat:
     )
 
 
-def read_csv(path: Path, spaces: PolicySpaces) -> list[Episode]:
-    """Its episodes; raises `DatasetError`."""
+def read_csv(path: Path, spaces: PolicySpaces, info_columns: Sequence[str] = ()) -> list[Episode]:
+    """Its episodes, with these columns `info/NAME`, NaN where it has none; raises `DatasetError`."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = csv.reader(file)
@@ -95,7 +97,7 @@ def read_csv(path: Path, spaces: PolicySpaces) -> list[Episode]:
     if odd is not None:
         found = len(cells[odd])
         raise DatasetError(f"{path}: row {odd} has {found} cells, expected {len(header)} as in the first line")
-    return list(episodes_of(_csv_table(path, _Cells(path, header, cells), spaces)))
+    return list(episodes_of(_csv_table(path, _Cells(path, header, cells), spaces, info_columns)))
 
 
 class _Cells:
@@ -142,7 +144,7 @@ class _Cells:
         return columns
 
 
-def _csv_table(path: Path, cells: _Cells, spaces: PolicySpaces) -> Table:
+def _csv_table(path: Path, cells: _Cells, spaces: PolicySpaces, info_columns: Sequence[str]) -> Table:
     obs = cells.space(spaces.observation, "obs", "obs")
     action = cells.space(spaces.action, "action", "action")
     told = any(name.startswith("next_obs") for name in cells.unread)
@@ -157,12 +159,21 @@ def _csv_table(path: Path, cells: _Cells, spaces: PolicySpaces) -> Table:
         numbers(log_prob, cells.rows, f"{path}: log_prob", unknown=True),
         cells.space(spaces.observation, "obs", "next_obs") if told else None,
         _changes(cells),
+        info={
+            name: _known_numbers(cells.number(name) if name in cells else None, cells.rows, f"{path}: {name}")
+            for name in (INFO + its for its in info_columns)
+        },
     )
     _check_steps(path, cells, table)
     if cells.unread:
         unknown = ", ".join(sorted(cells.unread))
         raise DatasetError(f"{path} has the columns {unknown}, which mean nothing here; leave them out")
     return table
+
+
+def _known_numbers(values: Array | None, rows: int, name: str) -> Array:
+    """A column `info/NAME`; NaN where there is none."""
+    return np.full(rows, np.nan, np.float32) if values is None else numbers(values, rows, name, unknown=True)
 
 
 def _changes(cells: _Cells) -> Array:
@@ -190,11 +201,11 @@ def _check_steps(path: Path, cells: _Cells, table: Table) -> None:
         )
 
 
-def read_hdf5(path: Path, spaces: PolicySpaces) -> list[Episode]:
-    """Its episodes; raises `DatasetError`."""
+def read_hdf5(path: Path, spaces: PolicySpaces, info_columns: Sequence[str] = ()) -> list[Episode]:
+    """Its episodes, with `infos/NAME` as columns, NaN where it has none; raises `DatasetError`."""
     with _opened(path) as file:
         if "observations" in file:
-            return list(episodes_of(_hdf5_table(_Group(str(path), file), spaces, minari=False)))
+            return list(episodes_of(_hdf5_table(_Group(str(path), file), spaces, info_columns, minari=False)))
         names = [name for name in file if name.startswith("episode_") and name.removeprefix("episode_").isdigit()]
         if not names:
             raise DatasetError(
@@ -203,7 +214,7 @@ def read_hdf5(path: Path, spaces: PolicySpaces) -> list[Episode]:
             )
         ordered = sorted(names, key=lambda name: int(name.removeprefix("episode_")))
         groups = [_Group(f"{path}: {name}", file[name]) for name in ordered]
-        return [episode for group in groups for episode in _minari_episode(group, spaces)]
+        return [episode for group in groups for episode in _minari_episode(group, spaces, info_columns)]
 
 
 @contextmanager
@@ -265,7 +276,7 @@ def _places(spec: SpaceSpec, structure: Any, place: str) -> Iterator[tuple[Leaf,
             yield from _places(spec, below, f"{place}/_index_{index}")
 
 
-def _hdf5_table(group: _Group, spaces: PolicySpaces, minari: bool) -> Table:
+def _hdf5_table(group: _Group, spaces: PolicySpaces, info_columns: Sequence[str], minari: bool) -> Table:
     rewards = group.rows("rewards")
     rows, flag = len(rewards), ("terminations", "truncations") if minari else ("terminals", "timeouts")
     obs, next_obs = group.space(spaces.observation, "obs", "observations", rows + minari), None
@@ -283,11 +294,21 @@ def _hdf5_table(group: _Group, spaces: PolicySpaces, minari: bool) -> Table:
         flags(truncated, rows, f"{group.where}: {flag[1]}"),
         None if log_prob is None else numbers(group.array(log_prob), rows, f"{group.where}: {log_prob}", unknown=True),
         next_obs,
+        info={INFO + name: _hdf5_info(group, name, rows, minari) for name in info_columns},
     )
 
 
-def _minari_episode(group: _Group, spaces: PolicySpaces) -> list[Episode]:
-    table = _hdf5_table(group, spaces, minari=True)
+def _hdf5_info(group: _Group, name: str, rows: int, minari: bool) -> Array:
+    """Minari also keeps the `info` of the reset, as the first row."""
+    place = f"infos/{name}"
+    values = group.array(place) if place in group else None
+    if minari and values is not None and values.shape[:1] == (rows + 1,):
+        values = values[1:]
+    return _known_numbers(values, rows, f"{group.where}: {place}")
+
+
+def _minari_episode(group: _Group, spaces: PolicySpaces, info_columns: Sequence[str]) -> list[Episode]:
+    table = _hdf5_table(group, spaces, info_columns, minari=True)
     if (table.terminated | table.truncated)[:-1].any():
         raise DatasetError(f"{group.where} continues after a step that terminated or truncated it")
     return list(episodes_of(table))

@@ -6,7 +6,7 @@ observation after step m of episode e is the row after that of step m: m + e + 1
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -37,6 +37,8 @@ class Episode:
     last_known: bool = True
     """Whether the data have what was observed after the last step. Where they do not the step terminated, and the row
     before stands there again."""
+    info: Columns = field(default_factory=dict)
+    """`info/NAME` `[L]`, float32, of the run's `environment.info_columns`; NaN where it is not known."""
 
     def __len__(self) -> int:
         return len(self.reward)
@@ -53,6 +55,7 @@ class Recording:
         self.columns = {
             **_end_to_end([episode.observations for episode in kept]),
             **_end_to_end([episode.actions for episode in kept]),
+            **_end_to_end([episode.info for episode in kept]),
             "reward": np.concatenate([episode.reward for episode in kept]),
             "log_prob": np.concatenate([episode.log_prob for episode in kept]),
         }
@@ -61,6 +64,7 @@ class Recording:
         self._terminated = np.array([episode.terminated for episode in kept])
         self._last_known = np.array([episode.last_known for episode in kept])
         self.records = tuple(episode.record for episode in kept)
+        self._info_columns = tuple(kept[0].info)
 
     def __len__(self) -> int:
         return len(self.columns["reward"])
@@ -87,6 +91,7 @@ class Recording:
                 bool(self._terminated[number]),
                 self.records[number],
                 bool(self._last_known[number]),
+                {name: self.columns[name][steps] for name in self._info_columns},
             )
 
     def pieces(self, steps: int) -> int:
@@ -117,6 +122,8 @@ class Recording:
             columns[name] = self.columns[name][step]
         for name in ("reward", "log_prob"):
             columns[name] = np.where(mask, self.columns[name][step], np.float32(0))
+        for name in self._info_columns:
+            columns[name] = np.where(mask, self.columns[name][step], np.float32(np.nan))
         columns["final_index"] = final.astype(np.int32)
         known = [self.records[number] for number in episode[ended].tolist()]
         return columns, [record for record in known if record is not None]
@@ -203,6 +210,8 @@ class Table:
     """Whether the first row begins an episode."""
     next_known: Array | None = None
     """`[M]`, bool: where `next_obs` is valid (it may not be after a step that terminated). None: everywhere."""
+    info: Columns = field(default_factory=dict)
+    """`info/NAME` `[M]`, float32; NaN where it is unknown."""
 
 
 def episodes_of(table: Table) -> Iterator[Episode]:
@@ -240,6 +249,7 @@ def _episode(table: Table, first: int, last: int, record: EpisodeRecord | None) 
         terminated,
         record,
         told is not None or not terminated,
+        {name: array[steps] for name, array in table.info.items()},
     )
 
 

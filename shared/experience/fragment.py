@@ -16,6 +16,7 @@ Columns, per policy id, with S slots (environments × agents of that policy):
 | `final_obs…` | M × … | true last observation of each episode that ended (terminated: where it is known) |
 | `final_index` | M × 2 | int32: step, slot of each `final_obs` row |
 | `state_in` | S × state size | float32: what a policy with a core remembers before the first step; absent for others |
+| `info/NAME` | T × S | float32: numbers of the step's `info`, NaN where it has none (`environment.info_columns`) |
 
 Within the fragment that state follows from the columns: it begins at zero again after each step that ended an episode,
 or that nobody acted.
@@ -25,7 +26,7 @@ truncated as well. Wire version 2 is still read: it has no such observations, an
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any
@@ -42,6 +43,7 @@ WIRE_VERSION = 3
 _READABLE = (2, WIRE_VERSION)
 """Archives, and the log of a run that is resumed, may hold older fragments; columns mean the same in all of these."""
 STATE = "state_in"
+INFO = "info/"
 _schema = partial(FragmentError, DropReason.SCHEMA)
 _Count = Annotated[int, Field(ge=0, strict=True)]
 _Size = Annotated[int, Field(ge=1, strict=True)]
@@ -168,7 +170,8 @@ def check(
         raise _schema(f"policy versions of {sorted(header.policy_versions)}, expected {sorted(policies)}")
     for policy_id, spaces in description.policies.items():
         columns, slots = fragment.columns[policy_id], header.num_envs * description.slots(policy_id)
-        expected = expected_columns(spaces, header.steps, slots, (state_sizes or {}).get(policy_id, 0))
+        state_size = (state_sizes or {}).get(policy_id, 0)
+        expected = expected_columns(spaces, header.steps, slots, state_size, description.info_columns)
         _check_columns(columns, expected, policy_id)
         _check_choices(columns, spaces, policy_id)
         if by_log_prob and np.isnan(columns["log_prob"]).any():
@@ -177,11 +180,12 @@ def check(
 
 
 def expected_columns(
-    spaces: PolicySpaces, steps: int, slots: int, state_size: int = 0
+    spaces: PolicySpaces, steps: int, slots: int, state_size: int = 0, info_columns: Sequence[str] = ()
 ) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
     """Column → shape (−1 for any) and dtype of one policy's part of a fragment."""
     flags = {name: ((steps, slots), np.dtype(np.bool_)) for name in ("terminated", "truncated", "mask")}
-    numbers = {name: ((steps, slots), np.dtype(np.float32)) for name in ("reward", "log_prob")}
+    told = (INFO + name for name in info_columns)
+    numbers = {name: ((steps, slots), np.dtype(np.float32)) for name in ("reward", "log_prob", *told)}
     expected: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {**flags, **numbers}
     expected["final_index"] = ((-1, 2), np.dtype(np.int32))
     for leaf in spaces.observation.leaves:
@@ -197,8 +201,9 @@ def expected_columns(
 
 
 def holdable(name: str, array: Array) -> bool:
-    """Whether all numbers in a column are finite; a `log_prob` may be NaN."""
-    return array.dtype.kind != "f" or bool((np.isfinite(array) | (np.isnan(array) & (name == "log_prob"))).all())
+    """Whether all numbers in a column are finite; a `log_prob` or a number of the `info` may be NaN."""
+    may_be_unknown = name == "log_prob" or name.startswith(INFO)
+    return array.dtype.kind != "f" or bool((np.isfinite(array) | (np.isnan(array) & may_be_unknown)).all())
 
 
 def _check_columns(

@@ -160,6 +160,8 @@ class EnvironmentDescription(PlainData):
     agents: dict[str, str]
     """Agent → policy id, in slot order."""
     policies: dict[str, PolicySpaces]
+    info_columns: tuple[str, ...] = ()
+    """The numbers of each step's `info` that travel with the experience (`environment.info_columns`)."""
 
     def slots(self, policy_id: str) -> int:
         """Agents per environment that act with this policy."""
@@ -170,7 +172,7 @@ class EnvironmentDescription(PlainData):
         per_env, state = 0, 0
         for policy_id, spaces in self.policies.items():
             leaves = (*spaces.observation.leaves, *spaces.action.leaves)
-            row = sum(leaf.size * leaf.column_dtype.itemsize for leaf in leaves) + 12
+            row = sum(leaf.size * leaf.column_dtype.itemsize for leaf in leaves) + 12 + 4 * len(self.info_columns)
             per_env += row * self.slots(policy_id)
             state += 4 * (state_sizes or {}).get(policy_id, 0) * self.slots(policy_id)
         return (per_env * steps + state) * num_envs

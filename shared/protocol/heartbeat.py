@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar, cast
 
 import redis
-from pydantic import BaseModel, BeforeValidator, TypeAdapter
+from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter
 
 from shared.errors import StoreError, StoreUnavailable, WaitTimeout
 from shared.printable import JSON_OBJECT, NAME_CHARACTERS, foreign, left_out, printable, printable_data
@@ -44,6 +44,7 @@ class _Progress(BaseModel, extra="allow"):
     updates: int = 0
     episodes: int = 0
     fragments: int = 0
+    transitions: int = Field(0, ge=0, lt=1 << 63)
     evaluations: int = 0
     evaluating: str = ""
     phase: str = ""

@@ -42,6 +42,8 @@ class Model:
         self.autoscale = Autoscale(WINDOW, batch, lag)
         self.history: list[int] = []
         self.decisions: list[Decision] = []
+        """Those that change the number."""
+        self.all: list[Decision] = []
         self.elsewhere = 0.0
         """Share of the time that the trainer waits for the store."""
 
@@ -70,6 +72,7 @@ class Model:
             beats = [beat("worker", i, self.at, self.waited[f"worker-{i}"]) for i in range(self.workers)]
             told = beat("trainer", 0, self.at, self.waited["trainer"], int(self.version))
             decision = self.autoscale.decide(told, beats, least, most)
+            self.all += [] if decision is None else [decision]
             if decision is not None and decision.workers != self.workers:
                 self.decisions.append(decision)
                 self.workers = decision.workers
@@ -143,15 +146,23 @@ def test_workers_that_bring_nothing_are_taken_back_and_not_tried_again_for_long(
     assert model.history.count(4) < 40
     assert model.workers == 2
     whys = [decision.why for decision in model.decisions if decision.workers == 2]
-    assert re.fullmatch(r"4 workers brought \d % more updates than 2", whys[-1])
+    assert re.fullmatch(r"4 workers brought \d % more updates than 2; the trainer waited .*", whys[-1])
     assert sum(decision.workers > 2 for decision in model.decisions) == 1
+    held = [decision.held.text for decision in model.all if decision.held is not None]
+    assert re.fullmatch(
+        r"4 workers are wanted \(the trainer waited \d+ % of the last 10 s for experience.*\), but no more than 2 are "
+        r"tried for another \d+ s: more brought too little", held[0],
+    ), held[0]  # fmt: skip
 
 
 def test_while_the_store_is_what_the_trainer_waits_for_nothing_is_done() -> None:
     model = Model(act=0.05, learn=0.2, workers=8)
     model.elsewhere = 0.6
     model.run(100)
-    assert model.decisions == []
+    assert model.decisions == [] and {decision.workers for decision in model.all} == {8}
+    assert {decision.held and decision.held.kind for decision in model.all} == {"elsewhere"}
+    text = model.all[-1].held.text if model.all[-1].held else ""
+    assert text.startswith("4 workers would do (workers waited ") and "waited 60 % of that time" in text, text
 
 
 def test_a_window_begins_anew_with_whoever_joins_leaves_or_is_replaced() -> None:
@@ -201,19 +212,24 @@ class Crew:
         self.role, self.scaling = role, Scaling(role)
         self.at, self.workers, self.unplaced = 100.0, 2, 0
         self.phase, self.reads_again, self.version = "train", False, 0
-        self.waited = {"experience": 0.0, "credit": 0.0}
+        self.waited = {"experience": 0.0, "credit": 0.0, "the store": 0.0}
         self.starting: set[str] = set()
 
-    def look(self, experience: float = 0.0, credit: float = 0.0, room: int = 100) -> int:
+    def look(self, experience: float = 0.0, credit: float = 0.0, room: int = 100, others: float = 0.0) -> int:
         """A second later: what the fleet would be brought to."""
         self.at += 1
         self.waited["experience"] += experience
         self.waited["credit"] += credit
+        self.waited["the store"] += others
         self.version += 2 * self.workers
         flow = self.role.flow.read()
         trainer: dict[str, Any] = {"version": self.version, "phase": self.phase, "reads_again": self.reads_again}
         names = [f"worker-{index}" for index in range(self.workers + self.unplaced)]
-        beats = {"trainer": beat("trainer", 0, self.at, {"experience": self.waited["experience"]}, **trainer)}
+        beats = {
+            "trainer": beat(
+                "trainer", 0, self.at, {name: self.waited[name] for name in ("experience", "the store")}, **trainer
+            )
+        }
         for index, name in enumerate(names[: self.workers]):
             fragments = 0 if name in self.starting else 5
             beats[name] = beat("worker", index, self.at, {"credit": self.waited["credit"]}, fragments=fragments)
@@ -227,6 +243,10 @@ class Crew:
         """The events of scaling."""
         return [event.text for event in read_events(self.role.redis, self.role.run_id) if event.kind == "scaling"]
 
+    def data(self) -> list[dict[str, Any]]:
+        """Their numbers."""
+        return [event.data for event in read_events(self.role.redis, self.role.run_id) if event.kind == "scaling"]
+
 
 def test_it_grows_and_shrinks_writes_what_it_decides_and_says_why(role: RunContext) -> None:
     crew = Crew(role)
@@ -239,6 +259,37 @@ def test_it_grows_and_shrinks_writes_what_it_decides_and_says_why(role: RunConte
         f"scaled 2 → 4: {WHY}",
         "scaled 4 → 3: workers waited 50 % of the last 2 s for credit",
     ]
+    up, down = crew.data()
+    shares = {"waited_for_experience": 0.5, "waited_for_others": 0.0, "waited_for_credit": 0.0}
+    window = {"window_seconds": 2.0, "updates_per_second": 4.0}
+    assert up == {"before": 2, "workers": 4, "wanted": 4, "least": 1, "most": 8} | shares | window
+    assert (down["before"], down["workers"], down["waited_for_credit"]) == (4, 3, 0.5)
+
+
+def test_fewer_than_the_bound_are_wanted_and_the_step_says_so(role: RunContext) -> None:
+    crew = Crew(role)
+    role.flow.set_scaling("auto", 6, 8, 8)
+    crew.workers = 8
+    assert crew.after(3, credit=0.9) == 6
+    waited = "workers waited 90 % of the last 2 s for credit; no fewer than half as many at once"
+    fewest = "4 wanted, 6 is the fewest (rollout.min_workers, or --min)"
+    role.flow.set_scaling("auto", 1, 8, 8)
+    assert crew.told() == [f"scaled 8 → 6: {waited}; {fewest}"]
+
+
+def test_what_holds_a_step_back_is_told_once_until_it_changes(role: RunContext) -> None:
+    crew = Crew(role)
+    assert crew.after(20, experience=0.5, others=0.3) == 2
+    assert crew.after(20, experience=0.5, others=0.3, room=2) == 2, "that of the store comes first"
+    assert crew.after(20, experience=0.5, room=2) == 2
+    others, room = crew.told()
+    assert others.endswith("but the trainer waited 30 % of that time for something else, mostly the store")
+    assert (
+        others.startswith(f"4 workers would do ({WHY})")
+        and room == f"4 workers are wanted ({WHY}), but 2 is all that fit"
+    )
+    assert [(each["before"], each["workers"], each["most"]) for each in crew.data()] == [(2, 2, 8), (2, 2, 2)]
+    assert crew.data()[0]["waited_for_others"] == 0.3
 
 
 def test_a_fixed_number_is_left_alone(role: RunContext) -> None:
@@ -295,7 +346,8 @@ def test_workers_without_a_place_stop_the_growth_and_go_when_they_are_not_needed
     assert crew.after(20, credit=0.02) == 2, "nobody waits for them any more"
     assert crew.told() == [
         f"more than 2 workers are wanted ({WHY}), but no machine has capacity for another",
-        "scaled 4 → 2: worker-2, worker-3 had no place, and are not needed",
+        "scaled 4 → 2: worker-2, worker-3 had no place, and are not needed; "
+        "the trainer waited 0 % of the last 2 s for experience",
     ]
 
 
@@ -307,4 +359,4 @@ def test_without_a_bound_one_machine_grows_to_its_cores_and_what_is_more_already
     role.flow.set_scaling("auto", 1, None, 5)
     crew.workers = 5
     assert crew.after(9) == 5
-    assert crew.told() == [f"scaled 2 → 3: {WHY}"]
+    assert crew.told() == [f"scaled 2 → 3: {WHY}; 4 wanted, 3 is one for each core (--max allows more)"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from coordinator.catalog.run_files import RunStatus
 from coordinator.catalog.run_folder import RunFolder
-from coordinator.catalog.status import Status, bottleneck
+from coordinator.catalog.status import Status, bottleneck, summarize_fleet
 from coordinator.cli.live_view import ledger_line, print_status, print_summary, scores_of_note
 from coordinator.cli.options import PrintableConsole, figure
 from coordinator.fleet.managed_actor import cause
@@ -23,6 +24,7 @@ from shared.protocol.ledger import Count, LedgerLine
 from shared.runtime.failure import Failure, FailureKind, RunEnd
 from tests.conftest import minimal_config
 
+LINE = LedgerLine(Count(3, 30), Count(1, 10), {DropReason.STALE: Count(1, 10)}, Count(0, 0)).as_dict()
 NASTY = "failed: closing [/red] tag in obs[key] and [bold]"
 
 
@@ -68,6 +70,48 @@ def test_an_export_that_failed_is_told(console: PrintableConsole) -> None:
     assert "export: 2_Step-64.ckpt could not be exported: default: no [such] operator" in shown(console)
 
 
+def fleet_of(count: int, **changed: Beat) -> list[Beat]:
+    """A trainer and workers that have acted for 10 s each, number i 100 + i steps a second."""
+    plain = Beat("worker", "", "1-0", 0.5, 7, "host", None, None, 0.0, 0.0, {})
+    workers = [
+        dataclasses.replace(
+            plain, id=f"worker-{index}", progress={"transitions": 10 * (100 + index)},
+            stages={"start": 90.0, "act": 4.0, "wait(credit)": 6.0},
+        )
+        for index in range(count)
+    ]  # fmt: skip
+    return [dataclasses.replace(plain, role="trainer", id="trainer"), *(changed.get(each.id, each) for each in workers)]
+
+
+def test_a_fleet_of_a_thousand_stays_readable_and_those_in_trouble_are_shown(console: PrintableConsole) -> None:
+    gone = dataclasses.replace(fleet_of(1)[1], id="worker-700", age_seconds=77.0, stages={})
+    failed = dataclasses.replace(gone, id="worker-800", ended="it raised", failure=FailureKind.OTHER)
+    beats = fleet_of(1000, **{"worker-700": gone, "worker-800": failed})
+    ledger = {beat.id: LINE for beat in beats[1:]} | {"total": LINE}
+    print_status(dataclasses.replace(status("x"), roles=beats, fleet=summarize_fleet(beats), ledger=ledger), console)
+    text = shown(console)
+    assert "fleet: 999 workers, 597,800 env steps/s; 599 on average, 100 at worst (worker-0); oldest heartbeat" in text
+    assert "77.0 s (worker-700)" in text and "and 984 workers more: `stagecoach status a --json` has all" in text
+    names = set(re.findall(r"worker-\d+", text))
+    assert names == {"worker-700", "worker-800", *(f"worker-{index}" for index in range(14))}
+    assert len(str(console.file.getvalue()).splitlines()) < 80  # type: ignore[attr-defined]
+
+
+def test_a_small_fleet_is_shown_whole_and_none_where_no_worker_is(console: PrintableConsole) -> None:
+    assert summarize_fleet(fleet_of(0)) is None and summarize_fleet([]) is None
+    beats = fleet_of(3, **{"worker-1": dataclasses.replace(fleet_of(2)[2], stages={"start": 3.0}, progress={})})
+    summary = summarize_fleet(beats)
+    assert summary is not None and (summary.workers, summary.slowest, summary.mean_steps_per_second) == (
+        3,
+        "worker-0",
+        101,
+    )
+    assert str(summarize_fleet(beats[2:3])) == "1 worker; oldest heartbeat 0.5 s (worker-1)", "it has not acted yet"
+    print_status(dataclasses.replace(status("x"), roles=beats, fleet=summary), console)
+    assert set(re.findall(r"worker-\d+", shown(console))) == {"worker-0", "worker-1", "worker-2"}
+    assert "more: `" not in shown(console)
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(None, "–"), (500.0, "500"), (0.91234, "0.9123"), (-157.25, "-157.2"), (12345.6, "12,345.6")]
 )
@@ -95,9 +139,8 @@ def test_the_result_is_the_best_checkpoint_with_its_confirmed_score_and_the_last
 
 
 def test_accounting_that_do_not_balance_say_so() -> None:
-    line = LedgerLine(Count(3, 30), Count(1, 10), {DropReason.STALE: Count(1, 10)}, Count(0, 0))
     told = "30 produced = 10 consumed + 10 dropped (stale 10) + 0 in flight: DOES NOT BALANCE"
-    assert ledger_line(line.as_dict()) == told
+    assert ledger_line(LINE) == told
 
 
 @pytest.mark.parametrize(

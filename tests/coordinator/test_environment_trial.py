@@ -20,6 +20,10 @@ UNEQUAL = "wrong: two episodes with the seed 0 and equal actions are not the sam
 OLD_RESET, OLD_STEP = "fatal: reset() returned an array of shape (2,)", "fatal: step() returned 4 values"
 WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "nothing": ({"id": "Good"}, []),
+    "info": (
+        {"id": f"{WORKING}:Counting", "info_columns": ["depth", "note", "cost"]},
+        ["wrong: info never told note, cost in 40 steps; its numbers are: depth, is_success", UNEQUAL],
+    ),
     "old Gym": ({"id": "OldGym"}, ["fatal: reset() takes no seed", OLD_RESET, OLD_STEP, "wrong: two episodes with"]),
     "many things": (
         {"id": "ManyThings"},

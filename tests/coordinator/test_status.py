@@ -96,6 +96,7 @@ def test_a_live_run_is_read_from_redis(make_role: MakeRole) -> None:
     record_evaluation(role.redis, role.run_id, "15_Step-960.ckpt", newest)
     status = live_status(role.redis, role.run_id)
     trainer.stop("stopped")
+    assert status.fleet is None, "no worker is there"
     assert (status.state, status.live, status.desired_workers) == ("running", True, 3)
     assert (status.env_steps, status.updates, status.episodes) == (640, 10, 4)
     assert status.best == "5_Step-320.ckpt"

@@ -20,7 +20,7 @@ import pytest
 from rollout_worker.environments.description import describe_environment
 from rollout_worker.environments.envpool_env import PREFIX, EnvPoolSingle
 from rollout_worker.environments.factory import evaluation_environment, is_factory, make, make_native, make_vector
-from rollout_worker.environments.vector_env import Step, VectorEnvironment
+from rollout_worker.environments.vector_env import RunningEpisodes, Step, VectorEnvironment, usable
 from shared.config.run_config import Config
 from shared.errors import EnvironmentFailure, EnvironmentUnusable
 from shared.experience.fragment import EpisodeRecord
@@ -103,6 +103,62 @@ def test_native_environments_tell_the_same_whatever_way_they_start_again(mode: s
 
 
 NATIVE = {"id": f"{MODULE}:counting_vector", "vectorization": "native"}
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_configured_numbers_of_the_info_come_with_each_step(vectorization: str) -> None:
+    names = ["depth", "nan", "digits", "object", "array", "absent"]
+    odd = {"id": f"{MODULE}:OddInfo", "vectorization": vectorization, "info_columns": names}
+    with started(odd) as vector:
+        vector.reset([1, 2])
+        for number in range(1, 8):
+            step = act(vector, 0)
+            told = step.policies["default"].info
+            assert list(told) == [f"info/{name}" for name in names]
+            assert told["info/depth"].tolist() == [10.0 * ((number - 1) % 3 + 1)] * 2
+            assert all(column.dtype == np.float32 and column.shape == (2,) for column in told.values())
+            assert all(np.isnan(column).all() for name, column in told.items() if name != "info/depth")
+            sums = [record.metrics["depth_sum"] for _, record in step.episodes]
+            assert sums == ([60.0] * 2 if number % 3 == 0 else [])
+        taken = {"default": {"action": np.zeros((2, 2), np.int64)}}
+        vector.reset([1, 2], RunningEpisodes((0, 0), (2, 2), taken))
+        assert act(vector, 0).episodes[0][1].metrics["depth_sum"] == 60.0, "a successor knows what was told before it"
+
+
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
+def test_native_environments_tell_their_numbers_whatever_way_they_start_again(mode: str) -> None:
+    with started(NATIVE | {"num_envs": 3, "kwargs": {"mode": mode}, "info_columns": ["depth"]}) as vector:
+        vector.reset([1, 2, 3])
+        records = []
+        for _ in range(12):
+            step = act(vector, 0)
+            told = step.policies["default"]
+            expected = np.where(told.mask, 10 * told.reward, np.nan)
+            np.testing.assert_array_equal(told.info["info/depth"], expected)
+            records += [record for _, record in step.episodes]
+    assert {(record.length, record.metrics["depth_sum"]) for record in records} == {(2, 30.0), (3, 60.0), (4, 100.0)}
+
+
+def test_a_number_that_cannot_be_learned_from_is_unknown() -> None:
+    told = np.array([True, True, True, False])
+    found = usable([1e12, -1e13, np.inf, 5.0], told)
+    assert found.dtype == np.float32 and found[0] == np.float32(1e12) and np.isnan(found[1:]).all()
+    for odd in (None, "text", [[1.0]], [1.0], [object()] * 4):
+        assert np.isnan(usable(odd, told)).all()
+    assert usable(np.array([True, None, 2, 3], object), told)[[0, 2]].tolist() == [1.0, 2.0]
+
+
+def test_each_agent_tells_its_own_numbers_and_an_absent_one_none() -> None:
+    environment = CHASE | {"id": f"{MODULE}:TellsOfTheChase", "info_columns": ["depth"]}
+    with started(environment, **CHASE_POLICIES) as vector:
+        vector.reset([1, 2])
+        steps = [chase(vector, [0, 0], [0.0, 0.0]) for _ in range(4)]
+        hunter, prey = ([step.policies[name].info["info/depth"] for step in steps] for name in ("hunter", "prey"))
+        nan = np.nan
+        np.testing.assert_array_equal(hunter, np.array([[10, 10], [20, 20], [nan, nan], [nan, nan]], np.float32))
+        np.testing.assert_array_equal(prey, np.array([[1, 1], [nan, nan], [3, 3], [nan, nan]], np.float32))
+        metrics = steps[-1].episodes[0][1].metrics
+        assert (metrics["cat.depth_sum"], metrics["mouse.depth_sum"]) == (30.0, 4.0)
 
 
 @pytest.mark.parametrize(
@@ -260,13 +316,14 @@ def envpool(task: str = TASK, **environment: Any) -> dict[str, Any]:
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("ends", ["terminated", "truncated"])
 def test_ends_are_told_apart_and_the_step_that_starts_again_is_masked(ends: str) -> None:
-    masks, episodes = [], []
-    with started(envpool(kwargs={"ends": ends})) as vector:
+    masks, episodes, lives = [], [], []
+    with started(envpool(kwargs={"ends": ends}, info_columns=["lives"])) as vector:
         assert vector.reset([7, 8])["default"][0]["obs"].tolist() == [[7, 0], [7, 0]], "one seed for all copies"
         for step in range(1, 6):
             told = act(vector, 0, 2)
             its = told.policies["default"]
             masks.append(its.mask.tolist())
+            lives.append(its.info["info/lives"].tolist())
             episodes += told.episodes
             over = step == LENGTH
             assert its.truncated.tolist() == [over and ends == "truncated"] * 2
@@ -274,7 +331,10 @@ def test_ends_are_told_apart_and_the_step_that_starts_again_is_masked(ends: str)
             assert its.final_obs["final_obs"].tolist() == ([[7, LENGTH]] * 2 if over else [])
     assert masks == [[True, True]] * 3 + [[False, False], [True, True]]
     assert [(index, record.episode_return, record.length) for index, record in episodes] == [(0, 3.0, 3), (1, 9.0, 3)]
-    assert episodes[0][1].metrics == {"lives": 0.0}, "what the environment tells, without EnvPool's own"
+    np.testing.assert_array_equal(lives, [[2.0] * 2, [1.0] * 2, [0.0] * 2, [np.nan] * 2, [2.0] * 2])
+    assert episodes[0][1].metrics == {"lives": 0.0, "lives_sum": 3.0}, (
+        "what the environment tells, without EnvPool's own"
+    )
 
 
 def test_evaluation_plays_single_ones_by_their_seeds(fake: list[FakePool]) -> None:

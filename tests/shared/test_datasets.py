@@ -171,6 +171,38 @@ def test_a_probability_may_be_unknown_of_a_step_and_of_all(tmp_path: Path) -> No
     assert np.isnan(read(tmp_path / "data.csv", DESCRIPTION).columns["log_prob"]).all()
 
 
+@pytest.mark.usefixtures("needs_h5py")
+def test_each_layout_brings_the_numbers_of_the_info_that_the_run_asks_for(tmp_path: Path) -> None:
+    import h5py
+
+    listed = episodes(SPACES, (5, 1, 7, 4), "tTtT", log_prob=False)
+    parts = [np.arange(len(episode), dtype=np.float32) + number for number, episode in enumerate(listed)]
+    told = [dataclasses.replace(episode, info={"info/cost": part}) for episode, part in zip(listed, parts, strict=True)]
+    cost = np.concatenate(parts)
+    write_csv(tmp_path / "data.csv", SPACES, listed, **{"info/cost": cost.tolist()})
+    write_d4rl(tmp_path / "data.h5", SPACES, listed)
+    write_minari(tmp_path / "minari", SPACES, listed)
+    with h5py.File(tmp_path / "data.h5", "a") as file:
+        file["infos/cost"] = cost
+    with h5py.File(tmp_path / "minari" / "data" / "main_data.hdf5", "a") as file:
+        for number, part in enumerate(parts):
+            file[f"episode_{number}/infos/cost"] = np.concatenate([[99.0], part])  # the first is of the reset
+    recording = Recording(SPACES, told, "memory")
+    pieces = [recording.cut([piece], 4)[0] for piece in range(recording.pieces(4))]
+    assert np.isnan(pieces[-1]["info/cost"][~pieces[-1]["mask"]]).all()
+    write_archive(tmp_path, [fragment_of(columns, seq) for seq, columns in enumerate(pieces)])
+    wanted = dataclasses.replace(DESCRIPTION, info_columns=("cost", "speed"))
+    for name in ("data.csv", "data.h5", "minari", "a-run"):
+        found = read(tmp_path / name, wanted)
+        assert_same(found, listed)
+        np.testing.assert_array_equal(found.columns["info/cost"], cost)
+        assert np.isnan(found.columns["info/speed"]).all(), "nothing told it"
+        assert all(list(episode.info) == ["info/cost", "info/speed"] for episode in found.episodes())
+        fragment.check(fragment_of(found.cut([0, 1], 4)[0], 0), "a-run", wanted)
+    plain = {read(tmp_path / name, DESCRIPTION).sha256 for name in ("data.h5", "minari", "a-run")}
+    assert plain == {Recording(SPACES, listed, "memory").sha256}
+
+
 def test_without_next_observations_the_unknown_is_not_made_up(tmp_path: Path) -> None:
     listed = episodes(SPACES)
     path = tmp_path / "data.csv"

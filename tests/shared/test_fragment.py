@@ -33,6 +33,7 @@ from tests.support.fragments import (
 from tests.support.strategies import JSON_VALUES, TEXTS, gymnasium_spaces
 
 GOLDEN = Path(__file__).parent / "golden" / "fragment-3.bin"
+GOLDEN_INFO = GOLDEN.with_name("fragment-3-info.bin")
 GOLDEN_STATE = GOLDEN.with_name("fragment-3-state.bin")
 GOLDEN_BEFORE = GOLDEN.with_name("fragment-2.bin")
 RUN = "run-1"
@@ -87,12 +88,24 @@ def with_state() -> Fragment:
     return made
 
 
+def with_info() -> Fragment:
+    """As an environment tells a cost in three of four steps."""
+    made = golden_fragment()
+    made.columns["default"]["info/cost"] = np.array([[0.5, np.nan], [-2.0, 1e12]], np.float32)
+    return made
+
+
+TELLING = dataclasses.replace(SIMPLE, info_columns=("cost",))
+
+
 def test_the_bytes_on_the_wire_are_the_golden_ones_and_read_as_such() -> None:
     # After a change of the format: raise WIRE_VERSION, write encode(golden_fragment()) to golden/fragment-<version>.bin
     # and point GOLDEN to it. A change here without a new version breaks runs that are going on.
     assert fragment.WIRE_VERSION == 3
     assert fragment.encode(golden_fragment()) == GOLDEN.read_bytes()
     assert fragment.encode(with_state()) == GOLDEN_STATE.read_bytes()
+    assert fragment.encode(with_info()) == GOLDEN_INFO.read_bytes()
+    assert_same(read(GOLDEN_INFO.read_bytes(), TELLING), with_info())
     assert_same(read(GOLDEN.read_bytes(), SIMPLE), golden_fragment())
     found = fragment.decode(GOLDEN_STATE.read_bytes())
     fragment.check(found, RUN, SIMPLE, {"default": 3})
@@ -119,6 +132,26 @@ def test_a_state_of_another_size_or_that_is_not_finite_is_no_fragment_of_this_ru
     with pytest.raises(FragmentError) as caught:
         fragment.check(made, RUN, SIMPLE, {"default": 3})
     assert caught.value.reason == "not_finite"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"info/cost": None}, "schema"), ({"info/speed": np.zeros((2, 2), np.float32)}, "schema"),
+        ({"info/cost": np.zeros((2, 3), np.float32)}, "schema"), ({"info/cost": np.zeros((2, 2))}, "schema"),
+        ({"info/cost": np.full((2, 2), np.inf, np.float32)}, "not_finite"),
+        ({"info/cost": np.full((2, 2), -1e13, np.float32)}, "magnitude"),
+    ],
+)  # fmt: skip
+def test_numbers_of_the_info_that_are_not_the_runs_or_not_to_be_learned_from(
+    change: dict[str, Any], reason: str
+) -> None:
+    made = with_info()
+    made.columns["default"] = {
+        name: array for name, array in (made.columns["default"] | change).items() if array is not None
+    }
+    assert reason_of(fragment.encode(made), TELLING) == reason
+    assert reason_of(fragment.encode(with_info()), SIMPLE) == "schema", "a run that asked for none"
 
 
 policy_spaces = st.tuples(gymnasium_spaces(), gymnasium_spaces(images=False))

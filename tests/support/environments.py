@@ -402,6 +402,15 @@ class Talks(Painter):
         return super().reward(action)
 
 
+class TellsItsLean(gym.Wrapper[Any, Any, Any, Any]):
+    """Of a CartPole: `depth` is how far the pole leans, told where it leans to the right."""
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        observation, *result, info = self.env.step(action)
+        lean = float(observation[2])
+        return observation, *result, info | ({"depth": lean} if lean > 0 else {})
+
+
 class AddOne(gym.RewardWrapper[Any, Any]):
     def __init__(self, env: gym.Env[Any, Any], amount: float = 1.0) -> None:
         super().__init__(env)
@@ -484,6 +493,15 @@ class Chase:
 
 CHASE = {"api": "pettingzoo", "id": f"{MODULE}:Chase"}
 CHASE_POLICIES: dict[str, Any] = {"policies": {"hunter": {}, "prey": {}}, "agents": {"cat": "hunter", "mouse": "prey"}}
+
+
+class TellsOfTheChase(Chase):
+    """The cat tells its steps, 10 each; the mouse its own, 1 each, in odd steps only."""
+
+    def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+        *result, infos = super().step(actions)
+        told = {"cat": {"depth": 10.0 * self._steps}, "mouse": {"depth": self._steps} if self._steps % 2 else {}}
+        return *result, {agent: told[agent] for agent in infos}
 
 
 class SpoilsTheChase(Chase):

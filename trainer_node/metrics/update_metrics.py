@@ -12,7 +12,8 @@ import numpy as np
 
 from shared.config.run_config import Config
 from shared.datasets.read import read_dataset
-from shared.experience.fragment import EpisodeRecord, Fragment
+from shared.experience.fragment import INFO, EpisodeRecord, Fragment
+from shared.experience.spaces import Array
 from shared.storage.metric_log import ENV_STEPS, VERSION
 from trainer_node.learning.learner import Learner
 from trainer_node.learning.off_policy_evaluation import DataEvaluation
@@ -36,6 +37,16 @@ class UpdateMetrics:
         self._acting_lags: list[int] = []
         self._acting_seconds: list[float] = []
         self._transitions = 0
+        self._told: defaultdict[str, list[Array]] = defaultdict(list)
+
+    def see(self, fragments: Sequence[Fragment]) -> None:
+        """What the environments told of each step, before a transform changes it."""
+        for item in fragments:
+            for policy_id, columns in item.columns.items():
+                suffix = "" if len(item.columns) == 1 else f"/{policy_id}"
+                told = {name.removeprefix(INFO): its for name, its in columns.items() if name.startswith(INFO)}
+                for name, its in told.items():
+                    self._told[f"rollout/info/{name}_mean" + suffix].append(its[~np.isnan(its)])
 
     def take(self, fragments: Sequence[Fragment], metrics: Mapping[str, float], version: int) -> None:
         """One update: what it consumed, what it measured, and the version that it made."""
@@ -84,6 +95,9 @@ class UpdateMetrics:
         for policy in learner.policies.values():  # a dataset is that of one
             row |= self._from_data.figures(policy, train.updates)
         row |= {name: total / self._counts[name] for name, total in self._sums.items()}
+        told = {name: np.concatenate(parts) for name, parts in self._told.items()}
+        row |= {name: float(known.mean(dtype=np.float64)) for name, known in told.items() if known.size}
+        self._told.clear()
         self._lags, self._acting_lags, self._acting_seconds, self._transitions = [], [], [], 0
         self._sums.clear()
         self._counts.clear()
