@@ -1,7 +1,7 @@
 """The fleet: Ray actors for the trainer, the evaluator and the rollout workers; started, watched, replaced, scaled.
 
-A role that raised or whose process died gets another process, as long as its processes make progress (a worker's
-registers as a new incarnation), and so does one that left on purpose. The trainer's end is the end of the run.
+A role whose process died, or that left on purpose, gets another process; one that raised begins again in its own. Both
+as long as they make progress (a worker registers as a new incarnation). The run ends where the trainer returns or fails.
 """
 
 import logging
