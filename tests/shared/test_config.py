@@ -191,7 +191,7 @@ def test_what_decides_the_learning_changes_the_hash_and_is_named(sections: dict[
         {"redis": {"url": "redis://h"}},
         {"store": {"url": "s3://b"}},
         {"ray": {"num_cpus": 3}},
-        {"metrics": {"csv": False}},
+        {"metrics": {"writers": []}},
         {"stop_at": {"updates": 99}},
         {"rollout": FEW | {"scaling": "auto", "max_workers": 9, "workers": 3, "placement": "pack"}},
     ],
