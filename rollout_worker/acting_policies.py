@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from rollout_worker.exploration import base, discrete, noise
 from rollout_worker.exploration.base import Exploration
-from shared.config.algorithms.base import ExplorationConfig
+from shared.config.exploration import ExplorationConfig
 from shared.config.run_config import Config
 from shared.config.section import Schedule
 from shared.errors import CheckpointError

@@ -22,8 +22,8 @@ from pydantic import TypeAdapter
 from coordinator.cli import checkpoints
 from coordinator.cli.app import app
 from coordinator.cli.config_reference import commented_config, config_markdown
-from shared.config.algorithms.base import ExplorationConfig, ExplorationField
 from shared.config.algorithms.registry import ALGORITHMS
+from shared.config.exploration import ExplorationConfig, ExplorationField
 from shared.config.loading import load_config, parse_config
 from shared.config.section import Schedule, ScheduleField
 from shared.errors import DropReason

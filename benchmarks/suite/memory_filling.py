@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import TypeAdapter
 
-from shared.config.algorithms.off_policy import ReplayBufferConfig
+from shared.config.replay_buffer import ReplayBufferConfig
 from shared.experience.fragment import expected_columns
 from shared.experience.spaces import Array, Columns, Leaf, PolicySpaces, SpaceSpec
 from trainer_node.learning.algorithms.off_policy import make_replay_buffer

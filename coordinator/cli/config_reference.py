@@ -11,11 +11,12 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from shared.config.algorithms.base import CloningConfig, ExplorationConfig
-from shared.config.algorithms.off_policy import ReplayBufferConfig
-from shared.config.algorithms.on_policy import RewardSignalsConfig
+from shared.config.algorithms.base import CloningConfig
 from shared.config.algorithms.registry import ALGORITHMS
+from shared.config.exploration import ExplorationConfig
 from shared.config.loading import dump_config, parse_config
+from shared.config.replay_buffer import ReplayBufferConfig
+from shared.config.reward_signals import RewardSignalsConfig
 from shared.config.run_config import Config
 from shared.config.section import Schedule
 from shared.config.sections import DatasetConfig, DemonstrationsConfig, PolicyConfig, WrapperConfig

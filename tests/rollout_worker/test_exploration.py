@@ -15,7 +15,7 @@ from rollout_worker.acting_policies import make_exploration
 from rollout_worker.exploration.base import Exploration, Greedy, RandomActing, Sampling
 from rollout_worker.exploration.discrete import EpsilonGreedy
 from rollout_worker.exploration.noise import ParameterNoise, TruncatedGaussianNoise
-from shared.config.algorithms.base import ExplorationField, NoiseField
+from shared.config.exploration import ExplorationField, NoiseField
 from shared.experience.counters import Counters
 from shared.experience.spaces import Array
 from shared.policies.policy import Policy

@@ -73,6 +73,8 @@ class Recorder:
         self._writers: dict[str, MetricWriter] = {}
         self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(_QUEUED)
         self._closed = False
+        self._flushed = threading.Event()
+        self._flushed.set()
         self._fleet, self._looked, self._env_steps = FleetMetrics(), time.monotonic(), float(began[2])
         self._thread = threading.Thread(target=self._run, args=(config, run), name="metrics", daemon=True)
         self._thread.start()
@@ -146,10 +148,12 @@ class Recorder:
             self._failed("the metric writers", f"{_QUEUED} rows wait for them; the newest are left out")
 
     def _flush(self) -> None:
-        done = threading.Event()
-        if not self._closed:
-            self._put("flush", done)
-            done.wait(_FLUSH_SECONDS)
+        if self._closed or not self._flushed.is_set():
+            return  # the one before is still on its way: a writer that hangs holds up one checkpoint, not each
+        self._flushed = threading.Event()
+        self._put("flush", self._flushed)
+        if not self._flushed.wait(_FLUSH_SECONDS):
+            self._failed("the metric writers", f"one has been busy for {_FLUSH_SECONDS:g} s; checkpoints go ahead")
 
     def _run(self, config: Config, run: WrittenRun) -> None:
         """The thread: opens the writers, then hands on what was recorded until the end."""

@@ -6,13 +6,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from shared.config.algorithms.base import BatchOfUpdate
-from shared.config.algorithms.off_policy import (
-    LARGE_NETWORK,
-    OffPolicyConfig,
-    ReplayBufferField,
-    SoftConfig,
-    UniformReplay,
-)
+from shared.config.algorithms.off_policy import LARGE_NETWORK, OffPolicyConfig, SoftConfig
+from shared.config.replay_buffer import ReplayBufferField, UniformReplay
 from shared.config.section import Schedule, ScheduleField
 
 

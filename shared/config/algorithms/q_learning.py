@@ -5,8 +5,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from shared.config.algorithms.base import EpsilonGreedy, ExplorationField, Sampling
-from shared.config.algorithms.off_policy import OffPolicyConfig, PrioritizedReplay, ReplayBufferField
+from shared.config.algorithms.off_policy import OffPolicyConfig
+from shared.config.exploration import EpsilonGreedy, ExplorationField, Sampling
+from shared.config.replay_buffer import PrioritizedReplay, ReplayBufferField
 from shared.config.section import Schedule, ScheduleField
 
 

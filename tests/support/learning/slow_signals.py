@@ -10,7 +10,8 @@ import torch
 from gymnasium import spaces as gym_spaces
 
 from rollout_worker.environments.description import describe_space
-from shared.config.algorithms.on_policy import GAILConfig, PPOConfig, RNDConfig
+from shared.config.algorithms.on_policy import PPOConfig
+from shared.config.reward_signals import GAILConfig, RNDConfig
 from shared.config.sections import DemonstrationsConfig, PolicyConfig
 from shared.datasets.read import read_dataset
 from shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.config.algorithms.off_policy import HindsightReplay as Section
+from shared.config.replay_buffer import HindsightReplay as Section
 from shared.errors import ConfigError
 from shared.experience.spaces import Array
 from tests.support.learning.streams import (

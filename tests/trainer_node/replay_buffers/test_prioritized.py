@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.config.algorithms.off_policy import PrioritizedReplay as Section
+from shared.config.replay_buffer import PrioritizedReplay as Section
 from shared.config.section import Schedule
 from shared.experience.counters import Counters
 from shared.experience.spaces import Array

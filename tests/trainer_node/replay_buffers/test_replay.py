@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.config.algorithms.off_policy import BalancedReplay, HindsightReplay, PrioritizedReplay, UniformReplay
+from shared.config.replay_buffer import BalancedReplay, HindsightReplay, PrioritizedReplay, UniformReplay
 from shared.errors import ConfigError
 from shared.experience.spaces import Columns, Leaf, PolicySpaces, SpaceSpec
 from tests.support.learning.streams import (

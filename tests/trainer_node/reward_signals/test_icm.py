@@ -11,7 +11,8 @@ import torch
 from gymnasium import spaces
 
 from rollout_worker.environments.description import describe_space
-from shared.config.algorithms.on_policy import ICMConfig, PPOConfig
+from shared.config.algorithms.on_policy import PPOConfig
+from shared.config.reward_signals import ICMConfig
 from shared.config.sections import PolicyConfig
 from shared.experience.spaces import Array, PolicySpaces
 from shared.policies.registry import borrowed_random_state, build_policies

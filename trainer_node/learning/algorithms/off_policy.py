@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.config.algorithms import off_policy as replay_buffer_config
+from shared.config import replay_buffer as replay_buffer_config
 from shared.config.algorithms.off_policy import ActorConfig, OffPolicyConfig
 from shared.experience.counters import Counters
 from shared.experience.spaces import Columns, PolicySpaces

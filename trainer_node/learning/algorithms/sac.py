@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shared.config.algorithms.base import Sampling
 from shared.config.algorithms.off_policy import SoftConfig
+from shared.config.exploration import Sampling
 from shared.errors import UnsupportedSpace
 from shared.experience.counters import Counters
 from shared.policies.continuous import Actor, SquashedGaussian

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from shared.config.algorithms.off_policy import HindsightReplay
+from shared.config.replay_buffer import HindsightReplay
 from shared.errors import ConfigError
 from shared.experience.spaces import Array, PolicySpaces
 from shared.runtime.user_code import import_object

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shared.config.algorithms.on_policy import ClippedConfig, OnPolicyConfig, RewardSignalsConfig, SignalConfig
+from shared.config.algorithms.on_policy import ClippedConfig, OnPolicyConfig
+from shared.config.reward_signals import RewardSignalsConfig, SignalConfig
 from shared.experience.counters import Counters
 from shared.experience.spaces import Array, Columns
 from shared.policies.policy import Policy

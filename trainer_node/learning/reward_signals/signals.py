@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shared.config.algorithms.on_policy import GAILConfig, ICMConfig, RNDConfig
+from shared.config.reward_signals import GAILConfig, ICMConfig, RNDConfig
 from shared.errors import ConfigError
 from shared.policies.encoders import Encoder
 from shared.policies.policy import Policy
