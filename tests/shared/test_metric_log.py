@@ -1,4 +1,4 @@
-"""Rows in the store: whatever restarts, fails and is merged, those of the surviving history are read, once and in order."""
+"""Rows in the store: whatever restarts, fails and is merged, the surviving history is read, each row once."""
 
 from __future__ import annotations
 
@@ -174,9 +174,7 @@ def test_reading_begins_behind_what_is_known() -> None:
     everything = numbers(trainers.store, TRAIN)
     for known in range(30):
         assert numbers(trainers.store, TRAIN, (1, known)) == everything[known + 1 :]
-    position = (0, -1)
-    for position, _ in read(trainers.store, TRAIN):
-        pass
+    *_, (position, _) = read(trainers.store, TRAIN)
     assert position == (1, 29) and numbers(trainers.store, TRAIN, position) == []
     trainers.begin(30)
     trainers.work(2, None, False)
@@ -230,7 +228,7 @@ def test_a_damaged_segment_is_an_error_that_names_it(monkeypatch: pytest.MonkeyP
     (key,) = trainers.store.objects
     for blob in damaged():
         trainers.store.objects[key] = blob
-        with pytest.raises(MetricsDamaged, match="metrics/train/1_0_0_0_1/rows.safetensors cannot be read"):
+        with pytest.raises(MetricsDamaged, match=r"metrics/train/1_0_0_0_1/rows\.safetensors cannot be read"):
             numbers(trainers.store, TRAIN)
     monkeypatch.setattr(metric_log, "FORMAT", 2)
     blob = encode(RUN, TRAIN, Rows.of([]))

@@ -42,7 +42,7 @@ class WandbWriter(MetricWriter):
         super().__init__(run)
         import wandb
 
-        self._histogram = wandb.Histogram
+        self._wandb = wandb
         default = "online" if os.environ.get("WANDB_API_KEY") else "offline"
         if run.folder is not None:
             run.folder.mkdir(parents=True, exist_ok=True)
@@ -61,10 +61,11 @@ class WandbWriter(MetricWriter):
 
     def histogram(self, name: str, values: Sequence[float], step: int) -> None:
         if values:
-            self._run.log({ENV_STEPS: step, name: self._histogram(values)})
+            self._run.log({ENV_STEPS: step, name: self._wandb.Histogram(values)})
 
     def close(self) -> None:
         self._run.finish()
+        self._wandb.teardown()  # `finish` alone leaves an offline run to its process, which has not written all yet
 
 
 class MlflowWriter(MetricWriter):
