@@ -148,9 +148,9 @@ class Curves:
             self._tail = tail[-1].id
 
     def _from_store(self, store: MetricStore) -> None:
-        self._read_store_at = time.monotonic()
+        self._read_store_at, (known, _) = time.monotonic(), self._position
         for position, rows in read(store, self._stream, self._position):
-            if self._position[0] not in (0, position[0]):  # an older trainer's rows may be void now
+            if known not in (0, position[0]):  # an older trainer's rows may be void now
                 self._begin()
                 self._from_store(store)
                 return
