@@ -143,12 +143,19 @@ def test_a_restart_takes_back_what_it_undid(live: Live) -> None:
     assert shown(curves) == expected(1, 8)
     live.begin(4)
     live.record(1, value=1.0)
+    late = Curves(live.run_id)
+    for who in (curves, late):
+        who.refresh(live.store, live.client)
+        assert shown(who) == expected(1, 8), "nothing tells yet what is void"
     live.stream.write()
+    late.refresh(live.store, live.client)
     curves.refresh(live.store, live.client)
+    assert shown(late) == expected(1, 4) + expected(5, 5, 1.0)
     assert shown(curves) == expected(1, 4) + expected(5, 5, 1.0)
     live.record(3, value=1.0)
     curves.refresh(live.store, live.client)
     assert shown(curves) == expected(1, 4) + expected(5, 8, 1.0)
+    assert sum(map(len, all_rows(live.store, TRAIN, live.client, live.run_id))) == 8
 
 
 def test_a_finished_run_is_read_from_the_store_alone_and_not_at_each_look(
