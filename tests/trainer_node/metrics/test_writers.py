@@ -379,6 +379,17 @@ def test_a_callback_is_told_by_event_and_cannot_change_a_row(begin: Open, own: s
     bare.checkpoint("1_Step-64.ckpt", 64)
 
 
+def test_the_example_of_a_callback_keeps_the_best_evaluation(
+    begin: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "examples")
+    check_writers(MetricsConfig(writers=("best_so_far:BestSoFar",)))  # type: ignore[arg-type]
+    callback = begin("best_so_far:BestSoFar")
+    for version, score in ((1, 3.0), (2, 9.5), (3, 4.0)):
+        write(callback, row(64 * version, eval__ep_rew_mean=score), stream="evaluations", label=f"{version}_Step.ckpt")
+    assert (tmp_path / "metrics" / "best.txt").read_text() == "9.5 at 128 env steps, by 2_Step.ckpt\n"
+
+
 # What is refused before a run starts
 
 
