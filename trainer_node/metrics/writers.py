@@ -47,8 +47,8 @@ class WrittenRun:
 class MetricWriter:
     """Base of all writers. What any of its methods raises is told once, as an event, and training continues.
 
-    All methods are called by one thread, in the order of the rows. `stream` is `train`, `evaluations`, `episodes` or
-    `fleet`; `step` the env steps trained on.
+    All methods are called by one thread of the writer's own, in the order of the rows. `stream` is `train`,
+    `evaluations`, `episodes` or `fleet`; `step` the env steps trained on.
     """
 
     PACKAGES: tuple[str, ...] = ()

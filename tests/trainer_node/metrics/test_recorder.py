@@ -181,6 +181,25 @@ def test_a_writer_that_hangs_holds_up_neither_rows_nor_the_store(
     hangs.set()
 
 
+def test_a_writer_that_hangs_while_it_opens_holds_up_no_other(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = threading.Event()
+    monkeypatch.setattr(Kept, "opened", staticmethod(lambda: hangs.wait(60) and None))
+    monkeypatch.setattr(module, "_FLUSH_SECONDS", 4.0)
+    recorder = recording.begin("own:Kept", "csv")
+    for step in (64, 128, 192):
+        recorder.record(TRAIN, row(step))
+    recorder.store()
+    assert (recording.folder / "train.csv").read_text().count("\n") == 4
+    assert recording.events() == [
+        "own:Kept cannot be written, training continues: it has been busy for 2 s; the others go ahead"
+    ]
+    hangs.set()
+    recorder.close()
+    assert [item[0] for item in Kept.told] == ["train"] * 3 + ["flush", "close"], "none is lost to it"
+
+
 def test_a_full_disk_ends_nothing(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
