@@ -188,8 +188,9 @@ class Recorder:
                 self._each(MetricWriter.checkpoint, *data)
             elif what == "flush":
                 self._each(MetricWriter.flush)
+                until = time.monotonic() + _FLUSH_SECONDS / 2
                 for writer in self._writers:
-                    writer.settle(_FLUSH_SECONDS / 2)
+                    writer.settle(until)
                 data.set()
             elif what == "end":
                 self._each(MetricWriter.close)

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,15 +32,16 @@ class WriterThread:
             return False
         return True
 
-    def settle(self, seconds: float) -> None:
-        """Waits until it has had all that was put; for one that has not come back from the last time, no more."""
+    def settle(self, until: float) -> None:
+        """Waits, by the monotonic clock `until` then, for it to have had all that was put; for one that has not come
+        back from the last time, no more."""
         if not self._settled.is_set():
             return
         settled = threading.Event()
         if self.put("settled", settled):
             self._settled = settled
-            if not settled.wait(seconds):
-                self._failed(self._name, f"it has been busy for {seconds:g} s; the others go ahead")
+            if not settled.wait(max(0.0, until - time.monotonic())):
+                self._failed(self._name, "it is busy for long; checkpoints and other writers go ahead")
 
     def join(self, seconds: float) -> None:
         """Waits for its end after `close` was put."""

@@ -192,9 +192,8 @@ def test_a_writer_that_hangs_while_it_opens_holds_up_no_other(
         recorder.record(TRAIN, row(step))
     recorder.store()
     assert (recording.folder / "train.csv").read_text().count("\n") == 4
-    assert recording.events() == [
-        "own:Kept cannot be written, training continues: it has been busy for 2 s; the others go ahead"
-    ]
+    (event,) = recording.events()
+    assert event.startswith("own:Kept cannot be written") and "busy for long" in event
     hangs.set()
     recorder.close()
     assert [item[0] for item in Kept.told] == ["train"] * 3 + ["flush", "close"], "none is lost to it"
