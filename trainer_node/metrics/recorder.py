@@ -187,10 +187,11 @@ class Recorder:
             elif what == "checkpoint":
                 self._each(MetricWriter.checkpoint, *data)
             elif what == "flush":
-                self._each(MetricWriter.flush)
+                for writer in self._writers:
+                    writer.flush()
                 until = time.monotonic() + _FLUSH_SECONDS / 2
                 for writer in self._writers:
-                    writer.settle(until)
+                    writer.wait_flushed(until)
                 data.set()
             elif what == "end":
                 self._each(MetricWriter.close)

@@ -44,11 +44,12 @@ class WandbWriter(MetricWriter):
 
         self._wandb = wandb
         default = "online" if os.environ.get("WANDB_API_KEY") else "offline"
+        chosen: Any = mode or os.environ.get("WANDB_MODE") or default
         if run.folder is not None:
             run.folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=project, entity=entity, group=group, name=name or run.run_id, tags=tags, notes=notes,
-            job_type=job_type, mode=mode or os.environ.get("WANDB_MODE") or default, id=run.run_id, resume="allow",
+            job_type=job_type, mode=chosen, id=run.run_id, resume="allow",
             dir=run.folder, config=leaves(dict(run.config)),
             settings=wandb.Settings(console="off", silent=True, disable_git=True),
         )  # fmt: skip
@@ -142,7 +143,7 @@ class TrackioWriter(MetricWriter):
         import trackio
 
         self._histogram = trackio.Histogram
-        self._run = trackio.init(
+        self._run: Any = trackio.init(
             project=project, name=name or run.run_id, group=group, space_id=space_id, server_url=server_url,
             resume="allow", config=leaves(dict(run.config)), embed=False, auto_log_gpu=False, auto_log_cpu=False,
         )  # fmt: skip

@@ -18,8 +18,8 @@ class WriterThread:
         """`failed` takes the writer's name and why; `most` calls wait for it, more are left out."""
         self._name, self._opens, self._failed = name, opens, failed
         self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(most)
-        self._settled = threading.Event()
-        self._settled.set()
+        self._flushed, self._overdue = threading.Event(), False
+        self._flushed.set()
         self._thread = threading.Thread(target=self._run, name=f"metrics: {name}", daemon=True)
         self._thread.start()
 
@@ -32,16 +32,18 @@ class WriterThread:
             return False
         return True
 
-    def settle(self, until: float) -> None:
-        """Waits, by the monotonic clock `until` then, for it to have had all that was put; for one that has not come
-        back from the last time, no more."""
-        if not self._settled.is_set():
-            return
-        settled = threading.Event()
-        if self.put("settled", settled):
-            self._settled = settled
-            if not settled.wait(max(0.0, until - time.monotonic())):
-                self._failed(self._name, "it is busy for long; checkpoints and other writers go ahead")
+    def flush(self) -> None:
+        """Has it flush what was put so far."""
+        self._overdue = not self._flushed.is_set()
+        self.put("flush")
+        if not self._overdue and self.put("flushed", flushed := threading.Event()):
+            self._flushed = flushed
+
+    def wait_flushed(self, until: float) -> None:
+        """Waits for the last `flush`, by the monotonic clock `until` then; not for one that was late the last time and
+        has not come back."""
+        if not self._overdue and not self._flushed.wait(max(0.0, until - time.monotonic())):
+            self._failed(self._name, "it is busy for long; checkpoints and other writers go ahead")
 
     def join(self, seconds: float) -> None:
         """Waits for its end after `close` was put."""
@@ -52,7 +54,7 @@ class WriterThread:
         method = ""
         while method != "close":
             method, arguments = self._queue.get()
-            if method == "settled":
+            if method == "flushed":
                 arguments[0].set()
             elif writer is not None:
                 self._try(getattr(writer, method), *arguments)

@@ -217,7 +217,7 @@ def test_a_full_disk_ends_nothing(recording: Recording, monkeypatch: pytest.Monk
 
 def test_redis_that_takes_no_row_is_counted_and_told_once_it_is_back(recording: Recording) -> None:
     flow = RunKeys(recording.run_id).flow
-    saved = recording.client.dump(flow)
+    saved: Any = recording.client.dump(flow)
     recording.client.delete(flow)
     recording.client.rpush(flow, "no hash")  # each script's first command is one on the flow
     recorder = recording.begin("own:Kept")

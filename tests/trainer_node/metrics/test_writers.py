@@ -285,6 +285,7 @@ def test_mlflow_has_one_run_in_a_local_store(begin: Open, tmp_path: Path, monkey
 
     client = MlflowClient(f"sqlite:///{tmp_path / 'metrics' / 'mlflow' / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("mine")
+    assert experiment is not None
     (found,) = client.search_runs([experiment.experiment_id])
     assert (found.info.run_name, found.info.status) == ("run-1", "FINISHED")
     assert found.data.params["environment.id"] == "CartPole-v1" and len(found.data.params) > 100
@@ -383,7 +384,7 @@ def test_the_example_of_a_callback_keeps_the_best_evaluation(
     begin: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "examples")
-    check_writers(MetricsConfig(writers=("best_so_far:BestSoFar",)))  # type: ignore[arg-type]
+    check_writers(MetricsConfig(writers=("best_so_far:BestSoFar",)))
     callback = begin("best_so_far:BestSoFar")
     for version, score in ((1, 3.0), (2, 9.5), (3, 4.0)):
         write(callback, row(64 * version, eval__ep_rew_mean=score), stream="evaluations", label=f"{version}_Step.ckpt")
@@ -420,4 +421,4 @@ def test_a_writer_that_cannot_work_is_refused_in_one_line(own: str, monkeypatch:
             f"metrics.writers={tracker}: No module named '{tracker}'; pip install 'stagecoach[{tracker}]' brings it"
         )
         assert refused(tracker) == expected
-        check_writers(MetricsConfig(writers=(tracker,)), here=False)  # type: ignore[arg-type]
+        check_writers(MetricsConfig(writers=(tracker,)), here=False)
