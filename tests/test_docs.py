@@ -27,12 +27,16 @@ from shared.config.exploration import ExplorationConfig, ExplorationField
 from shared.config.loading import load_config, parse_config
 from shared.config.section import Schedule, ScheduleField
 from shared.errors import DropReason
+from shared.experience.fragment import EpisodeRecord
 from shared.protocol.keys import TYPES
 from shared.protocol.scripts import source
 from shared.runtime.user_code import import_object
-from trainer_node import metrics as trainer_metrics
+from shared.storage.metric_log import STREAMS
 from trainer_node.learning.building_blocks import cloning
 from trainer_node.learning.reward_signals import reward_signals
+from trainer_node.metrics.recorder import evaluation_row
+from trainer_node.metrics.update_metrics import of_episodes, spread
+from trainer_node.metrics.writers import WRITERS
 
 ROOT = Path(__file__).parent.parent
 PRODUCT = ("coordinator", "rollout_worker", "trainer_node", "shared")
@@ -58,7 +62,7 @@ def code_spans(text: str) -> list[str]:
     ]
 
 
-def metric_names(source: str) -> set[str]:
+def metric_names(source: str, areas: str = SIGNAL) -> set[str]:
     """Every metric that a module or class writes; `environment/<name>` where the last part is not fixed."""
     names = set()
     for node in ast.walk(ast.parse(source)):
@@ -67,7 +71,7 @@ def metric_names(source: str) -> set[str]:
             names.add("".join(str(part) for part in parts))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names.add(node.value)
-    return {name for name in names if re.fullmatch(SIGNAL + r"[\w<>]+", name)}
+    return {name for name in names if re.fullmatch(areas + r"(?:[\w<>]+/)*[\w<>]+", name)}
 
 
 def metrics_of(algorithm: str) -> set[str]:
@@ -140,7 +144,7 @@ def test_every_example_config_loads_and_says_what_is_reached() -> None:
 
 def test_the_yaml_that_users_copy_is_a_config() -> None:
     """Each block on its own, with what it leaves out."""
-    pages = ("README.md", "docs/ENVIRONMENTS.md", "docs/PYTHON.md", "docs/DEPLOY.md")
+    pages = ("README.md", "docs/ENVIRONMENTS.md", "docs/METRICS.md", "docs/PYTHON.md", "docs/DEPLOY.md")
     blocks = [block for page in pages for block in re.findall(r"```yaml\n(.*?)```", text_of(page), re.DOTALL)]
     assert len(blocks) == 6
     for block in blocks:
@@ -178,10 +182,33 @@ def test_every_dependency_has_its_whole_line() -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithms_page_explains_what_it_writes_and_nothing_else(algorithm: str) -> None:
-    """What all runs write, whatever they learn by, stands on PPO's page."""
-    of_all_runs = metric_names(inspect.getsource(trainer_metrics)) if algorithm == "ppo" else set()
+    """What all runs write stands on the page of metrics."""
     assert {"train/grad_norm"} <= metrics_of("ppo"), "they are found in the source"
-    assert explained_in(f"docs/algorithms/{algorithm}.md") == metrics_of(algorithm) | of_all_runs
+    assert explained_in(f"docs/algorithms/{algorithm}.md") == metrics_of(algorithm)
+
+
+def test_the_page_of_metrics_explains_what_every_run_writes_and_nothing_else() -> None:
+    files = [*(ROOT / "trainer_node" / "metrics").glob("*.py"), ROOT / "shared" / "storage" / "metric_log.py"]
+    areas = SIGNAL.replace("wait", "wait|episode|eval|event|fleet|log|time_share")
+    written = set().union(*(metric_names(file.read_text(), areas) for file in files))
+    some = {"agent_returns": {"<name>": 1.0}, "metrics": {"<name>": 1.0}}
+    written |= of_episodes([EpisodeRecord(1.0, 1, True, **some)]).keys()
+    written |= spread("rollout/ep_shaped_rew", [1.0]).keys()
+    scores = dict.fromkeys(("mean_return", "std_return", "min_return", "max_return", "mean_length", "episodes"), 1.0)
+    written |= evaluation_row(
+        {"version": 1, "success_rate": 1.0, "agents": {"<name>": 1}, "metrics": {"<name>": 1}} | scores
+    ).keys()
+    written |= {"eval/confirmation/<name>"}
+    explained = set[str]()
+    for cell in re.findall(
+        r"^\| (`[^|]*`) \|", text_of("docs/METRICS.md").partition("## In the store")[0], re.MULTILINE
+    ):
+        first, *others = re.findall(r"`([^`]+)`", cell)
+        explained |= {first, *(first.rpartition("_")[0] + each if each[0] == "_" else each for each in others)}
+    histograms = {"rollout/ep_rew", "rollout/ep_len"}
+    assert explained - set(STREAMS) - histograms == written - histograms - {"rollout/ep_shaped_rew"}
+    assert histograms <= explained >= set(STREAMS) and {"fleet/fps", "time_share/<name>/<name>"} <= written
+    assert WRITERS.keys() <= set(re.findall(r"^    - (?:path: )?([a-z]+)\b", text_of("docs/METRICS.md"), re.MULTILINE))
 
 
 def test_pages_explain_every_metric_of_imitation_and_of_estimates_from_data() -> None:

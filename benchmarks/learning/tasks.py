@@ -79,7 +79,7 @@ class Task(Section):
                 "rollout": {"workers": 2},
                 "checkpoint": {"keep_last": 1_000_000},
                 "evaluation": {"episodes": 20, "num_envs": 20},
-                "metrics": {"tensorboard": False},
+                "metrics": {"writers": ["csv"]},
                 "stop_at": {"env_steps": self.within},
             },
             self.config,

@@ -328,7 +328,7 @@ def config_of(given: argparse.Namespace) -> Config:
         "algorithm": {"epochs": 4, "minibatch_size": max(1, min(transitions * given.per_update // 4, 8192))},
         "checkpoint": {"every": f"{given.checkpoint_every} updates"},
         "evaluation": {"episodes": 1},
-        "metrics": {"csv": False, "tensorboard": False},
+        "metrics": {"writers": []},
         "stop_at": {"updates": 10**9},
     })  # fmt: skip
 

@@ -68,7 +68,7 @@ def asked(network: str, sizes: Sizes) -> dict[str, Any]:
         "algorithm": {"name": "impala"},
         "checkpoint": {"every": "1000 updates"},
         "evaluation": {"episodes": 1},
-        "metrics": {"csv": False, "tensorboard": False},
+        "metrics": {"writers": []},
         "stop_at": {"updates": 10**9},
     }  # fmt: skip
 

@@ -128,7 +128,7 @@ def config_of(environment: dict[str, Any], rollout: dict[str, Any], policy: dict
         "algorithm": {"name": "impala"},
         "checkpoint": {"every": "1000000 updates", "keep_last": 1},
         "evaluation": {"episodes": 1},
-        "metrics": {"csv": False, "tensorboard": False},
+        "metrics": {"writers": []},
         "stop_at": {"updates": 10**9},
     }
 

@@ -43,7 +43,13 @@ def all_rows(store: MetricStore, stream: str, client: redis.Redis | None, run_id
 
 
 def _tail_behind(tail: list[TailRow], position: tuple[int, int]) -> Rows:
-    return Rows.of([("", _finite(item.row)) for item in tail if (item.epoch, item.number) > position])
+    return Rows.of([("", _finite(item.row)) for item in _behind(tail, position)])
+
+
+def _behind(tail: list[TailRow], position: tuple[int, int]) -> list[TailRow]:
+    """Those after a row, of its trainer: a newer one's wait until the store tells which rows they made void."""
+    epoch = position[0] or min((item.epoch for item in tail), default=0)
+    return [item for item in tail if item.epoch == epoch and (item.epoch, item.number) > position]
 
 
 def _finite(row: Mapping[str, float | None]) -> dict[str, float]:
@@ -143,14 +149,13 @@ class Curves:
             self._from_store(store)  # what came before them, or a restart that undid some
             tail = read_rows(client, self._run_id)
         self.bins.add(_tail_behind(tail, self._position))
-        if tail:
-            self._position = max(self._position, (tail[-1].epoch, tail[-1].number))
-            self._tail = tail[-1].id
+        if new := _behind(tail, self._position):
+            self._position, self._tail = (new[-1].epoch, new[-1].number), new[-1].id
 
     def _from_store(self, store: MetricStore) -> None:
-        self._read_store_at = time.monotonic()
+        self._read_store_at, (known, _) = time.monotonic(), self._position
         for position, rows in read(store, self._stream, self._position):
-            if self._position[0] not in (0, position[0]):  # an older trainer's rows may be void now
+            if known not in (0, position[0]):  # an older trainer's rows may be void now
                 self._begin()
                 self._from_store(store)
                 return

@@ -21,6 +21,7 @@ from shared.storage.object_store import open_store
 from trainer_node.export.onnx_translation import require_onnx
 from trainer_node.learning.building_blocks.compilation import check_compiling
 from trainer_node.learning.learner import ExperienceFilter, algorithm_class
+from trainer_node.metrics.writers import check_writers
 
 _MOST_VALUE_BYTES = 511 << 20
 """Redis refuses a value of more than 512 MiB (proto-max-bulk-len); names and a header come beside the arrays."""
@@ -58,6 +59,7 @@ def check(config: Config, inline: bool = False, strict: bool = False) -> Environ
         ExperienceFilter(policy, f"policies.{policy_id}")
     _check_networks(config, partial(build_policies, description.policies, config.policies, algorithm, seed=0))
     here = config.ray.address == "embedded"  # on a cluster the trainer's machine may have what this one lacks
+    check_writers(config.metrics, here)
     for field, device in (("trainer.device", config.trainer.device), ("rollout.device", config.rollout.device)):
         if here and device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError(f"{field}={device}, but PyTorch finds no CUDA device here; use cpu or auto")

@@ -26,6 +26,10 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "misspelled environment": (["environment.id=CartPoel-v1"], ["CartPoel-v1", "CartPole", "module:factory"]),
     "factory that fails": ([f"environment.id={ENVIRONMENTS}:broken_factory"], ["no such mesh: arm.stl"]),
     "misspelled key": (["rollout.wokers=3"], ["rollout.wokers", "rollout.workers"]),
+    "misspelled metric writer": (["metrics.writers=[cvs]"], ["metrics.writers=cvs", "module:Class"]),
+    "metric writer with wrong arguments": (
+        ["metrics.writers=[{path: csv, kwargs: {sep: x}}]"], ["metrics.writers=csv does not take", "sep"],
+    ),
     "secret in the config": (["redis.url=redis://:hunter2@localhost"], ["STAGECOACH_REDIS_PASSWORD"]),
     "Redis that is not there": (["redis.url=redis://127.0.0.1:1"], ["127.0.0.1:1", "does not answer", "redis.url"]),
     "store folder that is not there": (["store.url=file:///nowhere/at/all"], ["/nowhere/at/all", "store.url"]),

@@ -103,7 +103,9 @@ def in_evaluations(role: RunContext, name: bytes, value: bytes) -> None:
 
 
 def in_figures(role: RunContext, name: bytes, value: bytes) -> None:
-    role.redis.set(RunKeys(role.run_id).metrics, value)
+    client: Any = role.redis
+    client.xadd(RunKeys(role.run_id).metrics, {b"row": value})
+    client.xadd(RunKeys(role.run_id).metrics, {name: value})
     role.redis.set(RunKeys(role.run_id).store_status, value)
 
 

@@ -79,7 +79,7 @@ def test_numbers_may_have_exponents(text: str, write: WriteConfig) -> None:
 def test_overrides_are_yaml_values(write: WriteConfig) -> None:
     overrides = [
         "policies.default.hidden_sizes=[32, 16]",
-        "metrics.csv=false",
+        "metrics.writers=[jsonl, {path: csv}]",
         "evaluation.kwargs.render_mode=rgb_array",
         "evaluation.kwargs.since=2020-01-01",
         "environment.kwargs={a: 1, b: 'x=y'}",
@@ -88,7 +88,7 @@ def test_overrides_are_yaml_values(write: WriteConfig) -> None:
     ]
     config = load_config(write(BASE), overrides, {})
     assert config.policies["default"].hidden_sizes == (32, 16)
-    assert config.metrics.csv is False
+    assert [writer.path for writer in config.metrics.writers] == ["jsonl", "csv"]
     assert config.evaluation.kwargs == {"render_mode": "rgb_array", "since": "2020-01-01"}
     assert config.environment.kwargs == {"a": 1, "b": "x=y"}
     assert config.store.endpoint_url is None

@@ -13,12 +13,13 @@ import pytest
 from coordinator.catalog.checkpoint_lookup import require_recorder
 from coordinator.lifecycle.ray_job import job_client
 from rollout_worker.environments.factory import make
-from shared.config.sections import EnvironmentConfig
+from shared.config.sections import EnvironmentConfig, MetricsConfig
 from shared.datasets.read import read_hdf5
 from shared.errors import ConfigError, UserError
 from shared.experience.spaces import PolicySpaces, SpaceSpec
 from shared.runtime.user_code import EXTRAS, SOURCE, extend_imports, import_object, install, with_extra
 from trainer_node.export.onnx_translation import require_onnx
+from trainer_node.metrics.writers import check_writers
 
 NOTHING = PolicySpaces(SpaceSpec((), {}), SpaceSpec((), {}))
 
@@ -39,7 +40,12 @@ ASKED: dict[str, tuple[str, Callable[[], object]]] = {
     "data": ("h5py", lambda: read_hdf5(Path("data.hdf5"), NOTHING)),
     "onnx": ("onnx", require_onnx),
     "video": ("moviepy", require_recorder),
+    "wandb": ("wandb", lambda: check_writers(MetricsConfig.model_validate({"writers": ["wandb"]}))),
+    "mlflow": ("mlflow", lambda: check_writers(MetricsConfig.model_validate({"writers": ["mlflow"]}))),
+    "trackio": ("trackio", lambda: check_writers(MetricsConfig.model_validate({"writers": ["trackio"]}))),
 }
+LOOKED_FOR = ("onnx", "wandb", "mlflow", "trackio")
+"""Not imported."""
 
 
 class Without(importlib.abc.MetaPathFinder):
@@ -59,7 +65,7 @@ def test_what_is_missing_is_told_with_its_extra(extra: str, monkeypatch: pytest.
     loaded = (hidden, f"{hidden}.", f"gymnasium.envs.{extra}")
     for name in [name for name in sys.modules if name == hidden or name.startswith(loaded[1:])]:
         monkeypatch.delitem(sys.modules, name)
-    if extra == "onnx":  # it is only looked for
+    if extra in LOOKED_FOR:
         monkeypatch.setitem(sys.modules, hidden, None)
     monkeypatch.setattr(sys, "meta_path", [Without(hidden), *sys.meta_path])
     with pytest.raises(UserError) as refused:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -16,8 +15,8 @@ from shared.errors import DatasetError
 from shared.experience import fragment
 from shared.experience.counters import Phase
 from shared.experience.log_entry import START
-from shared.protocol.keys import RunKeys
 from shared.storage.log_archive import Archive
+from shared.storage.metric_log import TRAIN, read
 from tests.support.game import NewGame, balanced, small
 
 
@@ -45,10 +44,9 @@ def test_a_worker_pushes_what_the_trainer_takes(new_game: NewGame, data: Path) -
 def test_what_the_policy_is_worth_is_estimated_and_changes_nothing(new_game: NewGame, data: Path) -> None:
     estimated = {"path": str(data), "evaluation": {"every_updates": 4, "gradient_steps": 5}}
     game = new_game(offline(data, dataset=estimated))
-    rows = []
-    for version in range(1, 9):
-        game.play_to(version)
-        rows.append(json.loads(cast(bytes, game.role.redis.get(RunKeys(game.role.run_id).metrics))))
+    game.play_to(8)
+    game.trainer.recorder.store()
+    rows = [row for _, part in read(game.role.checkpoints.store, TRAIN) for _, row in part.named()]
     told = [{name for name in row if name.startswith("ope/")} for row in rows]
     assert [len(names) for names in told] == [0, 0, 0, 7, 0, 0, 0, 7]
     silent = new_game(offline(data, dataset={"path": str(data), "evaluation": {"every_updates": 0}}))

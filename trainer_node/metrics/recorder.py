@@ -1,10 +1,11 @@
 """Where metrics go: into the store as records (shared/storage/metric_log.py), to Redis for who looks now, to writers.
 
-`record` only puts a row into memory; a thread hands it to Redis and to the writers, none of which can hold up training
-or end it: what fails there is counted and told once. The store's part is called by the checkpoint writer's thread,
-before each checkpoint, so that what it covers is there; a trainer that resumes from it records the rest again.
+`record` only puts a row into memory; a thread hands it to Redis and to the writers' threads, none of which can hold up
+training or end it: what fails there is counted and told once. The store's part is called by the checkpoint writer's
+thread, before each checkpoint, so that what it covers is there; a trainer that resumes from it records the rest again.
 """
 
+import functools
 import logging
 import queue
 import threading
@@ -39,6 +40,7 @@ from shared.storage.metric_log import (
     read,
 )
 from trainer_node.metrics.fleet_metrics import PAUSE_SECONDS, FleetMetrics
+from trainer_node.metrics.writer_thread import WriterThread
 from trainer_node.metrics.writers import MetricWriter, WrittenRun, open_writer
 
 _LOGGER = logging.getLogger("stagecoach.trainer")
@@ -70,7 +72,7 @@ class Recorder:
         self.failures: Counter[str] = Counter()
         """By writer, the rows that it could not write."""
         run = WrittenRun(run_id, folder, config.model_dump(mode="json"), began[2])
-        self._writers: dict[str, MetricWriter] = {}
+        self._writers: list[WriterThread] = []
         self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(_QUEUED)
         self._closed = False
         self._flushed = threading.Event()
@@ -140,6 +142,9 @@ class Recorder:
         self._closed = True
         self._put("end", None)
         self._thread.join(_FLUSH_SECONDS)
+        until = time.monotonic() + _FLUSH_SECONDS
+        for writer in self._writers:
+            writer.join(max(0.0, until - time.monotonic()))
 
     def _put(self, what: str, data: Any) -> None:
         try:
@@ -157,11 +162,11 @@ class Recorder:
 
     def _run(self, config: Config, run: WrittenRun) -> None:
         """The thread: opens the writers, then hands on what was recorded until the end."""
-        for writer in config.metrics.writers:
-            if run.folder is None and writer.path in ("csv", "jsonl", "tensorboard"):
+        for chosen in config.metrics.writers:
+            if run.folder is None and chosen.path in ("csv", "jsonl", "tensorboard"):
                 continue  # `stagecoach metrics` makes such files from the store
-            with self._continuing(writer.path):
-                self._writers[writer.path] = open_writer(writer.path, writer.kwargs, run)
+            opens = functools.partial(open_writer, chosen.path, chosen.kwargs, run)
+            self._writers.append(WriterThread(chosen.path, opens, self._failed, _QUEUED))
         while True:
             try:
                 what, data = self._queue.get(timeout=PAUSE_SECONDS)
@@ -182,7 +187,11 @@ class Recorder:
             elif what == "checkpoint":
                 self._each(MetricWriter.checkpoint, *data)
             elif what == "flush":
-                self._each(MetricWriter.flush)
+                for writer in self._writers:
+                    writer.flush()
+                until = time.monotonic() + _FLUSH_SECONDS / 2
+                for writer in self._writers:
+                    writer.wait_flushed(until)
                 data.set()
             elif what == "end":
                 self._each(MetricWriter.close)
@@ -194,9 +203,8 @@ class Recorder:
         self.record(FLEET, row | {ENV_STEPS: self._env_steps, VERSION: flow.version})
 
     def _each(self, method: Callable[..., None], *arguments: Any) -> None:
-        for name, writer in self._writers.items():
-            with self._continuing(name):
-                getattr(writer, method.__name__)(*arguments)
+        for writer in self._writers:
+            writer.put(method.__name__, *arguments)
 
     def _named(self, metrics: Mapping[str, float]) -> dict[str, float]:
         row = {printable(name, NAME_CHARACTERS): float(value) for name, value in metrics.items()}

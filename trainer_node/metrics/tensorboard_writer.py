@@ -25,9 +25,9 @@ SCORE = "eval/ep_rew_mean"
 class TensorBoardWriter(MetricWriter):
     """Rows are in `metrics/tensorboard` in the run's folder, or in `folder`."""
 
-    def __init__(self, run: WrittenRun, folder: Path | None = None) -> None:
+    def __init__(self, run: WrittenRun, folder: str | None = None) -> None:
         super().__init__(run)
-        self._file = TensorBoardFile(folder or run.needed_folder / "tensorboard", run.env_steps + 1)
+        self._file = TensorBoardFile(Path(folder) if folder else run.needed_folder / "tensorboard", run.env_steps + 1)
         if not run.env_steps:
             self._file.text("config", f"```yaml\n{yaml.safe_dump(dict(run.config), sort_keys=False)}```", 0)
             self._file.hyperparameters(leaves(dict(run.config)), SCORE)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from shared.config.sections import MetricsConfig
-from shared.errors import ConfigError, headline
-from shared.runtime.user_code import import_object
+from shared.errors import ConfigError
+from shared.runtime.user_code import import_object, with_extra
 from shared.storage.metric_log import EVALUATIONS, TRAIN
 
 WRITERS = {
@@ -45,9 +47,12 @@ class WrittenRun:
 class MetricWriter:
     """Base of all writers. What any of its methods raises is told once, as an event, and training continues.
 
-    All methods are called by one thread, in the order of the rows. `stream` is `train`, `evaluations` or `episodes`;
-    `step` the env steps trained on.
+    All methods are called by one thread of the writer's own, in the order of the rows. `stream` is `train`,
+    `evaluations`, `episodes` or `fleet`; `step` the env steps trained on.
     """
+
+    PACKAGES: tuple[str, ...] = ()
+    """Modules that have to be installed for it; without them no run begins."""
 
     def __init__(self, run: WrittenRun) -> None:
         """A writer may take keyword arguments of its own: `metrics.writers: [{path: wandb, kwargs: {project: x}}]`."""
@@ -104,13 +109,23 @@ def writer_class(path: str) -> type[MetricWriter]:
 def open_writer(path: str, kwargs: Mapping[str, Any], run: WrittenRun) -> MetricWriter:
     """Raises `ConfigError` where its class cannot be imported or does not take these arguments."""
     made = writer_class(path)
-    try:
-        return made(run, **kwargs)
-    except TypeError as error:
-        raise ConfigError(f"metrics.writers={path} does not take {dict(kwargs)}: {headline(error)}") from error
+    _bind(path, made, kwargs, run)
+    return made(run, **kwargs)
 
 
-def check_writers(config: MetricsConfig) -> None:
-    """Raises `ConfigError` for a writer that cannot be imported here."""
+def check_writers(config: MetricsConfig, here: bool = True) -> None:
+    """Raises `ConfigError` for a writer that cannot be imported, does not take its arguments, or (where the trainer is
+    to run `here`) needs a package that is not installed."""
     for writer in config.writers:
-        writer_class(writer.path)
+        made = writer_class(writer.path)
+        _bind(writer.path, made, writer.kwargs, None)
+        for package in made.PACKAGES if here else ():
+            if find_spec(package) is None:
+                raise ConfigError(f"metrics.writers={writer.path}: " + with_extra(f"No module named '{package}'"))
+
+
+def _bind(path: str, made: type[MetricWriter], kwargs: Mapping[str, Any], run: WrittenRun | None) -> None:
+    try:
+        inspect.signature(made).bind(run, **kwargs)
+    except TypeError as error:
+        raise ConfigError(f"metrics.writers={path} does not take {dict(kwargs)}: {error}") from error

@@ -1,0 +1,252 @@
+"""Rows in the store: whatever restarts, fails and is merged, the surviving history is read, each row once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from shared.errors import MetricsDamaged, ObjectMissing, StoreError
+from shared.storage import metric_log
+from shared.storage.metric_log import (
+    ENV_STEPS,
+    EPISODES,
+    EVALUATIONS,
+    EVENTS,
+    FLEET,
+    TRAIN,
+    VERSION,
+    MetricStream,
+    Rows,
+    decode,
+    encode,
+    read,
+    segments,
+)
+from shared.storage.object_store import ObjectStore
+from tests.support.memory_store import MemoryStore
+
+RUN = "run-1"
+Row = dict[str, float]
+
+
+def numbers(store: MemoryStore, stream: str, after: tuple[int, int] = (0, -1)) -> list[float]:
+    """The rows that are read, each by a number of its own."""
+    return [row["number"] for _, rows in read(store, stream, after) for _, row in rows.named()]
+
+
+class Trainers:
+    """The trainers of a run, one after another, and what a reader must find of them."""
+
+    def __init__(self, stream: str) -> None:
+        self.store, self.name, self.made, self.epoch = MemoryStore(), stream, 0, 0
+        self.history: list[tuple[int, float]] = []
+        """Version and number of each row that nothing undid."""
+        self.written: list[float] = []
+        """The rows that are in the store for certain, whatever was undone."""
+        self.durable = 0
+        self.begin(0)
+
+    def begin(self, version: int) -> None:
+        """A new trainer takes up the checkpoint of this version; the former one's pending rows are gone."""
+        self.epoch, self.version, self.told = self.epoch + 1, version, False
+        self.history = [row for row in self.history if row[0] <= version]
+        self.durable = len(self.history)
+        self.stream = MetricStream(self.store, RUN, self.name, self.epoch, version, 10 * version)
+        self.pending: list[float] = []
+
+    def work(self, rows: int, failing: int | None, late: bool) -> None:
+        for _ in range(rows):
+            self.version, self.made = self.version + 1, self.made + 1
+            row = {VERSION: self.version, ENV_STEPS: 10.0 * self.version, "number": self.made}
+            self.stream.append(row | ({"odd": 1.0} if self.made % 2 else {}), f"label {self.made}")
+            self.history.append((self.version, self.made))
+            self.pending.append(self.made)
+        self.store.fails_in, self.store.fails_late = failing, late
+        try:
+            self.stream.write()
+        except StoreError:
+            return
+        finally:
+            self.store.fails_in = None
+        self.written += self.pending
+        self.told, self.pending, self.durable = self.told or bool(rows), [], len(self.history)
+
+    def check(self) -> None:
+        found = numbers(self.store, self.name)
+        surviving = [number for _, number in self.history]
+        if self.name == TRAIN:
+            assert found[: self.durable] == surviving[: self.durable]
+            if self.told:  # until then nothing in the store says that there is a new trainer
+                assert found == surviving[: len(found)]
+        else:
+            assert [number for number in found if number in set(self.written)] == self.written
+            assert found == sorted(set(found))
+
+
+WORK = st.tuples(st.integers(0, 5), st.none() | st.integers(0, 12), st.booleans())
+RESTART = st.floats(0, 1)
+ENOUGH_TO_MERGE = [(1, None, False)] * 20
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from([TRAIN, EVALUATIONS]), st.lists(st.lists(WORK, min_size=1, max_size=20) | RESTART, max_size=8))
+@example(TRAIN, [ENOUGH_TO_MERGE, 0.5, ENOUGH_TO_MERGE, 0.3, ENOUGH_TO_MERGE])
+@example(TRAIN, [ENOUGH_TO_MERGE[:7], [(1, 1, True), (1, None, False)], ENOUGH_TO_MERGE])
+def test_the_rows_that_are_read_are_those_of_the_surviving_history(
+    stream: str, actions: list[list[tuple[int, int | None, bool]] | float]
+) -> None:
+    trainers = Trainers(stream)
+    for action in actions:
+        if isinstance(action, float):
+            kept = trainers.history[: trainers.durable]
+            trainers.begin(kept[int(action * (len(kept) - 1))][0] if kept else 0)
+        else:
+            for rows, failing, late in action:
+                trainers.work(rows, failing, late)
+                trainers.check()
+        trainers.check()
+    trainers.work(1, None, False)
+    trainers.check()
+    if stream == TRAIN:
+        assert numbers(trainers.store, stream) == [number for _, number in trainers.history]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_trainer_may_die_at_each_write_of_a_merge(late: bool) -> None:
+    for failing in range(1, 12):
+        trainers = Trainers(TRAIN)
+        for number in range(8):
+            trainers.work(1, failing if number == 7 else None, late)
+        assert numbers(trainers.store, TRAIN) == list(range(1, 9))
+        trainers.begin(8)
+        trainers.work(1, None, False)
+        assert numbers(trainers.store, TRAIN) == list(range(1, 10))
+
+
+def test_many_rows_are_few_objects_and_each_is_written_a_few_times() -> None:
+    trainers, sizes = Trainers(TRAIN), list[int]()
+    put = trainers.store.put
+
+    def counted(key: str, data: bytes) -> None:
+        sizes.append(len(data))
+        put(key, data)
+
+    trainers.store.put = counted  # type: ignore[method-assign]
+    for _ in range(1000):
+        trainers.work(1, None, False)
+    assert len(trainers.store.objects) < 40
+    assert sum(sizes) < 5 * sum(map(len, trainers.store.objects.values())) + 1000 * 1000
+    assert numbers(trainers.store, TRAIN) == list(range(1, 1001))
+
+
+def test_a_reader_goes_on_where_segments_are_merged_under_it() -> None:
+    trainers = Trainers(TRAIN)
+    for _ in range(20):
+        trainers.work(1, None, False)
+
+    def more() -> None:
+        trainers.store.before_get = lambda: None  # the merge reads, too
+        trainers.work(1, None, False)
+        trainers.store.before_get = more
+
+    trainers.store.before_get = more
+    found = numbers(trainers.store, TRAIN)
+    assert found == list(range(1, len(found) + 1)) and len(found) >= 20
+
+
+def test_a_segment_that_is_gone_for_good_is_an_error() -> None:
+    trainers = Trainers(TRAIN)
+    trainers.work(1, None, False)
+    gone = MemoryStore()
+    gone.folders = trainers.store.folders  # type: ignore[method-assign]
+    with pytest.raises(ObjectMissing):
+        numbers(gone, TRAIN)
+
+
+def test_reading_begins_behind_what_is_known() -> None:
+    trainers = Trainers(TRAIN)
+    for _ in range(30):
+        trainers.work(1, None, False)
+    everything = numbers(trainers.store, TRAIN)
+    for known in range(30):
+        assert numbers(trainers.store, TRAIN, (1, known)) == everything[known + 1 :]
+    *_, (position, _) = read(trainers.store, TRAIN)
+    assert position == (1, 29) and numbers(trainers.store, TRAIN, position) == []
+    trainers.begin(30)
+    trainers.work(2, None, False)
+    assert numbers(trainers.store, TRAIN, position) == [31.0, 32.0]
+
+
+def test_what_is_undone_stays_as_a_score_and_as_an_event_and_goes_as_a_row_of_training() -> None:
+    for stream, stays in ((TRAIN, False), (EPISODES, False), (EVALUATIONS, True), (EVENTS, True), (FLEET, True)):
+        trainers = Trainers(stream)
+        trainers.work(4, None, False)
+        trainers.begin(2)
+        trainers.work(1, None, False)
+        assert numbers(trainers.store, stream) == ([1, 2, 3, 4, 5] if stays else [1, 2, 5]), stream
+
+
+def test_rows_are_what_was_appended_names_labels_and_values_alike(any_store: ObjectStore) -> None:
+    stream = MetricStream(any_store, RUN, EPISODES, 3, -1, 0)
+    rows: list[tuple[str, Row]] = [
+        ("worker-0", {VERSION: -1.0, ENV_STEPS: 0.0, "environment/ünï \\x1b": 1e300}),
+        ("", {VERSION: -1.0, ENV_STEPS: 0.0, "loss": float("inf")}),
+        ("worker-1\tx\n", {VERSION: -1.0, ENV_STEPS: 0.0, "loss": -0.125}),
+    ]
+    assert [stream.append(row, label) for label, row in rows] == [0, 1, 2]
+    stream.write()
+    assert stream.pending == 0
+    stream.append({VERSION: 0.0, ENV_STEPS: 5.0}, "last")
+    stream.write()
+    assert [item for _, found in read(any_store, EPISODES) for item in found.named()] == [
+        *rows, ("last", {VERSION: 0.0, ENV_STEPS: 5.0}),
+    ]  # fmt: skip
+    (first, second) = segments(any_store, EPISODES)
+    assert (first.epoch, first.version, first.first, first.last, second.first) == (3, -1, 0, 2, 3)
+    only = [rows.columns for _, rows in read(any_store, EPISODES, names=[VERSION, "loss", "none"])]
+    assert [set(columns) for columns in only] == [{VERSION, "loss"}, {VERSION}]
+
+
+def damaged() -> Iterator[bytes]:
+    blob = encode(RUN, TRAIN, Rows.of([("a", {"x": 1.0}), ("b", {"x": 2.0})]))
+    yield from (b"", b"{}", blob[:-1], blob[: len(blob) // 2], bytes(len(blob)), blob + b"x")
+    for at in range(0, len(blob), 7):
+        changed = bytearray(blob)
+        changed[at] ^= 1
+        yield bytes(changed)
+    yield encode(RUN, TRAIN, Rows({"x": np.zeros(3)}, ["only one"]))
+    yield encode(RUN, TRAIN, Rows({"x": np.zeros(1, np.float32)}, ["of another type"]))
+
+
+def test_a_damaged_segment_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainers = Trainers(TRAIN)
+    trainers.work(2, None, False)
+    (key,) = trainers.store.objects
+    for blob in damaged():
+        trainers.store.objects[key] = blob
+        with pytest.raises(MetricsDamaged, match=r"metrics/train/1_0_0_0_1/rows\.safetensors cannot be read"):
+            numbers(trainers.store, TRAIN)
+    monkeypatch.setattr(metric_log, "FORMAT", 2)
+    blob = encode(RUN, TRAIN, Rows.of([]))
+    monkeypatch.undo()
+    with pytest.raises(MetricsDamaged, match="format 2"):
+        decode(blob, "key")
+
+
+def test_other_objects_beside_the_segments_are_left_alone() -> None:
+    trainers = Trainers(TRAIN)
+    trainers.work(2, None, False)
+    trainers.store.objects |= {"metrics/train/notes/rows.safetensors": b"", "metrics/train/1_2_3/rows.safetensors": b""}
+    assert numbers(trainers.store, TRAIN) == [1, 2]
+
+
+def test_rows_joined_are_the_rows_of_the_parts() -> None:
+    parts = [[("a", {"x": 1.0})], [], [("b", {"y": 2.0, "x": 3.0}), ("c", {})]]
+    joined = Rows.joined([Rows.of(part) for part in parts])
+    assert list(joined.named()) == [row for part in parts for row in part]
+    assert list(joined[1:2].named()) == [("b", {"y": 2.0, "x": 3.0})]
+    assert list(Rows.of([]).named()) == []

@@ -1,0 +1,67 @@
+"""A metric writer in a thread of its own, so that one which is slow, or hangs, holds up no other."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from trainer_node.metrics.writers import MetricWriter
+
+
+class WriterThread:
+    """Opens a writer and hands on to it what is put, in that order; what it raises is told by `failed`."""
+
+    def __init__(
+        self, name: str, opens: Callable[[], MetricWriter], failed: Callable[[str, str], None], most: int
+    ) -> None:
+        """`failed` takes the writer's name and why; `most` calls wait for it, more are left out."""
+        self._name, self._opens, self._failed = name, opens, failed
+        self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(most)
+        self._flushed, self._overdue = threading.Event(), False
+        self._flushed.set()
+        self._thread = threading.Thread(target=self._run, name=f"metrics: {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, method: str, *arguments: Any) -> bool:
+        """Calls a method of the writer, later; whether it will be."""
+        try:
+            self._queue.put_nowait((method, arguments))
+        except queue.Full:
+            self._failed(self._name, f"{self._queue.maxsize} rows wait for it; the newest are left out")
+            return False
+        return True
+
+    def flush(self) -> None:
+        """Has it flush what was put so far."""
+        self._overdue = not self._flushed.is_set()
+        self.put("flush")
+        if not self._overdue and self.put("flushed", flushed := threading.Event()):
+            self._flushed = flushed
+
+    def wait_flushed(self, until: float) -> None:
+        """Waits for the last `flush`, by the monotonic clock `until` then; not for one that was late the last time and
+        has not come back."""
+        if not self._overdue and not self._flushed.wait(max(0.0, until - time.monotonic())):
+            self._failed(self._name, "it is busy for long; checkpoints and other writers go ahead")
+
+    def join(self, seconds: float) -> None:
+        """Waits for its end after `close` was put."""
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        writer = self._try(self._opens)
+        method = ""
+        while method != "close":
+            method, arguments = self._queue.get()
+            if method == "flushed":
+                arguments[0].set()
+            elif writer is not None:
+                self._try(getattr(writer, method), *arguments)
+
+    def _try(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except Exception as error:  # whatever it is, no metric is worth a run
+            self._failed(self._name, f"{type(error).__name__}: {error}")
+            return None
