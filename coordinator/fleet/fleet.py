@@ -181,7 +181,7 @@ class Fleet:
 
     def _start_evaluator(self, beats: Mapping[str, Beat]) -> None:
         """Once trainer, ranks and at least one worker are there, or take too long."""
-        if self._evaluator is not None:
+        if self._evaluator is not None or not self._config.evaluation.enabled:
             return
         first = all(member.name in beats for member in self._learners)
         there = first and any(name in beats for name in self._workers.names)

@@ -24,6 +24,8 @@ from shared.experience.spaces import Array
 
 TRAIN, EVALUATIONS, EPISODES, EVENTS, FLEET = STREAMS = ("train", "evaluations", "episodes", "events", "fleet")
 ENV_STEPS, VERSION, UNIX_TIME = "time/env_steps", "policy/version", "time/unix_seconds"
+TEST_ENV_STEPS, TEST_EPISODES = "time/test_env_steps", "time/test_episodes"
+"""Of an evaluation's row: what all evaluations through it have played."""
 FORMAT = 1
 _FOLDER = "metrics/"
 _NAME = re.compile(r"(\d+)_(-?\d+)_(\d+)_(\d+)_(\d+)")
@@ -199,6 +201,16 @@ def read(
         except ObjectMissing:  # it was merged into another one meanwhile
             if attempt == _TRIES - 1:
                 raise
+
+
+def last_row(store: MetricStore, stream: str) -> dict[str, float]:
+    """The newest row of a stream, empty where there is none or it cannot be read."""
+    try:
+        found = segments(store, stream)
+        rows = decode(store.get(key := found[-1].key(stream)), key)
+        return list(rows.named())[-1][1]
+    except (IndexError, MetricsDamaged, ObjectMissing):  # merged into another one meanwhile: the next look finds that
+        return {}
 
 
 def _read(
