@@ -249,15 +249,14 @@ class Trainer:
 
         def done() -> bool:
             nonlocal seen
-            beats = read_heartbeats(client, self._run_id)
-            evaluators = [beat.alive for beat in beats if beat.role == "evaluator"]
-            supervised = any(beat.alive for beat in beats if beat.role == "coordinator")
-            seen = time.monotonic() if any(evaluators) else seen
-            # one that has died is replaced, and the first one may be about to start
-            coming = (evaluators or supervised) and time.monotonic() - seen < _REPLACED_SECONDS
-            done = read_evaluations(client, self._run_id)
-            played = name in done and self.state.writer.due.names <= done.keys()
-            return played or not (any(evaluators) or coming)
+            beats, done = read_heartbeats(client, self._run_id), read_evaluations(client, self._run_id)
+            left = self.state.writer.due.names - done.keys()
+            if any(beat.alive for beat in beats if beat.role == "evaluator"):
+                seen = time.monotonic()
+                return name in done and not left
+            # it is replaced, or about to start
+            known = any(beat.role == "evaluator" or (beat.role == "coordinator" and beat.alive) for beat in beats)
+            return not (left and known and time.monotonic() - seen < _REPLACED_SECONDS)
 
         try:
             with self._heartbeat.waiting("the last evaluation", self._config.evaluation.final_wait_seconds) as wait:

@@ -167,9 +167,7 @@ def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
     console.print(Panel(table, title="summary", expand=False))
 
 
-def scores_of_note(
-    entries: Sequence[dict[str, Any]], run_id: str, evaluates: bool = True
-) -> Iterator[tuple[str, str]]:
+def scores_of_note(entries: Sequence[dict[str, Any]], run_id: str, evaluates: bool = True) -> Iterator[tuple[str, str]]:
     """Rows for the summary: the best checkpoint with the score that confirmed it, and the last one with its own.
 
     A run that is stopped does not wait for its evaluator, so the last one may have no score.

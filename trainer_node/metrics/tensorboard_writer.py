@@ -74,7 +74,9 @@ class TensorBoardFile:
                     event = Event.FromString(record)
                     values = {value.tag: value.simple_value for value in event.summary.value}
                     found |= {(event.step, values[VERSION])} if metric in values else set()
-                elif len(record) < _SHORT and (event := Event.FromString(record)).session_log.status == SessionLog.START:
+                elif (
+                    len(record) < _SHORT and (event := Event.FromString(record)).session_log.status == SessionLog.START
+                ):
                     found = {(step, version) for step, version in found if step < event.step}
         first = not self._header  # else it hides what former files hold as it writes its first row
         return found if first else {(step, version) for step, version in found if step < self._purge_step}
