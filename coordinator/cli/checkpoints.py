@@ -168,7 +168,8 @@ def _ledger(said: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _score(score: dict[str, Any]) -> str:
     confirmation = score.get("confirmation")
     again = f", and {figure(confirmation['mean_return'])} from as many other starts" if confirmation else ""
-    return f"{figure(score['mean_return'])}{success_in_words(score)} over {counted(score.get('episodes'), 'episode')}{again}"
+    mean, episodes = figure(score["mean_return"]), counted(score.get("episodes"), "episode")
+    return f"{mean}{success_in_words(score)} over {episodes}{again}"
 
 
 def _kib(size: int, unit: str = " KiB") -> str:

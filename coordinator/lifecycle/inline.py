@@ -11,8 +11,8 @@ from shared.protocol.redis_client import RoleName
 from shared.runtime.failure import EndReason, RoleEnd, RunEnd
 from shared.runtime.run_context import RunContext, open_run_context
 from trainer_node.incarnation import Incarnation
-from trainer_node.trainer import Trainer
 from trainer_node.trainer import StepResult as Learned
+from trainer_node.trainer import Trainer
 
 _ROLES: tuple[RoleName, ...] = ("worker", "trainer", "evaluator")
 
