@@ -345,6 +345,8 @@ class Run:
         assert finished is not None and latest is not None and pointer is not None
         state = json.loads(latest.objects.pop("trainer/state.json"))
         del state["log_position"]
+        if self.config.evaluation.every is not None:
+            assert due_evaluations(self.role.checkpoints.store) == [], "each is played by now"
         return {
             "hashes": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(latest.objects.items())},
             "state": state,
