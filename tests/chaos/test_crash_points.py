@@ -19,6 +19,7 @@ from tests.support.game import small
 from tests.support.groups import thinned
 from tests.support.runs import shard_fields
 from trainer_node.checkpointing import checkpoint_writer
+from trainer_node.metrics import recorder
 from trainer_node.replay import replay
 
 NewRun = Callable[..., Run]
@@ -33,6 +34,7 @@ def new_run(redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(
         checkpoint_writer, "_TICK_SECONDS", 3600.0
     )  # it looks for scores when it is told to, not by the clock
+    monkeypatch.setattr(recorder, "PAUSE_SECONDS", 3600.0)  # nor does it record what the fleet does meanwhile
     logging.disable(logging.CRITICAL)
     runs: list[Run] = []
     memory = Path("/dev/shm")

@@ -48,7 +48,7 @@ _MOST_METRICS = 1000
 """Names that one process writes; an environment may make up a new one in each episode."""
 _QUEUED = 100_000
 """Rows that wait for slow writers; beyond, writers miss rows, which are in the store all the same."""
-_FLUSH_SECONDS = 10.0
+_FLUSH_SECONDS, _LOOK_SECONDS = 10.0, 0.5
 _STORE_SECONDS = 15.0
 """Rows reach the store with each checkpoint, and after so long without one."""
 
@@ -165,7 +165,11 @@ class Recorder:
             return  # the one before is still on its way: a writer that hangs holds up one checkpoint, not each
         self._flushed = threading.Event()
         self._put("flush", self._flushed)
-        if not self._flushed.wait(_FLUSH_SECONDS):
+        until = time.monotonic() + _FLUSH_SECONDS
+        while not self._flushed.wait(_LOOK_SECONDS) and time.monotonic() < until:
+            if not self._thread.is_alive():
+                return
+        if not self._flushed.is_set():
             self._failed("the metric writers", f"one has been busy for {_FLUSH_SECONDS:g} s; checkpoints go ahead")
 
     def _run(self, config: Config, run: WrittenRun) -> None:
