@@ -15,16 +15,14 @@ from shared.errors import StoreUnavailable
 from shared.protocol.heartbeat import Heartbeat
 from shared.storage.checkpoint_store import checkpoint_version
 from shared.storage.due_evaluations import due_evaluations
-from shared.storage.metric_log import EVALUATIONS, TEST_ENV_STEPS, TEST_EPISODES, TRAIN, read
+from shared.storage.metric_log import EVALUATIONS, TEST_ENV_STEPS, TEST_EPISODES, TRAIN
 from shared.storage.object_store import FileStore
+from tests.support import metric_rows
 from tests.support.game import Game, NewGame, small
 from tests.support.waiting import eventually
 from trainer_node.incarnation import Incarnation
 from trainer_node.metrics.tensorboard_writer import SCORE, TensorBoardFile
 from trainer_node.trainer import Trainer
-
-CLOCKS = ("time/unix_seconds", "time/fps", "train/learn_seconds", "rollout/acting_seconds")
-"""Of a row, and all that begins with `wait/`: they differ from run to run."""
 
 
 def due(every: str = "2 updates", updates: int = 6, **sections: Any) -> Config:
@@ -35,19 +33,12 @@ def due(every: str = "2 updates", updates: int = 6, **sections: Any) -> Config:
 
 
 def recorded(game: Game, stream: str) -> list[tuple[str, dict[str, float]]]:
-    """Label and row of each in the store, without clocks and waits."""
-    rows = [row for _, rows in read(game.role.checkpoints.store, stream) for row in rows.named()]
-    return [
-        (label, {name: value for name, value in row.items() if name not in CLOCKS and not name.startswith("wait/")})
-        for label, row in rows
-    ]
+    return metric_rows.recorded(game.role.checkpoints.store, stream)
 
 
 def different(row: dict[str, float], other: dict[str, float], apart: tuple[str, ...] = ()) -> list[str]:
-    """The metrics in which they differ, but for those that begin so, and for shaped returns: those of episodes that
-    had begun before a resume are left out (trainer_node/learning/shaped_returns.py)."""
-    apart = (*apart, "rollout/ep_shaped_rew")
-    names = sorted(name for name in {*row, *other} if not name.startswith(apart))
+    """The metrics in which they differ, but for those that begin so."""
+    names = sorted(name for name in {*row, *other} if not (apart and name.startswith(apart)))
     return [name for name in names if row.get(name) != other.get(name)]
 
 
