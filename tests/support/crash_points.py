@@ -368,7 +368,7 @@ class Run:
         if self.config.evaluation.every is not None:
             assert due_evaluations(store) == [], "each is played by now"
             # whether one is confirmed depends on what else is kept as it is played
-            told = {label: {name: row[name] for name in _EVALUATED} for label, row in evaluations if row[VERSION] > 0}
+            told = {label: {name: row[name] for name in _EVALUATED} for label, row in evaluations if row[ENV_STEPS] > 0}
             rows["evaluations"] = sorted(told.items())
         return {
             **rows,
