@@ -24,6 +24,7 @@ from coordinator.run import Run
 from shared.errors import CheckpointNotFound, UserError, WaitTimeout
 from shared.protocol.heartbeat import Wait, poll
 from shared.storage.checkpoint_store import checkpoint_name
+from shared.storage.metric_log import Rows
 from tests.support.checkpoints import upload_in
 from tests.support.command_line import Stagecoach, check_ledger, contents, until
 from tests.support.groups import some_quick
@@ -142,7 +143,7 @@ def test_inline_all_that_is_due_is_played_before_the_end(config: MakeConfig, eve
         config(evaluation={"episodes": 1, "every": every}, checkpoint={"every": "9 updates"}), "a", inline=True
     )
     status = finish(run).status
-    [rows] = run.metrics("evaluations")
+    rows = Rows.joined(list(run.metrics("evaluations")))
     due = [1.0, 2.0, 3.0, 4.0] if every == "1 updates" else [2.0, 4.0]
     assert {*due} <= {*rows.columns["policy/version"]}
     assert status.test_episodes == rows.columns["time/test_episodes"][-1] > 0
