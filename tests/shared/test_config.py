@@ -311,7 +311,7 @@ def test_recorded_experience_is_not_acted_at_random_and_an_algorithms_defaults_h
         ({"evaluation": {"episodes": 0}, "stop_at": {"success_rate": 0.5}}, r"stop_at\.success_rate needs scores"),
         ({"evaluation": {"episodes": 0}, "stop_at": {"mean_return": 0.5}}, r"stop_at\.mean_return needs scores"),
         ({"stop_at": {}}, "stop_at is empty"),
-        ({"stop_at": {"success_rate": 1.1}}, "less than or equal to 1"),
+        ({"stop_at": {"success_rate": 1.1}}, "expected 1 or less, found 1.1"),
     ],
 )
 def test_evaluations_that_contradict_the_rest_are_rejected(sections: dict[str, Any], message: str) -> None:
