@@ -142,6 +142,9 @@ class Run:
 
     def status(self, accounting: bool = True) -> Status:
         """What the run is doing, by now; `accounting=False` spares Redis the ledger's reading of the log."""
+        return replace(self._status(accounting), evaluates=self.config.evaluation.enabled)
+
+    def _status(self, accounting: bool) -> Status:
         try:
             if (client := self._client()) is not None:
                 return paused(live_status(client, self.run_id, accounting), self._outage())

@@ -29,7 +29,7 @@ from shared.experience.spaces import EnvironmentDescription
 from shared.policies.actor_critic import with_states
 from shared.policies.policy import Policy
 from shared.policies.serialization import decode_policy
-from shared.printable import counted
+from shared.printable import counted, success_in_words
 from shared.protocol.events import confirmed_return, emit, read_evaluations, read_events, record_evaluation, solves
 from shared.protocol.flow_control import RunState
 from shared.protocol.heartbeat import Heartbeat, retry_until_deadline
@@ -44,6 +44,7 @@ from shared.storage.due_evaluations import due_evaluations, read_due_evaluation
 _LOGGER = logging.getLogger("stagecoach.evaluator")
 _PASSING = (CheckpointError, StoreError, StoreUnavailable)
 _POLL_SECONDS = 1.0
+_POSTPONED_SECONDS = 30.0
 _DEADLINE_SECONDS = 86_400.0
 """A day without a checkpoint: something is wrong, and a restart asks again."""
 SCORING, CONFIRMING = 0, 1
@@ -157,6 +158,8 @@ class Evaluator:
         self._stages = self._profile.add("evaluating", self.heartbeat.stages)
         self._outage_seconds = context.config.store.retry_seconds
         self._after = "0-0"
+        self._postponed: dict[str, float] = {}
+        """What is due and could not be read, and when that is tried again; others are played meanwhile."""
         self._failures = RestartBound(context.config.environment.failures_allowed)
         self._failures.saw((0,))
         self._watchdog = Watchdog("evaluator", context.config, self.heartbeat, self._before_exit)
@@ -220,7 +223,7 @@ class Evaluator:
         def ask() -> str | None:
             if self._context.config.evaluation.every is not None:
                 for name in due_evaluations(self._context.checkpoints.store):
-                    if name not in done:
+                    if name not in done and time.monotonic() >= self._postponed.get(name, 0.0):
                         return name
             pointer = self._context.checkpoints.pointer()
             return None if pointer is None or pointer.latest in done else pointer.latest
@@ -252,6 +255,10 @@ class Evaluator:
                 scores["confirmation"] = self._play(name, policies, CONFIRMING)
         except _PASSING as error:
             _LOGGER.warning("cannot evaluate %s: %s", name, error)  # pruned meanwhile, or damaged: the next one counts
+            if isinstance(error, CheckpointError) and context.config.evaluation.every is not None:
+                if name not in self._postponed:
+                    emit(context.redis, context.run_id, "evaluation", f"{name} cannot be evaluated: {error}")
+                self._postponed[name] = time.monotonic() + _POSTPONED_SECONDS
             time.sleep(_POLL_SECONDS)
             return
         except EnvironmentFailure as error:
@@ -309,4 +316,4 @@ class Evaluator:
 
 
 def _spread(scores: Mapping[str, Any]) -> str:
-    return f"{scores['mean_return']:.1f} ± {scores['std_return']:.1f}"
+    return f"{scores['mean_return']:.1f} ± {scores['std_return']:.1f}{success_in_words(scores)}"

@@ -10,6 +10,7 @@ import logging
 import math
 import re
 import sys
+from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -55,6 +56,12 @@ def printable_data(data: Any) -> Any:
 def counted(number: int | None, noun: str) -> str:
     """`1 episode`, `1,200 episodes`; `– episodes` where the number is unknown."""
     return f"{'–' if number is None else f'{number:,}'} {noun}{'' if number == 1 else 's'}"
+
+
+def success_in_words(scores: Mapping[str, Any]) -> str:
+    """` (90 % successful)`, to stand behind a score; nothing where the episodes do not tell."""
+    rate = scores.get("success_rate")
+    return "" if rate is None else f" ({100 * rate:.0f} % successful)"
 
 
 def complain(error: object) -> None:

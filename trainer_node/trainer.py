@@ -13,10 +13,10 @@ from typing import Self
 
 from shared.errors import BodyLost, Fenced, RedisRolledBack, WaitTimeout
 from shared.experience.fragment import Fragment
+from shared.printable import counted
 from shared.protocol.events import read_evaluations
 from shared.protocol.flow_control import FlowState, RunState
 from shared.protocol.heartbeat import poll, read_heartbeats, retry_until_deadline
-from shared.protocol.policy_board import Published
 from shared.protocol.quarantine import naming_entries
 from shared.runtime.failure import EndReason
 from shared.storage.metric_log import EPISODES, TRAIN
@@ -31,6 +31,8 @@ _LOGGER = logging.getLogger("stagecoach.trainer")
 _POLL_SECONDS = 1.0
 """How often a trainer that waits for experience asks whether the run is to end."""
 _EXPORT_SECONDS = 300.0
+_REPLACED_SECONDS = 20.0
+"""How long the end of a run waits for an evaluator in place of one that is gone."""
 
 
 class StepResult(StrEnum):
@@ -119,14 +121,18 @@ class Trainer:
                 metrics = self.learner.learn(fragments, phase)
                 self._metrics.learning_seconds += time.perf_counter() - started
         self.state.version += 1
+        with self._stages.during("report"):  # before there can be a checkpoint of this version, which covers it
+            self._record(fragments, metrics)
+            if self.schedule.evaluation_due(self.learner.counters):
+                self.state.submit_evaluation()
         with self._stages.during("publish"):
             published = self.recovery.publish(len(fragments))
         self.recovery.accounting.published(published.reply)
-        with self._stages.during("report"):
-            self._record(fragments, metrics)
-            self._tell()
+        self._tell()
         with self._stages.during("checkpoint"):
-            self._checkpoint_if_due(published)
+            self.state.writer.raise_failure()
+            if self.schedule.checkpoint_due(self.learner.counters, published.log_bytes):
+                self.state.checkpoint()
         return StepResult.UPDATED
 
     def _record(self, fragments: list[Fragment], metrics: dict[str, float]) -> None:
@@ -142,13 +148,6 @@ class Trainer:
                     record.episode_return if name == RETURN else record.length for record in self.learner.episodes
                 ]
                 self.recorder.histogram(name, values, self.learner.counters.train.env_steps)
-
-    def _checkpoint_if_due(self, published: Published) -> None:
-        self.state.writer.raise_failure()
-        if self.schedule.evaluation_due(self.learner.counters):
-            self.state.submit_evaluation()
-        if self.schedule.checkpoint_due(self.learner.counters, published.log_bytes):
-            self.state.checkpoint()
 
     def poll(self) -> FlowState:
         """The run's state; makes up for a Redis that came back with less, and makes room where it is full."""
@@ -191,7 +190,7 @@ class Trainer:
         self._heartbeat.progress = {
             "epoch": self.incarnation.epoch, "version": self.version, "phase": self.state.phase.value,
             "reads_again": self._catching_up, "env_steps": counters.train.env_steps,
-            "updates": counters.train.updates, "episodes": counters.train.episodes,
+            "updates": counters.train.updates, "episodes": counters.train.episodes, **self.recorder.tested,
             "learn_seconds": round(self._metrics.learning_seconds, 3), "lags": lag_buckets(self.consumer.lags),
         }  # fmt: skip
 
@@ -225,6 +224,9 @@ class Trainer:
         last = self.save_last(reason)
         if reason in (EndReason.SOLVED, EndReason.EXHAUSTED):  # a person who stops the run does not wait for it
             self._wait_for_evaluation(last)
+        if missed := writer.due.names - read_evaluations(self.incarnation.role.redis, self._run_id).keys():
+            due = f"{counted(len(missed), 'policy version')} due by evaluation.every={self._config.evaluation.every}"
+            self.incarnation.tell(f"{due} had not been played when the run ended", "evaluation")
         try:
             if self._config.checkpoint.export != "off":
                 with self._heartbeat.waiting("the last export", _EXPORT_SECONDS) as wait:
@@ -241,13 +243,21 @@ class Trainer:
         return self.incarnation.finished(reason)
 
     def _wait_for_evaluation(self, name: str) -> None:
-        """The final score belongs into the summary, where there is an evaluator to give it."""
-        client = self.incarnation.role.redis
+        """The final score belongs into the summary, where there is an evaluator to give it, and so does what is due."""
+        if not self._config.evaluation.enabled:
+            return
+        client, seen = self.incarnation.role.redis, time.monotonic()
 
         def done() -> bool:
-            alive = any(beat.alive for beat in read_heartbeats(client, self._run_id) if beat.role == "evaluator")
-            done = read_evaluations(client, self._run_id)
-            return not alive or (name in done and self.state.writer.due.names <= done.keys())
+            nonlocal seen
+            beats, done = read_heartbeats(client, self._run_id), read_evaluations(client, self._run_id)
+            left = self.state.writer.due.names - done.keys()
+            if any(beat.alive for beat in beats if beat.role == "evaluator"):
+                seen = time.monotonic()
+                return name in done and not left
+            # it is replaced, or about to start
+            known = any(beat.role == "evaluator" or (beat.role == "coordinator" and beat.alive) for beat in beats)
+            return not (left and known and time.monotonic() - seen < _REPLACED_SECONDS)
 
         try:
             with self._heartbeat.waiting("the last evaluation", self._config.evaluation.final_wait_seconds) as wait:

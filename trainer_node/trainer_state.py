@@ -64,7 +64,7 @@ _WAITS = {
     "first": "the first checkpoint to be durable",
     "version": "the policy version to be durable",
     "last": "the last checkpoint to be durable",
-    "evaluation": "the store to take policies that are due to be evaluated",
+    "due": "the store to take policies that are due to be evaluated",
 }
 
 
@@ -123,8 +123,7 @@ class TrainerState:
         """The present policies as due to be evaluated."""
         policies = {id_: encode_policy(policy, self.version) for id_, policy in self.learner.policies.items()}
         name = checkpoint_name(self.version, self.learner.counters.train.env_steps)
-        seconds = self._incarnation.outage_seconds
-        with self._incarnation.heartbeat.waiting(_WAITS["evaluation"], seconds, outage=True) as wait:
+        with self._incarnation.heartbeat.waiting(_WAITS["due"], self._incarnation.outage_seconds, outage=True) as wait:
             poll(wait, lambda: self.writer.due.submitted < _MOST_DUE or self.writer.failure is not None)
         self.writer.due.submit(name, policies)
 

@@ -19,7 +19,7 @@ from rollout_worker.environments.factory import evaluation_environment, make
 from rollout_worker.evaluator import CONFIRMING, evaluate_policies, evaluation_seed, scores_of
 from shared.config.loading import load_config
 from shared.config.run_config import Config
-from shared.config.sections import WrapperConfig
+from shared.config.sections import EvaluationConfig, WrapperConfig
 from shared.errors import CheckpointNotFound, EnvironmentUnusable, UserError, headline
 from shared.policies.serialization import decode_policy
 from shared.runtime.user_code import extend_imports, install, with_extra
@@ -131,7 +131,8 @@ def evaluate(
     checkpoint = found.store.load(name, only="policy.safetensors")
     policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
     description = describe_environment(config)
-    changes: dict[str, Any] = {"greedy": False} if stochastic else {}
+    changes: dict[str, Any] = {"episodes": episodes or config.evaluation.episodes or EvaluationConfig().episodes}
+    changes |= {"greedy": False} if stochastic else {}
     if video is not None:
         require_recorder()
         recorded = (_recorder(video, name), *evaluation_environment(config).wrappers)
@@ -140,7 +141,7 @@ def evaluate(
         changes |= _drawing(config, "human", "play")
     config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update=changes)})
     seed = evaluation_seed(config, name, CONFIRMING)
-    scores = scores_of(config, evaluate_policies(config, description, policies, seed, episodes))
+    scores = scores_of(config, evaluate_policies(config, description, policies, seed))
     videos = _videos(video, name, int(scores["episodes"])) if video is not None else ()
     return Evaluation(name, scores, videos)
 

@@ -23,6 +23,7 @@ from shared.protocol.metric_tail import newest_row
 from shared.protocol.payload_shards import bytes_by_shard
 from shared.runtime.failure import FailureKind, RunEnd, reason_in_words
 from shared.storage.checkpoint_store import FINISHED, CheckpointStore
+from shared.storage.metric_log import EVALUATIONS, TEST_ENV_STEPS, TEST_EPISODES, last_row
 from trainer_node.checkpointing.retention import best_checkpoints, confirmed_returns, status_file
 
 NO_BOUND = 10_000
@@ -165,6 +166,11 @@ class Status:
     env_steps: int = 0
     updates: int = 0
     episodes: int = 0
+    test_env_steps: int = 0
+    """In all evaluations that are recorded, as `test_episodes`."""
+    test_episodes: int = 0
+    evaluates: bool = True
+    """Whether the run evaluates its policies (`evaluation.episodes`)."""
     desired_workers: int | None = None
     bottleneck: str = "nothing: the run is not live"
     scaling: dict[str, Any] = field(default_factory=dict)
@@ -226,7 +232,8 @@ def live_status(client: redis.Redis, run_id: str, accounting: bool = True) -> St
     return Status(
         run_id=run_id, state=RunStatus(flow.state), reason=flow.reason, live=True, version=flow.version,
         env_steps=int(trainer.get("env_steps", 0)), updates=int(trainer.get("updates", 0)),
-        episodes=int(trainer.get("episodes", 0)), desired_workers=flow.desired_workers,
+        episodes=int(trainer.get("episodes", 0)), test_env_steps=int(trainer.get("test_env_steps", 0)),
+        test_episodes=int(trainer.get("test_episodes", 0)), desired_workers=flow.desired_workers,
         scaling={
             "mode": flow.scaling, "min": flow.min_workers, "max": flow.max_workers, "capacity": capacity_of(beats),
         },
@@ -252,6 +259,7 @@ def ended_status(checkpoints: CheckpointStore) -> Status:
     entries = kept.get("checkpoints", [])
     last = entries[-1] if entries else {}
     counts = last | ((finished.get("counters") or {}).get("train") or {})
+    tested = last_row(checkpoints.store, EVALUATIONS)
     return Status(
         run_id=checkpoints.run_id,
         state=RunStatus.FINISHED if finished else RunStatus.INTERRUPTED,
@@ -260,6 +268,8 @@ def ended_status(checkpoints: CheckpointStore) -> Status:
         env_steps=int(counts.get("env_steps", 0)),
         updates=int(counts.get("updates", 0)),
         episodes=int(counts.get("episodes", 0)),
+        test_env_steps=int(tested.get(TEST_ENV_STEPS, 0)),
+        test_episodes=int(tested.get(TEST_EPISODES, 0)),
         ledger=finished.get("ledger") or {},
         latest=kept.get("latest"),
         best=kept.get("best"),

@@ -33,7 +33,7 @@ from coordinator.cli.options import (
 )
 from coordinator.services.ray_internals import outlive_ray
 from shared.errors import EnvironmentFailure, RunLive, StagecoachError, UserError, headline
-from shared.printable import complain, counted
+from shared.printable import complain, counted, success_in_words
 from shared.runtime.failure import reason_in_words
 from shared.runtime.process import interruptible
 
@@ -365,9 +365,11 @@ def play(
 
 def _print_scores(found: "Evaluation") -> None:
     scores = {name: figure(value) for name, value in found.scores.items() if isinstance(value, float)}
-    one = f"{scores['mean_return']} in one episode of {counted(round(found.scores['mean_length']), 'step')}"
+    success = success_in_words(found.scores)
+    one = f"{scores['mean_return']} in one episode of {counted(round(found.scores['mean_length']), 'step')}{success}"
     many = (
-        f"{scores['mean_return']} ± {scores['std_return']} over {counted(found.scores['episodes'], 'episode')} "
+        f"{scores['mean_return']} ± {scores['std_return']}{success} over "
+        f"{counted(found.scores['episodes'], 'episode')} "
         f"(min {scores['min_return']}, max {scores['max_return']}, mean length {scores['mean_length']})"
     )
     text = one if found.scores["episodes"] == 1 else many

@@ -16,7 +16,7 @@ from coordinator.cli.options import RUNS, Exit, Json, RunArgument, RunsDir, cons
 from coordinator.run import Run
 from shared.config.run_config import Config
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
-from shared.printable import counted
+from shared.printable import counted, success_in_words
 from shared.protocol.events import confirmed_return
 from shared.protocol.ledger import Count, Ledger, WorkerAccount
 from shared.storage.checkpoint_store import MARKS, Manifest
@@ -168,7 +168,8 @@ def _ledger(said: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _score(score: dict[str, Any]) -> str:
     confirmation = score.get("confirmation")
     again = f", and {figure(confirmation['mean_return'])} from as many other starts" if confirmation else ""
-    return f"{figure(score['mean_return'])} over {counted(score.get('episodes'), 'episode')}{again}"
+    mean, episodes = figure(score["mean_return"]), counted(score.get("episodes"), "episode")
+    return f"{mean}{success_in_words(score)} over {episodes}{again}"
 
 
 def _kib(size: int, unit: str = " KiB") -> str:

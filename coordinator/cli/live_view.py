@@ -22,7 +22,7 @@ from coordinator.lifecycle.supervisor import Outcome
 from coordinator.run import Run
 from shared.config.run_config import Config
 from shared.errors import StagecoachError
-from shared.printable import counted, unnamed
+from shared.printable import counted, success_in_words, unnamed
 from shared.protocol.events import Event
 from shared.protocol.heartbeat import Beat
 from shared.runtime.failure import reason_in_words
@@ -111,7 +111,7 @@ def _progress(status: Status, config: Config) -> Table | Text:
 
 def metrics_table(status: Status) -> Table:
     """State, workers, speed, policy, return and checkpoint."""
-    metrics, evaluation = status.metrics, status.evaluation
+    metrics = status.metrics
     alive = sum(1 for beat in status.roles if beat.role == "worker" and beat.alive)
     table = Table.grid(padding=(0, 3))
     told = status.reason and status.state is not RunStatus.PAUSED  # that reason has a line of its own
@@ -123,9 +123,15 @@ def metrics_table(status: Status) -> Table:
     table.add_row("speed", f"{metrics.get('time/fps') or 0:,.0f} env steps/s", "policy version", str(status.version))
     mean_return, lag = (figure(metrics.get(name)) for name in ("rollout/ep_rew_mean", "policy/lag_mean"))
     table.add_row("return", mean_return, "policy lag", lag)
-    score = f"{figure(evaluation['mean_return'])} ({evaluation['checkpoint']})" if evaluation else "–"
-    table.add_row("evaluated", score, "checkpoint", status.latest or "–")
+    table.add_row("evaluated", _evaluated(status), "checkpoint", status.latest or "–")
     return table
+
+
+def _evaluated(status: Status) -> str:
+    if not status.evaluates:
+        return "nothing (evaluation.episodes=0)"
+    scores = status.evaluation
+    return f"{figure(scores['mean_return'])}{success_in_words(scores)} ({scores['checkpoint']})" if scores else "–"
 
 
 def one_line(status: Status) -> str:
@@ -133,7 +139,8 @@ def one_line(status: Status) -> str:
     if status.state is RunStatus.PAUSED:
         return f"{status.state:<11} {status.reason}"
     metrics = status.metrics
-    score = f" · evaluated {figure(status.evaluation['mean_return'])}" if status.evaluation else ""
+    scores = status.evaluation
+    score = f" · evaluated {figure(scores['mean_return'])}{success_in_words(scores)}" if scores else ""
     return (
         f"{status.state:<11} {status.env_steps:,} env steps · {metrics.get('time/fps') or 0:,.0f}/s · "
         f"return {figure(metrics.get('rollout/ep_rew_mean'))} · version {status.version} · "
@@ -147,7 +154,7 @@ def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
     table = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2))  # no path is cut: it is copied
     table.add_row("run", f"{run.run_id}: {reason_in_words(outcome.reason.splitlines()[0])}")
     with contextlib.suppress(StagecoachError):  # a summary without a score is better than none
-        for title, text in scores_of_note(run.checkpoints(), run.run_id):
+        for title, text in scores_of_note(run.checkpoints(), run.run_id, run.config.evaluation.enabled):
             table.add_row(title, text)
     numbers = ((status.env_steps, "env step"), (status.updates, "update"), (status.episodes, "episode"))
     table.add_row("trained", ", ".join(counted(number, noun) for number, noun in numbers))
@@ -162,7 +169,7 @@ def print_summary(run: Run, outcome: Outcome, console: Console) -> None:
     console.print(Panel(table, title="summary", expand=False))
 
 
-def scores_of_note(entries: Sequence[dict[str, Any]], run_id: str) -> Iterator[tuple[str, str]]:
+def scores_of_note(entries: Sequence[dict[str, Any]], run_id: str, evaluates: bool = True) -> Iterator[tuple[str, str]]:
     """Rows for the summary: the best checkpoint with the score that confirmed it, and the last one with its own.
 
     A run that is stopped does not wait for its evaluator, so the last one may have no score.
@@ -176,12 +183,14 @@ def scores_of_note(entries: Sequence[dict[str, Any]], run_id: str) -> Iterator[t
         yield "last", f"{_score(scores)}, {last['name']} (the last)"
     elif last:
         hint = f"`stagecoach evaluate {run_id}/{last['name']}` plays it"
-        yield "last", f"{last['name']} was not evaluated before the run ended; {hint}"
+        why = "was not evaluated before the run ended" if evaluates else "has no score, with evaluation.episodes=0"
+        yield "last", f"{last['name']} {why}; {hint}"
 
 
 def _score(scores: dict[str, Any]) -> str:
     episodes = counted(scores.get("episodes"), "episode")
-    return f"{figure(scores['mean_return'])} ± {figure(scores.get('std_return'))} over {episodes}"
+    spread = f"{figure(scores['mean_return'])} ± {figure(scores.get('std_return'))}"
+    return f"{spread}{success_in_words(scores)} over {episodes}"
 
 
 def ledger_line(line: dict[str, Any]) -> str:

@@ -120,7 +120,9 @@ def worker_capacity(config: Config, additions: Additions, trainer_node: str | No
     """Of the cluster that this process has joined; `trainer_node` is where the trainer runs, once that is known."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     machines = {str(node["NodeID"]): dict(node["Resources"]) for node in nodes if node["Alive"]}
-    roles = {"the trainer": needs(trainer_options(config)), "the evaluator": needs(evaluator_options(config))}
+    roles = {"the trainer": needs(trainer_options(config))}
+    if config.evaluation.enabled:
+        roles["the evaluator"] = needs(evaluator_options(config))
     roles |= {rank_id(rank): roles["the trainer"] for rank in range(1, config.trainer.ranks)}
     worker, apart = needs(worker_options(config)), config.rollout.avoid_trainer_node
     place = list(machines).index(trainer_node) if trainer_node in machines else None

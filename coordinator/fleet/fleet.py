@@ -1,7 +1,7 @@
 """The fleet: Ray actors for the trainer, the evaluator and the rollout workers; started, watched, replaced, scaled.
 
-A role whose process died, or that left on purpose, gets another process; one that raised begins again in its own. Both
-as long as they make progress (a worker registers as a new incarnation). The run ends where the trainer returns or fails.
+A role whose process died, or that left on purpose, gets another process, one that raised begins again in its own: both
+as long as they make progress (a worker registers as a new incarnation). The run ends where the trainer ends or fails.
 """
 
 import logging
@@ -181,7 +181,7 @@ class Fleet:
 
     def _start_evaluator(self, beats: Mapping[str, Beat]) -> None:
         """Once trainer, ranks and at least one worker are there, or take too long."""
-        if self._evaluator is not None:
+        if self._evaluator is not None or not self._config.evaluation.enabled:
             return
         first = all(member.name in beats for member in self._learners)
         there = first and any(name in beats for name in self._workers.names)

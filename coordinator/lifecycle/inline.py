@@ -1,16 +1,18 @@
 """All roles in one process and one thread: for a debugger, and for tests. The same Redis, store and protocol."""
 
 import threading
+import time
 from pathlib import Path
 
 from coordinator.services.restarter import tell_of_outages
-from rollout_worker.evaluator import Evaluator
+from rollout_worker.evaluator import Evaluator, StepResult
 from rollout_worker.worker import Worker
 from shared.protocol.redis_client import RoleName
-from shared.runtime.failure import RoleEnd, RunEnd
+from shared.runtime.failure import EndReason, RoleEnd, RunEnd
 from shared.runtime.run_context import RunContext, open_run_context
 from trainer_node.incarnation import Incarnation
-from trainer_node.trainer import StepResult, Trainer
+from trainer_node.trainer import StepResult as Learned
+from trainer_node.trainer import Trainer
 
 _ROLES: tuple[RoleName, ...] = ("worker", "trainer", "evaluator")
 
@@ -20,8 +22,9 @@ class InlineRoles:
         self._flow = context.flow  # the coordinator's; the others connect with the credentials that theirs have
         self._playing, learning, scoring = (open_run_context(context.config, context.address, name) for name in _ROLES)
         self._incarnation = Incarnation(learning, run_folder)
-        self._evaluator = Evaluator(scoring)
+        self._evaluator = Evaluator(scoring) if context.config.evaluation.enabled else None
         self._workers: dict[int, Worker] = {}
+        self._evaluation = context.config.evaluation
         self._turn = 0
         self.clients = [made.redis for made in (self._playing, learning, scoring)]
         tell_of_outages(context, Path(run_folder), *self.clients)
@@ -30,18 +33,20 @@ class InlineRoles:
         end = RunEnd("abandoned")
         try:
             trainer = Trainer.start(self._incarnation)
-            self._evaluator.start()
+            if self._evaluator is not None:
+                self._evaluator.start()
             while not abandon.is_set():
                 self._scale(self._flow.read().desired_workers)
                 self._act()
-                if trainer.step(0.0) is StepResult.ENDED:
+                if trainer.step(0.0) is Learned.ENDED:
                     flow = self._flow.read()
-                    end = RunEnd(flow.reason or "exhausted", flow.failure)
+                    end = RunEnd(flow.reason or EndReason.EXHAUSTED, flow.failure)
                     trainer.save_last(end.reason)
-                    self._evaluator.step(0.0)
+                    self._evaluate_last(end.reason)
                     trainer.finish(end.reason)
                     break
-                self._evaluator.step(0.0)
+                if self._evaluator is not None:
+                    self._evaluator.step(0.0)
         except Exception as error:
             if abandon.is_set():  # perhaps by the Redis or the store that it waited for
                 return RunEnd("abandoned")
@@ -50,8 +55,18 @@ class InlineRoles:
         finally:
             for worker in self._workers.values():
                 worker.stop(end.reason)
-            self._evaluator.stop(end.reason)
+            if self._evaluator is not None:
+                self._evaluator.stop(end.reason)
         return end
+
+    def _evaluate_last(self, reason: str) -> None:
+        """What waits to be evaluated, while the trainer does; where a person stops the run, the next one only."""
+        if self._evaluator is None:
+            return
+        until = time.monotonic() + self._evaluation.final_wait_seconds
+        while self._evaluator.step(0.0) is StepResult.EVALUATED and time.monotonic() < until:
+            if reason not in (EndReason.SOLVED, EndReason.EXHAUSTED):
+                break
 
     def _scale(self, desired: int) -> None:
         for index in range(desired):

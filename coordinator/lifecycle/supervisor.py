@@ -152,6 +152,7 @@ class Coordinator:
             _LOGGER.exception("taking the run down failed")
             status = replace(status, reason=str(error))
         finally:
+            status = replace(status, evaluates=self._config.evaluation.enabled)
             self.outcome = Outcome(end, status, time.monotonic() - self._started)
 
     def abandon(self) -> None:

@@ -67,6 +67,8 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
 
 def check_evaluation(config: Config, description: EnvironmentDescription) -> None:
     """Makes the evaluation's environment; raises `ConfigError` where the policies could not act in it."""
+    if not config.evaluation.enabled:
+        return
     played = describe_environment(config.model_copy(update={"environment": evaluation_environment(config)}))
     if (found := _arrays(played)) != (expected := _arrays(description)):
         raise ConfigError(

@@ -43,7 +43,7 @@ def _check_evaluation(run: ConfigFields) -> None:
     for name, each in (("evaluation.every", evaluation.every), ("metrics.every", run.metrics.every)):
         if each is not None and each.amount == 0:
             raise ValueError(f"{name}={str(each)!r}: give at least 1, or leave it out")
-    if evaluation.episodes == 0:
+    if not evaluation.enabled:
         asked = {"stop_at.mean_return": stop.mean_return, "stop_at.success_rate": stop.success_rate}
         asked |= {"evaluation.every": evaluation.every}
         if given := [name for name, value in asked.items() if value is not None]:

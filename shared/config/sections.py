@@ -349,7 +349,12 @@ class EvaluationConfig(Section):
     deadline_seconds: float = Field(1800.0, gt=0)
     """An evaluation that takes longer than this (an episode that never ends) is given up and reported."""
     final_wait_seconds: float = Field(120.0, ge=0)
-    """How long the end of a run waits for the final checkpoint's score."""
+    """How long the end of a run waits for the final checkpoint's score, and for those that `every` made due."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the run has an evaluator."""
+        return self.episodes > 0
 
 
 class StopConfig(Section):

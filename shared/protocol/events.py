@@ -37,6 +37,7 @@ class _Returns(BaseModel, extra="allow"):
 
     mean_return: float
     std_return: float = 0.0
+    success_rate: float | None = None
     episodes: int = 0
 
 

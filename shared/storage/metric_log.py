@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +25,8 @@ from shared.experience.spaces import Array
 
 TRAIN, EVALUATIONS, EPISODES, EVENTS, FLEET = STREAMS = ("train", "evaluations", "episodes", "events", "fleet")
 ENV_STEPS, VERSION, UNIX_TIME = "time/env_steps", "policy/version", "time/unix_seconds"
+TEST_ENV_STEPS, TEST_EPISODES = "time/test_env_steps", "time/test_episodes"
+"""Of an evaluation's row: what all evaluations through it have played."""
 FORMAT = 1
 _FOLDER = "metrics/"
 _NAME = re.compile(r"(\d+)_(-?\d+)_(\d+)_(\d+)_(\d+)")
@@ -201,6 +204,15 @@ def read(
                 raise
 
 
+def last_row(store: MetricStore, stream: str) -> dict[str, float]:
+    """The newest row of a stream, empty where there is none or it cannot be read."""
+    for segment in reversed(segments(store, stream)):
+        with suppress(IndexError, MetricsDamaged, ObjectMissing):  # merged meanwhile, or cut off
+            rows = decode(store.get(key := segment.key(stream)), key)
+            return list(rows[slice(-1, None)].named())[-1][1]
+    return {}
+
+
 def _read(
     store: MetricStore, stream: str, after: tuple[int, int], names: Sequence[str] | None
 ) -> Iterator[tuple[tuple[int, int], Rows]]:
@@ -211,13 +223,28 @@ def _read(
             continue
         if segment.epoch > epoch:
             epoch, covered = segment.epoch, -1
-        rows = decode(store.get(key := segment.key(stream)), key)[max(0, covered + 1 - segment.first) :]
+        try:
+            blob = store.get(key := segment.key(stream))
+        except ObjectMissing:
+            if _cut_off(segment, segments(store, stream)):
+                continue
+            raise
+        rows = decode(blob, key)[max(0, covered + 1 - segment.first) :]
         covered = segment.last
         if stream in (TRAIN, EPISODES):  # a score, and what has happened, stay, whatever was undone since
             rows = _kept(rows, [later for later in found if later.epoch > epoch])
         if names is not None:
             rows = Rows({name: rows.columns[name] for name in names if name in rows.columns}, rows.labels)
         yield (epoch, covered), rows
+
+
+def _cut_off(segment: Segment, found: Sequence[Segment]) -> bool:
+    """Whether a segment without its object is what a crash left of a put, and was not merged into another one."""
+    covering = [
+        other for other in found
+        if other.epoch == segment.epoch and other.first <= segment.first and other.last >= segment.last
+    ]  # fmt: skip
+    return covering == [segment]
 
 
 def _kept(rows: Rows, later: Sequence[Segment]) -> Rows:

@@ -19,6 +19,7 @@ from tests.support.game import small
 from tests.support.groups import thinned
 from tests.support.runs import shard_fields
 from trainer_node.checkpointing import checkpoint_writer
+from trainer_node.metrics import recorder
 from trainer_node.replay import replay
 
 NewRun = Callable[..., Run]
@@ -33,6 +34,7 @@ def new_run(redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(
         checkpoint_writer, "_TICK_SECONDS", 3600.0
     )  # it looks for scores when it is told to, not by the clock
+    monkeypatch.setattr(recorder, "PAUSE_SECONDS", 3600.0)  # nor does it record what the fleet does meanwhile
     logging.disable(logging.CRITICAL)
     runs: list[Run] = []
     memory = Path("/dev/shm")
@@ -50,9 +52,11 @@ def new_run(redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.Monke
     logging.disable(logging.NOTSET)
 
 
-def crashing(transport: str = "redis", updates: int = 4, **stop: float) -> Config:
+def crashing(transport: str = "redis", updates: int = 4, every: str | None = None, **stop: float) -> Config:
     """A checkpoint every two updates, of which only the newest and the best stay."""
     return small(
+        metrics={"episodes": True, "writers": []},
+        evaluation={"episodes": 1, "every": every},
         rollout={"fragment_steps": 8, "fragments_per_update": 2},
         heatup="64 env_steps",
         checkpoint={"every": "2 updates", "keep_last": 1, "keep_best": 1},
@@ -92,6 +96,18 @@ def test_a_trainer_that_dies_between_any_two_writes(new_run: NewRun) -> None:
 def test_a_trainer_that_publishes_through_the_store_dies_between_any_two_writes(new_run: NewRun) -> None:
     config = crashing("object_store", updates=2)
     expected, whole = undisturbed(new_run, config)
+    for point in thinned(range(len(whole.done))):
+        die_and_come_through(new_run(config), expected, point)
+
+
+@pytest.mark.parametrize("transport", ["redis", "object_store"])
+def test_a_trainer_that_dies_between_any_two_writes_of_a_run_with_evaluations_that_are_due(
+    new_run: NewRun, transport: str
+) -> None:
+    """Each takes place, and rows of metrics and evaluations are those of the undisturbed run."""
+    config = crashing(transport, updates=3, every="1 updates")
+    expected, whole = undisturbed(new_run, config)
+    assert [row["policy/version"] for _, row in expected["evaluations"]] == [2, 3, 4], "after one of warm-up"
     for point in thinned(range(len(whole.done))):
         die_and_come_through(new_run(config), expected, point)
 
@@ -219,9 +235,10 @@ def learned(run: Run) -> dict[str, Any]:
     return outcome
 
 
-def test_an_evaluator_that_dies_between_any_two_writes(new_run: NewRun) -> None:
+@pytest.mark.parametrize("every", [None, "1 updates"])
+def test_an_evaluator_that_dies_between_any_two_writes(new_run: NewRun, every: str | None) -> None:
     """Its scores choose the best checkpoint and end the run: each counts, and none counts twice."""
-    config = crashing(mean_return=1.0, evaluations=2)
+    config = crashing(mean_return=1.0, evaluations=2, every=every)
     expected, _ = undisturbed(new_run, config)
     assert expected["reason"] == "solved"
     run = new_run(config)

@@ -17,13 +17,14 @@ import pytest
 from rich.panel import Panel
 
 from coordinator.catalog.status import Status
-from coordinator.cli.live_view import LiveView
+from coordinator.cli.live_view import LiveView, print_status, print_summary
 from coordinator.cli.options import PrintableConsole
 from coordinator.lifecycle.supervisor import Coordinator, Outcome
 from coordinator.run import Run
 from shared.errors import CheckpointNotFound, UserError, WaitTimeout
 from shared.protocol.heartbeat import Wait, poll
 from shared.storage.checkpoint_store import checkpoint_name
+from shared.storage.metric_log import Rows
 from tests.support.checkpoints import upload_in
 from tests.support.command_line import Stagecoach, check_ledger, contents, until
 from tests.support.groups import some_quick
@@ -122,6 +123,47 @@ def test_a_live_run_is_scaled_and_stopped_and_its_events_tell_what_happened(conf
     assert run.events()[: len(events)] == events, "what was started here can be asked afterwards"
     assert run.events(events[-1].id) == run.events()[len(events) :]
     assert other.events() == []
+
+
+def test_a_run_that_evaluates_nothing_has_no_evaluator_and_says_so(config: MakeConfig) -> None:
+    run = Run.start(config(evaluation={"episodes": 0}, stop_at={"updates": 2}), "a", inline=True)
+    outcome = finish(run)
+    screen = PrintableConsole(file=io.StringIO(), width=200)
+    print_summary(run, outcome, screen)
+    print_status(run.status(), screen)
+    assert "has no score, with evaluation.episodes=0" in screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "nothing (evaluation.episodes=0)" in screen.file.getvalue()  # type: ignore[attr-defined]
+    assert not outcome.status.evaluates and not any(event.kind == "evaluation" for event in run.events())
+    assert run.status().as_dict()["evaluates"] is False
+
+
+@pytest.mark.parametrize("every", ["1 updates", "100 env_steps"])
+def test_inline_all_that_is_due_is_played_before_the_end(config: MakeConfig, every: str) -> None:
+    run = Run.start(
+        config(evaluation={"episodes": 1, "every": every}, checkpoint={"every": "9 updates"}), "a", inline=True
+    )
+    status = finish(run).status
+    rows = Rows.joined(list(run.metrics("evaluations")))
+    due = [1.0, 2.0, 3.0, 4.0] if every == "1 updates" else [2.0, 4.0]
+    assert {*due} <= {*rows.columns["policy/version"]}
+    assert status.test_episodes == rows.columns["time/test_episodes"][-1] > 0
+    assert status.as_dict()["test_env_steps"] == rows.columns["time/test_env_steps"][-1]
+    assert not [event for event in run.events() if "had not been played" in event.text]
+
+
+def test_a_checkpoint_is_made_when_a_person_asks_for_it_and_a_note_is_kept(config: MakeConfig) -> None:
+    run = Run.start(config(checkpoint={"every": "100000 updates"}, stop_at=FOR_EVER), "a", inline=True)
+    until(run, lambda status: status.version >= 1)
+    before = run.status().latest
+    run.checkpoint()
+    until(run, lambda status: status.latest != before)
+    run.note("a better idea")
+    with pytest.raises(UserError, match="a note needs text"):
+        run.note(" ")
+    run.stop()
+    finish(run, "stopped")
+    notes = [label for rows in run.metrics("events") for label in rows.labels if label.startswith("note")]
+    assert notes == ["note\ta better idea"]
 
 
 def test_one_process_cannot_be_several_ranks(config: MakeConfig, tmp_path: Path) -> None:

@@ -309,7 +309,10 @@ TABLE: list[tuple[list[str], set[str]]] = [
     (["HGETALL", KEYS.heartbeats], {"trainer", "coordinator", "viewer"}),
     (["HSET", KEYS.evaluations, "x", "{}"], {"evaluator"}),
     (["XADD", KEYS.events, "*", "x", "1"], ALL - {"viewer"}),
-    (["XREAD", "STREAMS", KEYS.events, "0"], {"evaluator", "coordinator", "viewer"}),
+    (["XREAD", "STREAMS", KEYS.events, "0"], ALL - {"worker"}),
+    (["XADD", KEYS.metrics, "*", "row", "{}"], {"trainer"}),
+    (["XREAD", "STREAMS", KEYS.metrics, "0"], {"coordinator", "viewer"}),
+    (["XREVRANGE", KEYS.metrics, "+", "-"], {"coordinator", "viewer"}),
 ]
 """Who may; all others are refused."""
 

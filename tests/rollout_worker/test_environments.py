@@ -23,6 +23,7 @@ from rollout_worker.environments.factory import evaluation_environment, is_facto
 from rollout_worker.environments.vector_env import RunningEpisodes, Step, VectorEnvironment, usable
 from shared.config.run_config import Config
 from shared.errors import EnvironmentFailure, EnvironmentUnusable
+from shared.experience.counters import Phase
 from shared.experience.fragment import EpisodeRecord
 from tests.conftest import minimal_config
 from tests.support.environments import CHASE, CHASE_POLICIES, MODULE
@@ -67,6 +68,38 @@ def test_each_step_tells_ends_apart_and_starts_again_at_once(vectorization: str,
         assert step.episodes == [(0, record), (1, record)]
         act(vector, 0)
         assert act(vector, 0).episodes[0][1] == EpisodeRecord(3.0, 2, success=True, metrics={"depth": 20.0})
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "native", "pettingzoo"])
+def test_environments_and_wrappers_are_told_the_phase_and_each_change_of_it(kind: str) -> None:
+    environment: dict[str, Any] = {"id": f"{MODULE}:TellsPhase", "vectorization": kind}
+    factor, sections = 11.0, dict[str, Any]()
+    if kind in ("sync", "async"):
+        environment["wrappers"] = [f"{MODULE}:AddOne", f"{MODULE}:PhaseWrapper", {"path": f"{MODULE}:AddOne"}]
+    elif kind == "native":
+        environment["id"], factor = f"{MODULE}:phase_vector", 1.0
+    else:
+        environment, sections, factor = CHASE | {"id": f"{MODULE}:PhaseChase"}, CHASE_POLICIES, 1.0
+    added = 2.0 if kind in ("sync", "async") else 0.0
+    with started(environment, **sections) as vector:
+        for number, phase in enumerate((Phase.HEATUP, Phase.TRAIN, Phase.TEST), start=1):
+            vector.set_phase(phase)
+            vector.reset([1, 2])
+            if kind == "pettingzoo":
+                cat, mouse = np.zeros(2, np.int64), np.zeros((2, 1), np.float32)
+                step = vector.step({"hunter": {"action": cat}, "prey": {"action": mouse}})
+            else:
+                step = act(vector, 0)
+            for its in step.policies.values():
+                assert its.reward.tolist() == [factor * number + added] * 2, (kind, phase)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_wrapper_that_raises_as_it_is_told_the_phase_is_named(kind: str) -> None:
+    environment = counting() | {"vectorization": kind, "wrappers": [f"{MODULE}:RejectsPhases"]}
+    failure = pytest.raises(EnvironmentFailure, match=r"raised ValueError in set_phase: train\? not with me")
+    with started(environment) as vector, failure:
+        vector.set_phase(Phase.TRAIN)
 
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])

@@ -27,6 +27,7 @@ from shared.protocol.events import confirmed_return, read_evaluations, read_even
 from shared.protocol.keys import RunKeys
 from shared.runtime.run_context import RunContext
 from shared.storage.checkpoint_store import Manifest, Pointer, checkpoint_name, describe_objects
+from shared.storage.due_evaluations import write_due_evaluation
 from tests.conftest import MakeRole, minimal_config
 from tests.support.environments import CHASE, CHASE_POLICIES, MODULE
 
@@ -123,18 +124,30 @@ def test_scores_sum_up_what_was_played() -> None:
         EpisodeRecord(4.0, 20, success=False, metrics={"depth": 4.0, "speed": 7.0}),
         EpisodeRecord(7.0, 30, success=None),
     )
-    assert scores_of(records) == {
+    config, strict = minimal_config(), minimal_config(evaluation={"success_threshold": 5.0})
+    assert scores_of(config, records) == {
         "episodes": 3, "mean_return": 4.0, "std_return": pytest.approx(6**0.5), "min_return": 1.0, "max_return": 7.0,
-        "mean_length": 20.0, "success_rate": 0.5, "metrics": {"depth": 3.0, "speed": 7.0},
+        "mean_length": 20.0, "success_rate": 0.5, "metrics": {"depth": 3.0, "speed": 7.0}, "env_steps_played": 60,
+        "agents": {}, "policies": {},
     }  # fmt: skip
-    assert scores_of(records[2:])["success_rate"] is None
-    assert scores_of((EpisodeRecord(0.99, 14),) * 20)["std_return"] == 0, "no rounding shows as spread"
+    assert scores_of(config, records[2:])["success_rate"] is None
+    assert scores_of(config, (EpisodeRecord(0.99, 14),) * 20)["std_return"] == 0, "no rounding shows as spread"
+    assert scores_of(strict, records)["success_rate"] == pytest.approx(2 / 3), "where the environment does not tell"
+
+
+def test_the_environment_and_its_wrappers_are_told_that_this_is_an_evaluation() -> None:
+    environment = {"id": f"{MODULE}:TellsPhase", "wrappers": [f"{MODULE}:PhaseWrapper"]}
+    records = played(config_of(environment, episodes=3, num_envs=2))
+    assert [record.episode_return for record in records] == [66.0] * 3
 
 
 def test_agents_of_one_environment_are_evaluated_together() -> None:
     config = minimal_config(environment=CHASE, **CHASE_POLICIES, evaluation={"episodes": 3, "num_envs": 2})
     scores = played(config)
     assert [(record.length, set(record.agent_returns)) for record in scores] == [(4, {"cat", "mouse"})] * 3
+    found, cats = scores_of(config, scores), [record.agent_returns["cat"] for record in scores]
+    assert found["agents"] == {"cat": pytest.approx(np.mean(cats)), "mouse": found["policies"]["prey"]}
+    assert found["policies"]["hunter"] == found["agents"]["cat"]
 
 
 def test_a_policy_with_a_core_remembers_within_each_episode_and_not_across() -> None:
@@ -245,6 +258,89 @@ def test_a_better_one_that_is_gone_keeps_nothing_from_being_the_best(
     record_evaluation(role.redis, role.run_id, checkpoint_name(0, 0), gone)
     found = scored(evaluator, role, range(1, 2))
     assert "confirmation" in found[checkpoint_name(1, 64)]
+
+
+def store_due(role: RunContext, version: int) -> str:
+    """An untrained policy that is due, as a trainer leaves it."""
+    policies = build_policies(role.description().policies, role.config.policies, role.config.algorithm, seed=0)
+    name = checkpoint_name(version, 64 * version)
+    blobs = {policy_id: encode_policy(policy, version) for policy_id, policy in policies.items()}
+    write_due_evaluation(role.checkpoints.store, name, blobs)
+    return name
+
+
+EVERY = {"episodes": 2, "every": "1 updates"}
+
+
+def test_what_is_due_is_played_in_order_then_the_newest_checkpoint(
+    make_role: MakeRole, new_evaluator: NewEvaluator
+) -> None:
+    config = minimal_config(environment=LUCK, evaluation=EVERY)
+    role, evaluator = make_role(config), new_evaluator(config)
+    last = store_checkpoint(role, 12)
+    due = [store_due(role, version) for version in (10, 2, 9, 11)]
+    order = [due[1], due[2], due[0], due[3], last]
+    for turn in range(1, 6):
+        assert evaluator.step(0) == "evaluated"
+        assert list(read_evaluations(role.redis, role.run_id)) == order[:turn]
+        if turn == 2:  # another takes its place: nothing is played twice
+            evaluator.stop("end of test")
+            evaluator = new_evaluator(config)
+    assert evaluator.step(0) == "waited"
+    found = read_evaluations(role.redis, role.run_id)
+    assert [scores["env_steps"] for scores in found.values()] == [128, 576, 640, 704, 768]
+
+
+def test_what_is_due_and_cannot_be_read_keeps_no_other_from_being_played(
+    make_role: MakeRole, new_evaluator: NewEvaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_worker.evaluator._POLL_SECONDS", 0.01)
+    monkeypatch.setattr("rollout_worker.evaluator._POSTPONED_SECONDS", 1.0)
+    config = minimal_config(environment=LUCK, evaluation=EVERY)
+    role, evaluator = make_role(config), new_evaluator(config)
+    bad, torn, good = store_due(role, 1), checkpoint_name(2, 128), store_due(role, 3)
+    store = role.checkpoints.store
+    store.put(f"evaluations/{bad}/policies.safetensors", b"altered")
+    store.put(f"evaluations/{torn}/.partial-policies.safetensors", b"ha")
+    while good not in read_evaluations(role.redis, role.run_id):
+        assert evaluator.step(0) == "evaluated"
+    told = [event.text for event in read_events(role.redis, role.run_id) if "cannot be evaluated" in event.text]
+    assert [text.split()[0] for text in told] == [bad, torn], "each is told once"
+    store_due(role, 2)
+    while torn not in read_evaluations(role.redis, role.run_id):
+        evaluator.step(0)
+
+
+def test_an_evaluation_tells_how_many_episodes_were_successful(
+    make_role: MakeRole, new_evaluator: NewEvaluator
+) -> None:
+    config = minimal_config(environment=LUCK, evaluation={"episodes": 2, "success_threshold": -1e6})
+    role = make_role(config)
+    scored(new_evaluator(config), role, range(1))
+    [event] = [event for event in read_events(role.redis, role.run_id) if event.kind == "evaluation"]
+    assert event.text.count("(100 % successful)") == 2 and event.data["success_rate"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("targets", "rates", "solved"),
+    [
+        ({"success_rate": 0.9}, [0.9, 1.0], True),
+        ({"success_rate": 0.9}, [0.9, 0.8], False),
+        ({"success_rate": 0.9}, [1.0, None], False),
+        ({"success_rate": 0.9, "mean_return": 5.0}, [0.9, 1.0], True),
+        ({"success_rate": 0.9, "mean_return": 5.1}, [0.9, 1.0], False),
+    ],
+)
+def test_a_run_may_be_solved_by_its_success_rate(
+    make_role: MakeRole, new_evaluator: NewEvaluator, targets: dict[str, Any], rates: list[Any], solved: bool
+) -> None:
+    config = minimal_config(stop_at={"evaluations": 2} | targets)
+    role = make_role(config)
+    for version, rate in enumerate(rates):
+        scores = {"version": version, "mean_return": 5.0, "success_rate": rate}
+        record_evaluation(role.redis, role.run_id, checkpoint_name(version, version), scores)
+    new_evaluator(config)
+    assert (role.flow.read().reason == "solved") == solved
 
 
 @pytest.mark.parametrize(

@@ -301,3 +301,27 @@ def test_recorded_experience_is_not_acted_at_random_and_an_algorithms_defaults_h
     ):
         with pytest.raises(ConfigError, match=said):
             short("sac", **{section: value})
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"evaluation": {"every": "0 updates"}}, r"evaluation\.every='0 updates': give at least 1"),
+        ({"metrics": {"every": "0 updates"}}, r"metrics\.every='0 updates': give at least 1"),
+        ({"evaluation": {"episodes": 0, "every": "1 updates"}}, r"episodes=0 .*evaluation\.every needs scores"),
+        ({"evaluation": {"episodes": 0}, "stop_at": {"success_rate": 0.5}}, r"stop_at\.success_rate needs scores"),
+        ({"evaluation": {"episodes": 0}, "stop_at": {"mean_return": 0.5}}, r"stop_at\.mean_return needs scores"),
+        ({"stop_at": {}}, "stop_at is empty"),
+        ({"stop_at": {"success_rate": 1.1}}, "expected 1 or less, found 1.1"),
+    ],
+)
+def test_evaluations_that_contradict_the_rest_are_rejected(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        minimal_config(**sections)
+
+
+@pytest.mark.parametrize("every", ["3 updates", "100 env_steps", "2 episodes", "8 gradient_steps"])
+def test_evaluations_are_due_in_any_unit(every: str) -> None:
+    assert str(minimal_config(evaluation={"every": every}).evaluation.every) == every
+    assert not minimal_config(evaluation={"episodes": 0}).evaluation.enabled
+    assert minimal_config(stop_at={"success_rate": 0.9}).stop_at.by_scores

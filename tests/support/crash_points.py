@@ -35,8 +35,11 @@ from shared.protocol.redis_client import shard_clients
 from shared.protocol.scripts import NAMES, source
 from shared.runtime.run_context import RunContext, open_run_context
 from shared.storage.checkpoint_store import FINISHED, READY, CheckpointStore
+from shared.storage.due_evaluations import due_evaluations
+from shared.storage.metric_log import ENV_STEPS, EPISODES, EVALUATIONS, TRAIN, VERSION
 from shared.storage.object_store import ObjectStore
 from tests.support.checkpoints import key_of
+from tests.support.metric_rows import recorded
 from tests.support.runs import RedisServer, folder_address, make_run
 from tests.support.speed import stretched
 from trainer_node.incarnation import Incarnation
@@ -50,6 +53,7 @@ _READS = {
 }  # fmt: skip
 """Whatever is not named here counts as a write."""
 _PATIENCE_SECONDS = stretched(30.0)
+_EVALUATED = ("eval/ep_rew_mean", "eval/ep_len_mean", "eval/episodes", VERSION, ENV_STEPS)
 SPOILT_AT = 2
 """The policy version at which one fragment is lost and the one after it is no fragment at all."""
 
@@ -129,7 +133,8 @@ class Life:
 
         def execute(*arguments: Any, **options: Any) -> Any:
             name = _name(*arguments[:2])
-            if name == "heartbeat":  # once a second, for people: on its own time
+            for_people = name == "heartbeat" or threading.current_thread().name == "metrics"
+            if for_people:  # on their own time
                 if self.dead:
                     raise redis.ConnectionError("this process is gone")
             elif name not in _READS:
@@ -205,7 +210,11 @@ class Run:
             life.behind_at["end"] = life.behind
             if life.left_behind:
                 return False
-            trainer.finish(self.role.flow.read().reason or "exhausted")
+            reason = self.role.flow.read().reason or "exhausted"
+            if self.config.evaluation.every is not None:
+                trainer.save_last(reason)
+                self.evaluate_all()
+            trainer.finish(reason)
             return True
         except Crash:
             return False
@@ -256,6 +265,13 @@ class Run:
             forget_heartbeat(self.role.redis, self.role.run_id, "evaluator", "evaluator")
             role.redis.close()
 
+    def evaluate_all(self) -> None:
+        """Until nothing waits that is due."""
+        while {*due_evaluations(self.role.checkpoints.store)} - read_evaluations(
+            self.role.redis, self.role.run_id
+        ).keys():
+            self.evaluate()
+
     def damage_newest(self) -> None:
         name = self.role.checkpoints.names()[-1]
         self.role.checkpoints.store.put(key_of(self.role.checkpoints, name, "default/policy.safetensors"), b"altered")
@@ -267,7 +283,7 @@ class Run:
 
     def score(self) -> None:
         """What the evaluator says of the newest checkpoint; without one that plays, as the best is to come and go."""
-        if self.config.stop_at.mean_return is not None:
+        if self.config.stop_at.mean_return is not None or self.config.evaluation.every is not None:
             self.evaluate()
             return
         pointer = self.role.checkpoints.pointer()
@@ -345,7 +361,17 @@ class Run:
         assert finished is not None and latest is not None and pointer is not None
         state = json.loads(latest.objects.pop("trainer/state.json"))
         del state["log_position"]
+        store = self.role.checkpoints.store
+        evaluations = recorded(store, EVALUATIONS)
+        assert len({label for label, _ in evaluations}) == len(evaluations), "none is twice in the records"
+        rows = {"train": recorded(store, TRAIN), "episodes": recorded(store, EPISODES)}
+        if self.config.evaluation.every is not None:
+            assert due_evaluations(store) == [], "each is played by now"
+            # whether one is confirmed depends on what else is kept as it is played
+            told = {label: {name: row[name] for name in _EVALUATED} for label, row in evaluations if row[ENV_STEPS] > 0}
+            rows["evaluations"] = sorted(told.items())
         return {
+            **rows,
             "hashes": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(latest.objects.items())},
             "state": state,
             "reason": finished["reason"],

@@ -420,6 +420,57 @@ class AddOne(gym.RewardWrapper[Any, Any]):
         return float(reward) + self._amount
 
 
+PHASES = ("untold", "heatup", "train", "test")
+
+
+class TellsPhase(Small):
+    """Pays the number of the phase that it was told, in two steps."""
+
+    observation_space, action_space, length = Counting.observation_space, Counting.action_space, 2
+    phase = "untold"
+
+    def set_phase(self, phase: str) -> None:
+        self.phase = phase
+
+    def observe(self) -> Array:
+        return np.zeros(2, np.float32)
+
+    def reward(self, action: Any) -> float:
+        return float(PHASES.index(self.phase))
+
+
+class PhaseWrapper(gym.RewardWrapper[Any, Any]):
+    """Ten times the number of its phase on top."""
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self._phase = "untold"
+
+    def set_phase(self, phase: str) -> None:
+        self._phase = phase
+
+    def reward(self, reward: Any) -> float:
+        return float(reward) + 10 * PHASES.index(self._phase)
+
+
+class RejectsPhases(gym.Wrapper[Any, Any, Any, Any]):
+    def set_phase(self, phase: str) -> None:
+        raise ValueError(f"{phase}? not with me")
+
+
+class _PhaseVector(SyncVectorEnv):
+    def set_phase(self, phase: str) -> None:
+        for env in self.envs:
+            env.unwrapped.phase = phase  # type: ignore[attr-defined]
+
+
+def phase_vector(num_envs: int | None = None) -> gym.Env[Array, Any] | SyncVectorEnv:
+    """A native vector environment that is told the phase."""
+    if num_envs is None:
+        return TellsPhase()
+    return _PhaseVector([TellsPhase] * num_envs, autoreset_mode=AutoresetMode.NEXT_STEP)
+
+
 def broken_factory() -> gym.Env[Any, Any]:
     raise FileNotFoundError("no such mesh: arm.stl")
 
@@ -502,6 +553,19 @@ class TellsOfTheChase(Chase):
         *result, infos = super().step(actions)
         told = {"cat": {"depth": 10.0 * self._steps}, "mouse": {"depth": self._steps} if self._steps % 2 else {}}
         return *result, {agent: told[agent] for agent in infos}
+
+
+class PhaseChase(Chase):
+    """Pays each agent the number of the phase."""
+
+    phase = "untold"
+
+    def set_phase(self, phase: str) -> None:
+        self.phase = phase
+
+    def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+        observed, rewards, *rest = super().step(actions)
+        return (observed, dict.fromkeys(rewards, float(PHASES.index(self.phase))), *rest)
 
 
 class SpoilsTheChase(Chase):

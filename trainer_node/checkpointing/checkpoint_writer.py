@@ -394,7 +394,7 @@ class CheckpointWriter:
             self._checkpoints.write_pointer(moved)
         playing = checkpoint_in_evaluation(self._role.redis, self._role.run_id)
         removed = retention.prune(self._checkpoints, inventory, moved, self._role.config.checkpoint, {playing})
-        if removed:
+        if removed and self._recorder is not None:  # else none of them is recorded yet
             prune_evaluations(self._role.redis, self._role.run_id, {*inventory.names} - {*removed})
         self._exporter.know([name for name in inventory.readable if name not in removed], moved)
         self._noticed = evaluations

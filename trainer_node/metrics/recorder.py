@@ -32,6 +32,8 @@ from shared.storage.metric_log import (
     EVENTS,
     FLEET,
     STREAMS,
+    TEST_ENV_STEPS,
+    TEST_EPISODES,
     TRAIN,
     UNIX_TIME,
     VERSION,
@@ -48,7 +50,7 @@ _MOST_METRICS = 1000
 """Names that one process writes; an environment may make up a new one in each episode."""
 _QUEUED = 100_000
 """Rows that wait for slow writers; beyond, writers miss rows, which are in the store all the same."""
-_FLUSH_SECONDS = 10.0
+_FLUSH_SECONDS, _LOOK_SECONDS = 10.0, 0.5
 _STORE_SECONDS = 15.0
 """Rows reach the store with each checkpoint, and after so long without one."""
 
@@ -65,6 +67,8 @@ class Recorder:
         self._streams = {name: MetricStream(store, run_id, name, *began) for name in STREAMS}
         self._evaluated: set[str] | None = None
         self._tested = Counter[str]()
+        self._unwritten: list[tuple[dict[str, float], str]] = []
+        """Evaluations that are not in the store yet: writers have each once, and after it."""
         self._event: tuple[int, ...] | None = None
         """The id of the last event that is recorded."""
         self._names: set[str] = set()
@@ -87,7 +91,10 @@ class Recorder:
             self._env_steps = row[ENV_STEPS] if stream == TRAIN else self._env_steps
             named = self._named(row) | {UNIX_TIME: round(time.time(), 3)}
             number = self._streams[stream].append(named, label)
-            self._put("row", (stream, named, label, number))
+            if stream == EVALUATIONS:
+                self._unwritten.append((named, label))
+            else:
+                self._put("row", (stream, named, label, number))
 
     def histogram(self, name: str, values: Sequence[float], env_steps: int) -> None:
         self._put("histogram", (name, values, env_steps))
@@ -95,21 +102,24 @@ class Recorder:
     def checkpointed(self, name: str) -> None:
         self._put("checkpoint", (name, checkpoint_env_steps(name)))
 
+    @property
+    def tested(self) -> dict[str, int]:
+        """What all recorded evaluations have played."""
+        return {"test_env_steps": self._tested[TEST_ENV_STEPS], "test_episodes": self._tested[TEST_EPISODES]}
+
     def take_evaluations(self, evaluations: Mapping[str, Mapping[str, Any]]) -> set[str]:
         """Records what the evaluator has found since; returns all that have a score. Raises as the store does."""
         if self._evaluated is None:
-            found, tested = set[str](), Counter[str]()
-            for _, rows in read(self._store, EVALUATIONS):
-                found |= set(rows.labels)
-                for name in (_TEST_STEPS, _TEST_EPISODES):
-                    known = [value for value in rows.columns.get(name, ()) if value == value]
-                    tested[name] = max(tested[name], int(max(known, default=0)))
-            self._evaluated, self._tested = found, tested
+            known = [row for _, rows in read(self._store, EVALUATIONS) for row in rows.named()]
+            for name in (TEST_ENV_STEPS, TEST_EPISODES):
+                self._tested[name] = int(max((row.get(name, 0.0) for _, row in known), default=0.0))
+            self._evaluated = {label for label, _ in known}
+            self._put("evaluated", [(row, label) for label, row in known])
         for name, scores in evaluations.items():
             if name not in self._evaluated:
                 self._evaluated.add(name)
-                self._tested[_TEST_STEPS] += int(scores.get("env_steps_played", 0))
-                self._tested[_TEST_EPISODES] += int(scores.get("episodes", 0))
+                self._tested[TEST_ENV_STEPS] += int(scores.get("env_steps_played", 0))
+                self._tested[TEST_EPISODES] += int(scores.get("episodes", 0))
                 self.record(EVALUATIONS, evaluation_row(scores) | dict(self._tested), name)
         return self._evaluated
 
@@ -131,6 +141,9 @@ class Recorder:
         self._stored_at = time.monotonic()
         for stream in self._streams.values():
             stream.write()
+        for row, label in self._unwritten:
+            self._put("row", (EVALUATIONS, row, label, 0))
+        self._unwritten = []
 
     @property
     def due(self) -> bool:
@@ -157,7 +170,11 @@ class Recorder:
             return  # the one before is still on its way: a writer that hangs holds up one checkpoint, not each
         self._flushed = threading.Event()
         self._put("flush", self._flushed)
-        if not self._flushed.wait(_FLUSH_SECONDS):
+        until = time.monotonic() + _FLUSH_SECONDS
+        while not self._flushed.wait(_LOOK_SECONDS) and time.monotonic() < until:
+            if not self._thread.is_alive():
+                return
+        if not self._flushed.is_set():
             self._failed("the metric writers", f"one has been busy for {_FLUSH_SECONDS:g} s; checkpoints go ahead")
 
     def _run(self, config: Config, run: WrittenRun) -> None:
@@ -182,6 +199,8 @@ class Recorder:
                     with self._continuing("Redis"):
                         append_row(self._redis, self._run_id, self._epoch, number, row)
                 self._each(MetricWriter.write, stream, row, int(row.get(ENV_STEPS, 0)), label)
+            elif what == "evaluated":
+                self._each(MetricWriter.restore, data)
             elif what == "histogram":
                 self._each(MetricWriter.histogram, *data)
             elif what == "checkpoint":
@@ -234,7 +253,6 @@ class Recorder:
 
 EVENT_ID = ("event/milliseconds", "event/number")
 """The id of an event in Redis, as two metrics of its row; kind and text, with a tab between, are its label."""
-_TEST_STEPS, _TEST_EPISODES = "time/test_env_steps", "time/test_episodes"
 _EVALUATED = {
     "mean_return": "ep_rew_mean", "std_return": "ep_rew_std", "min_return": "ep_rew_min", "max_return": "ep_rew_max",
     "mean_length": "ep_len_mean", "success_rate": "success_rate", "episodes": "episodes",

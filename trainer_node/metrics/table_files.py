@@ -3,6 +3,8 @@
 A restart removes the rows of `train` and `episodes` beyond the env steps at which it begins, and what a crash cut off.
 """
 
+from __future__ import annotations
+
 import csv
 import io
 import json
@@ -13,14 +15,28 @@ from contextlib import suppress
 from pathlib import Path
 
 from shared.storage.local_disk import replacing
-from shared.storage.metric_log import ENV_STEPS, EVALUATIONS
+from shared.storage.metric_log import ENV_STEPS, EPISODES, EVALUATIONS
 from trainer_node.metrics.writers import MetricWriter, WrittenRun
 
 _HEADER_BYTES = 1 << 20
-_LABEL = {"evaluations": "checkpoint", "episodes": "worker"}
+_LABEL = {EVALUATIONS: "checkpoint", EPISODES: "worker"}
 
 
-class CsvWriter(MetricWriter):
+class _TableWriter(MetricWriter):
+    """An evaluation is in its table once, whatever became of the trainer that wrote it."""
+
+    def restore(self, evaluations: Sequence[tuple[Mapping[str, float], str]]) -> None:
+        known = self._labels()
+        for row, label in evaluations:
+            if label not in known:
+                self.write(EVALUATIONS, row, int(row.get(ENV_STEPS, 0)), label)
+
+    def _labels(self) -> set[str]:
+        """Of the evaluations that the table has."""
+        raise NotImplementedError
+
+
+class CsvWriter(_TableWriter):
     """A column per metric; one that appears later gets its column then."""
 
     def __init__(self, run: WrittenRun) -> None:
@@ -29,14 +45,20 @@ class CsvWriter(MetricWriter):
         self._tables: dict[str, CsvFile] = {}
 
     def write(self, stream: str, row: Mapping[str, float], step: int, label: str) -> None:
+        self._table(stream).append(row, label)
+
+    def _table(self, stream: str) -> CsvFile:
         if stream not in self._tables:
             table = CsvFile(self.run.needed_folder / f"{stream}.csv", _LABEL.get(stream))
             table.start(math.inf if stream == EVALUATIONS else self.run.env_steps)
             self._tables[stream] = table
-        self._tables[stream].append(row, label)
+        return self._tables[stream]
+
+    def _labels(self) -> set[str]:
+        return self._table(EVALUATIONS).labels()
 
 
-class JsonlWriter(MetricWriter):
+class JsonlWriter(_TableWriter):
     """A row is an object; what is not finite is null."""
 
     def __init__(self, run: WrittenRun) -> None:
@@ -45,13 +67,22 @@ class JsonlWriter(MetricWriter):
         self._started: set[str] = set()
 
     def write(self, stream: str, row: Mapping[str, float], step: int, label: str) -> None:
+        path = self._path(stream)
+        finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
+        named = {_LABEL[stream]: label} if stream in _LABEL else {}
+        append_bytes(path, json.dumps(named | finite).encode() + b"\n")
+
+    def _path(self, stream: str) -> Path:
         path = self.run.needed_folder / f"{stream}.jsonl"
         if stream not in self._started:
             _truncate(path, 0, _steps_of_json, math.inf if stream == EVALUATIONS else self.run.env_steps)
             self._started.add(stream)
-        finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-        named = {_LABEL[stream]: label} if stream in _LABEL else {}
-        append_bytes(path, json.dumps(named | finite).encode() + b"\n")
+        return path
+
+    def _labels(self) -> set[str]:
+        path = self._path(EVALUATIONS)
+        lines = path.read_text().splitlines() if path.exists() else []
+        return {json.loads(line)[_LABEL[EVALUATIONS]] for line in lines}
 
 
 class CsvFile:
@@ -75,6 +106,11 @@ class CsvFile:
         self._columns = columns
         place = columns.index(ENV_STEPS)
         _truncate(self._path, len(header), lambda line: float(line.split(b",", place + 1)[place]), env_steps)
+
+    def labels(self) -> set[str]:
+        with suppress(FileNotFoundError), self._path.open(newline="") as file:
+            return {cells[0] for cells in list(csv.reader(file))[1:]}
+        return set()
 
     def append(self, row: Mapping[str, float], label: str = "") -> None:
         """One row; a name that no row had so far becomes a column, for which the file is copied once."""

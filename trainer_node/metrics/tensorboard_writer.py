@@ -6,7 +6,7 @@ import io
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ import numpy as np
 import yaml
 
 from shared.config.section import leaves
-from shared.storage.metric_log import EVALUATIONS, TRAIN
+from shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, VERSION
 from trainer_node.metrics.table_files import append_bytes
 from trainer_node.metrics.writers import MetricWriter, WrittenRun
 
+_SHORT = 100
+"""Bytes: an event that begins a file is shorter."""
 SCORE = "eval/ep_rew_mean"
 """By which TensorBoard's table of hyperparameters compares runs."""
 
@@ -31,6 +33,12 @@ class TensorBoardWriter(MetricWriter):
         if not run.env_steps:
             self._file.text("config", f"```yaml\n{yaml.safe_dump(dict(run.config), sort_keys=False)}```", 0)
             self._file.hyperparameters(leaves(dict(run.config)), SCORE)
+
+    def restore(self, evaluations: Sequence[tuple[Mapping[str, float], str]]) -> None:
+        shown = self._file.shown(SCORE)
+        for row, label in evaluations:
+            if (int(row[ENV_STEPS]), row[VERSION]) not in shown:
+                self.write(EVALUATIONS, row, int(row[ENV_STEPS]), label)
 
     def write(self, stream: str, row: Mapping[str, float], step: int, label: str) -> None:
         if stream in (TRAIN, EVALUATIONS):
@@ -50,9 +58,28 @@ class TensorBoardFile:
         """What former files hold from `purge_step` on is not shown any more."""
         from tensorboard.compat.proto.event_pb2 import SessionLog  # takes a while, and is not always wanted
 
+        self._purge_step = purge_step
         self._path = folder / f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
         self._header = _record(step=purge_step, file_version="brain.Event:2")
         self._header += _record(step=purge_step, session_log=SessionLog(status=SessionLog.START))
+
+    def shown(self, metric: str) -> set[tuple[int, float]]:
+        """Step and policy version of each row with this metric that this file or former ones show."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        found = set[tuple[int, float]]()
+        for path in sorted(self._path.parent.glob("events.out.tfevents.*")):
+            for record in _records(path.read_bytes()):
+                if metric.encode() in record:
+                    event = Event.FromString(record)
+                    values = {value.tag: value.simple_value for value in event.summary.value}
+                    found |= {(event.step, values[VERSION])} if metric in values else set()
+                elif (
+                    len(record) < _SHORT and (event := Event.FromString(record)).session_log.status == SessionLog.START
+                ):
+                    found = {(step, version) for step, version in found if step < event.step}
+        first = not self._header  # else it hides what former files hold as it writes its first row
+        return found if first else {(step, version) for step, version in found if step < self._purge_step}
 
     def scalars(self, row: Mapping[str, float], step: int, wall_time: float | None = None) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -81,6 +108,17 @@ class TensorBoardFile:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         append_bytes(self._path, self._header + _record(wall_time, step=step, summary=summary))
         self._header = b""
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """What TensorFlow's framing holds: length, its CRC, the record, its CRC; not what was cut off."""
+    place = 0
+    while place + 12 <= len(data):
+        length = int.from_bytes(data[place : place + 8], "little")
+        if place + 16 + length > len(data):
+            return
+        yield data[place + 12 : place + 12 + length]
+        place += 16 + length
 
 
 def _record(wall_time: float | None = None, **what: Any) -> bytes:

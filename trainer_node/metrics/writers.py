@@ -62,6 +62,10 @@ class MetricWriter:
         """One row: metrics by name; `label` is an evaluation's checkpoint, or the worker of an episode."""
         raise NotImplementedError
 
+    def restore(self, evaluations: Sequence[tuple[Mapping[str, float], str]]) -> None:
+        """Rows and labels of all evaluations that former trainers have recorded, before the first new one: for writers
+        that can tell which of these they lack, because the trainer died before they had it, or was undone."""
+
     def histogram(self, name: str, values: Sequence[float], step: int) -> None:
         """The values behind a mean, for writers that show distributions."""
 

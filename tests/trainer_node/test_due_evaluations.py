@@ -1,0 +1,267 @@
+"""`evaluation.every`: what is due is played and recorded once, whoever dies, and nothing learned depends on it."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_worker.evaluator import Evaluator
+from shared.config.run_config import Config
+from shared.errors import StoreUnavailable
+from shared.protocol.heartbeat import Heartbeat
+from shared.storage.checkpoint_store import checkpoint_version
+from shared.storage.due_evaluations import due_evaluations
+from shared.storage.metric_log import EVALUATIONS, TEST_ENV_STEPS, TEST_EPISODES, TRAIN
+from shared.storage.object_store import FileStore
+from tests.support import metric_rows
+from tests.support.game import Game, NewGame, small
+from tests.support.waiting import eventually
+from trainer_node.incarnation import Incarnation
+from trainer_node.metrics.tensorboard_writer import SCORE, TensorBoardFile
+from trainer_node.trainer import Trainer
+
+
+def due(every: str = "2 updates", updates: int = 6, **sections: Any) -> Config:
+    evaluation = {"episodes": 1, "every": every, "final_wait_seconds": 30}
+    checkpoint = {"every": "3 updates", "keep_last": 1, "keep_best": 1}
+    common = {"evaluation": evaluation, "checkpoint": checkpoint, "stop_at": {"updates": updates}}
+    return small(**common | sections)
+
+
+def recorded(game: Game, stream: str) -> list[tuple[str, dict[str, float]]]:
+    return metric_rows.recorded(game.role.checkpoints.store, stream)
+
+
+def different(row: dict[str, float], other: dict[str, float], apart: tuple[str, ...] = ()) -> list[str]:
+    """The metrics in which they differ, but for those that begin so."""
+    names = sorted(name for name in {*row, *other} if not (apart and name.startswith(apart)))
+    return [name for name in names if row.get(name) != other.get(name)]
+
+
+class Scoring:
+    """An evaluator of its own for each turn: none outlives what it has played."""
+
+    def __init__(self, game: Game) -> None:
+        self._game = game
+
+    def play_all(self) -> None:
+        evaluator = Evaluator(self._game.open())
+        evaluator.start()
+        try:
+            while evaluator.step(0) == "evaluated":
+                pass
+        finally:
+            evaluator.stop("end of test")
+
+
+def versions(names: Any) -> list[int | None]:
+    return [checkpoint_version(name) for name in names]
+
+
+def test_what_is_due_is_recorded_once_and_goes_from_the_store(new_game: NewGame) -> None:
+    game = new_game(due())
+    game.play()
+    game.trainer.save_last("exhausted")
+    assert versions(due_evaluations(game.role.checkpoints.store)) == [2, 4, 6]
+    Scoring(game).play_all()
+    game.trainer.finish("exhausted")
+    rows = recorded(game, EVALUATIONS)
+    assert versions(label for label, _ in rows) == [2, 4, 6], "of versions 2 and 4 no checkpoint is kept"
+    assert [row["time/env_steps"] for _, row in rows] == [128, 256, 384]
+    assert due_evaluations(game.role.checkpoints.store) == []
+    lengths = [row["eval/ep_len_mean"] for _, row in rows]
+    played = [sum(lengths[: turn + 1]) for turn in range(3)]
+    assert all(row[TEST_ENV_STEPS] >= steps for (_, row), steps in zip(rows, played, strict=True))
+    assert [row[TEST_EPISODES] for _, row in rows] == [1, 2, 3]
+    assert game.trainer.recorder.tested == {"test_env_steps": rows[-1][1][TEST_ENV_STEPS], "test_episodes": 3}
+
+
+@pytest.mark.parametrize(
+    ("transport", "at"), [("redis", 2), ("redis", 5), ("object_store", 1), ("object_store", 2), ("object_store", 3)]
+)
+def test_a_trainer_that_dies_loses_and_doubles_no_row_and_no_evaluation(
+    new_game: NewGame, transport: str, at: int
+) -> None:
+    """At any version, whether that was due, has a checkpoint, or neither; its evaluations came or not."""
+    config = due(policy_versions={"transport": transport}, metrics={"episodes": True, "writers": []})
+    calm = new_game(config)
+    calm.play()
+    calm.trainer.save_last("exhausted")
+    Scoring(calm).play_all()
+    calm.trainer.finish("exhausted")
+    game = new_game(config)
+    game.play_to(at)
+    game.durable()
+    Scoring(game).play_all()
+    game.lose()
+    game.play()
+    game.trainer.save_last("exhausted")
+    Scoring(game).play_all()
+    game.trainer.finish("exhausted")
+    names = [label for label, _ in recorded(game, EVALUATIONS)]
+    assert len(names) == len(set(names)) and {2, 4, 6} <= {*versions(names)}
+    expected = dict(recorded(calm, EVALUATIONS))
+    for label, row in recorded(game, EVALUATIONS):
+        if label in expected:  # whether it is confirmed depends on what else is kept as it is played
+            assert different(row, expected[label], ("eval/confirmation/", "time/test_")) == []
+    assert due_evaluations(game.role.checkpoints.store) == []
+    for stream in (TRAIN, "episodes"):
+        found, wanted = recorded(game, stream), recorded(calm, stream)
+        assert [label for label, _ in found] == [label for label, _ in wanted]
+        for (_, row), (_, other) in zip(found, wanted, strict=True):
+            assert different(row, other) == []
+    assert game.policy_hash() == calm.policy_hash()
+
+
+def test_the_trainer_waits_by_name_once_too_many_wait_for_a_store_that_is_away(
+    new_game: NewGame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_node.trainer_state._MOST_DUE", 3)
+    game = new_game(due("1 updates", checkpoint={"every": "100 updates"}))
+    put, away = FileStore.put, [True]
+    waits: list[Any] = []
+
+    def failing(store: FileStore, key: str, data: bytes) -> None:
+        if away[0]:
+            raise StoreUnavailable("the store is away")
+        put(store, key, data)
+
+    monkeypatch.setattr(FileStore, "put", failing)
+    waiting = Heartbeat.waiting
+
+    def seen(heartbeat: Heartbeat, name: str, *arguments: Any, **options: Any) -> Any:
+        if "due to be evaluated" in name and game.trainer.state.writer.due.submitted == 3:
+            waits.append(game.trainer.version)
+            away[0] = False
+        return waiting(heartbeat, name, *arguments, **options)
+
+    monkeypatch.setattr(Heartbeat, "waiting", seen)
+    game.play()
+    assert waits == [4], "the fourth waits until the store has one of three"
+    game.trainer.save_last("exhausted")
+    assert versions(due_evaluations(game.role.checkpoints.store)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_was_not_played_when_the_run_ends_is_told_and_played_by_a_resume(new_game: NewGame) -> None:
+    game = new_game(due())
+    game.finish()
+    text = "3 policy versions due by evaluation.every=2 updates had not been played when the run ended"
+    assert text in game.events("evaluation")
+    assert versions(due_evaluations(game.role.checkpoints.store)) == [2, 4, 6]
+
+
+def test_the_end_waits_for_an_evaluator_in_place_of_one_that_died(
+    new_game: NewGame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    game = new_game(due())
+    game.play()
+    gone = Evaluator(game.open())
+    gone.start()
+    gone.heartbeat.stop("failed")
+    looks: list[int] = []
+
+    def polled(wait: Any, done: Callable[[], bool]) -> None:
+        while not done():
+            looks.append(1)
+            Scoring(game).play_all()
+
+    monkeypatch.setattr("trainer_node.trainer.poll", polled)
+    game.trainer.finish("exhausted")
+    assert looks == [1]
+    assert versions(label for label, _ in recorded(game, EVALUATIONS)) == [2, 4, 6]
+    assert "had not been played" not in game.events("evaluation")
+
+
+@pytest.fixture
+def with_folder(new_game: NewGame, tmp_path: Path) -> Callable[[Config], Game]:
+    """A game whose trainers write files into a run's folder."""
+
+    def make(config: Config) -> Game:
+        game = new_game(config)
+        (tmp_path / "run").mkdir()
+
+        def restart() -> None:
+            game.trainer = Trainer.start(Incarnation(game.open(), str(tmp_path / "run")))
+
+        game.crash()
+        game.restart = restart  # type: ignore[method-assign]
+        game.restart()
+        return game
+
+    return make
+
+
+@pytest.mark.parametrize("lost", ["in the files only", "in the store only", "in both"])
+def test_files_have_each_evaluation_once_whatever_a_crash_left_of_them(
+    with_folder: Callable[[Config], Game], tmp_path: Path, lost: str
+) -> None:
+    writers = ["csv", "jsonl", "tensorboard"]
+    game = with_folder(due("1 updates", updates=4, checkpoint={"every": "2 updates"}, metrics={"writers": writers}))
+    metrics = tmp_path / "run" / "metrics"
+    game.play_to(3)
+    game.durable()
+    store = game.role.checkpoints.store
+    eventually(lambda: versions(due_evaluations(store)) == [1, 2, 3])
+    Scoring(game).play_all()
+    if lost != "in the store only":
+        eventually(lambda: len(recorded(game, EVALUATIONS)) >= 3)
+    game.crash()
+    if lost == "in the files only":
+        table = metrics / "evaluations.csv"
+        table.write_bytes(b"".join(table.read_bytes().splitlines(keepends=True)[:2]) + b"2_Step-12")
+    game.restart()
+    game.play()
+    game.trainer.save_last("exhausted")
+    Scoring(game).play_all()
+    game.trainer.finish("exhausted")
+    game.trainer.recorder.close()
+    names = [label for label, _ in recorded(game, EVALUATIONS)]
+    assert sorted(versions(names)) == [1, 2, 3, 4]  # type: ignore[type-var]
+    with (metrics / "evaluations.csv").open(newline="") as file:
+        assert sorted(row["checkpoint"] for row in csv.DictReader(file)) == sorted(names)
+    lines = (metrics / "evaluations.jsonl").read_text().splitlines()
+    assert len(lines) == 4
+    shown = TensorBoardFile(metrics / "tensorboard", 1 << 40).shown(SCORE)
+    assert sorted(version for _, version in shown) == [1, 2, 3, 4]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(metrics / "tensorboard"))
+    reader.Reload()
+    assert sorted(event.step for event in reader.Scalars(SCORE)) == [64, 128, 192, 256], "as TensorBoard shows it"
+
+
+@pytest.mark.parametrize("every", ["64 env_steps", "1 updates", "2 episodes", "6 gradient_steps"])
+def test_each_unit_makes_policies_due(new_game: NewGame, every: str) -> None:
+    game = new_game(due(every, checkpoint={"every": "100 updates"}))
+    amount, unit = every.split()
+    seen: list[int] = []
+    index = 0
+    for version in range(1, 7):
+        game.play_to(version)
+        now = game.trainer.learner.counters.train.get(unit) // int(amount)  # type: ignore[arg-type]
+        if now > index:
+            seen.append(version)
+        index = now
+    game.play()
+    game.trainer.save_last("exhausted")
+    assert seen and versions(due_evaluations(game.role.checkpoints.store)) == seen
+
+
+def test_nothing_learned_depends_on_evaluations_metrics_and_writers(new_game: NewGame, tmp_path: Path) -> None:
+    plain = new_game(small(stop_at={"updates": 6}))
+    expected = plain.finish()
+    metrics = {"every": "3 updates", "episodes": True, "writers": ["csv", "jsonl", "tensorboard"]}
+    (tmp_path / "run").mkdir()
+    for sections in ({"metrics": metrics}, {}, {"metrics": {"writers": []}}):
+        evaluation = {"episodes": 1, "every": "1 updates", "final_wait_seconds": 0}
+        game = new_game(due(evaluation=evaluation, **sections))
+        game.trainer.incarnation.run_folder = str(tmp_path / "run")
+        scoring = Scoring(game)
+        for version in range(1, 6):
+            game.play_to(version)
+            scoring.play_all()
+        assert game.finish() == expected
