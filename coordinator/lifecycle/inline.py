@@ -5,6 +5,7 @@ from pathlib import Path
 
 from coordinator.services.restarter import tell_of_outages
 from rollout_worker.evaluator import Evaluator
+from rollout_worker.evaluator import StepResult as Evaluated
 from rollout_worker.worker import Worker
 from shared.protocol.redis_client import RoleName
 from shared.runtime.failure import RoleEnd, RunEnd
@@ -38,7 +39,8 @@ class InlineRoles:
                     flow = self._flow.read()
                     end = RunEnd(flow.reason or "exhausted", flow.failure)
                     trainer.save_last(end.reason)
-                    self._evaluator.step(0.0)
+                    while self._evaluator.step(0.0) is Evaluated.EVALUATED:
+                        pass  # all that is due: the trainer, which is this thread too, waits for the last one
                     trainer.finish(end.reason)
                     break
                 self._evaluator.step(0.0)
