@@ -4,6 +4,7 @@ It names the party that everyone waits for.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
@@ -11,7 +12,8 @@ import redis
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from coordinator.catalog.run_files import INTERRUPTED_REASON, RunStatus
-from shared.errors import UserError
+from coordinator.catalog.run_metrics import last_row
+from shared.errors import MetricsDamaged, ObjectMissing, UserError
 from shared.printable import counted, foreign, left_out
 from shared.protocol.events import read_evaluations
 from shared.protocol.flow_control import Flow
@@ -22,6 +24,7 @@ from shared.protocol.metric_tail import newest_row
 from shared.protocol.payload_shards import bytes_by_shard
 from shared.runtime.failure import FailureKind, RunEnd, reason_in_words
 from shared.storage.checkpoint_store import FINISHED, CheckpointStore
+from shared.storage.metric_log import TRAIN
 from trainer_node.checkpointing.retention import best_checkpoints, confirmed_returns, status_file
 
 NO_BOUND = 10_000
@@ -205,6 +208,9 @@ def ended_status(checkpoints: CheckpointStore) -> Status:
     kept = status_file(checkpoints)
     entries = kept.get("checkpoints", [])
     last = entries[-1] if entries else {}
+    metrics: dict[str, float] = {}
+    with suppress(MetricsDamaged, ObjectMissing):  # `stagecoach metrics` says so
+        _, metrics = last_row(checkpoints.store, TRAIN)
     counts = last | ((finished.get("counters") or {}).get("train") or {})
     return Status(
         run_id=checkpoints.run_id,
@@ -215,6 +221,7 @@ def ended_status(checkpoints: CheckpointStore) -> Status:
         updates=int(counts.get("updates", 0)),
         episodes=int(counts.get("episodes", 0)),
         ledger=finished.get("ledger") or {},
+        metrics=dict(metrics),
         latest=kept.get("latest"),
         best=kept.get("best"),
         final=kept.get("final"),

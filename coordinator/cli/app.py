@@ -14,12 +14,15 @@ import typer.core
 
 from coordinator.catalog.run_files import RunStatus
 from coordinator.cli import config as configs
-from coordinator.cli import profile_and_bench, runs
+from coordinator.cli import metrics, profile_and_bench, runs
 from coordinator.cli.config import ConfigArgument, config_file
 from coordinator.cli.options import (
     RUNS,
+    EndpointUrl,
     Exit,
     Json,
+    Place,
+    RedisUrl,
     RunArgument,
     RunsDir,
     Sets,
@@ -85,14 +88,6 @@ app.add_typer(
     epilog=example("stagecoach checkpoints my-run"),
 )  # fmt: skip
 _Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")]
-_PLACE = "The run's id; or, of one on other machines, s3://bucket/prefix/RUN."
-Place = Annotated[str, typer.Argument(metavar="RUN", help=_PLACE, autocompletion=run_ids)]
-EndpointUrl = Annotated[
-    str | None, typer.Option(metavar="URL", help="The S3 endpoint as this machine reaches it, if not as the run does.")
-]
-RedisUrl = Annotated[
-    str | None, typer.Option("--redis", metavar="URL", help="The same for Redis, for example through a tunnel.")
-]
 Drops = Annotated[
     list[str] | None,
     typer.Option("--drop", metavar="POSITION", help="Drop this log entry, or FIRST..LAST, unread; may be repeated."),
@@ -374,7 +369,7 @@ def _print_scores(found: "Evaluation") -> None:
     console.text(f"{found.checkpoint}: {text}", *(f"video: {path}" for path in found.videos))
 
 
-for _more in (runs, configs, profile_and_bench):
+for _more in (runs, metrics, configs, profile_and_bench):
     app.registered_commands += _more.app.registered_commands
 
 

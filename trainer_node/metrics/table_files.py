@@ -17,7 +17,8 @@ from shared.storage.metric_log import ENV_STEPS, EVALUATIONS
 from trainer_node.metrics.writers import MetricWriter, WrittenRun
 
 _HEADER_BYTES = 1 << 20
-_LABEL = {"evaluations": "checkpoint", "episodes": "worker"}
+LABELS = {"evaluations": "checkpoint", "episodes": "worker"}
+"""Stream → the column of its rows' labels."""
 
 
 class CsvWriter(MetricWriter):
@@ -30,7 +31,7 @@ class CsvWriter(MetricWriter):
 
     def write(self, stream: str, row: Mapping[str, float], step: int, label: str) -> None:
         if stream not in self._tables:
-            table = CsvFile(self.run.needed_folder / f"{stream}.csv", _LABEL.get(stream))
+            table = CsvFile(self.run.needed_folder / f"{stream}.csv", LABELS.get(stream))
             table.start(math.inf if stream == EVALUATIONS else self.run.env_steps)
             self._tables[stream] = table
         self._tables[stream].append(row, label)
@@ -50,7 +51,7 @@ class JsonlWriter(MetricWriter):
             _truncate(path, 0, _steps_of_json, math.inf if stream == EVALUATIONS else self.run.env_steps)
             self._started.add(stream)
         finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-        named = {_LABEL[stream]: label} if stream in _LABEL else {}
+        named = {LABELS[stream]: label} if stream in LABELS else {}
         append_bytes(path, json.dumps(named | finite).encode() + b"\n")
 
 
