@@ -13,8 +13,8 @@ import typer
 import typer.core
 
 from coordinator.catalog.run_files import RunStatus
+from coordinator.cli import compare, metrics, plot, profile_and_bench, runs
 from coordinator.cli import config as configs
-from coordinator.cli import metrics, profile_and_bench, runs
 from coordinator.cli.config import ConfigArgument, config_file
 from coordinator.cli.options import (
     RUNS,
@@ -369,7 +369,7 @@ def _print_scores(found: "Evaluation") -> None:
     console.text(f"{found.checkpoint}: {text}", *(f"video: {path}" for path in found.videos))
 
 
-for _more in (runs, metrics, configs, profile_and_bench):
+for _more in (runs, metrics, plot, compare, configs, profile_and_bench):
     app.registered_commands += _more.app.registered_commands
 
 

@@ -78,7 +78,11 @@ def metrics(
     label, row = handle.last_metrics(stream)
     names = list(dict.fromkeys(metric or ()))
     if unknown := [name for name in names if name not in row]:  # perhaps an older row has it
-        check_metrics(handle, stream, unknown, metric_names(handle, stream))
+        known = metric_names(handle, stream)
+        for name in unknown:
+            others = [other.value for other in Stream if name in handle.last_metrics(other)[1]]
+            hint = f" (it is in --stream {others[0]})" if others else ""
+            check_metrics(handle.run_id, name, known, f"in its stream {stream.value}{hint}")
     if not row:
         hint = "; `metrics.episodes: true` records them" if stream is Stream.EPISODES else ""
         raise UserError(f"run {handle.run_id!r} has no rows in the stream {stream.value}{hint}")
@@ -102,16 +106,13 @@ def metric_names(handle: "Run", stream: str) -> list[str]:
     return sorted(found, key=lambda name: (name not in (ENV_STEPS, UNIX_TIME, VERSION), name))
 
 
-def check_metrics(handle: "Run", stream: str, wanted: Sequence[str], known: Sequence[str]) -> None:
-    """Raises `UserError`, with what is like them, for those that no row has."""
-    for name in wanted:
-        if name not in known:
-            similar = [other for other in known if name in other] + difflib.get_close_matches(name, known, 3, 0.5)
-            similar = list(dict.fromkeys(similar))[:3]
-            elsewhere = [other.value for other in Stream if other != stream and name in handle.last_metrics(other)[1]]
-            hint = f"did you mean {' or '.join(similar)}?" if similar else f"it has {counted(len(known), 'other')}"
-            hint = f"it is in --stream {elsewhere[0]}" if elsewhere else hint
-            raise UserError(f"run {handle.run_id!r} has no metric {name!r} in the stream {stream}; {hint}")
+def check_metrics(run_id: str, name: str, known: Sequence[str], where: str) -> None:
+    """Raises `UserError`, with what is like it, for a metric that no row has."""
+    if name not in known:
+        similar = [other for other in known if name in other] + difflib.get_close_matches(name, known, 3, 0.5)
+        hint = " or ".join(list(dict.fromkeys(similar))[:3])
+        hint = f"did you mean {hint}?" if hint else f"it has {counted(len(known), 'other')}"
+        raise UserError(f"run {run_id!r} has no {name!r} {where}; {hint}")
 
 
 def _labels(stream: Stream, labels: Sequence[str]) -> dict[str, list[str]]:

@@ -31,6 +31,7 @@ EXTRAS = {
     "envpool": ("envpool",),
     "data": ("h5py",),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
+    "plot": ("matplotlib",),
     "video": ("moviepy", "pygame", "classic_control", "toy_text", "other"),
 }
 """Extra of pyproject.toml → modules, namespaces of environments, and extras of gymnasium that it brings."""
