@@ -111,6 +111,13 @@ def train(
     config: ConfigArgument,
     set_: Sets = None,
     run_id: Annotated[str | None, typer.Option("--run-id", help="Name of the run; by default one is made up.")] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(metavar="N|A,B,…", help="A run NAME-seed-S for each of N seeds (from the config's on), or these."),
+    ] = None,
+    parallel: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="With --seeds: so many at a time; by default 1.")
+    ] = None,
     initialize_from: Annotated[
         str | None,
         typer.Option(metavar="CHECKPOINT", help="Begin with the policies of RUN, RUN/NAME or a checkpoint's folder."),
@@ -150,6 +157,24 @@ def train(
     sets += ["metrics.profile=true"] if profile else []
     resolved = load_config(config, [*sets, *(["ray.address=auto"] if address else ())])
     name = new_run_id(resolved) if run_id is None else run_id
+    if parallel is not None and seeds is None:
+        raise UserError("--parallel says how many of --seeds train at a time; give those as well")
+    if seeds is not None:
+        from coordinator.cli.seeds import parse_seeds, train_seeds
+
+        if detach:
+            raise UserError(
+                "--seeds and --detach: several runs are not detached at once; --parallel trains them at once"
+            )
+        given: dict[str, str | Path | bool | None] = {
+            "--or-resume": or_resume, "--force": force, "--inline": inline, "--address": address,
+            "--working-dir": working_dir,
+        }  # fmt: skip
+        command = ["train", str(config), *(part for change in sets for part in ("--set", change))]
+        for option, value in given.items():
+            command += [option] if value is True else [option, str(value)] if value else []
+        train_seeds(name, parse_seeds(seeds, resolved.seed), command, parallel or 1, resolved.runs_dir)
+        return
     if force:
         runs.delete_former(run_id, resolved.runs_dir)
     if address is not None:

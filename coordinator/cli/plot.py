@@ -74,6 +74,8 @@ def plot(
         for place, name in zip(figure.subplots(len(names), squeeze=False)[:, 0], names, strict=True):
             for number, group in enumerate(groups):
                 _draw(place, _group_name(group), [_curve(run, read[run.run_id], name, x) for run in group], number)
+            if any(line.get_linestyle() == "None" and len(line.get_xdata()) for line in place.lines):  # type: ignore[arg-type]
+                place.plot([], [], ".", color="gray", label="evaluations")
             place.set(xlabel=_AXIS_LABELS[x], ylabel=name)
             place.grid(alpha=0.25)
             place.spines[["top", "right"]].set_visible(False)
@@ -150,7 +152,9 @@ def _draw(place: "Axes", name: str, curves: Sequence[_Curve], number: int) -> No
         return
     grid = np.linspace(max(curve.x[0] for curve in curves), min(curve.x[-1] for curve in curves), _POINTS)
     mean, half = interval(np.array([np.interp(grid, curve.x, curve.y) for curve in curves]))
-    place.plot(grid, mean, style, color=color, linewidth=1.8, label=f"{name} ({len(curves)} seeds)")
+    place.plot(
+        grid, mean, style, color=color, linewidth=1.8, label=f"{name} ({len(curves)} seeds: mean, 95 % interval)"
+    )
     place.fill_between(grid, mean - half, mean + half, color=color, alpha=0.18, linewidth=0)
 
 
