@@ -81,7 +81,7 @@ def train_seeds(name: str, seeds: Sequence[int], command: Sequence[str], paralle
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    _print_summary([ids[seed] for seed in codes], runs_dir)
+    _print_summary([ids[seed] for seed in seeds if seed in codes], runs_dir)
     if waiting:
         complain(
             f"not begun: {', '.join(ids[seed] for seed in waiting)}; the same command with --run-id {name} "
@@ -125,14 +125,14 @@ def _print_summary(run_ids: Sequence[str], runs_dir: Path) -> None:
         scores = [figure(getattr(result, field)) for field in _SCORES.values()]
         table.add_row(run_id, state, f"{result.env_steps:,}", *scores)
     table.add_section()
-    rows: dict[str, list[str]] = {"mean": [], "standard deviation": [], "95 % interval of the mean": []}
+    rows: dict[str, list[str]] = {"mean": [], "standard deviation": [], "95 % interval": []}
     for field in _SCORES.values():
         values = np.array([value for result in results if (value := getattr(result, field)) is not None])
         mean, half = interval(values) if len(values) else (None, np.nan)
         several = len(values) > 1
         rows["mean"].append(figure(mean))
         rows["standard deviation"].append(figure(values.std(ddof=1) if several else None))
-        rows["95 % interval of the mean"].append(f"{figure(mean - half)} to {figure(mean + half)}" if several else "–")
+        rows["95 % interval"].append(f"{figure(mean - half)} to {figure(mean + half)}" if several else "–")
     for title, cells in rows.items():
         table.add_row(title, "", "", *cells)
     console.print(table)
