@@ -68,8 +68,8 @@ def test_its_checkpoints_and_accounting_are_in_the_bucket(cluster: RayCluster) -
 def test_the_laptop_has_the_whole_curve_though_no_trainer_had_a_folder_of_the_run(cluster: RayCluster) -> None:
     """The run's folder is on none of the hosts where it trained: the rows are in the bucket alone."""
     counters = cluster.services.marker(RUN, ".finished")["counters"]["train"]
-    place = f"s3://{BUCKET}/{PREFIX}/{RUN}"
-    for arguments in ([place, "--runs-dir", "elsewhere"], [RUN]):
+    place = (f"s3://{BUCKET}/{PREFIX}/{RUN}", "--endpoint-url", cluster.services.endpoint_url)
+    for arguments in ((*place, "--runs-dir", "elsewhere"), (RUN,)):
         printed = cluster.stagecoach("metrics", *arguments, "--csv", "-").stdout
         rows = list(csv.DictReader(io.StringIO(printed)))
         assert [int(float(row["train/updates"])) for row in rows] == list(range(1, counters["updates"] + 1))

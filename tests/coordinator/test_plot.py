@@ -99,7 +99,7 @@ def test_time_and_updates_are_axes_and_several_metrics_are_charts(
     runs = "--runs-dir", str(ended_run.config.runs_dir)
     metrics = "--metric", "train/loss", "--metric", "eval/ep_len_mean"
     stagecoach("plot", "a", *runs, *metrics, "--x", "updates").ok()
-    stagecoach("plot", "a", *runs, "--x", "time").ok()
+    stagecoach("plot", "a", *runs, "--metric", "train/loss", "--x", "time").ok()
     over_updates, lengths = drawn[0].axes
     updates = ended_run.status().updates
     np.testing.assert_allclose(lines(over_updates)[0].get_xdata(), np.arange(1, updates + 1))
