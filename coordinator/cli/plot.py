@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -56,11 +56,7 @@ def plot(
 ) -> None:
     """Draw curves of runs, with evaluations as dots; of runs that differ in their seed alone the mean, and its 95 %
     interval over seeds."""
-    try:
-        import matplotlib.style
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError(f"stagecoach plot: {with_extra(str(error))}") from None
+    make_figure, style = require_matplotlib()
     from coordinator.catalog.run_comparison import groups_by_seed
 
     handles = [attached(run, runs_dir, endpoint_url=endpoint_url) for run in dict.fromkeys(runs)]
@@ -69,12 +65,13 @@ def plot(
         raise UserError(f"--output {path}: expected a name that ends in {' or '.join(_FORMATS)}")
     names, groups = list(dict.fromkeys(metric or [_RETURN])), groups_by_seed(handles)
     read = {run.run_id: _bins(run, names) for run in handles}
-    with matplotlib.style.context(["default", "tableau-colorblind10"]):
-        figure = Figure(figsize=(8.0, 1.0 + 3.6 * len(names)), dpi=144, layout="constrained")
+    with style.context(["default", "tableau-colorblind10"]):
+        figure = make_figure(figsize=(8.0, 1.0 + 3.6 * len(names)), dpi=144, layout="constrained")
         for place, name in zip(figure.subplots(len(names), squeeze=False)[:, 0], names, strict=True):
-            for number, group in enumerate(groups):
-                _draw(place, _group_name(group), [_curve(run, read[run.run_id], name, x) for run in group], number)
-            if any(line.get_linestyle() == "None" and len(line.get_xdata()) for line in place.lines):  # type: ignore[arg-type]
+            curves = [[_curve(run, read[run.run_id], name, x) for run in group] for group in groups]
+            for number, (group, its) in enumerate(zip(groups, curves, strict=True)):
+                _draw(place, _group_name(group), its, number)
+            if any(len(curve.evaluated_x) for its in curves for curve in its):
                 place.plot([], [], ".", color="gray", label="evaluations")
             place.set(xlabel=_AXIS_LABELS[x], ylabel=name)
             place.grid(alpha=0.25)
@@ -85,6 +82,16 @@ def plot(
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
     console.text(path)
+
+
+def require_matplotlib() -> tuple[Any, Any]:
+    """The class of its figures, and its styles; raises `UserError` where it is not installed."""
+    try:
+        import matplotlib.style
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError(f"stagecoach plot: {with_extra(str(error))}") from None
+    return Figure, matplotlib.style
 
 
 @dataclass(frozen=True)

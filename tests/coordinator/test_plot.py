@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -114,7 +113,3 @@ def test_what_cannot_be_drawn_is_said(ended_run: Run, stagecoach: Stagecoach, mo
     check_refused(stagecoach("plot", "a", *runs, "--output", "a.gif"), "a.gif", ".png or .svg")
     check_refused(stagecoach("plot", "a", *runs, "--output", "nowhere/a.png"), "cannot write nowhere/a.png")
     check_refused(stagecoach("plot", "nobody", *runs), "no run 'nobody'")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    check_refused(stagecoach("plot", "a", *runs), "pip install 'stagecoach[plot]'")
