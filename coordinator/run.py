@@ -18,7 +18,7 @@ from coordinator.catalog.checkpoint_lookup import require_trust
 from coordinator.catalog.checkpoint_operations import Removed, Verdict
 from coordinator.catalog.run_files import RunStatus
 from coordinator.catalog.run_folder import RunFolder, Submission, link
-from coordinator.catalog.run_metrics import all_rows
+from coordinator.catalog.run_metrics import all_rows, last_row
 from coordinator.catalog.status import (
     Status,
     check_order,
@@ -49,6 +49,7 @@ from shared.storage.checkpoint_store import CheckpointStore
 from shared.storage.export_record import Export
 from shared.storage.log_archive import Archive, experience
 from shared.storage.metric_log import Rows
+from shared.storage.object_store import ObjectStore
 from trainer_node.replay import BEGINNING, Replayed, replay
 
 _AWAY = (RedisUnavailable, redis.ConnectionError, redis.TimeoutError)
@@ -215,7 +216,19 @@ class Run:
 
     def metrics(self, stream: str = "train") -> Iterator[Rows]:
         """All rows of `train`, `evaluations`, `episodes`, `fleet` or `events`, in parts: per metric an array."""
-        return all_rows(self.checkpoint_store().store, stream, self._client(), self.run_id)
+        return all_rows(*self._recorded(stream))
+
+    def last_metrics(self, stream: str = "train") -> tuple[str, dict[str, float]]:
+        """Label and metrics of the newest row; empty where there is none."""
+        return last_row(*self._recorded(stream))
+
+    def _recorded(self, stream: str) -> tuple[ObjectStore, str, redis.Redis | None, str]:
+        """Where a stream is: in the store, and of a live run in Redis, if that is there."""
+        try:
+            client = self._client()
+        except _AWAY:
+            client = None
+        return self.checkpoint_store().store, stream, client, self.run_id
 
     def scale(
         self, workers: int | None = None, *, min_workers: int | None = None, max_workers: int | None = None

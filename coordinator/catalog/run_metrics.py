@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import redis
@@ -17,17 +16,22 @@ import redis
 from shared.experience.spaces import Array
 from shared.protocol.events import read_evaluations
 from shared.protocol.metric_tail import TailRow, read_rows
-from shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, UNIX_TIME, MetricStore, Rows, read
+from shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, UNIX_TIME, MetricStore, Rows, read, segments
 from trainer_node.metrics.recorder import evaluation_row
 
 _STORE_SECONDS = 10.0
 """How often a run without a live Redis is looked for in the store again."""
 
 
-def all_rows(store: MetricStore, stream: str, client: redis.Redis | None, run_id: str) -> Iterator[Rows]:
-    """Every row of a stream in its order, in parts; `client` reaches the Redis of a live run."""
-    position, labels = (0, -1), set[str]()
-    for last, rows in read(store, stream):
+def all_rows(
+    store: MetricStore, stream: str, client: redis.Redis | None, run_id: str, after: tuple[int, int] = (0, -1)
+) -> Iterator[Rows]:
+    """Every row of a stream in its order, in parts; `client` reaches the Redis of a live run.
+
+    Of evaluations `after`, epoch and number of a row, would let those come again that only Redis was asked for.
+    """
+    position, labels = after, set[str]()
+    for last, rows in read(store, stream, after):
         position, labels = last, labels | set(rows.labels)
         yield rows
     if client is None:
@@ -40,6 +44,18 @@ def all_rows(store: MetricStore, stream: str, client: redis.Redis | None, run_id
         found = read_evaluations(client, run_id)
         if new := [(name, evaluation_row(scores)) for name, scores in found.items() if name not in labels]:
             yield Rows.of(new)
+
+
+def last_row(
+    store: MetricStore, stream: str, client: redis.Redis | None = None, run_id: str = ""
+) -> tuple[str, dict[str, float]]:
+    """Label and metrics of a stream's newest row, without reading the others; empty where there is none."""
+    epoch, number = max(((item.epoch, item.last) for item in segments(store, stream)), default=(0, -1))
+    behind = (0, -1) if stream == EVALUATIONS else (epoch, number - 1)
+    newest = ("", dict[str, float]())
+    for rows in all_rows(store, stream, client, run_id, behind):
+        newest = next(rows[len(rows) - 1 :].named()) if len(rows) else newest
+    return newest
 
 
 def _tail_behind(tail: list[TailRow], position: tuple[int, int]) -> Rows:
@@ -178,7 +194,3 @@ class Recorded:
             for position, rows in read(store, self._stream, self._position):
                 self._position = position
                 self.rows += rows.named()
-
-
-def newest(rows: Rows) -> dict[str, Any]:
-    return {} if not len(rows) else next(rows[len(rows) - 1 : len(rows)].named())[1]

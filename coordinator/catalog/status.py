@@ -4,6 +4,7 @@ It names the party that everyone waits for.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any, cast
@@ -12,7 +13,8 @@ import redis
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from coordinator.catalog.run_files import INTERRUPTED_REASON, RunStatus
-from shared.errors import UserError
+from coordinator.catalog.run_metrics import last_row
+from shared.errors import MetricsDamaged, ObjectMissing, UserError
 from shared.printable import counted, foreign, left_out
 from shared.protocol.events import read_evaluations
 from shared.protocol.flow_control import Flow
@@ -23,7 +25,7 @@ from shared.protocol.metric_tail import newest_row
 from shared.protocol.payload_shards import bytes_by_shard
 from shared.runtime.failure import FailureKind, RunEnd, reason_in_words
 from shared.storage.checkpoint_store import FINISHED, CheckpointStore
-from shared.storage.metric_log import EVALUATIONS, TEST_ENV_STEPS, TEST_EPISODES, last_row
+from shared.storage.metric_log import EVALUATIONS, TEST_ENV_STEPS, TEST_EPISODES, TRAIN
 from trainer_node.checkpointing.retention import best_checkpoints, confirmed_returns, status_file
 
 NO_BOUND = 10_000
@@ -258,8 +260,8 @@ def ended_status(checkpoints: CheckpointStore) -> Status:
     kept = status_file(checkpoints)
     entries = kept.get("checkpoints", [])
     last = entries[-1] if entries else {}
+    metrics, tested = _last_row(checkpoints, TRAIN), _last_row(checkpoints, EVALUATIONS)
     counts = last | ((finished.get("counters") or {}).get("train") or {})
-    tested = last_row(checkpoints.store, EVALUATIONS)
     return Status(
         run_id=checkpoints.run_id,
         state=RunStatus.FINISHED if finished else RunStatus.INTERRUPTED,
@@ -268,15 +270,22 @@ def ended_status(checkpoints: CheckpointStore) -> Status:
         env_steps=int(counts.get("env_steps", 0)),
         updates=int(counts.get("updates", 0)),
         episodes=int(counts.get("episodes", 0)),
-        test_env_steps=int(tested.get(TEST_ENV_STEPS, 0)),
-        test_episodes=int(tested.get(TEST_EPISODES, 0)),
+        test_env_steps=int(tested.get(TEST_ENV_STEPS) or 0),
+        test_episodes=int(tested.get(TEST_EPISODES) or 0),
         ledger=finished.get("ledger") or {},
+        metrics=metrics,
         latest=kept.get("latest"),
         best=kept.get("best"),
         final=kept.get("final"),
         evaluation=next((entry["evaluation"] for entry in reversed(entries) if entry.get("evaluation")), None),
         failure=FailureKind(finished["failure"]) if finished.get("failure") else None,
     )
+
+
+def _last_row(checkpoints: CheckpointStore, stream: str) -> dict[str, float | None]:
+    with suppress(MetricsDamaged, ObjectMissing):  # `stagecoach metrics` says so
+        return dict(last_row(checkpoints.store, stream)[1])
+    return {}
 
 
 def paused(known: Status, waits: str | None) -> Status:

@@ -13,13 +13,16 @@ import typer
 import typer.core
 
 from coordinator.catalog.run_files import RunStatus
+from coordinator.cli import compare, metrics, plot, profile_and_bench, runs
 from coordinator.cli import config as configs
-from coordinator.cli import profile_and_bench, runs
 from coordinator.cli.config import ConfigArgument, config_file
 from coordinator.cli.options import (
     RUNS,
+    EndpointUrl,
     Exit,
     Json,
+    Place,
+    RedisUrl,
     RunArgument,
     RunsDir,
     Sets,
@@ -85,14 +88,6 @@ app.add_typer(
     epilog=example("stagecoach checkpoints my-run"),
 )  # fmt: skip
 _Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")]
-_PLACE = "The run's id; or, of one on other machines, s3://bucket/prefix/RUN."
-Place = Annotated[str, typer.Argument(metavar="RUN", help=_PLACE, autocompletion=run_ids)]
-EndpointUrl = Annotated[
-    str | None, typer.Option(metavar="URL", help="The S3 endpoint as this machine reaches it, if not as the run does.")
-]
-RedisUrl = Annotated[
-    str | None, typer.Option("--redis", metavar="URL", help="The same for Redis, for example through a tunnel.")
-]
 Drops = Annotated[
     list[str] | None,
     typer.Option("--drop", metavar="POSITION", help="Drop this log entry, or FIRST..LAST, unread; may be repeated."),
@@ -116,6 +111,13 @@ def train(
     config: ConfigArgument,
     set_: Sets = None,
     run_id: Annotated[str | None, typer.Option("--run-id", help="Name of the run; by default one is made up.")] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(metavar="N|A,B,…", help="A run NAME-seed-S for each of N seeds (from the config's on), or these."),
+    ] = None,
+    parallel: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="With --seeds: so many at a time; by default 1.")
+    ] = None,
     initialize_from: Annotated[
         str | None,
         typer.Option(metavar="CHECKPOINT", help="Begin with the policies of RUN, RUN/NAME or a checkpoint's folder."),
@@ -155,6 +157,24 @@ def train(
     sets += ["metrics.profile=true"] if profile else []
     resolved = load_config(config, [*sets, *(["ray.address=auto"] if address else ())])
     name = new_run_id(resolved) if run_id is None else run_id
+    if parallel is not None and seeds is None:
+        raise UserError("--parallel says how many of --seeds train at a time; give those as well")
+    if seeds is not None:
+        from coordinator.cli.seeds import parse_seeds, train_seeds
+
+        if detach:
+            raise UserError(
+                "--seeds and --detach: several runs are not detached at once; --parallel trains them at once"
+            )
+        given: dict[str, str | Path | bool | None] = {
+            "--or-resume": or_resume, "--force": force, "--inline": inline, "--address": address,
+            "--working-dir": working_dir,
+        }  # fmt: skip
+        command = ["train", str(config), *(part for change in sets for part in ("--set", change))]
+        for option, value in given.items():
+            command += [option] if value is True else [option, str(value)] if value else []
+        train_seeds(name, parse_seeds(seeds, resolved.seed), command, parallel or 1, resolved.runs_dir)
+        return
     if force:
         runs.delete_former(run_id, resolved.runs_dir)
     if address is not None:
@@ -376,7 +396,7 @@ def _print_scores(found: "Evaluation") -> None:
     console.text(f"{found.checkpoint}: {text}", *(f"video: {path}" for path in found.videos))
 
 
-for _more in (runs, configs, profile_and_bench):
+for _more in (runs, metrics, plot, compare, configs, profile_and_bench):
     app.registered_commands += _more.app.registered_commands
 
 

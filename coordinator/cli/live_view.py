@@ -4,7 +4,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import redis
@@ -69,10 +68,7 @@ class LiveView:
         """Fetches the newest status and events; a run that is just starting or ending has none."""
         new: list[Event] = []
         with contextlib.suppress(StagecoachError, redis.RedisError):
-            status = self._run.status(accounting=False)
-            if self.status is not None and not status.live:
-                status = replace(status, metrics=self.status.metrics)  # Redis, which has them, is gone
-            self.status = status
+            self.status = self._run.status(accounting=False)
             new = self._new_events() if self.status.state is not RunStatus.PAUSED else []
         if new:
             self._after = new[-1].id

@@ -96,12 +96,6 @@ class RunView:
         return leaves(self.run.config.model_dump(mode="json"))
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Fields in which two configs differ."""
-    names = sorted({*one, *other})
-    return {name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)}
-
-
 def panels() -> list[dict[str, Any]]:
     return [panel.as_dict() for panel in PANELS]
 

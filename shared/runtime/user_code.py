@@ -34,6 +34,7 @@ EXTRAS = {
     "wandb": ("wandb",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
     "trackio": ("trackio",),
+    "plot": ("matplotlib",),
     "video": ("moviepy", "pygame", "classic_control", "toy_text", "other"),
 }
 """Extra of pyproject.toml → modules, namespaces of environments, and extras of gymnasium that it brings."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -202,15 +201,6 @@ def read(
         except ObjectMissing:  # it was merged into another one meanwhile
             if attempt == _TRIES - 1:
                 raise
-
-
-def last_row(store: MetricStore, stream: str) -> dict[str, float]:
-    """The newest row of a stream, empty where there is none or it cannot be read."""
-    for segment in reversed(segments(store, stream)):
-        with suppress(IndexError, MetricsDamaged, ObjectMissing):  # merged meanwhile, or cut off
-            rows = decode(store.get(key := segment.key(stream)), key)
-            return list(rows[slice(-1, None)].named())[-1][1]
-    return {}
 
 
 def _read(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import re
 import shutil
 import subprocess
@@ -14,7 +17,7 @@ from coordinator.services.embedded import redis_binary
 from tests.support.cluster.hosts import HOME, SOURCE, Network
 from tests.support.cluster.observed_run import ObservedRun, write_config
 from tests.support.cluster.ray_cluster import CLUSTER_FILE, RayCluster, until
-from tests.support.cluster.services import Services
+from tests.support.cluster.services import BUCKET, PREFIX, Services
 from tests.support.command_line import check_ledger
 
 RUN = "cartpole"
@@ -59,6 +62,21 @@ def test_its_checkpoints_and_accounting_are_in_the_bucket(cluster: RayCluster) -
     assert pointer["final"] == finished["final"]
     whole = {name.split("/")[1] for name in names if name.endswith("/manifest.json")}
     assert {pointer["final"], pointer["best"]} <= whole
+
+
+@pytest.mark.essential
+def test_the_laptop_has_the_whole_curve_though_no_trainer_had_a_folder_of_the_run(cluster: RayCluster) -> None:
+    """The run's folder is on none of the hosts where it trained: the rows are in the bucket alone."""
+    counters = cluster.services.marker(RUN, ".finished")["counters"]["train"]
+    place = (f"s3://{BUCKET}/{PREFIX}/{RUN}", "--endpoint-url", cluster.services.endpoint_url)
+    for arguments in ((*place, "--runs-dir", "elsewhere"), (RUN,)):
+        printed = cluster.stagecoach("metrics", *arguments, "--csv", "-").stdout
+        rows = list(csv.DictReader(io.StringIO(printed)))
+        assert [int(float(row["train/updates"])) for row in rows] == list(range(1, counters["updates"] + 1))
+        assert float(rows[-1]["time/env_steps"]) == counters["env_steps"]
+    scores = cluster.stagecoach("metrics", RUN, "--stream", "evaluations", "--jsonl", "-").stdout.splitlines()
+    assert {"checkpoint", "eval/ep_rew_mean"} <= json.loads(scores[-1]).keys()
+    assert json.loads(cluster.stagecoach("status", RUN, "--json").stdout)["metrics"]["rollout/ep_rew_mean"] > 100
 
 
 def test_what_a_machine_of_the_cluster_lacks_is_said_by_name(cluster: RayCluster) -> None:

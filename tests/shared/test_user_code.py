@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.catalog.checkpoint_lookup import require_recorder
+from coordinator.cli.plot import require_matplotlib
 from coordinator.lifecycle.ray_job import job_client
 from rollout_worker.environments.factory import make
 from shared.config.sections import EnvironmentConfig, MetricsConfig
@@ -39,6 +40,7 @@ ASKED: dict[str, tuple[str, Callable[[], object]]] = {
     "envpool": ("envpool", environment("envpool:CartPole-v1")),
     "data": ("h5py", lambda: read_hdf5(Path("data.hdf5"), NOTHING)),
     "onnx": ("onnx", require_onnx),
+    "plot": ("matplotlib", require_matplotlib),
     "video": ("moviepy", require_recorder),
     "wandb": ("wandb", lambda: check_writers(MetricsConfig.model_validate({"writers": ["wandb"]}))),
     "mlflow": ("mlflow", lambda: check_writers(MetricsConfig.model_validate({"writers": ["mlflow"]}))),

@@ -15,11 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from shared.storage.local_disk import replacing
-from shared.storage.metric_log import ENV_STEPS, EPISODES, EVALUATIONS
+from shared.storage.metric_log import ENV_STEPS, EVALUATIONS
 from trainer_node.metrics.writers import MetricWriter, WrittenRun
 
 _HEADER_BYTES = 1 << 20
-_LABEL = {EVALUATIONS: "checkpoint", EPISODES: "worker"}
+LABELS = {"evaluations": "checkpoint", "episodes": "worker"}
+"""Stream → the column of its rows' labels."""
 
 
 class _TableWriter(MetricWriter):
@@ -49,7 +50,7 @@ class CsvWriter(_TableWriter):
 
     def _table(self, stream: str) -> CsvFile:
         if stream not in self._tables:
-            table = CsvFile(self.run.needed_folder / f"{stream}.csv", _LABEL.get(stream))
+            table = CsvFile(self.run.needed_folder / f"{stream}.csv", LABELS.get(stream))
             table.start(math.inf if stream == EVALUATIONS else self.run.env_steps)
             self._tables[stream] = table
         return self._tables[stream]
@@ -69,7 +70,7 @@ class JsonlWriter(_TableWriter):
     def write(self, stream: str, row: Mapping[str, float], step: int, label: str) -> None:
         path = self._path(stream)
         finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-        named = {_LABEL[stream]: label} if stream in _LABEL else {}
+        named = {LABELS[stream]: label} if stream in LABELS else {}
         append_bytes(path, json.dumps(named | finite).encode() + b"\n")
 
     def _path(self, stream: str) -> Path:
@@ -82,7 +83,7 @@ class JsonlWriter(_TableWriter):
     def _labels(self) -> set[str]:
         path = self._path(EVALUATIONS)
         lines = path.read_text().splitlines() if path.exists() else []
-        return {json.loads(line)[_LABEL[EVALUATIONS]] for line in lines}
+        return {json.loads(line)[LABELS[EVALUATIONS]] for line in lines}
 
 
 class CsvFile:

@@ -14,7 +14,7 @@ import numpy as np
 import yaml
 
 from shared.config.section import leaves
-from shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, VERSION
+from shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, UNIX_TIME, VERSION
 from trainer_node.metrics.table_files import append_bytes
 from trainer_node.metrics.writers import MetricWriter, WrittenRun
 
@@ -42,7 +42,7 @@ class TensorBoardWriter(MetricWriter):
 
     def write(self, stream: str, row: Mapping[str, float], step: int, label: str) -> None:
         if stream in (TRAIN, EVALUATIONS):
-            self._file.scalars(row, step)
+            self._file.scalars(row, step, row.get(UNIX_TIME))
 
     def histogram(self, name: str, values: Sequence[float], step: int) -> None:
         self._file.histogram(name, values, step)

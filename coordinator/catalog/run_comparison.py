@@ -1,0 +1,113 @@
+"""What a run came to in a few numbers, how two differ, and what runs that differ in their seed alone say together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from coordinator.run import Run
+from shared.config.section import leaves
+from shared.experience.spaces import Array
+from shared.protocol.events import confirmed_return
+from shared.storage.metric_log import ENV_STEPS, EVALUATIONS, UNIX_TIME, VERSION
+
+_CONFIDENCE = 0.95
+_NOT_OF_A_GROUP = ("seed", "runs_dir")
+_POINTS = 20_001
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Scores are mean returns of evaluations; what there is none of is None."""
+
+    run_id: str
+    seed: int
+    state: str
+    reason: str
+    best: float | None
+    """Of the best checkpoint, as a second evaluation confirmed it."""
+    best_checkpoint: str | None
+    last: float | None
+    """Of the newest policy that was evaluated."""
+    evaluations: int
+    training_return: float | None
+    """Mean of the last training episodes."""
+    env_steps: int
+    updates: int
+    episodes: int
+    seconds: float | None
+    """From the first row of metrics to the last one; pauses between interruption and resume count."""
+    env_steps_per_second: float | None
+    """Trained on in that time."""
+
+
+def result_of(run: Run) -> RunResult:
+    """From the store, and of a live run from Redis; raises what they raise."""
+    status = run.status(accounting=False)
+    count, newest = 0, (-math.inf, None)
+    for rows in run.metrics(EVALUATIONS):
+        count += len(rows)
+        for _, row in rows.named():
+            if "eval/ep_rew_mean" in row:
+                newest = max(newest, (row[VERSION], row["eval/ep_rew_mean"]))
+    best = next((entry for entry in run.checkpoints() if "best" in entry["marks"]), None)
+    begin, end = _first_row(run), run.last_metrics()[1]
+    seconds = end[UNIX_TIME] - begin[UNIX_TIME] if begin and UNIX_TIME in end else 0.0
+    return RunResult(
+        run_id=run.run_id, seed=run.config.seed, state=status.state, reason=status.reason,
+        best=confirmed_return(best["evaluation"]) if best and best["evaluation"] else None,
+        best_checkpoint=best["name"] if best else None, last=newest[1], evaluations=count,
+        training_return=end.get("rollout/ep_rew_mean"), env_steps=status.env_steps, updates=status.updates,
+        episodes=status.episodes, seconds=round(seconds, 3) if seconds else None,
+        env_steps_per_second=(end[ENV_STEPS] - begin[ENV_STEPS]) / seconds if seconds > 0 else None,
+    )  # fmt: skip
+
+
+def _first_row(run: Run) -> dict[str, float]:
+    return next((row for rows in run.metrics() for _, row in rows.named()), {})
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Fields in which two configs differ."""
+    names = sorted({*one, *other})
+    return {name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)}
+
+
+def config_fields(run: Run) -> dict[str, Any]:
+    """Dotted field → value."""
+    return leaves(run.config.model_dump(mode="json"))
+
+
+def groups_by_seed(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs whose configs differ in nothing but the seed are together, in the order given."""
+    groups: list[tuple[dict[str, Any], list[Run]]] = []
+    for run in runs:
+        fields = {name: value for name, value in config_fields(run).items() if name not in _NOT_OF_A_GROUP}
+        same = next((members for known, members in groups if known == fields), None)
+        same.append(run) if same is not None else groups.append((fields, [run]))
+    return [members for _, members in groups]
+
+
+def interval(values: Array) -> tuple[Array, Array]:
+    """Mean over the first axis, and half the width of its 95 % interval by Student's t; NaN for a single value.
+
+    Few seeds are the rule, and of few the bootstrap's intervals are too narrow.
+    """
+    count = len(values)
+    mean: Array = values.mean(axis=0)
+    if count < 2:
+        return mean, np.full_like(mean, np.nan)
+    half: Array = values.std(axis=0, ddof=1) * (_t_quantile(count - 1) / math.sqrt(count))
+    return mean, half
+
+
+def _t_quantile(freedom: int) -> float:
+    """Within so many standard errors lie 95 % of Student's t: with t = √n · tan a, the density of a is cos^(n-1)."""
+    angles = np.linspace(0.0, math.pi / 2, _POINTS)
+    density = np.cos(angles) ** (freedom - 1)
+    mass = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
+    return math.sqrt(freedom) * math.tan(float(np.interp(_CONFIDENCE * mass[-1], mass, angles)))

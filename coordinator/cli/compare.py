@@ -1,0 +1,67 @@
+"""`stagecoach compare`: in what the configs of two runs differ, and what the runs came to."""
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from coordinator.cli.options import (
+    RUNS,
+    EndpointUrl,
+    Json,
+    Place,
+    RunsDir,
+    attached,
+    console,
+    example,
+    figure,
+    print_json,
+)
+from shared.runtime.failure import reason_in_words
+
+if TYPE_CHECKING:
+    from coordinator.catalog.run_comparison import RunResult
+
+app = typer.Typer()
+
+
+@app.command(epilog=example("stagecoach compare my-run my-other-run"))
+def compare(
+    run: Place, other: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = None, as_json: Json = False
+) -> None:
+    """Compare two runs: the fields of their configs that differ, scores, steps, time and throughput."""
+    from rich.table import Table
+
+    from coordinator.catalog.run_comparison import config_fields, differences, result_of
+
+    handles = [attached(name, runs_dir, endpoint_url=endpoint_url) for name in (run, other)]
+    results = [result_of(handle) for handle in handles]
+    changed = differences(*map(config_fields, handles))
+    if as_json:
+        print_json({"runs": results, "differences": changed})
+        return
+    ids = [result.run_id for result in results]
+    configs = Table("field", *ids, title="config", title_justify="left")
+    for name, values in changed.items():
+        configs.add_row(name, *(str(value) for value in values))
+    console.print(configs if changed else "their configs do not differ")
+    table = Table("", *ids, title="result", title_justify="left")
+    for (title, cell), (_, its) in zip(*map(_rows, results), strict=True):
+        table.add_row(title, cell, its)
+    console.print(table)
+
+
+def _rows(result: "RunResult") -> list[tuple[str, str]]:
+    """Titles and cells of a run's column."""
+    state = f"{result.state}: {reason_in_words(result.reason)}" if result.reason else result.state
+    best = f"{figure(result.best)} ({result.best_checkpoint})" if result.best is not None else "–"
+    return [
+        ("state", state),
+        ("best score", best),
+        ("last score", figure(result.last)),
+        ("evaluations", f"{result.evaluations:,}"),
+        ("training return", figure(result.training_return)),
+        ("env steps", f"{result.env_steps:,}"),
+        ("updates", f"{result.updates:,}"),
+        ("time", "–" if result.seconds is None else f"{result.seconds:,.1f} s"),
+        ("env steps/s", figure(result.env_steps_per_second)),
+    ]

@@ -1,0 +1,228 @@
+"""`stagecoach metrics`: every row that a run has recorded, from any machine, as a table, CSV, JSON lines, TensorBoard.
+
+Rows pass through in parts, so that a run of millions of them takes bounded memory.
+"""
+
+import csv
+import difflib
+import io
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+from coordinator.cli.options import (
+    RUNS,
+    EndpointUrl,
+    Json,
+    Place,
+    RedisUrl,
+    RunsDir,
+    attached,
+    console,
+    example,
+    print_json,
+)
+from shared.errors import UserError
+from shared.printable import counted
+
+if TYPE_CHECKING:
+    from coordinator.run import Run
+    from shared.storage.metric_log import Rows
+
+app = typer.Typer()
+_STDOUT = "-"
+
+
+class Stream(StrEnum):
+    """Those of shared/storage/metric_log.py, without the import of NumPy."""
+
+    TRAIN = "train"
+    EVALUATIONS = "evaluations"
+    EPISODES = "episodes"
+    EVENTS = "events"
+    FLEET = "fleet"
+
+
+@app.command(epilog=example("stagecoach metrics s3://bucket/prefix/my-run --csv train.csv"))
+def metrics(
+    run: Place,
+    stream: Annotated[
+        Stream, typer.Option(help="Rows of training, of evaluations, of episodes, of the fleet, or of events.")
+    ] = Stream.TRAIN,
+    metric: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this one; may be repeated.")] = None,
+    csv_file: Annotated[
+        str | None, typer.Option("--csv", metavar="FILE", help="Write all rows as CSV; -: here.")
+    ] = None,
+    jsonl_file: Annotated[
+        str | None, typer.Option("--jsonl", metavar="FILE", help="Write all rows as JSON lines; -: here.")
+    ] = None,
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write training and evaluations to DIR/RUN, for tensorboard --logdir DIR."),
+    ] = None,
+    runs_dir: RunsDir = RUNS,
+    endpoint_url: EndpointUrl = None,
+    redis_url: RedisUrl = None,
+    as_json: Json = False,
+) -> None:
+    """Print the newest row of a run's metrics, or write all of them: live or ended, from any machine."""
+    handle = attached(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url)
+    label, row = handle.last_metrics(stream)
+    names = list(dict.fromkeys(metric or ()))
+    if unknown := [name for name in names if name not in row]:  # perhaps an older row has it
+        known = metric_names(handle, stream)
+        for name in unknown:
+            others = [other.value for other in Stream if name in handle.last_metrics(other)[1]]
+            hint = f" (it is in --stream {others[0]})" if others else ""
+            check_metrics(handle.run_id, name, known, f"in its stream {stream.value}{hint}")
+    if not row:
+        hint = "; `metrics.episodes: true` records them" if stream is Stream.EPISODES else ""
+        raise UserError(f"run {handle.run_id!r} has no rows in the stream {stream.value}{hint}")
+    if csv_file is not None:
+        _write(csv_file, lambda file: _write_csv(handle, stream, names, file))
+    if jsonl_file is not None:
+        _write(jsonl_file, lambda file: _write_jsonl(handle, stream, names, file))
+    if tensorboard is not None:
+        _write_tensorboard(handle, names, tensorboard)
+    if csv_file is None and jsonl_file is None and tensorboard is None:
+        shown = {name: row.get(name) for name in names or sorted(row)}
+        labels = {name: cells[0] for name, cells in _labels(stream, [label]).items()}
+        print_json(labels | shown) if as_json else _print_row(handle.run_id, labels, shown)
+
+
+def metric_names(handle: "Run", stream: str) -> list[str]:
+    """All that any row of a stream has; what orders the rows comes first."""
+    from shared.storage.metric_log import ENV_STEPS, UNIX_TIME, VERSION
+
+    found = {name for rows in handle.metrics(stream) for name in rows.columns}
+    return sorted(found, key=lambda name: (name not in (ENV_STEPS, UNIX_TIME, VERSION), name))
+
+
+def check_metrics(run_id: str, name: str, known: Sequence[str], where: str) -> None:
+    """Raises `UserError`, with what is like it, for a metric that no row has."""
+    if name not in known:
+        similar = [other for other in known if name in other] + difflib.get_close_matches(name, known, 3, 0.5)
+        hint = " or ".join(list(dict.fromkeys(similar))[:3])
+        hint = f"did you mean {hint}?" if hint else f"it has {counted(len(known), 'other')}"
+        raise UserError(f"run {run_id!r} has no {name!r} {where}; {hint}")
+
+
+def _labels(stream: Stream, labels: Sequence[str]) -> dict[str, list[str]]:
+    """Names of the columns before the metrics → their cells."""
+    from trainer_node.metrics.table_files import LABELS
+
+    if stream is Stream.EVENTS:
+        parts = [label.partition("\t") for label in labels]
+        return {"kind": [kind for kind, _, _ in parts], "text": [text for _, _, text in parts]}
+    return {LABELS[stream]: list(labels)} if stream in LABELS else {}
+
+
+def _print_row(run_id: str, labels: dict[str, str], row: dict[str, float | None]) -> None:
+    from rich.table import Table
+
+    table = Table("metric", "newest", title=run_id, title_justify="left")
+    for name, text in labels.items():
+        table.add_row(name, text)
+    for name, value in row.items():
+        table.add_row(
+            name, "–" if value is None else f"{value:.6g}" if value % 1 and abs(value) < 1e6 else f"{value:,.0f}"
+        )
+    console.print(table)
+
+
+def _write(path: str, write: Callable[[TextIO], int]) -> None:
+    """To a file, whole or not at all, or to standard output, whose reader may stop early."""
+    from shared.storage.local_disk import replacing
+
+    if path == _STDOUT:
+        with _until_closed():
+            write(sys.stdout)
+        return
+    try:
+        with replacing(Path(path)) as file:
+            text = io.TextIOWrapper(file, "utf-8", newline="")
+            count = write(text)
+            text.detach()
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+    console.text(f"{path}: {counted(count, 'row')}")
+
+
+@contextmanager
+def _until_closed() -> Iterator[None]:
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left as it ends
+
+
+def _write_csv(handle: "Run", stream: Stream, names: Sequence[str], file: TextIO) -> int:
+    """Its columns are the metrics that there are as it begins."""
+    known = metric_names(handle, stream)
+    columns = _with_axes(names) if names else known
+    columns = [name for name in columns if name in known]
+    writer, count = csv.writer(file), 0
+    writer.writerow([*_labels(stream, []), *columns])
+    for rows in handle.metrics(stream):
+        cells = [*_labels(stream, rows.labels).values(), *(_cells(rows, name) for name in columns)]
+        writer.writerows(zip(*cells, strict=True))
+        count += len(rows)
+    return count
+
+
+def _cells(rows: "Rows", name: str) -> list[Any]:
+    if name not in rows.columns:
+        return [""] * len(rows)
+    return ["" if value != value else value for value in rows.columns[name].tolist()]
+
+
+def _write_jsonl(handle: "Run", stream: Stream, names: Sequence[str], file: TextIO) -> int:
+    count = 0
+    for rows in handle.metrics(stream):
+        labels = _labels(stream, rows.labels)
+        for index, row in enumerate(_chosen(rows, names)):
+            finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
+            file.write(json.dumps({name: cells[index] for name, cells in labels.items()} | finite) + "\n")
+            count += 1
+    return count
+
+
+def _write_tensorboard(handle: "Run", names: Sequence[str], folder: Path) -> None:
+    from shared.storage.metric_log import ENV_STEPS
+    from trainer_node.metrics.tensorboard_writer import TensorBoardWriter
+    from trainer_node.metrics.writers import WrittenRun
+
+    count = 0
+    try:
+        config = handle.config.model_dump(mode="json")
+        writer = TensorBoardWriter(WrittenRun(handle.run_id, None, config), folder / handle.run_id)
+        for stream in (Stream.TRAIN, Stream.EVALUATIONS):
+            for rows in handle.metrics(stream):
+                for row in _chosen(rows, names):
+                    writer.write(stream, row, int(row[ENV_STEPS]), "")
+                    count += 1
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror or error}") from None
+    console.text(f"{folder / handle.run_id}: {counted(count, 'row')}; look at them: tensorboard --logdir {folder}")
+
+
+def _chosen(rows: "Rows", names: Sequence[str]) -> Iterator[dict[str, float]]:
+    """Of each row all metrics, or these and what orders the rows."""
+    kept = set(_with_axes(names))
+    for _, row in rows.named():
+        yield {name: value for name, value in row.items() if name in kept} if names else row
+
+
+def _with_axes(names: Sequence[str]) -> list[str]:
+    from shared.storage.metric_log import ENV_STEPS, UNIX_TIME
+
+    return list(dict.fromkeys([ENV_STEPS, UNIX_TIME, *names]))

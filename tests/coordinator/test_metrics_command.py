@@ -1,0 +1,178 @@
+"""`stagecoach metrics`, and the last metrics in `status`: every row, from any machine, whoever has trained where."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from coordinator.catalog.run_metrics import all_rows, last_row
+from coordinator.cli.metrics import Stream
+from coordinator.run import Run
+from rollout_worker.evaluator import Evaluator
+from rollout_worker.worker import Worker
+from shared.protocol.redis_client import Address, RoleName
+from shared.runtime.run_context import RunContext, open_run_context
+from shared.storage.metric_log import STREAMS, TRAIN, MetricStream
+from shared.storage.object_store import FileStore
+from tests.conftest import minimal_config
+from tests.support.command_line import Stagecoach, check_refused
+from trainer_node.incarnation import Incarnation
+from trainer_node.trainer import StepResult, Trainer
+
+
+@pytest.fixture
+def runs(ended_run: Run) -> tuple[str, ...]:
+    return "--runs-dir", str(ended_run.config.runs_dir)
+
+
+def table(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_the_streams_are_those_of_the_store() -> None:
+    assert tuple(Stream) == STREAMS
+
+
+def test_the_newest_row_is_printed(ended_run: Run, runs: tuple[str, ...], stagecoach: Stagecoach) -> None:
+    row = stagecoach("metrics", "a", *runs, "--json").json()
+    assert row["train/updates"] == ended_run.status().updates
+    printed = stagecoach("metrics", "a", *runs, "--metric", "train/updates", "--metric", "policy/version").ok()
+    assert "train/updates" in printed and "policy/version" in printed and "time/fps" not in printed
+    score = stagecoach("metrics", "a", *runs, "--stream", "evaluations", "--json").json()
+    assert score["checkpoint"].endswith(".ckpt") and "eval/ep_rew_mean" in score
+    event = stagecoach("metrics", "a", *runs, "--stream", "events", "--json").json()
+    assert event["kind"] and event["text"]
+
+
+def test_csv_is_what_the_trainer_wrote_beside_it(ended_run: Run, runs: tuple[str, ...], stagecoach: Stagecoach) -> None:
+    beside = table((ended_run.folder.path / "metrics" / "train.csv").read_text())
+    rows = table(stagecoach("metrics", "a", *runs, "--csv", "-").ok())
+    assert rows == beside and len(rows) == ended_run.status().updates
+    some = table(stagecoach("metrics", "a", *runs, "--csv", "-", "--metric", "train/loss").ok())
+    assert [row.keys() for row in some] == [{"time/env_steps", "time/unix_seconds", "train/loss"}] * len(rows)
+    stagecoach("metrics", "a", *runs, "--stream", "evaluations", "--csv", "scores.csv").ok()
+    names = [row["checkpoint"] for row in table(Path("scores.csv").read_text())]
+    assert len(names) == len(set(names)) == len(ended_run.checkpoints())
+
+
+def test_json_lines_have_null_for_what_is_not_finite(tmp_path: Path, stagecoach: Stagecoach, ended_run: Run) -> None:
+    shutil.copytree(ended_run.config.runs_dir / "a", tmp_path / "runs" / "a")
+    store = Run.attach("a", tmp_path / "runs").checkpoint_store().store
+    newer = MetricStream(store, "a", TRAIN, 9, 10**6, 10**9)
+    newer.append({"time/env_steps": 1e6, "policy/version": 99.0, "time/unix_seconds": 2e9, "train/loss": np.inf})
+    newer.write()
+    lines = stagecoach("metrics", "a", "--jsonl", "-").ok().splitlines()
+    last = json.loads(lines[-1])
+    assert (last["train/loss"], last["policy/version"]) == (None, 99.0)
+    assert len(lines) == ended_run.status().updates + 1
+
+
+def test_tensorboard_has_the_rows_at_their_own_times(
+    ended_run: Run, runs: tuple[str, ...], stagecoach: Stagecoach, tmp_path: Path
+) -> None:
+    assert "tensorboard --logdir board" in stagecoach("metrics", "a", *runs, "--tensorboard", "board").ok()
+    board = EventAccumulator(str(tmp_path / "board" / "a"), {"scalars": 0})
+    board.Reload()
+    rows = [row for part in ended_run.metrics() for _, row in part.named()]
+    for shown, row in zip(board.Scalars("train/loss"), rows, strict=True):
+        assert (shown.step, shown.wall_time) == (row["time/env_steps"], row["time/unix_seconds"])
+        assert shown.value == pytest.approx(row["train/loss"])
+    assert len(board.Scalars("eval/ep_rew_mean")) == len(ended_run.checkpoints())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--metric", "rollout/ep_rew_men"], ["no 'rollout/ep_rew_men'", "rollout/ep_rew_mean"]),
+        (["--metric", "eval/ep_rew_mean"], ["--stream evaluations"]),
+        (["--metric", "nothing-like-it"], ["others"]),
+        (["--stream", "episodes"], ["no rows in the stream episodes", "metrics.episodes: true"]),
+        (["--csv", "no-such-folder/a.csv"], ["cannot write no-such-folder/a.csv"]),
+        (["--tensorboard", "config.yaml"], ["cannot write to config.yaml"]),
+    ],
+)
+def test_what_there_is_not_is_said_in_one_line(
+    runs: tuple[str, ...], stagecoach: Stagecoach, arguments: list[str], words: list[str]
+) -> None:
+    check_refused(stagecoach("metrics", "a", *runs, *arguments), *words)
+
+
+def test_a_run_that_is_over_shows_its_last_metrics(
+    ended_run: Run, runs: tuple[str, ...], stagecoach: Stagecoach
+) -> None:
+    metrics = ended_run.status().metrics
+    assert metrics == ended_run.last_metrics()[1] and metrics["train/updates"] == ended_run.status().updates
+    speed = f"{metrics['time/fps']:,.0f} env steps/s"
+    assert speed in stagecoach("status", "a", *runs).ok()
+    assert speed in stagecoach("watch", "a", *runs).ok()
+
+
+def test_the_newest_row_is_found_without_reading_the_others(tmp_path: Path) -> None:
+    class Counting(FileStore):
+        read: list[str] = []
+
+        def get(self, key: str) -> bytes:
+            self.read.append(key)
+            return super().get(key)
+
+    store = Counting(tmp_path, "a")
+    assert last_row(store, TRAIN) == ("", {})
+    for epoch, updates in ((1, 5), (2, 3)):
+        stream = MetricStream(store, "a", TRAIN, epoch, 5 * (epoch - 1), 50 * (epoch - 1))
+        for number in range(updates):
+            version = float(5 * (epoch - 1) + number + 1)
+            stream.append({"time/env_steps": 10 * version, "policy/version": version})
+            stream.write()
+    store.read.clear()
+    assert last_row(store, TRAIN)[1]["policy/version"] == 8.0
+    assert len(store.read) == 1
+    versions = [row["policy/version"] for rows in all_rows(store, TRAIN, None, "a") for _, row in rows.named()]
+    assert versions == list(range(1, 9))
+
+
+def test_roles_by_hand_in_another_folder_leave_the_whole_curve(
+    servers: tuple[str, str], stagecoach: Stagecoach, tmp_path: Path, unique_run_id: str
+) -> None:
+    """The trainer has no folder of the run: it writes no file, and nothing of the curve is lost."""
+    config = minimal_config(
+        runs_dir=str(tmp_path / "there"), redis={"url": servers[0]}, metrics={"episodes": True},
+        store={"url": "s3://stagecoach", "endpoint_url": servers[1]}, stop_at={"updates": 5},
+        rollout={"workers": 1, "fragment_steps": 8, "fragments_per_update": 2}, evaluation={"episodes": 1},
+    )  # fmt: skip
+    Run.prepare(config, unique_run_id)
+
+    def context(role: RoleName) -> RunContext:
+        address = Address(unique_run_id, servers[0], "s3://stagecoach", servers[1])
+        return open_run_context(config, address, role)
+
+    incarnation = Incarnation(context("trainer"))
+    trainer, worker, evaluator = (
+        Trainer.start(incarnation),
+        Worker(context("worker"), 0),
+        Evaluator(context("evaluator")),
+    )
+    worker.start()
+    evaluator.start()
+    while trainer.step(0.0) is not StepResult.ENDED:
+        worker.step(0.0)
+    trainer.save_last("exhausted")
+    evaluator.step(0.0)
+    trainer.finish("exhausted")
+    worker.stop("exhausted")
+    evaluator.stop("exhausted")
+
+    place: Any = (f"s3://stagecoach/{unique_run_id}", "--endpoint-url", servers[1])
+    rows = table(stagecoach("metrics", *place, "--csv", "-").ok())
+    assert [float(row["train/updates"]) for row in rows] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert stagecoach("metrics", unique_run_id, "--stream", "episodes", "--csv", "-").out.startswith("worker,")
+    assert stagecoach("metrics", unique_run_id, "--stream", "evaluations", "--json").json()["policy/version"] == 5.0
+    assert stagecoach("status", unique_run_id, "--json").json()["metrics"]["train/updates"] == 5.0
+    assert not list(tmp_path.rglob("train.csv"))
