@@ -48,7 +48,7 @@ class RunResult:
 def result_of(run: Run) -> RunResult:
     """From the store, and of a live run from Redis; raises what they raise."""
     status = run.status(accounting=False)
-    count, newest = 0, (-math.inf, None)
+    count, newest = 0, tuple[float, float | None]((-math.inf, None))
     for rows in run.metrics(EVALUATIONS):
         count += len(rows)
         for _, row in rows.named():

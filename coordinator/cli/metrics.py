@@ -204,7 +204,7 @@ def _write_tensorboard(handle: "Run", names: Sequence[str], folder: Path) -> Non
     count = 0
     try:
         config = handle.config.model_dump(mode="json")
-        writer = TensorBoardWriter(WrittenRun(handle.run_id, None, config), folder / handle.run_id)
+        writer = TensorBoardWriter(WrittenRun(handle.run_id, None, config), str(folder / handle.run_id))
         for stream in (Stream.TRAIN, Stream.EVALUATIONS):
             for rows in handle.metrics(stream):
                 for row in _chosen(rows, names):

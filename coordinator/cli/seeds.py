@@ -1,5 +1,6 @@
 """`stagecoach train --seeds`: one config with several seeds, each a run of its own in a process of its own."""
 
+import math
 import signal
 import subprocess
 import sys
@@ -128,10 +129,10 @@ def _print_summary(run_ids: Sequence[str], runs_dir: Path) -> None:
     rows: dict[str, list[str]] = {"mean": [], "standard deviation": [], "95 % interval": []}
     for field in _SCORES.values():
         values = np.array([value for result in results if (value := getattr(result, field)) is not None])
-        mean, half = interval(values) if len(values) else (None, np.nan)
+        mean, half = map(float, interval(values)) if len(values) else (math.nan, math.nan)
         several = len(values) > 1
-        rows["mean"].append(figure(mean))
-        rows["standard deviation"].append(figure(values.std(ddof=1) if several else None))
+        rows["mean"].append(figure(mean if len(values) else None))
+        rows["standard deviation"].append(figure(float(values.std(ddof=1)) if several else None))
         rows["95 % interval"].append(f"{figure(mean - half)} to {figure(mean + half)}" if several else "–")
     for title, cells in rows.items():
         table.add_row(title, "", "", *cells)

@@ -44,8 +44,8 @@ def _check_evaluation(run: ConfigFields) -> None:
         if each is not None and each.amount == 0:
             raise ValueError(f"{name}={str(each)!r}: give at least 1, or leave it out")
     if not evaluation.enabled:
-        asked = {"stop_at.mean_return": stop.mean_return, "stop_at.success_rate": stop.success_rate}
-        asked |= {"evaluation.every": evaluation.every}
+        asked: dict[str, object] = {"stop_at.mean_return": stop.mean_return, "stop_at.success_rate": stop.success_rate}
+        asked["evaluation.every"] = evaluation.every
         if given := [name for name, value in asked.items() if value is not None]:
             raise ValueError(
                 f"evaluation.episodes=0 evaluates nothing, and {given[0]} needs scores; leave one of them out"
