@@ -104,6 +104,7 @@ def application(views: Views, token: str | None, port: int, read_only: bool) -> 
         Route("/", page.index),
         Route("/runs/{run_id}", page.index),
         Mount("/static", StaticFiles(directory=STATIC, check_dir=False)),
+        Route("/api/page", page.page),
         Route("/api/panels", lambda _: JSONResponse(panels())),
         Route("/api/runs", page.runs),
         Route(run, page.snapshot),
@@ -145,6 +146,9 @@ class _Page:
 
     def index(self, _: Request) -> Response:
         return FileResponse(STATIC / "index.html", media_type="text/html")
+
+    def page(self, _: Request) -> Response:
+        return JSONResponse({"can_order": self._can_order})
 
     def runs(self, _: Request) -> Response:
         return JSONResponse(jsonable([asdict(row) for row in self._views.runs()]))
@@ -195,7 +199,7 @@ class _Page:
                 rows = watched.rows
                 changes += f"event: rows\ndata: {json.dumps(rows)}\n\n"
             yield changes or ": nothing new\n\n"
-            watched = await run_in_threadpool(self._views.of, watched.view.run.run_id)
+            watched.wanted.set()
             await asyncio.sleep(_EVENT_SECONDS)
 
     def videos(self, request: Request) -> Response:
