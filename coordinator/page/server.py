@@ -195,7 +195,7 @@ class _Page:
             if watched.snapshot != snapshot:
                 snapshot = watched.snapshot
                 changes += f"event: snapshot\ndata: {snapshot}\n\n"
-            if watched.rows != rows:
+            if snapshot and watched.rows != rows:
                 rows = watched.rows
                 changes += f"event: rows\ndata: {json.dumps(rows)}\n\n"
             yield changes or ": nothing new\n\n"
