@@ -190,6 +190,7 @@ class _Page:
     async def _events(self, watched: Watched) -> AsyncIterator[str]:
         """Until the client leaves, which cancels this, or the server ends."""
         snapshot, rows = "", dict[str, int]()
+        await run_in_threadpool(watched.wait)
         while not self._views.closed.is_set():
             changes = ""
             if watched.snapshot != snapshot:
