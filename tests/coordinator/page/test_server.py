@@ -8,10 +8,12 @@ import json
 import re
 import shutil
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -405,6 +407,17 @@ def test_a_store_that_goes_away_is_a_banner_and_what_was_known_stays(
             proxy.heal()
             soon("the banner's end", lambda: visitor.ask(path).json["banner"] == "")
             assert "promoted" in visitor.order(run.run_id, "promote", {"checkpoint": "latest"}).json["done"]
+
+
+def test_prometheus_gets_the_views_of_live_runs(live_page: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exposition(views: Sequence[RunView]) -> bytes:
+        return " ".join(f"{view.run.run_id} {view.state['state']}" for view in views).encode()
+
+    name = "coordinator.page.prometheus"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(exposition=exposition))
+    assert live_page.ask("/metrics").body == b"live running"
+    monkeypatch.setitem(sys.modules, name, None)
+    live_page.ask("/metrics").refused(404, "no metrics for Prometheus")
 
 
 def test_a_view_that_fails_says_so_and_is_read_again(page: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:
