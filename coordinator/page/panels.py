@@ -149,7 +149,15 @@ PANELS = (
         ),
         note="Claimed by workers and not yet learned from; at the bound workers wait for credit.",
     ),
-    Panel("Fleet", "fleet", "Fleet", "fleet", stream=FLEET, absent="The run is not live: it has no processes."),
+    Panel(
+        "Fleet", "fleet", "Fleet", "fleet", "env steps/s", FLEET,
+        (
+            Line("fleet/worker_fps_mean", "mean worker", None, _gauge("stagecoach_worker_steps_per_second_mean")),
+            Line("fleet/worker_fps_min", "slowest worker", None, _gauge("stagecoach_worker_steps_per_second_min")),
+        ),
+        "One worker far below the mean sits on a slow machine; a heartbeat older than 10 s is taken for dead.",
+        "No worker has yet told twice what it did.",
+    ),
     Panel(
         "Fleet", "autoscaler", "Workers", "autoscaler", "workers", FLEET,
         (

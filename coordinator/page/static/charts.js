@@ -1,8 +1,8 @@
 // Charts by uPlot (a global of uPlot.iife.min.js): lines with a band, stacked shares, dots; one cursor and zoom for all.
 
-import { clock, compact, el, setText } from "./dom.js";
+import { bytes, clock, compact, el, setText } from "./dom.js";
 
-const COLORS = 8;
+const POWERS = Array.from({ length: 50 }, (_, power) => 2 ** power); // ticks of bytes
 const SYNC = "run";
 const charts = new Set();
 let zoom = null;
@@ -126,13 +126,13 @@ export class Chart {
     const steps = (_, splits) => splits.map(compact);
     const values = (_, splits) => splits.map((value) => this.format(value));
     return {
-      width: this.plot.clientWidth, height: this.height, legend: { show: false }, padding: [8, 10, 0, 0],
+      width: this.plot.clientWidth, height: this.height, legend: { show: false }, padding: [8, 18, 0, 0],
       cursor: { sync: { key: SYNC, scales: ["x", null] }, drag: { setScale: false }, points: { size: 6 } },
       select: { show: true },
       scales: { x: { time: this.axis === "time" }, y: { range: (_, min, max) => this.range(min, max) } },
       axes: [
         { ...axis, size: 24, gap: 4, space: 62, ...(this.axis === "time" ? {} : { values: steps }) },
-        { ...axis, size: 46, gap: 6, space: 32, values },
+        { ...axis, size: this.format === bytes ? 58 : 46, gap: 6, space: 32, values, ...(this.format === bytes ? { incrs: POWERS } : {}) },
       ],
       ...this.seriesAndBands(),
       hooks: {
@@ -172,9 +172,9 @@ export class Chart {
     let [low, high] = min === null || min === undefined ? [0, 1] : [min, max];
     const bound = this.bound?.value;
     if (bound !== undefined && bound <= 4 * Math.max(high, 1)) high = Math.max(high, bound);
-    const spread = high - low || Math.abs(high) * 0.1 || 1;
-    const floor = low >= 0 && low < 0.5 * high ? 0 : low - 0.06 * spread;
-    return [low === high && low === 0 ? 0 : floor, high + 0.08 * spread];
+    if (low === high) return low === 0 ? [0, 1] : [Math.min(0, 1.2 * low), Math.max(0, 1.2 * high)];
+    const spread = high - low;
+    return [low >= 0 && low < 0.5 * high ? 0 : low - 0.06 * spread, high + 0.08 * spread];
   }
 
   /** The bound and the best dot. */

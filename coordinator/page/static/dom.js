@@ -45,7 +45,7 @@ export function whole(value) {
 }
 
 export function percent(value) {
-  return known(value) ? `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %` : NONE;
+  return known(value) ? `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0)} %` : NONE;
 }
 
 export function bytes(value) {

@@ -17,7 +17,7 @@ class Panel {
     this.note = el("p", { class: "note", hidden: !spec.note }, spec.note);
     this.absent = el("p", { class: "absent", hidden: true }, spec.absent);
     this.body = el("div", { class: "body" });
-    const unit = spec.unit ? el("span", { class: "unit" }, spec.unit) : null;
+    const unit = spec.unit && spec.unit !== spec.title.toLowerCase() ? el("span", { class: "unit" }, spec.unit) : null;
     const head = el("header", {}, this.title, unit, this.tools);
     const attributes = { class: `panel kind-${spec.kind}`, id: `panel-${spec.id}`, "aria-labelledby": `title-${spec.id}` };
     this.root = el("section", attributes, head, this.note, this.absent, this.body);
@@ -158,7 +158,7 @@ class SharesPanel extends ChartPanel {
     const prefix = this.spec.lines[0].metric.slice(0, -1);
     const all = Object.entries(run.series[this.spec.stream] || {}).filter(([name]) => name.startsWith(prefix));
     const stages = all.map(([name, series]) => ({ stage: name.slice(prefix.length), series, weight: mean(series.mean) }));
-    stages.sort((one, other) => other.weight - one.weight);
+    stages.sort((one, other) => (one.stage === "other") - (other.stage === "other") || other.weight - one.weight);
     const waits = stages.filter(({ stage }) => stage.startsWith("wait("));
     const work = stages.filter(({ stage }) => !stage.startsWith("wait("));
     return [...few(waits, WAITS, "other waits"), ...few(work, WORK, "other work")];
@@ -166,7 +166,8 @@ class SharesPanel extends ChartPanel {
 }
 
 function few(stages, hues, rest) {
-  const shown = stages.length > hues.length ? hues.length - 1 : stages.length;
+  const large = stages.filter(({ weight, stage }) => weight >= 0.01 && stage !== "other").length;
+  const shown = large === stages.length && large <= hues.length ? large : Math.min(large, hues.length - 1);
   const lines = stages.slice(0, shown).map(({ stage, series }, index) => {
     const wait = /^wait\((.*)\)$/.exec(stage);
     return { label: wait ? `waits: ${wait[1]}` : stage, hue: hues[index], series };
@@ -190,12 +191,12 @@ function sum(parts) {
   return { env_steps: sorted.map((row) => row.steps), unix_seconds: sorted.map((row) => row.time), mean: sorted.map((row) => row.value) };
 }
 
-class FleetPanel extends Panel {
+class FleetPanel extends ChartPanel {
   constructor(spec) {
     super(spec);
     this.speeds = new Map();
     this.tiles = el("dl", { class: "tiles" });
-    this.table = new PagedTable(
+    this.processes = new PagedTable(
       "Processes of the run",
       [
         { label: "process", left: true, value: (row) => row.name },
@@ -206,15 +207,17 @@ class FleetPanel extends Panel {
         { label: "does", left: true, value: (row) => row.does },
         { label: "host", left: true, value: (row) => row.beat.host },
       ],
-      { filter: "Find a process", empty: spec.absent },
+      { filter: "Find a process", empty: "The run is not live: it has no processes." },
     );
-    this.body.append(this.tiles, this.table.root);
+    this.root.insertBefore(this.tiles, this.absent);
+    this.root.append(this.processes.root);
   }
 
   update(run) {
+    super.update(run);
     const rows = run.snapshot.state.roles.map((beat) => ({ beat, name: nameOf(beat), speed: this.speed(beat), does: doing(beat) }));
-    this.showBody(rows.length > 0);
-    this.table.set(rows);
+    this.processes.set(rows);
+    this.tiles.hidden = !rows.length;
     const workers = rows.filter(({ beat }) => beat.role === "worker" && beat.alive);
     const known = workers.filter(({ speed }) => speed !== null);
     const slowest = least(known, (row) => row.speed);
@@ -315,13 +318,12 @@ class TimelinePanel extends Panel {
       [
         { label: "checkpoint", left: true, value: (row) => row.name },
         { label: "evaluation", value: (row) => row.evaluation?.mean_return ?? null, text: figure },
-        { label: "training", value: (row) => row.mean_return, text: figure },
         { label: "size", value: (row) => row.bytes, text: bytes },
         { label: "made", value: (row) => row.created, text: clock },
         { label: "marks", left: true, value: (row) => `${row.name} ${row.marks}`, node: (row) => el("span", {}, ...row.marks.map((mark) => el("span", { class: `mark ${mark}` }, mark))) },
         { label: "", value: (row) => `${row.name} ${row.marks}`, node: (row) => promoteButton(row, run) },
       ],
-      { empty: "No checkpoint is kept yet.", sortBy: 4, descending: true },
+      { empty: "No checkpoint is kept yet.", sortBy: 3, descending: true },
     );
     this.events = new PagedTable(
       "Events",

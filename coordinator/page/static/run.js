@@ -106,7 +106,7 @@ export class RunPage {
       ["policy version", whole(state.version)],
       ["return", figure(last("rollout/ep_rew_mean")), "training"],
       ["best evaluation", figure(best?.["eval/ep_rew_mean"]), best && `at ${compact(best["time/env_steps"])} steps`],
-      ["trained", state.live ? `${compact(last("time/fps"))} /s` : "–", "env steps"],
+      ["trained", `${compact(last("time/fps"))} /s`, "env steps"],
     ]);
   }
 
