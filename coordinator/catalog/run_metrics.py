@@ -68,15 +68,15 @@ class Bins:
     """Rows in their order, in at most `2 * points` bins of equally many rows: of each metric sum, count and bounds."""
 
     def __init__(self, points: int) -> None:
-        self._points, self._stride, self._rows = points, 1, 0
+        self._points, self._stride, self.rows = points, 1, 0  # rows: how many were added
         self._columns: dict[str, tuple[Array, Array, Array, Array]] = {}
 
     def add(self, rows: Rows) -> None:
         if not len(rows):
             return
-        while (self._rows + len(rows) - 1) // self._stride >= 2 * self._points:
+        while (self.rows + len(rows) - 1) // self._stride >= 2 * self._points:
             self._halve()
-        index = (self._rows + np.arange(len(rows))) // self._stride
+        index = (self.rows + np.arange(len(rows))) // self._stride
         starts = np.flatnonzero(np.diff(index, prepend=index[0] - 1))
         bins = index[starts]
         for name, values in rows.columns.items():
@@ -86,7 +86,7 @@ class Bins:
             count[bins] += np.add.reduceat(known.astype(np.float64), starts)
             low[bins] = np.fmin(low[bins], np.fmin.reduceat(values, starts))
             high[bins] = np.fmax(high[bins], np.fmax.reduceat(values, starts))
-        self._rows += len(rows)
+        self.rows += len(rows)
 
     def _new(self, name: str) -> tuple[Array, Array, Array, Array]:
         size = 2 * self._points

@@ -14,12 +14,16 @@ import typer.core
 
 from coordinator.catalog.run_files import RunStatus
 from coordinator.cli import config as configs
+from coordinator.cli import page as pages
 from coordinator.cli import profile_and_bench, runs
 from coordinator.cli.config import ConfigArgument, config_file
 from coordinator.cli.options import (
     RUNS,
+    EndpointUrl,
     Exit,
     Json,
+    Place,
+    RedisUrl,
     RunArgument,
     RunsDir,
     Sets,
@@ -81,18 +85,10 @@ app = typer.Typer(
 )  # fmt: skip
 app.add_typer(
     typer.Typer(cls=_Checkpoints, rich_markup_mode="markdown"), name="checkpoints", no_args_is_help=True,
-    help="List, verify, show, prune, promote or export the checkpoints of a run.",
+    help="List, save, verify, show, prune, promote or export the checkpoints of a run.",
     epilog=example("stagecoach checkpoints my-run"),
 )  # fmt: skip
 _Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")]
-_PLACE = "The run's id; or, of one on other machines, s3://bucket/prefix/RUN."
-Place = Annotated[str, typer.Argument(metavar="RUN", help=_PLACE, autocompletion=run_ids)]
-EndpointUrl = Annotated[
-    str | None, typer.Option(metavar="URL", help="The S3 endpoint as this machine reaches it, if not as the run does.")
-]
-RedisUrl = Annotated[
-    str | None, typer.Option("--redis", metavar="URL", help="The same for Redis, for example through a tunnel.")
-]
 Drops = Annotated[
     list[str] | None,
     typer.Option("--drop", metavar="POSITION", help="Drop this log entry, or FIRST..LAST, unread; may be repeated."),
@@ -140,6 +136,9 @@ def train(
     profile: Annotated[
         bool, typer.Option("--profile", help="Show at the end where each process's time went; keep a timeline.")
     ] = False,
+    page: Annotated[
+        bool, typer.Option("--page", help="Serve the page of runs for as long as it trains; prints its URL.")
+    ] = False,
     background: Background = False,
 ) -> None:
     """Train: start all that the run needs, show it live, and end it all with a summary."""
@@ -150,6 +149,8 @@ def train(
         from coordinator.run import Run
         from shared.config.loading import load_config
 
+    if page and detach:
+        raise UserError("--page ends with this command; of a run in the background: stagecoach page RUN")
     config = config_file(config)
     sets = [*(set_ or ()), *([f"initialize_from={json.dumps(initialize_from)}"] if initialize_from else ())]
     sets += ["metrics.profile=true"] if profile else []
@@ -159,14 +160,15 @@ def train(
         runs.delete_former(run_id, resolved.runs_dir)
     if address is not None:
         sent = submission(address, config, sets, name, working_dir, or_resume)
-        foreground.supervise(partial(Run.submit, sent, resolved, name), detach=detach, where=f"submitting to {address}")
+        begin, where = partial(Run.submit, sent, resolved, name), f"submitting to {address}"
+        foreground.supervise(begin, detach=detach, where=where, page=page)
     elif detach:
         foreground.detach([*sys.argv[1:], "--run-id", name], name)
     else:
         folders = (str(config.resolve().parent),)
         start = partial(Run.start, resolved, name, inline=inline, or_resume=or_resume, import_path=folders)
         with foreground.in_one_process(inline):
-            foreground.supervise(start, background)
+            foreground.supervise(start, background, page=page)
 
 
 @app.command(epilog=example("stagecoach prepare config.yaml --run-id my-run"))
@@ -374,7 +376,7 @@ def _print_scores(found: "Evaluation") -> None:
     console.text(f"{found.checkpoint}: {text}", *(f"video: {path}" for path in found.videos))
 
 
-for _more in (runs, configs, profile_and_bench):
+for _more in (runs, pages, configs, profile_and_bench):
     app.registered_commands += _more.app.registered_commands
 
 

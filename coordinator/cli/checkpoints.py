@@ -1,4 +1,4 @@
-"""`stagecoach checkpoints …`: list, verify, show, prune, promote and export the checkpoints of a run."""
+"""`stagecoach checkpoints …`: list, save, verify, show, prune, promote and export the checkpoints of a run."""
 
 import json
 import time
@@ -64,6 +64,13 @@ def _export_of(handle: Run, name: str) -> dict[str, Any] | None:
     if export.failures:
         return {"state": "failed", "max_difference": None, "problem": str(export)}
     return {"state": State.OK, "max_difference": export.max_difference, "problem": None}
+
+
+@app.command(epilog=example("stagecoach checkpoints save my-run"))
+def save(run: RunArgument, runs_dir: RunsDir = RUNS) -> None:
+    """Have a live run write a checkpoint after its present update; `list` shows it then."""
+    Run.attach(run, runs_dir).checkpoint()
+    console.print(f"{run}: a checkpoint is written after the present update")
 
 
 @app.command(epilog=example("stagecoach checkpoints verify my-run"))

@@ -17,6 +17,7 @@ from coordinator.catalog.run_files import RunStatus
 from coordinator.catalog.status import Status
 from coordinator.cli.live_view import LiveView, print_status, print_summary
 from coordinator.cli.options import Exit, PrintableConsole, console
+from coordinator.cli.page import page_beside
 from coordinator.cli.profile_and_bench import show_profile
 from coordinator.run import Run
 from shared.errors import StagecoachError, UserError
@@ -58,8 +59,11 @@ def in_one_process(inline: bool) -> Iterator[None]:
             faulthandler.disable()
 
 
-def supervise(begin: Callable[..., Run], background: bool = False, detach: bool = False, where: str = "") -> None:
-    """Starts (or resumes) a run, shows it until it ends, and turns signals into a clean end.
+def supervise(
+    begin: Callable[..., Run], background: bool = False, detach: bool = False, where: str = "", page: bool = False
+) -> None:
+    """Starts (or resumes) a run, shows it until it ends (with `page` in a browser, too), and turns signals into a clean
+    end.
 
     With `detach` it only sees the run begin, which then continues without this process.
     """
@@ -125,8 +129,9 @@ def supervise(begin: Callable[..., Run], background: bool = False, detach: bool 
         _announce(run)
     console.text(f"run {run.run_id}; its folder is {run.folder.path}")
     view = LiveView(run, PrintableConsole(quiet=True) if background else console, run.first_event)
-    view.show(ended)
-    outcome = run.wait()
+    with page_beside(run) if page else contextlib.nullcontext():
+        view.show(ended)
+        outcome = run.wait()
     print_summary(run, outcome, console)
     if run.config.metrics.profile:
         with contextlib.suppress(UserError):  # of one that never began

@@ -42,6 +42,14 @@ def run_ids(context: typer.Context, incomplete: str) -> list[str]:
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="The run's id; `stagecoach runs` lists them.", autocompletion=run_ids)
 ]
+PLACE = "The run's id; or, of one on other machines, s3://bucket/prefix/RUN."
+Place = Annotated[str, typer.Argument(metavar="RUN", help=PLACE, autocompletion=run_ids)]
+EndpointUrl = Annotated[
+    str | None, typer.Option(metavar="URL", help="The S3 endpoint as this machine reaches it, if not as the run does.")
+]
+RedisUrl = Annotated[
+    str | None, typer.Option("--redis", metavar="URL", help="The same for Redis, for example through a tunnel.")
+]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=c", help="Change one field of the config; may be repeated.")
 ]

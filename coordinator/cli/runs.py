@@ -1,21 +1,16 @@
-"""`stagecoach runs` and `stagecoach delete`.
-
-The runs of this machine are listed from their files where those tell all, else from Redis and the store. A run is
-deleted with its keys in Redis and its objects in the store.
-"""
+"""`stagecoach runs` and `stagecoach delete`: a run is deleted with its keys in Redis and its objects in the store."""
 
 import contextlib
-import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordinator.catalog.run_files import INTERRUPTED_REASON, RunStatus, former_name, is_all_here, is_locked, run_paths
+from coordinator.catalog.run_files import is_all_here
+from coordinator.catalog.run_list import list_runs
 from coordinator.cli.options import RUNS, Exit, Json, RunArgument, RunsDir, console, example, figure, print_json
-from shared.errors import RunNotFound, StagecoachError, UserError
+from shared.errors import RunNotFound, UserError
 from shared.printable import counted
 from shared.runtime.failure import reason_in_words
 
@@ -24,17 +19,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 _BATCH = 500
-
-
-@dataclass(frozen=True)
-class RunRow:
-    """What `stagecoach runs` shows of a run; `best` is the confirmed mean return of its best checkpoint."""
-
-    run_id: str
-    state: RunStatus
-    env_steps: int
-    best: float | None
-    reason: str
 
 
 @app.command(epilog=example("stagecoach runs --json"))
@@ -51,47 +35,6 @@ def runs(runs_dir: RunsDir = RUNS, as_json: Json = False) -> None:
         print_json(rows)
     else:
         console.print(table if rows else f"no runs in {runs_dir}; start one: stagecoach train cartpole")
-
-
-def list_runs(runs_dir: Path) -> list[RunRow]:
-    return [_row_from_files(path) or row_from_servers(path) for path in run_paths(runs_dir)]
-
-
-def _row_from_files(path: Path) -> RunRow | None:
-    """None where the files of this folder do not tell all: the run is live, or remote, or they are damaged."""
-    try:
-        if not is_all_here(path) or is_locked(path) or former_name(path):
-            return None
-        store = next((path / "s3").glob(f"*/{path.name}"), path / "s3")  # the only bucket of the embedded server
-        finished, kept = _read(store / ".finished"), _read(store / "training_status.json")
-        entries = kept.get("checkpoints", [])
-        counts = (finished.get("counters") or {}).get("train") or (entries[-1] if entries else {})
-        best = next((entry["evaluation"] for entry in entries if entry["name"] == kept.get("best")), None) or {}
-        score = float(best["confirmation"]["mean_return"]) if best.get("confirmation") else None
-        state = RunStatus.FINISHED if finished else RunStatus.INTERRUPTED
-        reason = str(finished.get("reason", INTERRUPTED_REASON))
-        return RunRow(path.name, state, int(counts.get("env_steps", 0)), score, reason)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def row_from_servers(path: Path) -> RunRow:
-    """From Redis and the store, as `stagecoach status` does it."""
-    from coordinator.run import Run  # imports torch: not before it is needed
-    from shared.protocol.events import confirmed_return
-
-    try:
-        handle = Run.attach(path.name, path.parent)
-        found = handle.status()
-        best = next((entry for entry in handle.checkpoints() if "best" in entry["marks"]), None)
-        score = confirmed_return(best["evaluation"]) if best and best["evaluation"] else None
-        return RunRow(path.name, found.state, found.env_steps, score, found.reason)
-    except StagecoachError as error:
-        return RunRow(path.name, RunStatus.UNREADABLE, 0, None, str(error))
-
-
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text()) if path.exists() else {}
 
 
 @app.command(epilog=example("stagecoach delete my-run --yes"))

@@ -22,7 +22,7 @@ from shared.storage.metric_log import EVALUATIONS, EVENTS, FLEET, TRAIN, UNIX_TI
 from trainer_node.metrics.recorder import evaluation_row
 
 _EVENTS_SHOWN = 500
-AWAY = (StagecoachError, redis.RedisError)
+AWAY = (StagecoachError, redis.RedisError, OSError)
 
 
 class RunView:
@@ -35,6 +35,7 @@ class RunView:
         self.evaluations: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
         self.state: dict[str, Any] = {}
+        self.checkpoints: list[dict[str, Any]] = []
         self._lock = threading.Lock()
 
     def refresh(self) -> None:
@@ -55,6 +56,7 @@ class RunView:
             curves.refresh(store, client)
         for recorded in (self._evaluations, self._events):
             recorded.refresh(store)
+        self.checkpoints = [jsonable(entry) for entry in run.checkpoints()]
         scores = dict(self._evaluations.rows)
         if client is not None:
             scores |= {name: evaluation_row(found) for name, found in read_evaluations(client, run.run_id).items()}
@@ -70,15 +72,9 @@ class RunView:
         """All but the curves."""
         return {
             "run_id": self.run.run_id, "banner": self.banner, "state": self.state, "evaluations": self.evaluations,
-            "events": self.events[-_EVENTS_SHOWN:], "checkpoints": self.state and self._checkpoints(),
+            "events": self.events[-_EVENTS_SHOWN:], "checkpoints": self.checkpoints,
             "metrics": {stream: curves.bins.names for stream, curves in self.curves.items()},
         }  # fmt: skip
-
-    def _checkpoints(self) -> list[dict[str, Any]]:
-        try:
-            return [jsonable(entry) for entry in self.run.checkpoints()]
-        except AWAY:
-            return []
 
     def series(self, stream: str, names: Sequence[str]) -> dict[str, dict[str, list[float]]]:
         """Each metric, or all that begin with a prefix (`time_share/worker/*`); what no row has is left out."""

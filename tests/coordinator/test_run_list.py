@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from coordinator.catalog.run_files import RunStatus
 from coordinator.cli import foreground
 from coordinator.cli.app import app
-from coordinator.cli.runs import list_runs, row_from_servers
+from coordinator.catalog.run_list import list_runs, row_from_servers
 from coordinator.run import Run
 from shared.errors import RunLive
 from shared.protocol.keys import RunKeys

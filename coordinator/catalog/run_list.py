@@ -1,0 +1,63 @@
+"""The runs of this machine, from their files where those tell all, else from Redis and the store."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.catalog.run_files import INTERRUPTED_REASON, RunStatus, former_name, is_all_here, is_locked, run_paths
+from shared.errors import StagecoachError
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """What `stagecoach runs` shows of a run; `best` is the confirmed mean return of its best checkpoint."""
+
+    run_id: str
+    state: RunStatus
+    env_steps: int
+    best: float | None
+    reason: str
+
+
+def list_runs(runs_dir: Path) -> list[RunRow]:
+    return [_row_from_files(path) or row_from_servers(path) for path in run_paths(runs_dir)]
+
+
+def _row_from_files(path: Path) -> RunRow | None:
+    """None where the files of this folder do not tell all: the run is live, or remote, or they are damaged."""
+    try:
+        if not is_all_here(path) or is_locked(path) or former_name(path):
+            return None
+        store = next((path / "s3").glob(f"*/{path.name}"), path / "s3")  # the only bucket of the embedded server
+        finished, kept = _read(store / ".finished"), _read(store / "training_status.json")
+        entries = kept.get("checkpoints", [])
+        counts = (finished.get("counters") or {}).get("train") or (entries[-1] if entries else {})
+        best = next((entry["evaluation"] for entry in entries if entry["name"] == kept.get("best")), None) or {}
+        score = float(best["confirmation"]["mean_return"]) if best.get("confirmation") else None
+        state = RunStatus.FINISHED if finished else RunStatus.INTERRUPTED
+        reason = str(finished.get("reason", INTERRUPTED_REASON))
+        return RunRow(path.name, state, int(counts.get("env_steps", 0)), score, reason)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def row_from_servers(path: Path) -> RunRow:
+    """From Redis and the store, as `stagecoach status` does it."""
+    import redis
+
+    from coordinator.run import Run  # imports torch: not before it is needed
+    from shared.protocol.events import confirmed_return
+
+    try:
+        handle = Run.attach(path.name, path.parent)
+        found = handle.status()
+        best = next((entry for entry in handle.checkpoints() if "best" in entry["marks"]), None)
+        score = confirmed_return(best["evaluation"]) if best and best["evaluation"] else None
+        return RunRow(path.name, found.state, found.env_steps, score, found.reason)
+    except (StagecoachError, redis.RedisError, OSError) as error:  # one that is just ending, or being deleted
+        return RunRow(path.name, RunStatus.UNREADABLE, 0, None, str(error))
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.exists() else {}

@@ -1,0 +1,104 @@
+"""`stagecoach page`, `train --page` and `stagecoach note`: runs in a browser, and a line for their events."""
+
+import contextlib
+import secrets
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from coordinator.cli.options import (
+    PLACE,
+    RUNS,
+    EndpointUrl,
+    RedisUrl,
+    RunArgument,
+    RunsDir,
+    attached,
+    console,
+    example,
+    run_ids,
+)
+from shared.errors import UserError
+
+if TYPE_CHECKING:
+    from coordinator.run import Run
+
+PORT = 8420
+_SHORTEST_TOKEN = 16
+app = typer.Typer()
+
+
+@app.command(epilog=example("stagecoach page my-run"))
+def page(
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help=PLACE, autocompletion=run_ids)] = None,
+    runs_dir: RunsDir = RUNS,
+    host: Annotated[
+        str, typer.Option(help="The address to listen at; others than this machine's need TLS before it.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = PORT,
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Its first line is the token; by default a new one is made.")
+    ] = None,
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="Let everybody on this machine look; no orders.")
+    ] = False,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Take no orders.")] = False,
+    endpoint_url: EndpointUrl = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Show the runs of this machine in a browser, live or ended; Ctrl-C ends the page, not the runs."""
+    from coordinator.page.access import LOOPBACK
+    from coordinator.page.server import serve
+
+    if no_token and (token_file is not None or host not in LOOPBACK):
+        other = "--token-file" if token_file is not None else f"--host {host}"
+        raise UserError(f"--no-token and {other}: without a token the page is for this machine alone")
+    token = None if no_token else secrets.token_urlsafe(24) if token_file is None else _token_in(token_file)
+    path = "/"
+    if run is not None:
+        path = f"/runs/{attached(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url).run_id}"
+    with serve(runs_dir, token, host, port, read_only=read_only) as url:
+        shown = f"?token={token}" if token_file is None and token else ""
+        console.text(f"page: {url}{path}{shown}")
+        if token_file is not None:
+            console.text(f"  with ?token= and the first line of {token_file} behind it")
+        if host not in LOOPBACK:
+            console.text("  this is plain HTTP: on a network that others are on put TLS before it (docs/SECURITY.md)")
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+    console.print("the page is closed; its runs continue")
+
+
+def _token_in(file: Path) -> str:
+    try:
+        token = file.read_text().partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--token-file {file} cannot be read: {error}") from None
+    if len(token) < _SHORTEST_TOKEN:
+        raise UserError(f"--token-file {file}: expected at least {_SHORTEST_TOKEN} characters in its first line")
+    return token
+
+
+@contextlib.contextmanager
+def page_beside(run: "Run") -> Iterator[None]:
+    """The page while this process supervises a run, at a free port; prints where."""
+    from coordinator.page.server import serve
+
+    token = secrets.token_urlsafe(24)
+    with serve(run.config.runs_dir, token) as url:
+        console.text(f"page: {url}/runs/{run.run_id}?token={token}")
+        yield
+
+
+@app.command(epilog=example('stagecoach note my-run "new reward from here on"'))
+def note(
+    run: RunArgument,
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="One line.")],
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Write a line into the events of a live run; they are kept with its metrics, and the page shows them."""
+    attached(run, runs_dir).note(text)
+    console.print(f"{run}: noted")

@@ -1,0 +1,113 @@
+"""Who may use the page: who has its token, or the cookie that its URL with the token leaves in a browser.
+
+The cookie holds a random value of this process, not the token: it cannot be guessed, so that a page that is open
+already stays usable while somebody tries tokens.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import time
+from collections import deque
+from urllib.parse import urlsplit
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_WRONG_TOKENS, _WINDOW_SECONDS, _ADDRESSES = 10, 60.0, 1000
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+def refusal(status: int, reason: str) -> JSONResponse:
+    return JSONResponse({"error": reason}, status)
+
+
+class Gate:
+    """Answers what may not pass, and gives the headers to every response; without a token loopback alone may read."""
+
+    def __init__(self, app: ASGIApp, token: str | None, port: int, read_only: bool) -> None:
+        self._app, self._token, self._read_only = app, token, read_only
+        self._cookie, self._session = f"stagecoach_{port}", secrets.token_urlsafe(32)
+        self._wrong: dict[str, deque[float]] = {}
+        """When each client address sent wrong tokens, at most `_WRONG_TOKENS` of them."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.update(_HEADERS)
+                headers["Cache-Control"] = "no-cache" if scope["path"].startswith("/static/") else "no-store"
+            await send(message)
+
+        request = Request(scope)
+        refused = self._entered(request) or self._ordered(request)
+        await (refused or self._app)(scope, receive, with_headers)
+
+    def _entered(self, request: Request) -> Response | None:
+        """None for a request that may read."""
+        if self._token is None:
+            if _host_name(request) in LOOPBACK:  # else a foreign site whose name leads here would read along
+                return None
+            return refusal(403, "without a token the page is for 127.0.0.1 and localhost alone")
+        known = hmac.compare_digest(request.cookies.get(self._cookie, "").encode(), self._session.encode())
+        in_url = request.query_params.get("token")
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        given = bearer.strip() if scheme.lower() == "bearer" else in_url
+        if not known:
+            if given is None:
+                return refusal(401, "the page needs its token: open the URL that `stagecoach page` printed")
+            if self._too_many_wrong(request):
+                response = refusal(429, "too many wrong tokens; try again in a minute")
+                response.headers["Retry-After"] = str(round(_WINDOW_SECONDS))
+                return response
+            if not hmac.compare_digest(given.encode(), self._token.encode()):
+                self._note_wrong(request)
+                return refusal(401, "this is not the page's token: open the URL that `stagecoach page` printed last")
+        if in_url is None or request.method != "GET":
+            return None
+        response = RedirectResponse("/" + request.url.path.lstrip("/"), 303)  # no token stays in history or address bar
+        response.set_cookie(self._cookie, self._session, httponly=True, samesite="strict")
+        return response
+
+    def _ordered(self, request: Request) -> Response | None:
+        """None for a request that reads, or that may give orders."""
+        if request.method in ("GET", "HEAD"):
+            return None
+        origin = request.headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+            return refusal(403, f"an order from a page of another origin ({origin})")
+        if self._token is None:
+            return refusal(403, "the page was opened without a token, and takes no orders")
+        return refusal(403, "the page is read-only (--read-only)") if self._read_only else None
+
+    def _too_many_wrong(self, request: Request) -> bool:
+        times = self._wrong.get(_address(request), ())
+        return len(times) == _WRONG_TOKENS and time.monotonic() - times[0] < _WINDOW_SECONDS
+
+    def _note_wrong(self, request: Request) -> None:
+        times = self._wrong.pop(_address(request), None) or deque(maxlen=_WRONG_TOKENS)
+        self._wrong[_address(request)] = times
+        times.append(time.monotonic())
+        while len(self._wrong) > _ADDRESSES:
+            del self._wrong[next(iter(self._wrong))]
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client else ""
+
+
+def _host_name(request: Request) -> str | None:
+    try:
+        return urlsplit(f"//{request.headers.get('host', '')}").hostname
+    except ValueError:
+        return None

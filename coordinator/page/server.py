@@ -1,0 +1,314 @@
+"""The page's server: static files, an API of JSON, and server-sent events, for all runs of a folder of runs.
+
+It is a thread of the process that calls `serve`: of `stagecoach page`, or of the coordinator (`train --page`).
+What waits for Redis or the store does so in threads of a pool, never in the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import importlib
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import redis
+import uvicorn
+from pydantic import BaseModel, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from coordinator.page.access import LOOPBACK, Gate, refusal
+from coordinator.page.panels import PANELS
+from coordinator.page.view import RunView, differences, jsonable, panels
+from coordinator.page.watched import Views, Watched
+from coordinator.run import Run
+from shared.errors import (
+    CheckpointNotFound,
+    ObjectMissing,
+    RedisUnavailable,
+    RunNotFound,
+    StagecoachError,
+    StoreError,
+    StoreUnavailable,
+    UserError,
+    headline,
+)
+
+STATIC = Path(__file__).parent / "static"
+_EVENT_SECONDS = 1.0
+_MAX_BODY = 64 * 1024
+_NOT_THERE = (RunNotFound, CheckpointNotFound, ObjectMissing)
+_AWAY = (RedisUnavailable, StoreUnavailable, StoreError, redis.RedisError)
+
+
+@contextlib.contextmanager
+def serve(
+    runs_dir: Path, token: str | None, host: str = LOOPBACK[0], port: int = 0, *, read_only: bool = False
+) -> Iterator[str]:
+    """Serves the page while the context lasts; gives its URL, without the token.
+
+    Args:
+        token: None for none, which only a loopback `host` may have; nothing can be ordered then.
+        port: 0 for a free one.
+
+    Raises:
+        UserError: where it cannot listen there.
+    """
+    with contextlib.closing(_listen(host, port)) as listener:
+        port = listener.getsockname()[1]
+        views = Views(runs_dir)
+        config = uvicorn.Config(
+            application(views, token, port, read_only), loop="asyncio", http="h11", ws="none", lifespan="off",
+            log_config=None, log_level="error", access_log=False, server_header=False, proxy_headers=False,
+            timeout_graceful_shutdown=3,
+        )  # fmt: skip
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, args=([listener],), name="page", daemon=True)
+        thread.start()
+        try:
+            name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+            yield f"http://{f'[{name}]' if ':' in name else name}:{port}"
+        finally:
+            views.close()
+            server.should_exit = True
+            thread.join()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(f"port {port} of {host} is taken; choose another --port, or 0 for a free one") from None
+        raise UserError(f"the page cannot listen at port {port} of {host}: {error.strerror or error}") from None
+
+
+def application(views: Views, token: str | None, port: int, read_only: bool) -> Starlette:
+    page = _Page(views, can_order=token is not None and not read_only)
+    run = "/api/runs/{run_id}"
+    routes = [
+        Route("/", page.index),
+        Route("/runs/{run_id}", page.index),
+        Mount("/static", StaticFiles(directory=STATIC, check_dir=False)),
+        Route("/api/page", page.page),
+        Route("/api/panels", lambda _: JSONResponse(panels())),
+        Route("/api/runs", page.runs),
+        Route(run, page.snapshot),
+        Route(f"{run}/series", page.series),
+        Route(f"{run}/config", page.config),
+        Route(f"{run}/updates", page.updates),
+        Route(f"{run}/videos", page.videos),
+        Route(f"{run}/videos/{{name}}", page.video),
+        *(Route(f"{run}/{verb}", page.order, methods=["POST"]) for verb in _VERBS),
+        Route("/metrics", page.metrics),
+    ]
+    handlers: dict[Any, Callable[..., Response]] = {
+        HTTPException: lambda _, error: refusal(error.status_code, error.detail),
+        StagecoachError: lambda _, error: refusal(_status_of(error), _line(error)),
+        redis.RedisError: lambda _, error: refusal(_status_of(error), f"Redis: {_line(error)}"),
+        Exception: lambda _, error: refusal(500, headline(error)),
+    }
+    gate = Middleware(Gate, token=token, port=port, read_only=read_only)
+    return Starlette(routes=routes, middleware=[gate], exception_handlers=handlers)
+
+
+def _status_of(error: Exception) -> int:
+    if isinstance(error, _NOT_THERE):
+        return 404
+    if isinstance(error, _AWAY):
+        return 503
+    return 400 if isinstance(error, UserError) else 409
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+class _Page:
+    """The routes; those that are not `async` run in a thread of Starlette's pool."""
+
+    def __init__(self, views: Views, can_order: bool) -> None:
+        self._views, self._can_order = views, can_order
+
+    def index(self, _: Request) -> Response:
+        return FileResponse(STATIC / "index.html", media_type="text/html")
+
+    def page(self, _: Request) -> Response:
+        return JSONResponse({"can_order": self._can_order})
+
+    def runs(self, _: Request) -> Response:
+        return JSONResponse(jsonable([asdict(row) for row in self._views.runs()]))
+
+    def snapshot(self, request: Request) -> Response:
+        return Response(self._known(request).snapshot, media_type="application/json")
+
+    def _known(self, request: Request) -> Watched:
+        watched = self._views.of(request.path_params["run_id"])
+        if not watched.wait():
+            raise HTTPException(503, f"nothing is known of run {watched.view.run.run_id} yet; try again")
+        return watched
+
+    def series(self, request: Request) -> Response:
+        view, stream = self._known(request).view, request.query_params.get("stream", "train")
+        if stream not in view.curves:
+            raise UserError(f"no stream {stream!r}; there are {', '.join(view.curves)}")
+        names = request.query_params.getlist("metric")
+        if not names:
+            raise UserError("which metrics? ?metric=NAME, several times if need be; NAME* for all that begin so")
+        there = view.curves[stream].bins.names
+        of_panels = {line.metric for panel in PANELS for line in panel.lines}
+        if unknown := [name for name in names if name not in of_panels and not _begins_one(name, there)]:
+            raise UserError(f"no metric {', '.join(map(repr, unknown))} in {stream}; there are {', '.join(there)}")
+        return JSONResponse(jsonable(view.series(stream, names)))
+
+    def config(self, request: Request) -> Response:
+        mine, other = self._config_of(request.path_params["run_id"]), request.query_params.get("against")
+        found = {} if other is None else differences(mine, self._config_of(other))
+        return JSONResponse(jsonable({"config": mine, "differences": found}))
+
+    def _config_of(self, run_id: str) -> dict[str, Any]:
+        return RunView(self._views.attach(run_id)).config()
+
+    async def updates(self, request: Request) -> Response:
+        watched = await run_in_threadpool(self._views.of, request.path_params["run_id"])
+        return StreamingResponse(self._events(watched), media_type="text/event-stream")
+
+    async def _events(self, watched: Watched) -> AsyncIterator[str]:
+        """Until the client leaves, which cancels this, or the server ends."""
+        snapshot, rows = "", dict[str, int]()
+        while not self._views.closed.is_set():
+            changes = ""
+            if watched.snapshot != snapshot:
+                snapshot = watched.snapshot
+                changes += f"event: snapshot\ndata: {snapshot}\n\n"
+            if watched.rows != rows:
+                rows = watched.rows
+                changes += f"event: rows\ndata: {json.dumps(rows)}\n\n"
+            yield changes or ": nothing new\n\n"
+            watched.wanted.set()
+            await asyncio.sleep(_EVENT_SECONDS)
+
+    def videos(self, request: Request) -> Response:
+        """Newest first; none is normal."""
+        found = [(path, path.stat()) for path in self._videos_of(request).values()]
+        entries = [{"name": path.name, "bytes": stat.st_size, "time": stat.st_mtime} for path, stat in found]
+        return JSONResponse(sorted(entries, key=lambda entry: -float(entry["time"])))
+
+    def video(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        path = self._videos_of(request).get(name)
+        if path is None:
+            raise HTTPException(404, f"no video {name!r}")
+        return FileResponse(path, media_type="video/mp4")
+
+    def _videos_of(self, request: Request) -> dict[str, Path]:
+        folder = self._views.attach(request.path_params["run_id"]).folder.path / "videos"
+        return {path.name: path for path in folder.glob("*.mp4") if path.is_file()}
+
+    def metrics(self, _: Request) -> Response:
+        try:
+            exposition = importlib.import_module("coordinator.page.prometheus").exposition
+        except ModuleNotFoundError as error:
+            raise HTTPException(404, f"no metrics for Prometheus: {error}") from None
+        return Response(exposition(self._views.live()), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def order(self, request: Request) -> Response:
+        verb, run_id = request.url.path.rpartition("/")[2], request.path_params["run_id"]
+        body = await _body(request)
+        return JSONResponse({"done": await run_in_threadpool(self._order, verb, run_id, body)})
+
+    def _order(self, verb: str, run_id: str, body: bytes) -> str:
+        order = _parsed(_VERBS[verb], body)
+        run = self._views.attach(run_id)
+        try:
+            return order.give(run)
+        except _NOT_THERE + _AWAY:
+            raise
+        except UserError as error:
+            raise HTTPException(400 if run.live else 409, _line(error)) from None
+
+
+def _begins_one(name: str, there: list[str]) -> bool:
+    return any(found == name or (name.endswith("*") and found.startswith(name[:-1])) for found in there)
+
+
+class _Order(BaseModel, extra="forbid", strict=True):
+    """What is posted; `give` returns what was done, in words."""
+
+    def give(self, run: Run) -> str:
+        raise NotImplementedError
+
+
+class _Stop(_Order):
+    def give(self, run: Run) -> str:
+        run.stop()
+        return "it ends with a last checkpoint"
+
+
+class _Checkpoint(_Order):
+    def give(self, run: Run) -> str:
+        run.checkpoint()
+        return "a checkpoint is written after the present update"
+
+
+class _Scale(_Order):
+    workers: int | None = None
+    auto: bool = False
+    min: int | None = None
+    max: int | None = None
+
+    def give(self, run: Run) -> str:
+        if (self.workers is None) != self.auto:
+            raise UserError('say how many, {"workers": 3}, or {"auto": true, "min": 1, "max": 4}')
+        return f"scaling {run.scale(self.workers, min_workers=self.min, max_workers=self.max)}"
+
+
+class _Promote(_Order):
+    checkpoint: str
+
+    def give(self, run: Run) -> str:
+        return f"{run.promote(self.checkpoint)} is promoted"
+
+
+class _Note(_Order):
+    text: str = Field(max_length=2000)
+
+    def give(self, run: Run) -> str:
+        run.note(self.text)
+        return "noted"
+
+
+_VERBS: dict[str, type[_Order]] = {
+    "stop": _Stop, "checkpoint": _Checkpoint, "scale": _Scale, "promote": _Promote, "note": _Note,
+}  # fmt: skip
+
+
+async def _body(request: Request) -> bytes:
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > _MAX_BODY:
+            raise HTTPException(413, f"more than {_MAX_BODY} bytes")
+    return body or b"{}"
+
+
+def _parsed(kind: type[_Order], body: bytes) -> _Order:
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(": ".join([*map(str, first["loc"]), first["msg"]])) from None
