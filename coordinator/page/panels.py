@@ -152,8 +152,8 @@ PANELS = (
     Panel(
         "Fleet", "fleet", "Fleet", "fleet", "env steps/s", FLEET,
         (
-            Line("fleet/worker_fps_mean", "mean worker", None, _gauge("stagecoach_worker_steps_per_second_mean")),
-            Line("fleet/worker_fps_min", "slowest worker", None, _gauge("stagecoach_worker_steps_per_second_min")),
+            Line("fleet/worker_fps_mean", "mean worker"),
+            Line("fleet/worker_fps_min", "slowest worker"),
         ),
         "One worker far below the mean sits on a slow machine; a heartbeat older than 10 s is taken for dead.",
         "No worker has yet told twice what it did.",

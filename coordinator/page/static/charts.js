@@ -37,8 +37,8 @@ const faded = (rgb, alpha) => rgb.replace("rgb(", "rgba(").replace(")", `, ${alp
 
 export class Chart {
   /** Lines of `draw`: {label, hue (1 to 8, or "grey"), series, band: [low, high]?, dots?, best?, dashed?}. */
-  constructor({ label, format = compact, stacked = false, height = 190, legend = true }) {
-    Object.assign(this, { label, format, stacked, height, legend, hidden: new Set(), lines: [], bound: null });
+  constructor({ label, format = compact, stacked = false, legend = true }) {
+    Object.assign(this, { label, format, stacked, legend, hidden: new Set(), lines: [], bound: null });
     this.keys = el("div", { class: "legend" });
     this.value = el("output");
     this.plot = el("div", { class: "plot", tabindex: 0, role: "img" });
@@ -112,10 +112,10 @@ export class Chart {
   }
 
   resize() {
-    const width = this.plot.clientWidth;
+    const { clientWidth: width, clientHeight: height } = this.plot;
     if (!width) return;
     if (!this.uplot) this.rebuild();
-    else if (Math.abs(this.uplot.width - width) > 1) this.uplot.setSize({ width, height: this.height });
+    else if (this.uplot.width !== width || this.uplot.height !== height) this.uplot.setSize({ width, height });
   }
 
   options() {
@@ -126,7 +126,7 @@ export class Chart {
     const steps = (_, splits) => splits.map(compact);
     const values = (_, splits) => splits.map((value) => this.format(value));
     return {
-      width: this.plot.clientWidth, height: this.height, legend: { show: false }, padding: [8, 18, 0, 0],
+      width: this.plot.clientWidth, height: this.plot.clientHeight, legend: { show: false }, padding: [8, 18, 0, 0],
       cursor: { sync: { key: SYNC, scales: ["x", null] }, drag: { setScale: false }, points: { size: 6 } },
       select: { show: true },
       scales: { x: { time: this.axis === "time" }, y: { range: (_, min, max) => this.range(min, max) } },

@@ -83,8 +83,8 @@ class ChartPanel extends Panel {
     this.button.hidden = !lines.length;
     if (!lines.length) return;
     const bound = this.bound(run);
-    if (this.spec.kind === "multiples") for (const line of lines) this.chart(line.label, { legend: false, height: 104 }).draw([{ ...line, hue: 1 }], run.axis);
-    else this.chart(this.spec.title, { stacked: this.spec.kind === "shares", height: this.spec.id === "return" ? 384 : 180 }).draw(lines, run.axis, bound);
+    if (this.spec.kind === "multiples") for (const line of lines) this.chart(line.label, { legend: false }).draw([{ ...line, hue: 1 }], run.axis);
+    else this.chart(this.spec.title, { stacked: this.spec.kind === "shares" }).draw(lines, run.axis, bound);
     if (!this.tableHost.hidden) this.drawTable(run);
   }
 
@@ -141,7 +141,8 @@ function mergedRows(tables) {
 
 class ReturnPanel extends ChartPanel {
   lines(run) {
-    const found = run.snapshot.evaluations.filter((row) => row["eval/ep_rew_mean"] !== undefined && row["time/unix_seconds"] !== undefined);
+    const x = run.axis === "time" ? "time/unix_seconds" : "time/env_steps"; // the newest have no time until they are recorded
+    const found = run.snapshot.evaluations.filter((row) => row["eval/ep_rew_mean"] !== undefined && row[x] !== undefined);
     if (!found.length) return super.lines(run);
     const rows = found.toSorted((one, other) => one["time/env_steps"] - other["time/env_steps"]);
     const column = (name) => rows.map((row) => row[name] ?? null);

@@ -5,6 +5,7 @@ import { ask } from "./dialog.js";
 import { api, compact, el, figure, runPath, setText, tell, whole } from "./dom.js";
 import { drawTiles, makePanel } from "./panels.js";
 
+const ALWAYS = [["train", "time/env_steps"], ["train", "rollout/ep_rew_mean"], ["train", "time/fps"]];
 const SERIES_MILLISECONDS = 3000;
 const GROUPS = ["Learning", "Throughput", "Fleet", "Records"];
 
@@ -13,6 +14,7 @@ export class RunPage {
     Object.assign(this, { runId, snapshot: null, series: { train: {}, fleet: {} }, config: null });
     this.axis = new URLSearchParams(location.search).get("x") === "time" ? "time" : "steps";
     this.visible = new Set();
+    this.complete = false;
     this.seriesAt = -Infinity;
     this.panels = specs.map((spec) => makePanel(spec, this));
     this.watch = new IntersectionObserver((seen) => this.scrolled(seen), { rootMargin: "300px" });
@@ -93,7 +95,7 @@ export class RunPage {
     document.title = `${this.runId} · ${state.state} · ${compact(state.env_steps)} steps`;
     setText(this.state, state.state);
     this.state.dataset.state = state.state;
-    setText(this.reason, state.live ? `Everything waits for ${state.bottleneck}.`.replace("Everything waits for nothing: ", "Nothing is waited for: ") : `${state.reason}.`);
+    setText(this.reason, state.live ? `Waits for ${state.bottleneck}` : state.reason);
     for (const button of this.orders) button.disabled = !state.live;
     this.promoteOrder.disabled = !this.snapshot.checkpoints?.length;
     const best = evaluations.find((row) => row.label === state.best);
@@ -111,9 +113,9 @@ export class RunPage {
   }
 
   /** Metrics of the panels in sight, by stream; only such as the run has. */
-  wanted() {
+  wanted(panels = this.visible) {
     const wanted = { train: new Set(), fleet: new Set() };
-    for (const [stream, name] of [["train", "time/env_steps"], ["train", "rollout/ep_rew_mean"], ...[...this.visible].flatMap((panel) => panel.wants)]) {
+    for (const [stream, name] of [...ALWAYS, ...[...panels].flatMap((panel) => panel.wants)]) {
       const there = this.snapshot?.metrics[stream] || [];
       const found = name.endsWith("*") ? there.filter((each) => each.startsWith(name.slice(0, -1))) : there.filter((each) => each === name);
       for (const each of found) wanted[stream].add(each);
@@ -141,13 +143,9 @@ export class RunPage {
     this.reading = true;
     const begun = performance.now();
     try {
-      for (const [stream, names] of Object.entries(this.wanted())) {
-        if (!names.size) continue;
-        const query = new URLSearchParams([["stream", stream], ...[...names].map((name) => ["metric", name])]);
-        Object.assign(this.series[stream], await api(`${runPath(this.runId)}/series?${query}`));
-      }
-      this.update();
-      this.drawHead();
+      await this.readOf(this.visible);
+      if (!this.complete) await this.readOf(this.panels); // those out of sight once, so that there is something when they come
+      this.complete = true;
     } catch (error) {
       if (error.status) tell(`curves: ${error.message}`, true);
     }
@@ -158,6 +156,16 @@ export class RunPage {
       this.again = false;
       this.readSeries();
     }
+  }
+
+  async readOf(panels) {
+    for (const [stream, names] of Object.entries(this.wanted(panels))) {
+      if (!names.size) continue;
+      const query = new URLSearchParams([["stream", stream], ...[...names].map((name) => ["metric", name])]);
+      Object.assign(this.series[stream], await api(`${runPath(this.runId)}/series?${query}`));
+    }
+    for (const panel of panels) panel.update(this);
+    this.drawHead();
   }
 
   readConfig(against = "") {
