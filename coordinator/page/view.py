@@ -65,7 +65,8 @@ class RunView:
         self.checkpoints = [jsonable(entry) for entry in run.checkpoints()]
         scores = dict(self._evaluations.rows)
         if client is not None:
-            scores |= {name: evaluation_row(found) for name, found in read_evaluations(client, run.run_id).items()}
+            found = read_evaluations(client, run.run_id)
+            scores |= {name: scores.get(name, {}) | evaluation_row(each) for name, each in found.items()}
         self.evaluations = [{"label": name, **row} for name, row in sorted(scores.items(), key=_by_version)]
         self.events = [{"time": row[UNIX_TIME], **_kind_and_text(label)} for label, row in self._events.rows]
         last = max((event["time"] for event in self.events), default=0.0)
