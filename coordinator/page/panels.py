@@ -45,25 +45,37 @@ class Panel:
     """Why there may be nothing to draw."""
     bound: str = ""
     """A field of the run's status whose value is drawn across."""
+    queries: tuple[tuple[str, str], ...] = ()
+    """Label and query of what Prometheus knows beside the lines."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def _rate(metric: str, labels: str = "") -> str:
-    return f'sum by (run) (rate({metric}{{run=~"$run"{labels}}}[1m]))'
+def _rate(metric: str, by: str = "run", labels: str = "") -> str:
+    return f'sum by ({by}) (rate({metric}{{run=~"$run"{labels}}}[$__rate_interval]))'
+
+
+def _speed(role: str) -> str:
+    return _rate("stagecoach_transitions_total", labels=f',role="{role}"')
+
+
+def _shares(role: str) -> str:
+    """Of the seconds of a role's main threads, that which each stage took."""
+    metric, labels = "stagecoach_stage_seconds_total", f',role="{role}"'
+    return f"{_rate(metric, 'run, stage', labels)} / on (run) group_left {_rate(metric, labels=labels)}"
 
 
 def _gauge(metric: str) -> str:
     return f'{metric}{{run=~"$run"}}'
 
 
-def _training(name: str) -> str:
+def training_query(name: str) -> str:
     return f'stagecoach_training_metric{{run=~"$run",name="{name}"}}'
 
 
 def _train(metric: str, label: str, band: tuple[str, str] | None = None) -> Line:
-    return Line(metric, label, band, _training(metric))
+    return Line(metric, label, band, training_query(metric))
 
 
 PANELS = (
@@ -71,7 +83,7 @@ PANELS = (
         "Learning", "return", "Return", "return", "return", TRAIN,
         (_train("rollout/ep_rew_mean", "training", ("rollout/ep_rew_p10", "rollout/ep_rew_p90")),),
         "Mean of the last training episodes, 10th to 90th percentile shaded; dots are evaluations, ★ is the best.",
-        "No episode has ended yet.",
+        "No episode has ended yet.", queries=(("evaluation", _gauge("stagecoach_evaluation_return")),),
     ),
     Panel(
         "Learning", "length", "Episode length", unit="steps",
@@ -107,20 +119,20 @@ PANELS = (
     Panel(
         "Throughput", "speed", "Env steps per second", unit="env steps/s", stream=FLEET,
         lines=(
-            Line("fleet/fps", "acted", None, _rate("stagecoach_transitions_total", ',role="worker"')),
-            Line("time/fps", "trained", None, _rate("stagecoach_transitions_total", ',role="trainer"'), TRAIN),
+            Line("fleet/fps", "acted", None, _speed("worker")),
+            Line("time/fps", "trained", None, _speed("trainer"), TRAIN),
         ),
         note="Where less is trained than acted, the difference waits in the log, or was dropped.",
     ),
     Panel(
         "Throughput", "waits-trainer", "Where the trainer's time goes", "shares", "share", FLEET,
-        (Line("time_share/trainer/*", "", None, _rate("stagecoach_stage_seconds_total", ',role="trainer"')),),
+        (Line("time_share/trainer/*", "", None, _shares("trainer")),),
         "The trainer that waits for experience wants more workers.",
         "The trainer has not yet told twice where its time went.",
     ),
     Panel(
         "Throughput", "waits-workers", "Where the workers' time goes", "shares", "share", FLEET,
-        (Line("time_share/worker/*", "", None, _rate("stagecoach_stage_seconds_total", ',role="worker"')),),
+        (Line("time_share/worker/*", "", None, _shares("worker")),),
         "Workers that wait for credit are too many, or the trainer is too slow.",
         "No worker has yet told twice where its time went.",
     ),
@@ -134,12 +146,19 @@ PANELS = (
         ),
         note="How many versions old the policy was that acted, when its experience was learned from.",
         bound="flow.max_policy_lag",
+        queries=(
+            (
+                "95th percentile",
+                f"histogram_quantile(0.95, {_rate('stagecoach_policy_lag_versions_bucket', 'run, le')})",
+            ),
+            ("bound", _gauge("stagecoach_policy_lag_bound_versions")),
+        ),
     ),
     Panel(
         "Throughput", "log", "Experience log", unit="bytes", stream=FLEET,
         lines=(Line("log/bytes", "bytes", None, _gauge("stagecoach_log_bytes")),),
         note="A durable checkpoint frees what it covers; at the bound workers wait.",
-        bound="log.max_bytes",
+        bound="log.max_bytes", queries=(("bound", _gauge("stagecoach_log_max_bytes")),),
     ),
     Panel(
         "Throughput", "flight", "Fragments in flight", unit="fragments", stream=FLEET,
@@ -152,7 +171,10 @@ PANELS = (
     Panel(
         "Fleet", "fleet", "Fleet", "fleet", "env steps/s", FLEET,
         (
-            Line("fleet/worker_fps_mean", "mean worker"),
+            Line(
+                "fleet/worker_fps_mean", "mean worker", None,
+                f'{_speed("worker")} / on (run) ({_gauge("stagecoach_workers")} > 0)',
+            ),
             Line("fleet/worker_fps_min", "slowest worker"),
         ),
         "One worker far below the mean sits on a slow machine; a heartbeat older than 10 s is taken for dead.",
@@ -166,7 +188,13 @@ PANELS = (
         ),
     ),
     Panel("Records", "timeline", "Checkpoints and events", "timeline"),
-    Panel("Records", "ledger", "Ledger", "ledger", absent="No worker has delivered experience yet."),
+    Panel(
+        "Records", "ledger", "Ledger", "ledger", absent="No worker has delivered experience yet.",
+        queries=(
+            ("dropped/s: {{reason}}", _rate("stagecoach_dropped_transitions_total", "run, reason")),
+            ("out of balance", _gauge("stagecoach_ledger_unbalanced")),
+        ),
+    ),
     Panel("Records", "config", "Config", "config"),
     Panel(
         "Records", "video", "Last evaluation", "video",

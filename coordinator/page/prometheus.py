@@ -63,7 +63,8 @@ METRICS: dict[str, Described] = {
         GaugeMetricFamily, ("run",), "The most that the lag may be: rollout.max_policy_lag.",
     ),
     "stagecoach_wait_seconds_total": Described(
-        CounterMetricFamily, ("run", "role", "for"), f"Seconds that processes of a role waited, by what for. {_PROCESSES}",
+        CounterMetricFamily, ("run", "role", "for"),
+        f"Seconds that processes of a role waited, by what for. {_PROCESSES}",
     ),
     "stagecoach_stage_seconds_total": Described(
         CounterMetricFamily, ("run", "role", "stage"),
@@ -101,8 +102,8 @@ TRAINING_METRICS = sorted(
     {
         name
         for panel in PANELS
-        if panel.stream == TRAIN
         for line in panel.lines
+        if (line.stream or panel.stream) == TRAIN
         for name in (line.metric, *(line.band or ()))
     }
 )
