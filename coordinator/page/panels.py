@@ -63,7 +63,7 @@ def _speed(role: str) -> str:
 def _shares(role: str) -> str:
     """Of the seconds of a role's main threads, that which each stage took."""
     metric, labels = "stagecoach_stage_seconds_total", f',role="{role}"'
-    return f"{_rate(metric, 'run, stage', labels)} / on (run) group_left ({_rate(metric, labels=labels)} > 0)"
+    return f"{_rate(metric, 'run, stage', labels)} / on (run) group_left () ({_rate(metric, labels=labels)} > 0)"
 
 
 def _gauge(metric: str) -> str:
