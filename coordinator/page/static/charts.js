@@ -3,6 +3,7 @@
 import { bytes, clock, compact, el, setText } from "./dom.js";
 
 const POWERS = Array.from({ length: 50 }, (_, power) => 2 ** power); // ticks of bytes
+const WHOLE = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
 const SYNC = "run";
 const charts = new Set();
 let zoom = null;
@@ -37,8 +38,8 @@ const faded = (rgb, alpha) => rgb.replace("rgb(", "rgba(").replace(")", `, ${alp
 
 export class Chart {
   /** Lines of `draw`: {label, hue (1 to 8, or "grey"), series, band: [low, high]?, dots?, best?, dashed?}. */
-  constructor({ label, format = compact, stacked = false, legend = true }) {
-    Object.assign(this, { label, format, stacked, legend, hidden: new Set(), lines: [], bound: null });
+  constructor({ label, format = compact, stacked = false, legend = true, wholeTicks = false }) {
+    Object.assign(this, { label, format, stacked, legend, wholeTicks, hidden: new Set(), lines: [], bound: null });
     this.keys = el("div", { class: "legend" });
     this.value = el("output");
     this.plot = el("div", { class: "plot", tabindex: 0, role: "img" });
@@ -124,6 +125,7 @@ export class Chart {
     const font = "11px system-ui, sans-serif";
     const axis = { stroke: text, font, grid, ticks: { show: false } };
     const steps = (_, splits) => splits.map(compact);
+    const incrs = this.format === bytes ? POWERS : this.wholeTicks ? WHOLE : null;
     const values = (_, splits) => splits.map((value) => this.format(value));
     return {
       width: this.plot.clientWidth, height: this.plot.clientHeight, legend: { show: false }, padding: [8, 18, 0, 0],
@@ -132,7 +134,7 @@ export class Chart {
       scales: { x: { time: this.axis === "time" }, y: { range: (_, min, max) => this.range(min, max) } },
       axes: [
         { ...axis, size: 24, gap: 4, space: 62, ...(this.axis === "time" ? {} : { values: steps }) },
-        { ...axis, size: this.format === bytes ? 58 : 46, gap: 6, space: 32, values, ...(this.format === bytes ? { incrs: POWERS } : {}) },
+        { ...axis, size: this.format === bytes ? 58 : 46, gap: 6, space: 32, values, ...(incrs ? { incrs } : {}) },
       ],
       ...this.seriesAndBands(),
       hooks: {
@@ -199,7 +201,7 @@ export class Chart {
     for (const line of this.lines.filter((each) => each.best && !this.hidden.has(each.label))) {
       const x = plot.valToPos(this.xs(line.best), "x", true);
       const inside = x >= plot.bbox.left && x <= plot.bbox.left + plot.bbox.width;
-      if (inside) star(ctx, x, plot.valToPos(line.best.value, "y", true), 8 * ratio, color("star"), color("card"));
+      if (inside) star(ctx, x, plot.valToPos(line.best.value, "y", true), 9 * ratio, color("star"), color("card"));
     }
     ctx.restore();
   }

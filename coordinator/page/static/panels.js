@@ -1,10 +1,11 @@
 // The panels of a run's page, each made from its line of /api/panels: `update(run)` draws what the run now knows.
 
 import { Chart } from "./charts.js";
-import { api, bytes, clock, compact, el, figure, percent, runPath, seconds, setText, svg, whole } from "./dom.js";
+import { api, bytes, clock, compact, el, figure, percent, prose, runPath, seconds, setText, svg, whole } from "./dom.js";
 import { PagedTable } from "./tables.js";
 
 const FORMATS = { bytes, share: percent };
+const COUNTED = ["workers", "fragments", "versions"];
 const WORK = [1, 6, 3, 8];
 const WAITS = [2, 5, 4, 7];
 
@@ -14,10 +15,10 @@ class Panel {
     this.spec = spec;
     this.title = el("h3", { id: `title-${spec.id}` }, spec.title);
     this.tools = el("div", { class: "tools" });
-    this.note = el("p", { class: "note", hidden: !spec.note }, spec.note);
-    this.absent = el("p", { class: "absent", hidden: true }, spec.absent);
+    this.note = el("p", { class: "note", hidden: !spec.note }, ...prose(spec.note));
+    this.absent = el("p", { class: "absent", hidden: true }, ...prose(spec.absent));
     this.body = el("div", { class: "body" });
-    const unit = spec.unit && spec.unit !== spec.title.toLowerCase() ? el("span", { class: "unit" }, spec.unit) : null;
+    const unit = spec.unit && spec.unit !== "share" && spec.unit !== spec.title.toLowerCase() ? el("span", { class: "unit" }, spec.unit) : null;
     const head = el("header", {}, this.title, unit, this.tools);
     const attributes = { class: `panel kind-${spec.kind}`, id: `panel-${spec.id}`, "aria-labelledby": `title-${spec.id}` };
     this.root = el("section", attributes, head, this.note, this.absent, this.body);
@@ -95,7 +96,7 @@ class ChartPanel extends Panel {
 
   chart(label, options) {
     if (!this.charts.has(label)) {
-      const chart = new Chart({ label, format: this.format, ...options });
+      const chart = new Chart({ label, format: this.format, wholeTicks: COUNTED.includes(this.spec.unit), ...options });
       const single = this.spec.kind !== "multiples";
       this.plots.append(single ? chart.root : el("figure", {}, el("figcaption", {}, label, chart.value), chart.root));
       this.charts.set(label, chart);
@@ -173,7 +174,7 @@ function few(stages, hues, rest) {
     const wait = /^wait\((.*)\)$/.exec(stage);
     return { label: wait ? `waits: ${wait[1]}` : stage, hue: hues[index], series };
   });
-  if (shown < stages.length) lines.push({ label: rest, hue: hues[shown], series: sum(stages.slice(shown).map(({ series }) => series)) });
+  if (shown < stages.length) lines.push({ label: rest, hue: hues.at(-1), series: sum(stages.slice(shown).map(({ series }) => series)) });
   return lines;
 }
 
@@ -331,7 +332,7 @@ class TimelinePanel extends Panel {
       [
         { label: "time", left: true, value: (row) => row.time, text: clock },
         { label: "kind", left: true, value: (row) => row.kind },
-        { label: "what", left: true, value: (row) => row.text },
+        { label: "what", left: true, wrap: true, value: (row) => row.text },
       ],
       { filter: "Find an event", empty: "No event is recorded yet." },
     );
@@ -371,7 +372,7 @@ function drawLanes(run, events) {
     const drawing = svg("svg", { role: "img", "aria-label": `${name}: ${found.length}`, class: `hue-${hue}` }, svg("line", { x1: "0", x2: "100%", y1: "50%", y2: "50%" }), ...marks);
     return el("div", { class: "lane" }, el("span", {}, name), drawing, el("span", { class: "count" }, whole(found.length)));
   });
-  const say = run.axis === "time" ? clock : (steps) => `${compact(steps)} env steps`;
+  const say = run.axis === "time" ? clock : (steps) => `${compact(steps)} steps`;
   return [...lanes, el("div", { class: "lane ends" }, el("span"), el("div", {}, el("span", {}, say(first)), el("span", {}, say(last))), el("span"))];
 }
 
@@ -420,8 +421,8 @@ class ConfigPanel extends Panel {
 
   columns() {
     const value = (name) => (row) => (row[name] === null ? "none" : typeof row[name] === "string" ? row[name] : JSON.stringify(row[name]));
-    const mine = [{ label: "field", left: true, value: (row) => row.field }, { label: "value", left: true, value: value("mine") }];
-    return this.against ? [...mine, { label: this.against, left: true, value: value("theirs") }] : mine;
+    const mine = [{ label: "field", left: true, wrap: true, value: (row) => row.field }, { label: "value", left: true, wrap: true, value: value("mine") }];
+    return this.against ? [...mine, { label: this.against, left: true, wrap: true, value: value("theirs") }] : mine;
   }
 
   async offer(run) {
