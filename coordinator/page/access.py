@@ -69,9 +69,7 @@ class Gate:
             if given is None:
                 return refusal(401, "the page needs its token: open the URL that `stagecoach page` printed")
             if self._too_many_wrong(request):
-                response = refusal(429, "too many wrong tokens; try again in a minute")
-                response.headers["Retry-After"] = str(round(_WINDOW_SECONDS))
-                return response
+                return refusal(429, "too many wrong tokens; try again in a minute")
             if not hmac.compare_digest(given.encode(), self._token.encode()):
                 self._note_wrong(request)
                 return refusal(401, "this is not the page's token: open the URL that `stagecoach page` printed last")
@@ -93,8 +91,8 @@ class Gate:
         return refusal(403, "the page is read-only (--read-only)") if self._read_only else None
 
     def _too_many_wrong(self, request: Request) -> bool:
-        times = self._wrong.get(_address(request), ())
-        return len(times) == _WRONG_TOKENS and time.monotonic() - times[0] < _WINDOW_SECONDS
+        times = self._wrong.get(_address(request))
+        return times is not None and len(times) == _WRONG_TOKENS and time.monotonic() - times[0] < _WINDOW_SECONDS
 
     def _note_wrong(self, request: Request) -> None:
         times = self._wrong.pop(_address(request), None) or deque(maxlen=_WRONG_TOKENS)

@@ -14,7 +14,7 @@ import json
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from shared.errors import (
     UserError,
     headline,
 )
+from shared.runtime.failure import reason_in_words
 
 STATIC = Path(__file__).parent / "static"
 _EVENT_SECONDS = 1.0
@@ -151,7 +152,9 @@ class _Page:
         return JSONResponse({"can_order": self._can_order})
 
     def runs(self, _: Request) -> Response:
-        return JSONResponse(jsonable([asdict(row) for row in self._views.runs()]))
+        """With their reasons as people are told them."""
+        rows = [replace(row, reason=reason_in_words(row.reason.partition("\n")[0])) for row in self._views.runs()]
+        return JSONResponse(jsonable([asdict(row) for row in rows]))
 
     def snapshot(self, request: Request) -> Response:
         return Response(self._known(request).snapshot, media_type="application/json")

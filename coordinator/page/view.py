@@ -19,6 +19,7 @@ from coordinator.run import Run
 from shared.config.section import leaves
 from shared.errors import RedisUnavailable, StagecoachError, StoreError, StoreUnavailable
 from shared.protocol.events import read_evaluations
+from shared.runtime.failure import reason_in_words
 from shared.storage.metric_log import EVALUATIONS, EVENTS, FLEET, TRAIN, UNIX_TIME, VERSION
 from trainer_node.metrics.recorder import evaluation_row
 
@@ -78,7 +79,8 @@ class RunView:
     def snapshot(self) -> dict[str, Any]:
         """All but the curves."""
         return {
-            "run_id": self.run.run_id, "banner": self.banner, "state": self.state, "evaluations": self.evaluations,
+            "run_id": self.run.run_id, "banner": self.banner, "state": self.state,
+            "reason": reason_in_words(self.state.get("reason", "")), "evaluations": self.evaluations,
             "events": self.events[-_EVENTS_SHOWN:], "checkpoints": self.checkpoints,
             "metrics": {stream: curves.bins.names for stream, curves in self.curves.items()},
         }  # fmt: skip

@@ -3,6 +3,7 @@
 import { bytes, clock, compact, el, setText } from "./dom.js";
 
 const POWERS = Array.from({ length: 50 }, (_, power) => 2 ** power); // ticks of bytes
+const WHOLE = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
 const SYNC = "run";
 const charts = new Set();
 let zoom = null;
@@ -37,8 +38,8 @@ const faded = (rgb, alpha) => rgb.replace("rgb(", "rgba(").replace(")", `, ${alp
 
 export class Chart {
   /** Lines of `draw`: {label, hue (1 to 8, or "grey"), series, band: [low, high]?, dots?, best?, dashed?}. */
-  constructor({ label, format = compact, stacked = false, legend = true }) {
-    Object.assign(this, { label, format, stacked, legend, hidden: new Set(), lines: [], bound: null });
+  constructor({ label, format = compact, stacked = false, legend = true, wholeTicks = false }) {
+    Object.assign(this, { label, format, stacked, legend, wholeTicks, hidden: new Set(), lines: [], bound: null });
     this.keys = el("div", { class: "legend" });
     this.value = el("output");
     this.plot = el("div", { class: "plot", tabindex: 0, role: "img" });
@@ -79,7 +80,12 @@ export class Chart {
   }
 
   stackedIfSo(data) {
-    return this.stacked ? stack(data, this.lines.map((line) => this.hidden.has(line.label))) : data;
+    return this.stacked
+      ? stack(
+          data,
+          this.lines.map((line) => this.hidden.has(line.label)),
+        )
+      : data;
   }
 
   /** For a table: heads, and x and values of each row, newest first. */
@@ -123,16 +129,21 @@ export class Chart {
     const grid = { stroke: color("grid"), width: 1 };
     const font = "11px system-ui, sans-serif";
     const axis = { stroke: text, font, grid, ticks: { show: false } };
+    const times = (_, splits, axis, space, step) => splits.map((time) => timeTick(time, step));
     const steps = (_, splits) => splits.map(compact);
+    const incrs = this.format === bytes ? POWERS : this.wholeTicks ? WHOLE : null;
     const values = (_, splits) => splits.map((value) => this.format(value));
     return {
-      width: this.plot.clientWidth, height: this.plot.clientHeight, legend: { show: false }, padding: [8, 18, 0, 0],
+      width: this.plot.clientWidth,
+      height: this.plot.clientHeight,
+      legend: { show: false },
+      padding: [8, 18, 0, 0],
       cursor: { sync: { key: SYNC, scales: ["x", null] }, drag: { setScale: false }, points: { size: 6 } },
       select: { show: true },
       scales: { x: { time: this.axis === "time" }, y: { range: (_, min, max) => this.range(min, max) } },
       axes: [
-        { ...axis, size: 24, gap: 4, space: 62, ...(this.axis === "time" ? {} : { values: steps }) },
-        { ...axis, size: this.format === bytes ? 58 : 46, gap: 6, space: 32, values, ...(this.format === bytes ? { incrs: POWERS } : {}) },
+        { ...axis, size: 24, gap: 4, space: 62, values: this.axis === "time" ? times : steps },
+        { ...axis, size: this.format === bytes ? 58 : 46, gap: 6, space: 32, values, ...(incrs ? { incrs } : {}) },
       ],
       ...this.seriesAndBands(),
       hooks: {
@@ -153,7 +164,16 @@ export class Chart {
       const points = { show: line.dots ? true : undefined, size: 5, stroke, fill: stroke };
       const dash = line.dashed ? [4, 4] : undefined;
       const paths = line.dots ? () => null : undefined;
-      series.push({ label: line.label, stroke, width: this.stacked ? 1 : 1.75, show, points, dash, paths, spanGaps: true });
+      series.push({
+        label: line.label,
+        stroke,
+        width: this.stacked ? 1 : 1.75,
+        show,
+        points,
+        dash,
+        paths,
+        spanGaps: true,
+      });
       if (this.stacked) {
         series.at(-1).fill = index === 0 ? faded(stroke, 0.75) : undefined;
         series.at(-1).points = { show: false };
@@ -199,7 +219,7 @@ export class Chart {
     for (const line of this.lines.filter((each) => each.best && !this.hidden.has(each.label))) {
       const x = plot.valToPos(this.xs(line.best), "x", true);
       const inside = x >= plot.bbox.left && x <= plot.bbox.left + plot.bbox.width;
-      if (inside) star(ctx, x, plot.valToPos(line.best.value, "y", true), 8 * ratio, color("star"), color("card"));
+      if (inside) star(ctx, x, plot.valToPos(line.best.value, "y", true), 9 * ratio, color("star"), color("card"));
     }
     ctx.restore();
   }
@@ -235,7 +255,13 @@ export class Chart {
         this.rebuild();
         this.keys.children[index].focus();
       };
-      return el("button", { type: "button", "aria-pressed": pressed, onclick: toggle }, swatch, line.label, this.values[index]);
+      return el(
+        "button",
+        { type: "button", "aria-pressed": pressed, onclick: toggle },
+        swatch,
+        line.label,
+        this.values[index],
+      );
     });
     this.keys.replaceChildren(...toggles);
   }
@@ -252,6 +278,13 @@ export class Chart {
     const where = x === Infinity ? "newest" : this.axis === "time" ? clock(x) : `${compact(x)} env steps`;
     this.plot.setAttribute("aria-label", `${this.label}, ${where}: ${words}`);
   }
+}
+
+/** As fine as the ticks are apart. */
+function timeTick(unixSeconds, step) {
+  const date = new Date(1000 * unixSeconds);
+  if (step >= 86400) return date.toLocaleDateString("en-CA").slice(5);
+  return date.toLocaleTimeString("en-GB").slice(0, step < 60 ? 8 : 5);
 }
 
 function lastUpTo(xs, x) {

@@ -8,7 +8,14 @@ export function ask(title, fields, { text = "", yes = "OK", danger = false } = {
   const cancel = el("button", { type: "button", onclick: () => dialog.close() }, "Cancel");
   const submit = el("button", { type: "submit", class: danger ? "danger" : "primary" }, yes);
   const buttons = el("div", { class: "buttons" }, cancel, submit);
-  const form = el("form", { method: "dialog" }, el("h2", { id: "question" }, title), text ? el("p", {}, text) : null, ...labels, buttons);
+  const form = el(
+    "form",
+    { method: "dialog" },
+    el("h2", { id: "question" }, title),
+    text ? el("p", {}, text) : null,
+    ...labels,
+    buttons,
+  );
   const dialog = el("dialog", { "aria-labelledby": "question" }, form);
   document.body.append(dialog);
   dialog.showModal();
@@ -23,6 +30,7 @@ export function ask(title, fields, { text = "", yes = "OK", danger = false } = {
 }
 
 function input({ name, type = "text", value = "", required = false, options }) {
-  if (!options) return el("input", { name, type, value, required, min: type === "number" ? 1 : null, autocomplete: "off" });
+  if (!options)
+    return el("input", { name, type, value, required, min: type === "number" ? 1 : null, autocomplete: "off" });
   return el("select", { name }, ...options.map((option) => el("option", { selected: option === value }, option)));
 }

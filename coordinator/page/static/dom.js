@@ -23,6 +23,11 @@ export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+/** Parts of a text, with what stands between backticks as code. */
+export function prose(text) {
+  return text.split("`").map((part, index) => (index % 2 ? el("code", {}, part) : part));
+}
+
 const NONE = "–";
 const compactly = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 const wholly = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });

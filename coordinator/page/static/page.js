@@ -51,7 +51,9 @@ async function insistently(work) {
     try {
       return await work();
     } catch (error) {
-      const needs = { 401: "open the address that `stagecoach page` printed: it has the token", 429: "wait a minute" }[error.status];
+      const needs = { 401: "open the address that `stagecoach page` printed: it has the token", 429: "wait a minute" }[
+        error.status
+      ];
       if (error.status === 404) throw error;
       await countDown(`${capital(error.message)}${needs ? `; ${needs}` : ""}`, pause);
     }
@@ -99,7 +101,9 @@ async function showRun(runId) {
       }
     } catch (error) {
       showBanner("");
-      main.replaceChildren(el("p", { class: "absent" }, `${capital(error.message)}. `, el("a", { href: "/" }, "All runs")));
+      main.replaceChildren(
+        el("p", { class: "absent" }, `${capital(error.message)}. `, el("a", { href: "/" }, "All runs")),
+      );
       return;
     }
     page.take(snapshot);
@@ -130,8 +134,18 @@ async function showIndex() {
   const table = new PagedTable(
     "All runs",
     [
-      { label: "run", left: true, value: (row) => row.run_id, node: (row) => el("a", { href: `/runs/${encodeURIComponent(row.run_id)}` }, row.run_id) },
-      { label: "state", left: true, value: (row) => row.state, node: (row) => el("span", { class: "state", "data-state": row.state }, row.state) },
+      {
+        label: "run",
+        left: true,
+        value: (row) => row.run_id,
+        node: (row) => el("a", { href: `/runs/${encodeURIComponent(row.run_id)}` }, row.run_id),
+      },
+      {
+        label: "state",
+        left: true,
+        value: (row) => row.state,
+        node: (row) => el("span", { class: "state", "data-state": row.state }, row.state),
+      },
       { label: "env steps", value: (row) => row.env_steps, text: whole },
       { label: "best return", value: (row) => row.best, text: figure },
       { label: "why", left: true, value: (row) => row.reason, text: (value) => value || "–" },

@@ -1,10 +1,25 @@
 // The panels of a run's page, each made from its line of /api/panels: `update(run)` draws what the run now knows.
 
 import { Chart } from "./charts.js";
-import { api, bytes, clock, compact, el, figure, percent, runPath, seconds, setText, svg, whole } from "./dom.js";
+import {
+  api,
+  bytes,
+  clock,
+  compact,
+  el,
+  figure,
+  percent,
+  prose,
+  runPath,
+  seconds,
+  setText,
+  svg,
+  whole,
+} from "./dom.js";
 import { PagedTable } from "./tables.js";
 
 const FORMATS = { bytes, share: percent };
+const COUNTED = ["workers", "fragments", "versions"];
 const WORK = [1, 6, 3, 8];
 const WAITS = [2, 5, 4, 7];
 
@@ -14,14 +29,23 @@ class Panel {
     this.spec = spec;
     this.title = el("h3", { id: `title-${spec.id}` }, spec.title);
     this.tools = el("div", { class: "tools" });
-    this.note = el("p", { class: "note", hidden: !spec.note }, spec.note);
-    this.absent = el("p", { class: "absent", hidden: true }, spec.absent);
+    this.note = el("p", { class: "note", hidden: !spec.note }, ...prose(spec.note));
+    this.absent = el("p", { class: "absent", hidden: true }, ...prose(spec.absent));
     this.body = el("div", { class: "body" });
-    const unit = spec.unit && spec.unit !== spec.title.toLowerCase() ? el("span", { class: "unit" }, spec.unit) : null;
+    const unit =
+      spec.unit && spec.unit !== "share" && spec.unit !== spec.title.toLowerCase()
+        ? el("span", { class: "unit" }, spec.unit)
+        : null;
     const head = el("header", {}, this.title, unit, this.tools);
-    const attributes = { class: `panel kind-${spec.kind}`, id: `panel-${spec.id}`, "aria-labelledby": `title-${spec.id}` };
+    const attributes = {
+      class: `panel kind-${spec.kind}`,
+      id: `panel-${spec.id}`,
+      "aria-labelledby": `title-${spec.id}`,
+    };
     this.root = el("section", attributes, head, this.note, this.absent, this.body);
-    this.wants = spec.lines.flatMap((line) => [line.metric, ...(line.band || [])].map((name) => [this.stream(line), name]));
+    this.wants = spec.lines.flatMap((line) =>
+      [line.metric, ...(line.band || [])].map((name) => [this.stream(line), name]),
+    );
   }
 
   stream(line) {
@@ -45,7 +69,8 @@ class Panel {
       const series = run.series[this.stream(line)]?.[line.metric];
       if (!series?.mean.length) return [];
       const [low, high] = (line.band || []).map((name) => run.series[this.stream(line)][name]);
-      const named = low && high && { ...low, low: low.mean, high: high.mean, names: ["10th percentile", "90th percentile"] };
+      const named = low &&
+        high && { ...low, low: low.mean, high: high.mean, names: ["10th percentile", "90th percentile"] };
       const reduced = series.low.some((value, at) => value !== series.high[at]);
       const band = named || (reduced ? { ...series, names: ["least", "most"] } : null);
       return [{ label: line.label, hue: index + 1, series, band }];
@@ -61,7 +86,11 @@ class ChartPanel extends Panel {
     this.charts = new Map();
     this.plots = el("div", { class: spec.kind === "multiples" ? "multiples" : "single" });
     this.tableHost = el("div", { hidden: true });
-    this.button = el("button", { type: "button", class: "quiet", "aria-pressed": "false", "aria-label": `${spec.title} as a table` }, "Table");
+    this.button = el(
+      "button",
+      { type: "button", class: "quiet", "aria-pressed": "false", "aria-label": `${spec.title} as a table` },
+      "Table",
+    );
     this.button.addEventListener("click", () => this.turn());
     this.tools.append(this.button);
     this.body.append(this.plots, this.tableHost);
@@ -83,7 +112,8 @@ class ChartPanel extends Panel {
     this.button.hidden = !lines.length;
     if (!lines.length) return;
     const bound = this.bound(run);
-    if (this.spec.kind === "multiples") for (const line of lines) this.chart(line.label, { legend: false }).draw([{ ...line, hue: 1 }], run.axis);
+    if (this.spec.kind === "multiples")
+      for (const line of lines) this.chart(line.label, { legend: false }).draw([{ ...line, hue: 1 }], run.axis);
     else this.chart(this.spec.title, { stacked: this.spec.kind === "shares" }).draw(lines, run.axis, bound);
     if (!this.tableHost.hidden) this.drawTable(run);
   }
@@ -95,7 +125,7 @@ class ChartPanel extends Panel {
 
   chart(label, options) {
     if (!this.charts.has(label)) {
-      const chart = new Chart({ label, format: this.format, ...options });
+      const chart = new Chart({ label, format: this.format, wholeTicks: COUNTED.includes(this.spec.unit), ...options });
       const single = this.spec.kind !== "multiples";
       this.plots.append(single ? chart.root : el("figure", {}, el("figcaption", {}, label, chart.value), chart.root));
       this.charts.set(label, chart);
@@ -107,7 +137,12 @@ class ChartPanel extends Panel {
     const tables = [...this.charts.values()].map((chart) => chart.table());
     const heads = tables.flatMap((table) => table.heads);
     const rows = tables.length === 1 ? tables[0].rows : mergedRows(tables);
-    const x = { label: run.axis === "time" ? "time" : "env steps", left: run.axis === "time", value: (row) => row[0], text: run.axis === "time" ? clock : whole };
+    const x = {
+      label: run.axis === "time" ? "time" : "env steps",
+      left: run.axis === "time",
+      value: (row) => row[0],
+      text: run.axis === "time" ? clock : whole,
+    };
     const key = JSON.stringify([heads, run.axis]);
     if (key !== this.tableKey) {
       const values = heads.map((label, index) => ({ label, value: (row) => row[index + 1], text: this.format }));
@@ -142,13 +177,23 @@ function mergedRows(tables) {
 class ReturnPanel extends ChartPanel {
   lines(run) {
     const x = run.axis === "time" ? "time/unix_seconds" : "time/env_steps"; // the newest have no time until they are recorded
-    const found = run.snapshot.evaluations.filter((row) => row["eval/ep_rew_mean"] !== undefined && row[x] !== undefined);
+    const found = run.snapshot.evaluations.filter(
+      (row) => row["eval/ep_rew_mean"] !== undefined && row[x] !== undefined,
+    );
     if (!found.length) return super.lines(run);
     const rows = found.toSorted((one, other) => one["time/env_steps"] - other["time/env_steps"]);
     const column = (name) => rows.map((row) => row[name] ?? null);
-    const series = { env_steps: column("time/env_steps"), unix_seconds: column("time/unix_seconds"), mean: column("eval/ep_rew_mean") };
+    const series = {
+      env_steps: column("time/env_steps"),
+      unix_seconds: column("time/unix_seconds"),
+      mean: column("eval/ep_rew_mean"),
+    };
     const best = rows.find((row) => row.label === run.snapshot.state.best);
-    const marked = best && { env_steps: best["time/env_steps"], unix_seconds: best["time/unix_seconds"], value: best["eval/ep_rew_mean"] };
+    const marked = best && {
+      env_steps: best["time/env_steps"],
+      unix_seconds: best["time/unix_seconds"],
+      value: best["eval/ep_rew_mean"],
+    };
     return [...super.lines(run), { label: "evaluations", hue: 2, series, dots: true, best: marked }];
   }
 }
@@ -158,7 +203,11 @@ class SharesPanel extends ChartPanel {
   lines(run) {
     const prefix = this.spec.lines[0].metric.slice(0, -1);
     const all = Object.entries(run.series[this.spec.stream] || {}).filter(([name]) => name.startsWith(prefix));
-    const stages = all.map(([name, series]) => ({ stage: name.slice(prefix.length), series, weight: mean(series.mean) }));
+    const stages = all.map(([name, series]) => ({
+      stage: name.slice(prefix.length),
+      series,
+      weight: mean(series.mean),
+    }));
     stages.sort((one, other) => (one.stage === "other") - (other.stage === "other") || other.weight - one.weight);
     const waits = stages.filter(({ stage }) => stage.startsWith("wait("));
     const work = stages.filter(({ stage }) => !stage.startsWith("wait("));
@@ -173,7 +222,8 @@ function few(stages, hues, rest) {
     const wait = /^wait\((.*)\)$/.exec(stage);
     return { label: wait ? `waits: ${wait[1]}` : stage, hue: hues[index], series };
   });
-  if (shown < stages.length) lines.push({ label: rest, hue: hues[shown], series: sum(stages.slice(shown).map(({ series }) => series)) });
+  if (shown < stages.length)
+    lines.push({ label: rest, hue: hues.at(-1), series: sum(stages.slice(shown).map(({ series }) => series)) });
   return lines;
 }
 
@@ -189,7 +239,11 @@ function sum(parts) {
     });
   }
   const sorted = [...rows.values()].sort((one, other) => one.time - other.time);
-  return { env_steps: sorted.map((row) => row.steps), unix_seconds: sorted.map((row) => row.time), mean: sorted.map((row) => row.value) };
+  return {
+    env_steps: sorted.map((row) => row.steps),
+    unix_seconds: sorted.map((row) => row.time),
+    mean: sorted.map((row) => row.value),
+  };
 }
 
 class FleetPanel extends ChartPanel {
@@ -216,7 +270,12 @@ class FleetPanel extends ChartPanel {
 
   update(run) {
     super.update(run);
-    const rows = run.snapshot.state.roles.map((beat) => ({ beat, name: nameOf(beat), speed: this.speed(beat), does: doing(beat) }));
+    const rows = run.snapshot.state.roles.map((beat) => ({
+      beat,
+      name: nameOf(beat),
+      speed: this.speed(beat),
+      does: doing(beat),
+    }));
     this.processes.set(rows);
     this.tiles.hidden = !rows.length;
     const workers = rows.filter(({ beat }) => beat.role === "worker" && beat.alive);
@@ -260,7 +319,9 @@ function least(rows, value) {
 function doing(beat) {
   if (beat.ended) return `ended: ${beat.ended}`;
   if (!beat.alive) return "silent";
-  const wait = beat.waiting_for ? `waits for ${beat.waiting_for}, ${seconds(beat.waiting_seconds)}` : beat.progress.phase || "at work";
+  const wait = beat.waiting_for
+    ? `waits for ${beat.waiting_for}, ${seconds(beat.waiting_seconds)}`
+    : beat.progress.phase || "at work";
   return beat.last_error ? `${wait}: ${beat.last_error}` : wait;
 }
 
@@ -287,7 +348,10 @@ class AutoscalerPanel extends ChartPanel {
     super.update(run);
     const { scaling, desired_workers: wanted } = run.snapshot.state;
     setText(this.mode, scaling.mode ? scalingInWords(scaling, wanted) : "The run is not live: nothing scales it.");
-    const steps = run.snapshot.events.filter(({ kind }) => kind === "scaling").slice(-5).reverse();
+    const steps = run.snapshot.events
+      .filter(({ kind }) => kind === "scaling")
+      .slice(-5)
+      .reverse();
     const lines = steps.map(({ time, text }) => el("li", {}, el("time", {}, clock(time)), text));
     this.why.replaceChildren(...(lines.length ? lines : [el("li", {}, "The fleet was never scaled.")]));
   }
@@ -321,7 +385,12 @@ class TimelinePanel extends Panel {
         { label: "evaluation", value: (row) => row.evaluation?.mean_return ?? null, text: figure },
         { label: "size", value: (row) => row.bytes, text: bytes },
         { label: "made", value: (row) => row.created, text: clock },
-        { label: "marks", left: true, value: (row) => `${row.name} ${row.marks}`, node: (row) => el("span", {}, ...row.marks.map((mark) => el("span", { class: `mark ${mark}` }, mark))) },
+        {
+          label: "marks",
+          left: true,
+          value: (row) => `${row.name} ${row.marks}`,
+          node: (row) => el("span", {}, ...row.marks.map((mark) => el("span", { class: `mark ${mark}` }, mark))),
+        },
         { label: "", value: (row) => `${row.name} ${row.marks}`, node: (row) => promoteButton(row, run) },
       ],
       { empty: "No checkpoint is kept yet.", sortBy: 3, descending: true },
@@ -331,11 +400,16 @@ class TimelinePanel extends Panel {
       [
         { label: "time", left: true, value: (row) => row.time, text: clock },
         { label: "kind", left: true, value: (row) => row.kind },
-        { label: "what", left: true, value: (row) => row.text },
+        { label: "what", left: true, wrap: true, value: (row) => row.text },
       ],
       { filter: "Find an event", empty: "No event is recorded yet." },
     );
-    const halves = el("div", { class: "halves" }, el("div", {}, el("h4", {}, "Kept checkpoints"), this.checkpoints.root), el("div", {}, el("h4", {}, "Events"), this.events.root));
+    const halves = el(
+      "div",
+      { class: "halves" },
+      el("div", {}, el("h4", {}, "Kept checkpoints"), this.checkpoints.root),
+      el("div", {}, el("h4", {}, "Events"), this.events.root),
+    );
     this.body.append(this.lanes, halves);
   }
 
@@ -349,7 +423,13 @@ class TimelinePanel extends Panel {
 
 function promoteButton(row, run) {
   const promoted = row.marks.includes("promoted");
-  const attributes = { type: "button", class: "quiet", disabled: promoted, "aria-label": `Promote ${row.name}`, onclick: () => run.promote(row.name) };
+  const attributes = {
+    type: "button",
+    class: "quiet",
+    disabled: promoted,
+    "aria-label": `Promote ${row.name}`,
+    onclick: () => run.promote(row.name),
+  };
   return el("button", attributes, promoted ? "promoted" : "Promote");
 }
 
@@ -357,22 +437,51 @@ function promoteButton(row, run) {
 function drawLanes(run, events) {
   const placed = events.map((event) => ({ ...event, x: run.axis === "time" ? event.time : run.stepsAt(event.time) }));
   const known = placed.filter(({ x }) => x !== null);
-  if (!known.length) return [el("p", { class: "absent" }, events.length ? "No row tells yet at which step events were." : "No event is recorded yet.")];
+  if (!known.length)
+    return [
+      el(
+        "p",
+        { class: "absent" },
+        events.length ? "No row tells yet at which step events were." : "No event is recorded yet.",
+      ),
+    ];
   const xs = known.map(({ x }) => x);
   const [first, last] = [Math.min(...xs, run.axis === "time" ? Infinity : 0), Math.max(...xs)];
   const percentOf = (x) => 1 + (98 * (x - first)) / (last - first || 1);
-  const rows = LANES.map(([name, kinds, hue]) => [name, known.filter(({ kind }) => kinds.includes(kind)), hue]).filter(([, found]) => found.length);
+  const rows = LANES.map(([name, kinds, hue]) => [name, known.filter(({ kind }) => kinds.includes(kind)), hue]).filter(
+    ([, found]) => found.length,
+  );
   const lanes = rows.map(([name, found, hue]) => {
     const marks = found.map(({ x, time, text }) => {
       const mark = svg("circle", { cx: `${percentOf(x)}%`, cy: "50%", r: 4.5 }, svg("title"));
       mark.firstChild.textContent = `${clock(time)}: ${text}`;
       return mark;
     });
-    const drawing = svg("svg", { role: "img", "aria-label": `${name}: ${found.length}`, class: `hue-${hue}` }, svg("line", { x1: "0", x2: "100%", y1: "50%", y2: "50%" }), ...marks);
-    return el("div", { class: "lane" }, el("span", {}, name), drawing, el("span", { class: "count" }, whole(found.length)));
+    const drawing = svg(
+      "svg",
+      { role: "img", "aria-label": `${name}: ${found.length}`, class: `hue-${hue}` },
+      svg("line", { x1: "0", x2: "100%", y1: "50%", y2: "50%" }),
+      ...marks,
+    );
+    return el(
+      "div",
+      { class: "lane" },
+      el("span", {}, name),
+      drawing,
+      el("span", { class: "count" }, whole(found.length)),
+    );
   });
-  const say = run.axis === "time" ? clock : (steps) => `${compact(steps)} env steps`;
-  return [...lanes, el("div", { class: "lane ends" }, el("span"), el("div", {}, el("span", {}, say(first)), el("span", {}, say(last))), el("span"))];
+  const say = run.axis === "time" ? clock : (steps) => `${compact(steps)} steps`;
+  return [
+    ...lanes,
+    el(
+      "div",
+      { class: "lane ends" },
+      el("span"),
+      el("div", {}, el("span", {}, say(first)), el("span", {}, say(last))),
+      el("span"),
+    ),
+  ];
 }
 
 class LedgerPanel extends Panel {
@@ -382,7 +491,10 @@ class LedgerPanel extends Panel {
     const part = (name) => ({ label: name.replace("_", " "), value: (row) => transitions(row[name]), text: whole });
     this.table = new PagedTable("Ledger by worker, in env steps", [
       { label: "worker", left: true, value: (row) => row.name },
-      part("produced"), part("consumed"), part("dropped"), part("in_flight"),
+      part("produced"),
+      part("consumed"),
+      part("dropped"),
+      part("in_flight"),
       { label: "balances", value: (row) => (row.balances ? "✓" : "✗") },
     ]);
     this.body.append(this.sentence, this.table.root);
@@ -393,8 +505,13 @@ class LedgerPanel extends Panel {
     this.showBody(rows.length > 0);
     const total = rows.find(({ name }) => name === "total");
     if (!total) return;
-    const parts = ["consumed", "dropped", "in_flight"].map((name) => `${whole(transitions(total[name]))} ${name.replace("_", " ")}`);
-    setText(this.sentence, `${whole(transitions(total.produced))} env steps produced = ${parts.join(" + ")}: ${total.balances ? "it balances" : "it does NOT balance"}`);
+    const parts = ["consumed", "dropped", "in_flight"].map(
+      (name) => `${whole(transitions(total[name]))} ${name.replace("_", " ")}`,
+    );
+    setText(
+      this.sentence,
+      `${whole(transitions(total.produced))} env steps produced = ${parts.join(" + ")}: ${total.balances ? "it balances" : "it does NOT balance"}`,
+    );
     this.sentence.classList.toggle("bad", !total.balances);
     this.table.set(rows);
   }
@@ -410,7 +527,11 @@ function transitions(entry) {
 class ConfigPanel extends Panel {
   constructor(spec, run) {
     super(spec);
-    this.other = el("select", { "aria-label": "Compare with another run" }, el("option", { value: "" }, "Compare with …"));
+    this.other = el(
+      "select",
+      { "aria-label": "Compare with another run" },
+      el("option", { value: "" }, "Compare with …"),
+    );
     this.other.addEventListener("change", () => this.compare(run));
     this.other.addEventListener("focus", () => this.offer(run));
     this.tools.append(this.other);
@@ -419,9 +540,13 @@ class ConfigPanel extends Panel {
   }
 
   columns() {
-    const value = (name) => (row) => (row[name] === null ? "none" : typeof row[name] === "string" ? row[name] : JSON.stringify(row[name]));
-    const mine = [{ label: "field", left: true, value: (row) => row.field }, { label: "value", left: true, value: value("mine") }];
-    return this.against ? [...mine, { label: this.against, left: true, value: value("theirs") }] : mine;
+    const value = (name) => (row) =>
+      row[name] === null ? "none" : typeof row[name] === "string" ? row[name] : JSON.stringify(row[name]);
+    const mine = [
+      { label: "field", left: true, wrap: true, value: (row) => row.field },
+      { label: "value", left: true, wrap: true, value: value("mine") },
+    ];
+    return this.against ? [...mine, { label: this.against, left: true, wrap: true, value: value("theirs") }] : mine;
   }
 
   async offer(run) {
@@ -465,7 +590,10 @@ class VideoPanel extends Panel {
     const name = found.map((item) => item.name ?? item).at(-1);
     if (!name) return;
     const source = `${path}/${encodeURIComponent(name)}`;
-    this.body.append(el("video", { src: source, controls: true, muted: true, loop: true, preload: "metadata", "aria-label": name }), el("p", { class: "note" }, name));
+    this.body.append(
+      el("video", { src: source, controls: true, muted: true, loop: true, preload: "metadata", "aria-label": name }),
+      el("p", { class: "note" }, name),
+    );
     this.showBody(true);
   }
 }
@@ -478,8 +606,16 @@ class EmptyPanel extends Panel {
 }
 
 const KINDS = {
-  lines: ChartPanel, multiples: ChartPanel, shares: SharesPanel, return: ReturnPanel, fleet: FleetPanel,
-  autoscaler: AutoscalerPanel, timeline: TimelinePanel, ledger: LedgerPanel, config: ConfigPanel, video: VideoPanel,
+  lines: ChartPanel,
+  multiples: ChartPanel,
+  shares: SharesPanel,
+  return: ReturnPanel,
+  fleet: FleetPanel,
+  autoscaler: AutoscalerPanel,
+  timeline: TimelinePanel,
+  ledger: LedgerPanel,
+  config: ConfigPanel,
+  video: VideoPanel,
   empty: EmptyPanel,
 };
 

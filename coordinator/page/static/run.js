@@ -5,7 +5,11 @@ import { ask } from "./dialog.js";
 import { api, compact, el, figure, runPath, setText, tell, whole } from "./dom.js";
 import { drawTiles, makePanel } from "./panels.js";
 
-const ALWAYS = [["train", "time/env_steps"], ["train", "rollout/ep_rew_mean"], ["train", "time/fps"]];
+const ALWAYS = [
+  ["train", "time/env_steps"],
+  ["train", "rollout/ep_rew_mean"],
+  ["train", "time/fps"],
+];
 const SERIES_MILLISECONDS = 3000;
 const GROUPS = ["Learning", "Throughput", "Fleet", "Records"];
 
@@ -20,23 +24,51 @@ export class RunPage {
     this.watch = new IntersectionObserver((seen) => this.scrolled(seen), { rootMargin: "300px" });
     this.draw();
     onZoom((range) => (this.whole.hidden = range === null));
-    this.readConfig().then((data) => (this.config = data.config), () => {}).then(() => this.update());
+    this.readConfig()
+      .then(
+        (data) => (this.config = data.config),
+        () => {},
+      )
+      .then(() => this.update());
   }
 
   draw() {
     this.state = el("span", { class: "state" });
     this.reason = el("p", { class: "reason" });
     this.tiles = el("dl", { class: "tiles summary" });
-    this.whole = el("button", { type: "button", class: "quiet", hidden: true, onclick: () => zoomTo(null) }, "Whole run");
-    const order = (label, action, kind = "") => el("button", { type: "button", class: kind, onclick: () => action.call(this) }, label);
-    this.orders = [order("Checkpoint", this.checkpoint), order("Scale …", this.scale), order("Note …", this.note), order("Stop …", this.stop, "danger")];
+    this.whole = el(
+      "button",
+      { type: "button", class: "quiet", hidden: true, onclick: () => zoomTo(null) },
+      "Whole run",
+    );
+    const order = (label, action, kind = "") =>
+      el("button", { type: "button", class: kind, onclick: () => action.call(this) }, label);
+    this.orders = [
+      order("Checkpoint", this.checkpoint),
+      order("Scale …", this.scale),
+      order("Note …", this.note),
+      order("Stop …", this.stop, "danger"),
+    ];
     this.promoteOrder = order("Promote …", () => this.promote());
     const [checkpoint, scale, note, stop] = this.orders;
-    const orders = el("div", { class: "orders", role: "group", "aria-label": "Orders to the run" }, checkpoint, this.promoteOrder, scale, note, stop);
+    const orders = el(
+      "div",
+      { class: "orders", role: "group", "aria-label": "Orders to the run" },
+      checkpoint,
+      this.promoteOrder,
+      scale,
+      note,
+      stop,
+    );
     const head = el("div", { class: "head" }, el("h1", {}, this.runId), this.state, orders);
     const groups = GROUPS.map((name) => {
       const own = this.panels.filter((panel) => panel.spec.group === name).map((panel) => panel.root);
-      return el("section", { class: "group", "aria-label": name }, el("h2", { id: name.toLowerCase() }, name), el("div", { class: "panels" }, ...own));
+      return el(
+        "section",
+        { class: "group", "aria-label": name },
+        el("h2", { id: name.toLowerCase() }, name),
+        el("div", { class: "panels" }, ...own),
+      );
     });
     this.root = el("div", { class: "run" }, head, this.reason, this.tiles, ...groups);
     this.tools = el("span", {}, this.whole, this.axisSwitch());
@@ -55,7 +87,12 @@ export class RunPage {
       const made = el("button", { type: "button", "aria-pressed": String(this.axis === axis), onclick: choose }, label);
       return made;
     };
-    const group = el("span", { class: "switch", role: "group", "aria-label": "Horizontal axis" }, button("steps", "Env steps"), button("time", "Time"));
+    const group = el(
+      "span",
+      { class: "switch", role: "group", "aria-label": "Horizontal axis" },
+      button("steps", "Env steps"),
+      button("time", "Time"),
+    );
     return group;
   }
 
@@ -95,7 +132,7 @@ export class RunPage {
     document.title = `${this.runId} · ${state.state} · ${compact(state.env_steps)} steps`;
     setText(this.state, state.state);
     this.state.dataset.state = state.state;
-    setText(this.reason, state.live ? `Waits for ${state.bottleneck}` : state.reason);
+    setText(this.reason, state.live ? `Waits for ${state.bottleneck}` : this.snapshot.reason);
     for (const button of this.orders) button.disabled = !state.live;
     this.promoteOrder.disabled = !this.snapshot.checkpoints?.length;
     const best = evaluations.find((row) => row.label === state.best);
@@ -117,21 +154,27 @@ export class RunPage {
     const wanted = { train: new Set(), fleet: new Set() };
     for (const [stream, name] of [...ALWAYS, ...[...panels].flatMap((panel) => panel.wants)]) {
       const there = this.snapshot?.metrics[stream] || [];
-      const found = name.endsWith("*") ? there.filter((each) => each.startsWith(name.slice(0, -1))) : there.filter((each) => each === name);
+      const found = name.endsWith("*")
+        ? there.filter((each) => each.startsWith(name.slice(0, -1)))
+        : there.filter((each) => each === name);
       for (const each of found) wanted[stream].add(each);
     }
     return wanted;
   }
 
   missing() {
-    return Object.entries(this.wanted()).flatMap(([stream, names]) => [...names].filter((name) => !this.series[stream][name]));
+    return Object.entries(this.wanted()).flatMap(([stream, names]) =>
+      [...names].filter((name) => !this.series[stream][name]),
+    );
   }
 
   /** Reads curves anew, at most every three seconds, and more seldom where that takes long; at once where some are missing. */
   readSeries() {
     clearTimeout(this.timer);
     if (this.closed) return;
-    const due = this.missing().length ? 0 : this.seriesAt + Math.max(SERIES_MILLISECONDS, 5 * (this.took || 0)) - performance.now();
+    const due = this.missing().length
+      ? 0
+      : this.seriesAt + Math.max(SERIES_MILLISECONDS, 5 * (this.took || 0)) - performance.now();
     this.timer = setTimeout(() => this.readNow(), Math.max(due, 0));
   }
 
@@ -209,13 +252,17 @@ export class RunPage {
   }
 
   async note() {
-    const found = await ask("Note", [{ name: "text", label: "A line for the run's events", required: true }], { yes: "Write" });
+    const found = await ask("Note", [{ name: "text", label: "A line for the run's events", required: true }], {
+      yes: "Write",
+    });
     if (found) await this.order("note", { text: found.text });
   }
 
   async promote(name) {
     const names = (this.snapshot.checkpoints || []).map((entry) => entry.name).reverse();
-    const fields = name ? [] : [{ name: "checkpoint", label: "Checkpoint", options: names, value: this.snapshot.state.best }];
+    const fields = name
+      ? []
+      : [{ name: "checkpoint", label: "Checkpoint", options: names, value: this.snapshot.state.best }];
     const text = `${name ? `${name} is` : "It is"} marked for deployment: it is never pruned, and load_policy takes it first.`;
     const found = await ask("Promote a checkpoint", fields, { text, yes: "Promote" });
     if (found) await this.order("promote", { checkpoint: name || found.checkpoint });
@@ -224,15 +271,25 @@ export class RunPage {
   async scale() {
     const { desired_workers: wanted, scaling } = this.snapshot.state;
     const fields = [
-      { name: "mode", label: "Workers", options: ["fixed number", "automatic"], value: scaling.mode === "auto" ? "automatic" : "fixed number" },
+      {
+        name: "mode",
+        label: "Workers",
+        options: ["fixed number", "automatic"],
+        value: scaling.mode === "auto" ? "automatic" : "fixed number",
+      },
       { name: "workers", label: "Number, where fixed", type: "number", value: wanted },
       { name: "min", label: "At least, where automatic", type: "number", value: scaling.min },
       { name: "max", label: "At most, where automatic", type: "number", value: scaling.max },
     ];
     const found = await ask("Scale the fleet", fields, { yes: "Scale" });
     if (!found) return;
-    const bounds = Object.fromEntries(["min", "max"].filter((name) => found[name]).map((name) => [name, Number(found[name])]));
-    await this.order("scale", found.mode === "automatic" ? { auto: true, ...bounds } : { workers: Number(found.workers) });
+    const bounds = Object.fromEntries(
+      ["min", "max"].filter((name) => found[name]).map((name) => [name, Number(found[name])]),
+    );
+    await this.order(
+      "scale",
+      found.mode === "automatic" ? { auto: true, ...bounds } : { workers: Number(found.workers) },
+    );
   }
 }
 

@@ -5,7 +5,7 @@ import { el, setText, whole } from "./dom.js";
 const PAGE = 50;
 
 export class PagedTable {
-  /** Columns: {label, value(row), text(value, row)?, node(row)?, left?}; `filter` finds rows by their text. */
+  /** Columns: {label, value(row), text(value, row)?, node(row)?, left?, wrap?}; `filter` finds rows by their text. */
   constructor(caption, columns, { filter = "", empty = "Nothing yet.", sortBy = null, descending = false } = {}) {
     Object.assign(this, { columns, empty, sortBy, descending, rows: [], page: 0, needle: "" });
     this.heads = columns.map((column, index) => this.head(column, index));
@@ -21,6 +21,10 @@ export class PagedTable {
     this.draw();
   }
 
+  static side(column) {
+    return [column.left && "left", column.wrap && "wrap"].filter(Boolean).join(" ") || null;
+  }
+
   head(column, index) {
     const sort = () => {
       this.descending = this.sortBy === index ? !this.descending : !column.left;
@@ -29,7 +33,7 @@ export class PagedTable {
       this.draw();
     };
     const button = el("button", { type: "button", onclick: sort }, column.label);
-    return el("th", { scope: "col", class: column.left ? "left" : null }, column.node ? column.label : button);
+    return el("th", { scope: "col", class: PagedTable.side(column) }, column.node ? column.label : button);
   }
 
   finder(label) {
@@ -95,7 +99,7 @@ export class PagedTable {
   }
 
   emptyRow() {
-    return el("tr", {}, ...this.columns.map((column) => el("td", { class: column.left ? "left" : null })));
+    return el("tr", {}, ...this.columns.map((column) => el("td", { class: PagedTable.side(column) })));
   }
 
   /** Cells that hold the same as before stay as they are, and so does the focus in them. */
