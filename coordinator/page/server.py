@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import importlib
 import json
 import socket
 import threading
@@ -32,6 +31,7 @@ from starlette.staticfiles import StaticFiles
 
 from coordinator.page.access import LOOPBACK, Gate, refusal
 from coordinator.page.panels import PANELS
+from coordinator.page.prometheus import exposition
 from coordinator.page.view import RunView, differences, jsonable, panels
 from coordinator.page.watched import Views, Watched
 from coordinator.run import Run
@@ -193,12 +193,13 @@ class _Page:
     async def _events(self, watched: Watched) -> AsyncIterator[str]:
         """Until the client leaves, which cancels this, or the server ends."""
         snapshot, rows = "", dict[str, int]()
+        await run_in_threadpool(watched.wait)
         while not self._views.closed.is_set():
             changes = ""
             if watched.snapshot != snapshot:
                 snapshot = watched.snapshot
                 changes += f"event: snapshot\ndata: {snapshot}\n\n"
-            if watched.rows != rows:
+            if snapshot and watched.rows != rows:
                 rows = watched.rows
                 changes += f"event: rows\ndata: {json.dumps(rows)}\n\n"
             yield changes or ": nothing new\n\n"
@@ -223,10 +224,6 @@ class _Page:
         return {path.name: path for path in folder.glob("*.mp4") if path.is_file()}
 
     def metrics(self, _: Request) -> Response:
-        try:
-            exposition = importlib.import_module("coordinator.page.prometheus").exposition
-        except ModuleNotFoundError as error:
-            raise HTTPException(404, f"no metrics for Prometheus: {error}") from None
         return Response(exposition(self._views.live()), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def order(self, request: Request) -> Response:

@@ -226,9 +226,7 @@ def test_a_million_rows_are_reduced_before_they_are_sent(ended: Path, visitor: V
         assert page.locator("#panel-return tbody tr").count() <= 50
 
 
-def test_a_thousand_workers_are_a_page_of_rows(
-    ended: Path, visitor: Visitor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thousand_workers_are_a_page_of_rows(ended: Path, visitor: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = RunView.snapshot
 
     def with_workers(view: RunView) -> dict[str, Any]:
