@@ -1,11 +1,12 @@
 """Who may use the page: who has its token, or the cookie that its URL with the token leaves in a browser.
 
-The cookie holds a random value of this process, not the token: it cannot be guessed, so that a page that is open
-already stays usable while somebody tries tokens.
+The cookie holds a value that is derived from the token, not the token: it cannot be guessed, so that a page that is
+open already stays usable while somebody tries tokens, and when the server starts again with the same token.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import secrets
 import time
@@ -37,7 +38,8 @@ class Gate:
 
     def __init__(self, app: ASGIApp, token: str | None, port: int, read_only: bool) -> None:
         self._app, self._token, self._read_only = app, token, read_only
-        self._cookie, self._session = f"stagecoach_{port}", secrets.token_urlsafe(32)
+        self._cookie = f"stagecoach_{port}"
+        self._session = hmac.new((token or secrets.token_hex()).encode(), b"session", hashlib.sha256).hexdigest()
         self._wrong: dict[str, deque[float]] = {}
         """When each client address sent wrong tokens, at most `_WRONG_TOKENS` of them."""
 

@@ -10,7 +10,11 @@ from typing import Any, Literal
 
 from shared.storage.metric_log import FLEET, TRAIN
 
-Kind = Literal["lines", "shares", "return", "fleet", "autoscaler", "timeline", "ledger", "config", "video", "empty"]
+Kind = Literal[
+    "lines", "multiples", "shares", "return", "fleet", "autoscaler", "timeline", "ledger", "config", "video", "empty"
+]
+"""`multiples`: a small chart for each line, whose scales differ."""
+Group = Literal["Learning", "Throughput", "Fleet", "Records"]
 
 
 @dataclass(frozen=True)
@@ -22,10 +26,13 @@ class Line:
     """Two metrics between which the line's area is shaded."""
     query: str = ""
     """The same for Prometheus."""
+    stream: str = ""
+    """Where it is not the panel's."""
 
 
 @dataclass(frozen=True)
 class Panel:
+    group: Group
     id: str
     title: str
     kind: Kind = "lines"
@@ -34,104 +41,165 @@ class Panel:
     lines: tuple[Line, ...] = ()
     note: str = ""
     """What to look for, in one sentence."""
+    absent: str = "No row has these metrics yet."
+    """Why there may be nothing to draw."""
+    bound: str = ""
+    """A field of the run's status whose value is drawn across."""
+    queries: tuple[tuple[str, str], ...] = ()
+    """Label and query of what Prometheus knows beside the lines."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def _rate(metric: str, labels: str = "") -> str:
-    return f'sum by (run) (rate({metric}{{run=~"$run"{labels}}}[1m]))'
+def _rate(metric: str, by: str = "run", labels: str = "") -> str:
+    return f'sum by ({by}) (rate({metric}{{run=~"$run"{labels}}}[$__rate_interval]))'
+
+
+def _speed(role: str) -> str:
+    return _rate("stagecoach_transitions_total", labels=f',role="{role}"')
+
+
+def _shares(role: str) -> str:
+    """Of the seconds of a role's main threads, that which each stage took."""
+    metric, labels = "stagecoach_stage_seconds_total", f',role="{role}"'
+    return f"{_rate(metric, 'run, stage', labels)} / on (run) group_left () ({_rate(metric, labels=labels)} > 0)"
 
 
 def _gauge(metric: str) -> str:
     return f'{metric}{{run=~"$run"}}'
 
 
-def _training(name: str) -> str:
+def training_query(name: str) -> str:
     return f'stagecoach_training_metric{{run=~"$run",name="{name}"}}'
 
 
 def _train(metric: str, label: str, band: tuple[str, str] | None = None) -> Line:
-    return Line(metric, label, band, _training(metric))
+    return Line(metric, label, band, training_query(metric))
 
 
 PANELS = (
     Panel(
-        "return", "Return", "return", "return", TRAIN,
+        "Learning", "return", "Return", "return", "return", TRAIN,
         (_train("rollout/ep_rew_mean", "training", ("rollout/ep_rew_p10", "rollout/ep_rew_p90")),),
         "Mean of the last training episodes, 10th to 90th percentile shaded; dots are evaluations, ★ is the best.",
+        "No episode has ended yet.", queries=(("evaluation", _gauge("stagecoach_evaluation_return")),),
     ),
     Panel(
-        "length", "Episode length", unit="steps",
+        "Learning", "length", "Episode length", unit="steps",
         lines=(_train("rollout/ep_len_mean", "length", ("rollout/ep_len_p10", "rollout/ep_len_p90")),),
-    ),
-    Panel("success", "Success rate", lines=(_train("rollout/success_rate", "success"),)),
-    Panel(
-        "speed", "Env steps per second", unit="env steps/s", stream=FLEET,
-        lines=(
-            Line("fleet/fps", "acted", None, _rate("stagecoach_transitions_total", ',role="worker"')),
-            Line("time/fps", "trained", None, _rate("stagecoach_transitions_total", ',role="trainer"')),
-        ),
+        absent="No episode has ended yet.",
     ),
     Panel(
-        "waits-trainer", "Where the trainer's time goes", "shares", "share", FLEET,
-        (Line("time_share/trainer/*", "", None, _rate("stagecoach_stage_seconds_total", ',role="trainer"')),),
-        "The trainer that waits for experience wants more workers.",
+        "Learning", "success", "Success rate", unit="share",
+        lines=(_train("rollout/success_rate", "success"),),
+        absent="This environment does not tell whether an episode succeeds (is_success in its info).",
     ),
     Panel(
-        "waits-workers", "Where the workers' time goes", "shares", "share", FLEET,
-        (Line("time_share/worker/*", "", None, _rate("stagecoach_stage_seconds_total", ',role="worker"')),),
-        "Workers that wait for credit are too many, or the trainer is too slow.",
-    ),
-    Panel(
-        "lag", "Policy lag", unit="versions",
-        lines=(
-            _train("policy/lag_mean", "mean"),
-            _train("policy/lag_max", "most"),
-            _train("policy/lag_acting_mean", "while acting"),
-            _train("policy/lag_queue_mean", "in the log"),
-        ),
-        note="The bound is rollout.max_policy_lag.",
-    ),
-    Panel(
-        "log", "Experience log", unit="bytes", stream=FLEET,
-        lines=(Line("log/bytes", "bytes", None, _gauge("stagecoach_log_bytes")),),
-    ),
-    Panel(
-        "flight", "Fragments in flight", unit="fragments", stream=FLEET,
-        lines=(
-            Line("log/in_flight", "in flight", None, _gauge("stagecoach_fragments_in_flight")),
-            Line("log/window", "bound", None, _gauge("stagecoach_fragments_window")),
-        ),
-    ),
-    Panel(
-        "stability", "Stability",
+        "Learning", "stability", "Stability", "multiples",
         lines=(
             _train("train/approx_kl", "KL"),
             _train("train/update_kl", "KL of the update"), _train("train/clip_fraction", "clip fraction"),
             _train("train/entropy", "entropy"), _train("train/explained_variance", "explained variance"),
             _train("train/grad_norm", "gradient norm"),
         ),
+        note="A KL that jumps, or an entropy that falls to nothing early, is an update that was too large.",
+        absent="This algorithm has none of KL, clip fraction, entropy, explained variance and gradient norm, or no "
+        "update was made yet.",
     ),
     Panel(
-        "values", "Values",
+        "Learning", "values", "Values", "multiples",
         lines=(
             _train("train/value_mean", "value"), _train("train/q_value", "Q"), _train("train/temperature", "α"),
             _train("train/value_loss", "value loss"), _train("train/critic_loss", "critic loss"),
         ),
+        note="Q that grows without end, while the return does not, is overestimated.",
+        absent="This algorithm has no values, Q or α, or no update was made yet.",
     ),
-    Panel("fleet", "Fleet", "fleet", stream=FLEET),
     Panel(
-        "autoscaler", "Autoscaler", "autoscaler", "workers", FLEET,
+        "Throughput", "speed", "Env steps per second", unit="env steps/s", stream=FLEET,
+        lines=(
+            Line("fleet/fps", "acted", None, _speed("worker")),
+            Line("time/fps", "trained", None, _speed("trainer"), TRAIN),
+        ),
+        note="Where less is trained than acted, the difference waits in the log, or was dropped.",
+    ),
+    Panel(
+        "Throughput", "waits-trainer", "Where the trainer's time goes", "shares", "share", FLEET,
+        (Line("time_share/trainer/*", "", None, _shares("trainer")),),
+        "The trainer that waits for experience wants more workers.",
+        "The trainer has not yet told twice where its time went.",
+    ),
+    Panel(
+        "Throughput", "waits-workers", "Where the workers' time goes", "shares", "share", FLEET,
+        (Line("time_share/worker/*", "", None, _shares("worker")),),
+        "Workers that wait for credit are too many, or the trainer is too slow.",
+        "No worker has yet told twice where its time went.",
+    ),
+    Panel(
+        "Throughput", "lag", "Policy lag", unit="versions",
+        lines=(
+            _train("policy/lag_mean", "mean"),
+            _train("policy/lag_max", "most"),
+            _train("policy/lag_acting_mean", "while acting"),
+            _train("policy/lag_queue_mean", "in the log"),
+        ),
+        note="How many versions old the policy was that acted, when its experience was learned from.",
+        bound="flow.max_policy_lag",
+        queries=(
+            (
+                "95th percentile",
+                f"histogram_quantile(0.95, {_rate('stagecoach_policy_lag_versions_bucket', 'run, le')})",
+            ),
+            ("bound", _gauge("stagecoach_policy_lag_bound_versions")),
+        ),
+    ),
+    Panel(
+        "Throughput", "log", "Experience log", unit="bytes", stream=FLEET,
+        lines=(Line("log/bytes", "bytes", None, _gauge("stagecoach_log_bytes")),),
+        note="A durable checkpoint frees what it covers; at the bound workers wait.",
+        bound="log.max_bytes", queries=(("bound", _gauge("stagecoach_log_max_bytes")),),
+    ),
+    Panel(
+        "Throughput", "flight", "Fragments in flight", unit="fragments", stream=FLEET,
+        lines=(
+            Line("log/in_flight", "in flight", None, _gauge("stagecoach_fragments_in_flight")),
+            Line("log/window", "bound", None, _gauge("stagecoach_fragments_window")),
+        ),
+        note="Claimed by workers and not yet learned from; at the bound workers wait for credit.",
+    ),
+    Panel(
+        "Fleet", "fleet", "Fleet", "fleet", "env steps/s", FLEET,
+        (
+            Line(
+                "fleet/worker_fps_mean", "mean worker", None,
+                f'{_speed("worker")} / on (run) ({_gauge("stagecoach_workers")} > 0)',
+            ),
+            Line("fleet/worker_fps_min", "slowest worker"),
+        ),
+        "One worker far below the mean sits on a slow machine; a heartbeat older than 10 s is taken for dead.",
+        "No worker has yet told twice what it did.",
+    ),
+    Panel(
+        "Fleet", "autoscaler", "Workers", "autoscaler", "workers", FLEET,
         (
             Line("fleet/workers_wanted", "wanted", None, _gauge("stagecoach_workers_wanted")),
             Line("fleet/workers", "there", None, _gauge("stagecoach_workers")),
         ),
     ),
-    Panel("timeline", "Checkpoints and events", "timeline"),
-    Panel("ledger", "Ledger", "ledger"),
-    Panel("config", "Config", "config"),
-    Panel("video", "Last evaluation", "video"),
-    Panel("league", "League", "empty", note="A run without a league."),
-    Panel("curriculum", "Lessons", "empty", note="A run without lessons."),
+    Panel("Records", "timeline", "Checkpoints and events", "timeline"),
+    Panel(
+        "Records", "ledger", "Ledger", "ledger", absent="No worker has delivered experience yet.",
+        queries=(
+            ("dropped/s: {{reason}}", _rate("stagecoach_dropped_transitions_total", "run, reason")),
+            ("out of balance", _gauge("stagecoach_ledger_unbalanced")),
+        ),
+    ),
+    Panel("Records", "config", "Config", "config"),
+    Panel(
+        "Records", "video", "Last evaluation", "video",
+        absent="No video yet; `stagecoach evaluate RUN --video DIR` records one.",
+    ),
+    Panel("Records", "league", "League", "empty", absent="A run without a league."),
+    Panel("Records", "curriculum", "Lessons", "empty", absent="A run without lessons."),
 )  # fmt: skip

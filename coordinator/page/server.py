@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import importlib
 import json
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from starlette.staticfiles import StaticFiles
 
 from coordinator.page.access import LOOPBACK, Gate, refusal
 from coordinator.page.panels import PANELS
+from coordinator.page.prometheus import exposition
 from coordinator.page.view import RunView, differences, jsonable, panels
 from coordinator.page.watched import Views, Watched
 from coordinator.run import Run
@@ -46,6 +46,7 @@ from shared.errors import (
     UserError,
     headline,
 )
+from shared.runtime.failure import reason_in_words
 
 STATIC = Path(__file__).parent / "static"
 _EVENT_SECONDS = 1.0
@@ -151,7 +152,9 @@ class _Page:
         return JSONResponse({"can_order": self._can_order})
 
     def runs(self, _: Request) -> Response:
-        return JSONResponse(jsonable([asdict(row) for row in self._views.runs()]))
+        """With their reasons as people are told them."""
+        rows = [replace(row, reason=reason_in_words(row.reason.partition("\n")[0])) for row in self._views.runs()]
+        return JSONResponse(jsonable([asdict(row) for row in rows]))
 
     def snapshot(self, request: Request) -> Response:
         return Response(self._known(request).snapshot, media_type="application/json")
@@ -221,10 +224,6 @@ class _Page:
         return {path.name: path for path in folder.glob("*.mp4") if path.is_file()}
 
     def metrics(self, _: Request) -> Response:
-        try:
-            exposition = importlib.import_module("coordinator.page.prometheus").exposition
-        except ModuleNotFoundError as error:
-            raise HTTPException(404, f"no metrics for Prometheus: {error}") from None
         return Response(exposition(self._views.live()), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def order(self, request: Request) -> Response:

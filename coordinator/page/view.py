@@ -8,16 +8,18 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import redis
 
 from coordinator.catalog.run_metrics import Curves, Recorded
 from coordinator.page.panels import PANELS
+from coordinator.page.totals import Totals
 from coordinator.run import Run
 from shared.config.section import leaves
-from shared.errors import StagecoachError
+from shared.errors import RedisUnavailable, StagecoachError, StoreError, StoreUnavailable
 from shared.protocol.events import read_evaluations
+from shared.runtime.failure import reason_in_words
 from shared.storage.metric_log import EVALUATIONS, EVENTS, FLEET, TRAIN, UNIX_TIME, VERSION
 from trainer_node.metrics.recorder import evaluation_row
 
@@ -30,6 +32,9 @@ class RunView:
 
     def __init__(self, run: Run, points: int = 1000) -> None:
         self.run, self.banner = run, ""
+        self.away: Literal["", "Redis", "store"] = ""
+        """Which of both the last refresh did not reach."""
+        self.totals = Totals()
         self.curves = {stream: Curves(run.run_id, stream, points) for stream in (TRAIN, FLEET)}
         self._evaluations, self._events = Recorded(EVALUATIONS), Recorded(EVENTS)
         self.evaluations: list[dict[str, Any]] = []
@@ -43,14 +48,16 @@ class RunView:
         with self._lock:
             try:
                 self._refresh()
-                self.banner = ""
+                self.banner = self.away = ""
             except AWAY as error:
+                self.away = _which(error)
                 self.banner = f"what is shown is not up to date: {' '.join(str(error).split())}"
 
     def _refresh(self) -> None:
         run = self.run
         status = run.status()
         self.state = jsonable(status.as_dict())
+        self.totals.add(self.state)
         client, store = run.client, run.checkpoint_store().store
         for curves in self.curves.values():
             curves.refresh(store, client)
@@ -59,7 +66,8 @@ class RunView:
         self.checkpoints = [jsonable(entry) for entry in run.checkpoints()]
         scores = dict(self._evaluations.rows)
         if client is not None:
-            scores |= {name: evaluation_row(found) for name, found in read_evaluations(client, run.run_id).items()}
+            found = read_evaluations(client, run.run_id)
+            scores |= {name: scores.get(name, {}) | evaluation_row(each) for name, each in found.items()}
         self.evaluations = [{"label": name, **row} for name, row in sorted(scores.items(), key=_by_version)]
         self.events = [{"time": row[UNIX_TIME], **_kind_and_text(label)} for label, row in self._events.rows]
         last = max((event["time"] for event in self.events), default=0.0)
@@ -71,7 +79,8 @@ class RunView:
     def snapshot(self) -> dict[str, Any]:
         """All but the curves."""
         return {
-            "run_id": self.run.run_id, "banner": self.banner, "state": self.state, "evaluations": self.evaluations,
+            "run_id": self.run.run_id, "banner": self.banner, "state": self.state,
+            "reason": reason_in_words(self.state.get("reason", "")), "evaluations": self.evaluations,
             "events": self.events[-_EVENTS_SHOWN:], "checkpoints": self.checkpoints,
             "metrics": {stream: curves.bins.names for stream, curves in self.curves.items()},
         }  # fmt: skip
@@ -105,6 +114,12 @@ def jsonable(data: Any) -> Any:
     if isinstance(data, float) and not math.isfinite(data):
         return None
     return data if data is None or isinstance(data, str | int | float | bool) else str(data)
+
+
+def _which(error: Exception) -> Literal["", "Redis", "store"]:
+    if isinstance(error, RedisUnavailable | redis.RedisError):
+        return "Redis"
+    return "store" if isinstance(error, StoreUnavailable | StoreError) else ""
 
 
 def _by_version(item: tuple[str, dict[str, float]]) -> float:

@@ -1,0 +1,211 @@
+"""What Prometheus scrapes of live runs: state, counters and newest metrics, few of them however many workers there are.
+
+No label names a worker. The values of labels are bounded: roles, reasons and metrics by the code, names of waits and of
+stages by `totals.MOST_NAMES` a role.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from coordinator.catalog.run_files import RunStatus
+from coordinator.page.panels import PANELS
+from coordinator.page.totals import ROLES
+from coordinator.page.view import RunView
+from shared.errors import DropReason
+from shared.storage.metric_log import TRAIN
+from trainer_node.metrics.update_metrics import LAG_BUCKETS
+
+_PROCESSES = (
+    "It sums up all processes that the page's server has seen, replaced ones too, and begins anew where that server "
+    "does or where nothing has scraped it for a minute."
+)
+_LASTS = "It survives the run's processes, and stands still while a resumed trainer reads again what it knew."
+
+
+class Described(NamedTuple):
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily] | type[HistogramMetricFamily]
+    labels: tuple[str, ...]
+    help: str
+
+
+METRICS: dict[str, Described] = {
+    "stagecoach_build_info": Described(GaugeMetricFamily, ("version",), "Always 1: the version of Stagecoach."),
+    "stagecoach_run_info": Described(
+        GaugeMetricFamily, ("run", "state", "algorithm", "environment"), "Always 1: what a run is, and its state now.",
+    ),
+    "stagecoach_transitions_total": Described(
+        CounterMetricFamily, ("run", "role"),
+        f"Transitions that workers have acted (role worker) and the trainer has trained on (role trainer). {_LASTS}",
+    ),
+    "stagecoach_dropped_transitions_total": Described(
+        CounterMetricFamily, ("run", "reason"), f"Transitions that were dropped instead of trained on. {_LASTS}",
+    ),
+    "stagecoach_ledger_unbalanced": Described(
+        GaugeMetricFamily, ("run",), "1 where produced transitions are not consumed + dropped + in flight, 0 else.",
+    ),
+    "stagecoach_env_steps_total": Described(
+        CounterMetricFamily, ("run",), f"Environment steps that the trainer has trained on. {_LASTS}",
+    ),
+    "stagecoach_episodes_total": Described(CounterMetricFamily, ("run",), f"Training episodes that ended. {_LASTS}"),
+    "stagecoach_updates_total": Described(CounterMetricFamily, ("run",), f"Updates of the policy. {_LASTS}"),
+    "stagecoach_policy_lag_versions": Described(
+        HistogramMetricFamily, ("run",),
+        f"Versions that lay between the policy that acted a fragment and the one that it updated. {_LASTS}",
+    ),
+    "stagecoach_policy_lag_bound_versions": Described(
+        GaugeMetricFamily, ("run",), "The most that the lag may be: rollout.max_policy_lag.",
+    ),
+    "stagecoach_wait_seconds_total": Described(
+        CounterMetricFamily, ("run", "role", "for"),
+        f"Seconds that processes of a role waited, by what for. {_PROCESSES}",
+    ),
+    "stagecoach_stage_seconds_total": Described(
+        CounterMetricFamily, ("run", "role", "stage"),
+        f"Seconds that main threads of a role spent in each stage, waits included. {_PROCESSES}",
+    ),
+    "stagecoach_log_bytes": Described(GaugeMetricFamily, ("run",), "Size of the experience log."),
+    "stagecoach_log_max_bytes": Described(GaugeMetricFamily, ("run",), "Its bound: rollout.max_log_bytes."),
+    "stagecoach_fragments_in_flight": Described(
+        GaugeMetricFamily, ("run",), "Fragments that were claimed and not yet trained on.",
+    ),
+    "stagecoach_fragments_window": Described(GaugeMetricFamily, ("run",), "The most that may be in flight."),
+    "stagecoach_workers": Described(GaugeMetricFamily, ("run",), "Rollout workers that are alive."),
+    "stagecoach_workers_wanted": Described(GaugeMetricFamily, ("run",), "Rollout workers that were asked for."),
+    "stagecoach_worker_restarts_total": Described(
+        CounterMetricFamily, ("run",),
+        "Times that a worker was replaced by a new incarnation, which a resume does to all. It begins anew with the "
+        "workers that are there where the page's server does.",
+    ),
+    "stagecoach_heartbeat_age_seconds": Described(
+        GaugeMetricFamily, ("run", "role"), "Age of the oldest heartbeat of a role's processes that have not ended.",
+    ),
+    "stagecoach_store_away": Described(GaugeMetricFamily, ("run",), "1 while the run waits for its store, 0 else."),
+    "stagecoach_redis_away": Described(
+        GaugeMetricFamily, ("run",), "1 while the run, or the page's server, waits for its Redis, 0 else.",
+    ),
+    "stagecoach_training_metric": Described(
+        GaugeMetricFamily, ("run", "name"), "The newest row of training metrics: those that the page draws.",
+    ),
+    "stagecoach_evaluation_return": Described(
+        GaugeMetricFamily, ("run",), "Mean return of the newest evaluation.",
+    ),
+}  # fmt: skip
+
+TRAINING_METRICS = sorted(
+    {
+        name
+        for panel in PANELS
+        for line in panel.lines
+        if (line.stream or panel.stream) == TRAIN
+        for name in (line.metric, *(line.band or ()))
+    }
+)
+Sample = tuple[str, tuple[str, ...], float]
+
+
+def exposition(views: Sequence[RunView]) -> bytes:
+    """The text format, version 0.0.4, of what these views knew when they were refreshed last."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Runs(views))
+    return generate_latest(registry)
+
+
+class _Runs(Collector):
+    def __init__(self, views: Sequence[RunView]) -> None:
+        self._views = views
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Any] = {
+            name: described.kind(name, described.help, labels=described.labels) for name, described in METRICS.items()
+        }
+        families["stagecoach_build_info"].add_metric((importlib.metadata.version("stagecoach"),), 1)
+        for view in self._views:
+            run_id = view.run.run_id
+            for name, labels, value in _samples(view):
+                families[name].add_metric((run_id, *labels), value)
+            if lags := _histogram(view):
+                families["stagecoach_policy_lag_versions"].add_metric((run_id,), *lags)
+        yield from families.values()
+
+
+def _samples(view: RunView) -> Iterator[Sample]:
+    """Name, labels behind `run`, value; nothing for what is not known."""
+    state, config = view.state, view.run.config
+    yield (
+        "stagecoach_run_info",
+        (state.get("state", RunStatus.UNKNOWN), config.algorithm.name, config.environment.id),
+        1,
+    )
+    yield from _counters(view)
+    metrics = state.get("metrics", {})
+    evaluation = state.get("evaluation") or {}
+    log, flow = state.get("log", {}), state.get("flow", {})
+    gauges: dict[tuple[str, ...], float | None] = {
+        ("stagecoach_policy_lag_bound_versions",): flow.get("max_policy_lag"),
+        ("stagecoach_log_bytes",): log.get("bytes"),
+        ("stagecoach_log_max_bytes",): log.get("max_bytes"),
+        ("stagecoach_fragments_in_flight",): flow.get("in_flight"),
+        ("stagecoach_fragments_window",): flow.get("window"),
+        ("stagecoach_workers_wanted",): state.get("desired_workers"),
+        ("stagecoach_evaluation_return",): evaluation.get("mean_return"),
+        **{("stagecoach_training_metric", name): metrics.get(name) for name in TRAINING_METRICS},
+    }
+    for (name, *labels), value in gauges.items():
+        if value is not None:
+            yield name, tuple(labels), value
+    if total := state.get("ledger", {}).get("total"):
+        yield "stagecoach_ledger_unbalanced", (), not total.get("balances", True)
+    if state.get("live"):
+        yield from _of_live_run(view)
+
+
+def _counters(view: RunView) -> Iterator[Sample]:
+    highest = view.totals.highest
+    for name in ("env_steps", "episodes", "updates"):
+        if (name,) in highest:
+            yield f"stagecoach_{name}_total", (), highest[name,]
+    for name, role in (("produced", "worker"), ("consumed", "trainer")):
+        if (name,) in highest:
+            yield "stagecoach_transitions_total", (role,), highest[name,]
+    if ("produced",) in highest:
+        for reason in DropReason:
+            yield "stagecoach_dropped_transitions_total", (reason,), highest.get(("dropped", reason), 0)
+    restarts = [value for key, value in highest.items() if key[0] == "incarnation"]
+    if restarts:
+        yield "stagecoach_worker_restarts_total", (), sum(restarts)
+    names = {"waited": "stagecoach_wait_seconds_total", "stages": "stagecoach_stage_seconds_total"}
+    for spent, seconds in view.totals.spent.items():
+        yield names[spent.kind], (spent.role, spent.name), seconds
+
+
+def _of_live_run(view: RunView) -> Iterator[Sample]:
+    beats: list[Mapping[str, Any]] = view.state["roles"]
+    there = [beat for beat in beats if beat["ended"] is None]
+    outages = {beat["waiting_for"] for beat in there if beat["alive"] and beat["outage"]}
+    redis = {"Redis", "a Redis shard"}
+    paused = view.state["state"] == RunStatus.PAUSED
+    yield "stagecoach_redis_away", (), paused or view.away == "Redis" or bool(outages & redis)
+    waits = bool(view.state["store"].get("waiting_for"))
+    yield "stagecoach_store_away", (), waits or view.away == "store" or bool(outages - redis)
+    if paused:  # nothing is known of its processes
+        return
+    yield "stagecoach_workers", (), sum(beat["role"] == "worker" and beat["alive"] for beat in beats)
+    for role in ROLES:
+        if ages := [beat["age_seconds"] for beat in there if beat["role"] == role]:
+            yield "stagecoach_heartbeat_age_seconds", (role,), max(max(ages), 0.0)
+
+
+def _histogram(view: RunView) -> tuple[list[tuple[str, float]], float] | None:
+    highest = view.totals.highest
+    *counts, total, versions = (highest.get(("lags", str(index)), 0.0) for index in range(len(LAG_BUCKETS) + 2))
+    if not total:
+        return None
+    bounds = [str(float(bound)) for bound in LAG_BUCKETS]
+    return [*zip(bounds, counts, strict=True), ("+Inf", total)], versions

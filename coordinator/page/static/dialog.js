@@ -1,0 +1,36 @@
+// A question in a dialog: Escape or Cancel answers null, the button what was filled in.
+
+import { el } from "./dom.js";
+
+/** Fields: {name, label, type?, value?, required?, options?}. */
+export function ask(title, fields, { text = "", yes = "OK", danger = false } = {}) {
+  const labels = fields.map((field) => el("label", {}, field.label, input(field)));
+  const cancel = el("button", { type: "button", onclick: () => dialog.close() }, "Cancel");
+  const submit = el("button", { type: "submit", class: danger ? "danger" : "primary" }, yes);
+  const buttons = el("div", { class: "buttons" }, cancel, submit);
+  const form = el(
+    "form",
+    { method: "dialog" },
+    el("h2", { id: "question" }, title),
+    text ? el("p", {}, text) : null,
+    ...labels,
+    buttons,
+  );
+  const dialog = el("dialog", { "aria-labelledby": "question" }, form);
+  document.body.append(dialog);
+  dialog.showModal();
+  return new Promise((resolve) => {
+    let answer = null;
+    form.addEventListener("submit", () => (answer = Object.fromEntries(new FormData(form))));
+    dialog.addEventListener("close", () => {
+      dialog.remove();
+      resolve(answer);
+    });
+  });
+}
+
+function input({ name, type = "text", value = "", required = false, options }) {
+  if (!options)
+    return el("input", { name, type, value, required, min: type === "number" ? 1 : null, autocomplete: "off" });
+  return el("select", { name }, ...options.map((option) => el("option", { selected: option === value }, option)));
+}

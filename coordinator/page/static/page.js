@@ -1,0 +1,167 @@
+// The page of runs: shows the index or one run by the address, and keeps the connection to its server.
+
+import { recolor } from "./charts.js";
+import { api, el, figure, runPath, setText, whole } from "./dom.js";
+import { RunPage } from "./run.js";
+import { PagedTable } from "./tables.js";
+
+const INDEX_MILLISECONDS = 5000;
+const LONGEST_PAUSE_SECONDS = 15;
+const THEMES = ["auto", "light", "dark"];
+const main = document.getElementById("main");
+const banner = document.getElementById("banner");
+
+function startTheme() {
+  const button = document.getElementById("theme");
+  let theme = read("theme") || "auto";
+  const apply = () => {
+    document.documentElement.dataset.theme = theme;
+    setText(button, { auto: "Theme: auto", light: "Theme: light", dark: "Theme: dark" }[theme]);
+    recolor();
+  };
+  button.addEventListener("click", () => {
+    theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
+    try {
+      localStorage.setItem("theme", theme);
+    } catch {} // a browser that keeps nothing
+    apply();
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolor);
+  apply();
+}
+
+function read(name) {
+  try {
+    return localStorage.getItem(name);
+  } catch {
+    return null;
+  }
+}
+
+function showBanner(text, button = null) {
+  if (banner.dataset.text === text) return;
+  banner.dataset.text = text;
+  banner.hidden = !text;
+  banner.replaceChildren(el("span", {}, text), ...(button ? [button] : []));
+}
+
+/** Calls `work` until it succeeds, with growing pauses; a banner says why, and has a button for at once. */
+async function insistently(work) {
+  for (let pause = 1; ; pause = Math.min(2 * pause, LONGEST_PAUSE_SECONDS)) {
+    try {
+      return await work();
+    } catch (error) {
+      const needs = { 401: "open the address that `stagecoach page` printed: it has the token", 429: "wait a minute" }[
+        error.status
+      ];
+      if (error.status === 404) throw error;
+      await countDown(`${capital(error.message)}${needs ? `; ${needs}` : ""}`, pause);
+    }
+  }
+}
+
+function countDown(text, pause) {
+  return new Promise((resolve) => {
+    let left = pause;
+    const done = () => {
+      clearInterval(timer);
+      resolve();
+    };
+    const button = el("button", { type: "button", onclick: done }, "Try now");
+    const left_ = el("span", { class: "count" });
+    const tick = () => {
+      setText(left_, `next try in ${left} s`);
+      left -= 1;
+      if (left < 0) done();
+    };
+    showBanner("");
+    showBanner(`${text}. `, el("span", { class: "retry" }, left_, button));
+    const timer = setInterval(tick, 1000);
+    tick();
+  });
+}
+
+const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+
+async function showRun(runId) {
+  document.getElementById("where").append(el("span", { class: "crumb" }, runId));
+  main.replaceChildren(el("p", { class: "absent" }, "Reading the run …"));
+  const path = runPath(runId);
+  let page = null;
+  for (;;) {
+    let snapshot;
+    try {
+      const specs = page ? null : await insistently(() => api("/api/panels"));
+      snapshot = await insistently(() => api(path));
+      showBanner(snapshot.banner);
+      if (!page) {
+        page = new RunPage(runId, specs);
+        main.replaceChildren(page.root);
+        document.getElementById("tools").replaceChildren(page.tools);
+      }
+    } catch (error) {
+      showBanner("");
+      main.replaceChildren(
+        el("p", { class: "absent" }, `${capital(error.message)}. `, el("a", { href: "/" }, "All runs")),
+      );
+      return;
+    }
+    page.take(snapshot);
+    page.readSeries();
+    await updates(path, page);
+  }
+}
+
+/** Follows the server's events until the connection breaks. */
+function updates(path, page) {
+  return new Promise((resolve) => {
+    const source = new EventSource(`${path}/updates`);
+    source.addEventListener("snapshot", (event) => {
+      const snapshot = JSON.parse(event.data);
+      showBanner(snapshot.banner);
+      page.take(snapshot);
+    });
+    source.addEventListener("rows", () => page.readSeries());
+    source.addEventListener("error", () => {
+      source.close();
+      setTimeout(resolve, 500);
+    });
+  });
+}
+
+async function showIndex() {
+  document.title = "Runs · Stagecoach";
+  const table = new PagedTable(
+    "All runs",
+    [
+      {
+        label: "run",
+        left: true,
+        value: (row) => row.run_id,
+        node: (row) => el("a", { href: `/runs/${encodeURIComponent(row.run_id)}` }, row.run_id),
+      },
+      {
+        label: "state",
+        left: true,
+        value: (row) => row.state,
+        node: (row) => el("span", { class: "state", "data-state": row.state }, row.state),
+      },
+      { label: "env steps", value: (row) => row.env_steps, text: whole },
+      { label: "best return", value: (row) => row.best, text: figure },
+      { label: "why", left: true, value: (row) => row.reason, text: (value) => value || "–" },
+    ],
+    { filter: "Find a run", empty: "No runs yet; start one: stagecoach train cartpole" },
+  );
+  main.replaceChildren(el("div", { class: "index" }, el("h1", {}, "Runs"), table.root));
+  for (;;) {
+    const rows = await insistently(() => api("/api/runs"));
+    showBanner("");
+    table.set(rows.toReversed());
+    await new Promise((resolve) => setTimeout(resolve, INDEX_MILLISECONDS));
+  }
+}
+
+startTheme();
+const run = /^\/runs\/([^/]+)\/?$/.exec(location.pathname);
+if (run) showRun(decodeURIComponent(run[1]));
+else showIndex();

@@ -1,0 +1,622 @@
+// The panels of a run's page, each made from its line of /api/panels: `update(run)` draws what the run now knows.
+
+import { Chart } from "./charts.js";
+import {
+  api,
+  bytes,
+  clock,
+  compact,
+  el,
+  figure,
+  percent,
+  prose,
+  runPath,
+  seconds,
+  setText,
+  svg,
+  whole,
+} from "./dom.js";
+import { PagedTable } from "./tables.js";
+
+const FORMATS = { bytes, share: percent };
+const COUNTED = ["workers", "fragments", "versions"];
+const WORK = [1, 6, 3, 8];
+const WAITS = [2, 5, 4, 7];
+
+/** A frame with title, note and body; `wants` are the metrics that it draws, as [stream, name or name*]. */
+class Panel {
+  constructor(spec) {
+    this.spec = spec;
+    this.title = el("h3", { id: `title-${spec.id}` }, spec.title);
+    this.tools = el("div", { class: "tools" });
+    this.note = el("p", { class: "note", hidden: !spec.note }, ...prose(spec.note));
+    this.absent = el("p", { class: "absent", hidden: true }, ...prose(spec.absent));
+    this.body = el("div", { class: "body" });
+    const unit =
+      spec.unit && spec.unit !== "share" && spec.unit !== spec.title.toLowerCase()
+        ? el("span", { class: "unit" }, spec.unit)
+        : null;
+    const head = el("header", {}, this.title, unit, this.tools);
+    const attributes = {
+      class: `panel kind-${spec.kind}`,
+      id: `panel-${spec.id}`,
+      "aria-labelledby": `title-${spec.id}`,
+    };
+    this.root = el("section", attributes, head, this.note, this.absent, this.body);
+    this.wants = spec.lines.flatMap((line) =>
+      [line.metric, ...(line.band || [])].map((name) => [this.stream(line), name]),
+    );
+  }
+
+  stream(line) {
+    return line.stream || this.spec.stream;
+  }
+
+  update() {}
+
+  close() {}
+
+  /** Shows the body, or in its place why there is none. */
+  showBody(there) {
+    this.body.hidden = !there;
+    this.absent.hidden = there;
+    this.note.hidden = !there || !this.spec.note;
+  }
+
+  /** Lines as charts take them, of those that the run has rows of. */
+  lines(run) {
+    return this.spec.lines.flatMap((line, index) => {
+      const series = run.series[this.stream(line)]?.[line.metric];
+      if (!series?.mean.length) return [];
+      const [low, high] = (line.band || []).map((name) => run.series[this.stream(line)][name]);
+      const named = low &&
+        high && { ...low, low: low.mean, high: high.mean, names: ["10th percentile", "90th percentile"] };
+      const reduced = series.low.some((value, at) => value !== series.high[at]);
+      const band = named || (reduced ? { ...series, names: ["least", "most"] } : null);
+      return [{ label: line.label, hue: index + 1, series, band }];
+    });
+  }
+}
+
+/** A panel with one chart, or one for each line, and the table behind them. */
+class ChartPanel extends Panel {
+  constructor(spec) {
+    super(spec);
+    this.format = FORMATS[spec.unit] || figure;
+    this.charts = new Map();
+    this.plots = el("div", { class: spec.kind === "multiples" ? "multiples" : "single" });
+    this.tableHost = el("div", { hidden: true });
+    this.button = el(
+      "button",
+      { type: "button", class: "quiet", "aria-pressed": "false", "aria-label": `${spec.title} as a table` },
+      "Table",
+    );
+    this.button.addEventListener("click", () => this.turn());
+    this.tools.append(this.button);
+    this.body.append(this.plots, this.tableHost);
+  }
+
+  turn() {
+    const asTable = this.tableHost.hidden;
+    this.tableHost.hidden = !asTable;
+    this.plots.hidden = asTable;
+    this.button.setAttribute("aria-pressed", String(asTable));
+    setText(this.button, asTable ? "Chart" : "Table");
+    if (this.run) this.update(this.run);
+  }
+
+  update(run) {
+    this.run = run;
+    const lines = this.lines(run);
+    this.showBody(lines.length > 0);
+    this.button.hidden = !lines.length;
+    if (!lines.length) return;
+    const bound = this.bound(run);
+    if (this.spec.kind === "multiples")
+      for (const line of lines) this.chart(line.label, { legend: false }).draw([{ ...line, hue: 1 }], run.axis);
+    else this.chart(this.spec.title, { stacked: this.spec.kind === "shares" }).draw(lines, run.axis, bound);
+    if (!this.tableHost.hidden) this.drawTable(run);
+  }
+
+  bound(run) {
+    const value = this.spec.bound && run.bound(this.spec.bound);
+    return typeof value === "number" ? { value, label: `bound ${this.format(value)}` } : null;
+  }
+
+  chart(label, options) {
+    if (!this.charts.has(label)) {
+      const chart = new Chart({ label, format: this.format, wholeTicks: COUNTED.includes(this.spec.unit), ...options });
+      const single = this.spec.kind !== "multiples";
+      this.plots.append(single ? chart.root : el("figure", {}, el("figcaption", {}, label, chart.value), chart.root));
+      this.charts.set(label, chart);
+    }
+    return this.charts.get(label);
+  }
+
+  drawTable(run) {
+    const tables = [...this.charts.values()].map((chart) => chart.table());
+    const heads = tables.flatMap((table) => table.heads);
+    const rows = tables.length === 1 ? tables[0].rows : mergedRows(tables);
+    const x = {
+      label: run.axis === "time" ? "time" : "env steps",
+      left: run.axis === "time",
+      value: (row) => row[0],
+      text: run.axis === "time" ? clock : whole,
+    };
+    const key = JSON.stringify([heads, run.axis]);
+    if (key !== this.tableKey) {
+      const values = heads.map((label, index) => ({ label, value: (row) => row[index + 1], text: this.format }));
+      this.table = new PagedTable(this.spec.title, [x, ...values]);
+      this.tableHost.replaceChildren(this.table.root);
+      this.tableKey = key;
+    }
+    this.table.set(rows);
+  }
+
+  close() {
+    for (const chart of this.charts.values()) chart.close();
+  }
+}
+
+/** Tables of several charts as one: a row for each x. */
+function mergedRows(tables) {
+  const found = new Map();
+  let before = 0;
+  const width = tables.reduce((sum, table) => sum + table.heads.length, 0);
+  for (const { heads, rows } of tables) {
+    for (const [x, ...values] of rows) {
+      const row = found.get(x) || [x, ...new Array(width).fill(null)];
+      values.forEach((value, index) => (row[1 + before + index] = value));
+      found.set(x, row);
+    }
+    before += heads.length;
+  }
+  return [...found.values()].sort((one, other) => other[0] - one[0]);
+}
+
+class ReturnPanel extends ChartPanel {
+  lines(run) {
+    const x = run.axis === "time" ? "time/unix_seconds" : "time/env_steps"; // the newest have no time until they are recorded
+    const found = run.snapshot.evaluations.filter(
+      (row) => row["eval/ep_rew_mean"] !== undefined && row[x] !== undefined,
+    );
+    if (!found.length) return super.lines(run);
+    const rows = found.toSorted((one, other) => one["time/env_steps"] - other["time/env_steps"]);
+    const column = (name) => rows.map((row) => row[name] ?? null);
+    const series = {
+      env_steps: column("time/env_steps"),
+      unix_seconds: column("time/unix_seconds"),
+      mean: column("eval/ep_rew_mean"),
+    };
+    const best = rows.find((row) => row.label === run.snapshot.state.best);
+    const marked = best && {
+      env_steps: best["time/env_steps"],
+      unix_seconds: best["time/unix_seconds"],
+      value: best["eval/ep_rew_mean"],
+    };
+    return [...super.lines(run), { label: "evaluations", hue: 2, series, dots: true, best: marked }];
+  }
+}
+
+/** What a role waits for in warm colors from below, its work in cool ones above; small stages are one. */
+class SharesPanel extends ChartPanel {
+  lines(run) {
+    const prefix = this.spec.lines[0].metric.slice(0, -1);
+    const all = Object.entries(run.series[this.spec.stream] || {}).filter(([name]) => name.startsWith(prefix));
+    const stages = all.map(([name, series]) => ({
+      stage: name.slice(prefix.length),
+      series,
+      weight: mean(series.mean),
+    }));
+    stages.sort((one, other) => (one.stage === "other") - (other.stage === "other") || other.weight - one.weight);
+    const waits = stages.filter(({ stage }) => stage.startsWith("wait("));
+    const work = stages.filter(({ stage }) => !stage.startsWith("wait("));
+    return [...few(waits, WAITS, "other waits"), ...few(work, WORK, "other work")];
+  }
+}
+
+function few(stages, hues, rest) {
+  const large = stages.filter(({ weight, stage }) => weight >= 0.01 && stage !== "other").length;
+  const shown = large === stages.length && large <= hues.length ? large : Math.min(large, hues.length - 1);
+  const lines = stages.slice(0, shown).map(({ stage, series }, index) => {
+    const wait = /^wait\((.*)\)$/.exec(stage);
+    return { label: wait ? `waits: ${wait[1]}` : stage, hue: hues[index], series };
+  });
+  if (shown < stages.length)
+    lines.push({ label: rest, hue: hues.at(-1), series: sum(stages.slice(shown).map(({ series }) => series)) });
+  return lines;
+}
+
+const mean = (values) => values.reduce((total, value) => total + value, 0) / values.length;
+
+function sum(parts) {
+  const rows = new Map();
+  for (const part of parts) {
+    part.unix_seconds.forEach((time, at) => {
+      const row = rows.get(time) || { time, steps: part.env_steps[at], value: 0 };
+      row.value += part.mean[at];
+      rows.set(time, row);
+    });
+  }
+  const sorted = [...rows.values()].sort((one, other) => one.time - other.time);
+  return {
+    env_steps: sorted.map((row) => row.steps),
+    unix_seconds: sorted.map((row) => row.time),
+    mean: sorted.map((row) => row.value),
+  };
+}
+
+class FleetPanel extends ChartPanel {
+  constructor(spec) {
+    super(spec);
+    this.speeds = new Map();
+    this.tiles = el("dl", { class: "tiles" });
+    this.processes = new PagedTable(
+      "Processes of the run",
+      [
+        { label: "process", left: true, value: (row) => row.name },
+        { label: "env steps/s", value: (row) => row.speed, text: compact },
+        { label: "heartbeat", value: (row) => row.beat.age_seconds, text: seconds },
+        { label: "restarts", value: (row) => row.beat.progress.incarnation ?? null },
+        { label: "version", value: (row) => row.beat.progress.version ?? null },
+        { label: "does", left: true, value: (row) => row.does },
+        { label: "host", left: true, value: (row) => row.beat.host },
+      ],
+      { filter: "Find a process", empty: "The run is not live: it has no processes." },
+    );
+    this.root.insertBefore(this.tiles, this.absent);
+    this.root.append(this.processes.root);
+  }
+
+  update(run) {
+    super.update(run);
+    const rows = run.snapshot.state.roles.map((beat) => ({
+      beat,
+      name: nameOf(beat),
+      speed: this.speed(beat),
+      does: doing(beat),
+    }));
+    this.processes.set(rows);
+    this.tiles.hidden = !rows.length;
+    const workers = rows.filter(({ beat }) => beat.role === "worker" && beat.alive);
+    const known = workers.filter(({ speed }) => speed !== null);
+    const slowest = least(known, (row) => row.speed);
+    const silent = least(workers, (row) => -row.beat.age_seconds);
+    const restarts = workers.reduce((total, { beat }) => total + (beat.progress.incarnation || 0), 0);
+    drawTiles(this.tiles, [
+      ["workers alive", `${workers.length} of ${run.snapshot.state.desired_workers ?? "–"}`],
+      ["mean worker", known.length ? `${compact(mean(known.map((row) => row.speed)))} /s` : "–"],
+      ["slowest worker", slowest ? `${compact(slowest.speed)} /s` : "–", slowest?.name],
+      ["oldest heartbeat", silent ? seconds(silent.beat.age_seconds) : "–", silent?.name],
+      ["restarts", String(restarts)],
+    ]);
+  }
+
+  /** Env steps per second of one process, smoothed over its last heartbeats. */
+  speed(beat) {
+    const done = beat.progress.transitions;
+    if (done === undefined) return null;
+    const [key, at] = [`${beat.role}:${beat.id}:${beat.process}`, Number(beat.stamp)];
+    const before = this.speeds.get(key) || { at, done, speed: null };
+    const passed = at - before.at;
+    if (passed <= 0.5) {
+      this.speeds.set(key, before);
+      return before.speed;
+    }
+    const now = (done - before.done) / passed;
+    const speed = before.speed === null ? now : 0.7 * before.speed + 0.3 * now;
+    this.speeds.set(key, { at, done, speed });
+    return speed;
+  }
+}
+
+const nameOf = (beat) => (beat.id.startsWith(beat.role) || !beat.id ? beat.id || beat.role : `${beat.role} ${beat.id}`);
+
+function least(rows, value) {
+  return rows.reduce((found, row) => (found === null || value(row) < value(found) ? row : found), null);
+}
+
+function doing(beat) {
+  if (beat.ended) return `ended: ${beat.ended}`;
+  if (!beat.alive) return "silent";
+  const wait = beat.waiting_for
+    ? `waits for ${beat.waiting_for}, ${seconds(beat.waiting_seconds)}`
+    : beat.progress.phase || "at work";
+  return beat.last_error ? `${wait}: ${beat.last_error}` : wait;
+}
+
+/** Pairs of name and value, with what the value belongs to. */
+export function drawTiles(host, tiles) {
+  while (host.children.length < tiles.length) host.append(el("div", {}, el("dt"), el("dd"), el("small")));
+  tiles.forEach(([name, value, of = ""], index) => {
+    const [term, data, small] = host.children[index].children;
+    setText(term, name);
+    setText(data, value);
+    setText(small, of || "");
+  });
+}
+
+class AutoscalerPanel extends ChartPanel {
+  constructor(spec) {
+    super(spec);
+    this.mode = el("p", { class: "mode" });
+    this.why = el("ol", { class: "why" });
+    this.root.append(this.mode, this.why);
+  }
+
+  update(run) {
+    super.update(run);
+    const { scaling, desired_workers: wanted } = run.snapshot.state;
+    setText(this.mode, scaling.mode ? scalingInWords(scaling, wanted) : "The run is not live: nothing scales it.");
+    const steps = run.snapshot.events
+      .filter(({ kind }) => kind === "scaling")
+      .slice(-5)
+      .reverse();
+    const lines = steps.map(({ time, text }) => el("li", {}, el("time", {}, clock(time)), text));
+    this.why.replaceChildren(...(lines.length ? lines : [el("li", {}, "The fleet was never scaled.")]));
+  }
+}
+
+function scalingInWords({ mode, min, max, capacity }, wanted) {
+  const room = capacity ? ` The cluster has room for ${capacity.now}.` : "";
+  if (mode !== "auto") return `Fixed at ${wanted}.${room}`;
+  return `Automatically between ${min} and ${max ?? "as many as there is room for"}; ${wanted} now.${room}`;
+}
+
+const LANES = [
+  ["checkpoints", ["checkpoint", "export"], 3],
+  ["evaluations", ["evaluation"], 2],
+  ["crash, resume, preemption", ["trainer", "worker", "rank", "evaluator", "environment", "coordinator", "dropped"], 4],
+  ["services", ["service", "store", "outage", "metrics"], 5],
+  ["scaling", ["scaling"], 1],
+  ["state and promotion", ["state", "promotion"], 6],
+  ["notes", ["note"], 8],
+];
+
+class TimelinePanel extends Panel {
+  constructor(spec, run) {
+    super(spec);
+    this.wants = [["train", "time/env_steps"]];
+    this.lanes = el("div", { class: "lanes" });
+    this.checkpoints = new PagedTable(
+      "Kept checkpoints",
+      [
+        { label: "checkpoint", left: true, value: (row) => row.name },
+        { label: "evaluation", value: (row) => row.evaluation?.mean_return ?? null, text: figure },
+        { label: "size", value: (row) => row.bytes, text: bytes },
+        { label: "made", value: (row) => row.created, text: clock },
+        {
+          label: "marks",
+          left: true,
+          value: (row) => `${row.name} ${row.marks}`,
+          node: (row) => el("span", {}, ...row.marks.map((mark) => el("span", { class: `mark ${mark}` }, mark))),
+        },
+        { label: "", value: (row) => `${row.name} ${row.marks}`, node: (row) => promoteButton(row, run) },
+      ],
+      { empty: "No checkpoint is kept yet.", sortBy: 3, descending: true },
+    );
+    this.events = new PagedTable(
+      "Events",
+      [
+        { label: "time", left: true, value: (row) => row.time, text: clock },
+        { label: "kind", left: true, value: (row) => row.kind },
+        { label: "what", left: true, wrap: true, value: (row) => row.text },
+      ],
+      { filter: "Find an event", empty: "No event is recorded yet." },
+    );
+    const halves = el(
+      "div",
+      { class: "halves" },
+      el("div", {}, el("h4", {}, "Kept checkpoints"), this.checkpoints.root),
+      el("div", {}, el("h4", {}, "Events"), this.events.root),
+    );
+    this.body.append(this.lanes, halves);
+  }
+
+  update(run) {
+    const { events, checkpoints } = run.snapshot;
+    this.checkpoints.set(checkpoints || []);
+    this.events.set(events.toReversed());
+    this.lanes.replaceChildren(...drawLanes(run, events));
+  }
+}
+
+function promoteButton(row, run) {
+  const promoted = row.marks.includes("promoted");
+  const attributes = {
+    type: "button",
+    class: "quiet",
+    disabled: promoted,
+    "aria-label": `Promote ${row.name}`,
+    onclick: () => run.promote(row.name),
+  };
+  return el("button", attributes, promoted ? "promoted" : "Promote");
+}
+
+/** A row of marks for each kind of event that there is, over the same x as the charts. */
+function drawLanes(run, events) {
+  const placed = events.map((event) => ({ ...event, x: run.axis === "time" ? event.time : run.stepsAt(event.time) }));
+  const known = placed.filter(({ x }) => x !== null);
+  if (!known.length)
+    return [
+      el(
+        "p",
+        { class: "absent" },
+        events.length ? "No row tells yet at which step events were." : "No event is recorded yet.",
+      ),
+    ];
+  const xs = known.map(({ x }) => x);
+  const [first, last] = [Math.min(...xs, run.axis === "time" ? Infinity : 0), Math.max(...xs)];
+  const percentOf = (x) => 1 + (98 * (x - first)) / (last - first || 1);
+  const rows = LANES.map(([name, kinds, hue]) => [name, known.filter(({ kind }) => kinds.includes(kind)), hue]).filter(
+    ([, found]) => found.length,
+  );
+  const lanes = rows.map(([name, found, hue]) => {
+    const marks = found.map(({ x, time, text }) => {
+      const mark = svg("circle", { cx: `${percentOf(x)}%`, cy: "50%", r: 4.5 }, svg("title"));
+      mark.firstChild.textContent = `${clock(time)}: ${text}`;
+      return mark;
+    });
+    const drawing = svg(
+      "svg",
+      { role: "img", "aria-label": `${name}: ${found.length}`, class: `hue-${hue}` },
+      svg("line", { x1: "0", x2: "100%", y1: "50%", y2: "50%" }),
+      ...marks,
+    );
+    return el(
+      "div",
+      { class: "lane" },
+      el("span", {}, name),
+      drawing,
+      el("span", { class: "count" }, whole(found.length)),
+    );
+  });
+  const say = run.axis === "time" ? clock : (steps) => `${compact(steps)} steps`;
+  return [
+    ...lanes,
+    el(
+      "div",
+      { class: "lane ends" },
+      el("span"),
+      el("div", {}, el("span", {}, say(first)), el("span", {}, say(last))),
+      el("span"),
+    ),
+  ];
+}
+
+class LedgerPanel extends Panel {
+  constructor(spec) {
+    super(spec);
+    this.sentence = el("p", { class: "sentence" });
+    const part = (name) => ({ label: name.replace("_", " "), value: (row) => transitions(row[name]), text: whole });
+    this.table = new PagedTable("Ledger by worker, in env steps", [
+      { label: "worker", left: true, value: (row) => row.name },
+      part("produced"),
+      part("consumed"),
+      part("dropped"),
+      part("in_flight"),
+      { label: "balances", value: (row) => (row.balances ? "✓" : "✗") },
+    ]);
+    this.body.append(this.sentence, this.table.root);
+  }
+
+  update(run) {
+    const rows = Object.entries(run.snapshot.state.ledger).map(([name, line]) => ({ name, ...line }));
+    this.showBody(rows.length > 0);
+    const total = rows.find(({ name }) => name === "total");
+    if (!total) return;
+    const parts = ["consumed", "dropped", "in_flight"].map(
+      (name) => `${whole(transitions(total[name]))} ${name.replace("_", " ")}`,
+    );
+    setText(
+      this.sentence,
+      `${whole(transitions(total.produced))} env steps produced = ${parts.join(" + ")}: ${total.balances ? "it balances" : "it does NOT balance"}`,
+    );
+    this.sentence.classList.toggle("bad", !total.balances);
+    this.table.set(rows);
+  }
+}
+
+/** Counts of a ledger's entry; dropped ones are given by reason. */
+function transitions(entry) {
+  if (!entry) return 0;
+  if (typeof entry.transitions === "number") return entry.transitions;
+  return Object.values(entry).reduce((total, one) => total + (one?.transitions ?? 0), 0);
+}
+
+class ConfigPanel extends Panel {
+  constructor(spec, run) {
+    super(spec);
+    this.other = el(
+      "select",
+      { "aria-label": "Compare with another run" },
+      el("option", { value: "" }, "Compare with …"),
+    );
+    this.other.addEventListener("change", () => this.compare(run));
+    this.other.addEventListener("focus", () => this.offer(run));
+    this.tools.append(this.other);
+    this.table = new PagedTable("Config", this.columns(), { filter: "Find a field" });
+    this.body.append(this.table.root);
+  }
+
+  columns() {
+    const value = (name) => (row) =>
+      row[name] === null ? "none" : typeof row[name] === "string" ? row[name] : JSON.stringify(row[name]);
+    const mine = [
+      { label: "field", left: true, wrap: true, value: (row) => row.field },
+      { label: "value", left: true, wrap: true, value: value("mine") },
+    ];
+    return this.against ? [...mine, { label: this.against, left: true, wrap: true, value: value("theirs") }] : mine;
+  }
+
+  async offer(run) {
+    if (this.offered) return;
+    this.offered = true;
+    const others = (await api("/api/runs").catch(() => [])).filter((row) => row.run_id !== run.runId);
+    this.other.append(...others.map(({ run_id: name }) => el("option", { value: name }, name)));
+  }
+
+  async compare(run) {
+    this.against = this.other.value;
+    const data = await run.readConfig(this.against).catch(() => null);
+    if (data === null) return;
+    const empty = this.against ? `Its config is that of ${this.against}.` : "Nothing yet.";
+    this.table = new PagedTable("Config", this.columns(), { filter: "Find a field", empty });
+    this.body.replaceChildren(this.table.root);
+    const differing = Object.entries(data.differences).map(([field, [mine, theirs]]) => ({ field, mine, theirs }));
+    this.table.set(this.against ? differing : entries(data.config));
+  }
+
+  update(run) {
+    if (run.config && run.config !== this.shown && !this.against) {
+      this.shown = run.config;
+      this.table.set(entries(run.config));
+    }
+  }
+}
+
+const entries = (config) => Object.entries(config).map(([field, mine]) => ({ field, mine }));
+
+class VideoPanel extends Panel {
+  constructor(spec, run) {
+    super(spec);
+    this.showBody(false);
+    this.load(run);
+  }
+
+  async load(run) {
+    const path = `${runPath(run.runId)}/videos`;
+    const found = await api(path).catch(() => []);
+    const name = found.map((item) => item.name ?? item).at(-1);
+    if (!name) return;
+    const source = `${path}/${encodeURIComponent(name)}`;
+    this.body.append(
+      el("video", { src: source, controls: true, muted: true, loop: true, preload: "metadata", "aria-label": name }),
+      el("p", { class: "note" }, name),
+    );
+    this.showBody(true);
+  }
+}
+
+class EmptyPanel extends Panel {
+  constructor(spec) {
+    super(spec);
+    this.showBody(false);
+  }
+}
+
+const KINDS = {
+  lines: ChartPanel,
+  multiples: ChartPanel,
+  shares: SharesPanel,
+  return: ReturnPanel,
+  fleet: FleetPanel,
+  autoscaler: AutoscalerPanel,
+  timeline: TimelinePanel,
+  ledger: LedgerPanel,
+  config: ConfigPanel,
+  video: VideoPanel,
+  empty: EmptyPanel,
+};
+
+export const makePanel = (spec, run) => new (KINDS[spec.kind] || EmptyPanel)(spec, run);

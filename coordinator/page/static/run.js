@@ -1,0 +1,296 @@
+// A run's page: what is known of the run, kept up to date by server-sent events, its panels, and the orders to it.
+
+import { onZoom, zoomTo } from "./charts.js";
+import { ask } from "./dialog.js";
+import { api, compact, el, figure, runPath, setText, tell, whole } from "./dom.js";
+import { drawTiles, makePanel } from "./panels.js";
+
+const ALWAYS = [
+  ["train", "time/env_steps"],
+  ["train", "rollout/ep_rew_mean"],
+  ["train", "time/fps"],
+];
+const SERIES_MILLISECONDS = 3000;
+const GROUPS = ["Learning", "Throughput", "Fleet", "Records"];
+
+export class RunPage {
+  constructor(runId, specs) {
+    Object.assign(this, { runId, snapshot: null, series: { train: {}, fleet: {} }, config: null });
+    this.axis = new URLSearchParams(location.search).get("x") === "time" ? "time" : "steps";
+    this.visible = new Set();
+    this.complete = false;
+    this.seriesAt = -Infinity;
+    this.panels = specs.map((spec) => makePanel(spec, this));
+    this.watch = new IntersectionObserver((seen) => this.scrolled(seen), { rootMargin: "300px" });
+    this.draw();
+    onZoom((range) => (this.whole.hidden = range === null));
+    this.readConfig()
+      .then(
+        (data) => (this.config = data.config),
+        () => {},
+      )
+      .then(() => this.update());
+  }
+
+  draw() {
+    this.state = el("span", { class: "state" });
+    this.reason = el("p", { class: "reason" });
+    this.tiles = el("dl", { class: "tiles summary" });
+    this.whole = el(
+      "button",
+      { type: "button", class: "quiet", hidden: true, onclick: () => zoomTo(null) },
+      "Whole run",
+    );
+    const order = (label, action, kind = "") =>
+      el("button", { type: "button", class: kind, onclick: () => action.call(this) }, label);
+    this.orders = [
+      order("Checkpoint", this.checkpoint),
+      order("Scale …", this.scale),
+      order("Note …", this.note),
+      order("Stop …", this.stop, "danger"),
+    ];
+    this.promoteOrder = order("Promote …", () => this.promote());
+    const [checkpoint, scale, note, stop] = this.orders;
+    const orders = el(
+      "div",
+      { class: "orders", role: "group", "aria-label": "Orders to the run" },
+      checkpoint,
+      this.promoteOrder,
+      scale,
+      note,
+      stop,
+    );
+    const head = el("div", { class: "head" }, el("h1", {}, this.runId), this.state, orders);
+    const groups = GROUPS.map((name) => {
+      const own = this.panels.filter((panel) => panel.spec.group === name).map((panel) => panel.root);
+      return el(
+        "section",
+        { class: "group", "aria-label": name },
+        el("h2", { id: name.toLowerCase() }, name),
+        el("div", { class: "panels" }, ...own),
+      );
+    });
+    this.root = el("div", { class: "run" }, head, this.reason, this.tiles, ...groups);
+    this.tools = el("span", {}, this.whole, this.axisSwitch());
+    for (const panel of this.panels) this.watch.observe(panel.root);
+  }
+
+  axisSwitch() {
+    const button = (axis, label) => {
+      const choose = () => {
+        this.axis = axis;
+        history.replaceState(null, "", axis === "time" ? "?x=time" : location.pathname);
+        for (const child of group.children) child.setAttribute("aria-pressed", String(child === made));
+        zoomTo(null);
+        this.update();
+      };
+      const made = el("button", { type: "button", "aria-pressed": String(this.axis === axis), onclick: choose }, label);
+      return made;
+    };
+    const group = el(
+      "span",
+      { class: "switch", role: "group", "aria-label": "Horizontal axis" },
+      button("steps", "Env steps"),
+      button("time", "Time"),
+    );
+    return group;
+  }
+
+  close() {
+    this.closed = true;
+    this.watch.disconnect();
+    clearTimeout(this.timer);
+    for (const panel of this.panels) panel.close();
+    zoomTo(null);
+  }
+
+  scrolled(seen) {
+    for (const { target, isIntersecting } of seen) {
+      const panel = this.panels.find(({ root }) => root === target);
+      if (isIntersecting) this.visible.add(panel);
+      else this.visible.delete(panel);
+    }
+    this.update();
+    if (this.missing().length) this.readSeries();
+  }
+
+  take(snapshot) {
+    const first = this.snapshot === null;
+    this.snapshot = snapshot;
+    this.drawHead();
+    this.update();
+    if (first) this.readSeries();
+  }
+
+  update() {
+    if (this.snapshot === null) return;
+    for (const panel of this.visible) panel.update(this);
+  }
+
+  drawHead() {
+    const { state, evaluations } = this.snapshot;
+    document.title = `${this.runId} · ${state.state} · ${compact(state.env_steps)} steps`;
+    setText(this.state, state.state);
+    this.state.dataset.state = state.state;
+    setText(this.reason, state.live ? `Waits for ${state.bottleneck}` : this.snapshot.reason);
+    for (const button of this.orders) button.disabled = !state.live;
+    this.promoteOrder.disabled = !this.snapshot.checkpoints?.length;
+    const best = evaluations.find((row) => row.label === state.best);
+    const newest = state.metrics || {};
+    const last = (name) => newest[name] ?? this.series.train[name]?.mean.at(-1);
+    drawTiles(this.tiles, [
+      ["env steps", whole(state.env_steps)],
+      ["updates", whole(state.updates)],
+      ["episodes", whole(state.episodes)],
+      ["policy version", whole(state.version)],
+      ["return", figure(last("rollout/ep_rew_mean")), "training"],
+      ["best evaluation", figure(best?.["eval/ep_rew_mean"]), best && `at ${compact(best["time/env_steps"])} steps`],
+      ["trained", `${compact(last("time/fps"))} /s`, "env steps"],
+    ]);
+  }
+
+  /** Metrics of the panels in sight, by stream; only such as the run has. */
+  wanted(panels = this.visible) {
+    const wanted = { train: new Set(), fleet: new Set() };
+    for (const [stream, name] of [...ALWAYS, ...[...panels].flatMap((panel) => panel.wants)]) {
+      const there = this.snapshot?.metrics[stream] || [];
+      const found = name.endsWith("*")
+        ? there.filter((each) => each.startsWith(name.slice(0, -1)))
+        : there.filter((each) => each === name);
+      for (const each of found) wanted[stream].add(each);
+    }
+    return wanted;
+  }
+
+  missing() {
+    return Object.entries(this.wanted()).flatMap(([stream, names]) =>
+      [...names].filter((name) => !this.series[stream][name]),
+    );
+  }
+
+  /** Reads curves anew, at most every three seconds, and more seldom where that takes long; at once where some are missing. */
+  readSeries() {
+    clearTimeout(this.timer);
+    if (this.closed) return;
+    const due = this.missing().length
+      ? 0
+      : this.seriesAt + Math.max(SERIES_MILLISECONDS, 5 * (this.took || 0)) - performance.now();
+    this.timer = setTimeout(() => this.readNow(), Math.max(due, 0));
+  }
+
+  async readNow() {
+    if (this.reading) {
+      this.again = true;
+      return;
+    }
+    this.reading = true;
+    const begun = performance.now();
+    try {
+      await this.readOf(this.visible);
+      if (!this.complete) await this.readOf(this.panels); // those out of sight once, so that there is something when they come
+      this.complete = true;
+    } catch (error) {
+      if (error.status) tell(`curves: ${error.message}`, true);
+    }
+    this.seriesAt = performance.now();
+    this.took = this.seriesAt - begun;
+    this.reading = false;
+    if (this.again) {
+      this.again = false;
+      this.readSeries();
+    }
+  }
+
+  async readOf(panels) {
+    for (const [stream, names] of Object.entries(this.wanted(panels))) {
+      if (!names.size) continue;
+      const query = new URLSearchParams([["stream", stream], ...[...names].map((name) => ["metric", name])]);
+      Object.assign(this.series[stream], await api(`${runPath(this.runId)}/series?${query}`));
+    }
+    for (const panel of panels) panel.update(this);
+    this.drawHead();
+  }
+
+  readConfig(against = "") {
+    return api(`${runPath(this.runId)}/config${against ? `?against=${encodeURIComponent(against)}` : ""}`);
+  }
+
+  /** A number of the status (`flow.max_policy_lag`); of a run that has ended, the config's. */
+  bound(path) {
+    const found = path.split(".").reduce((data, name) => data?.[name], this.snapshot.state);
+    return found ?? this.config?.[CONFIGURED[path]];
+  }
+
+  /** Env steps that were trained by a time: by the rows between which it is; null without rows. */
+  stepsAt(unixSeconds) {
+    const { unix_seconds: times = [], env_steps: steps } = this.series.train["time/env_steps"] || {};
+    if (!times.length) return null;
+    const next = times.findIndex((time) => time >= unixSeconds);
+    if (next < 0) return steps.at(-1);
+    if (next === 0) return steps[0];
+    const share = (unixSeconds - times[next - 1]) / (times[next] - times[next - 1]);
+    return steps[next - 1] + share * (steps[next] - steps[next - 1]);
+  }
+
+  // Orders
+
+  async order(verb, body = {}) {
+    try {
+      tell((await api(`${runPath(this.runId)}/${verb}`, body)).done);
+    } catch (error) {
+      tell(error.message, true);
+    }
+  }
+
+  checkpoint() {
+    return this.order("checkpoint");
+  }
+
+  async stop() {
+    const text = `${this.runId} takes a last checkpoint and ends. It can be resumed.`;
+    if (await ask("Stop the run?", [], { text, yes: "Stop", danger: true })) await this.order("stop");
+  }
+
+  async note() {
+    const found = await ask("Note", [{ name: "text", label: "A line for the run's events", required: true }], {
+      yes: "Write",
+    });
+    if (found) await this.order("note", { text: found.text });
+  }
+
+  async promote(name) {
+    const names = (this.snapshot.checkpoints || []).map((entry) => entry.name).reverse();
+    const fields = name
+      ? []
+      : [{ name: "checkpoint", label: "Checkpoint", options: names, value: this.snapshot.state.best }];
+    const text = `${name ? `${name} is` : "It is"} marked for deployment: it is never pruned, and load_policy takes it first.`;
+    const found = await ask("Promote a checkpoint", fields, { text, yes: "Promote" });
+    if (found) await this.order("promote", { checkpoint: name || found.checkpoint });
+  }
+
+  async scale() {
+    const { desired_workers: wanted, scaling } = this.snapshot.state;
+    const fields = [
+      {
+        name: "mode",
+        label: "Workers",
+        options: ["fixed number", "automatic"],
+        value: scaling.mode === "auto" ? "automatic" : "fixed number",
+      },
+      { name: "workers", label: "Number, where fixed", type: "number", value: wanted },
+      { name: "min", label: "At least, where automatic", type: "number", value: scaling.min },
+      { name: "max", label: "At most, where automatic", type: "number", value: scaling.max },
+    ];
+    const found = await ask("Scale the fleet", fields, { yes: "Scale" });
+    if (!found) return;
+    const bounds = Object.fromEntries(
+      ["min", "max"].filter((name) => found[name]).map((name) => [name, Number(found[name])]),
+    );
+    await this.order(
+      "scale",
+      found.mode === "automatic" ? { auto: true, ...bounds } : { workers: Number(found.workers) },
+    );
+  }
+}
+
+const CONFIGURED = { "flow.max_policy_lag": "rollout.max_policy_lag", "log.max_bytes": "redis.max_log_bytes" };

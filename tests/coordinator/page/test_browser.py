@@ -1,0 +1,256 @@
+"""The page in headless Chromium: what people see of runs that live and that have ended, and do with a keyboard."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from coordinator.page.server import serve
+from coordinator.page.view import RunView
+from coordinator.run import Run
+from shared.experience.spaces import Array
+from shared.protocol.heartbeat import Wait, poll
+from shared.storage.metric_log import ENV_STEPS, TRAIN, UNIX_TIME, VERSION, Rows, Segment, encode
+from shared.storage.object_store import FileStore
+from tests.conftest import minimal_config
+from tests.support.speed import stretched
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+CHROMIUM = shutil.which("chromium")
+TOKEN = "a-token-of-24-characters"
+FLAGS = (
+    "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update",
+    "--disable-sync",
+)  # fmt: skip
+AWAY = "does not answer"
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium, which .ci/run installs"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    api = pytest.importorskip("playwright.sync_api", reason="needs playwright, of the extra dev")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        yield browser
+        browser.close()
+
+
+class Visitor:
+    """A browser's tab that has the token, and keeps what its console says."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.said: list[str] = []
+        page.set_default_timeout(1000 * stretched(15))
+        page.on("console", lambda message: self.said.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: self.said.append(f"error: {error}"))
+
+    def enter(self, url: str, path: str = "/") -> Page:
+        self.page.goto(f"{url}/?token={TOKEN}")
+        self.page.goto(f"{url}{path}")
+        return self.page
+
+    @property
+    def env_steps(self) -> int:
+        return int(self.page.locator(".summary dd").first.inner_text().replace(",", ""))
+
+
+@pytest.fixture
+def visitor(browser: Browser) -> Iterator[Visitor]:
+    """Its console must stay empty but for what the browser itself says of a server that is away."""
+    with contextlib.closing(browser.new_context(color_scheme="dark")) as context:
+        visitor = Visitor(context.new_page())
+        yield visitor
+    assert [line for line in visitor.said if "ERR_" not in line] == []
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A run at work, `live`, in a thread of this process."""
+    config = minimal_config(
+        runs_dir=str(tmp_path_factory.mktemp("live") / "runs"), stop_at={"updates": 10**6}, evaluation={"episodes": 2},
+        rollout={"workers": 1, "fragment_steps": 8, "fragments_per_update": 4}, checkpoint={"every": "100 updates"},
+    )  # fmt: skip
+    run = Run.start(config, "live", inline=True)
+    yield run
+    run.abandon()
+    poll(Wait("the run to end", stretched(60)), lambda: run.ended)
+
+
+@pytest.fixture
+def ended(ended_run: Run, tmp_path: Path) -> Path:
+    """A folder of runs with an ended one, `a`."""
+    shutil.copytree(ended_run.folder.path, tmp_path / "runs" / "a")
+    return tmp_path / "runs"
+
+
+def soon(what: str, done: Callable[[], Any]) -> None:
+    poll(Wait(what, stretched(60)), lambda: bool(done()), 0.1)
+
+
+def test_the_page_of_a_live_run_updates(live: Run, visitor: Visitor) -> None:
+    with serve(live.config.runs_dir, TOKEN) as url:
+        page = visitor.enter(url, "/runs/live")
+        page.locator("#panel-return canvas").wait_for()
+        page.locator(".state", has_text="running").wait_for()
+        before = visitor.env_steps
+        soon("more env steps on the page", lambda: visitor.env_steps > before)
+        page.locator("#panel-fleet tbody tr", has_text="worker-0").wait_for()
+        text = "<img src=x onerror=alert(1)> is text"
+        page.get_by_role("button", name="Note …").click()
+        page.get_by_role("dialog").get_by_label("A line for the run's events").fill(text)
+        page.keyboard.press("Enter")
+        page.locator("#panel-timeline").scroll_into_view_if_needed()
+        page.locator("#panel-timeline td", has_text=text).wait_for()
+        page.get_by_role("button", name="Stop …").click()
+        page.get_by_role("dialog").get_by_text("Cancel").click()
+        page.get_by_role("button", name="Scale …").click()
+        page.keyboard.press("Escape")
+        assert page.get_by_role("dialog").count() == 0
+        assert live.live
+
+
+def test_it_shows_a_banner_while_its_server_is_away_and_goes_on(live: Run, visitor: Visitor) -> None:
+    with serve(live.config.runs_dir, TOKEN) as url:
+        page = visitor.enter(url, "/runs/live")
+        page.locator("#panel-return canvas").wait_for()
+    page.locator("#banner", has_text=AWAY).wait_for()
+    before = visitor.env_steps
+    with serve(live.config.runs_dir, TOKEN, port=int(url.rpartition(":")[2])):
+        page.get_by_role("button", name="Try now").click()
+        page.locator("#banner").wait_for(state="hidden")
+        soon("more env steps on the page", lambda: visitor.env_steps > before)
+        page.locator("#panel-return canvas").wait_for()
+
+
+def test_an_ended_run_is_shown_from_the_store_alone(ended: Path, visitor: Visitor) -> None:
+    with serve(ended, TOKEN) as url:
+        page = visitor.enter(url)
+        page.get_by_role("link", name="a", exact=True).click()
+        page.locator(".state", has_text="finished").wait_for()
+        for panel in ("return", "stability", "lag"):
+            page.locator(f"#panel-{panel}").scroll_into_view_if_needed()
+            page.locator(f"#panel-{panel} canvas").first.wait_for()
+        page.locator("#panel-config").scroll_into_view_if_needed()
+        for panel in ("success", "video", "league", "curriculum"):
+            page.locator(f"#panel-{panel} .absent").wait_for()
+        page.locator("#panel-timeline .mark.best").wait_for()
+        page.locator("#panel-ledger .sentence", has_text="it balances").wait_for()
+        page.locator("#panel-config td", has_text="CartPole-v1").wait_for()
+        assert page.get_by_role("button", name="Stop …").is_disabled()
+        page.get_by_role("button", name="Promote …").click()
+        page.get_by_role("dialog").get_by_role("button", name="Promote", exact=True).click()
+        page.locator("#panel-timeline .mark.promoted").wait_for()
+
+
+def test_everything_is_reached_by_keyboard_and_each_chart_has_a_table(ended: Path, visitor: Visitor) -> None:
+    with serve(ended, TOKEN) as url:
+        page = visitor.enter(url, "/runs/a")
+        page.locator("#panel-return canvas").wait_for()
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        assert page.evaluate("document.activeElement.id") == "main"
+        table = page.get_by_role("button", name="Return as a table")
+        table.press("Enter")
+        row = page.locator("#panel-return tbody tr").first
+        row.wait_for()
+        assert row.locator("td").count() == 5  # env steps, return, two percentiles, evaluation
+        assert page.locator("#panel-return canvas").is_hidden()
+        table.press("Enter")
+        chart = page.locator("#panel-return .plot")
+        newest = chart.get_attribute("aria-label")
+        chart.press("ArrowLeft")
+        assert "newest" in str(newest)
+        soon("the cursor to move", lambda: "env steps" in str(chart.get_attribute("aria-label")))
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+        page.locator("#theme").press("Enter")
+        assert page.evaluate("document.documentElement.dataset.theme") == "light"
+        page.get_by_role("button", name="Time", exact=True).press("Enter")
+        assert page.url.endswith("?x=time")
+        reached = page.evaluate(
+            "[...document.querySelectorAll('button, input, select, a[href]')].every((one) => one.tabIndex === 0)"
+        )
+        assert reached
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 820, 1440])
+def test_nothing_is_wider_than_the_screen(ended: Path, visitor: Visitor, width: int, theme: Any) -> None:
+    with serve(ended, TOKEN) as url:
+        visitor.page.set_viewport_size({"width": width, "height": 800})
+        visitor.page.emulate_media(color_scheme=theme)
+        for path in ("/", "/runs/a"):
+            page = visitor.enter(url, path)
+            page.locator("table").first.wait_for()
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_run_that_is_none_and_a_page_without_its_token(ended: Path, visitor: Visitor) -> None:
+    with serve(ended, TOKEN) as url:
+        page = visitor.enter(url, "/runs/none")
+        page.get_by_text("All runs").wait_for()
+        assert "none" in page.locator("main").inner_text()
+        visitor.page.context.clear_cookies()
+        assert page.goto(url).status == 401  # type: ignore[union-attr]
+    visitor.said.clear()  # the browser itself tells of 404 and 401
+
+
+def test_a_million_rows_are_reduced_before_they_are_sent(ended: Path, visitor: Visitor) -> None:
+    rows, parts = 1_000_000, 20
+    store = FileStore(next((ended / "a" / "s3").glob("*/a")))
+    for part in range(parts):
+        first = part * rows // parts
+        numbers: Array = np.arange(first, first + rows // parts, dtype=np.float64)
+        columns = {ENV_STEPS: numbers, VERSION: numbers, UNIX_TIME: 1e9 + numbers, "rollout/ep_rew_mean": numbers % 500}
+        segment = Segment(1000, 10**6, 10**6, first, first + len(numbers) - 1)
+        store.put(segment.key(TRAIN), encode("a", TRAIN, Rows(columns, [""] * len(numbers))))
+    with serve(ended, TOKEN) as url:
+        page = visitor.enter(url, "/runs/a")
+        page.locator("#panel-return canvas").wait_for()
+        page.get_by_role("button", name="Return as a table").click()
+        count = page.locator("#panel-return .pages .count").inner_text()
+        shown = int(count.rpartition(" ")[2].replace(",", ""))
+        assert 500 < shown <= 2100, count
+        assert page.locator("#panel-return tbody tr").count() <= 50
+
+
+def test_a_thousand_workers_are_a_page_of_rows(ended: Path, visitor: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = RunView.snapshot
+
+    def with_workers(view: RunView) -> dict[str, Any]:
+        found = snapshot(view)
+        beats = [_beat(index) for index in range(1000)] if found["state"] else []
+        return found | {"state": {**found["state"], "live": True, "roles": beats}}
+
+    monkeypatch.setattr(RunView, "snapshot", with_workers)
+    with serve(ended, TOKEN) as url:
+        page = visitor.enter(url, "/runs/a")
+        fleet = page.locator("#panel-fleet")
+        fleet.scroll_into_view_if_needed()
+        fleet.get_by_text("1–50 of 1,000").wait_for()
+        assert fleet.locator("tbody tr").count() == 50
+        fleet.get_by_role("button", name="restarts").click()
+        fleet.locator("tbody tr").first.get_by_text("worker-999", exact=True).wait_for()
+        fleet.get_by_role("searchbox").fill("worker-77")
+        fleet.get_by_text("worker-777", exact=True).wait_for()
+        assert fleet.locator("tbody tr").count() == 11
+
+
+def _beat(index: int) -> dict[str, Any]:
+    return {
+        "role": "worker", "id": f"worker-{index}", "stamp": "1.000000", "age_seconds": 0.5, "alive": True,
+        "host": "host", "ended": None, "waiting_for": None, "waiting_seconds": 0.0, "last_error": None,
+        "process": "1", "progress": {"transitions": 0, "incarnation": index, "version": 1},
+    }  # fmt: skip
