@@ -149,8 +149,9 @@ class Curves:
 
     def _from_store(self, store: MetricStore) -> None:
         self._read_store_at = time.monotonic()
+        began = self._position[0]
         for position, rows in read(store, self._stream, self._position):
-            if self._position[0] not in (0, position[0]):  # an older trainer's rows may be void now
+            if began not in (0, position[0]):  # an older trainer's rows may be void now
                 self._begin()
                 self._from_store(store)
                 return
