@@ -19,6 +19,7 @@ from coordinator.cli.live_view import LiveView, print_status, print_summary
 from coordinator.cli.options import Exit, PrintableConsole, console
 from coordinator.cli.page import page_beside
 from coordinator.cli.profile_and_bench import show_profile
+from coordinator.lifecycle.supervisor import Outcome
 from coordinator.run import Run
 from shared.errors import StagecoachError, UserError
 from shared.printable import complain, printable
@@ -62,10 +63,10 @@ def in_one_process(inline: bool) -> Iterator[None]:
 def supervise(
     begin: Callable[..., Run], background: bool = False, detach: bool = False, where: str = "", page: bool = False
 ) -> None:
-    """Starts (or resumes) a run, shows it until it ends (with `page` in a browser, too), and turns signals into a clean
-    end.
+    """Starts (or resumes) a run, shows it until it ends, and turns signals into a clean end.
 
-    With `detach` it only sees the run begin, which then continues without this process.
+    With `page` browsers see it meanwhile. With `detach` it only sees the run begin, which then continues without this
+    process.
     """
     received: list[int] = []
     roles_start = there = asked = False
@@ -132,6 +133,11 @@ def supervise(
     with page_beside(run) if page else contextlib.nullcontext():
         view.show(ended)
         outcome = run.wait()
+    _conclude(run, outcome)
+
+
+def _conclude(run: Run, outcome: Outcome) -> None:
+    """Prints how it ended; raises `Exit` for a run that was abandoned or has failed."""
     print_summary(run, outcome, console)
     if run.config.metrics.profile:
         with contextlib.suppress(UserError):  # of one that never began

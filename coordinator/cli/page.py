@@ -33,7 +33,7 @@ app = typer.Typer()
 
 @app.command(epilog=example("stagecoach page my-run"))
 def page(
-    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help=PLACE, autocompletion=run_ids)] = None,
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help=PLACE, autocompletion=run_ids)] = None,
     runs_dir: RunsDir = RUNS,
     host: Annotated[
         str, typer.Option(help="The address to listen at; others than this machine's need TLS before it.")

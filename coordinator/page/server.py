@@ -193,12 +193,13 @@ class _Page:
     async def _events(self, watched: Watched) -> AsyncIterator[str]:
         """Until the client leaves, which cancels this, or the server ends."""
         snapshot, rows = "", dict[str, int]()
+        await run_in_threadpool(watched.wait)
         while not self._views.closed.is_set():
             changes = ""
             if watched.snapshot != snapshot:
                 snapshot = watched.snapshot
                 changes += f"event: snapshot\ndata: {snapshot}\n\n"
-            if watched.rows != rows:
+            if snapshot and watched.rows != rows:
                 rows = watched.rows
                 changes += f"event: rows\ndata: {json.dumps(rows)}\n\n"
             yield changes or ": nothing new\n\n"

@@ -72,7 +72,7 @@ def test_a_run_that_exists_is_not_overwritten(stagecoach: Stagecoach, tmp_path: 
     assert finished(tmp_path)["reason"] == "exhausted"
 
 
-CHECKPOINTS = ["list", "verify", "show", "prune", "promote", "export"]
+CHECKPOINTS = ["list", "save", "verify", "show", "prune", "promote", "export"]
 
 
 COMMANDS = ["status", "watch", "scale", "stop", "resume", "checkpoints", "evaluate"]

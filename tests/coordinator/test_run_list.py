@@ -17,9 +17,9 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator.catalog.run_files import RunStatus
+from coordinator.catalog.run_list import list_runs, row_from_servers
 from coordinator.cli import foreground
 from coordinator.cli.app import app
-from coordinator.catalog.run_list import list_runs, row_from_servers
 from coordinator.run import Run
 from shared.errors import RunLive
 from shared.protocol.keys import RunKeys

@@ -1,4 +1,4 @@
-"""The page's server as a browser, `curl` and the command line see it: who may enter, every route, and orders that act."""
+"""The page's server as a browser and the command line see it: who may enter, every route, and orders that act."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import json
 import re
 import shutil
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -263,7 +265,7 @@ def test_videos_are_those_in_the_runs_folder(page: Visitor, runs_dir: Path) -> N
         ("/api/runs/aa", 404, ("no run 'aa'", "did you mean a?")),
         ("/api/runs/aa/updates", 404, ("no run 'aa'",)),
         ("/api/runs/aa/videos", 404, ("no run 'aa'",)),
-        ("/api/runs/..", 404, ()),
+        ("/api/runs/..", 400, ("run id",)),
         ("/api/runs/a/series?metric=train/aprox_kl", 400, ("no metric 'train/aprox_kl' in train", "train/approx_kl")),
         ("/api/runs/a/series?metric=nothing*", 400, ("no metric 'nothing*'",)),
         ("/api/runs/a/series?stream=river&metric=x", 400, ("no stream 'river'; there are train, fleet",)),
@@ -319,7 +321,7 @@ def test_orders_act_on_a_run_at_work(live: Run, live_page: Visitor) -> None:
         ("scale", {"workers": 3, "auto": True}, "say how many"),
         ("scale", {}, "say how many"),
         ("scale", {"auto": True, "min": 3, "max": 2}, "--min 3 is more than --max 2"),
-        ("scale", [3], "valid dictionary"),
+        ("scale", [3], "should be an object"),
         ("note", {"text": " "}, "a note needs text"),
         ("note", {}, "text: Field required"),
         ("note", {"text": "a" * 2001}, "at most 2000 characters"),
@@ -405,6 +407,17 @@ def test_a_store_that_goes_away_is_a_banner_and_what_was_known_stays(
             proxy.heal()
             soon("the banner's end", lambda: visitor.ask(path).json["banner"] == "")
             assert "promoted" in visitor.order(run.run_id, "promote", {"checkpoint": "latest"}).json["done"]
+
+
+def test_prometheus_gets_the_views_of_live_runs(live_page: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exposition(views: Sequence[RunView]) -> bytes:
+        return " ".join(f"{view.run.run_id} {view.state['state']}" for view in views).encode()
+
+    name = "coordinator.page.prometheus"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(exposition=exposition))
+    assert live_page.ask("/metrics").body == b"live running"
+    monkeypatch.setitem(sys.modules, name, None)
+    live_page.ask("/metrics").refused(404, "no metrics for Prometheus")
 
 
 def test_a_view_that_fails_says_so_and_is_read_again(page: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:
