@@ -161,7 +161,7 @@ export class Chart {
     this.lines.forEach((line, index) => {
       const stroke = this.tints[index];
       const show = this.stacked || !this.hidden.has(line.label);
-      const points = { show: line.dots ? true : undefined, size: 5, stroke, fill: stroke };
+      const points = { show: line.dots ? true : undefined, size: line.series.mean.length > 60 ? 3.5 : 5, stroke, fill: stroke };
       const dash = line.dashed ? [4, 4] : undefined;
       const paths = line.dots ? () => null : undefined;
       series.push({
