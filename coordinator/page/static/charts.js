@@ -213,8 +213,9 @@ export class Chart {
       ctx.stroke();
       ctx.font = `${11 * ratio}px system-ui, sans-serif`;
       ctx.textAlign = "right";
-      ctx.textBaseline = y - plot.bbox.top > 16 * ratio ? "bottom" : "top";
-      ctx.fillText(this.bound.label, plot.bbox.left + plot.bbox.width - 4 * ratio, y);
+      const above = y - plot.bbox.top > 16 * ratio;
+      ctx.textBaseline = above ? "bottom" : "top";
+      ctx.fillText(this.bound.label, plot.bbox.left + plot.bbox.width - 4 * ratio, y + (above ? -3 : 4) * ratio);
     }
     for (const line of this.lines.filter((each) => each.best && !this.hidden.has(each.label))) {
       const x = plot.valToPos(this.xs(line.best), "x", true);
