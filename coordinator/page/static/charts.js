@@ -161,7 +161,7 @@ export class Chart {
     this.lines.forEach((line, index) => {
       const stroke = this.tints[index];
       const show = this.stacked || !this.hidden.has(line.label);
-      const points = { show: line.dots ? true : undefined, size: 5, stroke, fill: stroke };
+      const points = { show: line.dots ? true : undefined, size: line.series.mean.length > 60 ? 3.5 : 5, stroke, fill: stroke };
       const dash = line.dashed ? [4, 4] : undefined;
       const paths = line.dots ? () => null : undefined;
       series.push({
@@ -213,8 +213,9 @@ export class Chart {
       ctx.stroke();
       ctx.font = `${11 * ratio}px system-ui, sans-serif`;
       ctx.textAlign = "right";
-      ctx.textBaseline = y - plot.bbox.top > 16 * ratio ? "bottom" : "top";
-      ctx.fillText(this.bound.label, plot.bbox.left + plot.bbox.width - 4 * ratio, y);
+      const above = y - plot.bbox.top > 16 * ratio;
+      ctx.textBaseline = above ? "bottom" : "top";
+      ctx.fillText(this.bound.label, plot.bbox.left + plot.bbox.width - 4 * ratio, y + (above ? -3 : 4) * ratio);
     }
     for (const line of this.lines.filter((each) => each.best && !this.hidden.has(each.label))) {
       const x = plot.valToPos(this.xs(line.best), "x", true);

@@ -211,7 +211,7 @@ class SharesPanel extends ChartPanel {
     stages.sort((one, other) => (one.stage === "other") - (other.stage === "other") || other.weight - one.weight);
     const waits = stages.filter(({ stage }) => stage.startsWith("wait("));
     const work = stages.filter(({ stage }) => !stage.startsWith("wait("));
-    return [...few(waits, WAITS, "other waits"), ...few(work, WORK, "other work")];
+    return [...few(waits, WAITS, "other waits"), ...few(work, WORK, "other")];
   }
 }
 

@@ -32,8 +32,8 @@ export class PagedTable {
       this.page = 0;
       this.draw();
     };
-    const button = el("button", { type: "button", onclick: sort }, column.label);
-    return el("th", { scope: "col", class: PagedTable.side(column) }, column.node ? column.label : button);
+    const button = column.label ? el("button", { type: "button", onclick: sort }, column.label) : null;
+    return el("th", { scope: "col", class: PagedTable.side(column) }, button);
   }
 
   finder(label) {
