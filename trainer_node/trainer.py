@@ -17,6 +17,7 @@ from shared.printable import counted
 from shared.protocol.events import read_evaluations
 from shared.protocol.flow_control import FlowState, RunState
 from shared.protocol.heartbeat import poll, read_heartbeats, retry_until_deadline
+from shared.protocol.policy_board import Published
 from shared.protocol.quarantine import naming_entries
 from shared.runtime.failure import EndReason
 from shared.storage.metric_log import EPISODES, TRAIN
@@ -130,10 +131,13 @@ class Trainer:
         self.recovery.accounting.published(published.reply)
         self._tell()
         with self._stages.during("checkpoint"):
-            self.state.writer.raise_failure()
-            if self.schedule.checkpoint_due(self.learner.counters, published.log_bytes):
-                self.state.checkpoint()
+            self._checkpoint_if_due(published)
         return StepResult.UPDATED
+
+    def _checkpoint_if_due(self, published: Published) -> None:
+        self.state.writer.raise_failure()
+        if self.schedule.checkpoint_due(self.learner.counters, published.log_bytes):
+            self.state.checkpoint()
 
     def _record(self, fragments: list[Fragment], metrics: dict[str, float]) -> None:
         """The metrics of one update; nothing of it raises into training."""
@@ -158,9 +162,8 @@ class Trainer:
             self.recovery.redis_came_back()
         ordered, self._orders = flow.checkpoint_orders > self._orders, flow.checkpoint_orders
         full = flow.memory_full or self.schedule.log_half_full(flow.log_bytes)
-        if (
-            full or ordered
-        ) and self.state.parent.version < self.version:  # else nothing could continue: what is learned fills it
+        new = self.state.parent.version < self.version  # else what is learned fills the log, and nothing could continue
+        if (full or ordered) and new:
             self.state.checkpoint()
         return flow
 

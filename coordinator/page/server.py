@@ -29,10 +29,11 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from coordinator.catalog.run_comparison import config_fields, differences
 from coordinator.page.access import LOOPBACK, Gate, refusal
 from coordinator.page.panels import PANELS
 from coordinator.page.prometheus import exposition
-from coordinator.page.view import RunView, differences, jsonable, panels
+from coordinator.page.view import jsonable, panels
 from coordinator.page.watched import Views, Watched
 from coordinator.run import Run
 from shared.errors import (
@@ -184,7 +185,7 @@ class _Page:
         return JSONResponse(jsonable({"config": mine, "differences": found}))
 
     def _config_of(self, run_id: str) -> dict[str, Any]:
-        return RunView(self._views.attach(run_id)).config()
+        return config_fields(self._views.attach(run_id))
 
     async def updates(self, request: Request) -> Response:
         watched = await run_in_threadpool(self._views.of, request.path_params["run_id"])

@@ -16,7 +16,6 @@ from coordinator.catalog.run_metrics import Curves, Recorded
 from coordinator.page.panels import PANELS
 from coordinator.page.totals import Totals
 from coordinator.run import Run
-from shared.config.section import leaves
 from shared.errors import RedisUnavailable, StagecoachError, StoreError, StoreUnavailable
 from shared.protocol.events import read_evaluations
 from shared.runtime.failure import reason_in_words
@@ -95,10 +94,6 @@ class RunView:
             if found == name or (name.endswith("*") and found.startswith(name[:-1]))
         ]
         return {name: bins[name].as_lists() for name in wanted}
-
-    def config(self) -> dict[str, Any]:
-        """Dotted field → value."""
-        return leaves(self.run.config.model_dump(mode="json"))
 
 
 def panels() -> list[dict[str, Any]]:

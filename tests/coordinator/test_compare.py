@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ def test_configs_differ_in_what_one_lacks_as_well() -> None:
 
 
 def test_seeds_of_one_config_are_a_group(ended_run: Run, tmp_path: Path) -> None:
-    made = {"b": {"seed": 2}, "c": {"algorithm.learning_rate": 0.1}, "d": {"seed": 3}}
+    made: dict[str, dict[str, Any]] = {"b": {"seed": 2}, "c": {"algorithm.learning_rate": 0.1}, "d": {"seed": 3}}
     runs = copies(ended_run, tmp_path / "runs", made)
     assert [[run.run_id for run in group] for group in groups_by_seed(runs)] == [["b", "d"], ["c"]]
 

@@ -30,7 +30,7 @@ NASTY = "failed: closing [/red] tag in obs[key] and [bold]"
 
 def status(reason: str) -> Status:
     """An ended run's."""
-    return Status("a", RunStatus.FINISHED, reason, False, 3, 64, 3, 2, None, "nobody")
+    return Status("a", RunStatus.FINISHED, reason, False, 3, 64, 3, 2, bottleneck="nobody")
 
 
 def run(tmp_path: Path) -> Run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,15 +55,20 @@ def test_a_run_is_a_line_and_its_evaluations_are_dots(
     (place,) = drawn[0].axes
     (line,), (evaluated,) = lines(place), dots(place)
     assert line.get_label() == "a"
-    np.testing.assert_allclose(line.get_xydata(), rows(ended_run, "train", "rollout/ep_rew_mean"))
-    np.testing.assert_allclose(evaluated.get_xydata(), rows(ended_run, "evaluations", "eval/ep_rew_mean"))
+    np.testing.assert_allclose(np.asarray(line.get_xydata()), np.array(rows(ended_run, "train", "rollout/ep_rew_mean")))
+    scores = np.array(rows(ended_run, "evaluations", "eval/ep_rew_mean"))
+    np.testing.assert_allclose(np.asarray(evaluated.get_xydata()), scores)
     assert (place.get_xlabel(), place.get_ylabel()) == ("env steps", "rollout/ep_rew_mean")
 
 
 def test_of_seeds_mean_and_interval_are_drawn_and_other_runs_stay_apart(
     ended_run: Run, tmp_path: Path, stagecoach: Stagecoach, drawn: list[Figure]
 ) -> None:
-    made = {"x-seed-1": {"seed": 1}, "x-seed-2": {"seed": 2}, "other": {"algorithm.learning_rate": 0.1}}
+    made: dict[str, dict[str, Any]] = {
+        "x-seed-1": {"seed": 1},
+        "x-seed-2": {"seed": 2},
+        "other": {"algorithm.learning_rate": 0.1},
+    }
     first, second, _ = copies(ended_run, tmp_path / "runs", made)
     extended(second)
     stagecoach("plot", "x-seed-1", "x-seed-2", "other", "--metric", "train/loss").ok()
@@ -77,7 +83,7 @@ def test_of_seeds_mean_and_interval_are_drawn_and_other_runs_stay_apart(
     expected, half = interval(both)
     assert np.asarray(mean.get_ydata())[-1] == pytest.approx(expected)
     (band,) = place.collections
-    end = band.get_paths()[0].vertices
+    end = np.asarray(band.get_paths()[0].vertices)
     top = end[np.isclose(end[:, 0], steps[-1])][:, 1].max()
     assert top == pytest.approx(expected + half)
     assert {"other"} <= labels.keys() and len(lines(place)) == 4, "two thin ones, their mean, the other run"
@@ -101,7 +107,7 @@ def test_time_and_updates_are_axes_and_several_metrics_are_charts(
     stagecoach("plot", "a", *runs, "--metric", "train/loss", "--x", "time").ok()
     over_updates, lengths = drawn[0].axes
     updates = ended_run.status().updates
-    np.testing.assert_allclose(lines(over_updates)[0].get_xdata(), np.arange(1, updates + 1))
+    np.testing.assert_allclose(np.asarray(lines(over_updates)[0].get_xdata()), np.arange(1, updates + 1))
     assert len(np.asarray(lines(lengths)[0].get_xdata())) == len(ended_run.checkpoints())
     hours = np.asarray(lines(drawn[1].axes[0])[0].get_xdata())
     assert hours[0] == 0.0 and 0 < hours[-1] < 1

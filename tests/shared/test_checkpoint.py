@@ -362,8 +362,8 @@ def test_a_file_beside_the_checkpoints_that_cannot_be_read_is_named_and_they_sta
         POINTER: (checkpoints.load_latest, r"\.checkpoint of run the-run cannot be read; .* may be intact"),
     }
     for key, (read, said) in reads.items():
-        for content in (b"", b"\xff\xfe", b"{", b"[]", b'{"latest": "1_Step-64.ckpt"}')[: 4 if key == ".ready" else 5]:
-            checkpoints.store.put(key, content)
+        for damaged in (b"", b"\xff\xfe", b"{", b"[]", b'{"latest": "1_Step-64.ckpt"}')[: 4 if key == ".ready" else 5]:
+            checkpoints.store.put(key, damaged)
             before = listing(checkpoints.store)
             with pytest.raises(CheckpointDamaged, match=said):
                 read()

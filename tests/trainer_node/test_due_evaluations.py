@@ -256,7 +256,8 @@ def test_nothing_learned_depends_on_evaluations_metrics_and_writers(new_game: Ne
     expected = plain.finish()
     metrics = {"every": "3 updates", "episodes": True, "writers": ["csv", "jsonl", "tensorboard"]}
     (tmp_path / "run").mkdir()
-    for sections in ({"metrics": metrics}, {}, {"metrics": {"writers": []}}):
+    each: tuple[dict[str, Any], ...] = ({"metrics": metrics}, {}, {"metrics": {"writers": []}})
+    for sections in each:
         evaluation = {"episodes": 1, "every": "1 updates", "final_wait_seconds": 0}
         game = new_game(due(evaluation=evaluation, **sections))
         game.trainer.incarnation.run_folder = str(tmp_path / "run")

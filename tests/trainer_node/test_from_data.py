@@ -172,7 +172,7 @@ def score(new_game: NewGame, path: Path, algorithm: dict[str, Any], updates: int
     game = new_game(config)
     game.finish()
     found = evaluate_policies(config, game.role.description(), game.trainer.learner.policies, 0, 8)
-    return float(scores_of(found)["mean_return"])
+    return float(scores_of(config, found)["mean_return"])
 
 
 def test_bc_comes_to_play_what_was_recorded(new_game: NewGame, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class ObservedRun:
             try:
                 return live_status(client, self.run_id)
             except RunNotFound:
-                return Status(self.run_id, RunStatus.UNKNOWN, "", False, -1, 0, 0, 0, None, "")
+                return Status(self.run_id, RunStatus.UNKNOWN, bottleneck="")
 
     def epoch(self) -> int:
         """Of the trainer that may write."""
