@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import redis
 
+from shared.errors import MetricsDamaged
 from shared.experience.spaces import Array
+from shared.printable import left_out
 from shared.protocol.events import read_evaluations
 from shared.protocol.metric_tail import TailRow, read_rows
 from shared.storage.metric_log import ENV_STEPS, EVALUATIONS, TRAIN, UNIX_TIME, MetricStore, Rows, read, segments
@@ -66,6 +68,10 @@ def _behind(tail: list[TailRow], position: tuple[int, int]) -> list[TailRow]:
     """Those after a row, of its trainer: a newer one's wait until the store tells which rows they made void."""
     epoch = position[0] or min((item.epoch for item in tail), default=0)
     return [item for item in tail if item.epoch == epoch and (item.epoch, item.number) > position]
+
+
+def _leave_out(error: MetricsDamaged) -> None:
+    left_out("a segment of the metrics", error)
 
 
 def _finite(row: Mapping[str, float | None]) -> dict[str, float]:
@@ -170,7 +176,7 @@ class Curves:
 
     def _from_store(self, store: MetricStore) -> None:
         self._read_store_at, (known, _) = time.monotonic(), self._position
-        for position, rows in read(store, self._stream, self._position):
+        for position, rows in read(store, self._stream, self._position, damaged=_leave_out):
             if known not in (0, position[0]):  # an older trainer's rows may be void now
                 self._begin()
                 self._from_store(store)
@@ -191,6 +197,6 @@ class Recorded:
         """Raises what the store raises."""
         if time.monotonic() - self._read_at >= _STORE_SECONDS:
             self._read_at = time.monotonic()
-            for position, rows in read(store, self._stream, self._position):
+            for position, rows in read(store, self._stream, self._position, damaged=_leave_out):
                 self._position = position
                 self.rows += rows.named()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,10 +28,12 @@ TEST_ENV_STEPS, TEST_EPISODES = "time/test_env_steps", "time/test_episodes"
 """Of an evaluation's row: what all evaluations through it have played."""
 FORMAT = 1
 _FOLDER = "metrics/"
-_NAME = re.compile(r"(\d+)_(-?\d+)_(\d+)_(\d+)_(\d+)")
+_NAME = re.compile(r"(\d+)_(-?\d+)_(\d+)_(\d+)_(-?\d+)")
 _MERGED = 8
 """So many segments of one size become one of the next: n rows are written about log8(n) times."""
 _LARGEST_ROWS = 1 << 16
+_VOIDED = (TRAIN, EPISODES)
+"""The streams of which a restart undoes what an older trainer wrote beyond its beginning."""
 _TRIES = 5
 
 
@@ -129,6 +131,10 @@ class MetricStream:
         self._pending: list[tuple[str, Mapping[str, float]]] = []
         self._lock = threading.Lock()
         self._segments: list[Segment] = []
+        self._unmerged = 0
+        """Segments before this one stay as they are: one of them cannot be read."""
+        self._marked = epoch <= 1
+        """Whether the store knows where this trainer began, so that what older ones wrote beyond is void."""
         self._appended = 0
 
     def append(self, row: Mapping[str, float], label: str = "") -> int:
@@ -152,10 +158,17 @@ class MetricStream:
             self._segments.append(self._put(Rows.of(rows), first))
             with self._lock:
                 del self._pending[: len(rows)]
+        elif not self._marked and self._stream in _VOIDED:
+            self._put(Rows({}, []), 0)
+        self._marked = True
         while (begin := self._to_merge()) is not None:
             parts = self._segments[begin:]
             keys = [part.key(self._stream) for part in parts]
-            merged = Rows.joined([decode(self._store.get(key), key) for key in keys])
+            try:
+                merged = Rows.joined([decode(self._store.get(key), key) for key in keys])
+            except (MetricsDamaged, ObjectMissing):
+                self._unmerged = len(self._segments)
+                return
             self._segments[begin:] = [self._put(merged, parts[0].first)]
             for key in keys:
                 self._store.delete(key)
@@ -167,7 +180,7 @@ class MetricStream:
 
     def _to_merge(self) -> int | None:
         """Where the last segments begin that are so many of nearly one size; None where they are not."""
-        last = self._segments[-_MERGED:]
+        last = self._segments[self._unmerged :][-_MERGED:]
         rows = sum(segment.rows for segment in last)
         if len(last) < _MERGED or rows > _LARGEST_ROWS or last[0].rows > 2 * _MERGED * last[-1].rows:
             return None
@@ -182,19 +195,24 @@ def segments(store: MetricStore, stream: str) -> list[Segment]:
 
 
 def read(
-    store: MetricStore, stream: str, after: tuple[int, int] = (0, -1), names: Sequence[str] | None = None
+    store: MetricStore,
+    stream: str,
+    after: tuple[int, int] = (0, -1),
+    names: Sequence[str] | None = None,
+    damaged: Callable[[MetricsDamaged], None] | None = None,
 ) -> Iterator[tuple[tuple[int, int], Rows]]:
     """The rows of a stream in their order, a segment in memory at a time, each with epoch and number of its last row.
 
     Args:
         after: begins behind this row of this epoch.
         names: only these metrics, and what orders the rows.
+        damaged: is told of segments that cannot be read, which are left out; without it they raise.
 
     Raises `MetricsDamaged`, or what the store raises.
     """
     for attempt in range(_TRIES):
         try:
-            for position, rows in _read(store, stream, after, names):
+            for position, rows in _read(store, stream, after, names, damaged):
                 after = position
                 yield position, rows
             return
@@ -204,7 +222,11 @@ def read(
 
 
 def _read(
-    store: MetricStore, stream: str, after: tuple[int, int], names: Sequence[str] | None
+    store: MetricStore,
+    stream: str,
+    after: tuple[int, int],
+    names: Sequence[str] | None,
+    damaged: Callable[[MetricsDamaged], None] | None,
 ) -> Iterator[tuple[tuple[int, int], Rows]]:
     found = segments(store, stream)
     epoch, covered = after
@@ -219,9 +241,15 @@ def _read(
             if _cut_off(segment, segments(store, stream)):
                 continue
             raise
-        rows = decode(blob, key)[max(0, covered + 1 - segment.first) :]
+        try:
+            rows = decode(blob, key)[max(0, covered + 1 - segment.first) :]
+        except MetricsDamaged as error:
+            if damaged is None:
+                raise
+            damaged(error)
+            continue
         covered = segment.last
-        if stream in (TRAIN, EPISODES):  # a score, and what has happened, stay, whatever was undone since
+        if stream in _VOIDED:  # a score, and what has happened, stay, whatever was undone since
             rows = _kept(rows, [later for later in found if later.epoch > epoch])
         if names is not None:
             rows = Rows({name: rows.columns[name] for name in names if name in rows.columns}, rows.labels)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shared.errors import MetricsDamaged, ObjectMissing, StoreError
+from shared.errors import MetricsDamaged, StoreError
 from shared.storage import metric_log
 from shared.storage.metric_log import (
     ENV_STEPS,
@@ -73,7 +73,7 @@ class Trainers:
         finally:
             self.store.fails_in = None
         self.written += self.pending
-        self.told, self.pending, self.durable = self.told or bool(rows), [], len(self.history)
+        self.told, self.pending, self.durable = True, [], len(self.history)
 
     def check(self) -> None:
         found = numbers(self.store, self.name)
@@ -158,13 +158,13 @@ def test_a_reader_goes_on_where_segments_are_merged_under_it() -> None:
     assert found == list(range(1, len(found) + 1)) and len(found) >= 20
 
 
-def test_a_segment_that_is_gone_for_good_is_an_error() -> None:
+def test_what_a_put_left_that_was_cut_off_is_no_segment() -> None:
+    """A folder without an object, as a file store may be left with by a crash."""
     trainers = Trainers(TRAIN)
     trainers.work(1, None, False)
     gone = MemoryStore()
     gone.folders = trainers.store.folders  # type: ignore[method-assign]
-    with pytest.raises(ObjectMissing):
-        numbers(gone, TRAIN)
+    assert numbers(gone, TRAIN) == []
 
 
 def test_reading_begins_behind_what_is_known() -> None:
@@ -235,6 +235,27 @@ def test_a_damaged_segment_is_an_error_that_names_it(monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     with pytest.raises(MetricsDamaged, match="format 2"):
         decode(blob, "key")
+
+
+def test_a_damaged_segment_is_left_out_by_who_asks_for_it_and_stops_no_trainer() -> None:
+    trainers = Trainers(TRAIN)
+    for _ in range(4):
+        trainers.work(1, None, False)
+    trainers.store.objects["metrics/train/1_0_0_1_1/rows.safetensors"] = b"garbage"
+    for _ in range(20):  # what would be merged with it, and what comes after
+        trainers.stream.append({VERSION: 9.0, ENV_STEPS: 90.0, "number": 9.0})
+        trainers.stream.write()
+    told: list[MetricsDamaged] = []
+    found = [row["number"] for _, rows in read(trainers.store, TRAIN, damaged=told.append) for _, row in rows.named()]
+    assert found == [1, 3, 4] + [9] * 20 and len(told) == 1
+
+
+def test_a_trainer_that_has_recorded_nothing_makes_void_what_was_undone() -> None:
+    trainers = Trainers(TRAIN)
+    trainers.work(4, None, False)
+    trainers.begin(2)
+    trainers.stream.write()
+    assert numbers(trainers.store, TRAIN) == [1, 2]
 
 
 def test_other_objects_beside_the_segments_are_left_alone() -> None:

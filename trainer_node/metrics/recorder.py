@@ -19,6 +19,7 @@ from typing import Any
 import redis
 
 from shared.config.run_config import Config
+from shared.errors import MetricsDamaged
 from shared.experience.log_entry import id_order
 from shared.printable import NAME_CHARACTERS, printable
 from shared.protocol.events import emit, read_events
@@ -110,7 +111,7 @@ class Recorder:
     def take_evaluations(self, evaluations: Mapping[str, Mapping[str, Any]]) -> set[str]:
         """Records what the evaluator has found since; returns all that have a score. Raises as the store does."""
         if self._evaluated is None:
-            known = [row for _, rows in read(self._store, EVALUATIONS) for row in rows.named()]
+            known = [row for _, rows in read(self._store, EVALUATIONS, damaged=self._damaged) for row in rows.named()]
             for name in (TEST_ENV_STEPS, TEST_EPISODES):
                 self._tested[name] = int(max((row.get(name, 0.0) for _, row in known), default=0.0))
             self._evaluated = {label for label, _ in known}
@@ -127,7 +128,7 @@ class Recorder:
         """Records what has happened since in the run; raises as the store does."""
         if self._event is None:
             self._event = (0, 0)
-            for _, rows in read(self._store, EVENTS):
+            for _, rows in read(self._store, EVENTS, damaged=self._damaged):
                 self._event = tuple(int(rows.columns[name][-1]) for name in EVENT_ID)
         for event in read_events(self._redis, self._run_id, "{}-{}".format(*self._event)):
             self._event = id_order(event.id)
@@ -242,6 +243,9 @@ class Recorder:
             yield
         except Exception as error:  # whatever it is, no metric is worth a run
             self._failed(writer, f"{type(error).__name__}: {error}")
+
+    def _damaged(self, error: MetricsDamaged) -> None:
+        self._failed("a segment of the metrics", f"it is left out: {error}")
 
     def _failed(self, writer: str, why: str) -> None:
         self.failures[writer] += 1
