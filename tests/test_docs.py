@@ -146,7 +146,7 @@ def test_the_yaml_that_users_copy_is_a_config() -> None:
     """Each block on its own, with what it leaves out."""
     pages = ("README.md", "docs/ENVIRONMENTS.md", "docs/METRICS.md", "docs/PYTHON.md", "docs/DEPLOY.md")
     blocks = [block for page in pages for block in re.findall(r"```yaml\n(.*?)```", text_of(page), re.DOTALL)]
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     for block in blocks:
         parse_config({"environment": {"id": "CartPole-v1"}, "stop_at": {"updates": 1}} | yaml.safe_load(block))
 

@@ -166,19 +166,12 @@ def train(
     if parallel is not None and seeds is None:
         raise UserError("--parallel says how many of --seeds train at a time; give those as well")
     if seeds is not None:
-        from coordinator.cli.seeds import parse_seeds, train_seeds
+        from coordinator.cli.seeds import command_of, parse_seeds, train_seeds
 
-        if detach:
-            raise UserError(
-                "--seeds and --detach: several runs are not detached at once; --parallel trains them at once"
-            )
-        given: dict[str, str | Path | bool | None] = {
-            "--or-resume": or_resume, "--force": force, "--inline": inline, "--address": address,
-            "--working-dir": working_dir,
-        }  # fmt: skip
-        command = ["train", str(config), *(part for change in sets for part in ("--set", change))]
-        for option, value in given.items():
-            command += [option] if value is True else [option, str(value)] if value else []
+        if page or detach:
+            raise UserError(f"--seeds and {'--page' if page else '--detach'}: several runs are not detached or served")
+        flags = {"--or-resume": or_resume, "--force": force, "--inline": inline}
+        command = command_of(config, sets, {**flags, "--address": address, "--working-dir": working_dir})
         train_seeds(name, parse_seeds(seeds, resolved.seed), command, parallel or 1, resolved.runs_dir)
         return
     if force:

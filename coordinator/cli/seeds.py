@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,6 +42,14 @@ def parse_seeds(text: str, first: int) -> list[int]:
     if len(set(seeds)) < len(seeds):
         raise UserError(f"--seeds {text}: each seed once")
     return seeds
+
+
+def command_of(config: Path, sets: Sequence[str], options: Mapping[str, str | Path | bool | None]) -> list[str]:
+    """Arguments of `stagecoach` that train this config so."""
+    command = ["train", str(config), *(part for change in sets for part in ("--set", change))]
+    for option, value in options.items():
+        command += [option] if value is True else [option, str(value)] if value else []
+    return command
 
 
 def train_seeds(name: str, seeds: Sequence[int], command: Sequence[str], parallel: int, runs_dir: Path) -> None:

@@ -97,7 +97,9 @@ def test_a_duration_reads_what_it_writes(amount: int, unit: Unit) -> None:
 def test_what_is_no_duration_is_refused_and_the_right_form_shown() -> None:
     others = ("10", "updates", "10 minutes", "-1 updates", "1.5 updates", "1e3 updates", "10updates", "", 10, None)
     for text in others:
-        expected = f"expected '<number> <env_steps|episodes|updates>' such as '10 updates', found {text!r}"
+        expected = (
+            f"expected '<number> <env_steps|episodes|updates|gradient_steps>' such as '10 updates', found {text!r}"
+        )
         with pytest.raises(ValueError, match=re.escape(expected)):
             parse_duration(text)
 

@@ -8,12 +8,10 @@ import json
 import re
 import shutil
 import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,7 +220,7 @@ def test_the_files_of_the_page(page: Visitor) -> None:
 def test_an_ended_run_is_told_from_its_store(page: Visitor, runs_dir: Path) -> None:
     shutil.copytree(runs_dir / "a", runs_dir / "broken")
     rows = {row["run_id"]: row for row in page.ask("/api/runs").json}
-    assert (rows["a"]["state"], rows["a"]["reason"]) == ("finished", "exhausted")
+    assert (rows["a"]["state"], rows["a"]["reason"]) == ("finished", "completed, it has reached stop_at")
     assert rows["broken"]["state"] == "unreadable", "one that was copied spoils no other"
     snapshot = page.ask("/api/runs/a").json
     assert (snapshot["run_id"], snapshot["banner"], snapshot["state"]["updates"]) == ("a", "", 4)
@@ -409,15 +407,9 @@ def test_a_store_that_goes_away_is_a_banner_and_what_was_known_stays(
             assert "promoted" in visitor.order(run.run_id, "promote", {"checkpoint": "latest"}).json["done"]
 
 
-def test_prometheus_gets_the_views_of_live_runs(live_page: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:
-    def exposition(views: Sequence[RunView]) -> bytes:
-        return " ".join(f"{view.run.run_id} {view.state['state']}" for view in views).encode()
-
-    name = "coordinator.page.prometheus"
-    monkeypatch.setitem(sys.modules, name, SimpleNamespace(exposition=exposition))
-    assert live_page.ask("/metrics").body == b"live running"
-    monkeypatch.setitem(sys.modules, name, None)
-    live_page.ask("/metrics").refused(404, "no metrics for Prometheus")
+def test_prometheus_gets_the_views_of_live_runs(live_page: Visitor) -> None:
+    text = live_page.ask("/metrics").body.decode()
+    assert re.search(r'stagecoach_run_info\{.*run="live",state="running"\} 1\.0', text)
 
 
 def test_a_view_that_fails_says_so_and_is_read_again(page: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:

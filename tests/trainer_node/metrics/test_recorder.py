@@ -298,6 +298,7 @@ def test_an_evaluation_is_a_row_once_whatever_restarts(recording: Recording) -> 
     again = recording.begin("csv", version=0, env_steps=0)
     assert again.take_evaluations(both | {"3_Step-192.ckpt": SCORES}) == {*both, "3_Step-192.ckpt"}
     again.store()
+    again.close()
     rows = recording.rows(EVALUATIONS)
     assert [label for label, _ in rows] == ["1_Step-64.ckpt", "2_Step-128.ckpt", "3_Step-192.ckpt"]
     assert [found["time/test_episodes"] for _, found in rows] == [4, 8, 12]
