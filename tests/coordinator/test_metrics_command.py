@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from coordinator.cli.metrics import Stream
 from coordinator.run import Run
 from rollout_worker.evaluator import Evaluator
 from rollout_worker.worker import Worker
+from shared.config.run_config import Config
 from shared.protocol.redis_client import Address, RoleName
 from shared.runtime.run_context import RunContext, open_run_context
 from shared.storage.metric_log import STREAMS, TRAIN, MetricStream
 from shared.storage.object_store import FileStore
 from tests.conftest import minimal_config
-from tests.support.command_line import Stagecoach, check_refused
+from tests.support.command_line import Stagecoach, check_refused, until
 from trainer_node.incarnation import Incarnation
 from trainer_node.trainer import StepResult, Trainer
 
@@ -113,6 +115,21 @@ def test_a_run_that_is_over_shows_its_last_metrics(
     speed = f"{metrics['time/fps']:,.0f} env steps/s"
     assert speed in stagecoach("status", "a", *runs).ok()
     assert speed in stagecoach("watch", "a", *runs).ok()
+
+
+def test_a_live_run_has_the_rows_that_are_not_in_its_store_yet(
+    config: Callable[..., Config], stagecoach: Stagecoach, tmp_path: Path
+) -> None:
+    run = Run.start(config(stop_at={"updates": 10**6}, checkpoint={"every": "100000 updates"}), "live", inline=True)
+    try:
+        status = until(run, lambda status: status.updates > 5)
+        rows = table(stagecoach("metrics", "live", "--csv", "-").ok())
+        updates = [float(row["train/updates"]) for row in rows]
+        assert updates == list(range(1, len(rows) + 1)) and len(rows) >= status.updates
+        assert stagecoach("metrics", "live", "--json").json()["train/updates"] >= len(rows)
+    finally:
+        run.stop()
+        run.wait(60)
 
 
 def test_the_newest_row_is_found_without_reading_the_others(tmp_path: Path) -> None:

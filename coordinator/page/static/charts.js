@@ -194,7 +194,7 @@ export class Chart {
     if (bound !== undefined && bound <= 4 * Math.max(high, 1)) high = Math.max(high, bound);
     if (low === high) return low === 0 ? [0, 1] : [Math.min(0, 1.2 * low), Math.max(0, 1.2 * high)];
     const spread = high - low;
-    return [low >= 0 && low < 0.5 * high ? 0 : low - 0.06 * spread, high + 0.08 * spread];
+    return [low >= 0 && (this.wholeTicks || low < 0.5 * high) ? 0 : low - 0.06 * spread, high + 0.08 * spread];
   }
 
   /** The bound and the best dot. */
