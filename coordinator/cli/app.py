@@ -13,10 +13,11 @@ import typer
 import typer.core
 
 from coordinator.catalog.run_files import RunStatus
-from coordinator.cli import compare, metrics, plot, profile_and_bench, runs
 from coordinator.cli import config as configs
 from coordinator.cli import page as pages
+from coordinator.cli import profile_and_bench, runs
 from coordinator.cli.config import ConfigArgument, config_file
+from coordinator.cli.curves import compare, metrics, plot
 from coordinator.cli.options import (
     RUNS,
     EndpointUrl,

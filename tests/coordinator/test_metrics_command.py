@@ -15,7 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from coordinator.catalog.run_metrics import all_rows, last_row
-from coordinator.cli.metrics import Stream
+from coordinator.cli.curves.metrics import Stream
 from coordinator.run import Run
 from rollout_worker.evaluator import Evaluator
 from rollout_worker.worker import Worker

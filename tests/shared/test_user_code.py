@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.catalog.checkpoint_lookup import require_recorder
-from coordinator.cli.plot import require_matplotlib
+from coordinator.cli.curves.plot import require_matplotlib
 from coordinator.lifecycle.ray_job import job_client
 from rollout_worker.environments.factory import make
 from shared.config.sections import EnvironmentConfig, MetricsConfig

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coordinator.cli.metrics import Stream, check_metrics, metric_names
+from coordinator.cli.curves.metrics import Stream, check_metrics, metric_names
 from coordinator.cli.options import PLACE, RUNS, EndpointUrl, RunsDir, attached, console, example, run_ids
 from shared.errors import UserError
 from shared.runtime.user_code import with_extra
