@@ -33,7 +33,6 @@ from coordinator.lifecycle.launcher import Begun
 from coordinator.lifecycle.preparation import prepare_resume
 from coordinator.lifecycle.ray_job import JobCoordinator
 from coordinator.lifecycle.supervisor import Coordinator, Outcome
-from coordinator.services.embedded import BUCKET
 from coordinator.services.restarter import outage_of_redis
 from shared.config.run_config import Config
 from shared.errors import CheckpointNotFound, RedisUnavailable, UserError
@@ -288,9 +287,10 @@ class Run:
     @property
     def store_location(self) -> str:
         """Where the run's checkpoints are, for people: a folder for embedded and file stores, else the URL."""
+        url = self.folder.offline_address(self.config).store_url
         if self.config.store.url == "embedded":
-            return str(self.folder.path / "s3" / BUCKET / self.run_id)
-        return f"{self.config.store.url.rstrip('/')}/{self.run_id}"
+            url = url.removeprefix("file://")
+        return f"{url.rstrip('/')}/{self.run_id}"
 
     def checkpoint_store(self) -> CheckpointStore:
         """The run's checkpoints, for reading."""

@@ -62,6 +62,8 @@ class RemoteLink(BaseModel, frozen=True):
     """Redis as this machine reaches it (through a tunnel), where that is not as the run's own machines do."""
     endpoint_url: str | None = None
     """The same for the S3 endpoint."""
+    store_url: str | None = None
+    """Where a copy of the run's embedded store is."""
     submission: Submission | None = None
     job: str | None = None
 
@@ -98,6 +100,11 @@ def link(location: str, runs_dir: Path, endpoint_url: str | None = None, redis_u
         raise UserError(f"{path} is a run of this machine already; name it by its id: {run_id}")
     path.mkdir(parents=True, exist_ok=True)
     here = {"redis_url": redis_url or known.redis_url, "endpoint_url": endpoint_url or known.endpoint_url}
+    if config.store.url == "embedded":
+        base = location.rstrip("/").removesuffix(run_id).rstrip("/")
+        here["store_url"] = (
+            base if base.startswith("s3://") else f"file://{Path(base.removeprefix('file://')).resolve()}"
+        )
     known.model_copy(update=here).write(path)
     (path / RESOLVED_CONFIG).write_text(dump_config(config))
     return run_id
@@ -260,11 +267,13 @@ class RunFolder:
 
     def offline_address(self, config: Config) -> Address:
         """How to reach what no coordinator of this machine keeps up; an embedded store's bucket is a plain folder."""
-        if config.store.url == "embedded":
-            return Address(self.run_id, "", f"file://{self.path / 's3' / BUCKET}")
         reached = self.remote or RemoteLink()
+        if config.store.url == "embedded" and reached.store_url is None:
+            return Address(self.run_id, "", f"file://{self.path / 's3' / BUCKET}")
         endpoint_url = reached.endpoint_url or config.store.endpoint_url
-        return Address(self.run_id, reached.redis_url or config.redis.url, config.store.url, endpoint_url)
+        return Address(
+            self.run_id, reached.redis_url or config.redis.url, reached.store_url or config.store.url, endpoint_url
+        )
 
     def checkpoint_store(self, config: Config, *, offline: bool = False) -> CheckpointStore:
         """The run's checkpoints, by its services while it is live (and not `offline`)."""

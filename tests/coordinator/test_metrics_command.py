@@ -65,6 +65,14 @@ def test_csv_is_what_the_trainer_wrote_beside_it(ended_run: Run, runs: tuple[str
     assert len(names) == len(set(names)) == len(ended_run.checkpoints())
 
 
+def test_a_copy_of_an_embedded_store_is_enough(ended_run: Run, tmp_path: Path, stagecoach: Stagecoach) -> None:
+    shutil.copytree(ended_run.store_location, tmp_path / "copied" / "a")
+    rows = table(stagecoach("metrics", f"file://{tmp_path}/copied/a", "--csv", "-").ok())
+    assert len(rows) == ended_run.status().updates
+    assert "finished" in stagecoach("status", "a").ok()
+    assert Run.attach("a", tmp_path / "runs").store_location == f"{tmp_path}/copied/a"
+
+
 def test_json_lines_have_null_for_what_is_not_finite(tmp_path: Path, stagecoach: Stagecoach, ended_run: Run) -> None:
     shutil.copytree(ended_run.config.runs_dir / "a", tmp_path / "runs" / "a")
     store = Run.attach("a", tmp_path / "runs").checkpoint_store().store

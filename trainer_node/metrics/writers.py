@@ -104,6 +104,8 @@ class Callback(MetricWriter):
 
 def writer_class(path: str) -> type[MetricWriter]:
     """By the name of a built-in one, or `module:Class`; raises `ConfigError`."""
+    if ":" not in path and path not in WRITERS:
+        raise ConfigError(f"metrics.writers={path}: expected {', '.join(WRITERS)}, or package.module:Class")
     found = import_object(WRITERS.get(path, path), "metrics.writers", kind="Class")
     if not (isinstance(found, type) and issubclass(found, MetricWriter)):
         raise ConfigError(f"metrics.writers={path}: expected a subclass of stagecoach.MetricWriter, found {found!r}")
