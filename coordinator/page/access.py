@@ -34,7 +34,7 @@ def refusal(status: int, reason: str) -> JSONResponse:
 
 
 class Gate:
-    """Answers what may not pass, and gives the headers to every response; without a token loopback alone may read."""
+    """Rejects what may not pass, and adds the headers to every response; without a token loopback alone may read."""
 
     def __init__(self, app: ASGIApp, token: str | None, port: int, read_only: bool) -> None:
         self._app, self._token, self._read_only = app, token, read_only

@@ -1,4 +1,4 @@
-"""`stagecoach metrics`, and the last metrics in `status`: every row, from any machine, whoever has trained where."""
+"""`stagecoach metrics`, and the last metrics in `status`: every row, from any machine, wherever it was trained."""
 
 from __future__ import annotations
 

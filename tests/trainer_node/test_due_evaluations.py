@@ -1,4 +1,4 @@
-"""`evaluation.every`: what is due is played and recorded once, whoever dies, and nothing learned depends on it."""
+"""`evaluation.every`: what is due is played and recorded once, whatever dies, and nothing learned depends on it."""
 
 from __future__ import annotations
 
