@@ -408,7 +408,7 @@ def test_each_writer_that_comes_along_is_a_class_with_its_arguments(monkeypatch:
 
 
 def test_a_writer_that_cannot_work_is_refused_in_one_line(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "metrics.writers=csvv: expected csv, jsonl, tensorboard, wandb, mlflow, trackio, or package" in refused("csvv")
+    assert "metrics.writers=csvv: expected csv, jsonl, tensorboard, wandb, mlflow, trackio, or" in refused("csvv")
     assert "No module named 'no_such_module'" in refused("no_such_module:Writer")
     assert "has no attribute 'Writer'" in refused(f"{own}:Writer")
     assert "expected a subclass of stagecoach.MetricWriter, found 3" in refused(f"{own}:number")
