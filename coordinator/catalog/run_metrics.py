@@ -51,13 +51,19 @@ def all_rows(
 def last_row(
     store: MetricStore, stream: str, client: redis.Redis | None = None, run_id: str = ""
 ) -> tuple[str, dict[str, float]]:
-    """Label and metrics of a stream's newest row, without reading the others; empty where there is none."""
-    epoch, number = max(((item.epoch, item.last) for item in segments(store, stream)), default=(0, -1))
-    behind = (0, -1) if stream == EVALUATIONS else (epoch, number - 1)
-    newest = ("", dict[str, float]())
-    for rows in all_rows(store, stream, client, run_id, behind):
-        newest = next(rows[len(rows) - 1 :].named()) if len(rows) else newest
-    return newest
+    """Label and metrics of a stream's newest row, without reading all others; empty where there is none.
+
+    A trainer that has recorded nothing yet may have made the newest rows of the one before it void.
+    """
+    places = sorted(((item.epoch, item.last) for item in segments(store, stream) if item.rows), reverse=True)
+    behind = [] if stream == EVALUATIONS else [(epoch, last - 1) for epoch, last in places]
+    for place in (*behind, (0, -1)):
+        newest = ("", dict[str, float]())
+        for rows in all_rows(store, stream, client, run_id, place):
+            newest = next(rows[len(rows) - 1 :].named()) if len(rows) else newest
+        if newest[1]:
+            return newest
+    return "", {}
 
 
 def _tail_behind(tail: list[TailRow], position: tuple[int, int]) -> Rows:

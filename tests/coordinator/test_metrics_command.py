@@ -140,6 +140,19 @@ def test_a_live_run_has_the_rows_that_are_not_in_its_store_yet(
         run.wait(60)
 
 
+@pytest.mark.parametrize(("resumed_at", "newest"), [(8, 8.0), (6, 6.0), (0, None)])
+def test_the_newest_row_is_that_of_an_older_trainer_where_the_last_has_recorded_none(
+    tmp_path: Path, resumed_at: int, newest: float | None
+) -> None:
+    store = FileStore(tmp_path, "a")
+    stream = MetricStream(store, "a", TRAIN, 1, 0, 0)
+    for version in range(1, 9):  # which become one segment
+        stream.append({"time/env_steps": 10.0 * version, "policy/version": float(version)})
+        stream.write()
+    MetricStream(store, "a", TRAIN, 2, resumed_at, 10 * resumed_at).write()
+    assert last_row(store, TRAIN)[1].get("policy/version") == newest
+
+
 def test_the_newest_row_is_found_without_reading_the_others(tmp_path: Path) -> None:
     class Counting(FileStore):
         read: list[str] = []
