@@ -56,7 +56,8 @@ def last_row(
     A trainer that has recorded nothing yet may have made the newest rows of the one before it void.
     """
     places = sorted(((item.epoch, item.last) for item in segments(store, stream) if item.rows), reverse=True)
-    behind = [] if stream == EVALUATIONS else [(epoch, last - 1) for epoch, last in places]
+    by_label = stream == EVALUATIONS and client is not None  # what Redis has beyond the store is known by all labels
+    behind = [] if by_label else [(epoch, last - 1) for epoch, last in places]
     for place in (*behind, (0, -1)):
         newest = ("", dict[str, float]())
         for rows in all_rows(store, stream, client, run_id, place):

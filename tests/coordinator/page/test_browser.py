@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +15,14 @@ from coordinator.page.server import serve
 from coordinator.page.view import RunView
 from coordinator.run import Run
 from shared.experience.spaces import Array
-from shared.protocol.heartbeat import Wait, poll
 from shared.storage.metric_log import ENV_STEPS, TRAIN, UNIX_TIME, VERSION, Rows, Segment, encode
-from tests.conftest import minimal_config
+from tests.support.page import TOKEN, live_run, soon
 from tests.support.speed import stretched
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 CHROMIUM = shutil.which("chromium")
-TOKEN = "a-token-of-24-characters"
 FLAGS = (
     "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update",
     "--disable-sync",
@@ -80,25 +78,9 @@ def visitor(browser: Browser) -> Iterator[Visitor]:
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """A run at work, `live`, in a thread of this process."""
-    config = minimal_config(
-        runs_dir=str(tmp_path_factory.mktemp("live") / "runs"), stop_at={"updates": 10**6}, evaluation={"episodes": 2},
-        rollout={"workers": 1, "fragment_steps": 8, "fragments_per_update": 4}, checkpoint={"every": "100 updates"},
-    )  # fmt: skip
-    run = Run.start(config, "live", inline=True)
-    yield run
-    run.abandon()
-    poll(Wait("the run to end", stretched(60)), lambda: run.ended)
-
-
-@pytest.fixture
-def ended(ended_run: Run, tmp_path: Path) -> Path:
-    """A folder of runs with an ended one, `a`."""
-    shutil.copytree(ended_run.folder.path, tmp_path / "runs" / "a")
-    return tmp_path / "runs"
-
-
-def soon(what: str, done: Callable[[], Any]) -> None:
-    poll(Wait(what, stretched(60)), lambda: bool(done()), 0.1)
+    sections: dict[str, Any] = {"evaluation": {"episodes": 2}, "checkpoint": {"every": "100 updates"}}
+    with live_run(tmp_path_factory.mktemp("live"), **sections) as run:
+        yield run
 
 
 def test_the_page_of_a_live_run_updates(live: Run, visitor: Visitor) -> None:
@@ -136,8 +118,8 @@ def test_it_shows_a_banner_while_its_server_is_away_and_goes_on(live: Run, visit
         page.locator("#panel-return canvas").wait_for()
 
 
-def test_an_ended_run_is_shown_from_the_store_alone(ended: Path, visitor: Visitor) -> None:
-    with serve(ended, TOKEN) as url:
+def test_an_ended_run_is_shown_from_the_store_alone(runs_dir: Path, visitor: Visitor) -> None:
+    with serve(runs_dir, TOKEN) as url:
         page = visitor.enter(url)
         page.get_by_role("link", name="a", exact=True).click()
         page.locator(".state", has_text="finished").wait_for()
@@ -158,8 +140,8 @@ def test_an_ended_run_is_shown_from_the_store_alone(ended: Path, visitor: Visito
         page.locator("#panel-timeline .mark.promoted").wait_for()
 
 
-def test_everything_is_reached_by_keyboard_and_each_chart_has_a_table(ended: Path, visitor: Visitor) -> None:
-    with serve(ended, TOKEN) as url:
+def test_everything_is_reached_by_keyboard_and_each_chart_has_a_table(runs_dir: Path, visitor: Visitor) -> None:
+    with serve(runs_dir, TOKEN) as url:
         page = visitor.enter(url, "/runs/a")
         page.locator("#panel-return canvas").wait_for()
         page.keyboard.press("Tab")
@@ -190,8 +172,8 @@ def test_everything_is_reached_by_keyboard_and_each_chart_has_a_table(ended: Pat
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 820, 1440])
-def test_nothing_is_wider_than_the_screen(ended: Path, visitor: Visitor, width: int, theme: Any) -> None:
-    with serve(ended, TOKEN) as url:
+def test_nothing_is_wider_than_the_screen(runs_dir: Path, visitor: Visitor, width: int, theme: Any) -> None:
+    with serve(runs_dir, TOKEN) as url:
         visitor.page.set_viewport_size({"width": width, "height": 800})
         visitor.page.emulate_media(color_scheme=theme)
         for path in ("/", "/runs/a"):
@@ -200,9 +182,9 @@ def test_nothing_is_wider_than_the_screen(ended: Path, visitor: Visitor, width: 
             assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_a_run_that_is_none_and_a_page_without_its_token(ended: Path, visitor: Visitor) -> None:
+def test_a_run_that_is_none_and_a_page_without_its_token(runs_dir: Path, visitor: Visitor) -> None:
     visitor.expected += ["status of 404", "status of 401"]
-    with serve(ended, TOKEN) as url:
+    with serve(runs_dir, TOKEN) as url:
         page = visitor.enter(url, "/runs/none")
         page.get_by_text("All runs").wait_for()
         assert "none" in page.locator("main").inner_text()
@@ -212,16 +194,16 @@ def test_a_run_that_is_none_and_a_page_without_its_token(ended: Path, visitor: V
         assert refused.status == 401
 
 
-def test_a_million_rows_are_reduced_before_they_are_sent(ended: Path, visitor: Visitor) -> None:
+def test_a_million_rows_are_reduced_before_they_are_sent(runs_dir: Path, visitor: Visitor) -> None:
     rows, parts = 1_000_000, 20
-    store = Run.attach("a", ended).checkpoint_store().store
+    store = Run.attach("a", runs_dir).checkpoint_store().store
     for part in range(parts):
         first = part * rows // parts
         numbers: Array = np.arange(first, first + rows // parts, dtype=np.float64)
         columns = {ENV_STEPS: numbers, VERSION: numbers, UNIX_TIME: 1e9 + numbers, "rollout/ep_rew_mean": numbers % 500}
         segment = Segment(1000, 10**6, 10**6, first, first + len(numbers) - 1)
         store.put(segment.key(TRAIN), encode("a", TRAIN, Rows(columns, [""] * len(numbers))))
-    with serve(ended, TOKEN) as url:
+    with serve(runs_dir, TOKEN) as url:
         page = visitor.enter(url, "/runs/a")
         page.locator("#panel-return canvas").wait_for()
         page.get_by_role("button", name="Return as a table").click()
@@ -231,7 +213,9 @@ def test_a_million_rows_are_reduced_before_they_are_sent(ended: Path, visitor: V
         assert page.locator("#panel-return tbody tr").count() <= 50
 
 
-def test_a_thousand_workers_are_a_page_of_rows(ended: Path, visitor: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_workers_are_a_page_of_rows(
+    runs_dir: Path, visitor: Visitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     snapshot = RunView.snapshot
 
     def with_workers(view: RunView) -> dict[str, Any]:
@@ -240,7 +224,7 @@ def test_a_thousand_workers_are_a_page_of_rows(ended: Path, visitor: Visitor, mo
         return found | {"state": {**found["state"], "live": True, "roles": beats}}
 
     monkeypatch.setattr(RunView, "snapshot", with_workers)
-    with serve(ended, TOKEN) as url:
+    with serve(runs_dir, TOKEN) as url:
         page = visitor.enter(url, "/runs/a")
         fleet = page.locator("#panel-fleet")
         fleet.scroll_into_view_if_needed()

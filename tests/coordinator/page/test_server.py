@@ -9,7 +9,7 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,12 @@ from coordinator.page.server import serve
 from coordinator.page.view import RunView
 from coordinator.run import Run
 from shared.errors import UserError
-from shared.protocol.heartbeat import Wait, poll
 from tests.conftest import minimal_config
 from tests.support.command_line import CommandLine, Stagecoach, check_refused, until
 from tests.support.fault_proxy import FaultProxy
+from tests.support.page import TOKEN, live_run, soon
 from tests.support.speed import stretched
 
-TOKEN = "a-token-of-24-characters"
 ORDERS = ("stop", "checkpoint", "scale", "promote", "note")
 pytestmark = pytest.mark.timeout(180)
 
@@ -94,13 +93,6 @@ def static(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def runs_dir(ended_run: Run, tmp_path: Path) -> Path:
-    """A folder of runs with an ended one, `a`."""
-    shutil.copytree(ended_run.folder.path, tmp_path / "runs" / "a")
-    return tmp_path / "runs"
-
-
-@pytest.fixture
 def page(runs_dir: Path) -> Iterator[Visitor]:
     with serve(runs_dir, TOKEN) as url:
         yield Visitor(url)
@@ -109,24 +101,15 @@ def page(runs_dir: Path) -> Iterator[Visitor]:
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """A run at work, `live`, in a thread of this process; tests leave it so."""
-    config = minimal_config(
-        runs_dir=str(tmp_path_factory.mktemp("live") / "runs"), stop_at={"updates": 10**6}, evaluation={"episodes": 1},
-        rollout={"workers": 1, "fragment_steps": 8, "fragments_per_update": 4}, checkpoint={"every": "100000 updates"},
-    )  # fmt: skip
-    run = Run.start(config, "live", inline=True)
-    yield run
-    run.abandon()
-    poll(Wait("the run to end", stretched(60)), lambda: run.ended)
+    sections: dict[str, Any] = {"evaluation": {"episodes": 1}, "checkpoint": {"every": "100000 updates"}}
+    with live_run(tmp_path_factory.mktemp("live"), **sections) as run:
+        yield run
 
 
 @pytest.fixture
 def live_page(live: Run) -> Iterator[Visitor]:
     with serve(live.config.runs_dir, TOKEN) as url:
         yield Visitor(url)
-
-
-def soon(what: str, done: Callable[[], Any]) -> None:
-    poll(Wait(what, stretched(60)), lambda: bool(done()), 0.05)
 
 
 # Who may enter
