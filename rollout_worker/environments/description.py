@@ -62,7 +62,8 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
             raise ConfigError(f"{differ}; give {agent!r} a policy of its own")
     if unused := sorted(set(config.policies) - set(policies)):
         raise ConfigError(f"policies {unused} have no agent; the environment's agents are {sorted(found)}")
-    return EnvironmentDescription(agents, policies, config.environment.info_columns)
+    in_turns = config.environment.api == "pettingzoo" and hasattr(env, "agent_iter")
+    return EnvironmentDescription(agents, policies, config.environment.info_columns, in_turns)
 
 
 def check_evaluation(config: Config, description: EnvironmentDescription) -> None:

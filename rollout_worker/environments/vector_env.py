@@ -37,12 +37,16 @@ class PolicyStep:
     """`[M]`, int32."""
     info: Columns = field(default_factory=dict)
     """`info/NAME` `[S]`, float32: NaN where the environment did not tell, or what it told cannot be learned from."""
+    acts: Array | None = None
+    """`[S]`: who is to act next; None: everyone."""
+    in_turns: bool = False
+    """Whether agents act in turns: `mask` is then true where the outcome of an earlier turn is known now."""
 
     @property
     def over(self) -> Array:
         """Where a hidden state begins anew: an episode has ended, or there was nothing to act for."""
-        over: Array = self.terminated | self.truncated | ~self.mask
-        return over
+        ended: Array = self.terminated | self.truncated
+        return ended if self.in_turns else ended | ~self.mask
 
 
 @dataclass

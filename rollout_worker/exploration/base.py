@@ -12,7 +12,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from shared.experience.spaces import Leaf
+from shared.experience.spaces import Array, Columns, Leaf
+from shared.policies.actor_critic import Stateful
 from shared.policies.policy import Policy
 
 Tensors: TypeAlias = Mapping[str, Tensor]
@@ -24,6 +25,8 @@ Acted: TypeAlias = tuple[dict[str, Tensor], Tensor]
 class Exploration:
     """Chooses actions for a batch of observations; base of all ways to do so."""
 
+    by_slot = False
+    """Whether it tells slots apart, and so has to see all of them in each step."""
     knows_episodes = False
     """Whether it acts by the episode that each environment is in, and so wants to be told."""
 
@@ -37,6 +40,28 @@ class Exploration:
     def log_prob(self, policy: Policy, params: Tensor, actions: Tensors) -> Tensor:
         """`[B]`: of taking `actions` where `act` returned `params`; NaN where that is not known."""
         return params.new_full((len(params),), math.nan)
+
+
+def act_for(
+    exploration: Exploration, policy: Policy, observations: Columns, rows: Array, generator: torch.Generator
+) -> tuple[Columns, Tensor]:
+    """Chooses actions for the slots `rows` `[R]` alone, of observations `[S, …]`; returns `[R, …]` both.
+
+    Of a policy with state, the others' stays as it is.
+    """
+    device, among = generator.device, torch.from_numpy(rows)
+    if exploration.by_slot:
+        tensors = {name: torch.from_numpy(array).to(device) for name, array in observations.items()}
+        chosen, params = exploration.act(policy, tensors, generator)
+        return {name: tensor[among].cpu().numpy() for name, tensor in chosen.items()}, params[among]
+    tensors = {name: torch.from_numpy(array[rows]).to(device) for name, array in observations.items()}
+    if isinstance(policy, Stateful):
+        part = policy.of(among)
+        chosen, params = exploration.act(part, tensors, generator)
+        policy.state = policy.state.index_copy(0, among.to(device), part.state)
+    else:
+        chosen, params = exploration.act(policy, tensors, generator)
+    return {name: tensor.cpu().numpy() for name, tensor in chosen.items()}, params
 
 
 class Sampling(Exploration):

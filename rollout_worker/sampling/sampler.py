@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rollout_worker.environments.seeding import SeedLineage, episode_seed
-from rollout_worker.environments.vector_env import PolicyStep, VectorEnvironment, reject_unusable
-from rollout_worker.exploration.base import Exploration
+from rollout_worker.environments.vector_env import VectorEnvironment, reject_unusable
+from rollout_worker.exploration.base import Exploration, act_for
 from rollout_worker.sampling import action_trace
 from rollout_worker.sampling.action_trace import ActionTrace
+from rollout_worker.sampling.recorders import Recorder, TurnRecorder
 from shared.experience.counters import Phase
-from shared.experience.fragment import LARGEST, STATE, EpisodeRecord, expected_columns
-from shared.experience.spaces import Array, Columns, EnvironmentDescription, SpaceSpec
-from shared.policies.actor_critic import with_states
+from shared.experience.fragment import EpisodeRecord
+from shared.experience.spaces import Columns, EnvironmentDescription
+from shared.policies.actor_critic import Stateful, with_states
 from shared.policies.policy import Policy
 from shared.policies.registry import torch_device
 from shared.runtime.stage_timer import StageTimer
@@ -47,6 +47,9 @@ class Sampler:
         self._episodes = list(trace.episodes) if trace else [0] * environment.num_envs
         began = environment.reset(self._seeds, trace)
         self._now = {policy_id: observations for policy_id, (observations, _) in began.items()}
+        self._acts = {policy_id: acts for policy_id, (_, acts) in began.items()}
+        self._taken: dict[str, Columns] = {}
+        """Of the last sample: what was done in each step `[T, S, …]`, where its columns do not tell."""
         states = trace.states if trace else {}
         self._states = {policy_id: torch.from_numpy(state).to(self._device) for policy_id, state in states.items()}
 
@@ -64,15 +67,15 @@ class Sampler:
         acting, stepping = self._stages.during("act"), self._stages.during("env")
         started, stepped = time.perf_counter(), self._stages.nanoseconds("env")
         self._generator.manual_seed(self.lineage.acting(self._number))
+        kind = TurnRecorder if self._description.in_turns else Recorder
         recorders = {
-            policy_id: _Recorder(
-                self._description, policy_id, steps, self._slots(policy_id), policies[policy_id].state_size
-            )
+            policy_id: kind(self._description, policy_id, steps, self._slots(policy_id), policies[policy_id].state_size)
             for policy_id in self._description.policies
         }
+        taken: list[dict[str, Columns]] = []
         remembering = with_states(policies, {policy_id: self._slots(policy_id) for policy_id in policies}, self._states)
         for policy_id, its in remembering.items():
-            recorders[policy_id].columns[STATE][:] = its.state.cpu().numpy()
+            recorders[policy_id].began(its.state.cpu().numpy())
         asked = {**policies, **remembering}
         episodes: list[EpisodeRecord] = []
         if exploration.knows_episodes:
@@ -81,17 +84,17 @@ class Sampler:
         for step in range(steps):
             actions = {}
             for policy_id, recorder in recorders.items():
-                observations = self._now[policy_id]
                 with acting:
-                    tensors = {name: torch.from_numpy(array).to(self._device) for name, array in observations.items()}
-                    chosen, params = exploration.act(asked[policy_id], tensors, self._generator)
-                    actions[policy_id] = {name: tensor.cpu().numpy() for name, tensor in chosen.items()}
-                recorder.acted(step, observations, actions[policy_id], params)
+                    act = self._act_in_turns if isinstance(recorder, TurnRecorder) else self._act
+                    actions[policy_id] = act(step, policy_id, recorder, asked[policy_id], exploration)
+            taken.append(actions)
             with stepping:
                 result = self._environment.step(actions)
             for policy_id, recorder in recorders.items():
                 recorder.stepped(step, result.policies[policy_id])
                 self._now[policy_id] = result.policies[policy_id].obs
+                if (acts := result.policies[policy_id].acts) is not None:
+                    self._acts[policy_id] = acts
             for policy_id, its in remembering.items():
                 its.forget(torch.from_numpy(result.policies[policy_id].over).to(self._device))
             for index, record in result.episodes:
@@ -107,7 +110,35 @@ class Sampler:
         self._states = {policy_id: its.state for policy_id, its in remembering.items()}
         self._number += 1
         seconds = time.perf_counter() - started
+        if self._description.in_turns:
+            self._taken = {
+                policy_id: {name: np.stack([actions[policy_id][name] for actions in taken]) for name in its}
+                for policy_id, its in taken[0].items()
+            }
         return Sample(columns, tuple(episodes), seconds, (self._stages.nanoseconds("env") - stepped) / 1e9)
+
+    def _act(self, step: int, policy_id: str, recorder: Recorder, policy: Policy, exploration: Exploration) -> Columns:
+        observations = self._now[policy_id]
+        tensors = {name: torch.from_numpy(array).to(self._device) for name, array in observations.items()}
+        chosen, params = exploration.act(policy, tensors, self._generator)
+        actions = {name: tensor.cpu().numpy() for name, tensor in chosen.items()}
+        recorder.acted(step, observations, actions, params)
+        return actions
+
+    def _act_in_turns(
+        self, step: int, policy_id: str, recorder: Recorder, policy: Policy, exploration: Exploration
+    ) -> Columns:
+        """Acts for the slots whose turn it is; zeros for the others."""
+        now, rows = self._now[policy_id], np.flatnonzero(self._acts[policy_id])
+        states = policy.state.cpu().numpy() if isinstance(policy, Stateful) else None
+        picked, params = act_for(exploration, policy, now, rows, self._generator)
+        recorder.acted_by(step, rows, {name: array[rows] for name, array in now.items()}, picked, params, states)
+        actions = {
+            name: np.zeros((len(self._acts[policy_id]), *its.shape[1:]), its.dtype) for name, its in picked.items()
+        }
+        for name, array in picked.items():
+            actions[name][rows] = array
+        return actions
 
     def _begin(self, exploration: Exploration, index: int) -> None:
         """Tells which episode environment `index` is in."""
@@ -127,7 +158,7 @@ class Sampler:
         place = self._environment.position
         if place is None:
             return None
-        actions = {
+        actions = self._taken or {
             policy_id: {name: sample.columns[policy_id][name] for name in spaces.action.column_names("action")}
             for policy_id, spaces in self._description.policies.items()
         }
@@ -141,71 +172,3 @@ class Sampler:
 
     def close(self) -> None:
         self._environment.close()
-
-
-class _Recorder:
-    def __init__(
-        self, description: EnvironmentDescription, policy_id: str, steps: int, slots: int, state_size: int
-    ) -> None:
-        spaces = description.policies[policy_id]
-        self._observation = spaces.observation
-        expected = expected_columns(spaces, steps, slots, state_size, description.info_columns)
-        self._final: dict[str, list[Array]] = {}
-        for name in [*spaces.observation.column_names("final_obs"), "final_index"]:
-            shape, dtype = expected.pop(name)
-            self._final[name] = [np.zeros((0, *shape[1:]), dtype)]
-        self.columns: Columns = {name: np.empty(shape, dtype) for name, (shape, dtype) in expected.items()}
-        self._params: list[Tensor] = []
-
-    def acted(self, step: int, observations: Columns, actions: Columns, params: Tensor) -> None:
-        for name, array in (*observations.items(), *actions.items()):
-            self.columns[name][step] = array
-        self._params.append(params)
-
-    def stepped(self, step: int, result: PolicyStep) -> None:
-        for name in ("reward", "terminated", "truncated", "mask"):
-            self.columns[name][step] = getattr(result, name)
-        for name, array in result.info.items():
-            self.columns[name][step] = array
-        if result.final_slots.size:
-            slots = result.final_slots
-            kept = result.truncated[slots] | _holdable(self._observation, result.final_obs)
-            for name, array in result.final_obs.items():
-                self._final[name].append(array[kept])
-            index = np.stack([np.full_like(slots, step), slots], axis=1)[kept]
-            self._final["final_index"].append(index.astype(np.int32))
-
-    def finish(self, policy: Policy, exploration: Exploration, bootstrap: Columns) -> Columns:
-        """Log-probabilities for all steps at once, the observation after the last step, and the final ones."""
-        steps, slots = self.columns["reward"].shape
-        actions = {
-            name: torch.from_numpy(array).flatten(0, 1).to(self._params[0].device)
-            for name, array in self.columns.items()
-            if name.startswith("action")
-        }
-        log_prob = exploration.log_prob(policy, torch.cat(self._params), actions)
-        self.columns["log_prob"] = log_prob.reshape(steps, slots).to(torch.float32).cpu().numpy()
-        for name in self._observation.column_names("obs"):
-            self.columns["bootstrap_" + name][:] = bootstrap[name]
-        for name, parts in self._final.items():
-            self.columns[name] = np.concatenate(parts)
-        return self.columns
-
-
-def _holdable(spec: SpaceSpec, final: Columns) -> Array:
-    """`[M]`: which last observations `final_obs…` a fragment can hold.
-
-    A simulator that fell over may terminate with NaN, a table of states with one state too many. Nothing is
-    bootstrapped from these: they are left out as unknown instead of costing the fragment.
-    """
-    found = np.ones(len(next(iter(final.values()))), np.bool_)
-    for leaf in spec.leaves:
-        array = final[leaf.column("final_obs")]
-        if leaf.kind != "box":
-            good = (array >= 0) & (array < np.asarray(leaf.nvec).reshape(leaf.shape))
-        elif array.dtype.kind == "f":
-            good = np.abs(array) <= LARGEST
-        else:
-            continue
-        found &= good.reshape(len(found), -1).all(axis=1)
-    return found

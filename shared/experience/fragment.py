@@ -18,11 +18,15 @@ Columns, per policy id, with S slots (environments × agents of that policy):
 | `state_in` | S × state size | float32: what a policy with a core remembers before the first step; absent for others |
 | `info/NAME` | T × S | float32: numbers of the step's `info`, NaN where it has none (`environment.info_columns`) |
 
+Where agents act in turns, row k of a slot is the k-th of its turns whose outcome came within the fragment, and the row
+after the last one, whose `mask` is false, has what it observes in its next turn.
+
 Within the fragment that state follows from the columns: it begins at zero again after each step that ended an episode,
 or that nobody acted.
 
 Nothing is bootstrapped from the last observation of an episode that terminated: its value is 0, also where the step was
 truncated as well. Wire version 2 is still read: it has no such observations, and a `log_prob` of 0 where it is unknown.
+In version 4 rows that hold nothing are left out (`_leave_out`); what has none of them is written as version 3.
 """
 
 import math
@@ -40,7 +44,8 @@ from shared.experience.counters import Phase
 from shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
 
 WIRE_VERSION = 3
-_READABLE = (2, WIRE_VERSION)
+SPARSE_VERSION = 4
+_READABLE = (2, WIRE_VERSION, SPARSE_VERSION)
 """Archives, and the log of a run that is resumed, may hold older fragments; columns mean the same in all of these."""
 STATE = "state_in"
 INFO = "info/"
@@ -48,6 +53,8 @@ _schema = partial(FragmentError, DropReason.SCHEMA)
 _Count = Annotated[int, Field(ge=0, strict=True)]
 _Size = Annotated[int, Field(ge=1, strict=True)]
 _Number = Annotated[float, Field(strict=True)]
+_DENSE = 0.9
+"""Share of the rows above which all of them travel."""
 LARGEST = 1e12
 """The largest magnitude of a number that is learned from. Its square, also of a sum over a million steps, stays below
 3.4e38, the end of float32: beyond that, one number makes all weights NaN."""
@@ -120,9 +127,35 @@ def encode(fragment: Fragment, compression: column_codec.Compression = "none") -
     flat = {
         f"{policy}/{name}": array for policy, columns in fragment.columns.items() for name, array in columns.items()
     }
+    sparse = {policy: names for policy, its in fragment.columns.items() if (names := _leave_out(policy, its, flat))}
     packed, layout = column_codec.pack(flat, compression)
     episodes = [vars(record) for record in fragment.header.episodes]  # not copied: there may be hundreds
-    return tensor_blob.encode(packed, vars(fragment.header) | {"episodes": episodes, "layout": layout})
+    header = vars(fragment.header) | {"episodes": episodes, "layout": layout}
+    if sparse:
+        header |= {"sparse": sparse, "wire_version": SPARSE_VERSION}
+    return tensor_blob.encode(packed, header)
+
+
+def _leave_out(policy: str, columns: Columns, flat: Columns) -> list[str]:
+    """Keeps of `flat` (policy/column) only the rows of `kept_rows` `[K, …]`, where many hold nothing: no agent was
+    there, or an opponent acted. Returns the columns of which rows are left out: those whose others are all zero."""
+    kept = kept_rows(columns)
+    if kept.mean() > _DENSE:
+        return []
+    named = [name for name, its in columns.items() if its.shape[:2] == kept.shape and its.dtype != np.bool_]
+    named = [
+        name for name in named if not name.startswith(("bootstrap", "final", STATE)) and not columns[name][~kept].any()
+    ]
+    flat |= {f"{policy}/{name}": columns[name][kept] for name in named}
+    return named
+
+
+def _put_back(columns: Columns, names: Sequence[str]) -> None:
+    kept = kept_rows(columns)
+    for name in names:
+        whole = np.zeros((*kept.shape, *columns[name].shape[1:]), columns[name].dtype)
+        whole[kept] = columns[name]
+        columns[name] = whole
 
 
 def decode(blob: bytes) -> Fragment:
@@ -132,12 +165,14 @@ def decode(blob: bytes) -> Fragment:
         readable = " and ".join(map(str, _READABLE))
         raise FragmentError(DropReason.WIRE_VERSION, f"found {found!r}, this trainer reads {readable}")
     try:
-        layout = header.pop("layout")
+        layout, sparse = header.pop("layout"), header.pop("sparse", {})
         parsed = _HEADER.validate_python(header)
         columns: dict[str, Columns] = {}
         for name, array in column_codec.unpack(packed, layout).items():
             policy_id, _, column = name.partition("/")
             columns.setdefault(policy_id, {})[column] = array
+        for policy_id, names in sparse.items():
+            _put_back(columns[policy_id], names)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise _schema(f"{'.'.join(map(str, first['loc']))} is {first['input']!r:.100} ({first['msg']})") from None
@@ -198,6 +233,16 @@ def expected_columns(
     if state_size:
         expected[STATE] = ((slots, state_size), np.dtype(np.float32))
     return expected
+
+
+def kept_rows(columns: Columns) -> Array:
+    """`[T, S]`: the rows that something can be learned from: those that were acted, and what follows the last of them
+    where agents act in turns."""
+    there = columns["mask"]
+    goes_on = there & ~(columns["terminated"] | columns["truncated"])
+    kept = there.copy()
+    kept[1:] |= goes_on[:-1]
+    return kept
 
 
 def holdable(name: str, array: Array) -> bool:

@@ -162,6 +162,8 @@ class EnvironmentDescription(PlainData):
     policies: dict[str, PolicySpaces]
     info_columns: tuple[str, ...] = ()
     """The numbers of each step's `info` that travel with the experience (`environment.info_columns`)."""
+    in_turns: bool = False
+    """Whether one agent acts after another (PettingZoo's AEC), and a step is one turn."""
 
     def slots(self, policy_id: str) -> int:
         """Agents per environment that act with this policy."""

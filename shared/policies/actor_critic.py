@@ -137,6 +137,10 @@ class Stateful(Policy):
         params, self.state = self._policy.step(observations, self.state)
         return params
 
+    def of(self, slots: Tensor) -> "Stateful":
+        """The same of these slots `[R]` alone; what it remembers from now on is its own."""
+        return Stateful(self._policy, self.state[slots])
+
     def forget(self, over: Tensor) -> None:
         """The episodes of the slots where `over` `[S]` have ended."""
         self.state = self.state.masked_fill(over.unsqueeze(1), 0.0)

@@ -53,16 +53,18 @@ class Stage:
         sample = self.sampler.sample(self.policies, acting, steps)
         if (step := self.sampler.traced(sample)) is not None:
             self.left = [*self.left, action_trace.encode(step)][-step.fragments :]
-        header = FragmentHeader(
-            "run", "worker-0", 0, 0, Phase.TRAIN, dict.fromkeys(self.policies, 0), steps,
-            self.config.environment.num_envs, sample.episodes,
-        )  # fmt: skip
-        sent = Fragment(header, sample.columns)
+        sent = Fragment(self.header(sample, steps), sample.columns)
         fragment.check(sent, "run", self.description, self.config.state_sizes)
         received = fragment.decode(fragment.encode(sent))
         fragment.check(received, "run", self.description, self.config.state_sizes)
         assert same(received, sample)
         return sample
+
+    def header(self, sample: Sample, steps: int) -> FragmentHeader:
+        return FragmentHeader(
+            "run", "worker-0", 0, 0, Phase.TRAIN, dict.fromkeys(self.policies, 0), steps,
+            self.config.environment.num_envs, sample.episodes,
+        )  # fmt: skip
 
 
 def line(environment: dict[str, Any], sections: Mapping[str, Any] = {}, left: Sequence[bytes] = ()) -> Stage:
