@@ -29,7 +29,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -55,6 +55,22 @@ LARGEST_SHOWN = 1e30
 """The same for numbers of an episode (its return, the environment's own), which are only shown and averaged."""
 
 
+@dataclass(frozen=True)
+class MatchRecord:
+    """Who played an episode of a league, and how it ended (shared/league/table.py)."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    learner: str
+    side: _Count
+    """The learner's."""
+    players: tuple[str, ...]
+    """Player id per side."""
+    outcome: tuple[Annotated[float, Field(ge=0, le=1)], ...]
+    """Per side: 1 for a win, 0.5 for a draw, 0 for a loss."""
+    forfeit: str = ""
+    """`PLAYER: why`, where a player lost by forfeit."""
+
+
 @dataclass
 class EpisodeRecord:
     """One episode that ended in a fragment. (Not frozen: that makes it three times as slow to make.)"""
@@ -69,6 +85,28 @@ class EpisodeRecord:
     """Per agent, where there is more than one."""
     metrics: dict[str, _Number] = field(default_factory=dict)
     """Numbers that the environment put into its last `info`."""
+    match: MatchRecord | None = None
+    """Of an episode of a league."""
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON. Without a match it has no such key: bytes of runs without a league are what they always were."""
+        data = dict(vars(self))
+        if self.match is None:
+            del data["match"]
+        else:
+            data["match"] = vars(self.match)
+        return data
+
+    @classmethod
+    def from_plain(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `plain`; raises `ValueError` or `TypeError` for other data."""
+        record = cls(**data)
+        if data.get("match") is not None:
+            record.match = _MATCH.validate_python(data["match"])
+        return record
+
+
+_MATCH = TypeAdapter(MatchRecord)
 
 
 @dataclass(frozen=True)
@@ -121,7 +159,7 @@ def encode(fragment: Fragment, compression: column_codec.Compression = "none") -
         f"{policy}/{name}": array for policy, columns in fragment.columns.items() for name, array in columns.items()
     }
     packed, layout = column_codec.pack(flat, compression)
-    episodes = [vars(record) for record in fragment.header.episodes]  # not copied: there may be hundreds
+    episodes = [record.plain() for record in fragment.header.episodes]
     return tensor_blob.encode(packed, vars(fragment.header) | {"episodes": episodes, "layout": layout})
 
 

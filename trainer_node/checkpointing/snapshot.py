@@ -123,7 +123,7 @@ def take(learner: Learner, config: Config, run_id: str, progress: Progress, comm
         ledger = json.loads(committed.ledger)
         lags = {str(lag): count for lag, count in sorted(committed.lags.items())}
         state = {
-            "version": version, "counters": counters, "episodes": [vars(record) for record in episodes],
+            "version": version, "counters": counters, "episodes": [record.plain() for record in episodes],
             "ledger": ledger, "lags": lags, "log_position": committed.position, "line": asdict(progress.lineage),
             "seed": config.seed,
         }  # fmt: skip
@@ -216,7 +216,7 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
         algorithms = {id_: tensor_blob.decode(objects[ALGORITHM.format(id_)])[0] for id_ in learner.policies}
         rewards = {id_: tensor_blob.decode(objects[REWARDS.format(id_)])[0] for id_ in learner.rewards}
         counters = PhaseCounters.from_dict(state["counters"])
-        episodes = [EpisodeRecord(**record) for record in state["episodes"]]
+        episodes = [EpisodeRecord.from_plain(record) for record in state["episodes"]]
         stored = tensor_blob.decode(objects[_REPLAY_BUFFER])[0] if learner.remembered.maxlen else {}
         remembered = [f"{milliseconds}-{seq}" for milliseconds, seq in stored["positions"]] if stored else []
     for name, policy in learner.policies.items():
