@@ -12,7 +12,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -191,7 +191,7 @@ def test_the_page_of_metrics_explains_what_every_run_writes_and_nothing_else() -
     files = [*(ROOT / "trainer_node" / "metrics").glob("*.py"), ROOT / "shared" / "storage" / "metric_log.py"]
     areas = SIGNAL.replace("wait", "wait|episode|eval|event|fleet|log|time_share")
     written = set().union(*(metric_names(file.read_text(), areas) for file in files))
-    some = {"agent_returns": {"<name>": 1.0}, "metrics": {"<name>": 1.0}}
+    some: dict[str, Any] = {"agent_returns": {"<name>": 1.0}, "metrics": {"<name>": 1.0}}
     written |= of_episodes([EpisodeRecord(1.0, 1, True, **some)]).keys()
     written |= spread("rollout/ep_shaped_rew", [1.0]).keys()
     scores = dict.fromkeys(("mean_return", "std_return", "min_return", "max_return", "mean_length", "episodes"), 1.0)

@@ -60,10 +60,46 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
         if policies.setdefault(policy_id, described) != described:
             differ = f"agents of policy {policy_id!r} have different spaces"
             raise ConfigError(f"{differ}; give {agent!r} a policy of its own")
+    seats = _seats(config, agents)
+    policies |= {policy_id: policies[seat] for policy_id, seat in seats.items()}
     if unused := sorted(set(config.policies) - set(policies)):
         raise ConfigError(f"policies {unused} have no agent; the environment's agents are {sorted(found)}")
     in_turns = config.environment.api == "pettingzoo" and hasattr(env, "agent_iter")
-    return EnvironmentDescription(agents, policies, config.environment.info_columns, in_turns)
+    return EnvironmentDescription(agents, policies, config.environment.info_columns, in_turns, seats)
+
+
+def _seats(config: Config, agents: dict[str, str]) -> dict[str, str]:
+    """Policy → the policy whose agents' seats it takes, of a league's learners; raises `ConfigError` where the league's
+    sides and learners do not fit the environment's agents."""
+    if config.league is None:
+        return {}
+    sides = config.league.sides or tuple((agent,) for agent in agents)
+    named = [agent for side in sides for agent in side]
+    if unknown := sorted(set(named) - set(agents)):
+        raise ConfigError(f"league.sides names {unknown}, but the environment has {sorted(agents)}")
+    if left := sorted(set(agents) - set(named)):
+        raise ConfigError(f"league.sides has no side for {left}; add each agent of the environment to one")
+    if len(sides) < 2:
+        raise ConfigError(f"a league needs two sides, and the environment has one agent, {sorted(agents)}")
+    for side in sides:
+        if len(policies := sorted({agents[agent] for agent in side})) > 1:
+            raise ConfigError(
+                f"league.sides: the agents {list(side)} of one side are mapped to the policies {policies}, expected "
+                f"one; map them to one in `agents`, or make sides of them"
+            )
+    seats = {learner.policy: learner.seat for learner in config.league_learners.values()}
+    for policy_id, seat in seats.items():
+        if seat not in agents.values():
+            raise ConfigError(
+                f"league: {policy_id!r} would take the seats of {seat!r}, to which no agent is mapped; map one in "
+                f"`agents`, or name another policy in plays (mapped are {sorted(set(agents.values()))})"
+            )
+        if seat != policy_id and policy_id in agents.values():
+            raise ConfigError(
+                f"league: {policy_id!r} plays in the seats of {seat!r}, and has agents of its own; leave plays out, or "
+                f"map its agents to another policy"
+            )
+    return seats
 
 
 def check_evaluation(config: Config, description: EnvironmentDescription) -> None:

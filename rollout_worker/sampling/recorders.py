@@ -129,7 +129,7 @@ class PartRecorder(Recorder):
 class TurnRecorder(PartRecorder):
     """Where agents act in turns: row k of a slot is the k-th of its turns whose outcome came within the fragment.
 
-    The row after a slot's last one holds what it observes in its next turn, as `bootstrap_obs` does; its `mask` is false.
+    The row after a slot's last one holds what it observes in its next turn, as `bootstrap_obs` does; `mask` is false.
     A turn whose outcome comes later than the fragment's end is left out: it was acted by a version that is gone then.
     """
 

@@ -4,6 +4,7 @@ from shared.config.algorithms.base import AlgorithmConfig, BatchOfUpdate, Clonin
 from shared.config.algorithms.off_policy import OffPolicyConfig
 from shared.config.algorithms.offline import BCConfig
 from shared.config.algorithms.q_learning import QLearningConfig
+from shared.config.league import LeagueConfig
 from shared.config.sections import ConfigFields, DataEvaluationConfig
 
 _NO_HIDDEN_STATES = "recorded experience does not hold the hidden state of the policy's core"
@@ -24,6 +25,8 @@ def check_sections_together(run: ConfigFields) -> None:
             f"{environment.vectorization}"
         )
     _check_policies(run)
+    if run.league is not None:
+        _check_league(run, run.league)
     if run.ray.address != "embedded" and "embedded" in (run.redis.url, run.store.url):
         raise ValueError(
             f"ray.address={run.ray.address} with redis.url={run.redis.url} and store.url={run.store.url}: roles "
@@ -192,6 +195,38 @@ def _check_policies(run: ConfigFields) -> None:
     for agent, policy_id in run.agents.items():
         if policy_id not in run.policies:
             raise ValueError(f"agents.{agent}={policy_id!r} names no policy; policies has {sorted(run.policies)}")
+
+
+def _check_league(run: ConfigFields, league: LeagueConfig) -> None:
+    if run.environment.api == "gymnasium":
+        raise ValueError(
+            f"league with environment.api={run.environment.api}: it needs several agents; set "
+            f"environment.api, or leave the league out"
+        )
+    learners, known = run.league_learners, sorted(run.policies)
+    for name, learner in learners.items():
+        for field, policy_id in (("policy", learner.policy), ("plays", learner.seat)):
+            if policy_id not in run.policies:
+                raise ValueError(f"league.learners.{name}.{field}={policy_id!r} names no policy; policies has {known}")
+        if not getattr(run.policies[learner.policy], "trainable", True):
+            raise ValueError(
+                f"league.learners.{name}.policy={learner.policy!r} is frozen (policies.{learner.policy}.trainable="
+                f"false) and cannot learn; set that to true, or take it from league.learners"
+            )
+        if learner.reset is not None and getattr(run.algorithm, "replay_buffer", None) is not None:
+            raise ValueError(
+                f"league.learners.{name}.reset with algorithm.name={run.algorithm.name}: its replay buffer would hold "
+                f"what the former weights learned from; leave reset out, or use an algorithm without a replay buffer"
+            )
+    if not learners:
+        raise ValueError("league: no policy is trainable, so nothing would be learned; make one trainable")
+    if league.swap_every is not None and len(learners) < 2:
+        raise ValueError(
+            f"league.swap_every={str(league.swap_every)!r} with one learner, {next(iter(learners))!r}, "
+            f"would change nothing; leave it out"
+        )
+    if taken := sorted({*league.fixed} & {*run.policies}):
+        raise ValueError(f"league.fixed: {taken} are ids of policies; give the players names of their own")
 
 
 def _check_no_core(run: ConfigFields, other: str, why: str) -> None:

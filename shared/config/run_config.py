@@ -32,6 +32,7 @@ _DECIDES_LEARNING: Any = {
     },
     "policies": True,
     "agents": True,
+    "league": True,
     "algorithm": True,
     "dataset": {"sha256", "only_heatup"},
     "demonstrations": {"sha256"},
@@ -69,8 +70,10 @@ class Config(ConfigFields):
         return sorted(path for path in mine | theirs if mine.get(path) != theirs.get(path))
 
     def _deciding(self) -> dict[str, Any]:
-        """Without `info_columns` where there are none: a run that has none keeps the hash that it always had."""
+        """Without `info_columns` and `league` where there are none: a run keeps the hash that it always had."""
         data = self.model_dump(mode="json", include=_DECIDES_LEARNING)
         if not self.environment.info_columns:
             del data["environment"]["info_columns"]
+        if self.league is None:
+            del data["league"]
         return data

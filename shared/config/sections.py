@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from shared.config.algorithms.on_policy import PPOConfig
 from shared.config.algorithms.registry import AlgorithmField
+from shared.config.league import LeagueConfig, LearnerConfig
 from shared.config.section import Section, Width
 from shared.config.services import RayConfig, RedisConfig, StoreConfig
 from shared.experience.counters import Duration, DurationField
@@ -437,6 +438,7 @@ class ConfigFields(Section):
     """Policy id → network. A single agent uses `default`."""
     agents: dict[str, str] = {}
     """Agent → policy id; an agent not named here uses the only policy."""
+    league: LeagueConfig | None = None
     algorithm: AlgorithmField = PPOConfig()
     rollout: RolloutConfig = RolloutConfig()
     dataset: DatasetConfig | None = None
@@ -471,6 +473,14 @@ class ConfigFields(Section):
     def state_sizes(self) -> dict[str, int]:
         """Policy id → how many numbers the policy remembers from step to step, per slot."""
         return {policy_id: policy.state_size for policy_id, policy in self.policies.items()}
+
+    @property
+    def league_learners(self) -> dict[str, LearnerConfig]:
+        """The league's learners by name: by default every trainable policy, in the seats of its own agents."""
+        if self.league is None or self.league.learners:
+            return dict(self.league.learners) if self.league else {}
+        trainable = (name for name, policy in self.policies.items() if getattr(policy, "trainable", True))
+        return {name: LearnerConfig(policy=name) for name in trainable}
 
     def policy_of(self, agent: str) -> str:
         """The policy id that `agent` acts with; raises `KeyError` when nothing maps it."""

@@ -33,7 +33,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -55,11 +55,28 @@ _Size = Annotated[int, Field(ge=1, strict=True)]
 _Number = Annotated[float, Field(strict=True)]
 _DENSE = 0.9
 """Share of the rows above which all of them travel."""
+_MOST_BYTES = 1 << 32
 LARGEST = 1e12
 """The largest magnitude of a number that is learned from. Its square, also of a sum over a million steps, stays below
 3.4e38, the end of float32: beyond that, one number makes all weights NaN."""
 LARGEST_SHOWN = 1e30
 """The same for numbers of an episode (its return, the environment's own), which are only shown and averaged."""
+
+
+@dataclass(frozen=True)
+class MatchRecord:
+    """Who played an episode of a league, and how it ended (shared/league/table.py)."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    learner: str
+    side: _Count
+    """The learner's."""
+    players: tuple[str, ...]
+    """Player id per side."""
+    outcome: tuple[Annotated[float, Field(ge=0, le=1)], ...]
+    """Per side: 1 for a win, 0.5 for a draw, 0 for a loss."""
+    forfeit: str = ""
+    """`PLAYER: why`, where a player lost by forfeit."""
 
 
 @dataclass
@@ -76,6 +93,28 @@ class EpisodeRecord:
     """Per agent, where there is more than one."""
     metrics: dict[str, _Number] = field(default_factory=dict)
     """Numbers that the environment put into its last `info`."""
+    match: MatchRecord | None = None
+    """Of an episode of a league."""
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON. Without a match it has no such key: bytes of runs without a league are what they always were."""
+        data = dict(vars(self))
+        if self.match is None:
+            del data["match"]
+        else:
+            data["match"] = vars(self.match)
+        return data
+
+    @classmethod
+    def from_plain(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `plain`; raises `ValueError` or `TypeError` for other data."""
+        record = cls(**data)
+        if data.get("match") is not None:
+            record.match = _MATCH.validate_python(data["match"])
+        return record
+
+
+_MATCH = TypeAdapter(MatchRecord)
 
 
 @dataclass(frozen=True)
@@ -129,7 +168,7 @@ def encode(fragment: Fragment, compression: column_codec.Compression = "none") -
     }
     sparse = {policy: names for policy, its in fragment.columns.items() if (names := _leave_out(policy, its, flat))}
     packed, layout = column_codec.pack(flat, compression)
-    episodes = [vars(record) for record in fragment.header.episodes]  # not copied: there may be hundreds
+    episodes = [record.plain() for record in fragment.header.episodes]
     header = vars(fragment.header) | {"episodes": episodes, "layout": layout}
     if sparse:
         header |= {"sparse": sparse, "wire_version": SPARSE_VERSION}
@@ -153,7 +192,10 @@ def _leave_out(policy: str, columns: Columns, flat: Columns) -> list[str]:
 def _put_back(columns: Columns, names: Sequence[str]) -> None:
     kept = kept_rows(columns)
     for name in names:
-        whole = np.zeros((*kept.shape, *columns[name].shape[1:]), columns[name].dtype)
+        shape = (*kept.shape, *columns[name].shape[1:])
+        if math.prod(shape) * columns[name].itemsize > _MOST_BYTES:
+            raise ValueError(f"{name} would have the shape {shape}")
+        whole = np.zeros(shape, columns[name].dtype)
         whole[kept] = columns[name]
         columns[name] = whole
 

@@ -6,7 +6,7 @@ Trainer, checkpoints and `load_policy` know spaces only so, and need no gymnasiu
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -164,10 +164,13 @@ class EnvironmentDescription(PlainData):
     """The numbers of each step's `info` that travel with the experience (`environment.info_columns`)."""
     in_turns: bool = False
     """Whether one agent acts after another (PettingZoo's AEC), and a step is one turn."""
+    seats: dict[str, str] = field(default_factory=dict)
+    """In a league, policy that learns → the policy id whose agents' seats it takes: mostly its own."""
 
     def slots(self, policy_id: str) -> int:
-        """Agents per environment that act with this policy."""
-        return sum(1 for mapped in self.agents.values() if mapped == policy_id)
+        """Agents per environment that act with this policy, or in whose seats it may act."""
+        seat = self.seats.get(policy_id, policy_id)
+        return sum(1 for mapped in self.agents.values() if mapped == seat)
 
     def fragment_bytes(self, steps: int, num_envs: int, state_sizes: Mapping[str, int] | None = None) -> int:
         """About how many bytes of observations, actions and state a fragment of `steps` × `num_envs` holds."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from trainer_node.log_consumer import Committed
 _STATE, _REPLAY_BUFFER = "trainer/state.json", "trainer/memory.safetensors"
 POLICY, ALGORITHM = "{}/policy.safetensors", "trainer/{}.algorithm.safetensors"
 REWARDS = "trainer/{}.rewards.safetensors"
+LEAGUE, INITIAL = "trainer/league.json", "trainer/{}.initial.safetensors"
 
 
 def phase_at(config: Config, counters: PhaseCounters) -> Phase:
@@ -110,6 +112,8 @@ def take(learner: Learner, config: Config, run_id: str, progress: Progress, comm
     arrays |= {REWARDS.format(id_): rewards.state() for id_, rewards in learner.rewards.items()}
     remembered = list(learner.remembered) if learner.remembered.maxlen else None
     episodes, mean_return = list(learner.episodes), learner.mean_return()
+    arrays |= {INITIAL.format(id_): initial for id_, initial in learner.initial.items()}
+    league, told = _of_league(learner)
     computed = computed_with(learner, config.trainer)
     name, created = checkpoint_name(version, counters["train"]["env_steps"]), round(time.time(), 3)
 
@@ -119,11 +123,11 @@ def take(learner: Learner, config: Config, run_id: str, progress: Progress, comm
             positions = np.array([id_order(position) for position in remembered], np.int64).reshape(-1, 2)
             arrays[_REPLAY_BUFFER] = {"positions": positions}
         objects = {POLICY.format(id_): encode_policy(policy, version, own) for id_, (policy, own) in policies.items()}
-        objects |= {key: tensor_blob.encode(columns, {}) for key, columns in arrays.items()}
+        objects |= {key: tensor_blob.encode(columns, {}) for key, columns in arrays.items()} | league
         ledger = json.loads(committed.ledger)
         lags = {str(lag): count for lag, count in sorted(committed.lags.items())}
         state = {
-            "version": version, "counters": counters, "episodes": [vars(record) for record in episodes],
+            "version": version, "counters": counters, "episodes": [record.plain() for record in episodes],
             "ledger": ledger, "lags": lags, "log_position": committed.position, "line": asdict(progress.lineage),
             "seed": config.seed,
         }  # fmt: skip
@@ -134,6 +138,7 @@ def take(learner: Learner, config: Config, run_id: str, progress: Progress, comm
             "log_range": [progress.parent.position, committed.position],
             "policy_versions": [progress.parent.version, version], "lag_histogram": lags, "ledger": ledger,
             "mean_return": mean_return, "replay_from": remembered[0] if remembered else None,
+            **told,
         }  # fmt: skip
         manifest = Manifest(
             run_id=run_id, name=name, version=version, epoch=progress.epoch, created=created,
@@ -143,6 +148,14 @@ def take(learner: Learner, config: Config, run_id: str, progress: Progress, comm
         return Checkpoint(manifest, objects)
 
     return Snapshot(name, version, committed.position, encode)
+
+
+def _of_league(learner: Learner) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """The league as an object, and what the manifest says of it; nothing where there is none."""
+    if (league := learner.league) is None:
+        return {}, {}
+    table = league.table(learner.counters.train).as_dict()
+    return {LEAGUE: league.encode()}, {"league": table, "players": league.objects(), "ratings": league.summary()}
 
 
 def _state_of(algorithm: Algorithm) -> Columns:
@@ -216,9 +229,13 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
         algorithms = {id_: tensor_blob.decode(objects[ALGORITHM.format(id_)])[0] for id_ in learner.policies}
         rewards = {id_: tensor_blob.decode(objects[REWARDS.format(id_)])[0] for id_ in learner.rewards}
         counters = PhaseCounters.from_dict(state["counters"])
-        episodes = [EpisodeRecord(**record) for record in state["episodes"]]
+        episodes = [EpisodeRecord.from_plain(record) for record in state["episodes"]]
         stored = tensor_blob.decode(objects[_REPLAY_BUFFER])[0] if learner.remembered.maxlen else {}
+        initial = {id_: tensor_blob.decode(objects[INITIAL.format(id_)])[0] for id_ in learner.initial}
         remembered = [f"{milliseconds}-{seq}" for milliseconds, seq in stored["positions"]] if stored else []
+        if learner.league is not None:
+            learner.league.load(objects[LEAGUE])
+    learner.initial = initial
     for name, policy in learner.policies.items():
         load_state_arrays(policy, weights[name])
         learner.algorithms[name].load_state(algorithms[name])

@@ -19,12 +19,13 @@ from shared.experience.fragment import EpisodeRecord, Fragment, holdable
 from shared.experience.spaces import Columns, EnvironmentDescription
 from shared.policies.policy import Policy
 from shared.policies.registry import build_policies, torch_device
-from shared.policies.serialization import finite_weights
+from shared.policies.serialization import finite_weights, load_state_arrays, state_arrays
 from shared.runtime.user_code import import_object
 from trainer_node.learning.building_blocks.compilation import check_compiling
 from trainer_node.learning.building_blocks.interface import Algorithm, Experience, Setting
 from trainer_node.learning.building_blocks.reward_normalization import RewardAverage, RewardFilter, RewardScaling
 from trainer_node.learning.demonstrations import Demonstrations
+from trainer_node.learning.league import League
 from trainer_node.learning.shaped_returns import ShapedReturns
 
 Transform = Callable[[Columns], Columns]
@@ -89,6 +90,9 @@ class Learner:
     """What is imitated, where the run has any; read at the first look."""
     shaped: dict[str, ShapedReturns] = field(default_factory=dict)
     """Of the policies that learn from other rewards than the environment gave."""
+    league: League | None = None
+    initial: dict[str, Columns] = field(default_factory=dict)
+    """What a league's policies begin again with, of those that may have to: weights and state of the algorithm."""
 
     def read_demonstrations(self) -> None:
         """So that no update waits for them; raises `DatasetError`, or what the store of an archive raises."""
@@ -108,6 +112,9 @@ class Learner:
             counters.episodes += len(item.header.episodes)
             if phase is Phase.TRAIN:
                 self.episodes.extend(item.header.episodes)
+                if self.league is not None:
+                    for record in item.header.episodes:
+                        self.league.take(record)
             self.remembered.append(item.position)
             self._filter(item)
             for policy_id, scaling in self.rewards.items():
@@ -157,7 +164,28 @@ class Learner:
                 f"terms: {metrics}. Try a smaller algorithm.learning_rate or normalize_observations; the checkpoints "
                 f"before it are intact"
             )
+        if self.league is not None and phase is Phase.TRAIN:
+            for policy_id in self.league.after_update(self.policies, self.counters.train.updates):
+                self._begin_again(policy_id)
         return metrics
+
+    def _begin_again(self, policy_id: str) -> None:
+        parts = {part: below(self.initial[policy_id], part) for part in (WEIGHTS, STATE)}
+        load_state_arrays(self.policies[policy_id], parts[WEIGHTS])
+        self.algorithms[policy_id].load_state(parts[STATE])
+
+
+WEIGHTS, STATE = "weights/", "state/"
+"""Parts of `Learner.initial`."""
+
+
+def below(arrays: Columns, part: str) -> Columns:
+    return {name.removeprefix(part): array for name, array in arrays.items() if name.startswith(part)}
+
+
+def _initial(policy: Policy, algorithm: Algorithm) -> Columns:
+    weights = {WEIGHTS + name: array for name, array in state_arrays(policy).items()}
+    return weights | {STATE + name: np.array(array) for name, array in algorithm.state().items()}
 
 
 def algorithm_class(config: AlgorithmConfig) -> Any:
@@ -219,9 +247,13 @@ def make_learner(
     remembered: deque[str] = deque(maxlen=max(replay_fragments(made) for made in algorithms.values()))
     changed = [name for name in sorted(policies) if name in rewards or config.policies[name].changes_rewards]
     shaped = {name: ShapedReturns(config.metrics.window_episodes) for name in changed}
+    league = League(config, description, policies) if config.league is not None else None
+    again = league.resettable() if league is not None else ()
+    initial = {name: _initial(policies[name], algorithms[name]) for name in again}
     return Learner(
-        policies, algorithms, rewards, filters, PhaseCounters(), episodes, remembered, demonstrations, shaped
-    )
+        policies, algorithms, rewards, filters, PhaseCounters(), episodes, remembered, demonstrations, shaped, league,
+        initial,
+    )  # fmt: skip
 
 
 def replay_fragments(algorithm: Algorithm) -> int:

@@ -1,0 +1,47 @@
+"""The match table: who may play whom, as it is published with a policy version.
+
+Workers draw each episode's match from it (`matchmaking.draw`). A player's id is the policy id for a policy's current
+weights, `main-<first 12 hex digits of its SHA-256>` for a snapshot, and its name in the config for a fixed player.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shared.experience.spaces import PlainData
+
+PlayerKind = Literal["policy", "function", "onnx", "random"]
+
+
+@dataclass(frozen=True)
+class PlayerRef(PlainData):
+    """A player that does not change, and where it is found."""
+
+    kind: PlayerKind
+    sha256: str = ""
+    """Of its object in the run's store (shared/league/players.py), for `policy` and `onnx`."""
+    source: str = ""
+    """What the config says of it: `module:function` for `function`; otherwise where it came from."""
+    seats: tuple[str, ...] = ()
+    """The policy ids whose agents' seats it may take."""
+
+
+@dataclass(frozen=True)
+class Learner(PlainData):
+    """One that learns from the matches in which it is drawn."""
+
+    policy: str
+    sides: tuple[int, ...]
+    """The sides that it may take."""
+    opponents: dict[str, tuple[tuple[str, float], ...]]
+    """Policy id of a side's seats → (player id, probability) for that side; the probabilities add up to 1."""
+
+
+@dataclass(frozen=True)
+class MatchTable(PlainData):
+    sides: tuple[tuple[str, ...], ...]
+    """The agents of each side."""
+    seats: tuple[str, ...]
+    """The policy id that each side's agents are mapped to."""
+    learners: dict[str, Learner]
+    players: dict[str, PlayerRef] = field(default_factory=dict)
+    """Those that can be drawn, without current weights."""
