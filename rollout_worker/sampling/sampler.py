@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -10,16 +11,21 @@ import torch
 from rollout_worker.environments.seeding import SeedLineage, episode_seed
 from rollout_worker.environments.vector_env import VectorEnvironment, reject_unusable
 from rollout_worker.exploration.base import Exploration, act_for
+from rollout_worker.league.casting import Casting, Part
 from rollout_worker.sampling import action_trace
 from rollout_worker.sampling.action_trace import ActionTrace
-from rollout_worker.sampling.recorders import Recorder, TurnRecorder
+from rollout_worker.sampling.recorders import PartRecorder, Recorder, TurnRecorder
 from shared.experience.counters import Phase
-from shared.experience.fragment import EpisodeRecord
+from shared.experience.fragment import EpisodeRecord, expected_columns
 from shared.experience.spaces import Columns, EnvironmentDescription
+from shared.league.table import MatchTable
 from shared.policies.actor_critic import Stateful, with_states
 from shared.policies.policy import Policy
 from shared.policies.registry import torch_device
 from shared.runtime.stage_timer import StageTimer
+
+Recorders: TypeAlias = Mapping[str, Any]
+"""Policy id → its recorder, of a kind that fits how the policy acts."""
 
 
 @dataclass
@@ -36,8 +42,11 @@ class Sampler:
     def __init__(
         self, environment: VectorEnvironment, description: EnvironmentDescription, lineage: SeedLineage,
         device: str = "cpu", trace: ActionTrace | None = None, stages: StageTimer | None = None,
+        casting: Casting | None = None,
     ) -> None:  # fmt: skip
         """Begins `lineage`, or takes it up where `trace` ends; `position_digest` tells whether it got there."""
+        self._casting, self._in_parts = casting, description.in_turns or casting is not None
+        """Who sits where, in a league; and whether only some slots of a policy act in a step."""
         self._environment, self._description = environment, description
         self._device, self._stages = torch_device(device), stages or StageTimer()
         self._generator = torch.Generator(self._device)
@@ -52,10 +61,19 @@ class Sampler:
         """Of the last sample: what was done in each step `[T, S, …]`, where its columns do not tell."""
         states = trace.states if trace else {}
         self._states = {policy_id: torch.from_numpy(state).to(self._device) for policy_id, state in states.items()}
+        self._began = False
+        if casting is not None and trace:
+            casting.take_up(trace.matches, states)
+            self._began = True
 
     @torch.inference_mode()
-    def sample(self, policies: Mapping[str, Policy], exploration: Exploration, steps: int) -> Sample:
-        """Acts `steps` steps in every environment; raises `EnvironmentFailure`, and then nothing was produced."""
+    def sample(
+        self, policies: Mapping[str, Policy], exploration: Exploration, steps: int, table: MatchTable | None = None
+    ) -> Sample:
+        """Acts `steps` steps in every environment; raises `EnvironmentFailure`, and then nothing was produced. `table`:
+        of a league, by which matches are drawn from now on."""
+        if self._casting is not None and table is not None:
+            self._casting.use(table)
         with self._stages.during("record"):
             try:
                 return self._sample(policies, exploration, steps)
@@ -67,7 +85,7 @@ class Sampler:
         acting, stepping = self._stages.during("act"), self._stages.during("env")
         started, stepped = time.perf_counter(), self._stages.nanoseconds("env")
         self._generator.manual_seed(self.lineage.acting(self._number))
-        kind = TurnRecorder if self._description.in_turns else Recorder
+        kind = TurnRecorder if self._description.in_turns else PartRecorder if self._in_parts else Recorder
         recorders = {
             policy_id: kind(self._description, policy_id, steps, self._slots(policy_id), policies[policy_id].state_size)
             for policy_id in self._description.policies
@@ -78,71 +96,100 @@ class Sampler:
             recorders[policy_id].began(its.state.cpu().numpy())
         asked = {**policies, **remembering}
         episodes: list[EpisodeRecord] = []
-        if exploration.knows_episodes:
-            for index in range(self._environment.num_envs):
-                self._begin(exploration, index)
+        self._begin_all(exploration)
         for step in range(steps):
-            actions = {}
-            for policy_id, recorder in recorders.items():
-                with acting:
-                    act = self._act_in_turns if isinstance(recorder, TurnRecorder) else self._act
-                    actions[policy_id] = act(step, policy_id, recorder, asked[policy_id], exploration)
-            taken.append(actions)
+            with acting:
+                act = self._act_in_parts if self._in_parts else self._act
+                actions = {
+                    policy_id: act(step, policy_id, recorders, asked, exploration)
+                    for policy_id in self._description.seated
+                }
+            if self._in_parts:
+                taken.append(actions)
             with stepping:
                 result = self._environment.step(actions)
             for policy_id, recorder in recorders.items():
-                recorder.stepped(step, result.policies[policy_id])
+                recorder.stepped(step, result.policies[self._seat(policy_id)])
+            for policy_id in self._description.seated:
                 self._now[policy_id] = result.policies[policy_id].obs
                 if (acts := result.policies[policy_id].acts) is not None:
                     self._acts[policy_id] = acts
             for policy_id, its in remembering.items():
-                its.forget(torch.from_numpy(result.policies[policy_id].over).to(self._device))
+                its.forget(torch.from_numpy(result.policies[self._seat(policy_id)].over).to(self._device))
             for index, record in result.episodes:
-                episodes.append(record)
+                episodes.append(record if self._casting is None else self._casting.judged(index, record))
                 self._episodes[index] += 1
-                if exploration.knows_episodes:
-                    self._begin(exploration, index)
+                self._begin(exploration, index)
         columns = {
-            policy_id: recorder.finish(policies[policy_id], exploration, self._now[policy_id])
+            policy_id: recorder.finish(policies[policy_id], exploration, self._now[self._seat(policy_id)])
             for policy_id, recorder in recorders.items()
         }
         reject_unusable(columns, self._description)
         self._states = {policy_id: its.state for policy_id, its in remembering.items()}
         self._number += 1
         seconds = time.perf_counter() - started
-        if self._description.in_turns:
+        if self._in_parts:
             self._taken = {
                 policy_id: {name: np.stack([actions[policy_id][name] for actions in taken]) for name in its}
                 for policy_id, its in taken[0].items()
             }
         return Sample(columns, tuple(episodes), seconds, (self._stages.nanoseconds("env") - stepped) / 1e9)
 
-    def _act(self, step: int, policy_id: str, recorder: Recorder, policy: Policy, exploration: Exploration) -> Columns:
+    def _act(
+        self, step: int, policy_id: str, recorders: Recorders, policies: Mapping[str, Policy], exploration: Exploration
+    ) -> Columns:
         observations = self._now[policy_id]
         tensors = {name: torch.from_numpy(array).to(self._device) for name, array in observations.items()}
-        chosen, params = exploration.act(policy, tensors, self._generator)
+        chosen, params = exploration.act(policies[policy_id], tensors, self._generator)
         actions = {name: tensor.cpu().numpy() for name, tensor in chosen.items()}
-        recorder.acted(step, observations, actions, params)
+        recorders[policy_id].acted(step, observations, actions, params)
         return actions
 
-    def _act_in_turns(
-        self, step: int, policy_id: str, recorder: Recorder, policy: Policy, exploration: Exploration
+    def _act_in_parts(
+        self, step: int, group: str, recorders: Recorders, policies: Mapping[str, Policy], exploration: Exploration
     ) -> Columns:
-        """Acts for the slots whose turn it is; zeros for the others."""
-        now, rows = self._now[policy_id], np.flatnonzero(self._acts[policy_id])
-        states = policy.state.cpu().numpy() if isinstance(policy, Stateful) else None
-        picked, params = act_for(exploration, policy, now, rows, self._generator)
-        recorder.acted_by(step, rows, {name: array[rows] for name, array in now.items()}, picked, params, states)
-        actions = {
-            name: np.zeros((len(self._acts[policy_id]), *its.shape[1:]), its.dtype) for name, its in picked.items()
-        }
-        for name, array in picked.items():
-            actions[name][rows] = array
+        """Acts for those of a policy's slots that are to act, one forward pass for each player; zeros for the others."""
+        now, rows = self._now[group], np.flatnonzero(self._acts[group])
+        everyone = [Part(group, rows, np.ones(len(rows), np.bool_))] if len(rows) else []
+        expected = expected_columns(self._description.policies[group], 1, len(self._acts[group]))
+        names = self._description.policies[group].action.column_names("action")
+        actions = {name: np.zeros(expected[name][0][1:], expected[name][1]) for name in names}
+        for part in everyone if self._casting is None else self._casting.parts(group, rows):
+            if part.player in policies:
+                policy, its = policies[part.player], part.rows[part.learns]
+                states = policy.state.cpu().numpy() if isinstance(policy, Stateful) else None
+                picked, params = act_for(exploration, policy, now, part.rows, self._generator)
+                seen = {name: array[its] for name, array in now.items()}
+                done = {name: array[part.learns] for name, array in picked.items()}
+                among = torch.from_numpy(part.learns).to(params.device)
+                recorders[part.player].acted_by(step, its, seen, done, params[among], states)
+            else:
+                assert self._casting is not None
+                picked = self._casting.act(part, group, now, policies[group], self._generator)
+            for name, array in picked.items():
+                actions[name][part.rows] = array
         return actions
+
+    def _begin_all(self, exploration: Exploration) -> None:
+        """Tells of the episodes that go on; the first ones of all begin only now, since a league's table was needed."""
+        for index in range(self._environment.num_envs):
+            if not self._began:
+                self._begin(exploration, index)
+            elif exploration.knows_episodes:
+                exploration.begin(index, episode_seed(self._seeds[index], self._episodes[index]))
+        self._began = True
 
     def _begin(self, exploration: Exploration, index: int) -> None:
         """Tells which episode environment `index` is in."""
-        exploration.begin(index, episode_seed(self._seeds[index], self._episodes[index]))
+        if exploration.knows_episodes or self._casting is not None:
+            seed = episode_seed(self._seeds[index], self._episodes[index])
+            if exploration.knows_episodes:
+                exploration.begin(index, seed)
+            if self._casting is not None:
+                self._casting.begin(index, self._episodes[index], seed)
+
+    def _seat(self, policy_id: str) -> str:
+        return self._description.seats.get(policy_id, policy_id)
 
     def _slots(self, policy_id: str) -> int:
         return self._environment.num_envs * self._description.slots(policy_id)
@@ -162,9 +209,12 @@ class Sampler:
             policy_id: {name: sample.columns[policy_id][name] for name in spaces.action.column_names("action")}
             for policy_id, spaces in self._description.policies.items()
         }
-        states = {policy_id: state.cpu().numpy() for policy_id, state in self._states.items()}
-        last = self._number - 1
-        return ActionTrace(place.episodes, place.lengths, actions, self.lineage, last, self.position_digest, states)
+        remembered, matches = self._states, []
+        if self._casting is not None:
+            remembered, matches = remembered | self._casting.states, self._casting.plain()
+        states = {policy_id: state.cpu().numpy() for policy_id, state in remembered.items()}
+        last, digest = self._number - 1, self.position_digest
+        return ActionTrace(place.episodes, place.lengths, actions, self.lineage, last, digest, states, matches)
 
     def set_phase(self, phase: Phase) -> None:
         """Raises `EnvironmentFailure`."""

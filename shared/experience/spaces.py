@@ -167,6 +167,11 @@ class EnvironmentDescription(PlainData):
     seats: dict[str, str] = field(default_factory=dict)
     """In a league, policy that learns → the policy id whose agents' seats it takes: mostly its own."""
 
+    @property
+    def seated(self) -> tuple[str, ...]:
+        """The policies that agents are mapped to: an environment's slots are theirs."""
+        return tuple(policy_id for policy_id in self.policies if policy_id in self.agents.values())
+
     def slots(self, policy_id: str) -> int:
         """Agents per environment that act with this policy, or in whose seats it may act."""
         seat = self.seats.get(policy_id, policy_id)
