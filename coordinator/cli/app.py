@@ -14,8 +14,8 @@ import typer.core
 
 from coordinator.catalog.run_files import RunStatus
 from coordinator.cli import config as configs
-from coordinator.cli import page as pages
 from coordinator.cli import league, profile_and_bench, runs
+from coordinator.cli import page as pages
 from coordinator.cli.config import ConfigArgument, config_file
 from coordinator.cli.curves import compare, metrics, plot
 from coordinator.cli.options import (
