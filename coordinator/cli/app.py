@@ -14,8 +14,8 @@ import typer.core
 
 from coordinator.catalog.run_files import RunStatus
 from coordinator.cli import config as configs
+from coordinator.cli import league, profile_and_bench, runs
 from coordinator.cli import page as pages
-from coordinator.cli import profile_and_bench, runs
 from coordinator.cli.config import ConfigArgument, config_file
 from coordinator.cli.curves import compare, metrics, plot
 from coordinator.cli.options import (
@@ -397,7 +397,7 @@ def _print_scores(found: "Evaluation") -> None:
     console.text(f"{found.checkpoint}: {text}", *(f"video: {path}" for path in found.videos))
 
 
-for _more in (runs, metrics, plot, compare, pages, configs, profile_and_bench):
+for _more in (runs, metrics, plot, compare, league, pages, configs, profile_and_bench):
     app.registered_commands += _more.app.registered_commands
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from coordinator.catalog.checkpoint_lookup import find_checkpoint
 from coordinator.catalog.run_folder import RunFolder, Submission, new_run_id
 from coordinator.catalog.status import ended_status
+from coordinator.lifecycle.fixed_players import with_fixed_players
 from coordinator.lifecycle.preparation import prepare_new, prepare_resume
 from coordinator.lifecycle.ray_job import JobCoordinator, submit_and_follow
 from coordinator.lifecycle.supervisor import Coordinator
@@ -109,7 +110,7 @@ def _checked(
     """The config with the hashes of its data, and its environment; raises a `UserError` where a run would fail."""
     extend_imports(import_path)
     description = check(config, inline)
-    config = with_recorded(config, description)
+    config = with_fixed_players(with_recorded(config, description), description)
     check_services(config)
     return config, description
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import redis
 
+from coordinator.lifecycle.fixed_players import store_fixed_players
 from shared.config.loading import dump_config
 from shared.config.sections import StopConfig
 from shared.errors import (
@@ -20,6 +21,7 @@ from shared.errors import (
     UserError,
 )
 from shared.experience.spaces import EnvironmentDescription
+from shared.league.players import PLAYERS, write_player
 from shared.protocol.events import emit
 from shared.protocol.experience_log import ExperienceLog
 from shared.protocol.flow_control import RunState
@@ -33,7 +35,7 @@ from shared.storage.checkpoint_store import CONFIG, ENVIRONMENT, FINISHED, Check
 from trainer_node.checkpointing.fork import forked, rolled_back
 from trainer_node.checkpointing.recovery import last_epoch, restore_learner, tell_other_versions
 from trainer_node.checkpointing.retention import status_file
-from trainer_node.checkpointing.snapshot import other_versions
+from trainer_node.checkpointing.snapshot import POLICY, other_versions
 from trainer_node.learning.learner import make_learner
 
 FIRST_CHECKPOINT = checkpoint_name(0, 0)
@@ -56,7 +58,12 @@ def prepare_new(context: RunContext, description: EnvironmentDescription, source
         store.put(ENVIRONMENT, json.dumps(description.as_dict(), indent=1).encode())
         store.put(CONFIG, dump_config(context.config).encode())
         first = None if source is None else forked(context, source)
+        store_fixed_players(store, context.config)
         if first is not None:
+            for policy_id in sorted(
+                learner.policy for learner in context.config.league_learners.values()
+            ):  # its weights are the league's first snapshot
+                write_player(store, first.objects[POLICY.format(policy_id)])
             context.checkpoints.write(first.manifest, first.objects)
         create_flow(context)
         if first is not None:
@@ -67,7 +74,7 @@ def prepare_new(context: RunContext, description: EnvironmentDescription, source
         with contextlib.suppress(StagecoachError):
             if source is not None:
                 context.checkpoints.delete(FIRST_CHECKPOINT)
-            for key in (ENVIRONMENT, CONFIG):
+            for key in (ENVIRONMENT, CONFIG, *store.keys(PLAYERS)):
                 store.delete(key)
         raise
 

@@ -11,7 +11,18 @@ from typing import Any, Literal
 from shared.storage.metric_log import FLEET, TRAIN
 
 Kind = Literal[
-    "lines", "multiples", "shares", "return", "fleet", "autoscaler", "timeline", "ledger", "config", "video", "empty"
+    "lines",
+    "multiples",
+    "shares",
+    "return",
+    "fleet",
+    "autoscaler",
+    "timeline",
+    "ledger",
+    "config",
+    "video",
+    "league",
+    "empty",
 ]
 """`multiples`: a small chart for each line, whose scales differ."""
 Group = Literal["Learning", "Throughput", "Fleet", "Records"]
@@ -117,6 +128,17 @@ PANELS = (
         absent="This algorithm has no values, Q or α, or no update was made yet.",
     ),
     Panel(
+        "Learning", "rating", "Rating", unit="OpenSkill",
+        lines=(
+            Line(
+                "league/rating/*", "{{name}}", None,
+                'stagecoach_training_metric{run=~"$run",name=~"league/rating/.*"}',
+            ),
+        ),
+        note="A league's policies as they are now; in a game of two sides this says more than the return.",
+        absent="A run without a league.",
+    ),
+    Panel(
         "Throughput", "speed", "Env steps per second", unit="env steps/s", stream=FLEET,
         lines=(
             Line("fleet/fps", "acted", None, _speed("worker")),
@@ -200,6 +222,6 @@ PANELS = (
         "Records", "video", "Last evaluation", "video",
         absent="No video yet; `stagecoach evaluate RUN --video DIR` records one.",
     ),
-    Panel("Records", "league", "League", "empty", absent="A run without a league."),
+    Panel("Records", "league", "League", "league", absent="A run without a league."),
     Panel("Records", "curriculum", "Lessons", "empty", absent="A run without lessons."),
 )  # fmt: skip

@@ -95,6 +95,8 @@ class UpdateMetrics:
         for policy in learner.policies.values():  # a dataset is that of one
             row |= self._from_data.figures(policy, train.updates)
         row |= {name: total / self._counts[name] for name, total in self._sums.items()}
+        for policy_id, its in learner.league.summary().items() if learner.league else ():
+            row |= {f"league/{name}/{policy_id}": float(value) for name, value in its.items()}
         told = {name: np.concatenate(parts) for name, parts in self._told.items()}
         row |= {name: float(known.mean(dtype=np.float64)) for name, known in told.items() if known.size}
         self._told.clear()

@@ -1,0 +1,70 @@
+"""`stagecoach league`: the ratings of a run's players, and who beats whom."""
+
+from typing import Any
+
+import typer
+
+from coordinator.cli.options import (
+    RUNS,
+    EndpointUrl,
+    Json,
+    Place,
+    RunsDir,
+    attached,
+    console,
+    example,
+    figure,
+    print_json,
+)
+
+app = typer.Typer()
+_COLUMNS = 12
+"""Opponents that the matrix shows; `--json` has all."""
+
+
+@app.command(epilog=example("stagecoach league my-run"))
+def league(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = None, as_json: Json = False) -> None:
+    """Show a league: its players with their ratings, and win rates of who learned against whom, with their intervals.
+
+    As the newest checkpoint has it; `stagecoach status` and `watch` show the ratings of now.
+    """
+    from rich.table import Table
+
+    from coordinator.catalog.league_standings import league_of
+
+    handle = attached(run, runs_dir, endpoint_url=endpoint_url)
+    found = league_of(handle.checkpoint_store(), handle.config)
+    if as_json:
+        print_json(found)
+        return
+    several = len({row["seat"] for row in found["players"]}) > 1
+    table = Table(
+        "player", "kind", "rating", "±", "Elo", "matches", "forfeits", title=f"league at {found['checkpoint']}"
+    )
+    for row in found["players"]:
+        name = f"{row['player']} ({row['seat']})" if several else row["player"]
+        numbers = figure(row["rating"]), figure(3 * row["sigma"]), f"{row['elo']:,.0f}", f"{row['matches']:,}"
+        table.add_row(name, row["kind"], *numbers, f"{row['forfeits']:,}")
+    console.print(table)
+    console.print(_matrix(found) if found["payoff"] else "no match has ended yet")
+
+
+def _matrix(found: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    rows, order = found["payoff"], [row["player"] for row in found["players"]]
+    met = {opponent for row in rows.values() for opponent in row}
+    columns = [player for player in dict.fromkeys(order) if player in met]
+    more = f" (the first {_COLUMNS} of {len(columns)}; --json has all)" if len(columns) > _COLUMNS else ""
+    columns = columns[:_COLUMNS]
+    table = Table("wins against", *columns, title=f"win rate, 95 % interval, matches{more}")
+    for player in dict.fromkeys(order):
+        if player in rows:
+            table.add_row(player, *(_cell(rows[player].get(opponent)) for opponent in columns))
+    return table
+
+
+def _cell(cell: dict[str, Any] | None) -> str:
+    if cell is None:
+        return "–"
+    return f"{cell['rate']:.0%} ({cell['low']:.0%}–{cell['high']:.0%}), {cell['games']:,}"
