@@ -33,12 +33,13 @@ class Casting:
     """Of one sampler. A slot is a seat: agent's number within its policy × N + environment."""
 
     def __init__(
-        self, description: EnvironmentDescription, num_envs: int, opponents: Opponents, tell: Callable[[str], None]
-    ) -> None:
+        self, description: EnvironmentDescription, num_envs: int, table: MatchTable, opponents: Opponents,
+        tell: Callable[[str], None],
+    ) -> None:  # fmt: skip
         """`tell` writes an event: how outcomes are judged, and forfeits."""
         self._description, self._count, self._opponents, self._tell = description, num_envs, opponents, tell
-        self._table: MatchTable | None = None
-        self._refs: dict[str, PlayerRef] = {}
+        self._table = table
+        self._refs = dict(table.players)
         """Of all tables so far: an episode may outlast the table that it was drawn from."""
         self.matches: list[Match | None] = [None] * num_envs
         self._forfeits: list[str] = [""] * num_envs
@@ -52,18 +53,13 @@ class Casting:
         """`GROUP@PLAYER` → what a recurrent opponent remembers, `[S, state size]`."""
 
     def use(self, table: MatchTable) -> None:
-        """The table of the version that acts from now on; the first matches are drawn from it."""
+        """The table of the version that acts from now on."""
         self._table = table
         self._refs |= table.players
 
     def begin(self, environment: int, episode: int, seed: int) -> None:
         """An episode begins: its match is drawn."""
-        self._seat(environment, draw(self._now, environment, episode, seed))
-
-    @property
-    def _now(self) -> MatchTable:
-        assert self._table is not None
-        return self._table
+        self._seat(environment, draw(self._table, environment, episode, seed))
 
     def take_up(self, matches: Sequence[Mapping[str, Any]], states: Mapping[str, Array]) -> None:
         """The matches of running episodes, as `plain` gave them."""
@@ -80,11 +76,12 @@ class Casting:
             | {"refs": {name: self._refs[name].as_dict() for name in match.players if name in self._refs}}
             | {"forfeit": said}
             for match, said in zip(self.matches, self._forfeits, strict=True)
+            if match is not None
         ]
 
     def _seat(self, environment: int, match: Match) -> None:
         self.matches[environment], self._forfeits[environment] = match, ""
-        for side, agents in enumerate(self._now.sides):
+        for side, agents in enumerate(self._table.sides):
             for agent in agents:
                 group, slot = self._description.agents[agent], self._numbers[agent] * self._count + environment
                 self._players[group][slot] = match.players[side]
@@ -128,7 +125,7 @@ class Casting:
         """The record of an episode that has ended, with its match."""
         match, said = self.matches[environment], self._forfeits[environment]
         assert match is not None
-        told = [[record.metrics.get(f"{agent}.{_OUTCOME}") for agent in side] for side in self._now.sides]
+        told = [[record.metrics.get(f"{agent}.{_OUTCOME}") for agent in side] for side in self._table.sides]
         by_environment = all(value is not None for side in told for value in side)
         if not self._judged:
             self._judged = True
@@ -137,7 +134,7 @@ class Casting:
         if by_environment:
             outcome = tuple(float(np.clip(np.mean(side), 0, 1)) for side in told)  # type: ignore[arg-type]
         else:
-            outcome = _compared([sum(record.agent_returns[agent] for agent in side) for side in self._now.sides])
+            outcome = _compared([sum(record.agent_returns[agent] for agent in side) for side in self._table.sides])
         if said:
             loser = match.players.index(said.partition(":")[0])
             outcome = tuple(0.0 if side == loser else 1.0 for side in range(len(outcome)))

@@ -148,7 +148,7 @@ class Sampler:
     def _act_in_parts(
         self, step: int, group: str, recorders: Recorders, policies: Mapping[str, Policy], exploration: Exploration
     ) -> Columns:
-        """Acts for those of a policy's slots that are to act, one forward pass for each player; zeros for the others."""
+        """Acts for those of a policy's slots that are to act, one forward pass a player; zeros for the others."""
         now, rows = self._now[group], np.flatnonzero(self._acts[group])
         everyone = [Part(group, rows, np.ones(len(rows), np.bool_))] if len(rows) else []
         expected = expected_columns(self._description.policies[group], 1, len(self._acts[group]))

@@ -37,7 +37,7 @@ class _Coming:
         return np.array([NAMES.index(agent), self.steps, self.luck], np.float32)
 
 
-class AllAtOnce(_Coming, ParallelEnv[str, Any, Any]):
+class AllAtOnce(_Coming, ParallelEnv):  # type: ignore[misc]
     """Parallel: in each step agents may end, leave without a word, be born, or be born again."""
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
@@ -59,7 +59,7 @@ class AllAtOnce(_Coming, ParallelEnv[str, Any, Any]):
         return seen, rewards, terminated, truncated, {agent: {} for agent in acting}
 
 
-class InTurns(_Coming, AECEnv[str, Any, Any]):
+class InTurns(_Coming, AECEnv):  # type: ignore[misc]
     """AEC: each turn pays all who are there; agents may end in another's turn, and be born again."""
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
@@ -103,3 +103,72 @@ class InTurns(_Coming, AECEnv[str, Any, Any]):
         dead = [name for name in self.agents if self.terminations[name] or self.truncations[name]]
         if self.agents:
             self.agent_selection = (dead or [name for name in (self.after, *self.agents) if name in self.agents])[0]
+
+
+class Nim(AECEnv):  # type: ignore[misc]
+    """Two players take one, two or three from a pile; who takes the last one wins. Its outcome can be told or left out."""
+
+    metadata = {"name": "nim"}
+    possible_agents = ["first", "second"]
+    render_mode = None
+
+    def __init__(self, pile: int = 7, tells: bool = False) -> None:
+        super().__init__()
+        self._size, self._tells = pile, tells
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        seen = spaces.Box(0, 1, (self._size + 1,), np.float32)
+        return spaces.Dict({"observation": seen, "action_mask": spaces.Box(0, 1, (3,), np.int8)})
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Discrete(3)
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+        self.agents = list(self.possible_agents)
+        self.rewards, self._cumulative_rewards = dict.fromkeys(self.agents, 0.0), dict.fromkeys(self.agents, 0.0)
+        self.terminations, self.truncations = dict.fromkeys(self.agents, False), dict.fromkeys(self.agents, False)
+        self.infos: dict[str, dict[str, Any]] = {agent: {} for agent in self.agents}
+        self.left, self.agent_selection = self._size, "first"
+
+    def observe(self, agent: str) -> dict[str, Any]:
+        seen = np.eye(self._size + 1, dtype=np.float32)[self.left]
+        return {"observation": seen, "action_mask": (np.arange(3) < self.left).astype(np.int8)}
+
+    def step(self, action: Any) -> None:
+        agent = self.agent_selection
+        if self.terminations[agent]:
+            self._was_dead_step(action)
+            return
+        other = "second" if agent == "first" else "first"
+        self._cumulative_rewards[agent] = 0.0
+        illegal = action + 1 > self.left
+        self.left = max(0, self.left - int(action) - 1)
+        if not self.left:
+            winner = other if illegal else agent
+            self.rewards = {name: 1.0 if name == winner else -1.0 for name in self.agents}
+            self.terminations = dict.fromkeys(self.agents, True)
+            if self._tells:
+                self.infos = {name: {"outcome": float(name == winner)} for name in self.agents}
+        self._accumulate_rewards()
+        self.agent_selection = other
+
+
+NIM = {"api": "pettingzoo", "id": f"{MODULE}:Nim"}
+
+
+def takes_one(observation: dict[str, Any], random: np.random.Generator) -> int:
+    return 0
+
+
+def best(observation: dict[str, Any], random: np.random.Generator) -> int:
+    """Leaves a multiple of four, where it can."""
+    left = int(observation["observation"].argmax())
+    return left % 4 - 1 if left % 4 else 0
+
+
+def raises(observation: dict[str, Any], random: np.random.Generator) -> int:
+    raise ValueError("no move comes to mind")
+
+
+def takes_too_many(observation: dict[str, Any], random: np.random.Generator) -> int:
+    return 7

@@ -90,6 +90,8 @@ class Learner:
     """What is imitated, where the run has any; read at the first look."""
     shaped: dict[str, ShapedReturns] = field(default_factory=dict)
     """Of the policies that learn from other rewards than the environment gave."""
+    every_step_counts: bool = False
+    """Whether an agent acts in every step: rows do not tell where they are turns, or an opponent's are left out."""
     league: League | None = None
     initial: dict[str, Columns] = field(default_factory=dict)
     """What a league's policies begin again with, of those that may have to: weights and state of the algorithm."""
@@ -108,7 +110,7 @@ class Learner:
         """Moves counters, episode statistics and reward scaling as if the agent had acted here."""
         counters = self.counters.of(phase)
         for item in fragments:
-            counters.env_steps += _env_steps(item)
+            counters.env_steps += item.header.transitions if self.every_step_counts else _env_steps(item)
             counters.episodes += len(item.header.episodes)
             if phase is Phase.TRAIN:
                 self.episodes.extend(item.header.episodes)
@@ -251,8 +253,8 @@ def make_learner(
     again = league.resettable() if league is not None else ()
     initial = {name: _initial(policies[name], algorithms[name]) for name in again}
     return Learner(
-        policies, algorithms, rewards, filters, PhaseCounters(), episodes, remembered, demonstrations, shaped, league,
-        initial,
+        policies, algorithms, rewards, filters, PhaseCounters(), episodes, remembered, demonstrations, shaped,
+        description.in_turns or league is not None, league, initial,
     )  # fmt: skip
 
 
