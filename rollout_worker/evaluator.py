@@ -19,7 +19,7 @@ import torch
 
 from rollout_worker.environments.factory import evaluation_environment, make_vector
 from rollout_worker.environments.vector_env import VectorEnvironment, reject_unusable
-from rollout_worker.exploration.base import Greedy, Sampling
+from rollout_worker.exploration.base import Greedy, Sampling, act_for, no_actions
 from rollout_worker.watchdog import Watchdog, WatchedEnvironment
 from shared.config.run_config import Config
 from shared.errors import CheckpointError, EnvironmentFailure, ObjectMissing, StoreError, StoreUnavailable, headline
@@ -114,6 +114,7 @@ def evaluate_policies(
         records: list[list[EpisodeRecord]] = [[] for _ in copies]
         began = environment.reset([seed + index for index in copies])
         now = {policy_id: observations for policy_id, (observations, _) in began.items()}
+        acts = {policy_id: mask for policy_id, (_, mask) in began.items()}
         remembering = with_states(policies, {policy_id: len(mask) for policy_id, (_, mask) in began.items()})
         acting = {**policies, **remembering}
         started = time.monotonic()
@@ -123,14 +124,22 @@ def evaluate_policies(
                     f"{counted(episodes, 'episode')} did not end within evaluation.deadline_seconds="
                     f"{evaluation.deadline_seconds:g}; set environment.max_episode_steps, or more time"
                 )
-            reject_unusable(now, description)
+            reject_unusable({id_: its | {"mask": acts[id_]} for id_, its in now.items()}, description)
             actions = {}
             for policy_id, observations in now.items():
+                if description.in_turns:
+                    actions[policy_id] = no_actions(description.policies[policy_id].action, len(acts[policy_id]))
+                    if len(rows := np.flatnonzero(acts[policy_id])):
+                        taken, _ = act_for(exploration, acting[policy_id], observations, rows, generator)
+                        for name, array in taken.items():
+                            actions[policy_id][name][rows] = array
+                    continue
                 tensors = {name: torch.from_numpy(array) for name, array in observations.items()}
                 chosen, _ = exploration.act(acting[policy_id], tensors, generator)
                 actions[policy_id] = {name: tensor.numpy() for name, tensor in chosen.items()}
             step = environment.step(actions)
             now = {policy_id: result.obs for policy_id, result in step.policies.items()}
+            acts |= {policy_id: its.acts for policy_id, its in step.policies.items() if its.acts is not None}
             for policy_id, its in remembering.items():
                 its.forget(torch.from_numpy(step.policies[policy_id].over))
             for index, record in step.episodes:

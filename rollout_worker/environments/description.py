@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from rollout_worker.environments.action_masks import count_choices, marked, space_with_mask
 from rollout_worker.environments.factory import evaluation_environment, make
 from shared.config.run_config import Config
 from shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace
@@ -56,7 +57,11 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
             raise ConfigError(
                 f"agent {agent!r} is mapped to no policy; add agents.{agent}: one of {sorted(config.policies)}"
             ) from None
-        described = PolicySpaces(describe_space(observation), describe_space(action))
+        source = config.environment.action_mask
+        if source == "info" and config.environment.api == "pettingzoo":
+            observation = space_with_mask(observation, count_choices(action))
+        acted = describe_space(action)
+        described = PolicySpaces(marked(describe_space(observation), acted, source, agent), acted)
         if policies.setdefault(policy_id, described) != described:
             differ = f"agents of policy {policy_id!r} have different spaces"
             raise ConfigError(f"{differ}; give {agent!r} a policy of its own")

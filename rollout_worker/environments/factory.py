@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import gymnasium as gym
 from gymnasium.vector import AutoresetMode
 
+from rollout_worker.environments.action_masks import MaskFromInfo
 from rollout_worker.environments.envpool_env import PREFIX, EnvPoolSingle, EnvPoolVector
 from rollout_worker.environments.gymnasium_env import GuardedEnvironment, GymnasiumEnvironments
 from rollout_worker.environments.pettingzoo_env import Parallel, Turns
@@ -81,6 +82,8 @@ def make(config: EnvironmentConfig, **overrides: Any) -> Any:
         if wrapper.path.startswith("gymnasium."):  # which asks for tuples, and YAML has none
             given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
         env = _call_imported(wrapper.path, "environment.wrappers", {"env": env, **given})
+    if config.action_mask == "info" and config.api == "gymnasium":
+        env = MaskFromInfo(env)
     if config.max_episode_steps and config.api == "gymnasium" and not config.id.startswith(PREFIX):
         env = gym.wrappers.TimeLimit(env, config.max_episode_steps)  # outermost: wrappers may repeat or skip steps
     return env

@@ -9,13 +9,14 @@ import logging
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from rollout_worker.environments import vector_env
+from rollout_worker.environments.action_masks import KEY, from_info
 from rollout_worker.environments.seeding import episode_seed
 from rollout_worker.environments.vector_env import NamedFailures, PolicyStep, Position, RunningEpisodes, Step, pick
 from shared.config.sections import EnvironmentConfig
@@ -77,6 +78,10 @@ class Parallel:
             for number, agent in enumerate(agents)
         }
         """Agent → its policy, and its slot there in the first environment."""
+        actions = {agent: description.policies[its].action for agent, its in description.agents.items()}
+        choices = {agent: sum(sum(leaf.nvec) for leaf in its.leaves) for agent, its in actions.items()}
+        self._masks = choices if config.action_mask == "info" else {}
+        """Agent → how many numbers its mask has, where masks stand in `info`."""
         self._seeds: Sequence[int] = ()
         self._episodes: list[_Episode] = []
 
@@ -105,9 +110,22 @@ class Parallel:
             )
 
     def _reset_one(self, index: int, episode: _Episode, seed: int) -> _Episode:
-        observations, _ = self._envs[index].reset(seed=seed)
-        episode.observations, episode.live = dict(observations), set(self._envs[index].agents)
+        observations, infos = self._envs[index].reset(seed=seed)
+        episode.live = set(self._envs[index].agents)
+        episode.observations = self._seen(observations, infos, episode.live)
         return episode
+
+    def _seen(self, observations: Mapping[str, Any], infos: Mapping[str, Any], live: Set[str]) -> dict[str, Any]:
+        """With the masks of those that are to act, where these stand in `infos`."""
+        if not self._masks:
+            return dict(observations)
+        return {agent: self._with_mask(agent, its, infos.get(agent, {}), live) for agent, its in observations.items()}
+
+    def _with_mask(self, agent: str, observation: Any, info: Mapping[str, Any], live: Set[str]) -> Any:
+        choices = self._masks.get(agent, 0)
+        if not choices:
+            return observation
+        return from_info(observation, info if agent in live else {KEY: np.zeros(choices, np.int8)}, choices)
 
     @NamedFailures("step")  # such as of what it returned and fits in no column
     def step(self, actions: Mapping[str, Columns]) -> Step:
@@ -127,20 +145,22 @@ class Parallel:
     def _step_one(self, index: int, actions: Mapping[str, Any], made: Mapping[str, _Made]) -> None:
         env, episode = self._envs[index], self._episodes[index]
         acting = {agent: self._places[agent] for agent in self._places if agent in episode.live}
-        observations, rewards, terminated, truncated, infos = env.step(
+        observed, rewards, terminated, truncated, infos = env.step(
             {agent: pick(actions[policy_id], first + index) for agent, (policy_id, first) in acting.items()}
         )
+        ended = {agent for agent in acting if terminated.get(agent) or truncated.get(agent)}
+        observations = self._seen(observed, infos, set(env.agents) - ended - episode.over)
         episode.length += 1
         cut, there = episode.length >= self._most_steps, set(env.agents)
         for agent in acting:
             truncation = bool(truncated.get(agent))
-            ended = bool(terminated.get(agent)) or (agent not in there and not truncation)  # also where it just left
-            over = truncation or (cut and not ended)
-            brought = float(rewards.get(agent, 0.0)), ended, over, observations.get(agent)
+            died = bool(terminated.get(agent)) or (agent not in there and not truncation)  # also where it just left
+            truncation |= cut and not died
+            brought = float(rewards.get(agent, 0.0)), died, truncation, observations.get(agent)
             self._acted(index, agent, brought, infos.get(agent, {}), made)
-            if ended or over:
+            if died or truncation:
                 episode.over.add(agent)
-        episode.observations = dict(observations)
+        episode.observations = observations
         episode.over &= there  # one that has left may come again
         episode.live = set() if cut else there - episode.over
         if missing := sorted(episode.live - observations.keys()):
@@ -238,6 +258,8 @@ class Turns(Parallel):
         while env.agents:
             agent = env.agent_selection
             observation, reward, terminated, truncated, info = env.last()
+            live = set() if terminated or truncated else {agent}
+            observation = self._with_mask(agent, observation, info, live)
             if agent in episode.waiting:
                 episode.waiting.discard(agent)
                 self._acted(index, agent, (float(reward), bool(terminated), bool(truncated), observation), info, made)
@@ -258,7 +280,8 @@ class Turns(Parallel):
             (step, finals), slot = made[policy_id], first + index
             if agent in episode.waiting:
                 reward = float(env._cumulative_rewards.get(agent, 0.0))
-                self._acted(index, agent, (reward, False, True, env.observe(agent)), {}, made)
+                seen = self._with_mask(agent, env.observe(agent), {}, set())
+                self._acted(index, agent, (reward, False, True, seen), {}, made)
             elif step.mask[slot] and agent in episode.live:  # it has been told of this very turn
                 step.truncated[slot] = True
                 finals.append((slot, copy.deepcopy(episode.observations[agent])))

@@ -128,6 +128,12 @@ def reject_unusable(columns: Mapping[str, Columns], description: EnvironmentDesc
     for policy_id, its in columns.items():
         leaves = description.policies[policy_id].observation.leaves
         observed = {leaf.column(prefix): leaf for prefix in ("obs", "bootstrap_obs", "final_obs") for leaf in leaves}
+        masks = [its[leaf.column("obs")] for leaf in leaves if leaf.mask]
+        if masks and "mask" in its and not (np.concatenate(masks, axis=-1)[its["mask"]] > 0).any(axis=-1).all():
+            raise EnvironmentFailure(
+                f"the environment told policy {policy_id} an action_mask without a legal action, where one was to be "
+                f"acted; mark at least one, or end the episode"
+            )
         for name, array in its.items():
             if name != "reward" and name not in observed:
                 continue

@@ -10,13 +10,13 @@ import torch
 
 from rollout_worker.environments.seeding import SeedLineage, episode_seed
 from rollout_worker.environments.vector_env import VectorEnvironment, reject_unusable
-from rollout_worker.exploration.base import Exploration, act_for
+from rollout_worker.exploration.base import Exploration, act_for, no_actions
 from rollout_worker.league.casting import Casting, Part
 from rollout_worker.sampling import action_trace
 from rollout_worker.sampling.action_trace import ActionTrace
 from rollout_worker.sampling.recorders import PartRecorder, Recorder, TurnRecorder
 from shared.experience.counters import Phase
-from shared.experience.fragment import EpisodeRecord, expected_columns
+from shared.experience.fragment import EpisodeRecord
 from shared.experience.spaces import Columns, EnvironmentDescription
 from shared.league.table import MatchTable
 from shared.policies.actor_critic import Stateful, with_states
@@ -78,7 +78,8 @@ class Sampler:
             try:
                 return self._sample(policies, exploration, steps)
             except Exception:  # perhaps of a policy or an environment that was given NaN
-                reject_unusable(self._now, self._description)
+                now = {policy_id: its | {"mask": self._acts[policy_id]} for policy_id, its in self._now.items()}
+                reject_unusable(now, self._description)
                 raise
 
     def _sample(self, policies: Mapping[str, Policy], exploration: Exploration, steps: int) -> Sample:
@@ -151,9 +152,7 @@ class Sampler:
         """Acts for those of a policy's slots that are to act, one forward pass a player; zeros for the others."""
         now, rows = self._now[group], np.flatnonzero(self._acts[group])
         everyone = [Part(group, rows, np.ones(len(rows), np.bool_))] if len(rows) else []
-        expected = expected_columns(self._description.policies[group], 1, len(self._acts[group]))
-        names = self._description.policies[group].action.column_names("action")
-        actions = {name: np.zeros(expected[name][0][1:], expected[name][1]) for name in names}
+        actions = no_actions(self._description.policies[group].action, len(self._acts[group]))
         for part in everyone if self._casting is None else self._casting.parts(group, rows):
             if part.player in policies:
                 policy, its = policies[part.player], part.rows[part.learns]

@@ -29,6 +29,7 @@ _DECIDES_LEARNING: Any = {
         "vectorization",
         "max_episode_steps",
         "info_columns",
+        "action_mask",
     },
     "policies": True,
     "agents": True,
@@ -70,10 +71,12 @@ class Config(ConfigFields):
         return sorted(path for path in mine | theirs if mine.get(path) != theirs.get(path))
 
     def _deciding(self) -> dict[str, Any]:
-        """Without `info_columns` and `league` where there are none: a run keeps the hash that it always had."""
+        """Without what was added later where it changes nothing: a run keeps the hash that it always had."""
         data = self.model_dump(mode="json", include=_DECIDES_LEARNING)
         if not self.environment.info_columns:
             del data["environment"]["info_columns"]
+        if self.environment.action_mask == "auto":
+            del data["environment"]["action_mask"]
         if self.league is None:
             del data["league"]
         return data

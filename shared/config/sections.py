@@ -52,6 +52,10 @@ class EnvironmentConfig(Section):
     max_episode_steps: int | None = Field(None, ge=1)
     """Truncate episodes after this many steps of the agent, whatever wrappers make of one (with a frame skip of 4 it is
     four of the game's); the default is what the environment registers, in steps of its own."""
+    action_mask: Literal["auto", "observation", "info", "off"] = "auto"
+    """Where legal actions are told: in the observation's `action_mask` (`auto`: if it has one of the action's size;
+    `off`: it is observed like anything else), or in `info["action_mask"]` of each step and reset
+    (docs/ACTION_MASKS.md)."""
     info_columns: tuple[InfoName, ...] = ()
     """Numbers of each step's `info`, by name, that travel with the experience as columns `info/NAME`: for transforms,
     own algorithms, the archive and figures, not for the policy (docs/ENVIRONMENTS.md). NaN where a step tells none."""

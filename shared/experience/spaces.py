@@ -50,6 +50,8 @@ class Leaf:
     low: tuple[_Bound, ...] = ()
     """Box bounds, flattened; a single number stands for all elements."""
     high: tuple[_Bound, ...] = ()
+    mask: bool = False
+    """Of an observation: it says which actions are legal (shared/policies/masks.py), and no network sees it."""
 
     @property
     def size(self) -> int:
@@ -145,6 +147,11 @@ class SpaceSpec(PlainData):
 
     def column_names(self, prefix: str) -> tuple[str, ...]:
         return tuple(leaf.column(prefix) for leaf in self.leaves)
+
+    @property
+    def mask_columns(self) -> tuple[str, ...]:
+        """The columns of `obs` that say which actions are legal."""
+        return tuple(leaf.column("obs") for leaf in self.leaves if leaf.mask)
 
 
 @dataclass(frozen=True)
