@@ -36,7 +36,7 @@ class DatasetSampler:
         self._recording, self._policy_id, self._slots, self.lineage = recording, policy_id, slots, lineage
         self._number = trace.number + 1 if trace else 0
 
-    def sample(self, policies: Mapping[str, Policy], exploration: Exploration, steps: int) -> Sample:
+    def sample(self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int) -> Sample:
         """The next fragment; how anything would be acted does not matter."""
         started = time.perf_counter()
         count = self._recording.pieces(steps)

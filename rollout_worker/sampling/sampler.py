@@ -1,7 +1,7 @@
 """The sampler: environments × policies → the columns of one fragment."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,8 +51,8 @@ class Sampler:
         self._states = {policy_id: torch.from_numpy(state).to(self._device) for policy_id, state in states.items()}
 
     @torch.inference_mode()
-    def sample(self, policies: Mapping[str, Policy], exploration: Exploration, steps: int) -> Sample:
-        """Acts `steps` steps in every environment; raises `EnvironmentFailure`, and then nothing was produced."""
+    def sample(self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int) -> Sample:
+        """Acts `steps` steps in every environment, each policy by its exploration; raises `EnvironmentFailure`, and then nothing was produced."""
         with self._stages.during("record"):
             try:
                 return self._sample(policies, exploration, steps)
@@ -60,7 +60,7 @@ class Sampler:
                 reject_unusable(self._now, self._description)
                 raise
 
-    def _sample(self, policies: Mapping[str, Policy], exploration: Exploration, steps: int) -> Sample:
+    def _sample(self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int) -> Sample:
         acting, stepping = self._stages.during("act"), self._stages.during("env")
         started, stepped = time.perf_counter(), self._stages.nanoseconds("env")
         self._generator.manual_seed(self.lineage.acting(self._number))
@@ -75,16 +75,16 @@ class Sampler:
             recorders[policy_id].columns[STATE][:] = its.state.cpu().numpy()
         asked = {**policies, **remembering}
         episodes: list[EpisodeRecord] = []
-        if exploration.knows_episodes:
-            for index in range(self._environment.num_envs):
-                self._begin(exploration, index)
+        by_episode = [its for its in exploration.values() if its.knows_episodes]
+        for index in range(self._environment.num_envs):
+            self._begin(by_episode, index)
         for step in range(steps):
             actions = {}
             for policy_id, recorder in recorders.items():
                 observations = self._now[policy_id]
                 with acting:
                     tensors = {name: torch.from_numpy(array).to(self._device) for name, array in observations.items()}
-                    chosen, params = exploration.act(asked[policy_id], tensors, self._generator)
+                    chosen, params = exploration[policy_id].act(asked[policy_id], tensors, self._generator)
                     actions[policy_id] = {name: tensor.cpu().numpy() for name, tensor in chosen.items()}
                 recorder.acted(step, observations, actions[policy_id], params)
             with stepping:
@@ -97,10 +97,9 @@ class Sampler:
             for index, record in result.episodes:
                 episodes.append(record)
                 self._episodes[index] += 1
-                if exploration.knows_episodes:
-                    self._begin(exploration, index)
+                self._begin(by_episode, index)
         columns = {
-            policy_id: recorder.finish(policies[policy_id], exploration, self._now[policy_id])
+            policy_id: recorder.finish(policies[policy_id], exploration[policy_id], self._now[policy_id])
             for policy_id, recorder in recorders.items()
         }
         reject_unusable(columns, self._description)
@@ -109,9 +108,10 @@ class Sampler:
         seconds = time.perf_counter() - started
         return Sample(columns, tuple(episodes), seconds, (self._stages.nanoseconds("env") - stepped) / 1e9)
 
-    def _begin(self, exploration: Exploration, index: int) -> None:
+    def _begin(self, explorations: Sequence[Exploration], index: int) -> None:
         """Tells which episode environment `index` is in."""
-        exploration.begin(index, episode_seed(self._seeds[index], self._episodes[index]))
+        for exploration in explorations:
+            exploration.begin(index, episode_seed(self._seeds[index], self._episodes[index]))
 
     def _slots(self, policy_id: str) -> int:
         return self._environment.num_envs * self._description.slots(policy_id)

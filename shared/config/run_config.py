@@ -16,7 +16,7 @@ from pydantic import model_validator
 from shared.config.algorithms.registry import with_algorithm_defaults
 from shared.config.compatibility import check_sections_together
 from shared.config.section import leaves
-from shared.config.sections import ConfigFields
+from shared.config.sections import ConfigFields, EnvironmentConfig, RunPolicyConfig
 
 _DECIDES_LEARNING: Any = {
     "seed": True,
@@ -28,6 +28,7 @@ _DECIDES_LEARNING: Any = {
         "num_envs",
         "vectorization",
         "max_episode_steps",
+        "episode_ends",
         "info_columns",
     },
     "policies": True,
@@ -43,6 +44,8 @@ _DECIDES_LEARNING: Any = {
 }
 """The fields behind `Config.hash`: all roles of a run must agree on them, and a resume may not change them. Sums depend
 on threads, matrix products and ranks, and each checkpoint holds a window of episodes."""
+_LATER = {"info_columns", "episode_ends", "algorithm", "trainable", "initialize_from"}
+"""Of the environment and of each policy: what the hash leaves out at its default."""
 
 
 class Config(ConfigFields):
@@ -69,8 +72,12 @@ class Config(ConfigFields):
         return sorted(path for path in mine | theirs if mine.get(path) != theirs.get(path))
 
     def _deciding(self) -> dict[str, Any]:
-        """Without `info_columns` where there are none: a run that has none keeps the hash that it always had."""
+        """Without fields that came later and are at their defaults: such a run keeps the hash that it always had."""
         data = self.model_dump(mode="json", include=_DECIDES_LEARNING)
-        if not self.environment.info_columns:
-            del data["environment"]["info_columns"]
+        for section, model in ((data["environment"], EnvironmentConfig), *((it, RunPolicyConfig) for it in data["policies"].values())):
+            for name in _LATER & section.keys():
+                if section[name] in (model.model_fields[name].default, []):
+                    del section[name]
+        if any(character in agent for agent in self.agents for character in "*?["):  # the first pattern that fits
+            data["agents"] = list(data["agents"].items())
         return data
