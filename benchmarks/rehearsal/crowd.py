@@ -117,7 +117,7 @@ def record(role: RunContext) -> list[Take]:
     )
     takes = []
     for _ in range(_TAKES):
-        sample = sampler.sample(policies, Sampling(), role.config.rollout.fragment_steps)
+        sample = sampler.sample(policies, dict.fromkeys(policies, Sampling()), role.config.rollout.fragment_steps)
         step = sampler.traced(sample)
         assert step is not None
         takes.append(Take(sample, step))
