@@ -133,7 +133,7 @@ class Playback(Sampler):
         self.lineage = lineage
         self._number = 0
 
-    def sample(self, policies: Mapping[str, Policy], exploration: Exploration, steps: int) -> Sample:
+    def sample(self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int) -> Sample:
         """Takes as long as acting does; raises `Died` at the moment of death, with the claim in hand."""
         if self._dies.wait(self._think):
             raise Died

@@ -15,11 +15,12 @@ from shared.config.algorithms.base import CloningConfig
 from shared.config.algorithms.registry import ALGORITHMS
 from shared.config.exploration import ExplorationConfig
 from shared.config.loading import dump_config, parse_config
+from shared.config.recorded import DatasetConfig, DemonstrationsConfig
 from shared.config.replay_buffer import ReplayBufferConfig
 from shared.config.reward_signals import RewardSignalsConfig
 from shared.config.run_config import Config
 from shared.config.section import Schedule
-from shared.config.sections import DatasetConfig, DemonstrationsConfig, RunPolicyConfig, WrapperConfig
+from shared.config.sections import RunPolicyConfig, WrapperConfig
 
 _STARTER: dict[str, Any] = {
     "environment": {"id": "CartPole-v1"},

@@ -6,7 +6,8 @@ from shared.config.algorithms.base import AlgorithmConfig, BatchOfUpdate, Clonin
 from shared.config.algorithms.off_policy import OffPolicyConfig
 from shared.config.algorithms.offline import BCConfig
 from shared.config.algorithms.q_learning import QLearningConfig
-from shared.config.sections import ConfigFields, DataEvaluationConfig
+from shared.config.recorded import DataEvaluationConfig
+from shared.config.sections import ConfigFields
 
 _NO_HIDDEN_STATES = "recorded experience does not hold the hidden state of the policy's core"
 
@@ -43,7 +44,10 @@ def check_sections_together(run: ConfigFields) -> None:
         raise ValueError("checkpoint.every='0 …' would never write a checkpoint; give at least 1")
     _check_evaluation(run)
     ranked, asked = run.checkpoint.best_by, run.stop_at.mean_return
-    for field, policy_id in [("checkpoint.best_by", ranked), *(("stop_at.mean_return", name) for name in _names(asked))]:
+    for field, policy_id in [
+        ("checkpoint.best_by", ranked),
+        *(("stop_at.mean_return", name) for name in _names(asked)),
+    ]:
         if policy_id not in run.policies and (field, policy_id) != ("checkpoint.best_by", "all"):
             raise ValueError(f"{field}: {policy_id!r} names no policy; policies has {sorted(run.policies)}")
 
@@ -69,7 +73,7 @@ def _check_evaluation(run: ConfigFields) -> None:
 
 
 def check_algorithm(run: ConfigFields, policy_id: str, algorithm: AlgorithmConfig) -> None:
-    """Raises `ValueError` where `algorithm`, the section of a policy, resolved if it can be, cannot learn in this run."""
+    """Raises `ValueError` where `algorithm`, a policy's section (resolved, if a user's own), cannot learn in this run."""
     try:
         _check_algorithm(run, policy_id, algorithm)
     except ValueError as error:

@@ -16,7 +16,7 @@ from pydantic import model_validator
 from shared.config.algorithms.registry import with_algorithm_defaults
 from shared.config.compatibility import check_sections_together
 from shared.config.section import leaves
-from shared.config.sections import ConfigFields, EnvironmentConfig, RunPolicyConfig
+from shared.config.sections import ConfigFields
 
 _DECIDES_LEARNING: Any = {
     "seed": True,
@@ -44,8 +44,8 @@ _DECIDES_LEARNING: Any = {
 }
 """The fields behind `Config.hash`: all roles of a run must agree on them, and a resume may not change them. Sums depend
 on threads, matrix products and ranks, and each checkpoint holds a window of episodes."""
-_LATER = {"info_columns", "episode_ends", "algorithm", "trainable", "initialize_from"}
-"""Of the environment and of each policy: what the hash leaves out at its default."""
+_LATER = {"info_columns": [], "episode_ends": "all", "algorithm": None, "trainable": True, "initialize_from": None}
+"""Of the environment and of each policy: what the hash leaves out at these defaults."""
 
 
 class Config(ConfigFields):
@@ -74,9 +74,9 @@ class Config(ConfigFields):
     def _deciding(self) -> dict[str, Any]:
         """Without fields that came later and are at their defaults: such a run keeps the hash that it always had."""
         data = self.model_dump(mode="json", include=_DECIDES_LEARNING)
-        for section, model in ((data["environment"], EnvironmentConfig), *((it, RunPolicyConfig) for it in data["policies"].values())):
-            for name in _LATER & section.keys():
-                if section[name] in (model.model_fields[name].default, []):
+        for section in (data["environment"], *data["policies"].values()):
+            for name, default in _LATER.items():
+                if name in section and section[name] == default:
                     del section[name]
         if any(character in agent for agent in self.agents for character in "*?["):  # the first pattern that fits
             data["agents"] = list(data["agents"].items())

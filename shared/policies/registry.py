@@ -73,10 +73,10 @@ def build_policies(
     cannot learn sequences."""
     policies = {}
     for index, policy_id in enumerate(sorted(spaces)):
-        config, chosen = configs[policy_id], algorithm
+        config, chosen = configs[policy_id], algorithm.resolved()
         if isinstance(config, RunPolicyConfig):
-            config, chosen = config.network, config.algorithm or algorithm
-        chosen = chosen.resolved()
+            chosen = (config.algorithm or algorithm).resolved()
+            config = config.network
         kind = chosen.policy if config.core == "none" else chosen.recurrent_policy
         if kind is None:
             raise ConfigError(

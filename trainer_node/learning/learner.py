@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from shared.config.algorithms.base import AlgorithmConfig
+from shared.config.recorded import RecordedConfig
 from shared.config.run_config import Config
-from shared.config.sections import PolicyConfig, RecordedConfig, TrainerConfig
+from shared.config.sections import PolicyConfig, TrainerConfig
 from shared.datasets.recording import DatasetReader, Recording
 from shared.errors import ConfigError, DatasetError, WeightsNotFinite, headline, place
 from shared.experience.counters import Counters, Phase, PhaseCounters
