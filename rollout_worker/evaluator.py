@@ -30,7 +30,16 @@ from shared.policies.actor_critic import with_states
 from shared.policies.policy import Policy
 from shared.policies.serialization import decode_policy
 from shared.printable import counted, success_in_words
-from shared.protocol.events import confirmed_return, emit, read_evaluations, read_events, record_evaluation, solves
+from shared.protocol.events import (
+    confirmed_return,
+    emit,
+    policy_return,
+    ranking,
+    read_evaluations,
+    read_events,
+    record_evaluation,
+    solves,
+)
 from shared.protocol.flow_control import RunState
 from shared.protocol.heartbeat import Heartbeat, retry_until_deadline
 from shared.protocol.redis_client import retries
@@ -65,7 +74,7 @@ def scores_of(config: Config, records: Sequence[EpisodeRecord]) -> dict[str, Any
     policies = dict.fromkeys(config.policies, 0.0) if agents and len(config.policies) > 1 else {}
     for agent, its in agents.items() if policies else ():
         policies[config.policy_of(agent)] += its
-    return {
+    scores: dict[str, Any] = {
         "env_steps_played": sum(record.length for record in records),
         "agents": agents,
         "policies": policies,
@@ -78,6 +87,9 @@ def scores_of(config: Config, records: Sequence[EpisodeRecord]) -> dict[str, Any
         "success_rate": fmean(successes) if successes else None,
         "metrics": {name: fmean(its.metrics[name] for its in records if name in its.metrics) for name in names},
     }
+    if (best_by := config.checkpoint.best_by) != "all":
+        scores["ranking"] = policy_return(scores, best_by)
+    return scores
 
 
 def evaluation_seed(config: Config, checkpoint: str, evaluation_round: int) -> int:
@@ -260,7 +272,7 @@ class Evaluator:
         try:
             policies = {policy_id: decode_policy(data)[0] for policy_id, data in self._stored_policies(name).items()}
             scores = self._play(name, policies, SCORING)
-            if self._may_be_best(scores["mean_return"]):
+            if self._may_be_best(ranking(scores)):
                 scores["confirmation"] = self._play(name, policies, CONFIRMING)
         except _PASSING as error:
             _LOGGER.warning("cannot evaluate %s: %s", name, error)  # pruned meanwhile, or damaged: the next one counts
@@ -305,13 +317,13 @@ class Evaluator:
             played = evaluate_policies(config, self._description, policies, seed, watchdog=self._watchdog)
             return scores_of(config, played)
 
-    def _may_be_best(self, mean_return: float) -> bool:
-        """Whether a checkpoint with this score would be among the best that are kept; of equals the newest is."""
+    def _may_be_best(self, rank: float) -> bool:
+        """Whether a checkpoint with this mean return would be among the best that are kept; of equals the newest is."""
         config, kept = self._context.config.checkpoint, self._context.checkpoints.names()
         known = read_evaluations(self._context.redis, self._context.run_id)
         confirmed = [confirmed_return(known[name]) for name in kept if name in known]
         best = sorted((value for value in confirmed if value is not None), reverse=True)[: config.keep_best]
-        return len(best) < config.keep_best or mean_return >= best[-1]
+        return len(best) < config.keep_best or rank >= best[-1]
 
     def check_solved(self) -> None:
         """Ends the run once each of the last evaluations reaches the target."""

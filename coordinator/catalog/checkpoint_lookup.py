@@ -84,9 +84,12 @@ def named_code(config: Config) -> dict[str, str]:
     found = {"environment.id": data["environment"]["id"].removeprefix("envpool:")}
     for section in ("environment", "evaluation"):
         found[f"{section}.wrappers"] = ", ".join(wrapper["path"] for wrapper in data[section]["wrappers"] or ())
-    found["algorithm.name"] = data["algorithm"]["name"]
-    found["algorithm.replay_buffer.reward"] = (data["algorithm"].get("replay_buffer") or {}).get("reward")
-    found |= {f"policies.{policy_id}.transform": policy["transform"] for policy_id, policy in data["policies"].items()}
+    places = {f"policies.{policy_id}.": policy for policy_id, policy in data["policies"].items()}
+    found |= {f"{place}transform": policy["transform"] for place, policy in places.items()}
+    for place, section in {"": data, **places}.items():
+        algorithm = section["algorithm"] or {}
+        found[f"{place}algorithm.name"] = algorithm.get("name")
+        found[f"{place}algorithm.replay_buffer.reward"] = (algorithm.get("replay_buffer") or {}).get("reward")
     return {field: path for field, path in found.items() if ":" in (path or "")}
 
 
@@ -127,7 +130,7 @@ def evaluate(
     config, name = found.config, found.name
     require_trust(config, found.made_here, trust_config, target)
     extend_imports((os.getcwd(), *found.import_path))
-    config.algorithm.resolved()
+    config.algorithms()
     checkpoint = found.store.load(name, only="policy.safetensors")
     policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
     description = describe_environment(config)

@@ -1,6 +1,7 @@
 """Agents and spaces of an environment as data; whether the config's policies can act in it."""
 
 import contextlib
+import fnmatch
 from typing import Any
 
 import numpy as np
@@ -46,8 +47,8 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
                     f"{config.environment.id}: its {name}{whose} is {space!r:.60}; expected a space of "
                     f"gymnasium.spaces, such as Box(-1, 1, (3,)) or Discrete(2); set it in __init__"
                 )
-    if unknown := sorted(set(config.agents) - set(found)):
-        raise ConfigError(f"agents names {unknown}, but the environment has {sorted(found)}")
+    if unknown := [name for name in config.agents if name not in found and not fnmatch.filter(found, name)]:
+        raise ConfigError(f"agents names {sorted(unknown)}, but the environment has {sorted(found)}")
     agents: dict[str, str] = {}
     policies: dict[str, PolicySpaces] = {}
     for agent, (observation, action) in found.items():
@@ -55,7 +56,8 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
             policy_id = agents[agent] = config.policy_of(agent)
         except KeyError:
             raise ConfigError(
-                f"agent {agent!r} is mapped to no policy; add agents.{agent}: one of {sorted(config.policies)}"
+                f"agent {agent!r} is mapped to no policy; add agents.{agent}: one of {sorted(config.policies)} (agents "
+                f"names {list(config.agents)})"
             ) from None
         source = config.environment.action_mask
         if source == "info" and config.environment.api == "pettingzoo":

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from shared.config.algorithms.base import AlgorithmConfig
-from shared.config.sections import PolicyConfig
+from shared.config.sections import PolicyConfig, RunPolicyConfig
 from shared.errors import ConfigError
 from shared.experience.spaces import PolicySpaces
 from shared.policies.policy import Policy
@@ -68,11 +68,15 @@ def borrowed_random_state(seed: int = 0) -> Iterator[None]:
 def build_policies(
     spaces: Mapping[str, PolicySpaces], configs: Mapping[str, PolicyConfig], algorithm: AlgorithmConfig, seed: int
 ) -> dict[str, Policy]:
-    """One policy per policy id, initialized from `seed` alone (the global random state is left as it was). Raises
-    `ConfigError` for one with a recurrent core where the algorithm cannot learn sequences."""
-    chosen, policies = algorithm.resolved(), {}
+    """One policy per policy id, initialized from `seed` alone (the global random state is left as it was); `algorithm`
+    is that of those without one of their own. Raises `ConfigError` for one with a recurrent core where its algorithm
+    cannot learn sequences."""
+    policies = {}
     for index, policy_id in enumerate(sorted(spaces)):
-        config = configs[policy_id]
+        config, chosen = configs[policy_id], algorithm.resolved()
+        if isinstance(config, RunPolicyConfig):
+            chosen = (config.algorithm or algorithm).resolved()
+            config = config.network
         kind = chosen.policy if config.core == "none" else chosen.recurrent_policy
         if kind is None:
             raise ConfigError(
