@@ -182,7 +182,7 @@ class League:
             if reset:
                 standing.began_at, standing.form = replace(standing.played), {}
                 standing.resets += 1
-                self.state.ratings.get(learner.seat, {}).pop(learner.policy, None)
+                self.state.ratings[learner.seat][learner.policy] = Rating()
                 begin_again.append(learner.policy)
         return begin_again
 
@@ -213,8 +213,9 @@ class League:
         self.unstored[sha256] = data
         state.snapshots.append(Snapshot(player, policy_id, sha256, standing.played.env_steps))
         ratings = state.ratings.setdefault(learner.seat, {})
-        ratings[player] = replace(ratings.get(policy_id, Rating()))
-        state.payoff[player] = state.payoff.pop(policy_id, {})
+        ratings[player] = replace(ratings.setdefault(policy_id, Rating()))
+        if row := state.payoff.pop(policy_id, None):
+            state.payoff[player] = row
         first = {snapshot.policy: snapshot for snapshot in reversed(state.snapshots)}
         others = [snapshot for snapshot in state.snapshots if first[snapshot.policy] is not snapshot]
         for snapshot in others[: max(0, len(state.snapshots) - self._config.players)]:
@@ -294,7 +295,7 @@ class League:
         found = {}
         for name, learner in sorted(self._learners.items()):
             standing = self.state.learners[name]
-            rating = self.state.ratings.get(learner.seat, {}).get(learner.policy, Rating())
+            rating = self.state.ratings[learner.seat][learner.policy]
             snapshots = sum(snapshot.policy == learner.policy for snapshot in self.state.snapshots)
             found[learner.policy] = {
                 "rating": rating.ordinal, "elo": rating.elo, "win_rate": standing.form.get(ALL, (0, 0.5))[1],
