@@ -65,7 +65,12 @@ def record(table: MatchTable, number: int, result: float, length: int = 7, **fie
     match = draw(table, environment=number % 3, episode=number // 3, seed=number)
     outcome = [1 - result] * len(match.players)
     outcome[match.side] = result
-    told = {"learner": match.learner, "side": match.side, "players": match.players, "outcome": tuple(outcome)} | fields
+    told: dict[str, Any] = {
+        "learner": match.learner,
+        "side": match.side,
+        "players": match.players,
+        "outcome": tuple(outcome),
+    } | fields
     return EpisodeRecord(result, length, match=MatchRecord(**told))
 
 
