@@ -7,8 +7,8 @@ import shutil
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from urllib.error import HTTPError
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 from onnx import TensorProto, helper
@@ -83,12 +83,14 @@ def test_a_player_of_another_run_is_copied_and_stays_what_it_was(chase: MakeConf
 
 
 def test_what_a_run_begins_with_is_its_first_player(chase: MakeConfig) -> None:
-    first = played(chase({}), "first")
+    played(chase({}), "first")
     second = played(chase({}, initialize_from="first/latest"), "second")
     (begun, *_), store = second.checkpoint_store().names(), second.checkpoint_store().store
-    objects = second.checkpoint_store().load(begun).objects
+    checkpoint = second.checkpoint_store().load(begun)
+    listed, objects = checkpoint.manifest.provenance["players"], checkpoint.objects
     for policy in ("hunter", "prey"):
         data = objects[f"{policy}/policy.safetensors"]
+        assert player_hash(data) in listed
         assert read_player(store, player_hash(data)) == data
 
 

@@ -79,7 +79,10 @@ def test_a_league_decides_learning_and_a_run_without_one_keeps_its_hash() -> Non
 
 def table(**fields: Any) -> MatchTable:
     """Two learners of the seats of `main`, three sides, the last of which is another's."""
-    opponents = {"main": (("main", 0.25), ("old", 0.75)), "other": (("other", 0.0), ("wall", 1.0))}
+    opponents: dict[str, tuple[tuple[str, float], ...]] = {
+        "main": (("main", 0.25), ("old", 0.75)),
+        "other": (("other", 0.0), ("wall", 1.0)),
+    }
     learners = {name: Learner(name, (0, 1), opponents) for name in PAIR}
     players = {"old": PlayerRef("policy", "ab" * 32, "main", ("main",)), "wall": PlayerRef("function", "", "game:wall")}
     given = {"sides": (("a",), ("b", "c"), ("d",)), "seats": ("main", "main", "other"), "learners": learners}

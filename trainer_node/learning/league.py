@@ -103,6 +103,7 @@ class League:
         self.state = LeagueState({name: Standing() for name in sorted(self._learners)})
         self.unstored: dict[str, bytes] = {}
         """SHA-256 → snapshots that are to be in the store before a version is published that names them."""
+        self._told: set[str] = set()
         for name in sorted(self._learners):
             self._take_snapshot(name, policies, 0)
 
@@ -304,9 +305,17 @@ class League:
             }  # fmt: skip
         return found
 
-    def forfeited(self) -> list[tuple[str, int]]:
-        """Players that have lost more matches by forfeit than `forfeits_allowed`, and how many."""
-        return sorted(item for item in self.state.forfeits.items() if item[1] > self._config.forfeits_allowed)
+    def forfeits_to_tell(self) -> list[str]:
+        """A line, once in a process, for each player that has forfeited more matches than `forfeits_allowed`."""
+        allowed, lines = self._config.forfeits_allowed, []
+        for player, count in sorted(self.state.forfeits.items()):
+            if count > allowed and player not in self._told:
+                self._told.add(player)
+                why = "its function raises or chooses what the space does not have; the workers' logs say more"
+                lines.append(
+                    f"player {player} has forfeited {count:,} matches (league.forfeits_allowed={allowed}): {why}"
+                )
+        return lines
 
 
 def _passed(duration: Duration, now: Counters, before: Counters) -> bool:
