@@ -87,6 +87,8 @@ def named_code(config: Config) -> dict[str, str]:
     found["algorithm.name"] = data["algorithm"]["name"]
     found["algorithm.replay_buffer.reward"] = (data["algorithm"].get("replay_buffer") or {}).get("reward")
     found |= {f"policies.{policy_id}.transform": policy["transform"] for policy_id, policy in data["policies"].items()}
+    players = (data["league"] or {}).get("fixed", {}).items()
+    found |= {f"league.fixed.{name}": player["source"] for name, player in players if player["kind"] == "function"}
     return {field: path for field, path in found.items() if ":" in (path or "")}
 
 

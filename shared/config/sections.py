@@ -439,6 +439,7 @@ class ConfigFields(Section):
     agents: dict[str, str] = {}
     """Agent → policy id; an agent not named here uses the only policy."""
     league: LeagueConfig | None = None
+    """Agents that play each other: against current weights, snapshots and fixed players, all rated (docs/LEAGUE.md)."""
     algorithm: AlgorithmField = PPOConfig()
     rollout: RolloutConfig = RolloutConfig()
     dataset: DatasetConfig | None = None

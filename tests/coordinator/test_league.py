@@ -19,8 +19,8 @@ from coordinator.run import Run
 from rollout_worker.environments.description import describe_environment
 from shared.config.run_config import Config
 from shared.errors import ConfigError
-from shared.league.players import player_hash, read_player
-from shared.league.table import MatchTable
+from shared.league.players import read_player
+from shared.league.table import MatchTable, player_hash
 from tests.support.command_line import Stagecoach, check_refused
 from tests.support.environments import CHASE, CHASE_POLICIES
 from tests.support.league import matches_told

@@ -14,8 +14,7 @@ from openskill.models import PlackettLuce
 
 from shared.experience.counters import Counters
 from shared.experience.fragment import EpisodeRecord, MatchRecord
-from shared.league.players import player_hash
-from shared.league.table import MatchTable
+from shared.league.table import MatchTable, player_hash
 from shared.policies.serialization import decode_policy, finite_weights
 from tests.support.league import EXPLOITED, change, league_config, league_of, record, season
 from trainer_node.learning.league import League, Rating, wilson

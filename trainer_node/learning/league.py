@@ -20,8 +20,7 @@ from shared.config.run_config import Config
 from shared.experience.counters import Counters, Duration
 from shared.experience.fragment import EpisodeRecord, MatchRecord
 from shared.experience.spaces import EnvironmentDescription, PlainData
-from shared.league.players import player_hash, snapshot_id
-from shared.league.table import Learner, MatchTable, PlayerRef
+from shared.league.table import Learner, MatchTable, PlayerRef, player_hash, snapshot_id
 from shared.policies.policy import Policy
 from shared.policies.serialization import encode_policy
 
@@ -311,10 +310,8 @@ class League:
         for player, count in sorted(self.state.forfeits.items()):
             if count > allowed and player not in self._told:
                 self._told.add(player)
-                why = "its function raises or chooses what the space does not have; the workers' logs say more"
-                lines.append(
-                    f"player {player} has forfeited {count:,} matches (league.forfeits_allowed={allowed}): {why}"
-                )
+                found = f"player {player} has forfeited {count:,} matches (league.forfeits_allowed={allowed})"
+                lines.append(f"{found}: it raises, or chooses what the space does not have; the workers' logs say more")
         return lines
 
 
