@@ -90,6 +90,8 @@ def named_code(config: Config) -> dict[str, str]:
         algorithm = section["algorithm"] or {}
         found[f"{place}algorithm.name"] = algorithm.get("name")
         found[f"{place}algorithm.replay_buffer.reward"] = (algorithm.get("replay_buffer") or {}).get("reward")
+    players = (data["league"] or {}).get("fixed", {}).items()
+    found |= {f"league.fixed.{name}": player["source"] for name, player in players if player["kind"] == "function"}
     return {field: path for field, path in found.items() if ":" in (path or "")}
 
 

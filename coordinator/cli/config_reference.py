@@ -14,6 +14,14 @@ from pydantic.fields import FieldInfo
 from shared.config.algorithms.base import CloningConfig
 from shared.config.algorithms.registry import ALGORITHMS
 from shared.config.exploration import ExplorationConfig
+from shared.config.league import (
+    FixedPlayerConfig,
+    FixedShareConfig,
+    LeagueConfig,
+    LearnerConfig,
+    PastConfig,
+    ResetConfig,
+)
 from shared.config.loading import dump_config, parse_config
 from shared.config.recorded import DatasetConfig, DemonstrationsConfig
 from shared.config.replay_buffer import ReplayBufferConfig
@@ -46,6 +54,9 @@ _WIDTH = 100
 _FURTHER: dict[str, type[BaseModel]] = {  # that a config may hold in several places, or leave out
     "policies.<id>": RunPolicyConfig, "environment.wrappers[]": WrapperConfig, "dataset": DatasetConfig,
     "demonstrations": DemonstrationsConfig, "algorithm.behavioral_cloning": CloningConfig,
+    "league": LeagueConfig, "league.learners.<name>": LearnerConfig, "league.learners.<name>.reset": ResetConfig,
+    "league.opponents.past": PastConfig, "league.opponents.fixed": FixedShareConfig,
+    "league.fixed.<name>": FixedPlayerConfig,
     "algorithm.learning_rate": Schedule, "algorithm.reward_signals": RewardSignalsConfig,
 }  # fmt: skip
 

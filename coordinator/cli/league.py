@@ -18,8 +18,7 @@ from coordinator.cli.options import (
 )
 
 app = typer.Typer()
-_COLUMNS = 12
-"""Opponents that the matrix shows; `--json` has all."""
+_NAME_WIDTH, _CELL_WIDTH = 24, 14
 
 
 @app.command(epilog=example("stagecoach league my-run"))
@@ -55,9 +54,10 @@ def _matrix(found: dict[str, Any]) -> Any:
     rows, order = found["payoff"], [row["player"] for row in found["players"]]
     met = {opponent for row in rows.values() for opponent in row}
     columns = [player for player in dict.fromkeys(order) if player in met]
-    more = f" (the first {_COLUMNS} of {len(columns)}; --json has all)" if len(columns) > _COLUMNS else ""
-    columns = columns[:_COLUMNS]
-    table = Table("wins against", *columns, title=f"win rate, 95 % interval, matches{more}")
+    most = max(2, (console.width - _NAME_WIDTH) // _CELL_WIDTH)
+    more = f", against the first {most} of {len(columns)} (--json has all)" if len(columns) > most else ""
+    columns = columns[:most]
+    table = Table("wins against", *columns, title=f"win rates and their 95 % intervals{more}")
     for player in dict.fromkeys(order):
         if player in rows:
             table.add_row(player, *(_cell(rows[player].get(opponent)) for opponent in columns))
@@ -67,4 +67,4 @@ def _matrix(found: dict[str, Any]) -> Any:
 def _cell(cell: dict[str, Any] | None) -> str:
     if cell is None:
         return "–"
-    return f"{cell['rate']:.0%} ({cell['low']:.0%}–{cell['high']:.0%}), {cell['games']:,}"
+    return f"{cell['rate']:.0%} of {cell['games']:,}\n{cell['low']:.0%}–{cell['high']:.0%}"

@@ -13,8 +13,8 @@ from shared.config.league import FixedPlayerConfig
 from shared.config.run_config import Config
 from shared.errors import CheckpointError, ConfigError, UserError
 from shared.experience.spaces import EnvironmentDescription, PolicySpaces
-from shared.league.players import player_hash, write_player
-from shared.league.table import PlayerKind
+from shared.league.players import write_player
+from shared.league.table import PlayerKind, player_hash
 from shared.policies.serialization import decode_policy
 from shared.runtime.user_code import import_object, install
 from shared.storage.object_store import ObjectStore

@@ -434,6 +434,7 @@ class ConfigFields(Section):
     """Agent, or a pattern such as `adversary_*`, → policy id. An exact name comes first, then the first pattern that
     fits; an agent not named here uses the only policy."""
     league: LeagueConfig | None = None
+    """Agents that play each other: against current weights, snapshots and fixed players, all rated (docs/LEAGUE.md)."""
     algorithm: AlgorithmField = PPOConfig()
     rollout: RolloutConfig = RolloutConfig()
     dataset: DatasetConfig | None = None

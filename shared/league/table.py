@@ -4,6 +4,7 @@ Workers draw each episode's match from it (`matchmaking.draw`). A player's id is
 weights, `main-<first 12 hex digits of its SHA-256>` for a snapshot, and its name in the config for a fixed player.
 """
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -45,3 +46,13 @@ class MatchTable(PlainData):
     learners: dict[str, Learner]
     players: dict[str, PlayerRef] = field(default_factory=dict)
     """Those that can be drawn, without current weights."""
+
+
+def player_hash(data: bytes) -> str:
+    """The SHA-256 that names a player's bytes."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def snapshot_id(policy_id: str, sha256: str) -> str:
+    """The player id of a snapshot of a policy."""
+    return f"{policy_id}-{sha256[:12]}"

@@ -74,7 +74,7 @@ def test_the_masked_distribution_is_that_over_the_legal_choices(sizes: tuple[int
     found = distribution.log_prob_and_entropy(params, {"action": action})
     np.testing.assert_allclose(found[0].detach().numpy(), log_prob, atol=1e-5)
     np.testing.assert_allclose(found[1].detach().numpy(), entropy, atol=1e-5)
-    assert float(distribution.divergence(params, params).abs().max()) < 1e-6
+    assert float(distribution.divergence(params, params).detach().abs().max()) < 1e-6
     torch.autograd.backward(found[0].sum() + found[1].sum())
     assert logits.grad is not None and logits.grad.isfinite().all() and not logits.grad[torch.from_numpy(~mask)].any()
 
