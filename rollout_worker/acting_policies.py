@@ -55,7 +55,7 @@ class ActingPolicies:
         self._deadline, self._outage_seconds = config.rollout.wait_deadline_seconds, config.store.retry_seconds
         device, algorithm = torch_device(config.rollout.device), config.algorithm.resolved()
         self._exploration_config = algorithm.acting
-        policies = build_policies(description.policies, config.policies, algorithm, seed=0)
+        policies = build_policies(description.policies, config.policies, algorithm, 0, description.agents)
         self.policies = {policy_id: policy.to(device) for policy_id, policy in policies.items()}
         with heartbeat.waiting("the first checkpoint (.ready)", self._deadline) as wait:
             if shutdown_requested():

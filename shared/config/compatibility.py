@@ -3,6 +3,7 @@
 from shared.config.algorithms.base import AlgorithmConfig, BatchOfUpdate, Cloning, OwnAlgorithm
 from shared.config.algorithms.off_policy import OffPolicyConfig
 from shared.config.algorithms.offline import BCConfig
+from shared.config.algorithms.on_policy import OnPolicyConfig
 from shared.config.algorithms.q_learning import QLearningConfig
 from shared.config.sections import ConfigFields, DataEvaluationConfig
 
@@ -71,6 +72,7 @@ def check_algorithm(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
             f"is wrong for what an older policy acted; set it to 0, or use impala or appo, which correct for that"
         )
     if not isinstance(algorithm, OwnAlgorithm):  # what it can is known once its class is imported
+        _check_critics(run, algorithm)
         _check_demonstrations(run, algorithm)
         _check_dataset(run, algorithm)
 
@@ -192,6 +194,16 @@ def _check_policies(run: ConfigFields) -> None:
     for agent, policy_id in run.agents.items():
         if policy_id not in run.policies:
             raise ValueError(f"agents.{agent}={policy_id!r} names no policy; policies has {sorted(run.policies)}")
+
+
+def _check_critics(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
+    for policy_id in sorted(name for name, policy in run.policies.items() if policy.critic_observes != "own"):
+        if not isinstance(algorithm, OnPolicyConfig) or run.environment.api == "gymnasium":
+            raise ValueError(
+                f"policies.{policy_id}.critic_observes=team with algorithm.name={algorithm.name} and environment.api="
+                f"{run.environment.api}: a team has several agents, and ppo, appo, impala and a2c have such a critic; "
+                f"set critic_observes=own"
+            )
 
 
 def _check_no_core(run: ConfigFields, other: str, why: str) -> None:

@@ -69,8 +69,14 @@ class Config(ConfigFields):
         return sorted(path for path in mine | theirs if mine.get(path) != theirs.get(path))
 
     def _deciding(self) -> dict[str, Any]:
-        """Without `info_columns` where there are none: a run that has none keeps the hash that it always had."""
+        """Without what is at its default and came later: a run that has none of it keeps the hash that it always had."""
         data = self.model_dump(mode="json", include=_DECIDES_LEARNING)
         if not self.environment.info_columns:
             del data["environment"]["info_columns"]
+        for section, name, default in [
+            *((policy, "critic_observes", "own") for policy in data["policies"].values()),
+            (data["algorithm"], "normalize_values", False),
+        ]:
+            if section.get(name) == default:
+                del section[name]
         return data

@@ -6,6 +6,7 @@ A file that arrives over the network names a kind, never code: the user's own mo
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 
@@ -66,10 +67,12 @@ def borrowed_random_state(seed: int = 0) -> Iterator[None]:
 
 
 def build_policies(
-    spaces: Mapping[str, PolicySpaces], configs: Mapping[str, PolicyConfig], algorithm: AlgorithmConfig, seed: int
-) -> dict[str, Policy]:
-    """One policy per policy id, initialized from `seed` alone (the global random state is left as it was). Raises
-    `ConfigError` for one with a recurrent core where the algorithm cannot learn sequences."""
+    spaces: Mapping[str, PolicySpaces], configs: Mapping[str, PolicyConfig], algorithm: AlgorithmConfig, seed: int,
+    agents: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Policy]:  # fmt: skip
+    """One policy per policy id, initialized from `seed` alone (the global random state is left as it was). `agents`
+    (agent → policy id) are those that a centralized critic sees. Raises `ConfigError` for a policy with a recurrent core
+    where the algorithm cannot learn sequences."""
     chosen, policies = algorithm.resolved(), {}
     for index, policy_id in enumerate(sorted(spaces)):
         config = configs[policy_id]
@@ -79,7 +82,9 @@ def build_policies(
                 f"policies.{policy_id}.core={config.core}: algorithm {chosen.name} learns single steps and cannot "
                 f"train a recurrent core; set core=none, or use an algorithm that learns sequences, such as ppo"
             )
-        made = policy_class(kind)
+        made, network = policy_class(kind), chosen.network()
+        if config.critic_observes == "team":
+            network["agents"] = max(1, list(agents.values()).count(policy_id))
         with borrowed_random_state(seed + index):
-            policies[policy_id] = made(spaces[policy_id], config, **chosen.network())
+            policies[policy_id] = made(spaces[policy_id], config, **network)
     return policies
