@@ -72,7 +72,17 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
     if unused := sorted(set(config.policies) - set(policies)):
         raise ConfigError(f"policies {unused} have no agent; the environment's agents are {sorted(found)}")
     in_turns = config.environment.api == "pettingzoo" and hasattr(env, "agent_iter")
+    _check_turns(config, in_turns)
     return EnvironmentDescription(agents, policies, config.environment.info_columns, in_turns, seats)
+
+
+def _check_turns(config: Config, in_turns: bool) -> None:
+    together = [name for name, policy in config.policies.items() if policy.critic_observes != "own"]
+    if in_turns and (together or {"vdn", "qmix"} & {each.name for each in config.algorithms().values()}):
+        raise ConfigError(
+            f"{config.environment.id} is played in turns, and a team's critic (critic_observes=team, vdn, qmix) learns "
+            f"what agents do at the same time; use critic_observes=own and another algorithm, or a parallel environment"
+        )
 
 
 def _seats(config: Config, agents: dict[str, str]) -> dict[str, str]:

@@ -5,6 +5,7 @@ import re
 from shared.config.algorithms.base import AlgorithmConfig, BatchOfUpdate, Cloning, OwnAlgorithm
 from shared.config.algorithms.off_policy import OffPolicyConfig
 from shared.config.algorithms.offline import BCConfig
+from shared.config.algorithms.on_policy import OnPolicyConfig
 from shared.config.algorithms.q_learning import QLearningConfig
 from shared.config.league import LeagueConfig
 from shared.config.recorded import DataEvaluationConfig
@@ -110,6 +111,7 @@ def _check_algorithm(run: ConfigFields, policy_id: str, algorithm: AlgorithmConf
             f"is wrong for what an older policy acted; set it to 0, or use impala or appo, which correct for that"
         )
     if not isinstance(algorithm, OwnAlgorithm):  # what it can is known once its class is imported
+        _check_critics(run, policy_id, algorithm)
         _check_demonstrations(run, algorithm)
         _check_dataset(run, algorithm)
 
@@ -273,6 +275,17 @@ def _check_league(run: ConfigFields, league: LeagueConfig) -> None:
         )
     if taken := sorted({*league.fixed} & {*run.policies}):
         raise ValueError(f"league.fixed: {taken} are ids of policies; give the players names of their own")
+
+
+def _check_critics(run: ConfigFields, policy_id: str, algorithm: AlgorithmConfig) -> None:
+    if run.policies[policy_id].critic_observes == "own":
+        return
+    if not isinstance(algorithm, OnPolicyConfig) or run.environment.api == "gymnasium":
+        raise ValueError(
+            f"policies.{policy_id}.critic_observes=team with algorithm.name={algorithm.name} and environment.api="
+            f"{run.environment.api}: a team has several agents, and ppo, appo, impala and a2c have such a critic; "
+            f"set critic_observes=own"
+        )
 
 
 def _check_no_core(run: ConfigFields, other: str, why: str) -> None:

@@ -50,11 +50,13 @@ _LATER: dict[str, Any] = {
     "info_columns": [],
     "action_mask": "auto",
     "episode_ends": "all",
+    "normalize_values": False,
+    "critic_observes": "own",
     "algorithm": None,
     "trainable": True,
     "initialize_from": None,
 }
-"""Of the environment and of each policy: what the hash leaves out at these defaults."""
+"""Of the environment, the algorithm and each policy: what the hash leaves out at these defaults."""
 
 
 class Config(ConfigFields):
@@ -83,7 +85,7 @@ class Config(ConfigFields):
     def _deciding(self) -> dict[str, Any]:
         """Without fields that came later and are at their defaults: such a run keeps the hash that it always had."""
         data = self.model_dump(mode="json", include=_DECIDES_LEARNING)
-        for section in (data["environment"], *data["policies"].values()):
+        for section in (data["environment"], data["algorithm"], *data["policies"].values()):
             for name, default in _LATER.items():
                 if name in section and section[name] == default:
                     del section[name]

@@ -91,6 +91,9 @@ class PolicyConfig(Section):
     """Convolutions for image observations: `nature` (Mnih et al. 2015) needs at least 36×36 pixels, `small` 5×5."""
     share_encoder: bool = False
     """Whether actor and critic share one encoder (usual for images, where it halves the cost)."""
+    critic_observes: Literal["own", "team"] = "own"
+    """What the critic of an on-policy algorithm sees: what its agent does, or what all agents of the policy in that
+    environment do at the same step (docs/CENTRALIZED_CRITIC.md). Only learning needs it, acting does not."""
     log_std_init: float = 0.0
     """Initial log standard deviation of Gaussian actions."""
     normalize_observations: bool = False
@@ -122,6 +125,11 @@ class PolicyConfig(Section):
 
     @model_validator(mode="after")
     def _what_fits_together(self) -> Self:
+        if self.critic_observes != "own" and (self.share_encoder or self.core != "none"):
+            raise ValueError(
+                f"critic_observes={self.critic_observes} with share_encoder={str(self.share_encoder).lower()} and core="
+                f"{self.core}: actor and critic see different things; set share_encoder=false and core=none"
+            )
         if self.core != "none" and not self.share_encoder:
             raise ValueError(
                 f"core={self.core} with share_encoder=false: actor and critic have one core, and so one encoder before "

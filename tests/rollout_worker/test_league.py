@@ -19,8 +19,8 @@ from rollout_worker.league.opponents import MOST_PLAYERS, Opponents
 from rollout_worker.sampling import action_trace
 from rollout_worker.sampling.sampler import Sample, Sampler
 from shared.errors import PlayerUnusable
-from shared.league.players import PLAYERS, read_player, snapshot_id, write_player
-from shared.league.table import Learner, MatchTable, PlayerRef
+from shared.league.players import PLAYERS, read_player, write_player
+from shared.league.table import Learner, MatchTable, PlayerRef, snapshot_id
 from shared.policies.registry import build_policies
 from shared.policies.serialization import encode_policy
 from shared.storage.object_store import FileStore

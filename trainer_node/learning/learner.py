@@ -235,7 +235,7 @@ def make_learner(
     the run's demonstrations when they are first asked for; without it a learner of a run that has any cannot learn.
     """
     device, sections = torch_device(config.trainer.device), config.algorithms()
-    policies = build_policies(description.policies, config.policies, config.algorithm, config.seed)
+    policies = build_policies(description.policies, config.policies, config.algorithm, config.seed, description.agents)
     begin(policies)
     rewards: dict[str, RewardFilter] = {}
     for policy_id in sections:
@@ -258,6 +258,7 @@ def make_learner(
         setting = Setting(
             device, config.seed + index, steps, slots, rewards.get(policy_id), demonstrations,
             config.trainer.precision, config.trainer.compile, config.rollout.fragments_per_update,
+            description.slots(policy_id),
         )  # fmt: skip
         algorithms[policy_id] = make_algorithm(policies[policy_id], sections[policy_id], setting)
     episodes: deque[EpisodeRecord] = deque(maxlen=config.metrics.window_episodes)
