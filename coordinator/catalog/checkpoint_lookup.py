@@ -16,7 +16,8 @@ from coordinator.catalog.checkpoint_operations import named_or_preferred
 from coordinator.catalog.run_folder import RunFolder
 from rollout_worker.environments.description import describe_environment
 from rollout_worker.environments.factory import evaluation_environment, make
-from rollout_worker.evaluator import CONFIRMING, evaluate_policies, evaluation_seed, scores_of
+from rollout_worker.evaluator import CONFIRMING, evaluation_seed, scores_of
+from rollout_worker.playing import evaluate_policies
 from shared.config.loading import load_config
 from shared.config.run_config import Config
 from shared.config.sections import EvaluationConfig, WrapperConfig

@@ -1,6 +1,9 @@
 """`stagecoach league`: the ratings of a run's players, and who beats whom."""
 
-from typing import Any
+import contextlib
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
@@ -10,14 +13,20 @@ from coordinator.cli.options import (
     Json,
     Place,
     RunsDir,
+    TrustConfig,
     attached,
     console,
     example,
     figure,
     print_json,
 )
+from shared.printable import counted
 
 app = typer.Typer()
+_PLAYER = (
+    "A player: RUN[/CHECKPOINT][#POLICY], RUN#PLAYER for a snapshot of its league, a folder, an .onnx file, "
+    "module:function, or random."
+)
 _NAME_WIDTH, _CELL_WIDTH = 24, 14
 
 
@@ -68,3 +77,35 @@ def _cell(cell: dict[str, Any] | None) -> str:
     if cell is None:
         return "–"
     return f"{cell['rate']:.0%} of {cell['games']:,}\n{cell['low']:.0%}–{cell['high']:.0%}"
+
+
+@app.command(epilog=example("stagecoach match my-run other-run/best#main --games 500"))
+def match(
+    first: Annotated[str, typer.Argument(help=_PLAYER)],
+    second: Annotated[str, typer.Argument(help="The other one.")],
+    games: Annotated[int, typer.Option(min=1, help="How many, on all sides together.")] = 100,
+    seed: Annotated[int, typer.Option(min=0, help="Of the starts, which are the same on each side.")] = 0,
+    trust_config: TrustConfig = False,
+    runs_dir: RunsDir = RUNS,
+    as_json: Json = False,
+) -> None:
+    """Let two players play each other, as many games on each side, from the same starts."""
+    from coordinator.catalog.matches import match as played
+
+    with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the environment prints is no JSON
+        found = played(first, second, games, runs_dir, seed, trust_config=trust_config).as_dict()
+    if as_json:
+        print_json({"first": first, "second": second, **found})
+        return
+    low, high = found["interval"]
+    lines = [f"as {', '.join(its['side'])}: {_counts(its)}" for its in found["by_side"]]
+    forfeits = f", {counted(found['forfeits'], 'forfeit')}" if found["forfeits"] else ""
+    total = (
+        f"{first} against {second}: {_counts(found)}{forfeits}; win rate {found['win_rate']:.1%} ({low:.1%}–{high:.1%})"
+    )
+    console.text(total, *lines)
+
+
+def _counts(row: Mapping[str, Any]) -> str:
+    losses = row["games"] - row["wins"] - row["draws"]
+    return f"{counted(row['games'], 'game')}, {row['wins']} won, {row['draws']} drawn, {losses} lost"

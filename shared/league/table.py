@@ -5,6 +5,7 @@ weights, `main-<first 12 hex digits of its SHA-256>` for a snapshot, and its nam
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -46,6 +47,14 @@ class MatchTable(PlainData):
     learners: dict[str, Learner]
     players: dict[str, PlayerRef] = field(default_factory=dict)
     """Those that can be drawn, without current weights."""
+
+
+def sides_of(
+    sides: tuple[tuple[str, ...], ...], agents: Mapping[str, str]
+) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+    """`league.sides` (by default each of `agents`, agent → policy id, is one), and the policy of each side's seats."""
+    found = sides or tuple((agent,) for agent in agents)
+    return found, tuple(agents[side[0]] for side in found)
 
 
 def player_hash(data: bytes) -> str:

@@ -20,7 +20,7 @@ from shared.config.run_config import Config
 from shared.experience.counters import Counters, Duration
 from shared.experience.fragment import EpisodeRecord, MatchRecord
 from shared.experience.spaces import EnvironmentDescription, PlainData
-from shared.league.table import Learner, MatchTable, PlayerRef, player_hash, snapshot_id
+from shared.league.table import Learner, MatchTable, PlayerRef, player_hash, sides_of, snapshot_id
 from shared.policies.policy import Policy
 from shared.policies.serialization import encode_policy
 
@@ -93,8 +93,7 @@ class League:
         if config.league is None:
             raise ValueError("the run has no league")
         self._config, self._learners = config.league, config.league_learners
-        self._sides = self._config.sides or tuple((agent,) for agent in description.agents)
-        self._seats = tuple(description.agents[side[0]] for side in self._sides)
+        self._sides, self._seats = sides_of(self._config.sides, description.agents)
         self._fixed = {
             name: PlayerRef(player.kind or "random", player.sha256, player.source, player.seats)
             for name, player in sorted(self._config.fixed.items())
