@@ -44,7 +44,8 @@ class EnvironmentConfig(Section):
     kwargs: dict[str, Any] = {}
     """Keyword arguments for the environment or the factory."""
     api: Literal["gymnasium", "pettingzoo"] = "gymnasium"
-    """`pettingzoo` for a PettingZoo parallel environment (several agents): a factory, or a name in its registry."""
+    """`pettingzoo` for a PettingZoo environment (several agents, at the same time or in turns): a factory, or a name in
+    its registry."""
     wrappers: tuple[Annotated[WrapperConfig, BeforeValidator(_path)], ...] = ()
     """Wrappers by import path, innermost first; a plain string is a wrapper without arguments."""
     num_envs: int = Field(8, ge=1, le=4096)
