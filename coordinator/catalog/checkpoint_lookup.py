@@ -18,9 +18,10 @@ from rollout_worker.environments.description import describe_environment
 from rollout_worker.environments.factory import evaluation_environment, make
 from rollout_worker.evaluator import CONFIRMING, evaluation_seed, scores_of
 from rollout_worker.playing import evaluate_policies
+from shared.config.environment import WrapperConfig
 from shared.config.loading import load_config
 from shared.config.run_config import Config
-from shared.config.sections import EvaluationConfig, WrapperConfig
+from shared.config.sections import EvaluationConfig
 from shared.errors import CheckpointNotFound, EnvironmentUnusable, UserError, headline
 from shared.policies.serialization import decode_policy
 from shared.runtime.user_code import extend_imports, install, with_extra

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from shared.config.algorithms.base import CloningConfig
 from shared.config.algorithms.registry import ALGORITHMS
+from shared.config.environment import WrapperConfig
 from shared.config.exploration import ExplorationConfig
 from shared.config.league import (
     FixedPlayerConfig,
@@ -28,7 +29,7 @@ from shared.config.replay_buffer import ReplayBufferConfig
 from shared.config.reward_signals import RewardSignalsConfig
 from shared.config.run_config import Config
 from shared.config.section import Schedule
-from shared.config.sections import RunPolicyConfig, WrapperConfig
+from shared.config.sections import RunPolicyConfig
 
 _STARTER: dict[str, Any] = {
     "environment": {"id": "CartPole-v1"},

@@ -17,8 +17,8 @@ from rollout_worker.environments.episode_ends import FirstDone
 from rollout_worker.environments.gymnasium_env import GuardedEnvironment, GymnasiumEnvironments
 from rollout_worker.environments.pettingzoo_env import Parallel, Turns
 from rollout_worker.environments.vector_env import VectorEnvironment
+from shared.config.environment import EnvironmentConfig
 from shared.config.run_config import Config
-from shared.config.sections import EnvironmentConfig
 from shared.errors import ConfigError, EnvironmentUnusable, OtherApi, place
 from shared.experience.spaces import EnvironmentDescription
 from shared.runtime.process import end_with_parent, forget_secrets

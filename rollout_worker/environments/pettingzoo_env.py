@@ -19,7 +19,7 @@ from rollout_worker.environments import vector_env
 from rollout_worker.environments.action_masks import KEY, from_info
 from rollout_worker.environments.seeding import episode_seed
 from rollout_worker.environments.vector_env import NamedFailures, PolicyStep, Position, RunningEpisodes, Step, pick
-from shared.config.sections import EnvironmentConfig
+from shared.config.environment import EnvironmentConfig
 from shared.experience.counters import Phase
 from shared.experience.fragment import INFO, EpisodeRecord
 from shared.experience.spaces import Array, Columns, EnvironmentDescription

@@ -19,8 +19,8 @@ from shared.experience import fragment
 from shared.experience.fragment import kept_rows
 from shared.experience.spaces import Columns
 from shared.policies.policy import Policy
-from tests.rollout_worker.test_sampler import Stage, same
 from tests.support.games import MODULE, NAMES, AllAtOnce, InTurns
+from tests.support.stage import Stage, same
 
 TURNS = {"api": "pettingzoo", "id": f"{MODULE}:InTurns"}
 AT_ONCE = {"api": "pettingzoo", "id": f"{MODULE}:AllAtOnce"}

@@ -25,8 +25,8 @@ from shared.policies.registry import build_policies
 from shared.policies.serialization import encode_policy
 from shared.storage.object_store import FileStore
 from tests.conftest import minimal_config
-from tests.rollout_worker.test_sampler import same
 from tests.support.games import MODULE, NIM
+from tests.support.stage import same
 
 CORES = {"policies": {"default": {"core": "gru", "core_size": 4, "share_encoder": True}}}
 

@@ -10,7 +10,7 @@ from gymnasium import spaces
 
 from rollout_worker.environments.description import describe_environment, describe_space
 from rollout_worker.environments.factory import is_factory, make, make_native
-from shared.config.sections import EnvironmentConfig
+from shared.config.environment import EnvironmentConfig
 from shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace, UserError
 from shared.experience.spaces import EnvironmentDescription
 from tests.conftest import minimal_config

@@ -22,8 +22,8 @@ from shared.policies.masks import ILLEGAL, masked
 from shared.policies.policy import Policy
 from shared.policies.registry import build_policies
 from tests.conftest import minimal_config
-from tests.rollout_worker.test_sampler import Stage
 from tests.support.games import NIM, Nim
+from tests.support.stage import Stage
 
 TAXI = {"environment": {"id": "Taxi-v4", "action_mask": "info", "num_envs": 4}}
 EXPLORATIONS: list[dict[str, Any]] = [
