@@ -103,8 +103,13 @@ class Progress:
     lineage: Lineage = Lineage()
 
 
-def take(learner: Learner, config: Config, run_id: str, progress: Progress, committed: Committed) -> Snapshot:
-    """The snapshot of the learner at `progress`; copies everything, so that training may continue."""
+def take(
+    learner: Learner, config: Config, run_id: str, progress: Progress, committed: Committed, left: tuple[str, ...] = ()
+) -> Snapshot:  # fmt: skip
+    """The snapshot of the learner at `progress`; copies everything, so that training may continue.
+
+    `left` are players that have left its league and that no durable checkpoint lists: they are removed along with it.
+    """
     version, counters = progress.version, learner.counters.as_dict()
     phase = phase_at(config, learner.counters)
     policies = {id_: (policy, state_arrays(policy)) for id_, policy in learner.policies.items()}
@@ -113,7 +118,7 @@ def take(learner: Learner, config: Config, run_id: str, progress: Progress, comm
     remembered = list(learner.remembered) if learner.remembered.maxlen else None
     episodes, mean_return = list(learner.episodes), learner.mean_return()
     arrays |= {INITIAL.format(id_): initial for id_, initial in learner.initial.items()}
-    league, told = _of_league(learner)
+    league, told = _of_league(learner, left)
     computed = computed_with(learner, config.trainer)
     name, created = checkpoint_name(version, counters["train"]["env_steps"]), round(time.time(), 3)
 
@@ -150,12 +155,12 @@ def take(learner: Learner, config: Config, run_id: str, progress: Progress, comm
     return Snapshot(name, version, committed.position, encode)
 
 
-def _of_league(learner: Learner) -> tuple[dict[str, bytes], dict[str, Any]]:
+def _of_league(learner: Learner, left: tuple[str, ...]) -> tuple[dict[str, bytes], dict[str, Any]]:
     """The league as an object, and what the manifest says of it; nothing where there is none."""
     if (league := learner.league) is None:
         return {}, {}
-    table = league.table(learner.counters.train).as_dict()
-    return {LEAGUE: league.encode()}, {"league": table, "players": league.objects(), "ratings": league.summary()}
+    told = {"league": league.table(learner.counters.train).as_dict(), "ratings": league.summary()}
+    return {LEAGUE: league.encode()}, told | {"players": sorted({*league.objects(), *left})}
 
 
 def _state_of(algorithm: Algorithm) -> Columns:

@@ -102,6 +102,8 @@ class League:
         self.state = LeagueState({name: Standing() for name in sorted(self._learners)})
         self.unstored: dict[str, bytes] = {}
         """SHA-256 → snapshots that are to be in the store before a version is published that names them."""
+        self.left: list[str] = []
+        """SHA-256 of snapshots that have left; the next checkpoint lists them, and their objects go with it."""
         self._told: set[str] = set()
         for name in sorted(self._learners):
             self._take_snapshot(name, policies, 0)
@@ -223,6 +225,7 @@ class League:
 
     def _remove(self, snapshot: Snapshot) -> None:
         self.state.snapshots.remove(snapshot)
+        self.left.append(snapshot.sha256)
         self.state.payoff.pop(snapshot.id, None)
         known: list[dict[str, Any]] = [*self.state.payoff.values(), *self.state.ratings.values()]
         for row in (*known, *(standing.form for standing in self.state.learners.values())):
@@ -251,12 +254,14 @@ class League:
         return MatchTable(self._sides, self._seats, learners, refs)
 
     def _opponents(self, name: str, seat: str) -> tuple[tuple[str, float], ...]:
-        shares = self._config.opponents
+        opponents = self._config.opponents
         past, fixed = self._past(name, seat), [name for name, ref in self._fixed.items() if seat in ref.seats]
-        found = {seat: shares.latest + (0 if past else shares.past.share) + (0 if fixed else shares.fixed.share)}
+        found = {
+            seat: opponents.latest + (0 if past else opponents.past.share) + (0 if fixed else opponents.fixed.share)
+        }
         total = math.fsum(past.values())
-        found |= {player: shares.past.share * weight / total for player, weight in past.items()}
-        found |= {player: shares.fixed.share / len(fixed) for player in fixed}
+        found |= {player: opponents.past.share * weight / total for player, weight in past.items()}
+        found |= {player: opponents.fixed.share / len(fixed) for player in fixed}
         return tuple((player, probability) for player, probability in found.items() if probability > 0)
 
     def _past(self, name: str, seat: str) -> dict[str, float]:
