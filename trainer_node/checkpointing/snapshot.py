@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 
 from shared.config.run_config import Config
 from shared.config.sections import TrainerConfig
@@ -36,6 +37,7 @@ from trainer_node.log_consumer import Committed
 _STATE, _REPLAY_BUFFER = "trainer/state.json", "trainer/memory.safetensors"
 POLICY, ALGORITHM = "{}/policy.safetensors", "trainer/{}.algorithm.safetensors"
 REWARDS = "trainer/{}.rewards.safetensors"
+_EPISODES = TypeAdapter(list[EpisodeRecord])
 LEAGUE, INITIAL = "trainer/league.json", "trainer/{}.initial.safetensors"
 
 
@@ -234,7 +236,7 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
         algorithms = {id_: tensor_blob.decode(objects[ALGORITHM.format(id_)])[0] for id_ in learner.policies}
         rewards = {id_: tensor_blob.decode(objects[REWARDS.format(id_)])[0] for id_ in learner.rewards}
         counters = PhaseCounters.from_dict(state["counters"])
-        episodes = [EpisodeRecord.from_plain(record) for record in state["episodes"]]
+        episodes = _EPISODES.validate_python(state["episodes"])
         stored = tensor_blob.decode(objects[_REPLAY_BUFFER])[0] if learner.remembered.maxlen else {}
         initial = {id_: tensor_blob.decode(objects[INITIAL.format(id_)])[0] for id_ in learner.initial}
         remembered = [f"{milliseconds}-{seq}" for milliseconds, seq in stored["positions"]] if stored else []
