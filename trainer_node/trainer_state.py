@@ -84,6 +84,8 @@ class TrainerState:
         self._incarnation, self._config, self._run_id = incarnation, role.config, role.run_id
         self._board, self._accounting = PolicyBoard(role.redis, role.run_id), accounting
         self._taken: Snapshot | None = None
+        self._left: dict[str, int] = {}
+        """Players that have left the league, and the version at which; of a durable checkpoint they are forgotten."""
         self.description = description
         self.learner = make_learner(role.config, description, read_dataset=read_dataset)
         self.consumer = LogConsumer(
@@ -113,12 +115,20 @@ class TrainerState:
 
     def new_snapshot(self) -> Snapshot:
         self._store_players()
-        progress = Progress(self.version, self._incarnation.epoch, self.parent, self.lineage)
-        return snapshot.take(self.learner, self._config, self._run_id, progress, self.consumer.committed)
+        progress, durable = (
+            Progress(self.version, self._incarnation.epoch, self.parent, self.lineage),
+            self.writer.durable,
+        )
+        self._left = {sha256: version for sha256, version in self._left.items() if version > durable}
+        committed, left = self.consumer.committed, tuple(self._left)
+        return snapshot.take(self.learner, self._config, self._run_id, progress, committed, left)
 
     def _store_players(self) -> None:
         """The league's new snapshots, before a version or a checkpoint names them; waits for the store, by name."""
-        unstored = self.learner.league.unstored if self.learner.league else {}
+        if (league := self.learner.league) is None:
+            return
+        self._left |= dict.fromkeys(league.left, self.version)
+        league.left, unstored = [], league.unstored
         for sha256 in sorted(unstored):
             self._incarnation.with_store(partial(write_player, self.writer.store, unstored[sha256]))
             del unstored[sha256]

@@ -1,5 +1,6 @@
 """A run's league as its newest checkpoint has it: ratings and the payoff matrix."""
 
+import json
 from typing import Any
 
 from shared.config.run_config import Config
@@ -18,7 +19,7 @@ def league_of(checkpoints: CheckpointStore, config: Config, name: str | None = N
         raise UserError(f"run {checkpoints.run_id!r} has no league; `league:` in its config makes one (docs/LEAGUE.md)")
     found = checkpoints.load(name or checkpoints.resolve("latest"), only=LEAGUE)
     try:
-        state = LeagueState.decode(found.objects[LEAGUE])
+        state = LeagueState.from_dict(json.loads(found.objects[LEAGUE]))
     except (KeyError, ValueError) as error:
         raise CheckpointDamaged(f"{found.manifest.name} has no readable {LEAGUE} ({type(error).__name__})") from None
     return {"checkpoint": found.manifest.name, **standings(state, sorted(config.league.fixed))}

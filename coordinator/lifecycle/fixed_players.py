@@ -118,7 +118,7 @@ def _policy_fits(field: str, data: bytes, spaces: PolicySpaces) -> bool:
 
 
 def _onnx_fits(field: str, data: bytes, spaces: PolicySpaces) -> bool:
-    """By the spaces that an exported policy's file tells; of others by the names of inputs and outputs."""
+    """By the spaces that the file of an exported policy tells."""
     if importlib.util.find_spec("onnxruntime") is None:
         raise ConfigError(f"{field} needs onnxruntime: {install('onnx')}")
     import onnxruntime
@@ -127,9 +127,5 @@ def _onnx_fits(field: str, data: bytes, spaces: PolicySpaces) -> bool:
         session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
     except Exception as error:  # whatever it raises: its errors have no base of their own
         raise ConfigError(f"{field} is no ONNX file that can be run ({type(error).__name__})") from None
-    told = session.get_modelmeta().custom_metadata_map.get("stagecoach.spaces")
-    if told is not None:
-        return PolicySpaces.from_dict(json.loads(told)) == spaces
-    names = {item.name for item in session.get_inputs()}, {item.name for item in session.get_outputs()}
-    needed = spaces.observation.column_names("obs"), spaces.action.column_names("action")
-    return names[0] == {*needed[0]} and names[1] >= {*needed[1]}
+    told = session.get_modelmeta().custom_metadata_map.get("stagecoach.spaces", "{}")
+    return bool(json.loads(told) == spaces.as_dict())

@@ -40,7 +40,7 @@ def targets(panel: Panel) -> list[tuple[str, str]]:
 def _of_line(line: Line) -> Iterator[tuple[str, str]]:
     if not line.query:
         return
-    yield f"{{{{run}}}} {line.label or '{{stage}}'}", line.query
+    yield f"{{{{run}}}} {'{{stage}}' if line.metric.endswith('*') else line.label}", line.query
     for name in line.band or ():
         yield f"{{{{run}}}} {name.rpartition('_')[2]}", training_query(name)
 

@@ -128,17 +128,6 @@ PANELS = (
         absent="This algorithm has no values, Q or α, or no update was made yet.",
     ),
     Panel(
-        "Learning", "rating", "Rating", unit="OpenSkill",
-        lines=(
-            Line(
-                "league/rating/*", "{{name}}", None,
-                'stagecoach_training_metric{run=~"$run",name=~"league/rating/.*"}',
-            ),
-        ),
-        note="A league's policies as they are now; in a game of two sides this says more than the return.",
-        absent="A run without a league.",
-    ),
-    Panel(
         "Throughput", "speed", "Env steps per second", unit="env steps/s", stream=FLEET,
         lines=(
             Line("fleet/fps", "acted", None, _speed("worker")),

@@ -253,7 +253,7 @@ def _check_league(run: ConfigFields, league: LeagueConfig) -> None:
         )
     learners, known = run.league_learners, sorted(run.policies)
     for name, learner in learners.items():
-        for field, policy_id in (("policy", learner.policy), ("plays", learner.seat)):
+        for field, policy_id in (("policy", learner.policy), *(("plays", seat) for seat in learner.plays)):
             if policy_id not in run.policies:
                 raise ValueError(f"league.learners.{name}.{field}={policy_id!r} names no policy; policies has {known}")
         if not run.policies[learner.policy].trainable:

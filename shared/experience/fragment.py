@@ -33,7 +33,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -98,23 +98,8 @@ class EpisodeRecord:
 
     def plain(self) -> dict[str, Any]:
         """For JSON. Without a match it has no such key: bytes of runs without a league are what they always were."""
-        data = dict(vars(self))
-        if self.match is None:
-            del data["match"]
-        else:
-            data["match"] = vars(self.match)
-        return data
-
-    @classmethod
-    def from_plain(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `plain`; raises `ValueError` or `TypeError` for other data."""
-        record = cls(**data)
-        if data.get("match") is not None:
-            record.match = _MATCH.validate_python(data["match"])
-        return record
-
-
-_MATCH = TypeAdapter(MatchRecord)
+        data = vars(self) | {"match": self.match and vars(self.match)}
+        return data if self.match else {name: data[name] for name in data if name != "match"}
 
 
 @dataclass(frozen=True)

@@ -113,28 +113,30 @@ def test_a_fixed_player_that_cannot_play_is_told_before_anything_starts(
     shutil.copytree(ended_run.folder.path, tmp_path / "runs" / "a")
     monkeypatch.chdir(tmp_path)
     Path("broken.onnx").write_bytes(b"none")
-    Path("other.onnx").write_bytes(onnx_file("seen", "done"))
+    Path("other.onnx").write_bytes(onnx_file("{}"))
     config = chase({"fixed": {"one": source}})
     with pytest.raises(ConfigError, match=message) as caught:
         with_fixed_players(config, describe_environment(config))
     assert "\n" not in str(caught.value)
 
 
-def test_an_onnx_file_takes_the_seats_whose_arrays_it_names(chase: MakeConfig, tmp_path: Path) -> None:
+def test_an_onnx_file_takes_the_seats_whose_spaces_it_tells(chase: MakeConfig, tmp_path: Path) -> None:
     path = tmp_path / "own.onnx"
-    path.write_bytes(onnx_file("obs", "action"))
     config = chase({"fixed": {"own": str(path)}})
-    found = with_fixed_players(config, describe_environment(config)).league
+    description = describe_environment(config)
+    path.write_bytes(onnx_file(json.dumps(description.policies["prey"].as_dict())))
+    found = with_fixed_players(config, description).league
     assert found is not None
     player = found.fixed["own"]
-    assert (player.kind, player.seats, player.sha256) == ("onnx", ("hunter", "prey"), player_hash(path.read_bytes()))
+    assert (player.kind, player.seats, player.sha256) == ("onnx", ("prey",), player_hash(path.read_bytes()))
 
 
-def onnx_file(seen: str, done: str) -> bytes:
-    """A file that returns what it is given."""
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 3]) for name in (seen, done)]
-    graph = helper.make_graph([helper.make_node("Identity", [seen], [done])], "same", ends[:1], ends[1:])
+def onnx_file(spaces: str) -> bytes:
+    """A file that returns what it is given, and tells these spaces."""
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 3]) for name in ("obs", "action")]
+    graph = helper.make_graph([helper.make_node("Identity", ["obs"], ["action"])], "same", ends[:1], ends[1:])
     made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    helper.set_model_props(made, {"stagecoach.spaces": spaces})
     return bytes(made.SerializeToString())
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from shared.config.loading import dump_config, parse_config
 from shared.errors import ConfigError
@@ -23,6 +24,7 @@ from tests.support.fragments import SIMPLE, zero_fragment
 from tests.support.league import league_config
 
 PAIR = ("main", "exploiter")
+RECORD = TypeAdapter(EpisodeRecord)
 RESET = {"policy": "exploiter", "plays": ["main"], "reset": {"win_rate": 0.7}}
 
 
@@ -120,10 +122,10 @@ def test_a_match_travels_in_its_record_and_other_records_are_what_they_were() ->
     assert fragment.decode(fragment.encode(made)).header.episodes == (played, alone)
     assert "match" not in alone.plain()
     for record in (played, alone):
-        assert EpisodeRecord.from_plain(json.loads(json.dumps(record.plain()))) == record
+        assert RECORD.validate_python(json.loads(json.dumps(record.plain()))) == record
     for outcome in ((0.0, 1.5), (-1.0, 1.0), (float("nan"), 1.0)):
         with pytest.raises(ValueError, match="outcome"):
-            EpisodeRecord.from_plain(played.plain() | {"match": vars(told) | {"outcome": outcome}})
+            RECORD.validate_python(played.plain() | {"match": vars(told) | {"outcome": outcome}})
 
 
 def test_a_table_comes_with_the_version_that_it_is_for() -> None:

@@ -56,8 +56,8 @@ def league_of(config: Config) -> tuple[League, dict[str, Policy]]:
 
 def change(policy: Policy) -> None:
     """Other weights, as an update makes them."""
-    parameter = next(iter(policy.parameters()))
-    parameter.data.add_(0.01)
+    for parameter in policy.parameters():
+        parameter.data.add_(0.01)
 
 
 def record(table: MatchTable, number: int, result: float, length: int = 7, **fields: Any) -> EpisodeRecord:

@@ -134,6 +134,14 @@ def test_snapshots_are_players_whose_bytes_are_kept_until_they_are_stored() -> N
     assert not league.unstored, "what is in a checkpoint is in the store"
 
 
+def test_weights_that_have_not_changed_are_no_other_player() -> None:
+    league, policies = league_of(league_config({"snapshot": {"every": "1 episodes"}}))
+    league.take(record(table_of(league), 0, 1.0))
+    league.after_update(policies, 0)
+    assert len(league.state.snapshots) == 1
+    assert league.state.payoff.keys() == {"main"}
+
+
 def test_a_snapshot_is_taken_by_win_rate_but_not_more_often_than_said() -> None:
     often = {"every": None, "win_rate": 0.7, "min_games": 4}
     past = {"latest": 0, "past": 1}

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 
 from shared.config.run_config import Config
 from shared.config.sections import TrainerConfig
@@ -36,6 +37,7 @@ from trainer_node.log_consumer import Committed
 _STATE, _REPLAY_BUFFER = "trainer/state.json", "trainer/memory.safetensors"
 POLICY, ALGORITHM = "{}/policy.safetensors", "trainer/{}.algorithm.safetensors"
 REWARDS = "trainer/{}.rewards.safetensors"
+_EPISODES = TypeAdapter(list[EpisodeRecord])
 LEAGUE, INITIAL = "trainer/league.json", "trainer/{}.initial.safetensors"
 
 
@@ -103,8 +105,13 @@ class Progress:
     lineage: Lineage = Lineage()
 
 
-def take(learner: Learner, config: Config, run_id: str, progress: Progress, committed: Committed) -> Snapshot:
-    """The snapshot of the learner at `progress`; copies everything, so that training may continue."""
+def take(
+    learner: Learner, config: Config, run_id: str, progress: Progress, committed: Committed, left: tuple[str, ...] = ()
+) -> Snapshot:  # fmt: skip
+    """The snapshot of the learner at `progress`; copies everything, so that training may continue.
+
+    `left` are players that have left its league and that no durable checkpoint lists: they are removed along with it.
+    """
     version, counters = progress.version, learner.counters.as_dict()
     phase = phase_at(config, learner.counters)
     policies = {id_: (policy, state_arrays(policy)) for id_, policy in learner.policies.items()}
@@ -113,7 +120,7 @@ def take(learner: Learner, config: Config, run_id: str, progress: Progress, comm
     remembered = list(learner.remembered) if learner.remembered.maxlen else None
     episodes, mean_return = list(learner.episodes), learner.mean_return()
     arrays |= {INITIAL.format(id_): initial for id_, initial in learner.initial.items()}
-    league, told = _of_league(learner)
+    league, told = _of_league(learner, left)
     tallies = {id_: dict(vars(tally)) for id_, tally in learner.tallies.items()}
     computed = computed_with(learner, config.trainer)
     name, created = checkpoint_name(version, counters["train"]["env_steps"]), round(time.time(), 3)
@@ -152,12 +159,12 @@ def take(learner: Learner, config: Config, run_id: str, progress: Progress, comm
     return Snapshot(name, version, committed.position, encode)
 
 
-def _of_league(learner: Learner) -> tuple[dict[str, bytes], dict[str, Any]]:
+def _of_league(learner: Learner, left: tuple[str, ...]) -> tuple[dict[str, bytes], dict[str, Any]]:
     """The league as an object, and what the manifest says of it; nothing where there is none."""
     if (league := learner.league) is None:
         return {}, {}
-    table = league.table(learner.counters.train).as_dict()
-    return {LEAGUE: league.encode()}, {"league": table, "players": league.objects(), "ratings": league.summary()}
+    told = {"league": league.table(learner.counters.train).as_dict(), "ratings": league.summary()}
+    return {LEAGUE: league.encode()}, told | {"players": sorted({*league.objects(), *left})}
 
 
 def _state_of(algorithm: Algorithm) -> Columns:
@@ -232,7 +239,7 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
         rewards = {id_: tensor_blob.decode(objects[REWARDS.format(id_)])[0] for id_ in learner.rewards}
         counters = PhaseCounters.from_dict(state["counters"])
         tallies = {id_: Counters(**state.get("tallies", {}).get(id_, {})) for id_ in learner.tallies}
-        episodes = [EpisodeRecord.from_plain(record) for record in state["episodes"]]
+        episodes = _EPISODES.validate_python(state["episodes"])
         stored = tensor_blob.decode(objects[_REPLAY_BUFFER])[0] if learner.remembered.maxlen else {}
         initial = {id_: tensor_blob.decode(objects[INITIAL.format(id_)])[0] for id_ in learner.initial}
         remembered = [f"{milliseconds}-{seq}" for milliseconds, seq in stored["positions"]] if stored else []

@@ -80,11 +80,6 @@ class LeagueState(PlainData):
     the last snapshot; with a snapshot it becomes the snapshot's."""
     forfeits: dict[str, int] = field(default_factory=dict)
 
-    @classmethod
-    def decode(cls, data: bytes) -> "LeagueState":
-        """Raises `ValueError` for other bytes."""
-        return cls.from_dict(json.loads(data))
-
 
 class League:
     """A run's league; at first each learner's initial weights are its only snapshot."""
@@ -101,6 +96,8 @@ class League:
         self.state = LeagueState({name: Standing() for name in sorted(self._learners)})
         self.unstored: dict[str, bytes] = {}
         """SHA-256 → snapshots that are to be in the store before a version is published that names them."""
+        self.left: list[str] = []
+        """SHA-256 of snapshots that have left; the next checkpoint lists them, and their objects go with it."""
         self._told: set[str] = set()
         for name in sorted(self._learners):
             self._take_snapshot(name, policies, 0)
@@ -110,7 +107,7 @@ class League:
 
     def load(self, data: bytes) -> None:
         """Continues from what `encode` returned, whose snapshots are in the store; raises `ValueError`."""
-        state = LeagueState.decode(data)
+        state = LeagueState.from_dict(json.loads(data))
         if set(state.learners) != set(self._learners):
             raise ValueError(f"its league has the learners {sorted(state.learners)}, expected {sorted(self._learners)}")
         self.state, self.unstored = state, {}
@@ -209,6 +206,8 @@ class League:
         data = encode_policy(policies[policy_id], updates)
         sha256 = player_hash(data)
         player = snapshot_id(policy_id, sha256)
+        if any(snapshot.id == player for snapshot in state.snapshots):
+            return  # nothing was learned since
         self.unstored[sha256] = data
         state.snapshots.append(Snapshot(player, policy_id, sha256, standing.played.env_steps))
         ratings = state.ratings.setdefault(learner.seat, {})
@@ -222,6 +221,7 @@ class League:
 
     def _remove(self, snapshot: Snapshot) -> None:
         self.state.snapshots.remove(snapshot)
+        self.left.append(snapshot.sha256)
         self.state.payoff.pop(snapshot.id, None)
         known: list[dict[str, Any]] = [*self.state.payoff.values(), *self.state.ratings.values()]
         for row in (*known, *(standing.form for standing in self.state.learners.values())):
@@ -240,33 +240,33 @@ class League:
             opponents = {seat: self._opponents(name, seat) for seat in sorted(met)}
             learners[name] = Learner(learner.policy, own, opponents)
             drawn |= {player for each in opponents.values() for player, _ in each}
-        players = {item.id: item for item in self.state.snapshots if item.id in drawn}
-        refs = {
-            id_: PlayerRef("policy", item.sha256, f"{item.policy} after {item.env_steps} env_steps of its own play",
-                           (self._seat_of(item.policy),))
-            for id_, item in players.items()
+        seats = {learner.policy: learner.seat for learner in self._learners.values()}
+        players = {
+            item.id: PlayerRef("policy", item.sha256, f"{item.policy} at step {item.env_steps}", (seats[item.policy],))
+            for item in self.state.snapshots if item.id in drawn
         }  # fmt: skip
-        refs |= {name: ref for name, ref in self._fixed.items() if name in drawn}
-        return MatchTable(self._sides, self._seats, learners, refs)
+        players |= {name: ref for name, ref in self._fixed.items() if name in drawn}
+        return MatchTable(self._sides, self._seats, learners, players)
 
     def _opponents(self, name: str, seat: str) -> tuple[tuple[str, float], ...]:
-        shares = self._config.opponents
+        opponents = self._config.opponents
         past, fixed = self._past(name, seat), [name for name, ref in self._fixed.items() if seat in ref.seats]
-        found = {seat: shares.latest + (0 if past else shares.past.share) + (0 if fixed else shares.fixed.share)}
+        found = {
+            seat: opponents.latest + (0 if past else opponents.past.share) + (0 if fixed else opponents.fixed.share)
+        }
         total = math.fsum(past.values())
-        found |= {player: shares.past.share * weight / total for player, weight in past.items()}
-        found |= {player: shares.fixed.share / len(fixed) for player in fixed}
+        found |= {player: opponents.past.share * weight / total for player, weight in past.items()}
+        found |= {player: opponents.fixed.share / len(fixed) for player in fixed}
         return tuple((player, probability) for player, probability in found.items() if probability > 0)
 
     def _past(self, name: str, seat: str) -> dict[str, float]:
         """Snapshot → weight of those that `name` may meet in `seat`, oldest first."""
-        config, learner, met = self._config.opponents.past, self._learners[name], list[Snapshot]()
-        exploits = learner.policy != learner.seat
-        policies = [seat] if exploits else sorted(each.policy for each in self._learners.values() if each.seat == seat)
-        for policy_id in policies:
-            of_it = [snapshot for snapshot in self.state.snapshots if snapshot.policy == policy_id]
-            met += [*of_it[: -config.window][:1], *of_it[-config.window :]]
-        ids = [snapshot.id for snapshot in self.state.snapshots if snapshot in met]
+        config, learner, met = self._config.opponents.past, self._learners[name], set[str]()
+        for policy_id in (each.policy for each in self._learners.values() if each.seat == seat):
+            if policy_id == seat or learner.policy == learner.seat:  # else it exploits the seat's own policy
+                of_it = [snapshot.id for snapshot in self.state.snapshots if snapshot.policy == policy_id]
+                met |= {of_it[0], *of_it[-config.window :]}
+        ids = [snapshot.id for snapshot in self.state.snapshots if snapshot.id in met]
         if config.choose == "uniform":
             return dict.fromkeys(ids, 1.0)
         if config.choose == "recent":
@@ -276,9 +276,6 @@ class League:
         hard = config.weighting == "hard"
         weights = {id_: math.pow(1 - rate, config.power) if hard else rate * (1 - rate) for id_, rate in rates.items()}
         return weights if any(weights.values()) else dict.fromkeys(ids, 1.0)
-
-    def _seat_of(self, policy_id: str) -> str:
-        return next(each.seat for each in self._learners.values() if each.policy == policy_id)
 
     def resettable(self) -> list[str]:
         """The policies that may have to begin again."""
@@ -334,11 +331,11 @@ def standings(state: LeagueState, fixed: Sequence[str] = ()) -> dict[str, Any]:
     entry per opponent: games, wins, draws, rate, its interval, and the same per side.
     """
     taken = {snapshot.id: snapshot for snapshot in state.snapshots}
+    kinds = dict.fromkeys(fixed, "fixed") | dict.fromkeys(taken, "snapshot")
     players = [
         {
-            "player": player, "seat": seat, "kind": _kind(player, taken, fixed), "rating": rating.ordinal,
-            "mu": rating.mu, "sigma": rating.sigma, "elo": rating.elo, "matches": rating.matches,
-            "forfeits": state.forfeits.get(player, 0),
+            "player": player, "seat": seat, "kind": kinds.get(player, "current"), "rating": rating.ordinal,
+            **vars(rating), "forfeits": state.forfeits.get(player, 0),
             "env_steps": taken[player].env_steps if player in taken else None,
         }
         for seat, ratings in sorted(state.ratings.items())
@@ -349,10 +346,6 @@ def standings(state: LeagueState, fixed: Sequence[str] = ()) -> dict[str, Any]:
         for player, row in state.payoff.items() if row
     }  # fmt: skip
     return {"players": sorted(players, key=lambda row: (row["seat"], -row["rating"])), "payoff": rows}
-
-
-def _kind(player: str, taken: Mapping[str, Snapshot], fixed: Sequence[str]) -> str:
-    return "snapshot" if player in taken else "fixed" if player in fixed else "current"
 
 
 def _cell(sides: Mapping[int, tuple[int, int, int]]) -> dict[str, Any]:

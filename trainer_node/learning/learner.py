@@ -184,22 +184,20 @@ class Learner:
         return metrics
 
     def _begin_again(self, policy_id: str) -> None:
-        parts = {part: below(self.initial[policy_id], part) for part in (WEIGHTS, STATE)}
-        load_state_arrays(self.policies[policy_id], parts[WEIGHTS])
-        self.algorithms[policy_id].load_state(parts[STATE])
+        arrays = self.initial[policy_id].items()
+        weights, state = (
+            {name.removeprefix(part): array for name, array in arrays if name.startswith(part)} for part in _PARTS
+        )
+        load_state_arrays(self.policies[policy_id], weights)
+        self.algorithms[policy_id].load_state(state)
 
 
-WEIGHTS, STATE = "weights/", "state/"
-"""Parts of `Learner.initial`."""
-
-
-def below(arrays: Columns, part: str) -> Columns:
-    return {name.removeprefix(part): array for name, array in arrays.items() if name.startswith(part)}
+_PARTS = _WEIGHTS, _STATE = "weights/", "state/"
 
 
 def _initial(policy: Policy, algorithm: Algorithm) -> Columns:
-    weights = {WEIGHTS + name: array for name, array in state_arrays(policy).items()}
-    return weights | {STATE + name: np.array(array) for name, array in algorithm.state().items()}
+    weights = {_WEIGHTS + name: array for name, array in state_arrays(policy).items()}
+    return weights | {_STATE + name: np.array(array) for name, array in algorithm.state().items()}
 
 
 def algorithm_class(config: AlgorithmConfig) -> Any:

@@ -65,8 +65,7 @@ class Panel {
 
   /** Lines as charts take them, of those that the run has rows of. */
   lines(run) {
-    const all = this.spec.lines.flatMap((line) => expanded(line, run.series[this.stream(line)] || {}));
-    return all.flatMap((line, index) => {
+    return this.spec.lines.flatMap((line, index) => {
       const series = run.series[this.stream(line)]?.[line.metric];
       if (!series?.mean.length) return [];
       const [low, high] = (line.band || []).map((name) => run.series[this.stream(line)][name]);
@@ -77,14 +76,6 @@ class Panel {
       return [{ label: line.label, hue: index + 1, series, band }];
     });
   }
-}
-
-/** A line that ends in * is one for each metric that begins so. */
-function expanded(line, series) {
-  if (!line.metric.endsWith("*")) return [line];
-  const prefix = line.metric.slice(0, -1);
-  const names = Object.keys(series).filter((name) => name.startsWith(prefix));
-  return names.map((metric) => ({ ...line, metric, label: metric.slice(prefix.length) }));
 }
 
 /** A panel with one chart, or one for each line, and the table behind them. */
