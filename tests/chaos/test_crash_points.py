@@ -19,7 +19,6 @@ from tests.support.crash_points import Life, Run
 from tests.support.environments import CHASE, CHASE_POLICIES
 from tests.support.game import small
 from tests.support.groups import thinned
-from tests.support.league import matches_told
 from tests.support.runs import shard_fields
 from trainer_node.checkpointing import checkpoint_writer
 from trainer_node.metrics import recorder
@@ -126,19 +125,18 @@ def test_a_trainer_of_a_league_that_dies_between_any_two_writes(new_run: NewRun)
         updates=6,
         sections={"environment": CHASE | {"kwargs": kwargs, "num_envs": 4}, "league": league, **CHASE_POLICIES},
     )
-    with matches_told():
-        expected, whole = undisturbed(new_run, config)
-        assert len({write for write in whole.done if write.startswith(f"put {PLAYERS}")}) == 14, (
-            "the first, and two at each update"
-        )
-        for point in thinned(range(len(whole.done))):
-            run = new_run(config)
-            die_and_come_through(run, expected, point)
-            checkpoints = run.role.checkpoints
-            listed = {name: {*checkpoints.manifest(name).provenance["players"]} for name in checkpoints.names()}
-            there = {key.removeprefix(PLAYERS) for key in checkpoints.store.keys(PLAYERS)}
-            assert there == set().union(*listed.values()), f"after a crash at the write {point}"
-            assert len(there) < 14
+    expected, whole = undisturbed(new_run, config)
+    assert len({write for write in whole.done if write.startswith(f"put {PLAYERS}")}) == 14, (
+        "the first, and two at each update"
+    )
+    for point in thinned(range(len(whole.done))):
+        run = new_run(config)
+        die_and_come_through(run, expected, point)
+        checkpoints = run.role.checkpoints
+        listed = {name: {*checkpoints.manifest(name).provenance["players"]} for name in checkpoints.names()}
+        there = {key.removeprefix(PLAYERS) for key in checkpoints.store.keys(PLAYERS)}
+        assert there == set().union(*listed.values()), f"after a crash at the write {point}"
+        assert len(there) < 14
 
 
 def die_and_come_through(run: Run, expected: dict[str, Any], *points: int) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -23,17 +23,10 @@ from shared.league.players import read_player
 from shared.league.table import MatchTable, player_hash
 from tests.support.command_line import Stagecoach, check_refused
 from tests.support.environments import CHASE, CHASE_POLICIES
-from tests.support.league import matches_told
 
 NO_FUNCTION = 3
 ENVIRONMENT = CHASE | {"kwargs": {"cat_steps": 3, "mouse_steps": 5, "counts": False}}
 MakeConfig = Callable[..., Config]
-
-
-@pytest.fixture(autouse=True)
-def _told() -> Iterator[None]:
-    with matches_told():
-        yield
 
 
 @pytest.fixture

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import pytest
 from gymnasium import spaces
 
-from rollout_worker.sampling.sampler import Sample
-from rollout_worker.worker import Worker
 from shared.config.loading import parse_config
 from shared.config.run_config import Config
 from shared.experience.counters import Counters
@@ -21,7 +16,6 @@ from shared.league.matchmaking import draw
 from shared.league.table import MatchTable
 from shared.policies.policy import Policy
 from shared.policies.registry import build_policies
-from shared.protocol.flow_control import Claim
 from tests.support.fragments import describe
 from trainer_node.learning.league import League
 
@@ -82,24 +76,3 @@ def season(league: League, policies: dict[str, Policy], results: list[float]) ->
             for policy in policies.values():
                 change(policy)
             league.after_update(policies, number)
-
-
-@contextmanager
-def matches_told() -> Iterator[None]:
-    """Workers that tell no match put one into each record, drawn from their version's table; odd lengths win."""
-    push = Worker._push
-
-    def pushing(self: Worker, claim: Claim, sample: Sample, wait_seconds: float) -> Any:
-        table = self.policies.header.league
-        assert table is not None
-        episodes = [
-            its
-            if its.match
-            else dataclasses.replace(its, match=record(table, 31 * its.length + number, its.length % 2).match)
-            for number, its in enumerate(sample.episodes)
-        ]
-        return push(self, claim, dataclasses.replace(sample, episodes=tuple(episodes)), wait_seconds)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Worker, "_push", pushing)
-        yield

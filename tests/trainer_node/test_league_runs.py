@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from shared.storage.metric_log import TRAIN
 from shared.storage.object_store import FileStore
 from tests.support.environments import CHASE, CHASE_POLICIES
 from tests.support.game import Game, NewGame, archived, die_in_a_fragment, replayed
-from tests.support.league import matches_told
 from trainer_node.checkpointing.snapshot import LEAGUE, POLICY
 
 LEAGUE_OF_TWO: dict[str, Any] = {
@@ -26,12 +24,6 @@ LEAGUE_OF_TWO: dict[str, Any] = {
     "snapshot": {"every": "6 episodes", "min_games": 3}, "players": 5,
     "opponents": {"latest": 0.5, "past": {"share": 0.5, "choose": "pfsp", "window": 3}},
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _told() -> Iterator[None]:
-    with matches_told():
-        yield
 
 
 def chase(**sections: Any) -> Any:

@@ -18,7 +18,6 @@ from shared.experience.spaces import Array
 from shared.storage.metric_log import ENV_STEPS, TRAIN, UNIX_TIME, VERSION, Rows, Segment, encode
 from tests.conftest import minimal_config
 from tests.support.environments import CHASE, CHASE_POLICIES
-from tests.support.league import matches_told
 from tests.support.page import TOKEN, live_run, soon
 from tests.support.speed import stretched
 
@@ -149,8 +148,7 @@ def test_a_league_is_a_table_of_players_and_a_matrix_of_win_rates(tmp_path: Path
         runs_dir=str(tmp_path / "runs"), environment=environment, league={}, evaluation={"episodes": 0},
         rollout={"workers": 1, "fragment_steps": 8, "fragments_per_update": 2}, **CHASE_POLICIES,
     )  # fmt: skip
-    with matches_told():
-        assert Run.start(config, "cats", inline=True).wait(120).reason == "exhausted"
+    assert Run.start(config, "cats", inline=True).wait(120).reason == "exhausted"
     with serve(config.runs_dir, TOKEN) as url:
         page = visitor.enter(url, "/runs/cats")
         page.locator("#panel-league").scroll_into_view_if_needed()
