@@ -52,8 +52,8 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int) -> Sample:
-        """Acts `steps` steps in every environment, each policy by its exploration; raises `EnvironmentFailure`, and then
-        nothing was produced."""
+        """Acts `steps` steps in every environment, each policy by its exploration; raises `EnvironmentFailure`, and
+        then nothing was produced."""
         with self._stages.during("record"):
             try:
                 return self._sample(policies, exploration, steps)

@@ -73,7 +73,7 @@ def _check_evaluation(run: ConfigFields) -> None:
 
 
 def check_algorithm(run: ConfigFields, policy_id: str, algorithm: AlgorithmConfig) -> None:
-    """Raises `ValueError` where `algorithm`, a policy's section (resolved, if a user's own), cannot learn in this run."""
+    """Raises `ValueError` where `algorithm`, a policy's section (a user's own resolved), cannot learn in this run."""
     try:
         _check_algorithm(run, policy_id, algorithm)
     except ValueError as error:
