@@ -44,7 +44,9 @@ _DECIDES_LEARNING: Any = {
 }
 """The fields behind `Config.hash`: all roles of a run must agree on them, and a resume may not change them. Sums depend
 on threads, matrix products and ranks, and each checkpoint holds a window of episodes."""
-_LATER: dict[str, Any] = {"info_columns": [], "episode_ends": "all", "algorithm": None, "trainable": True, "initialize_from": None}
+_LATER: dict[str, Any] = {
+    "info_columns": [], "episode_ends": "all", "algorithm": None, "trainable": True, "initialize_from": None,
+}  # fmt: skip
 """Of the environment and of each policy: what the hash leaves out at these defaults."""
 
 

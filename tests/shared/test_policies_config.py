@@ -79,7 +79,7 @@ def test_a_policy_has_the_network_that_its_own_algorithm_has_by_default() -> Non
         ),
         ({"policies": {"a": {"trainable": False}, "b": {"trainable": False}}}, r"none of \['a', 'b'\] is trainable"),
         ({"dataset": {"path": "x"}, "algorithm": "dqn"}, r"dataset.path=x with policies \['a', 'b'\]: .* one agent"),
-        ({"demonstrations": {"path": "x"}, "algorithm": IMITATING}, r"demonstrations.path=x with policies .* one agent"),
+        ({"demonstrations": {"path": "x"}, "algorithm": IMITATING}, r"demonstrations.path=x with .* one agent"),
         ({"checkpoint": {"best_by": "c"}}, r"checkpoint.best_by: 'c' names no policy; policies has \['a', 'b'\]"),
         ({"stop_at": {"updates": 1, "mean_return": {"a": 1, "c": 2}}}, "stop_at.mean_return: 'c' names no policy"),
         ({"stop_at": {"updates": 1, "mean_return": {"a": "x"}}}, "stop_at.mean_return: expected a number, or one"),

@@ -561,7 +561,7 @@ class OwlChase(Chase):
 
 OWL_CHASE: dict[str, Any] = {
     "environment": {"api": "pettingzoo", "id": f"{MODULE}:OwlChase", "num_envs": 4, "kwargs": {"mouse_steps": 11}},
-    "agents": {"cat": "hunter", "m*": "prey", "*": "watcher"},
+    "agents": {"cat": "hunter", "m*": "prey", "[!cm]*": "watcher"},
 }
 
 

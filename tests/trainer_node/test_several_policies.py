@@ -12,12 +12,13 @@ from shared.errors import ConfigError
 from shared.experience import fragment, tensor_blob
 from shared.experience.counters import Phase
 from shared.policies.serialization import decode_policy, state_arrays
+from shared.storage.metric_log import TRAIN
 from tests.conftest import minimal_config
 from tests.support.environments import OWL_CHASE
 from tests.support.game import KEEP, NewGame, balanced, goes_on_exactly
 from tests.support.learning.cases import DRAWING, changing
+from tests.support.metric_rows import recorded
 from trainer_node.checkpointing.fork import Source, forked
-from trainer_node.metrics.update_metrics import UpdateMetrics
 
 PPO = {"name": "ppo", "minibatch_size": 20, "epochs": 2, "learning_rate": changing(3e-3, 1e-4)}
 SMALL = {"hidden_sizes": [8], "normalize_observations": True, "normalize_rewards": True}
@@ -51,10 +52,7 @@ def test_each_policy_learns_by_its_own_algorithm_and_a_frozen_one_not_at_all(new
     latest = game.role.checkpoints.load_latest()
     assert latest is not None
     assert {name for name in latest.objects if "watcher" in name} == {"watcher/policy.safetensors"}
-    metrics = UpdateMetrics(game.role.config, learner)
-    metrics.take([], {}, 1)
-    metrics._lags = metrics._acting_seconds = [0]  # type: ignore[assignment]
-    row = metrics.row(learner, 1, {})
+    row = recorded(game.role.checkpoints.store, TRAIN)[-1][1]
     returns = [row[f"rollout/ep_rew_mean/{name}"] for name in POLICIES]
     assert sum(returns) == pytest.approx(row["rollout/ep_rew_mean"]) and min(returns) != max(returns)
     played = {name: row[f"time/transitions/{name}"] for name in POLICIES}
@@ -83,10 +81,22 @@ def test_a_frozen_policy_acts_by_itself_in_warm_up_and_only_learners_must_know_t
     assert not balanced(game)["total"]["dropped"]
 
 
+def test_rewards_are_scaled_as_they_come_only_where_nothing_remembers_them(new_game: NewGame) -> None:
+    """A replay buffer holds them as they were, and has them scaled as it draws."""
+    game = new_game(three(heatup="0 env_steps"))
+    game.worker.step(0)
+    item = game.trainer.consumer.take(0, Phase.TRAIN, 0.0)
+    assert item is not None
+    before = {name: columns["reward"].copy() for name, columns in item.columns.items()}
+    game.trainer.learner.emulate_acting([item], Phase.TRAIN)
+    same = {name: np.array_equal(before[name], columns["reward"]) for name, columns in item.columns.items()}
+    assert same == {"hunter": False, "prey": True, "watcher": True}
+
+
 def test_policies_begin_from_different_runs_under_other_names_and_some_anew(new_game: NewGame) -> None:
     one, other = new_game(three(heatup="0 env_steps")), new_game(three(seed=5))
-    for source in (one, other):
-        source.play_to(4)
+    for game in (one, other):
+        game.play_to(4)
     taken = {game.role.run_id: game.trainer.state.snapshot().checkpoint for game in (one, other)}
     first, second = taken.values()
     game = new_game(three(seed=9))
