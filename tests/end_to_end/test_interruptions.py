@@ -57,9 +57,10 @@ def test_one_signal_ends_it_with_a_last_checkpoint(terminal: CommandLine) -> Non
 def test_a_killed_run_of_ppo_beside_sac_beside_a_frozen_policy_ends_with_the_weights_of_one_that_was_not(
     terminal: CommandLine,
 ) -> None:
-    sac = {"algorithm": {"name": "sac", "minibatch_size": 32, "gradient_steps_per_env_step": 0.2}}
+    sac = {"algorithm": {"name": "sac", "minibatch_size": 32, "gradient_steps_per_env_step": 0.1}}
     policies = {"hunter": {"normalize_rewards": True}, "prey": sac, "watcher": {"trainable": False}}
     sections = OWL_CHASE | {"policies": policies, "checkpoint": {"every": "9 updates"}, "evaluation": {"episodes": 0}}
+    sections |= {"rollout": {"workers": 1, "fragment_steps": 16, "fragments_per_update": 2}}
 
     def run(command: str, *arguments: str | Path) -> subprocess.Popen[str]:
         return terminal.module("coordinator", command, *arguments, "--inline", environ=AT_HOME)
@@ -70,7 +71,7 @@ def test_a_killed_run_of_ppo_beside_sac_beside_a_frozen_policy_ends_with_the_wei
     process.kill()
     process.wait()
     terminal.wait_until("Redis and S3 to end", lambda: not terminal.left())
-    goal = f"stop_at.updates={3 * version + 40}"
+    goal = f"stop_at.updates={2 * version + 60}"
     terminal.ended(run("resume", RUN, "--set", goal)).ok()
     terminal.ended(run("train", path, "--run-id", "calm", "--set", goal)).ok()
     assert final_weights(terminal, RUN) == final_weights(terminal, "calm")
