@@ -487,9 +487,3 @@ class ConfigFields(Section):
     def trainable(self) -> list[str]:
         """The policy ids that learn, in order."""
         return sorted(policy_id for policy_id, policy in self.policies.items() if policy.trainable)
-
-    @property
-    def beginnings(self) -> dict[str, str]:
-        """Policy id → where its first weights come from, of those that do not begin untrained."""
-        found = {policy_id: its.initialize_from or self.initialize_from for policy_id, its in self.policies.items()}
-        return {policy_id: target for policy_id, target in found.items() if target is not None}

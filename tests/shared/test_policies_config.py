@@ -10,6 +10,7 @@ from coordinator.catalog.checkpoint_lookup import named_code
 from shared.config.loading import dump_config, parse_config, parse_yaml
 from shared.errors import ConfigError
 from tests.conftest import minimal_config
+from trainer_node.checkpointing.fork import beginnings
 
 TWO: dict[str, Any] = {"policies": {"a": {}, "b": {}}, "agents": {"*": "a", "b_*": "b"}}
 
@@ -134,4 +135,4 @@ def test_code_that_a_policys_algorithm_names_is_told_before_it_is_run() -> None:
 
 def test_where_policies_begin() -> None:
     config = two({"initialize_from": "x#main"}, initialize_from="y")
-    assert config.beginnings == {"a": "y", "b": "x#main"} and not two({}).beginnings
+    assert beginnings(config) == {"a": "y", "b": "x#main"} and not beginnings(two({}))
