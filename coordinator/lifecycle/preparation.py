@@ -164,9 +164,10 @@ def _refuse_unbegun(context: RunContext) -> None:
             if beginnings(context.config):
                 context.checkpoints.newest_good()
     except CheckpointNotFound:
+        origins = ", ".join(sorted({*beginnings(context.config).values()}))
         raise UserError(
-            f"run {context.run_id!r} was cut off before it had the policies of "
-            f"{', '.join(sorted({*beginnings(context.config).values()}))}, and would begin without them; start a new run"
+            f"run {context.run_id!r} was cut off before it had the policies of {origins}, and would begin without them; "
+            f"start a new run"
         ) from None
 
 

@@ -1,6 +1,5 @@
 """A run's config and its sections beside the algorithm's: every field with its unit and the reason for its default."""
 
-import math
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -340,9 +339,9 @@ class EvaluationConfig(Section):
 
 
 def _return_or_each(value: object) -> object:
-    for number in value.values() if isinstance(value, dict) else [value]:
-        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-            raise ValueError(f"expected a number, or one for each policy as in {{hunter: 10}}, found {value!r}")
+    for name, number in value.items() if isinstance(value, dict) else [("", value)]:
+        if not isinstance(name, str) or type(number) not in (int, float) or not abs(number) <= 1e300:
+            raise ValueError(f"expected a number, or one for each policy as in {{hunter: 10}}, found {value!r:.200}")
     return value
 
 
