@@ -166,8 +166,8 @@ def _refuse_unbegun(context: RunContext) -> None:
     except CheckpointNotFound:
         origins = ", ".join(sorted({*beginnings(context.config).values()}))
         raise UserError(
-            f"run {context.run_id!r} was cut off before it had the policies of {origins}, and would begin without them; "
-            f"start a new run"
+            f"run {context.run_id!r} was cut off before it had the policies of {origins}, and would begin without "
+            f"them; start a new run"
         ) from None
 
 

@@ -338,7 +338,7 @@ class EvaluationConfig(Section):
         return self.episodes > 0
 
 
-def _return_or_each(value: object) -> object:
+def _return_or_each(value: Any) -> Any:
     for name, number in value.items() if isinstance(value, dict) else [("", value)]:
         if not isinstance(name, str) or type(number) not in (int, float) or not abs(number) <= 1e300:
             raise ValueError(f"expected a number, or one for each policy as in {{hunter: 10}}, found {value!r:.200}")
