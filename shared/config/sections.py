@@ -479,8 +479,8 @@ class ConfigFields(Section):
         return (self.policies[policy_id].algorithm or self.algorithm).resolved()
 
     def algorithms(self) -> dict[str, AlgorithmConfig]:
-        """By policy id: those of the policies that learn."""
-        return {policy_id: self.algorithm_of(policy_id) for policy_id in self.trainable}
+        """By policy id; users' own bring their kinds of policies with them."""
+        return {policy_id: self.algorithm_of(policy_id) for policy_id in sorted(self.policies)}
 
     @property
     def trainable(self) -> list[str]:
