@@ -57,7 +57,7 @@ class ActingPolicies:
         self._deadline, self._outage_seconds = config.rollout.wait_deadline_seconds, config.store.retry_seconds
         self._config, device = config, torch_device(config.rollout.device)
         policies = build_policies(description.policies, config.policies, config.algorithm, 0, description.agents)
-        self._explorations = {policy_id: config.algorithm_of(policy_id).acting for policy_id in policies}
+        self._explorations = {policy_id: its.acting for policy_id, its in config.algorithms().items()}
         self.policies = {policy_id: policy.to(device) for policy_id, policy in policies.items()}
         with heartbeat.waiting("the first checkpoint (.ready)", self._deadline) as wait:
             if shutdown_requested():

@@ -104,7 +104,7 @@ class LogConsumer:
         self._stages = stages or StageTimer()
         self._run_id, self._description = run_id, description
         self._rollout, self._num_envs = config.rollout, config.environment.num_envs
-        self._by_log_prob = {name for name, its in config.algorithms().items() if not its.learns_from_others}
+        self._by_log_prob = {name for name in config.trainable if not config.algorithm_of(name).learns_from_others}
         """The policies that learn only from what they acted themselves. Without any, what was acted at random and comes
         when warm-up is over is learned from like anything else."""
         self._state_sizes = config.state_sizes

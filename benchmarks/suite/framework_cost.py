@@ -185,11 +185,11 @@ class ClockedWorker(Worker):
         explore = policies.exploration
 
         def clocked() -> dict[str, Exploration]:
-            made: Any = explore()
-            for each in made.values():
+            made = explore()
+            for its in made.values():
                 for name in ("act", "log_prob"):
-                    setattr(each, name, self._clock.around(POLICY, getattr(each, name)))
-            return made  # type: ignore[no-any-return]
+                    setattr(its, name, self._clock.around(POLICY, getattr(its, name)))
+            return made
 
         policies.exploration = clocked  # type: ignore[method-assign]
         return policies

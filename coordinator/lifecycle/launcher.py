@@ -23,7 +23,7 @@ from shared.runtime.run_context import open_run_context
 from shared.runtime.user_code import extend_imports
 from shared.storage.checkpoint_store import CONFIG, Checkpoint
 from shared.storage.object_store import open_store
-from trainer_node.checkpointing.fork import Source
+from trainer_node.checkpointing.fork import Source, beginnings
 
 Begun = Callable[[], None]
 """Called when the roles are about to start: from there on only `stop` ends the run in order, no exception does."""
@@ -157,7 +157,7 @@ def _config_of_existing(config: Config, run_id: str) -> Config | None:
 def _first_policies(config: Config) -> dict[str, Source]:
     """Where the policies of a new run that do not begin untrained come from, verified."""
     sources, loaded = {}, dict[str, Checkpoint]()
-    for policy_id, told in config.beginnings.items():
+    for policy_id, told in beginnings(config).items():
         target, _, theirs = told.partition("#")
         if target not in loaded:
             found, needed = find_checkpoint(target, config.runs_dir), ("policy", "algorithm", "rewards")

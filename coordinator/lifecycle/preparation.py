@@ -34,7 +34,7 @@ from shared.protocol.quarantine import drop_entries
 from shared.runtime.failure import RunEnd
 from shared.runtime.run_context import RunContext
 from shared.storage.checkpoint_store import CONFIG, ENVIRONMENT, FINISHED, Checkpoint, CheckpointStore, checkpoint_name
-from trainer_node.checkpointing.fork import Source, forked, rolled_back
+from trainer_node.checkpointing.fork import Source, beginnings, forked, rolled_back
 from trainer_node.checkpointing.recovery import last_epoch, restore_learner, tell_other_versions
 from trainer_node.checkpointing.retention import status_file
 from trainer_node.checkpointing.snapshot import POLICY, other_versions
@@ -168,12 +168,13 @@ def _refuse_unbegun(context: RunContext) -> None:
     """A run that was cut off before it had its initial weights would begin without them."""
     try:
         with contextlib.suppress(CheckpointDamaged):  # the trainer reports it
-            if context.config.beginnings:
+            if beginnings(context.config):
                 context.checkpoints.newest_good()
     except CheckpointNotFound:
+        origins = ", ".join(sorted({*beginnings(context.config).values()}))
         raise UserError(
-            f"run {context.run_id!r} was cut off before it had the policies of "
-            f"{', '.join(sorted({*context.config.beginnings.values()}))}, and would begin without them; start a new run"
+            f"run {context.run_id!r} was cut off before it had the policies of {origins}, and would begin without "
+            f"them; start a new run"
         ) from None
 
 

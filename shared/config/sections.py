@@ -1,6 +1,5 @@
 """A run's config and its sections beside the algorithm's: every field with its unit and the reason for its default."""
 
-import math
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -292,10 +291,10 @@ class EvaluationConfig(Section):
         return self.episodes > 0
 
 
-def _return_or_each(value: object) -> object:
-    for number in value.values() if isinstance(value, dict) else [value]:
-        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-            raise ValueError(f"expected a number, or one for each policy as in {{hunter: 10}}, found {value!r}")
+def _return_or_each(value: Any) -> Any:
+    for name, number in value.items() if isinstance(value, dict) else [("", value)]:
+        if not isinstance(name, str) or type(number) not in (int, float) or not abs(number) <= 1e300:
+            raise ValueError(f"expected a number, or one for each policy as in {{hunter: 10}}, found {value!r:.200}")
     return value
 
 
@@ -443,16 +442,10 @@ class ConfigFields(Section):
         return (self.policies[policy_id].algorithm or self.algorithm).resolved()
 
     def algorithms(self) -> dict[str, AlgorithmConfig]:
-        """By policy id: those of the policies that learn."""
-        return {policy_id: self.algorithm_of(policy_id) for policy_id in self.trainable}
+        """By policy id; users' own bring their kinds of policies with them."""
+        return {policy_id: self.algorithm_of(policy_id) for policy_id in sorted(self.policies)}
 
     @property
     def trainable(self) -> list[str]:
         """The policy ids that learn, in order."""
         return sorted(policy_id for policy_id, policy in self.policies.items() if policy.trainable)
-
-    @property
-    def beginnings(self) -> dict[str, str]:
-        """Policy id → where its first weights come from, of those that do not begin untrained."""
-        found = {policy_id: its.initialize_from or self.initialize_from for policy_id, its in self.policies.items()}
-        return {policy_id: target for policy_id, target in found.items() if target is not None}

@@ -57,6 +57,12 @@ class Source:
         return f"{self.checkpoint.manifest.name} of run {self.checkpoint.manifest.run_id}"
 
 
+def beginnings(config: Config) -> dict[str, str]:
+    """Policy id → where its first weights come from, as the config has it; of those that do not begin untrained."""
+    found = {policy_id: policy.initialize_from for policy_id, policy in config.policies.items()}
+    return {policy_id: told for policy_id, its in found.items() if (told := its or config.initialize_from) is not None}
+
+
 def forked(role: RunContext, sources: Mapping[str, Source]) -> Checkpoint:
     """Version 0 of a new run with what was learned elsewhere, by policy id; its provenance says what that is.
 

@@ -232,7 +232,8 @@ def make_learner(
     `begin` may give the policies other weights, before algorithms make target networks of them. `read_dataset` reads
     the run's demonstrations when they are first asked for; without it a learner of a run that has any cannot learn.
     """
-    device, sections = torch_device(config.trainer.device), config.algorithms()
+    device = torch_device(config.trainer.device)
+    sections = {policy_id: config.algorithm_of(policy_id) for policy_id in config.trainable}
     policies = build_policies(description.policies, config.policies, config.algorithm, config.seed, description.agents)
     begin(policies)
     rewards: dict[str, RewardFilter] = {}
