@@ -71,12 +71,13 @@ class Removed:
 
 
 def list_checkpoints(checkpoints: CheckpointStore) -> list[dict[str, Any]]:
-    """The kept ones, oldest first: name, steps, mean return, evaluation, size, and their marks."""
+    """The kept ones, oldest first: name, steps, mean return, evaluation, size, and their marks; a league's ratings."""
     status = checkpoints.marker(STATUS) or {"checkpoints": []}
     promotion = unless_damaged(checkpoints.promotion)  # where it is damaged `verify` tells
     marked = {mark: status.get(mark) for mark in MARKS} | {"promoted": promotion.checkpoint if promotion else None}
     return [
-        {**entry, "marks": [mark for mark, name in marked.items() if name == entry["name"]]}
+        {key: value for key, value in entry.items() if key != "players"}
+        | {"marks": [mark for mark, name in marked.items() if name == entry["name"]]}
         for entry in status["checkpoints"]
     ]
 

@@ -122,14 +122,22 @@ def test_what_is_not_of_the_league_counts_nowhere() -> None:
     assert league.encode() != before
 
 
-def test_snapshots_are_players_whose_bytes_are_kept_until_they_are_stored() -> None:
-    league, policies = league_of(league_config({"snapshot": {"every": "21 env_steps"}}))
-    season(league, policies, [0.5] * 8)
-    assert [snapshot.env_steps for snapshot in league.state.snapshots] == [0, 28, 56]
-    assert list(league.unstored) == [snapshot.sha256 for snapshot in league.state.snapshots] == [
-        player_hash(data) for data in league.unstored.values()
-    ]  # fmt: skip
-    assert all(finite_weights(decode_policy(data)[0]) for data in league.unstored.values())
+def test_snapshots_are_players_whose_bytes_are_kept_until_the_next_update() -> None:
+    league, policies = league_of(league_config({"snapshot": {"every": "21 env_steps"}, "players": 2}))
+    stored = dict(league.unstored)
+    for number in range(8):
+        league.take(record(table_of(league), number, 0.5))
+        if number % 4 == 3:
+            change(policies["main"])
+            league.after_update(policies, number)
+            stored |= league.unstored
+            assert len(league.unstored) == 1
+    assert [sha256 for sha256, data in stored.items() if sha256 == player_hash(data)] == list(stored)
+    assert len(stored) == 3
+    first, last = league.state.snapshots
+    assert [first.env_steps, last.env_steps] == [0, 56]
+    assert league.left == [sha256 for sha256 in stored if sha256 not in (first.sha256, last.sha256)]
+    assert all(finite_weights(decode_policy(data)[0]) for data in stored.values())
     league.load(league.encode())
     assert not league.unstored, "what is in a checkpoint is in the store"
 

@@ -170,6 +170,10 @@ class League:
 
     def after_update(self, policies: Mapping[str, Policy], updates: int) -> list[str]:
         """Takes the snapshots that are due; returns the policies that are to begin again with their initial weights."""
+        self.unstored, self.left = (
+            {},
+            [],
+        )  # a trainer has stored and told them by now; a follower or a replay never does
         begin_again = []
         for name, learner in sorted(self._learners.items()):
             standing = self.state.learners[name]
