@@ -251,7 +251,7 @@ def test_forfeits_are_counted_by_player_and_told_beyond_what_is_allowed() -> Non
     league, _ = league_of(league_config({"forfeits_allowed": 1, "fixed": {"stone": "m:f"}}))
     for number in range(2):
         assert league.forfeits_to_tell() == []
-        told = {"players": ("main", "stone"), "side": 0, "outcome": (1.0, 0.0)}
+        told: dict[str, Any] = {"players": ("main", "stone"), "side": 0, "outcome": (1.0, 0.0)}
         league.take(record(table_of(league), number, 1.0, forfeit="stone: ValueError: no move", **told))
     (line,) = league.forfeits_to_tell()
     assert "player stone has forfeited 2 matches" in line
