@@ -144,9 +144,16 @@ def test_every_example_config_loads_and_says_what_is_reached() -> None:
 
 def test_the_yaml_that_users_copy_is_a_config() -> None:
     """Each block on its own, with what it leaves out."""
-    pages = ("README.md", "docs/ENVIRONMENTS.md", "docs/METRICS.md", "docs/PYTHON.md", "docs/DEPLOY.md")
+    pages = (
+        "README.md",
+        "docs/ENVIRONMENTS.md",
+        "docs/METRICS.md",
+        "docs/PYTHON.md",
+        "docs/DEPLOY.md",
+        "docs/LEAGUE.md",
+    )
     blocks = [block for page in pages for block in re.findall(r"```yaml\n(.*?)```", text_of(page), re.DOTALL)]
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     for block in blocks:
         parse_config({"environment": {"id": "CartPole-v1"}, "stop_at": {"updates": 1}} | yaml.safe_load(block))
 

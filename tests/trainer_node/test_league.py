@@ -122,14 +122,22 @@ def test_what_is_not_of_the_league_counts_nowhere() -> None:
     assert league.encode() != before
 
 
-def test_snapshots_are_players_whose_bytes_are_kept_until_they_are_stored() -> None:
-    league, policies = league_of(league_config({"snapshot": {"every": "21 env_steps"}}))
-    season(league, policies, [0.5] * 8)
-    assert [snapshot.env_steps for snapshot in league.state.snapshots] == [0, 28, 56]
-    assert list(league.unstored) == [snapshot.sha256 for snapshot in league.state.snapshots] == [
-        player_hash(data) for data in league.unstored.values()
-    ]  # fmt: skip
-    assert all(finite_weights(decode_policy(data)[0]) for data in league.unstored.values())
+def test_snapshots_are_players_whose_bytes_are_kept_until_the_next_update() -> None:
+    league, policies = league_of(league_config({"snapshot": {"every": "21 env_steps"}, "players": 2}))
+    stored = dict(league.unstored)
+    for number in range(8):
+        league.take(record(table_of(league), number, 0.5))
+        if number % 4 == 3:
+            change(policies["main"])
+            league.after_update(policies, number)
+            stored |= league.unstored
+            assert len(league.unstored) == 1
+    assert [sha256 for sha256, data in stored.items() if sha256 == player_hash(data)] == list(stored)
+    assert len(stored) == 3
+    first, last = league.state.snapshots
+    assert [first.env_steps, last.env_steps] == [0, 56]
+    assert league.left == [sha256 for sha256 in stored if sha256 not in (first.sha256, last.sha256)]
+    assert all(finite_weights(decode_policy(data)[0]) for data in stored.values())
     league.load(league.encode())
     assert not league.unstored, "what is in a checkpoint is in the store"
 
@@ -240,10 +248,11 @@ def test_an_exploiter_begins_again_once_it_wins_or_after_so_long_and_what_it_was
 
 
 def test_forfeits_are_counted_by_player_and_told_beyond_what_is_allowed() -> None:
-    league, _ = league_of(league_config({"forfeits_allowed": 1}))
+    league, _ = league_of(league_config({"forfeits_allowed": 1, "fixed": {"stone": "m:f"}}))
     for number in range(2):
         assert league.forfeits_to_tell() == []
-        league.take(record(table_of(league), number, 1.0, forfeit="stone: ValueError: no move"))
+        told: dict[str, Any] = {"players": ("main", "stone"), "side": 0, "outcome": (1.0, 0.0)}
+        league.take(record(table_of(league), number, 1.0, forfeit="stone: ValueError: no move", **told))
     (line,) = league.forfeits_to_tell()
     assert "player stone has forfeited 2 matches" in line
     assert league.forfeits_to_tell() == [], "once"

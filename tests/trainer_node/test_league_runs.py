@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.catalog.checkpoint_operations import verify
 from coordinator.catalog.league_standings import league_of
 from coordinator.catalog.run_metrics import last_row
 from shared.errors import PlayerUnusable, StoreUnavailable
@@ -121,14 +122,19 @@ def test_an_object_goes_once_no_checkpoint_has_its_player(new_game: NewGame) -> 
     assert set(status[-1]["ratings"]) == {"hunter", "prey"}
 
 
-def test_a_missing_or_an_altered_player_is_an_error_that_names_it(new_game: NewGame) -> None:
-    store = new_game(chase()).role.checkpoints.store
+def test_a_missing_or_an_altered_player_is_an_error_that_names_it_and_verify_finds_it(new_game: NewGame) -> None:
+    checkpoints = new_game(chase()).role.checkpoints
+    store = checkpoints.store
+    assert [verdict.state for verdict in verify(checkpoints)] == ["ok"]
     one, two = store.keys(PLAYERS)
     store.delete(one)
     store.put(two, b"another")
     for key, words in ((one, "has no player"), (two, "was altered")):
-        with pytest.raises(PlayerUnusable, match=f"{words}|{key}"):
+        with pytest.raises(PlayerUnusable, match=words) as caught:
             read_player(store, key.removeprefix(PLAYERS))
+        assert key in str(caught.value)
+    found = verify(checkpoints)
+    assert [(verdict.name, verdict.state) for verdict in found[1:]] == [(one, "damaged"), (two, "damaged")]
 
 
 def test_ratings_and_payoffs_are_read_from_a_checkpoint(new_game: NewGame) -> None:

@@ -120,12 +120,12 @@ class League:
         standing, own = self.state.learners[match.learner], match.players[match.side]
         standing.played.env_steps += record.length
         standing.played.episodes += 1
-        if match.forfeit:
-            player = match.forfeit.partition(":")[0]
+        if (player := match.forfeit.partition(":")[0]) in match.players:
             self.state.forfeits[player] = self.state.forfeits.get(player, 0) + 1
-        rivals = [(player, match.outcome[side]) for side, player in enumerate(match.players) if side != match.side]
-        for player, theirs in rivals:
-            result = 0.5 + 0.5 * ((match.outcome[match.side] > theirs) - (match.outcome[match.side] < theirs))
+        for side, player in enumerate(match.players):
+            if side == match.side:
+                continue
+            result = _result(match, side)
             cells = self.state.payoff.setdefault(own, {}).setdefault(player, {})
             games, wins, draws = cells.get(match.side, (0, 0, 0))
             cells[match.side] = games + 1, wins + (result == 1), draws + (result == 0.5)
@@ -159,17 +159,16 @@ class League:
         rated = _MODEL.rate([[_MODEL.rating(mu=each.mu, sigma=each.sigma)] for each in ratings], ranks=ranks)
         for rating, (new,) in zip(ratings, rated, strict=True):
             rating.mu, rating.sigma, rating.matches = new.mu, new.sigma, rating.matches + 1
-        for side, mine in enumerate(match.outcome):
+        for side in range(len(places)):
             if side != match.side:
-                own = match.outcome[match.side]
                 expected = 1 / (1 + math.pow(10, (before[side] - before[match.side]) / _ELO_SCALE))
-                change = 0.5 + 0.5 * ((own > mine) - (own < mine)) - expected
-                ratings[match.side].elo += change / (len(places) - 1)
-                ratings[side].elo -= change / (len(places) - 1)
+                change = (_result(match, side) - expected) / (len(places) - 1)
+                ratings[match.side].elo += change
+                ratings[side].elo -= change
 
     def after_update(self, policies: Mapping[str, Policy], updates: int) -> list[str]:
         """Takes the snapshots that are due; returns the policies that are to begin again with their initial weights."""
-        begin_again = []
+        self.unstored, self.left, begin_again = {}, [], []  # by now a trainer has stored and told what there was
         for name, learner in sorted(self._learners.items()):
             standing = self.state.learners[name]
             reset = self._reset_due(standing, learner)
@@ -309,6 +308,12 @@ class League:
                 found = f"player {player} has forfeited {count:,} matches (league.forfeits_allowed={allowed})"
                 lines.append(f"{found}: it raises, or chooses what the space does not have; the workers' logs say more")
         return lines
+
+
+def _result(match: MatchRecord, side: int) -> float:
+    """The learner's against that side: 1, 0.5 or 0."""
+    mine, theirs = match.outcome[match.side], match.outcome[side]
+    return 0.5 + 0.5 * ((mine > theirs) - (mine < theirs))
 
 
 def _passed(duration: Duration, now: Counters, before: Counters) -> bool:
