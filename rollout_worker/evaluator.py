@@ -52,6 +52,7 @@ _LOGGER = logging.getLogger("stagecoach.evaluator")
 _PASSING = (CheckpointError, StoreError, StoreUnavailable)
 _POLL_SECONDS = 1.0
 _POSTPONED_SECONDS = 30.0
+"""Between tries to read what is due. The second comes after a poll: the embedded store shows what is being written."""
 _DEADLINE_SECONDS = 86_400.0
 """A day without a checkpoint: something is wrong, and a restart asks again."""
 SCORING, CONFIRMING = 0, 1
@@ -116,8 +117,10 @@ class Evaluator:
         self._stages = self._profile.add("evaluating", self.heartbeat.stages)
         self._outage_seconds = context.config.store.retry_seconds
         self._after = "0-0"
-        self._postponed: dict[str, float] = {}
-        """What is due and could not be read, and when that is tried again; others are played meanwhile."""
+        self._postponed: dict[str, tuple[int, float]] = {}
+        """What could not be read: how often, and when what is due is tried again; others are played meanwhile."""
+        self.postpones = False
+        """Whether something that is due could not be read yet."""
         self._failures = RestartBound(context.config.environment.failures_allowed)
         self._failures.saw((0,))
         self._watchdog = Watchdog("evaluator", context.config, self.heartbeat, self._before_exit)
@@ -180,8 +183,10 @@ class Evaluator:
 
         def ask() -> str | None:
             if self._context.config.evaluation.every is not None:
-                for name in due_evaluations(self._context.checkpoints.store):
-                    if name not in done and time.monotonic() >= self._postponed.get(name, 0.0):
+                due = [name for name in due_evaluations(self._context.checkpoints.store) if name not in done]
+                self.postpones = any(name in self._postponed for name in due)
+                for name in due:
+                    if time.monotonic() >= self._postponed.get(name, (0, 0.0))[1]:
                         return name
             pointer = self._context.checkpoints.pointer()
             return None if pointer is None or pointer.latest in done else pointer.latest
@@ -216,9 +221,11 @@ class Evaluator:
         except _PASSING as error:
             _LOGGER.warning("cannot evaluate %s: %s", name, error)  # pruned meanwhile, or damaged: the next one counts
             if isinstance(error, CheckpointError) and context.config.evaluation.every is not None:
-                if name not in self._postponed:
+                tries = self._postponed.get(name, (0, 0.0))[0] + 1
+                if tries == 2:
                     emit(context.redis, context.run_id, "evaluation", f"{name} cannot be evaluated: {error}")
-                self._postponed[name] = time.monotonic() + _POSTPONED_SECONDS
+                pause = _POLL_SECONDS if tries == 1 else _POSTPONED_SECONDS
+                self._postponed[name] = tries, time.monotonic() + pause
             time.sleep(_POLL_SECONDS)
             return
         except EnvironmentFailure as error:

@@ -45,9 +45,10 @@ Unknown keys are errors. Durations are written `10 updates`, `20000 env_steps` o
 
 ## Defaults that depend on the algorithm
 
-What is not said is as the algorithm has it, and else as the tables below say. `stagecoach config FILE` shows
-what that comes to; a run keeps it in its `config.yaml`. An algorithm of your own (`module:Class`) has those
-of the tables, also where it derives from a built-in one. With a `dataset` there is no warm-up by default.
+A field that your config leaves out has the algorithm's default, where this table lists one, and otherwise the
+default in the tables below. `stagecoach config FILE` shows the result; a run keeps it in its `config.yaml`. An
+algorithm of your own (`module:Class`) has the defaults of the tables below, even if it derives from a built-in one.
+With a `dataset` there is no warm-up by default.
 
 | `algorithm.name` | defaults |
 |---|---|"""

@@ -328,6 +328,7 @@ def test_what_is_due_and_cannot_be_read_keeps_no_other_from_being_played(
     store_due(role, 2)
     while torn not in read_evaluations(role.redis, role.run_id):
         evaluator.step(0)
+    assert evaluator.postpones, "the other one"
 
 
 def test_an_evaluation_tells_how_many_episodes_were_successful(
