@@ -119,10 +119,9 @@ def _next(consumer: LogConsumer, config: Config, version: int, phase: Phase, goa
 
 
 def _check_lineage(start: str, version: int, goal: Manifest, lineage: Lineage, config: Config) -> None:
-    if start == BEGINNING and config.initialize_from is not None:
-        raise UserError(
-            f"run {goal.run_id} began with the weights of {config.initialize_from}; replay from one of its checkpoints"
-        )
+    if start == BEGINNING and config.beginnings:
+        origins = ", ".join(sorted({*config.beginnings.values()}))
+        raise UserError(f"run {goal.run_id} began with the weights of {origins}; replay from one of its checkpoints")
     if version < lineage.version:
         raise UserError(
             f"{goal.name} is not in the lineage of {start}: at version {lineage.version} the run continued "

@@ -118,7 +118,7 @@ def record(role: RunContext) -> list[Take]:
     )
     takes = []
     for _ in range(_TAKES):
-        sample = sampler.sample(policies, Sampling(), role.config.rollout.fragment_steps)
+        sample = sampler.sample(policies, dict.fromkeys(policies, Sampling()), role.config.rollout.fragment_steps)
         step = sampler.traced(sample)
         assert step is not None
         takes.append(Take(sample, step))
@@ -135,8 +135,9 @@ class Playback(Sampler):
         self._number = 0
 
     def sample(
-        self, policies: Mapping[str, Policy], exploration: Exploration, steps: int, table: MatchTable | None = None
-    ) -> Sample:
+        self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int,
+        table: MatchTable | None = None,
+    ) -> Sample:  # fmt: skip
         """Takes as long as acting does; raises `Died` at the moment of death, with the claim in hand."""
         if self._dies.wait(self._think):
             raise Died

@@ -184,10 +184,11 @@ class ClockedWorker(Worker):
         policies = super().policies
         explore = policies.exploration
 
-        def clocked() -> Exploration:
+        def clocked() -> dict[str, Exploration]:
             made: Any = explore()
-            for name in ("act", "log_prob"):
-                setattr(made, name, self._clock.around(POLICY, getattr(made, name)))
+            for each in made.values():
+                for name in ("act", "log_prob"):
+                    setattr(each, name, self._clock.around(POLICY, getattr(each, name)))
             return made  # type: ignore[no-any-return]
 
         policies.exploration = clocked  # type: ignore[method-assign]

@@ -14,12 +14,21 @@ from pydantic.fields import FieldInfo
 from shared.config.algorithms.base import CloningConfig
 from shared.config.algorithms.registry import ALGORITHMS
 from shared.config.exploration import ExplorationConfig
+from shared.config.league import (
+    FixedPlayerConfig,
+    FixedShareConfig,
+    LeagueConfig,
+    LearnerConfig,
+    PastConfig,
+    ResetConfig,
+)
 from shared.config.loading import dump_config, parse_config
+from shared.config.recorded import DatasetConfig, DemonstrationsConfig
 from shared.config.replay_buffer import ReplayBufferConfig
 from shared.config.reward_signals import RewardSignalsConfig
 from shared.config.run_config import Config
 from shared.config.section import Schedule
-from shared.config.sections import DatasetConfig, DemonstrationsConfig, PolicyConfig, WrapperConfig
+from shared.config.sections import RunPolicyConfig, WrapperConfig
 
 _STARTER: dict[str, Any] = {
     "environment": {"id": "CartPole-v1"},
@@ -43,8 +52,11 @@ of the tables, also where it derives from a built-in one. With a `dataset` there
 |---|---|"""
 _WIDTH = 100
 _FURTHER: dict[str, type[BaseModel]] = {  # that a config may hold in several places, or leave out
-    "policies.<id>": PolicyConfig, "environment.wrappers[]": WrapperConfig, "dataset": DatasetConfig,
+    "policies.<id>": RunPolicyConfig, "environment.wrappers[]": WrapperConfig, "dataset": DatasetConfig,
     "demonstrations": DemonstrationsConfig, "algorithm.behavioral_cloning": CloningConfig,
+    "league": LeagueConfig, "league.learners.<name>": LearnerConfig, "league.learners.<name>.reset": ResetConfig,
+    "league.opponents.past": PastConfig, "league.opponents.fixed": FixedShareConfig,
+    "league.fixed.<name>": FixedPlayerConfig,
     "algorithm.learning_rate": Schedule, "algorithm.reward_signals": RewardSignalsConfig,
 }  # fmt: skip
 
@@ -117,7 +129,7 @@ def _commented(model: type[BaseModel], values: dict[str, Any], depth: int, lines
             lines.append(f"{pad}policies:")
             for policy_id, policy in values[name].items():
                 lines.append(f"{pad}  {policy_id}:")
-                _commented(PolicyConfig, policy, depth + 2, lines)
+                _commented(RunPolicyConfig, policy, depth + 2, lines)
             continue
         lines.append(f"{pad}{name}: {_inline(values[name])}")
 

@@ -1,6 +1,9 @@
 """`stagecoach league`: the ratings of a run's players, and who beats whom."""
 
-from typing import Any
+import contextlib
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
@@ -10,16 +13,21 @@ from coordinator.cli.options import (
     Json,
     Place,
     RunsDir,
+    TrustConfig,
     attached,
     console,
     example,
     figure,
     print_json,
 )
+from shared.printable import counted
 
 app = typer.Typer()
-_COLUMNS = 12
-"""Opponents that the matrix shows; `--json` has all."""
+_PLAYER = (
+    "A player: RUN[/CHECKPOINT][#POLICY], RUN#PLAYER for a snapshot of its league, a folder, an .onnx file, "
+    "module:function, or random."
+)
+_NAME_WIDTH, _CELL_WIDTH = 24, 14
 
 
 @app.command(epilog=example("stagecoach league my-run"))
@@ -55,9 +63,10 @@ def _matrix(found: dict[str, Any]) -> Any:
     rows, order = found["payoff"], [row["player"] for row in found["players"]]
     met = {opponent for row in rows.values() for opponent in row}
     columns = [player for player in dict.fromkeys(order) if player in met]
-    more = f" (the first {_COLUMNS} of {len(columns)}; --json has all)" if len(columns) > _COLUMNS else ""
-    columns = columns[:_COLUMNS]
-    table = Table("wins against", *columns, title=f"win rate, 95 % interval, matches{more}")
+    most = max(2, (console.width - _NAME_WIDTH) // _CELL_WIDTH)
+    more = f", against the first {most} of {len(columns)} (--json has all)" if len(columns) > most else ""
+    columns = columns[:most]
+    table = Table("wins against", *columns, title=f"win rates and their 95 % intervals{more}")
     for player in dict.fromkeys(order):
         if player in rows:
             table.add_row(player, *(_cell(rows[player].get(opponent)) for opponent in columns))
@@ -67,4 +76,36 @@ def _matrix(found: dict[str, Any]) -> Any:
 def _cell(cell: dict[str, Any] | None) -> str:
     if cell is None:
         return "–"
-    return f"{cell['rate']:.0%} ({cell['low']:.0%}–{cell['high']:.0%}), {cell['games']:,}"
+    return f"{cell['rate']:.0%} of {cell['games']:,}\n{cell['low']:.0%}–{cell['high']:.0%}"
+
+
+@app.command(epilog=example("stagecoach match my-run other-run/best#main --games 500"))
+def match(
+    first: Annotated[str, typer.Argument(help=_PLAYER)],
+    second: Annotated[str, typer.Argument(help="The other one.")],
+    games: Annotated[int, typer.Option(min=1, help="How many, on all sides together.")] = 100,
+    seed: Annotated[int, typer.Option(min=0, help="Of the starts, which are the same on each side.")] = 0,
+    trust_config: TrustConfig = False,
+    runs_dir: RunsDir = RUNS,
+    as_json: Json = False,
+) -> None:
+    """Let two players play each other, as many games on each side, from the same starts."""
+    from coordinator.catalog.matches import match as played
+
+    with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the environment prints is no JSON
+        found = played(first, second, games, runs_dir, seed, trust_config=trust_config).as_dict()
+    if as_json:
+        print_json({"first": first, "second": second, **found})
+        return
+    low, high = found["interval"]
+    lines = [f"as {', '.join(its['side'])}: {_counts(its)}" for its in found["by_side"]]
+    forfeits = f", {counted(found['forfeits'], 'forfeit')}" if found["forfeits"] else ""
+    total = (
+        f"{first} against {second}: {_counts(found)}{forfeits}; win rate {found['win_rate']:.1%} ({low:.1%}–{high:.1%})"
+    )
+    console.text(total, *lines)
+
+
+def _counts(row: Mapping[str, Any]) -> str:
+    losses = row["games"] - row["wins"] - row["draws"]
+    return f"{counted(row['games'], 'game')}, {row['wins']} won, {row['draws']} drawn, {losses} lost"

@@ -13,8 +13,8 @@ from shared.config.league import FixedPlayerConfig
 from shared.config.run_config import Config
 from shared.errors import CheckpointError, ConfigError, UserError
 from shared.experience.spaces import EnvironmentDescription, PolicySpaces
-from shared.league.players import player_hash, write_player
-from shared.league.table import PlayerKind
+from shared.league.players import PLAYERS, write_player
+from shared.league.table import PlayerKind, player_hash, snapshot_id
 from shared.policies.serialization import decode_policy
 from shared.runtime.user_code import import_object, install
 from shared.storage.object_store import ObjectStore
@@ -38,7 +38,7 @@ def store_fixed_players(store: ObjectStore, config: Config) -> None:
     """Copies them into a new run's store; raises `ConfigError` where one has changed since it was found."""
     for name, player in config.league.fixed.items() if config.league else ():
         if player.sha256:
-            data = _read(f"league.fixed.{name}={player.source}", player.source, config.runs_dir)
+            data = read_player(f"league.fixed.{name}={player.source}", player.source, config.runs_dir)
             if player_hash(data) != player.sha256:
                 raise ConfigError(
                     f"league.fixed.{name}={player.source} is not what it was when the config was made (SHA-256 "
@@ -61,7 +61,7 @@ def _found(
         return player.model_copy(update={"kind": kind, "seats": every})
     if player.sha256:
         return player
-    data = _read(field, source, config.runs_dir)
+    data = read_player(field, source, config.runs_dir)
     fits = _policy_fits if kind == "policy" else _onnx_fits
     seats = tuple(seat for seat in every if fits(field, data, description.policies[seat]))
     if not seats:
@@ -80,7 +80,7 @@ def kind_of(source: str) -> PlayerKind:
     return "function" if _FUNCTION.fullmatch(source) else "policy"
 
 
-def _read(field: str, source: str, runs_dir: Path) -> bytes:
+def read_player(field: str, source: str, runs_dir: Path) -> bytes:
     try:
         if kind_of(source) == "onnx":
             return Path(source).expanduser().read_bytes()
@@ -94,10 +94,20 @@ def _read(field: str, source: str, runs_dir: Path) -> bytes:
     policies = {key.partition("/")[0]: data for key, data in objects.items()}
     if not policy_id and len(policies) == 1:
         return next(iter(policies.values()))
+    if policy_id not in policies and (key := _snapshot(found.store.store, policy_id)):
+        return found.store.store.get(key)
     if policy_id not in policies:
         what = f"no policy {policy_id!r}" if policy_id else "several policies"
         raise ConfigError(f"{field}: {found.name} has {what}; choose one: {target}#{' or #'.join(sorted(policies))}")
     return policies[policy_id]
+
+
+def _snapshot(store: ObjectStore, player: str) -> str | None:
+    """Where a run's store has a snapshot of its league, by the player's id."""
+    keys = store.keys(PLAYERS) if "-" in player else ()
+    return next(
+        (key for key in keys if snapshot_id(player.rpartition("-")[0], key.removeprefix(PLAYERS)) == player), None
+    )
 
 
 def _policy_fits(field: str, data: bytes, spaces: PolicySpaces) -> bool:

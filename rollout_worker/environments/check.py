@@ -29,7 +29,7 @@ from rollout_worker.environments.description import SINGLE_AGENT, check_evaluati
 from rollout_worker.environments.factory import is_factory, make, make_native
 from shared.config.loading import parse_config
 from shared.config.run_config import Config
-from shared.config.sections import PolicyConfig
+from shared.config.sections import RunPolicyConfig
 from shared.errors import OtherApi, StagecoachError, UserError
 from shared.experience.fragment import LARGEST
 from shared.printable import counted
@@ -169,7 +169,7 @@ class Check:
                 self._report.add(NOTE, found, expected, "it is taken for one here")
             if alone and self._many:
                 each = {agent: agent for agent in self._env.possible_agents}
-                policies = dict.fromkeys(each, PolicyConfig())
+                policies = dict.fromkeys(each, RunPolicyConfig())
                 self._config = self._config.model_copy(update={"agents": each, "policies": policies})
             description = describe(self._config, self._env)
             self._report.tell({"description": description.as_dict()})

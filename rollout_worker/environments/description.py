@@ -1,6 +1,7 @@
 """Agents and spaces of an environment as data; whether the config's policies can act in it."""
 
 import contextlib
+import fnmatch
 from typing import Any
 
 import numpy as np
@@ -46,8 +47,8 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
                     f"{config.environment.id}: its {name}{whose} is {space!r:.60}; expected a space of "
                     f"gymnasium.spaces, such as Box(-1, 1, (3,)) or Discrete(2); set it in __init__"
                 )
-    if unknown := sorted(set(config.agents) - set(found)):
-        raise ConfigError(f"agents names {unknown}, but the environment has {sorted(found)}")
+    if unknown := [name for name in config.agents if name not in found and not fnmatch.filter(found, name)]:
+        raise ConfigError(f"agents names {sorted(unknown)}, but the environment has {sorted(found)}")
     agents: dict[str, str] = {}
     policies: dict[str, PolicySpaces] = {}
     for agent, (observation, action) in found.items():
@@ -55,7 +56,8 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
             policy_id = agents[agent] = config.policy_of(agent)
         except KeyError:
             raise ConfigError(
-                f"agent {agent!r} is mapped to no policy; add agents.{agent}: one of {sorted(config.policies)}"
+                f"agent {agent!r} is mapped to no policy; add agents.{agent}: one of {sorted(config.policies)} (agents "
+                f"names {list(config.agents)})"
             ) from None
         source = config.environment.action_mask
         if source == "info" and config.environment.api == "pettingzoo":
@@ -70,7 +72,17 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
     if unused := sorted(set(config.policies) - set(policies)):
         raise ConfigError(f"policies {unused} have no agent; the environment's agents are {sorted(found)}")
     in_turns = config.environment.api == "pettingzoo" and hasattr(env, "agent_iter")
+    _check_turns(config, in_turns)
     return EnvironmentDescription(agents, policies, config.environment.info_columns, in_turns, seats)
+
+
+def _check_turns(config: Config, in_turns: bool) -> None:
+    together = [name for name, policy in config.policies.items() if policy.critic_observes != "own"]
+    if in_turns and (together or {"vdn", "qmix"} & {each.name for each in config.algorithms().values()}):
+        raise ConfigError(
+            f"{config.environment.id} is played in turns, and a team's critic (critic_observes=team, vdn, qmix) learns "
+            f"what agents do at the same time; use critic_observes=own and another algorithm, or a parallel environment"
+        )
 
 
 def _seats(config: Config, agents: dict[str, str]) -> dict[str, str]:

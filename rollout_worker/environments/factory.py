@@ -13,6 +13,7 @@ from gymnasium.vector import AutoresetMode
 
 from rollout_worker.environments.action_masks import MaskFromInfo
 from rollout_worker.environments.envpool_env import PREFIX, EnvPoolSingle, EnvPoolVector
+from rollout_worker.environments.episode_ends import FirstDone
 from rollout_worker.environments.gymnasium_env import GuardedEnvironment, GymnasiumEnvironments
 from rollout_worker.environments.pettingzoo_env import Parallel, Turns
 from rollout_worker.environments.vector_env import VectorEnvironment
@@ -86,7 +87,7 @@ def make(config: EnvironmentConfig, **overrides: Any) -> Any:
         env = MaskFromInfo(env)
     if config.max_episode_steps and config.api == "gymnasium" and not config.id.startswith(PREFIX):
         env = gym.wrappers.TimeLimit(env, config.max_episode_steps)  # outermost: wrappers may repeat or skip steps
-    return env
+    return FirstDone(env) if config.episode_ends == "any" and not hasattr(env, "agent_iter") else env
 
 
 def _check_api(env: Any, config: EnvironmentConfig) -> None:

@@ -37,6 +37,8 @@ class _Episode:
     returns: dict[str, float]
     over: set[str] = field(default_factory=set)
     """Agents that have ended in it, and that the environment still lists."""
+    first_over: bool = False
+    """Whether an agent has ended in it."""
     waiting: set[str] = field(default_factory=set)
     """Of a game: agents that have acted, and have had no turn since."""
     infos: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -67,6 +69,7 @@ class Parallel:
     def __init__(self, envs: Sequence[Any], config: EnvironmentConfig, description: EnvironmentDescription) -> None:
         self._envs, self.num_envs = envs, len(envs)
         self._most_steps = config.max_episode_steps or sys.maxsize
+        self._first_ends = config.episode_ends == "any"
         self._description = description
         self._agents = {
             policy_id: [agent for agent, its in description.agents.items() if its == policy_id]
@@ -177,6 +180,7 @@ class Parallel:
         step.mask[slot], step.reward[slot] = True, reward
         step.terminated[slot], step.truncated[slot] = terminated, truncated
         episode.returns[agent] += reward
+        episode.first_over |= terminated or truncated
         if truncated and observation is None:
             raise KeyError(f"no last observation of {agent}")
         if (terminated or truncated) and observation is not None:
@@ -248,7 +252,7 @@ class Turns(Parallel):
         episode.length += 1
         episode.waiting.add(agent)
         self._next_turn(index, episode, made)
-        if episode.live and episode.length >= self._most_steps:
+        if episode.live and (episode.length >= self._most_steps or (self._first_ends and episode.first_over)):
             self._cut(index, episode, made)
 
     def _next_turn(self, index: int, episode: _Episode, made: Mapping[str, _Made]) -> None:

@@ -59,13 +59,13 @@ class Casting:
 
     def begin(self, environment: int, episode: int, seed: int) -> None:
         """An episode begins: its match is drawn."""
-        self._seat(environment, draw(self._table, environment, episode, seed))
+        self.seat(environment, draw(self._table, environment, episode, seed))
 
     def take_up(self, matches: Sequence[Mapping[str, Any]], states: Mapping[str, Array]) -> None:
         """The matches of running episodes, as `plain` gave them."""
         for environment, match in enumerate(matches):
             self._refs |= {player: PlayerRef.from_dict(ref) for player, ref in match["refs"].items()}
-            self._seat(environment, Match(match["learner"], match["side"], tuple(match["players"])))
+            self.seat(environment, Match(match["learner"], match["side"], tuple(match["players"])))
             self._forfeits[environment] = match["forfeit"]
         self.states = {name: torch.from_numpy(array.copy()) for name, array in states.items() if "@" in name}
 
@@ -79,7 +79,8 @@ class Casting:
             if match is not None
         ]
 
-    def _seat(self, environment: int, match: Match) -> None:
+    def seat(self, environment: int, match: Match) -> None:
+        """An episode begins with this match."""
         self.matches[environment], self._forfeits[environment] = match, ""
         for side, agents in enumerate(self._table.sides):
             for agent in agents:

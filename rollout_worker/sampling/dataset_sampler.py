@@ -38,8 +38,9 @@ class DatasetSampler:
         self._number = trace.number + 1 if trace else 0
 
     def sample(
-        self, policies: Mapping[str, Policy], exploration: Exploration, steps: int, table: MatchTable | None = None
-    ) -> Sample:
+        self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int,
+        table: MatchTable | None = None,
+    ) -> Sample:  # fmt: skip
         """The next fragment; how anything would be acted does not matter."""
         started = time.perf_counter()
         count = self._recording.pieces(steps)

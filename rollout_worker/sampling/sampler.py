@@ -1,7 +1,7 @@
 """The sampler: environments × policies → the columns of one fragment."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -68,10 +68,11 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(
-        self, policies: Mapping[str, Policy], exploration: Exploration, steps: int, table: MatchTable | None = None
-    ) -> Sample:
-        """Acts `steps` steps in every environment; raises `EnvironmentFailure`, and then nothing was produced. `table`:
-        of a league, by which matches are drawn from now on."""
+        self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int,
+        table: MatchTable | None = None,
+    ) -> Sample:  # fmt: skip
+        """Acts `steps` steps in every environment, each policy by its exploration. `table`: of a league, by which
+        matches are drawn from now on. Raises `EnvironmentFailure`, and then nothing was produced."""
         if self._casting is not None and table is not None:
             self._casting.use(table)
         with self._stages.during("record"):
@@ -82,7 +83,7 @@ class Sampler:
                 reject_unusable(now, self._description)
                 raise
 
-    def _sample(self, policies: Mapping[str, Policy], exploration: Exploration, steps: int) -> Sample:
+    def _sample(self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int) -> Sample:
         acting, stepping = self._stages.during("act"), self._stages.during("env")
         started, stepped = time.perf_counter(), self._stages.nanoseconds("env")
         self._generator.manual_seed(self.lineage.acting(self._number))
@@ -97,7 +98,8 @@ class Sampler:
             recorders[policy_id].began(its.state.cpu().numpy())
         asked = {**policies, **remembering}
         episodes: list[EpisodeRecord] = []
-        self._begin_all(exploration)
+        by_episode = [its for its in exploration.values() if its.knows_episodes]
+        self._begin_all(by_episode)
         for step in range(steps):
             with acting:
                 act = self._act_in_parts if self._in_parts else self._act
@@ -120,9 +122,9 @@ class Sampler:
             for index, record in result.episodes:
                 episodes.append(record if self._casting is None else self._casting.judged(index, record))
                 self._episodes[index] += 1
-                self._begin(exploration, index)
+                self._begin(by_episode, index)
         columns = {
-            policy_id: recorder.finish(policies[policy_id], exploration, self._now[self._seat(policy_id)])
+            policy_id: recorder.finish(policies[policy_id], exploration[policy_id], self._now[self._seat(policy_id)])
             for policy_id, recorder in recorders.items()
         }
         reject_unusable(columns, self._description)
@@ -137,17 +139,27 @@ class Sampler:
         return Sample(columns, tuple(episodes), seconds, (self._stages.nanoseconds("env") - stepped) / 1e9)
 
     def _act(
-        self, step: int, policy_id: str, recorders: Recorders, policies: Mapping[str, Policy], exploration: Exploration
+        self,
+        step: int,
+        policy_id: str,
+        recorders: Recorders,
+        policies: Mapping[str, Policy],
+        exploration: Mapping[str, Exploration],
     ) -> Columns:
         observations = self._now[policy_id]
         tensors = {name: torch.from_numpy(array).to(self._device) for name, array in observations.items()}
-        chosen, params = exploration.act(policies[policy_id], tensors, self._generator)
+        chosen, params = exploration[policy_id].act(policies[policy_id], tensors, self._generator)
         actions = {name: tensor.cpu().numpy() for name, tensor in chosen.items()}
         recorders[policy_id].acted(step, observations, actions, params)
         return actions
 
     def _act_in_parts(
-        self, step: int, group: str, recorders: Recorders, policies: Mapping[str, Policy], exploration: Exploration
+        self,
+        step: int,
+        group: str,
+        recorders: Recorders,
+        policies: Mapping[str, Policy],
+        exploration: Mapping[str, Exploration],
     ) -> Columns:
         """Acts for those of a policy's slots that are to act, one forward pass a player; zeros for the others."""
         now, rows = self._now[group], np.flatnonzero(self._acts[group])
@@ -157,7 +169,7 @@ class Sampler:
             if part.player in policies:
                 policy, its = policies[part.player], part.rows[part.learns]
                 states = policy.state.cpu().numpy() if isinstance(policy, Stateful) else None
-                picked, params = act_for(exploration, policy, now, part.rows, self._generator)
+                picked, params = act_for(exploration[part.player], policy, now, part.rows, self._generator)
                 seen = {name: array[its] for name, array in now.items()}
                 done = {name: array[part.learns] for name, array in picked.items()}
                 among = torch.from_numpy(part.learns).to(params.device)
@@ -169,23 +181,21 @@ class Sampler:
                 actions[name][part.rows] = array
         return actions
 
-    def _begin_all(self, exploration: Exploration) -> None:
+    def _begin_all(self, explorations: Sequence[Exploration]) -> None:
         """Tells of the episodes that go on; the first ones of all begin only now, since a league's table was needed."""
         for index in range(self._environment.num_envs):
-            if not self._began:
-                self._begin(exploration, index)
-            elif exploration.knows_episodes:
-                exploration.begin(index, episode_seed(self._seeds[index], self._episodes[index]))
+            self._begin(explorations, index, drawn=not self._began)
         self._began = True
 
-    def _begin(self, exploration: Exploration, index: int) -> None:
-        """Tells which episode environment `index` is in."""
-        if exploration.knows_episodes or self._casting is not None:
-            seed = episode_seed(self._seeds[index], self._episodes[index])
-            if exploration.knows_episodes:
-                exploration.begin(index, seed)
-            if self._casting is not None:
-                self._casting.begin(index, self._episodes[index], seed)
+    def _begin(self, explorations: Sequence[Exploration], index: int, drawn: bool = True) -> None:
+        """Tells which episode environment `index` is in; in a league its match is `drawn`, if it begins only now."""
+        if not explorations and self._casting is None:
+            return
+        seed = episode_seed(self._seeds[index], self._episodes[index])
+        for exploration in explorations:
+            exploration.begin(index, seed)
+        if self._casting is not None and drawn:
+            self._casting.begin(index, self._episodes[index], seed)
 
     def _seat(self, policy_id: str) -> str:
         return self._description.seats.get(policy_id, policy_id)

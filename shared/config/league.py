@@ -93,7 +93,9 @@ class OpponentsConfig(Section):
     latest: float = Field(0.5, ge=0, le=1)
     """Share of seats for the current weights of the policy that the seat's agents are mapped to."""
     past: Annotated[PastConfig, BeforeValidator(_share)] = PastConfig()
+    """Earlier snapshots; a number is their share."""
     fixed: Annotated[FixedShareConfig, BeforeValidator(_share)] = FixedShareConfig()
+    """Players of `league.fixed`; a number is their share."""
 
     @model_validator(mode="after")
     def _shares_add_up(self) -> Self:

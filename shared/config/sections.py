@@ -1,19 +1,22 @@
 """A run's config and its sections beside the algorithm's: every field with its unit and the reason for its default."""
 
+import math
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from shared.config.algorithms.base import AlgorithmConfig
 from shared.config.algorithms.on_policy import PPOConfig
 from shared.config.algorithms.registry import AlgorithmField
 from shared.config.league import LeagueConfig, LearnerConfig
+from shared.config.recorded import DatasetConfig, DemonstrationsConfig
 from shared.config.section import Section, Width
 from shared.config.services import RayConfig, RedisConfig, StoreConfig
 from shared.experience.counters import Duration, DurationField
 
 MIN_LOG_BYTES = 1 << 20
-DatasetFormat = Literal["archive", "minari", "hdf5", "csv"]
 
 
 class WrapperConfig(Section):
@@ -56,6 +59,9 @@ class EnvironmentConfig(Section):
     """Where legal actions are told: in the observation's `action_mask` (`auto`: if it has one of the action's size;
     `off`: it is observed like anything else), or in `info["action_mask"]` of each step and reset
     (docs/ACTION_MASKS.md)."""
+    episode_ends: Literal["all", "any"] = "all"
+    """Of several agents: `all` goes on until the environment has no agent left; with `any` an episode is over as soon
+    as one agent is done, and truncated for the others."""
     info_columns: tuple[InfoName, ...] = ()
     """Numbers of each step's `info`, by name, that travel with the experience as columns `info/NAME`: for transforms,
     own algorithms, the archive and figures, not for the policy (docs/ENVIRONMENTS.md). NaN where a step tells none."""
@@ -85,6 +91,9 @@ class PolicyConfig(Section):
     """Convolutions for image observations: `nature` (Mnih et al. 2015) needs at least 36×36 pixels, `small` 5×5."""
     share_encoder: bool = False
     """Whether actor and critic share one encoder (usual for images, where it halves the cost)."""
+    critic_observes: Literal["own", "team"] = "own"
+    """What the critic of an on-policy algorithm sees: what its agent does, or what all agents of the policy in that
+    environment do at the same step (docs/CENTRALIZED_CRITIC.md). Only learning needs it, acting does not."""
     log_std_init: float = 0.0
     """Initial log standard deviation of Gaussian actions."""
     normalize_observations: bool = False
@@ -116,6 +125,11 @@ class PolicyConfig(Section):
 
     @model_validator(mode="after")
     def _what_fits_together(self) -> Self:
+        if self.critic_observes != "own" and (self.share_encoder or self.core != "none"):
+            raise ValueError(
+                f"critic_observes={self.critic_observes} with share_encoder={str(self.share_encoder).lower()} and core="
+                f"{self.core}: actor and critic see different things; set share_encoder=false and core=none"
+            )
         if self.core != "none" and not self.share_encoder:
             raise ValueError(
                 f"core={self.core} with share_encoder=false: actor and critic have one core, and so one encoder before "
@@ -131,6 +145,24 @@ class PolicyConfig(Section):
     def changes_rewards(self) -> bool:
         """Whether what is learned from has other rewards than the environment gave."""
         return self.reward_scale != 1.0 or self.reward_clip is not None or self.transform is not None
+
+
+class RunPolicyConfig(PolicyConfig):
+    """One policy id: its network, and how it is learned where that differs from the run's other policies."""
+
+    algorithm: AlgorithmField | None = None
+    """Fields in place of those of the run's `algorithm`; another `name` stands alone, with that algorithm's defaults.
+    Defaults of other sections are those of the run's `algorithm`. docs/POLICIES.md."""
+    trainable: bool = True
+    """Whether it learns. One that does not acts as its algorithm explores when all schedules have ended, also in
+    warm-up; its observation statistics stay as they are."""
+    initialize_from: str | None = None
+    """As the run's `initialize_from`, for this policy alone."""
+
+    @property
+    def network(self) -> PolicyConfig:
+        """What travels with the weights."""
+        return PolicyConfig.model_validate({name: getattr(self, name) for name in PolicyConfig.model_fields})
 
 
 class RolloutConfig(Section):
@@ -236,51 +268,6 @@ class TrainerConfig(Section):
     the 30 s that Kubernetes and spot machines give before they end a process."""
 
 
-class DataEvaluationConfig(Section):
-    """Off-policy evaluation: what the policy is worth, estimated from the recorded experience (`ope/…`)."""
-
-    every_updates: int | None = Field(None, ge=0)
-    """Updates between two evaluations; 0: none. By default 100 for policies that sample their actions; those of DQN,
-    Rainbow, TD3 and DDPG have no probabilities to compare. Each takes some seconds and changes nothing learned."""
-    episodes: int = Field(100, ge=1)
-    """How many of the dataset's episodes, evenly spaced, it evaluates on."""
-    gradient_steps: int = Field(2000, ge=1)
-    """With which the model behind `ope/dm`, `ope/dr` and `ope/sequential_dr` is fitted, anew each time."""
-
-
-class RecordedConfig(Section):
-    """Where recorded experience is read."""
-
-    section: ClassVar[str]
-    """Its name in the config, for messages."""
-    path: str
-    """A run's folder in the store (with archived experience; also `s3://…`), a Minari dataset's folder, an HDF5 file in
-    D4RL's layout, or a CSV file; the same path on the machines of coordinator and workers (demonstrations: trainer)."""
-    format: Literal["auto", DatasetFormat] = "auto"
-    """What is there; `auto` looks."""
-    endpoint_url: str | None = None
-    """The S3 endpoint of an archive at `s3://…`; none is AWS."""
-    min_return: float | None = None
-    """Learn only from whole episodes that returned at least this, for example to clone the best."""
-    sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$")
-    """Of the transitions, in whichever format; a role that reads others does not begin. Filled in with a new run."""
-
-
-class DatasetConfig(RecordedConfig):
-    """Recorded experience that the rollout workers give to the trainer instead of stepping environments."""
-
-    section: ClassVar[str] = "dataset"
-    only_heatup: bool = False
-    """Give it only in warm-up, to fill a replay buffer with what is recorded, and then step environments."""
-    evaluation: DataEvaluationConfig = DataEvaluationConfig()
-
-
-class DemonstrationsConfig(RecordedConfig):
-    """Recorded experience that the trainer imitates while the run acts in its environment; docs/DEMONSTRATIONS.md."""
-
-    section: ClassVar[str] = "demonstrations"
-
-
 class PolicyVersionsConfig(Section):
     """How a policy version reaches the workers."""
 
@@ -297,6 +284,9 @@ class CheckpointConfig(Section):
     """Also one when this much time has passed since the last; changes nothing that is learned."""
     keep_last: int = Field(4, ge=1)
     """The newest k are kept."""
+    best_by: str = "all"
+    """Whose mean return ranks checkpoints: `all` is the sum over all agents, a policy id that of its agents. Of a game
+    that one side wins from the other neither says much. Scores that exist keep the rank that they were given."""
     keep_best: int = Field(1, ge=1)
     """The best b by evaluation, each confirmed by a second one from other starts, are kept."""
     keep_every: int | None = Field(None, ge=1)
@@ -362,6 +352,13 @@ class EvaluationConfig(Section):
         return self.episodes > 0
 
 
+def _return_or_each(value: object) -> object:
+    for number in value.values() if isinstance(value, dict) else [value]:
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            raise ValueError(f"expected a number, or one for each policy as in {{hunter: 10}}, found {value!r}")
+    return value
+
+
 class StopConfig(Section):
     """The run ends when the first of these is reached."""
 
@@ -373,8 +370,9 @@ class StopConfig(Section):
     """Finished training episodes."""
     hours: float | None = Field(None, gt=0)
     """Wall clock since this start of the trainer."""
-    mean_return: float | None = None
-    """Solved when the mean return of `evaluations` evaluated checkpoints in a row is at least this, of each of them."""
+    mean_return: Annotated[float | dict[str, float], BeforeValidator(_return_or_each)] | None = None
+    """Solved when the mean return of `evaluations` evaluated checkpoints in a row is at least this, of each of them. Of
+    all agents together, or, as `{policy id: return}`, of each of these policies."""
     success_rate: float | None = Field(None, ge=0, le=1)
     """Solved when the success rate of `evaluations` evaluations in a row is at least this, as for `mean_return`; with
     both, both have to be reached."""
@@ -438,11 +436,13 @@ class ConfigFields(Section):
     runs_dir: Annotated[Path, BeforeValidator(_named_folder)] = Path("runs")
     """Folder of all runs on this machine."""
     environment: EnvironmentConfig
-    policies: dict[str, PolicyConfig] = {"default": PolicyConfig()}
+    policies: dict[str, RunPolicyConfig] = {"default": RunPolicyConfig()}
     """Policy id → network. A single agent uses `default`."""
     agents: dict[str, str] = {}
-    """Agent → policy id; an agent not named here uses the only policy."""
+    """Agent, or a pattern such as `adversary_*`, → policy id. An exact name comes first, then the first pattern that
+    fits; an agent not named here uses the only policy."""
     league: LeagueConfig | None = None
+    """Agents that play each other: against current weights, snapshots and fixed players, all rated (docs/LEAGUE.md)."""
     algorithm: AlgorithmField = PPOConfig()
     rollout: RolloutConfig = RolloutConfig()
     dataset: DatasetConfig | None = None
@@ -452,8 +452,9 @@ class ConfigFields(Section):
     policy_versions: PolicyVersionsConfig = PolicyVersionsConfig()
     initialize_from: str | None = None
     """Begin with the weights and observation statistics of another run's policies: a run (what is promoted there, else
-    its best), `RUN/CHECKPOINT`, or a checkpoint's folder. Where the same algorithm learned it, critics, temperature and
-    reward statistics are taken, too; counters and optimizers begin anew. An event says so. The source is only read."""
+    its best), `RUN/CHECKPOINT`, or a checkpoint's folder; `#POLICY` behind it names one there. Where the same algorithm
+    learned it, critics, temperature and reward statistics are taken, too; counters and optimizers begin anew. An event
+    says so. The source is only read."""
     heatup: DurationField = Duration(0, "env_steps")
     """Random acting at the start: normalizers and replay buffer take it in, nothing is learned from it yet. It counts
     neither in `stop_at` nor in schedules. Algorithms that learn from a replay buffer while they act have 1000 by
@@ -490,6 +491,28 @@ class ConfigFields(Section):
         """The policy id that `agent` acts with; raises `KeyError` when nothing maps it."""
         if agent in self.agents:
             return self.agents[agent]
-        if len(self.policies) == 1:
+        fitting = [policy_id for pattern, policy_id in self.agents.items() if fnmatchcase(agent, pattern)]
+        if not fitting and len(self.policies) == 1:
             return next(iter(self.policies))
-        raise KeyError(agent)
+        if not fitting:
+            raise KeyError(agent)
+        return fitting[0]
+
+    def algorithm_of(self, policy_id: str) -> AlgorithmConfig:
+        """The algorithm of a policy; a user's own is imported, which raises `ConfigError` where that cannot be."""
+        return (self.policies[policy_id].algorithm or self.algorithm).resolved()
+
+    def algorithms(self) -> dict[str, AlgorithmConfig]:
+        """By policy id: those of the policies that learn."""
+        return {policy_id: self.algorithm_of(policy_id) for policy_id in self.trainable}
+
+    @property
+    def trainable(self) -> list[str]:
+        """The policy ids that learn, in order."""
+        return sorted(policy_id for policy_id, policy in self.policies.items() if policy.trainable)
+
+    @property
+    def beginnings(self) -> dict[str, str]:
+        """Policy id → where its first weights come from, of those that do not begin untrained."""
+        found = {policy_id: its.initialize_from or self.initialize_from for policy_id, its in self.policies.items()}
+        return {policy_id: target for policy_id, target in found.items() if target is not None}

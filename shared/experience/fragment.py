@@ -30,7 +30,7 @@ In version 4 rows that hold nothing are left out (`_leave_out`); what has none o
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Self
@@ -234,10 +234,10 @@ def check(
     description: EnvironmentDescription,
     state_sizes: Mapping[str, int] | None = None,
     *,
-    by_log_prob: bool = False,
+    by_log_prob: Collection[str] = (),
 ) -> None:
     """Rejects what does not belong to this run: `foreign_run`, `schema`, `not_finite`, `magnitude`. `state_sizes` are
-    those of recurrent policies; `by_log_prob`: no `log_prob` may be unknown, since the algorithm learns by it."""
+    those of recurrent policies; `by_log_prob`: the policies whose `log_prob` must be known, since they learn by it."""
     header, policies = fragment.header, set(description.policies)
     if header.run_id != run_id:
         raise FragmentError(DropReason.FOREIGN_RUN, f"fragment of run {header.run_id!r} in the log of {run_id!r}")
@@ -251,7 +251,7 @@ def check(
         expected = expected_columns(spaces, header.steps, slots, state_size, description.info_columns)
         _check_columns(columns, expected, policy_id)
         _check_choices(columns, spaces, policy_id)
-        if by_log_prob and np.isnan(columns["log_prob"]).any():
+        if policy_id in by_log_prob and np.isnan(columns["log_prob"]).any():
             detail = f"{policy_id}/log_prob is not known, and the algorithm learns by it"
             raise FragmentError(DropReason.NOT_FINITE, detail)
 

@@ -5,25 +5,15 @@ They never change, so writing one again is harmless, and a reader may keep what 
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING
 
 from shared.errors import ObjectMissing, PlayerUnusable
+from shared.league.table import player_hash
 
 if TYPE_CHECKING:
     from shared.storage.object_store import ObjectStore
 
 PLAYERS = "league/players/"
-ID_DIGITS = 12
-
-
-def player_hash(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def snapshot_id(policy_id: str, sha256: str) -> str:
-    """The player id of a snapshot of a policy."""
-    return f"{policy_id}-{sha256[:ID_DIGITS]}"
 
 
 def write_player(store: ObjectStore, data: bytes) -> str:

@@ -4,6 +4,8 @@ Workers draw each episode's match from it (`matchmaking.draw`). A player's id is
 weights, `main-<first 12 hex digits of its SHA-256>` for a snapshot, and its name in the config for a fixed player.
 """
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -45,3 +47,21 @@ class MatchTable(PlainData):
     learners: dict[str, Learner]
     players: dict[str, PlayerRef] = field(default_factory=dict)
     """Those that can be drawn, without current weights."""
+
+
+def sides_of(
+    sides: tuple[tuple[str, ...], ...], agents: Mapping[str, str]
+) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+    """`league.sides` (by default each of `agents`, agent → policy id, is one), and the policy of each side's seats."""
+    found = sides or tuple((agent,) for agent in agents)
+    return found, tuple(agents[side[0]] for side in found)
+
+
+def player_hash(data: bytes) -> str:
+    """The SHA-256 that names a player's bytes."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def snapshot_id(policy_id: str, sha256: str) -> str:
+    """The player id of a snapshot of a policy."""
+    return f"{policy_id}-{sha256[:12]}"

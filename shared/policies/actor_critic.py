@@ -2,12 +2,14 @@
 2014). An LSTM's hidden state is its outputs and cells, side by side."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shared.config.sections import PolicyConfig
 from shared.experience.spaces import PolicySpaces
+from shared.policies.critic import TeamEncoder, ValueScale, team_columns
 from shared.policies.distributions import ActionDistribution
 from shared.policies.encoders import Encoder, linear, unrounded
 from shared.policies.masks import masked
@@ -19,9 +21,22 @@ class Heads(Policy):
 
     distribution: ActionDistribution
 
-    def __init__(self, spaces: PolicySpaces, config: PolicyConfig) -> None:
-        super().__init__(spaces, config)
+    def __init__(
+        self, spaces: PolicySpaces, config: PolicyConfig, *, agents: int = 0, normalize_values: bool = False
+    ) -> None:
+        """`agents` of a centralized critic's team, 0 where each critic sees its own agent's observations."""
+        asked = {"agents": agents, "normalize_values": normalize_values}
+        super().__init__(spaces, config, **{name: value for name, value in asked.items() if value})
+        self.agents = agents
         self.distribution = ActionDistribution(spaces.action)
+        self.value_scale = ValueScale() if normalize_values else None
+        """Where there is one, `value` is in its units."""
+
+    @property
+    def read_columns(self) -> tuple[str, ...]:
+        """What actor and critic read."""
+        names = self.spaces.observation.column_names("obs")
+        return names + (team_columns(self.spaces.observation) if self.agents else ())
 
     def _make_heads(self, actor_features: int, critic_features: int) -> None:
         self._gaussians = [leaf.size if leaf.kind == "box" else 0 for leaf in self.spaces.action.leaves]
@@ -54,10 +69,14 @@ class Heads(Policy):
 class ActorCritic(Heads):
     kind = "actor_critic"
 
-    def __init__(self, spaces: PolicySpaces, config: PolicyConfig) -> None:
-        super().__init__(spaces, config)
+    def __init__(self, spaces: PolicySpaces, config: PolicyConfig, **network: Any) -> None:
+        super().__init__(spaces, config, **network)
         self.actor = Encoder(spaces.observation, config)
-        self.critic = self.actor if config.share_encoder else Encoder(spaces.observation, config)
+        self.critic: Encoder | TeamEncoder
+        if self.agents:
+            self.critic = TeamEncoder(spaces.observation, config, self.agents)
+        else:
+            self.critic = self.actor if config.share_encoder else Encoder(spaces.observation, config)
         self._make_heads(self.actor.features, self.critic.features)
 
     def action_parameters(self, observations: Mapping[str, Tensor]) -> Tensor:
@@ -76,8 +95,8 @@ class ActorCritic(Heads):
 class RecurrentActorCritic(Heads):
     kind = "recurrent_actor_critic"
 
-    def __init__(self, spaces: PolicySpaces, config: PolicyConfig) -> None:
-        super().__init__(spaces, config)
+    def __init__(self, spaces: PolicySpaces, config: PolicyConfig, **network: Any) -> None:
+        super().__init__(spaces, config, **network)
         self.encoder = Encoder(spaces.observation, config)
         cell = nn.LSTMCell if config.core == "lstm" else nn.GRUCell
         self.core = cell(self.encoder.features, config.core_size)

@@ -46,6 +46,15 @@ class ObservationNormalizer(nn.Module):
             moments.update(observations[name])
 
 
+def mlp(width: int, config: PolicyConfig) -> tuple[nn.Sequential, int]:
+    """The layers of `hidden_sizes` on so many inputs, and how many outputs they have."""
+    layers: list[nn.Module] = []
+    for size in config.hidden_sizes:
+        layers += [linear(width, size, math.sqrt(2)), ACTIVATIONS[config.activation]()]
+        width = size
+    return nn.Sequential(*layers), width
+
+
 class Encoder(nn.Module):
     """Observation columns `[B, …]` → features `[B, features]`."""
 
@@ -60,12 +69,7 @@ class Encoder(nn.Module):
                 width += features
             else:
                 width += flat_size(leaf)
-        layers: list[nn.Module] = []
-        for size in config.hidden_sizes:
-            layers += [linear(width, size, math.sqrt(2)), ACTIVATIONS[config.activation]()]
-            width = size
-        self.mlp = nn.Sequential(*layers)
-        self.features = width
+        self.mlp, self.features = mlp(width, config)
 
     def forward(self, observations: Mapping[str, Tensor], normalizer: ObservationNormalizer | None) -> Tensor:
         parts = []

@@ -6,11 +6,12 @@ A file that arrives over the network names a kind, never code: the user's own mo
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 
 from shared.config.algorithms.base import AlgorithmConfig
-from shared.config.sections import PolicyConfig
+from shared.config.sections import PolicyConfig, RunPolicyConfig
 from shared.errors import ConfigError
 from shared.experience.spaces import PolicySpaces
 from shared.policies.policy import Policy
@@ -66,20 +67,27 @@ def borrowed_random_state(seed: int = 0) -> Iterator[None]:
 
 
 def build_policies(
-    spaces: Mapping[str, PolicySpaces], configs: Mapping[str, PolicyConfig], algorithm: AlgorithmConfig, seed: int
-) -> dict[str, Policy]:
-    """One policy per policy id, initialized from `seed` alone (the global random state is left as it was). Raises
-    `ConfigError` for one with a recurrent core where the algorithm cannot learn sequences."""
-    chosen, policies = algorithm.resolved(), {}
+    spaces: Mapping[str, PolicySpaces], configs: Mapping[str, PolicyConfig], algorithm: AlgorithmConfig, seed: int,
+    agents: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Policy]:  # fmt: skip
+    """One policy per policy id, initialized from `seed` alone (the global random state is left as it was); `algorithm`
+    is that of those without one of their own, and `agents` (agent → policy id) are what a centralized critic sees.
+    Raises `ConfigError` for one with a recurrent core where its algorithm cannot learn sequences."""
+    policies = {}
     for index, policy_id in enumerate(sorted(spaces)):
-        config = configs[policy_id]
+        config, chosen = configs[policy_id], algorithm.resolved()
+        if isinstance(config, RunPolicyConfig):
+            chosen = (config.algorithm or algorithm).resolved()
+            config = config.network
         kind = chosen.policy if config.core == "none" else chosen.recurrent_policy
         if kind is None:
             raise ConfigError(
                 f"policies.{policy_id}.core={config.core}: algorithm {chosen.name} learns single steps and cannot "
                 f"train a recurrent core; set core=none, or use an algorithm that learns sequences, such as ppo"
             )
-        made = policy_class(kind)
+        made, network = policy_class(kind), chosen.network()
+        if config.critic_observes == "team":
+            network["agents"] = max(1, list(agents.values()).count(policy_id))
         with borrowed_random_state(seed + index):
-            policies[policy_id] = made(spaces[policy_id], config, **chosen.network())
+            policies[policy_id] = made(spaces[policy_id], config, **network)
     return policies

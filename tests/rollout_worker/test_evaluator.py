@@ -14,7 +14,8 @@ import torch
 from rollout_worker.environments.description import describe_environment
 from rollout_worker.environments.factory import evaluation_environment
 from rollout_worker.environments.seeding import episode_seed
-from rollout_worker.evaluator import CONFIRMING, SCORING, Evaluator, evaluate_policies, evaluation_seed, scores_of
+from rollout_worker.evaluator import CONFIRMING, SCORING, Evaluator, evaluation_seed, scores_of
+from rollout_worker.playing import evaluate_policies
 from shared.config.run_config import Config
 from shared.errors import EnvironmentFailure
 from shared.experience.fragment import EpisodeRecord

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ from rollout_worker.league.opponents import MOST_PLAYERS, Opponents
 from rollout_worker.sampling import action_trace
 from rollout_worker.sampling.sampler import Sample, Sampler
 from shared.errors import PlayerUnusable
-from shared.league.players import PLAYERS, read_player, snapshot_id, write_player
-from shared.league.table import Learner, MatchTable, PlayerRef
+from shared.league.players import PLAYERS, read_player, write_player
+from shared.league.table import Learner, MatchTable, PlayerRef, snapshot_id
 from shared.policies.registry import build_policies
 from shared.policies.serialization import encode_policy
 from shared.storage.object_store import FileStore
@@ -37,7 +38,7 @@ class Season:
         self,
         store: Any,
         shares: dict[str, float],
-        fixed: dict[str, PlayerRef] = {},
+        fixed: Mapping[str, PlayerRef] = MappingProxyType({}),
         snapshots: int = 2,
         left: Sequence[bytes] = (),
         **sections: Any,
@@ -74,7 +75,7 @@ class Season:
         self.left = list(left)
 
     def sample(self, steps: int = 10) -> Sample:
-        sample = self.sampler.sample(self.policies, Sampling(), steps, self.table)
+        sample = self.sampler.sample(self.policies, dict.fromkeys(self.policies, Sampling()), steps, self.table)
         trace = self.sampler.traced(sample)
         assert trace is not None
         self.left = [*self.left, action_trace.encode(trace)][-trace.fragments :]

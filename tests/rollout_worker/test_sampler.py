@@ -50,7 +50,7 @@ class Stage:
 
     def sample(self, steps: int = 7, exploration: Exploration | None = None) -> Sample:
         acting = exploration or make_exploration(self.config.algorithm.acting, Counters())
-        sample = self.sampler.sample(self.policies, acting, steps)
+        sample = self.sampler.sample(self.policies, dict.fromkeys(self.policies, acting), steps)
         if (step := self.sampler.traced(sample)) is not None:
             self.left = [*self.left, action_trace.encode(step)][-step.fragments :]
         sent = Fragment(self.header(sample, steps), sample.columns)
@@ -408,7 +408,7 @@ def of_data(life: SeedLineage = LIFE, past: action_trace.ActionTrace | None = No
 
 
 def sampled(source: DatasetSampler, count: int) -> list[Sample]:
-    return [source.sample({}, RandomActing(), 4) for _ in range(count)]
+    return [source.sample({}, {}, 4) for _ in range(count)]
 
 
 def firsts(samples: list[Sample]) -> list[int]:

@@ -106,7 +106,7 @@ class InTurns(_Coming, AECEnv):  # type: ignore[misc]
 
 
 class Nim(AECEnv):  # type: ignore[misc]
-    """Two players take one, two or three from a pile; who takes the last one wins. Its outcome can be told or left out."""
+    """Two players take one, two or three from a pile; who takes the last one wins. Its outcome can be told, or not."""
 
     metadata = {"name": "nim"}
     possible_agents = ["first", "second"]
@@ -132,7 +132,10 @@ class Nim(AECEnv):  # type: ignore[misc]
 
     def observe(self, agent: str) -> dict[str, Any]:
         seen = np.eye(self._size + 1, dtype=np.float32)[self.left]
-        return {"observation": seen, "action_mask": (np.arange(3) < self.left).astype(np.int8)}
+        return {"observation": seen, "action_mask": self.legal()}
+
+    def legal(self) -> Any:
+        return (np.arange(3) < self.left).astype(np.int8)
 
     def step(self, action: Any) -> None:
         agent = self.agent_selection

@@ -19,7 +19,7 @@ from shared.config.run_config import Config
 from shared.config.sections import TrainerConfig
 from shared.errors import CheckpointDamaged, FragmentError
 from shared.experience import tensor_blob
-from shared.experience.counters import Phase, PhaseCounters
+from shared.experience.counters import Counters, Phase, PhaseCounters
 from shared.experience.fragment import EpisodeRecord
 from shared.experience.log_entry import START, id_order
 from shared.experience.spaces import Columns
@@ -114,6 +114,7 @@ def take(learner: Learner, config: Config, run_id: str, progress: Progress, comm
     episodes, mean_return = list(learner.episodes), learner.mean_return()
     arrays |= {INITIAL.format(id_): initial for id_, initial in learner.initial.items()}
     league, told = _of_league(learner)
+    tallies = {id_: dict(vars(tally)) for id_, tally in learner.tallies.items()}
     computed = computed_with(learner, config.trainer)
     name, created = checkpoint_name(version, counters["train"]["env_steps"]), round(time.time(), 3)
 
@@ -129,11 +130,12 @@ def take(learner: Learner, config: Config, run_id: str, progress: Progress, comm
         state = {
             "version": version, "counters": counters, "episodes": [record.plain() for record in episodes],
             "ledger": ledger, "lags": lags, "log_position": committed.position, "line": asdict(progress.lineage),
-            "seed": config.seed,
+            "seed": config.seed, **({"tallies": tallies} if tallies else {}),
         }  # fmt: skip
         objects[_STATE] = json.dumps(state, sort_keys=True, separators=(",", ":")).encode()
         provenance = {
             "code_version": code_version(), "computed_with": computed, "algorithm": config.algorithm.name,
+            "algorithms": {id_: its.algorithm.name for id_, its in config.policies.items() if its.algorithm},
             "config_hash": config.hash(), "seed": config.seed, "phase": phase.value, "counters": counters,
             "log_range": [progress.parent.position, committed.position],
             "policy_versions": [progress.parent.version, version], "lag_histogram": lags, "ledger": ledger,
@@ -226,9 +228,10 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
     with _named(checkpoint):
         state = json.loads(objects[_STATE])
         weights = {id_: _fitting(objects[POLICY.format(id_)], policy) for id_, policy in learner.policies.items()}
-        algorithms = {id_: tensor_blob.decode(objects[ALGORITHM.format(id_)])[0] for id_ in learner.policies}
+        algorithms = {id_: tensor_blob.decode(objects[ALGORITHM.format(id_)])[0] for id_ in learner.algorithms}
         rewards = {id_: tensor_blob.decode(objects[REWARDS.format(id_)])[0] for id_ in learner.rewards}
         counters = PhaseCounters.from_dict(state["counters"])
+        tallies = {id_: Counters(**state.get("tallies", {}).get(id_, {})) for id_ in learner.tallies}
         episodes = [EpisodeRecord.from_plain(record) for record in state["episodes"]]
         stored = tensor_blob.decode(objects[_REPLAY_BUFFER])[0] if learner.remembered.maxlen else {}
         initial = {id_: tensor_blob.decode(objects[INITIAL.format(id_)])[0] for id_ in learner.initial}
@@ -238,10 +241,11 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
     learner.initial = initial
     for name, policy in learner.policies.items():
         load_state_arrays(policy, weights[name])
-        learner.algorithms[name].load_state(algorithms[name])
+        if name in algorithms:
+            learner.algorithms[name].load_state(algorithms[name])
         if name in rewards:
             learner.rewards[name].load_state(rewards[name])
-    learner.counters = counters
+    learner.counters, learner.tallies = counters, tallies
     learner.episodes.clear()
     learner.episodes.extend(episodes)
     learner.remembered.clear()

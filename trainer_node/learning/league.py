@@ -20,8 +20,7 @@ from shared.config.run_config import Config
 from shared.experience.counters import Counters, Duration
 from shared.experience.fragment import EpisodeRecord, MatchRecord
 from shared.experience.spaces import EnvironmentDescription, PlainData
-from shared.league.players import player_hash, snapshot_id
-from shared.league.table import Learner, MatchTable, PlayerRef
+from shared.league.table import Learner, MatchTable, PlayerRef, player_hash, sides_of, snapshot_id
 from shared.policies.policy import Policy
 from shared.policies.serialization import encode_policy
 
@@ -94,8 +93,7 @@ class League:
         if config.league is None:
             raise ValueError("the run has no league")
         self._config, self._learners = config.league, config.league_learners
-        self._sides = self._config.sides or tuple((agent,) for agent in description.agents)
-        self._seats = tuple(description.agents[side[0]] for side in self._sides)
+        self._sides, self._seats = sides_of(self._config.sides, description.agents)
         self._fixed = {
             name: PlayerRef(player.kind or "random", player.sha256, player.source, player.seats)
             for name, player in sorted(self._config.fixed.items())
@@ -103,6 +101,7 @@ class League:
         self.state = LeagueState({name: Standing() for name in sorted(self._learners)})
         self.unstored: dict[str, bytes] = {}
         """SHA-256 → snapshots that are to be in the store before a version is published that names them."""
+        self._told: set[str] = set()
         for name in sorted(self._learners):
             self._take_snapshot(name, policies, 0)
 
@@ -182,7 +181,7 @@ class League:
             if reset:
                 standing.began_at, standing.form = replace(standing.played), {}
                 standing.resets += 1
-                self.state.ratings.get(learner.seat, {}).pop(learner.policy, None)
+                self.state.ratings[learner.seat][learner.policy] = Rating()
                 begin_again.append(learner.policy)
         return begin_again
 
@@ -213,8 +212,9 @@ class League:
         self.unstored[sha256] = data
         state.snapshots.append(Snapshot(player, policy_id, sha256, standing.played.env_steps))
         ratings = state.ratings.setdefault(learner.seat, {})
-        ratings[player] = replace(ratings.get(policy_id, Rating()))
-        state.payoff[player] = state.payoff.pop(policy_id, {})
+        ratings[player] = replace(ratings.setdefault(policy_id, Rating()))
+        if row := state.payoff.pop(policy_id, None):
+            state.payoff[player] = row
         first = {snapshot.policy: snapshot for snapshot in reversed(state.snapshots)}
         others = [snapshot for snapshot in state.snapshots if first[snapshot.policy] is not snapshot]
         for snapshot in others[: max(0, len(state.snapshots) - self._config.players)]:
@@ -294,7 +294,7 @@ class League:
         found = {}
         for name, learner in sorted(self._learners.items()):
             standing = self.state.learners[name]
-            rating = self.state.ratings.get(learner.seat, {}).get(learner.policy, Rating())
+            rating = self.state.ratings[learner.seat][learner.policy]
             snapshots = sum(snapshot.policy == learner.policy for snapshot in self.state.snapshots)
             found[learner.policy] = {
                 "rating": rating.ordinal, "elo": rating.elo, "win_rate": standing.form.get(ALL, (0, 0.5))[1],
@@ -303,9 +303,15 @@ class League:
             }  # fmt: skip
         return found
 
-    def forfeited(self) -> list[tuple[str, int]]:
-        """Players that have lost more matches by forfeit than `forfeits_allowed`, and how many."""
-        return sorted(item for item in self.state.forfeits.items() if item[1] > self._config.forfeits_allowed)
+    def forfeits_to_tell(self) -> list[str]:
+        """A line, once in a process, for each player that has forfeited more matches than `forfeits_allowed`."""
+        allowed, lines = self._config.forfeits_allowed, []
+        for player, count in sorted(self.state.forfeits.items()):
+            if count > allowed and player not in self._told:
+                self._told.add(player)
+                found = f"player {player} has forfeited {count:,} matches (league.forfeits_allowed={allowed})"
+                lines.append(f"{found}: it raises, or chooses what the space does not have; the workers' logs say more")
+        return lines
 
 
 def _passed(duration: Duration, now: Counters, before: Counters) -> bool:

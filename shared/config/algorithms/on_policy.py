@@ -1,6 +1,6 @@
 """The configurations of PPO, A2C, APPO and IMPALA."""
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,8 +22,15 @@ class OnPolicyConfig(Cloning):
     """Gradients are scaled down to this norm."""
     adam_epsilon: float = Field(1e-5, gt=0)
     """Adam's ε; 1e-5 as in the reference implementations."""
+    normalize_values: bool = False
+    """The critic predicts returns less their running mean, in units of their running deviation, as in MAPPO (Yu et al.
+    2022): for returns that are large or grow. Advantages stay in the environment's units."""
     reward_signals: RewardSignalsConfig | None = None
     """Rewards beside the environment's, for tasks whose own are rare; none by default."""
+
+    def network(self) -> dict[str, Any]:
+        """Whether the policy has a scale of values."""
+        return {"normalize_values": True} if self.normalize_values else {}
 
     @property
     def imitating(self) -> tuple[str, ...]:

@@ -83,6 +83,37 @@ class DQNConfig(QLearningConfig):
     name: str = "dqn"
 
 
+class VDNConfig(QLearningConfig):
+    """Value decomposition (Sunehag et al. 2018): the team's value is the sum of its agents'."""
+
+    learner: ClassVar[str] = "trainer_node.learning.algorithms.qmix:VDN"
+    name: str = "vdn"
+    team_reward: Literal["mean", "sum"] = "mean"
+    """Of what its agents are paid: `mean` where the environment pays each of them what the team has earned."""
+
+    @model_validator(mode="after")
+    def _of_one_step_and_one_head(self) -> Self:
+        needed = {"head": "expected", "heads": 1, "noisy": False, "n_step": 1}
+        found = {name: getattr(self, name) for name in needed} | {"replay_buffer.kind": self.replay_buffer.kind}
+        for name, value in (needed | {"replay_buffer.kind": "uniform"}).items():
+            if found[name] != value:
+                raise ValueError(
+                    f"{name}={found[name]} with {self.name}, which works with {name}={value} only; set that"
+                )
+        return self
+
+
+class QMIXConfig(VDNConfig):
+    """QMIX (Rashid et al. 2018): the team's value grows with each agent's; how, depends on what all observe."""
+
+    learner: ClassVar[str] = "trainer_node.learning.algorithms.qmix:QMIX"
+    name: str = "qmix"
+    mixing_units: int = Field(32, ge=1)
+    """Units of the mixing network's hidden layer."""
+    hypernetwork_units: int = Field(64, ge=1)
+    """Units of the hidden layers of the networks that make its weights."""
+
+
 class RainbowConfig(QLearningConfig):
     """DQN with all its extensions (Hessel et al. 2018): the same fields, with the defaults of that paper."""
 

@@ -40,7 +40,7 @@ class DQN(OffPolicy):
         else:
             values = self.policy.means(outputs)
         best = self.policy.legal(values, batch.next_observations).argmax(dim=2)
-        return _of_actions(outputs, best.flatten())
+        return of_actions(outputs, best.flatten())
 
     def loss(self, batch: Minibatch, noise: tuple[Noise, Noise, Noise] = (None, None, None)) -> tuple[Tensor, Lesson]:
         """The scalar loss of a minibatch; noise of the online network, of it as it chooses, of the target network."""
@@ -50,7 +50,7 @@ class DQN(OffPolicy):
         reward, discount = batch.reward, batch.discount
         if heads > 1:
             action, reward, discount = (tensor.repeat(heads) for tensor in (action, reward, discount))
-        predicted = _of_actions(self.policy.outputs(batch.observations, learning), action)
+        predicted = of_actions(self.policy.outputs(batch.observations, learning), action)
         after = self.bootstrap(batch, choosing, bootstrapping)
         each, td_error = self._each(predicted, after, reward, discount)
         value = self.policy.means(predicted.detach())
@@ -98,7 +98,7 @@ class DQN(OffPolicy):
         return lesson
 
 
-def _of_actions(outputs: Tensor, actions: Tensor) -> Tensor:
+def of_actions(outputs: Tensor, actions: Tensor) -> Tensor:
     """`[B, A, width]` and `[B]` → `[B, width]`."""
     return outputs.gather(1, actions.reshape(-1, 1, 1).expand(-1, 1, outputs.shape[2])).squeeze(1)
 

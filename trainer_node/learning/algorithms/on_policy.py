@@ -40,6 +40,7 @@ from trainer_node.learning.building_blocks.optimization import (
     state_of,
     to_device,
 )
+from trainer_node.learning.building_blocks.team import with_team
 from trainer_node.learning.reward_signals.reward_signals import RewardSignals
 
 
@@ -171,6 +172,12 @@ class OnPolicy(BatchLearner):
         self.parts["signals/"] = self.signals
         self.cloning = Cloning(config.behavioral_cloning, policy, setting)
 
+    def _tensors(self, experience: Sequence[Experience]) -> dict[str, Tensor]:
+        agents, observed = self.policy.agents, self.policy.spaces.observation
+        if agents:
+            experience = [Experience(item.source, with_team(item.columns, observed, agents)) for item in experience]
+        return super()._tensors(experience)
+
     def _begin(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor], counters: Counters) -> None:
         self.cloning.begin(counters)
         self.signals.look(experience, tensors)
@@ -195,9 +202,12 @@ class OnPolicy(BatchLearner):
     ) -> Batch:
         """The transitions that count of columns `[T, S, …]`: as rows, or as sequences for a policy with a core."""
         spaces = self.policy.spaces
-        observations = {name: tensors[name] for name in spaces.observation.column_names("obs")}
+        observations = {name: tensors[name] for name in self.policy.read_columns}
         actions = {name: tensors[name] for name in spaces.action.column_names("action")}
         start = self._start_log_prob(tensors)
+        if (scale := self.policy.value_scale) is not None:
+            scale.update(target[tensors["mask"]])
+            target = scale.normalized(target)
         batch = Batch(observations, actions, tensors["log_prob"], value, advantage, target, anchor, start)
         if self.policy.state_size:
             return sequences(batch, tensors)
@@ -234,7 +244,9 @@ class OnPolicy(BatchLearner):
 
     def _trajectories(self, tensors: Mapping[str, Tensor], found: ForwardPass) -> Trajectories:
         columns = {name: tensors[name] for name in ("reward", "terminated", "truncated", "mask")}
-        values = {name: getattr(found, name) for name in ("value", "bootstrap_value", "final_value")}
+        values: dict[str, Tensor] = {name: getattr(found, name) for name in ("value", "bootstrap_value", "final_value")}
+        if (scale := self.policy.value_scale) is not None:
+            values = {name: scale.restored(value) for name, value in values.items()}
         index = tensors["final_index"].to(torch.int64)
         return Trajectories(**columns, **values, final_index=index, gamma=self._config.gamma)
 

@@ -37,7 +37,7 @@ def forward_pass(policy: Heads, tensors: Mapping[str, Tensor], *, with_params: b
     if policy.state_size:
         return _recurrent_pass(cast(RecurrentActorCritic, policy), tensors)
     plain, shape = cast(ActorCritic, policy), tensors["reward"].shape
-    names = policy.spaces.observation.column_names("obs")
+    names = policy.read_columns
 
     def joined(observations: Mapping[str, Tensor]) -> Tensor:
         params, value = plain.action_parameters_and_value(observations)

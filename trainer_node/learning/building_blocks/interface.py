@@ -73,6 +73,8 @@ class Setting:
     """As `trainer.compile` has it."""
     fragments: int = 1
     """Of each update: K."""
+    agents: int = 1
+    """Of the policy, in each environment; slot = agent's number × environments + environment."""
 
     @property
     def transitions(self) -> int:

@@ -98,12 +98,16 @@ class ReplayBuffer:
     def add(self, source: str, columns: Columns) -> None:
         """Takes in a fragment (shared/experience/fragment.py) of `source` (worker, seed lineage); the oldest may go."""
         place = self.ring.add(source, columns)
-        self._index.put(place, np.where(self.ring.held("mask", place), self._classes_of(place), -1))
+        self._index.put(place, np.where(self._drawable(place), self._classes_of(place), -1))
         self._placed(place)
         if self._to_come:
             self._to_come -= 1
         else:
             self._added(place)
+
+    def _drawable(self, place: int) -> Array:
+        """Of the rows of a fragment, `[T · S]`: which may be drawn."""
+        return self.ring.held("mask", place)
 
     def _classes_of(self, place: int) -> Array:
         """Of the rows of a fragment, `[T · S]`: 0 … `classes` − 1."""
@@ -129,7 +133,7 @@ class ReplayBuffer:
         reward, over = ring.column("reward", path), ring.column("terminated", path)
         goals = self._relabeled(generator, path, valid, reward, over)
         reward = reward if as_now is None else as_now(reward)
-        depth, columns = valid.sum(axis=0) - 1, np.arange(count)
+        depth, columns = valid.sum(axis=0) - 1, np.arange(len(rows))
         last = path[depth, columns]
         actions = {name: ring.column(name, rows) for name in ring.spaces.action.column_names("action")}
         outcome = discounted(reward, valid, over[depth, columns], gamma)
@@ -209,6 +213,29 @@ class BalancedReplayBuffer(ReplayBuffer):
         which = there[(generator.integers(len(there)) + np.arange(count)) % len(there)]
         numbers = self._index.bounds[which] + (generator.random(count) * sizes[which]).astype(np.int64)
         return self._index.rows(numbers), np.ones(count, np.float32)
+
+
+class TeamReplayBuffer(ReplayBuffer):
+    """Draws joint transitions: those of all A agents of one environment at one step in which any of them acted.
+
+    `sample(count)` returns `count` · A rows, agent by agent; `weight` is 0 for those of absent agents, otherwise 1.
+    """
+
+    def __init__(self, spaces: PolicySpaces, steps: int, slots: int, capacity: int, *, agents: int) -> None:
+        self._team = np.arange(agents) * (slots // agents)
+        super().__init__(spaces, steps, slots, capacity)
+
+    def _drawable(self, place: int) -> Array:
+        """A joint transition stands where its first agent's does."""
+        there = self.ring.held("mask", place).reshape(self.ring.steps, len(self._team), -1)
+        first = np.zeros_like(there)
+        first[:, 0] = there.any(axis=1)
+        return first.reshape(-1)
+
+    def _draw(self, count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
+        first, _ = super()._draw(count, generator, beta)
+        rows = (first[:, np.newaxis] + self._team).reshape(-1)
+        return rows, self.ring.column("mask", rows).astype(np.float32)
 
 
 def discounted(reward: Array, valid: Array, terminated: Array, gamma: float) -> tuple[Array, Array]:

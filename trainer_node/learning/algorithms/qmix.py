@@ -1,0 +1,127 @@
+"""Q-learning of a team's value, made of its agents': VDN (Sunehag et al. 2018) and QMIX (Rashid et al. 2018).
+
+All agents of a policy share its Q-network and act by it alone. What is learned is the value of all of them together, from
+joint transitions: those of one environment at one step.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared.config.algorithms.q_learning import QMIXConfig, VDNConfig
+from shared.config.sections import PolicyConfig
+from shared.experience.counters import Counters
+from shared.experience.spaces import SpaceSpec
+from shared.policies.critic import EachAgent
+from shared.policies.encoders import ObservationNormalizer, unrounded
+from shared.policies.policy import copy_sharing_buffers
+from shared.policies.q_network import QNetwork
+from shared.policies.registry import borrowed_random_state
+from trainer_node.learning.algorithms.dqn import DQN, Noise, of_actions
+from trainer_node.learning.algorithms.off_policy import Lesson, Minibatch
+from trainer_node.learning.building_blocks.compilation import Answer, compiled
+from trainer_node.learning.building_blocks.interface import Setting, update_seed
+from trainer_node.learning.building_blocks.optimization import Adam, soft_update
+from trainer_node.learning.replay_buffers.uniform import TeamReplayBuffer
+
+
+class VDN(DQN):
+    _config: VDNConfig
+
+    def __init__(self, policy: QNetwork, config: VDNConfig, setting: Setting) -> None:
+        super().__init__(policy, config, setting)
+        size = (policy.spaces, setting.fragment_steps, setting.slots, config.replay_buffer.capacity)
+        self.replay_buffer = TeamReplayBuffer(*size, agents=setting.agents)
+
+    def compiled(self, loss: Callable[..., Answer]) -> Callable[..., Answer]:
+        return compiled(loss, self._setting, {self._config.minibatch_size * self._setting.agents})
+
+    def mixed(self, values: Tensor, observations: Mapping[str, Tensor], there: Tensor, *, target: bool) -> Tensor:
+        """`[B]`, the team's value: from those of the agents `[B, A]`, 0 of the absent, and rows `[B · A, …]`."""
+        return values.sum(dim=1)
+
+    def loss(self, batch: Minibatch, noise: tuple[Noise, Noise, Noise] = (None, None, None)) -> tuple[Tensor, Lesson]:
+        """The scalar loss of a minibatch of B · A rows, and its metrics.
+
+        y = r + γ Q_target(s', best action of each agent that goes on), r the mean or sum of the present agents' rewards.
+        """
+        (action,), shape = batch.actions.values(), (-1, self._setting.agents)
+        there, discount = batch.weight.reshape(shape), (batch.discount * batch.weight).reshape(shape)
+        values = of_actions(self.policy.outputs(batch.observations), action).reshape(shape) * there
+        predicted = self.mixed(values, batch.observations, there, target=False)
+        with torch.no_grad():
+            goes_on = (discount > 0).to(there.dtype)
+            best = self.bootstrap(batch, None, None).reshape(shape) * goes_on
+            after = self.mixed(best, batch.next_observations, goes_on, target=True)
+            reward = (batch.reward.reshape(shape) * there).sum(dim=1)
+            if self._config.team_reward == "mean":
+                reward = reward / there.sum(dim=1)
+            expected = torch.addcmul(reward, discount.amax(dim=1), after)
+        error = nn.functional.smooth_l1_loss if self._config.loss == "huber" else nn.functional.mse_loss
+        loss, wrong = error(predicted, expected), expected - predicted.detach()
+        metrics = {"train/td_error": wrong.abs().mean(), "train/q_value": predicted.detach().mean()}
+        return loss, Lesson(metrics | {"train/loss": loss.detach()}, wrong)
+
+
+class QMIX(VDN):
+    _config: QMIXConfig
+
+    def __init__(self, policy: QNetwork, config: QMIXConfig, setting: Setting) -> None:
+        super().__init__(policy, config, setting)
+        with borrowed_random_state(update_seed(setting.seed, 0)):
+            made = Mixer(
+                policy.spaces.observation, policy.config, setting.agents, config.mixing_units, config.hypernetwork_units
+            )
+        self.mixer = made.to(setting.device)
+        self.target_mixer = copy_sharing_buffers(self.mixer).requires_grad_(False)
+        learned = [item for item in (*policy.parameters(), *self.mixer.parameters()) if item.requires_grad]
+        self._optimizer = Adam(learned, config.adam_epsilon)
+        self.parts |= {"optimizer/": self._optimizer, "mixer/": self.mixer, "target_mixer/": self.target_mixer}
+
+    def mixed(self, values: Tensor, observations: Mapping[str, Tensor], there: Tensor, *, target: bool) -> Tensor:
+        found: Tensor = (self.target_mixer if target else self.mixer)(
+            values, observations, there, self.policy.normalizer
+        )
+        return found
+
+    def learn(self, batch: Minibatch, counters: Counters, generator: torch.Generator) -> Lesson:
+        lesson = super().learn(batch, counters, generator)
+        if (self.done + 1) % self._config.target_update_steps == 0:
+            soft_update(self.target_mixer, self.mixer, self._config.tau)
+        return lesson
+
+
+class Mixer(nn.Module):
+    """A network of two layers whose weights are never negative, so that what is best for one agent is for the team;
+    hypernetworks make them from what all agents observe (eq. 4 to 5 and figure 2 of the paper)."""
+
+    def __init__(
+        self, observation: SpaceSpec, config: PolicyConfig, agents: int, units: int, hypernetwork_units: int
+    ) -> None:
+        super().__init__()
+        self._shape = agents, units
+        self.state = EachAgent(observation, config, agents)
+
+        def two_layers(hidden: int, outputs: int) -> nn.Sequential:
+            return nn.Sequential(nn.Linear(self.state.features, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
+
+        self.first = two_layers(hypernetwork_units, agents * units)
+        self.first_bias = nn.Linear(self.state.features, units)
+        self.second = two_layers(hypernetwork_units, units)
+        self.second_bias = two_layers(units, 1)
+
+    def forward(
+        self,
+        values: Tensor,
+        observations: Mapping[str, Tensor],
+        there: Tensor,
+        normalizer: ObservationNormalizer | None,
+    ) -> Tensor:
+        """`[B]` from the agents' values `[B, A]`."""
+        state: Any = self.state(observations, there, normalizer)
+        weights = self.first(state).abs().unflatten(1, self._shape)
+        hidden = nn.functional.elu((values.unsqueeze(1) @ weights).squeeze(1) + self.first_bias(state))
+        mixed = (hidden * self.second(state).abs()).sum(dim=1) + self.second_bias(state).squeeze(1)
+        return unrounded(mixed)
