@@ -47,7 +47,8 @@ def strategy(policy: DeployedPolicy) -> Strategy:
             choices = policy._policy.spaces.action.leaves[0].nvec[0]
             chosen = [{one: torch.full((len(params),), choice)} for choice in range(choices)]
             logs = [policy._policy.distribution.log_prob(params, each) for each in chosen]
-        return np.asarray(torch.stack(logs, dim=1).exp().double().numpy())
+        probabilities: Array = torch.stack(logs, dim=1).exp().double().numpy()
+        return probabilities
 
     return of
 
