@@ -47,8 +47,7 @@ def strategy(policy: DeployedPolicy) -> Strategy:
             choices = policy._policy.spaces.action.leaves[0].nvec[0]
             chosen = [{one: torch.full((len(params),), choice)} for choice in range(choices)]
             logs = [policy._policy.distribution.log_prob(params, each) for each in chosen]
-        probabilities: Array = torch.stack(logs, dim=1).exp().double().numpy()
-        return probabilities
+        return np.asarray(torch.stack(logs, dim=1).exp().numpy(), np.float64)
 
     return of
 
@@ -166,8 +165,9 @@ def replay(game: Poker, state: Any) -> None:
         game.step(game.legal()[index])
 
 
-def exploitability(name: str, of: Strategy) -> float:
-    """`kuhn_poker` or `leduc_poker`: NashConv / 2 in chips a game; uniform play has 0.458 and 2.374."""
+def exploitability(name: str, *of: Strategy) -> float:
+    """`kuhn_poker` or `leduc_poker`: NashConv / 2 in chips a game; uniform play has 0.458 and 2.374. Of several: of one
+    who draws one of them for each game, as a league's mean strategy does."""
     import pyspiel
     from open_spiel.python.algorithms import exploitability as open_spiel
     from open_spiel.python.policy import TabularPolicy
@@ -176,11 +176,24 @@ def exploitability(name: str, of: Strategy) -> float:
     table = TabularPolicy(spiel)
     shown = [observed(game, state) for state in table.states]
     seen = {key: np.stack([each[key] for each in shown]) for key in shown[0]}
-    for row, (state, probabilities) in enumerate(zip(table.states, of(seen), strict=True)):
-        ours = np.flatnonzero(seen["action_mask"][row])
-        table.action_probability_array[row] = 0
-        table.action_probability_array[row][state.legal_actions()] = probabilities[ours] / probabilities[ours].sum()
+    played = np.zeros((len(of), *table.action_probability_array.shape))
+    for member, probabilities in zip(played, (each(seen) for each in of), strict=True):
+        for row, state in enumerate(table.states):
+            member[row, state.legal_actions()] = probabilities[row, np.flatnonzero(seen["action_mask"][row])]
+    for row, state in enumerate(table.states):
+        chosen = (_reached(table, state, played) + 1e-12) @ played[:, row]
+        table.action_probability_array[row] = chosen / chosen.sum()
     return float(open_spiel.exploitability(spiel, table))
+
+
+def _reached(table: Any, state: Any, played: Array) -> Array:
+    """`[M]`: how probable its own actions on the way to this state are, for each of the strategies."""
+    at, reached = state.get_game().new_initial_state(), np.ones(len(played))
+    for action in state.history():
+        if not at.is_chance_node() and at.current_player() == state.current_player():
+            reached *= played[:, table.state_lookup[at.information_state_string()], action]
+        at.apply_action(action)
+    return reached
 
 
 # Rock-paper-scissors.

@@ -25,24 +25,26 @@ def tic_tac_toe(policy: DeployedPolicy, snapshots: Snapshots) -> float:
 
 
 def kuhn_poker(policy: DeployedPolicy, snapshots: Snapshots) -> float:
-    """Less its exploitability."""
-    return -judges.exploitability("kuhn_poker", judges.strategy(policy))
+    """Less the exploitability of the snapshots' mean strategy."""
+    return -judges.exploitability("kuhn_poker", *map(judges.strategy, snapshots()))
 
 
 def leduc_poker(policy: DeployedPolicy, snapshots: Snapshots) -> float:
-    """Less its exploitability."""
-    return -judges.exploitability("leduc_poker", judges.strategy(policy))
+    """As `kuhn_poker`."""
+    return -judges.exploitability("leduc_poker", *map(judges.strategy, snapshots()))
 
 
 def rock_paper_scissors(policy: DeployedPolicy, snapshots: Snapshots) -> float:
-    """Less the exploitability of the mean strategy of the snapshots."""
+    """As `kuhn_poker`."""
     mixed = np.mean([judges.throws(judges.strategy(each)) for each in snapshots()], axis=0)
     return -judges.throws_exploitability(mixed)
 
 
-def latest_throws(policy: DeployedPolicy, snapshots: Snapshots) -> float:
-    """The exploitability of the current strategy: high where self-play runs in circles."""
-    return judges.throws_exploitability(judges.throws(judges.strategy(policy)))
+def rock_paper_scissors_latest(policy: DeployedPolicy, snapshots: Snapshots) -> float:
+    """Less the exploitability of the worst of the current strategy and the last snapshots: far below 0 where it runs
+    in circles, which a single moment may not show."""
+    each = [policy, *snapshots()[-10:]]
+    return -max(judges.throws_exploitability(judges.throws(judges.strategy(one))) for one in each)
 
 
 def connect_four(policy: DeployedPolicy, snapshots: Snapshots, other: judges.Player = judges.minimax) -> float:
