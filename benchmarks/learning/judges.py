@@ -39,7 +39,7 @@ def uniform(seen: Mapping[str, Array]) -> Array:
 def strategy(policy: DeployedPolicy) -> Strategy:
     """What a policy of one Discrete action does in training: its distribution."""
 
-    def of(seen: Any) -> Array:
+    def of(seen: Any) -> NDArray[np.float64]:
         columns = {name: torch.from_numpy(array) for name, array in policy._columns(seen).items()}
         with torch.inference_mode():
             params = policy._policy.action_parameters(columns)
@@ -47,7 +47,8 @@ def strategy(policy: DeployedPolicy) -> Strategy:
             choices = policy._policy.spaces.action.leaves[0].nvec[0]
             chosen = [{one: torch.full((len(params),), choice)} for choice in range(choices)]
             logs = [policy._policy.distribution.log_prob(params, each) for each in chosen]
-        return np.asarray(torch.stack(logs, dim=1).exp().numpy(), np.float64)
+        probabilities: NDArray[np.float64] = torch.stack(logs, dim=1).exp().double().numpy()
+        return probabilities
 
     return of
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from pettingzoo import make
 
-from benchmarks.learning import judges
+from benchmarks.learning import judges, scores
 from benchmarks.learning.games import PLAYERS, Foraging, Poker, RockPaperScissors, kuhn, leduc
+from benchmarks.learning.runner import Job, run
+from benchmarks.learning.tasks import Task, load_tasks
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of its own import of connect four
@@ -91,6 +94,25 @@ def test_kuhns_equilibria_are_not_exploitable_and_a_fault_in_one_is(bluff: float
     assert judges.exploitability("kuhn_poker", equilibrium) == pytest.approx(0, abs=1e-9)
     faulty = functools.partial(equilibrium, bet_with_queen=1.0)
     assert judges.exploitability("kuhn_poker", faulty) > 0.02
+
+
+def test_a_mean_strategy_is_drawn_once_a_game_and_not_at_each_turn() -> None:
+    """Half of the games is one that never bets nor calls, half one that always does: whoever has bet calls."""
+    pytest.importorskip("pyspiel")
+
+    def always(which: int) -> judges.Strategy:
+        def of(seen: Mapping[str, Any]) -> Any:
+            legal = [np.flatnonzero(mask)[which] for mask in seen["action_mask"]]
+            return np.eye(3)[legal]
+
+        return of
+
+    meek, bold = always(0), always(-1)
+    assert judges.exploitability("kuhn_poker", meek, meek) == judges.exploitability("kuhn_poker", meek)
+    mixed = judges.exploitability("kuhn_poker", meek, bold)
+    at_each_turn = judges.exploitability("kuhn_poker", lambda seen: (meek(seen) + bold(seen)) / 2)
+    assert at_each_turn == pytest.approx(judges.exploitability("kuhn_poker", judges.uniform))
+    assert mixed != pytest.approx(at_each_turn)
 
 
 @functools.cache
@@ -211,3 +233,32 @@ def test_poker_by_seed_is_dealt_alike_in_both_seats() -> None:
         deals.append(game.observe(PLAYERS[0])["observation"].tolist())
     assert deals[0] == deals[1]
     assert len({tuple(deal) for deal in deals}) > 1
+
+
+TINY: dict[str, Any] = {
+    "environment": {"api": "pettingzoo", "id": "benchmarks.learning.games:RockPaperScissors", "num_envs": 4},
+    "algorithm": {"name": "ppo", "minibatch_size": 32, "epochs": 1},
+    "rollout": {"fragment_steps": 8, "fragments_per_update": 1},
+    "league": {"snapshot": {"every": "32 env_steps"}},
+    "evaluation": {"episodes": 0},
+    "checkpoint": {"every": "2 updates"},
+}
+
+
+@pytest.mark.timeout(180)
+def test_a_run_of_a_game_is_judged_at_each_checkpoint(tmp_path: Path) -> None:
+    task = Task(
+        name="throws", algorithm="PPO", environment="throws", judge="rock_paper_scissors", reach=-0.5, within=256,
+        reference="0", source="-", minutes=1, config=TINY,
+    )  # fmt: skip
+    found = run(Job(task, "inline", 1), tmp_path)
+    assert found.reason == "exhausted"
+    assert len(found.evaluations) > 2
+    assert all(-1 <= score < 0 for _, score in found.evaluations)
+    assert len({score for _, score in found.evaluations}) > 1
+
+
+def test_the_tables_judges_are_there() -> None:
+    judged = {task.judge for task in load_tasks().values() if task.judge}
+    assert judged
+    assert [name for name in judged if not callable(getattr(scores, name, None))] == []
