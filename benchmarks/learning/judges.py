@@ -58,7 +58,8 @@ def greedy(of: Strategy) -> Strategy:
 
     def best(seen: Mapping[str, Array]) -> Array:
         probabilities = of(seen)
-        return np.eye(probabilities.shape[1])[probabilities.argmax(axis=1)]
+        chosen: Array = np.eye(probabilities.shape[1])[probabilities.argmax(axis=1)]
+        return chosen
 
     return best
 
