@@ -69,7 +69,7 @@ class Config(ConfigFields):
         return sorted(path for path in mine | theirs if mine.get(path) != theirs.get(path))
 
     def _deciding(self) -> dict[str, Any]:
-        """Without what is at its default and came later: a run that has none of it keeps the hash that it always had."""
+        """Without later fields that are at their defaults: a run without them keeps the hash that it always had."""
         data = self.model_dump(mode="json", include=_DECIDES_LEARNING)
         if not self.environment.info_columns:
             del data["environment"]["info_columns"]

@@ -71,8 +71,8 @@ def build_policies(
     agents: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Policy]:  # fmt: skip
     """One policy per policy id, initialized from `seed` alone (the global random state is left as it was). `agents`
-    (agent → policy id) are those that a centralized critic sees. Raises `ConfigError` for a policy with a recurrent core
-    where the algorithm cannot learn sequences."""
+    (agent → policy id) are those that a centralized critic sees. Raises `ConfigError` for a policy with a recurrent
+    core where the algorithm cannot learn sequences."""
     chosen, policies = algorithm.resolved(), {}
     for index, policy_id in enumerate(sorted(spaces)):
         config = configs[policy_id]
