@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,11 @@ from shared.experience.counters import Counters
 from shared.experience.spaces import Array, Columns
 from shared.policies.critic import MASK, NUMBER, ValueScale
 from shared.policies.serialization import decode_policy, encode_policy
+from tests.conftest import minimal_config
 from tests.support.learning.algorithms import ON_POLICY, SEEN, bits, make, weights
 from tests.support.learning.cases import team
 from tests.support.learning.experience import acted, received, update_batch
 from tests.support.learning.slow_returns import Case
-from tests.support.runs import minimal_config
 from trainer_node.learning.building_blocks.team import with_team
 
 AGENTS = 3
@@ -60,6 +61,9 @@ def test_a_team_is_what_each_of_its_agents_observes_at_that_step(seed: int, agen
         np.testing.assert_array_equal(masked, np.array(rows, np.float32))
         assert found[prefix + MASK][place].tolist() == there and found[prefix + NUMBER][place] == slot // num_envs
 
+    def now(step: int, other: int) -> Any:
+        return columns["obs"][step, other] if columns["mask"][step, other] else None
+
     def after(step: int, other: int) -> Any:
         if (step, other) in last:
             return last[step, other]
@@ -68,11 +72,11 @@ def test_a_team_is_what_each_of_its_agents_observes_at_that_step(seed: int, agen
         return columns["obs"][step + 1, other] if step < 7 else columns["bootstrap_obs"][other]
 
     for step, slot in np.ndindex(columns["mask"].shape):
-        same("", (step, slot), slot, lambda s: columns["obs"][step, s] if columns["mask"][step, s] else None)
+        same("", (step, slot), slot, partial(now, step))
     for slot in range(agents * num_envs):  # never zeros here: all are there, also those that begin anew
         same("bootstrap_", slot, slot, lambda s: columns["bootstrap_obs"][s])
     for number, (step, slot) in enumerate(columns["final_index"].tolist()):
-        same("final_", number, slot, lambda s: after(step, s))
+        same("final_", number, slot, partial(after, step))
 
 
 def test_who_is_absent_after_the_last_step_is_so_for_the_others() -> None:
@@ -192,7 +196,7 @@ def test_advantages_are_in_the_environments_units_and_targets_in_the_critics(nam
 
 @pytest.mark.parametrize("core", ["none", "gru"])
 def test_a_critic_learns_returns_of_thousands_with_a_scale_and_not_without(core: str) -> None:
-    """The same few gradient steps on rewards of 1000 in episodes of a step: what is left of the error, in units of 1000."""
+    """The same few gradient steps on rewards of 1000 in episodes of a step: the error that is left, in units of 1000."""
 
     def error(normalize: bool) -> float:
         policy = {"hidden_sizes": (16,)} | ({} if core == "none" else {"core": core, "share_encoder": True})

@@ -200,7 +200,7 @@ class Joint(nn.Module):
 @pytest.mark.parametrize("normalize_values", [False, True])
 @pytest.mark.parametrize("normalize_advantages", [False, True])
 def test_mappos_loss(described: PolicySpaces, normalize_values: bool, normalize_advantages: bool) -> None:
-    """TorchRL's critic predicts in the environment's units, and its loss normalizes; ours predicts normalized values."""
+    """TorchRL's critic predicts in the environment's units and its loss normalizes; ours predicts normalized values."""
     agents, num_envs, steps = 3, 2, 8
     switches = {"normalize_values": normalize_values, "normalize_advantages": normalize_advantages}
     ppo = make("ppo", described, {"critic_observes": "team"}, agents=agents, **COEFFICIENTS, **switches)
