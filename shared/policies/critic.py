@@ -1,4 +1,4 @@
-"""What critics alone have, and acting never reads: an encoder of what a whole team observes, and the scale of values."""
+"""What only critics have, and acting never reads: an encoder of what a whole team observes, and the scale of values."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -34,8 +34,7 @@ class EachAgent(nn.Module):
     ) -> Tensor:
         """From rows `[B · A, …]` and who is there, `[B, A]`: `[B, features]`."""
         rows: Tensor = self.each(observations, normalizer)
-        each = rows.reshape(*there.shape, -1) * there.unsqueeze(2)
-        return each.flatten(1)
+        return (rows.reshape(*there.shape, rows.shape[1]) * there.unsqueeze(2)).flatten(1)
 
 
 class TeamEncoder(nn.Module):
@@ -55,8 +54,8 @@ class TeamEncoder(nn.Module):
 
 
 class ValueScale(nn.Module):
-    """Running mean and deviation of value targets, as MAPPO's ValueNorm: averages over batches that forget slowly, without
-    the bias of their beginning. Until it has seen any, mean 0 and deviation 1."""
+    """Running mean and deviation of value targets, as MAPPO's ValueNorm: averages over batches that forget slowly,
+    without the bias of their beginning. Until it has seen any, mean 0 and deviation 1."""
 
     def __init__(self) -> None:
         super().__init__()

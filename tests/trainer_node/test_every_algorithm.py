@@ -78,6 +78,16 @@ def of_sac(name: str, described: PolicySpaces) -> Checked:
     ]
 
 
+def of_team(name: str, described: PolicySpaces, **fields: Any) -> Checked:
+    """Three agents, some of them absent."""
+    algorithm, batch = make(name, described, shape=(4, 6), agents=3, **fields), minibatch(described, 30)
+    batch = replace(batch, weight=(batch.weight > 0.3).float().index_fill(0, torch.arange(0, 30, 3), 1.0))
+    mixers = [algorithm.mixer, algorithm.target_mixer] if name == "qmix" else []
+    move_apart(algorithm.policy, algorithm.target, *mixers)
+    learned = nn.ModuleList([algorithm.policy, *mixers[:1]])
+    return [(lambda: algorithm.loss(batch)[0], learned)]
+
+
 def of_cql(name: str, described: PolicySpaces) -> Checked:
     algorithm, batch = make(name, described, initial_temperature=0.3, cloning_steps=9), minibatch(described, 30)
     move_apart(algorithm.policy, algorithm.critics, algorithm.targets)
@@ -128,9 +138,11 @@ GRADIENTS: dict[str, tuple[Callable[..., Checked], tuple[PolicySpaces, ...], lis
     "impala": (of_batches, (BOXES, CHOICE), [{}]),
     "iql": (of_iql, (BOXES, CHOICE), [{}]),
     "ppo": (of_batches, (BOXES, CHOICE), [{}]),
+    "qmix": (of_team, (CHOICE,), [{"loss": "squared"}]),
     "rainbow": (of_dqn, (CHOICE,), [{}]),
     "sac": (of_sac, (BOXES, CHOICE), [{}]),
     "td3": (of_td3, (BOXES,), [{}]),
+    "vdn": (of_team, (CHOICE,), [{}, {"team_reward": "sum"}]),
 }  # fmt: skip
 """Losses, spaces to try them on, and fields."""
 

@@ -110,8 +110,6 @@ class QMIXConfig(VDNConfig):
     name: str = "qmix"
     mixing_units: int = Field(32, ge=1)
     """Units of the mixing network's hidden layer."""
-    hypernetwork_units: int = Field(64, ge=1)
-    """Units of the hidden layers of the networks that make its weights."""
 
 
 class RainbowConfig(QLearningConfig):

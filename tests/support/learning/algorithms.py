@@ -44,6 +44,7 @@ def make(
     *,
     shape: tuple[int, int] | None = None,
     seed: int = 3,
+    agents: int = 1,
     setting: dict[str, Any] | None = None,
     prepare: Callable[[Any], None] | None = None,
     **fields: Any,
@@ -62,10 +63,11 @@ def make(
     config = ALGORITHMS[name].model_validate(section)
     network = PolicyConfig.model_validate({"hidden_sizes": (6, 5) if remembers else (16,)} | (policy or {}))
     described = described or (BOXES if name in OF_BOXES else CHOICE)
-    built = build_policies({"p": described}, {"p": network}, config, seed)["p"]
+    team = {str(number): "p" for number in range(agents)}
+    built = build_policies({"p": described}, {"p": network}, config, seed, team)["p"]
     if prepare is not None:
         prepare(built)
-    return make_algorithm(built, config, Setting(CPU, seed, steps, slots, **(setting or {})))
+    return make_algorithm(built, config, Setting(CPU, seed, steps, slots, **{"agents": agents, **(setting or {})}))
 
 
 def make_dqn(

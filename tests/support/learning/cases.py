@@ -32,6 +32,7 @@ PENDULUM = {"environment": {"id": "Pendulum-v1", "num_envs": 4, "max_episode_ste
 """Episodes that are cut off within the run."""
 PRIORITIZED = {"kind": "prioritized", "capacity": 5 * 32, "alpha": 0.7, "beta": changing(0.4, 1.0)}
 """Of an odd number of fragments, while an update brings two: it wraps in the middle of one."""
+UNIFORM = {"kind": "uniform", "capacity": 5 * 64}
 DRAWING: dict[str, Any] = {"minibatch_size": 16, "gradient_steps_per_env_step": 0.1, "replay_buffer": PRIORITIZED}
 CLONING = {"behavioral_cloning": {"strength": changing(0.5, 0.0), "minibatch_size": 24}}
 SIGNAL: dict[str, Any] = {"learning_rate": 1e-2, "hidden_sizes": [6]}
@@ -50,6 +51,13 @@ def averaging() -> dict[str, Any]:
     return {"policies": {"default": {"hidden_sizes": [8], "normalize_observations": True, "reward_ewma": 0.1}}}
 
 
+def team(**policy: Any) -> dict[str, Any]:
+    """Sections for two agents of one policy, of which one is out before the other."""
+    twins = {"id": "tests.support.environments:Twins", "api": "pettingzoo", "num_envs": 4}
+    whole = {"hidden_sizes": [8], "normalize_observations": True, "normalize_rewards": True}
+    return {"environment": twins, "policies": {"default": whole | policy}}
+
+
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ppo": ("ppo", {"minibatch_size": 20, "epochs": 2, "clip_range": changing(0.3, 0.1)}, {}),
     "ppo, imitating": ("ppo", ON_POLICY_FIELDS["ppo"] | IMITATING, {}),
@@ -62,6 +70,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "appo": ("appo", ON_POLICY_FIELDS["appo"], {}),
     "appo, imitating": ("appo", ON_POLICY_FIELDS["appo"] | IMITATING, {}),
     "appo with a core": ("appo", {"minibatch_size": 20, "epochs": 2}, with_core("lstm")),
+    "ppo, a team": (
+        "ppo", {"minibatch_size": 20, "epochs": 2, "normalize_values": True}, team(critic_observes="team"),
+    ),
+    "appo, a team": (
+        "appo", {"minibatch_size": 20, "epochs": 2, "target_updates": 3, "normalize_values": True},
+        team(critic_observes="team"),
+    ),
+    "vdn": ("vdn", {**DRAWING, "replay_buffer": UNIFORM, "target_update_steps": 5, "team_reward": "sum"}, team()),
+    "qmix": ("qmix", {**DRAWING, "replay_buffer": UNIFORM, "target_update_steps": 5, "mixing_units": 4}, team()),
     "dqn": (
         "dqn",
         {**DRAWING, "n_step": 3, "target_update_steps": 5,

@@ -1,4 +1,4 @@
-"""PPO, APPO, A2C and IMPALA compared with TorchRL: batches with its GAE and V-trace, losses and gradients.
+"""PPO, APPO, A2C, IMPALA and MAPPO compared with TorchRL: batches with its GAE and V-trace, losses and gradients.
 
 APPO against its target network is TorchRL's decoupled objective of PPO with the target as the proximal policy, where no
 weight is cut (ρ̄ beyond all ratios). The divergence that APPO may add has no counterpart there.
@@ -6,14 +6,17 @@ weight is cut (ρ̄ beyond all ratios). The divergence that APPO may add has no 
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
+from torchrl.modules import PopArtValueNorm
 from torchrl.objectives import A2CLoss, ClipPPOLoss
+from torchrl.objectives.multiagent import MAPPOLoss
 from torchrl.objectives.value.functional import generalized_advantage_estimate, vtrace_advantage_estimate
 
 from shared.experience.counters import Counters
@@ -24,6 +27,7 @@ from tests.support.learning.algorithms import make, older, on_both_spaces
 from tests.support.learning.experience import acted, advantage_batch, received, update_batch
 from trainer_node.learning.algorithms.on_policy import OnPolicy
 from trainer_node.learning.building_blocks.batch import Batch
+from trainer_node.learning.building_blocks.team import with_team
 
 pytestmark = pytest.mark.filterwarnings(sides.QUIET)
 COEFFICIENTS: dict[str, Any] = {"entropy_coefficient": 0.05, "value_coefficient": 0.7}
@@ -171,3 +175,61 @@ def told_of(policy: ActorCritic, columns: Columns, bars: tuple[float, float] | N
         )
     advantage, target = (item.squeeze(-1).T.flatten() for item in found)
     return advantage, target
+
+
+class Joint(nn.Module):
+    """Values `[B, A, 1]` from what all agents observe `[B, A, …]`: each agent's own first, then the others', then its
+    number; in the environment's units, as TorchRL has them."""
+
+    def __init__(self, policy: ActorCritic) -> None:
+        super().__init__()
+        self.layers = sides.copied(policy.critic.mlp, policy.value_head)
+        self.scale = copy.deepcopy(policy.value_scale)
+
+    def forward(self, observation: Tensor) -> Tensor:
+        agents, rows = observation.shape[1], []
+        for own in range(agents):
+            order = [own, *(other for other in range(agents) if other != own)]
+            number = torch.eye(agents)[own].expand(len(observation), -1)
+            rows.append(torch.cat([*(observation[:, agent] for agent in order), number], dim=1))
+        value: Tensor = self.layers(torch.stack(rows, dim=1))
+        return value if self.scale is None else self.scale.restored(value)
+
+
+@on_both_spaces
+@pytest.mark.parametrize("normalize_values", [False, True])
+@pytest.mark.parametrize("normalize_advantages", [False, True])
+def test_mappos_loss(described: PolicySpaces, normalize_values: bool, normalize_advantages: bool) -> None:
+    """TorchRL's critic predicts in the environment's units and its loss normalizes; ours predicts normalized values."""
+    agents, num_envs, steps = 3, 2, 8
+    switches = {"normalize_values": normalize_values, "normalize_advantages": normalize_advantages}
+    ppo = make("ppo", described, {"critic_observes": "team"}, agents=agents, **COEFFICIENTS, **switches)
+    columns = with_team(acted(older(ppo.policy), 3, steps, agents * num_envs), described.observation, agents)
+    batch = update_batch(ppo, columns)
+
+    def together(tensor: Tensor) -> Tensor:
+        """Rows → `[T · N, A, …]`."""
+        return tensor.unflatten(0, (steps, agents, num_envs)).transpose(1, 2).flatten(0, 1)
+
+    scale = ppo.policy.value_scale
+    target = batch.target if scale is None else scale.restored(batch.target)
+    rows = {
+        "observation": batch.observations["obs"], "action": batch.actions["action"], "action_log_prob": batch.log_prob,
+        "advantage": batch.advantage.unsqueeze(1), "value_target": target.unsqueeze(1),
+    }  # fmt: skip
+    actor, _ = networks(ppo.policy)
+    theirs = MAPPOLoss(
+        actor, sides.value_of(Joint(ppo.policy)), clip_epsilon=0.2, normalize_advantage=normalize_advantages,
+        normalize_advantage_exclude_dims=(), value_norm=PopArtValueNorm(shape=1) if normalize_values else None, **ITS,
+    )  # fmt: skip
+    told = theirs(TensorDict({name: together(tensor) for name, tensor in rows.items()}, [steps * num_envs, agents]))
+    loss, _ = ppo.loss(batch, 0.2)
+    total = told["loss_objective"] + told["loss_critic"] + told["loss_entropy"]
+    assert loss.item() == pytest.approx(total.item(), rel=1e-3)
+    policy, deviations = ppo.policy, [ppo.policy.log_std] if ppo.policy.log_std.numel() else []
+    ours = [*deviations, *policy.actor.parameters(), *policy.head.parameters()]
+    ours += [*policy.critic.parameters(), *policy.value_head.parameters()]
+    of_theirs = [*theirs.actor_network_params.parameters(), *theirs.critic_network_params.parameters()]
+    for one, other in zip(sides.gradients(loss, ours), sides.gradients(total, of_theirs), strict=True):
+        assert float(one.abs().max()) > 1e-5
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=1e-5)

@@ -1,7 +1,7 @@
 """Q-learning of a team's value, made of its agents': VDN (Sunehag et al. 2018) and QMIX (Rashid et al. 2018).
 
-All agents of a policy share its Q-network and act by it alone. What is learned is the value of all of them together, from
-joint transitions: those of one environment at one step.
+All agents of a policy share its Q-network and act by it alone. What is learned is the value of all of them together,
+from joint transitions: those of one environment at one step.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ class VDN(DQN):
     def loss(self, batch: Minibatch, noise: tuple[Noise, Noise, Noise] = (None, None, None)) -> tuple[Tensor, Lesson]:
         """The scalar loss of a minibatch of B · A rows, and its metrics.
 
-        y = r + γ Q_target(s', best action of each agent that goes on), r the mean or sum of the present agents' rewards.
+        y = r + γ Q_target(s', best action of each agent that goes on), r mean or sum of the present agents' rewards.
         """
         (action,), shape = batch.actions.values(), (-1, self._setting.agents)
         there, discount = batch.weight.reshape(shape), (batch.discount * batch.weight).reshape(shape)
@@ -71,9 +71,7 @@ class QMIX(VDN):
     def __init__(self, policy: QNetwork, config: QMIXConfig, setting: Setting) -> None:
         super().__init__(policy, config, setting)
         with borrowed_random_state(update_seed(setting.seed, 0)):
-            made = Mixer(
-                policy.spaces.observation, policy.config, setting.agents, config.mixing_units, config.hypernetwork_units
-            )
+            made = Mixer(policy.spaces.observation, policy.config, setting.agents, config.mixing_units)
         self.mixer = made.to(setting.device)
         self.target_mixer = copy_sharing_buffers(self.mixer).requires_grad_(False)
         learned = [item for item in (*policy.parameters(), *self.mixer.parameters()) if item.requires_grad]
@@ -97,20 +95,14 @@ class Mixer(nn.Module):
     """A network of two layers whose weights are never negative, so that what is best for one agent is for the team;
     hypernetworks make them from what all agents observe (eq. 4 to 5 and figure 2 of the paper)."""
 
-    def __init__(
-        self, observation: SpaceSpec, config: PolicyConfig, agents: int, units: int, hypernetwork_units: int
-    ) -> None:
+    def __init__(self, observation: SpaceSpec, config: PolicyConfig, agents: int, units: int) -> None:
         super().__init__()
         self._shape = agents, units
         self.state = EachAgent(observation, config, agents)
-
-        def two_layers(hidden: int, outputs: int) -> nn.Sequential:
-            return nn.Sequential(nn.Linear(self.state.features, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
-
-        self.first = two_layers(hypernetwork_units, agents * units)
-        self.first_bias = nn.Linear(self.state.features, units)
-        self.second = two_layers(hypernetwork_units, units)
-        self.second_bias = two_layers(units, 1)
+        size = self.state.features
+        self.first, self.first_bias = nn.Linear(size, agents * units), nn.Linear(size, units)
+        self.second = nn.Linear(size, units)
+        self.second_bias = nn.Sequential(nn.Linear(size, units), nn.ReLU(), nn.Linear(units, 1))
 
     def forward(
         self,

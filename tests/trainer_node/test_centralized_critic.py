@@ -1,0 +1,253 @@
+"""Centralized critics: what a team observes, who is absent from it, and values in units of their own."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.config.run_config import Config
+from shared.config.sections import PolicyConfig
+from shared.experience.counters import Counters
+from shared.experience.spaces import Array, Columns
+from shared.policies.critic import MASK, NUMBER, ValueScale
+from shared.policies.serialization import decode_policy, encode_policy
+from tests.conftest import minimal_config
+from tests.support.learning.algorithms import ON_POLICY, SEEN, bits, make, weights
+from tests.support.learning.cases import team
+from tests.support.learning.experience import acted, received, update_batch
+from tests.support.learning.slow_returns import Case
+from trainer_node.learning.building_blocks.team import with_team
+
+AGENTS = 3
+every = pytest.mark.parametrize("name", ON_POLICY)
+
+
+def of_a_team(name: str, *, observes: str = "team", **fields: Any) -> Any:
+    policy = {"normalize_observations": True, "critic_observes": observes}
+    return make(name, policy=policy, agents=AGENTS, shape=(8, 6), **fields)
+
+
+def seen_by_a_team(policy: Any, seed: int) -> Columns:
+    """A fragment of two environments; agents come and go, and absent ones are zeros where a fragment ends."""
+    columns = acted(policy, seed, slots=2 * AGENTS, absent=True)
+    columns["bootstrap_obs"][columns["terminated"][-1] | columns["truncated"][-1]] = 0.0
+    return columns
+
+
+@given(st.integers(0, 200), st.integers(1, 4), st.integers(1, 3))
+def test_a_team_is_what_each_of_its_agents_observes_at_that_step(seed: int, agents: int, num_envs: int) -> None:
+    policy = make("ppo").policy
+    columns = acted(policy, seed, slots=agents * num_envs, absent=True)
+    found = with_team(columns, SEEN, agents)
+    over = columns["terminated"] | columns["truncated"]
+    last = {(int(t), int(s)): row for (t, s), row in zip(columns["final_index"], columns["final_obs"])}
+
+    def slow(slot: int, observed: Any) -> tuple[list[Array], list[bool]]:
+        """From a slot → what it observes, None where it is absent; our own agent first."""
+        own, environment = divmod(slot, num_envs)
+        others = [number for number in range(agents) if number != own]
+        rows = [observed(number * num_envs + environment) for number in (own, *others)]
+        return [np.zeros(3) if row is None else row for row in rows], [row is not None for row in rows]
+
+    def same(prefix: str, place: Any, slot: int, observed: Any) -> None:
+        rows, there = slow(slot, observed)
+        masked = found[f"{prefix}team_obs"][place] * found[prefix + MASK][place][:, np.newaxis]
+        np.testing.assert_array_equal(masked, np.array(rows, np.float32))
+        assert found[prefix + MASK][place].tolist() == there and found[prefix + NUMBER][place] == slot // num_envs
+
+    def now(step: int, other: int) -> Any:
+        return columns["obs"][step, other] if columns["mask"][step, other] else None
+
+    def after(step: int, other: int) -> Any:
+        if (step, other) in last:
+            return last[step, other]
+        if over[step, other] or not columns["mask"][step, other]:
+            return None
+        return columns["obs"][step + 1, other] if step < 7 else columns["bootstrap_obs"][other]
+
+    for step, slot in np.ndindex(columns["mask"].shape):
+        same("", (step, slot), slot, partial(now, step))
+    for slot in range(agents * num_envs):  # never zeros here: all are there, also those that begin anew
+        same("bootstrap_", slot, slot, lambda s: columns["bootstrap_obs"][s])
+    for number, (step, slot) in enumerate(columns["final_index"].tolist()):
+        same("final_", number, slot, partial(after, step))
+
+
+def test_who_is_absent_after_the_last_step_is_so_for_the_others() -> None:
+    columns = acted(make("ppo").policy, 3, slots=4)
+    columns["terminated"][-1], columns["truncated"][-1] = [True, False, False, False], False
+    columns["bootstrap_obs"][0] = 0.0
+    columns["bootstrap_obs"][1] = 0.0  # plays on, and happens to observe zeros
+    there = with_team(columns, SEEN, 2)["bootstrap_" + MASK]
+    assert there.tolist() == [[False, True], [True, True], [True, False], [True, True]]
+
+
+@every
+def test_the_critic_sees_the_others_and_the_actor_does_not(name: str) -> None:
+    algorithm = of_a_team(name)
+    columns = seen_by_a_team(algorithm.policy, 1)
+    batch = update_batch(algorithm, with_team(columns, SEEN, AGENTS))
+    observations = {name: tensor.clone() for name, tensor in batch.observations.items()}
+    params, value = algorithm.policy.action_parameters_and_value(observations)
+    assert torch.equal(params, algorithm.policy.action_parameters({"obs": observations["obs"]}))
+    present, absent = observations[MASK][:, 1], ~observations[MASK][:, 2]
+    assert present.any() and absent.any()
+    observations["team_obs"][:, 1] += 1.0
+    moved = algorithm.policy.value(observations) != value
+    assert torch.equal(moved, present), "whoever is there is seen"
+    observations["team_obs"][:, 1] -= 1.0
+    observations[NUMBER] = (observations[NUMBER] + 1) % AGENTS
+    assert (algorithm.policy.value(observations) != value).all(), "it knows whose value it tells"
+
+
+@every
+@pytest.mark.parametrize("normalize", [False, True])
+def test_what_stands_in_masked_rows_is_not_learned(name: str, normalize: bool) -> None:
+    found = []
+    for garbage in (0, 1):
+        algorithm = of_a_team(name, normalize_values=normalize)
+        columns = seen_by_a_team(algorithm.policy, 5)
+        gone, random = ~columns["mask"], np.random.default_rng(garbage)
+        assert gone.sum() > 3
+        for column in ("obs", "reward", "log_prob"):
+            columns[column][gone] = random.normal(size=columns[column][gone].shape) * 1e6
+        columns["action"][gone] = garbage
+        metrics = algorithm.update(received(columns), Counters())
+        found.append((metrics, bits(algorithm)))
+    assert found[0] == found[1]
+
+
+@every
+def test_several_fragments_are_learned_together(name: str) -> None:
+    """Slots of several fragments stand side by side; each team stays that of its own environment."""
+    algorithm, other = of_a_team(name), of_a_team(name)
+    first, second = (seen_by_a_team(algorithm.policy, seed) for seed in (1, 2))
+    before = weights(algorithm)
+    algorithm.update(received(first, second), Counters())
+    other.update(received(second, first), Counters())
+    assert weights(algorithm) != before
+    columns = [with_team(item, SEEN, AGENTS) for item in (first, second)]
+    rows = [update_batch(of_a_team(name), item).observations["team_obs"] for item in columns]
+    whole = of_a_team(name)
+    tensors = whole._tensors(received(first, second))
+    with torch.no_grad():
+        whole.signals.look(received(first, second), tensors)
+        together = whole.batch(tensors).observations["team_obs"]
+    assert torch.equal(torch.sort(torch.cat(rows).flatten())[0], torch.sort(together.flatten())[0])
+
+
+def test_a_policys_file_holds_its_team_and_its_scale() -> None:
+    algorithm = of_a_team("ppo", normalize_values=True)
+    algorithm.update(received(seen_by_a_team(algorithm.policy, 1)), Counters())
+    again, _ = decode_policy(encode_policy(algorithm.policy, 3))
+    assert again.network == {"agents": AGENTS, "normalize_values": True}
+    assert encode_policy(again, 3) == encode_policy(algorithm.policy, 3)
+    assert make("ppo").policy.network == {}, "nor is anything new in the file of one that has neither"
+
+
+# Values in units of their own
+
+
+@given(st.lists(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=9), min_size=1, max_size=5))
+def test_the_scale_is_that_of_averages_over_batches(batches: list[list[float]]) -> None:
+    scale, values = ValueScale(), torch.tensor([-3.0, 0.0, 7.5])
+    assert torch.equal(scale.normalized(values), values) and torch.equal(scale.restored(values), values)
+    for batch in batches:
+        scale.update(torch.tensor(batch))
+    share = np.array([0.99999 ** (len(batches) - 1 - place) for place in range(len(batches))])
+    mean, square = (
+        (share * [np.mean(np.float64(batch) ** power) for batch in batches]).sum() / share.sum() for power in (1, 2)
+    )
+    deviation = np.sqrt(max(square - mean**2, 1e-2))
+    np.testing.assert_allclose(scale.normalized(values), (values - mean) / deviation, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(scale.restored(scale.normalized(values)), values, rtol=1e-3, atol=1e-1)
+
+
+@pytest.mark.parametrize("name", ["ppo", "a2c"])
+def test_advantages_are_in_the_environments_units_and_targets_in_the_critics(name: str) -> None:
+    algorithm = make(name, normalize_values=True, gae_lambda=0.8)
+    scale = algorithm.policy.value_scale
+    scale.update(torch.tensor([100.0, 140.0]))
+    assert scale.restored(torch.zeros(1)).item() == pytest.approx(120.0)
+    columns = acted(algorithm.policy, 4)
+
+    def values(prefix: str) -> Any:
+        rows = {"obs": torch.from_numpy(columns[f"{prefix}obs"]).reshape(-1, 3)}
+        return scale.restored(algorithm.policy.value(rows)).detach().double().numpy()
+
+    final = {(int(t), int(s)): float(value) for (t, s), value in zip(columns["final_index"], values("final_"))}
+    case = Case(
+        np.zeros((8, 4)), columns["reward"].astype(np.float64), values("").reshape(8, 4), values("bootstrap_"),
+        columns["terminated"], columns["truncated"], columns["mask"], final, gamma=0.99, decay=0.8,
+    )  # fmt: skip
+    slow = case.slow_gae()
+    batch = update_batch(algorithm, columns)
+    np.testing.assert_allclose(batch.advantage, slow.flatten(), rtol=1e-3, atol=1e-3)
+    targets = torch.from_numpy((slow + case.value).flatten())
+    np.testing.assert_allclose(batch.target, scale.normalized(targets), rtol=1e-3, atol=1e-3)
+    assert scale.restored(torch.zeros(1)).item() == pytest.approx((120 + float(targets.mean())) / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("core", ["none", "gru"])
+def test_a_critic_learns_returns_of_thousands_with_a_scale_and_not_without(core: str) -> None:
+    """The same few gradient steps on rewards of 1000 in episodes of a step: the error that is left, in units of 1000."""
+
+    def error(normalize: bool) -> float:
+        policy = {"hidden_sizes": (16,)} | ({} if core == "none" else {"core": core, "share_encoder": True})
+        algorithm = make("ppo", policy=policy, normalize_values=normalize, learning_rate=3e-3)
+        columns = acted(algorithm.policy, 4)
+        columns["reward"][:], columns["terminated"][:], columns["truncated"][:] = 1000.0, True, False
+        columns |= {"final_index": columns["final_index"][:0], "final_obs": columns["final_obs"][:0]}
+        for update in range(20):
+            algorithm.update(received(columns), Counters(updates=update))
+        batch, scale = update_batch(algorithm, columns), algorithm.policy.value_scale
+        value = batch.counted(batch.value)
+        return float(((scale.restored(value) if normalize else value) / 1000 - 1).abs().mean())
+
+    assert error(True) < 0.01 < 0.9 < error(False)
+
+
+# Configs
+
+
+def test_a_run_without_either_keeps_its_hash() -> None:
+    plain = minimal_config()
+    section = plain.algorithm.model_dump()
+    assert plain.hash() == minimal_config(algorithm=section | {"normalize_values": False}).hash()
+    assert plain.hash() != minimal_config(algorithm=section | {"normalize_values": True}).hash()
+    deciding = plain._deciding()
+    assert "normalize_values" not in deciding["algorithm"] and "critic_observes" not in deciding["policies"]["default"]
+    whole, own = (minimal_config(**team(critic_observes=sees)) for sees in ("team", "own"))
+    assert whole.decides_otherwise(own) == ["policies.default.critic_observes"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"policies": {"default": {"critic_observes": "team"}}}, "environment.api=gymnasium"),
+        (team(critic_observes="team") | {"algorithm": {"name": "dqn"}}, "algorithm.name=dqn"),
+        (team(critic_observes="team", share_encoder=True), "share_encoder=true and core=none"),
+        (team(critic_observes="team", share_encoder=True, core="gru"), "core=gru"),
+        ({"algorithm": {"name": "vdn", "n_step": 3}}, "n_step=3 with vdn"),
+        ({"algorithm": {"name": "qmix", "noisy": True}}, "noisy=True with qmix"),
+        ({"algorithm": {"name": "qmix", "replay_buffer": {"kind": "prioritized"}}}, "replay_buffer.kind=prioritized"),
+    ],
+)
+def test_what_cannot_be_is_refused(sections: dict[str, Any], words: str) -> None:
+    def made() -> Config:
+        return minimal_config(**sections)
+
+    with pytest.raises(ValueError, match=words):
+        made()
+
+
+def test_a_policy_with_its_own_critic_is_what_it_was() -> None:
+    assert PolicyConfig().critic_observes == "own"
+    plain, own = make("ppo"), make("ppo", agents=AGENTS, policy={"critic_observes": "own"})
+    assert weights(plain) == weights(own) and plain.policy.read_columns == ("obs",)
