@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, EnvironmentUnusable
 from shared.experience.spaces import SpaceSpec
 
 KEY = "action_mask"
@@ -22,13 +22,16 @@ def with_mask(observation: Any, mask: Any) -> Any:
 
 
 def from_info(observation: Any, info: Mapping[str, Any], choices: int) -> dict[str, Any]:
-    """An observation with the mask of its `info`; raises `ValueError` where that has none of so many choices."""
+    """An observation with the mask of its `info`; raises `EnvironmentUnusable` where it has none of that size."""
     found = info.get(KEY)
     parts = found if isinstance(found, tuple | list) else [found]
     mask = None if found is None else np.concatenate([np.asarray(part).reshape(-1) for part in parts])
     if mask is None or mask.shape != (choices,):
         what = "none" if mask is None else f"{mask.size} numbers"
-        raise ValueError(f"environment.action_mask=info expects info[{KEY!r}] with {choices} numbers, found {what}")
+        raise EnvironmentUnusable(
+            f"environment.action_mask=info expects info[{KEY!r}] with {choices} numbers, found {what}; tell it at each "
+            f"reset and step, or use environment.action_mask=auto"
+        )
     return dict(with_mask(observation, (mask > 0).astype(np.int8)))
 
 

@@ -128,7 +128,8 @@ class Parallel:
         choices = self._masks.get(agent, 0)
         if not choices:
             return observation
-        return from_info(observation, info if agent in live else {KEY: np.zeros(choices, np.int8)}, choices)
+        none = {} if agent in live else {KEY: np.zeros(choices, np.int8)}  # nobody acts, so it need not tell one
+        return from_info(observation, {**none, **info}, choices)
 
     @NamedFailures("step")  # such as of what it returned and fits in no column
     def step(self, actions: Mapping[str, Columns]) -> Step:
@@ -290,3 +291,38 @@ class Turns(Parallel):
                 step.truncated[slot] = True
                 finals.append((slot, copy.deepcopy(episode.observations[agent])))
         episode.live = set()
+
+
+class OneAtATime:
+    """A game in turns with the methods of a parallel one, in which there is only the agent whose turn it is."""
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+    @property
+    def agents(self) -> list[str]:
+        return [self._env.agent_selection] if self._env.agents else []
+
+    def reset(self, *, seed: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        self._env.reset(seed=seed)
+        return self._turn()
+
+    def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+        ((agent, action),) = actions.items()
+        self._env.step(action)
+        rewards, over = self._env.rewards, (self._env.terminations, self._env.truncations)
+        outcomes = [{agent: each.get(agent, default)} for each, default in zip((rewards, *over), (0.0, True, False))]
+        seen, infos = self._turn()
+        return (seen, *outcomes, infos)
+
+    def _turn(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        while self._env.agents:
+            agent = self._env.agent_selection
+            observation, _, terminated, truncated, info = self._env.last()
+            if not (terminated or truncated):
+                return {agent: observation}, {agent: info}
+            self._env.step(None)
+        return {}, {}

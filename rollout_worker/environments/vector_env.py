@@ -126,13 +126,13 @@ class NamedFailures(ContextDecorator):
 def reject_unusable(columns: Mapping[str, Columns], description: EnvironmentDescription) -> None:
     """Raises `EnvironmentFailure` where observations or rewards (policy id → columns) cannot be learned from."""
     for policy_id, its in columns.items():
-        leaves = description.policies[policy_id].observation.leaves
+        spaces = description.policies[policy_id]
+        leaves, masks = spaces.observation.leaves, spaces.observation.mask_columns
         observed = {leaf.column(prefix): leaf for prefix in ("obs", "bootstrap_obs", "final_obs") for leaf in leaves}
-        masks = [its[leaf.column("obs")] for leaf in leaves if leaf.mask]
-        if masks and "mask" in its and not (np.concatenate(masks, axis=-1)[its["mask"]] > 0).any(axis=-1).all():
+        if masks and "mask" in its and (stuck := spaces.without_legal({n: its[n][its["mask"]] for n in masks})).any():
             raise EnvironmentFailure(
-                f"the environment told policy {policy_id} an action_mask without a legal action, where one was to be "
-                f"acted; mark at least one, or end the episode"
+                f"the environment told policy {policy_id} an action_mask without a legal action in {stuck.sum()} of "
+                f"{len(stuck)} steps that were acted; expected one for each choice; mark it, or end the episode"
             )
         for name, array in its.items():
             if name != "reward" and name not in observed:

@@ -25,6 +25,11 @@ def check_sections_together(run: ConfigFields) -> None:
             f"environment.vectorization='native' cannot apply environment.wrappers="
             f"{[wrapper.path for wrapper in environment.wrappers]}; use sync or async"
         )
+    if environment.action_mask == "info" and environment.vectorization == "native":
+        raise ValueError(
+            "environment.action_mask=info with environment.vectorization=native: its `info` is that of all copies at "
+            "once; use sync or async, or an environment that observes its action_mask"
+        )
     if environment.api == "pettingzoo" and environment.vectorization != "sync":
         raise ValueError(
             f"environment.api=pettingzoo works with environment.vectorization=sync only, found "

@@ -159,6 +159,14 @@ class PolicySpaces(PlainData):
     observation: SpaceSpec
     action: SpaceSpec
 
+    def without_legal(self, observations: Mapping[str, Array]) -> Array:
+        """`[B]`: in which of the observations `[B, …]` the mask leaves some choice without a legal option."""
+        masks = [observations[name] for name in self.observation.mask_columns]
+        legal = np.concatenate([mask.reshape(len(mask), math.prod(mask.shape[1:])) for mask in masks], axis=1) > 0
+        sizes = [options for leaf in self.action.leaves for options in leaf.nvec]
+        found: Array = ~np.logical_or.reduceat(legal, np.cumsum([0, *sizes[:-1]]), axis=1).all(axis=1)
+        return found
+
 
 @dataclass(frozen=True)
 class EnvironmentDescription(PlainData):

@@ -53,11 +53,7 @@ class DeployedPolicy:
         observation's own."""
         try:
             one = _in_each(observation, lambda leaf: np.asarray(leaf)[None])
-            mask = (
-                None
-                if action_mask is None
-                else np.concatenate([np.reshape(it, -1) for it in _parts(action_mask)])[None]
-            )
+            mask = None if action_mask is None else _in_each(self._joined(action_mask), lambda it: np.asarray(it)[None])
         except ValueError:  # lists of several lengths
             raise self._no_observation(observation) from None
         return _in_each(self.act_batch(one, greedy=greedy, action_mask=mask), lambda leaf: leaf[0])
@@ -93,6 +89,14 @@ class DeployedPolicy:
             raise UserError("this policy acts by an action mask: give act(observation, action_mask=…), 1 where legal")
         return observations if action_mask is None else {**inside, "action_mask": action_mask}
 
+    def _joined(self, mask: Any) -> Any:
+        """A tuple of arrays, one for each choice, as one array, unless the observation's own mask is nested too."""
+        leaves = [leaf for leaf in self._policy.spaces.observation.leaves if leaf.mask]
+        if [leaf.path for leaf in leaves] != ["action_mask"]:
+            return mask
+        flat = np.concatenate([np.reshape(part, -1) for part in (mask if isinstance(mask, tuple) else (mask,))])
+        return flat.reshape(leaves[0].shape) if flat.size == leaves[0].size else flat
+
     def _columns(self, observations: Any) -> Columns:
         """The arrays of a batch; raises `UserError` for what no observation of this space is."""
         spec = self._policy.spaces.observation
@@ -110,9 +114,8 @@ class DeployedPolicy:
                 first = leaf.starts()
                 bounds = f"{first.tolist()} to {(first + np.reshape(leaf.nvec, leaf.shape) - 1).tolist()}"
                 raise UserError(f"{where}: expected choices from {bounds}, found {(array + first).tolist()}")
-        masks = [columns[name].reshape(len(columns[name]), -1) for name in spec.mask_columns]
-        if masks and not (np.concatenate(masks, axis=1) > 0).any(axis=1).all():
-            raise UserError("action_mask: expected at least one legal action (1), found none")
+        if spec.mask_columns and self._policy.spaces.without_legal(columns).any():
+            raise UserError("action_mask: expected at least one legal option (1) of each choice, found none")
         return columns
 
     def _no_observation(self, found: Any) -> UserError:
@@ -181,10 +184,6 @@ def _upload(folder: Path, promoted: str | None = None) -> Path:
         wrong = "is not the one that was promoted" if promoted else "cannot be read"
         raise CheckpointDamaged(f"the manifest in {folder} {wrong}")
     return max(ranks, key=ranks.__getitem__, default=folder)
-
-
-def _parts(mask: Any) -> Any:
-    return mask if isinstance(mask, tuple) else (mask,)
 
 
 def _in_each(nested: Any, change: Callable[[Any], Any]) -> Any:

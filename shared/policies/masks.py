@@ -17,9 +17,16 @@ ILLEGAL = -1e9
 
 
 def legal_choices(observations: Mapping[str, Tensor], spaces: PolicySpaces) -> Tensor | None:
-    """`[B, C]` of all choices; None where nothing is masked."""
+    """`[B, C]` of all choices; None where nothing is masked.
+
+    Where a mask has no legal choice at all, nothing is known of them, and all count: so it is with what is observed
+    after an episode's last step, which may be bootstrapped from, and where nobody is to act.
+    """
     masks = [observations[name].flatten(1) for name in spaces.observation.mask_columns]
-    return (masks[0] if len(masks) == 1 else torch.cat(masks, dim=1)) > 0 if masks else None
+    if not masks:
+        return None
+    legal = (masks[0] if len(masks) == 1 else torch.cat(masks, dim=1)) > 0
+    return legal | ~legal.any(dim=1, keepdim=True)
 
 
 def masked(outputs: Tensor, observations: Mapping[str, Tensor], spaces: PolicySpaces) -> Tensor:
