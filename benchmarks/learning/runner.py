@@ -5,6 +5,7 @@ Ray. Comes in: task, seed, mode. Goes out: its `Result`, read from what the run 
 from __future__ import annotations
 
 import csv
+import json
 import shutil
 import subprocess
 import sys
@@ -148,7 +149,7 @@ def judged(run: Run, checkpoint: str, task: Task) -> float:
     objects = store.load(checkpoint).objects
 
     def snapshots() -> list[DeployedPolicy]:
-        taken = LeagueState.decode(objects[LEAGUE]).snapshots
+        taken = LeagueState.from_dict(json.loads(objects[LEAGUE])).snapshots
         return [load_policy(read_player(store.store, its.sha256)) for its in taken if its.policy == task.policy]
 
     policy = load_policy(objects[f"{task.policy}/policy.safetensors"])

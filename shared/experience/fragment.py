@@ -193,6 +193,8 @@ def decode(blob: bytes) -> Fragment:
         raise FragmentError(DropReason.WIRE_VERSION, f"found {found!r}, this trainer reads {readable}")
     try:
         layout, sparse = header.pop("layout"), header.pop("sparse", {})
+        if sparse:  # what is in memory is whole
+            header["wire_version"] = WIRE_VERSION
         parsed = _HEADER.validate_python(header)
         columns: dict[str, Columns] = {}
         for name, array in column_codec.unpack(packed, layout).items():

@@ -162,7 +162,8 @@ def test_the_scale_is_that_of_averages_over_batches(batches: list[list[float]]) 
         scale.update(torch.tensor(batch))
     share = np.array([0.99999 ** (len(batches) - 1 - place) for place in range(len(batches))])
     mean, square = (
-        (share * [np.mean(np.float64(batch) ** power) for batch in batches]).sum() / share.sum() for power in (1, 2)
+        np.sum(share * np.array([np.mean(np.asarray(batch, np.float64) ** power) for batch in batches])) / share.sum()
+        for power in (1, 2)
     )
     deviation = np.sqrt(max(square - mean**2, 1e-2))
     np.testing.assert_allclose(scale.normalized(values), (values - mean) / deviation, rtol=1e-3, atol=1e-3)
@@ -196,7 +197,7 @@ def test_advantages_are_in_the_environments_units_and_targets_in_the_critics(nam
 
 @pytest.mark.parametrize("core", ["none", "gru"])
 def test_a_critic_learns_returns_of_thousands_with_a_scale_and_not_without(core: str) -> None:
-    """The same few gradient steps on rewards of 1000 in episodes of a step: the error that is left, in units of 1000."""
+    """The same few gradient steps on rewards of 1000 in episodes of a step: what error is left, in units of 1000."""
 
     def error(normalize: bool) -> float:
         policy = {"hidden_sizes": (16,)} | ({} if core == "none" else {"core": core, "share_encoder": True})
