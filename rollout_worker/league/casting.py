@@ -101,7 +101,7 @@ class Casting:
     def act(self, part: Part, group: str, observations: Columns, policy: Policy, generator: torch.Generator) -> Columns:
         """Actions `[R, …]` of an opponent; `policy` is any with the spaces of the group."""
         spaces = self._description.policies[group]
-        player = self._opponents.get(self._refs[part.player], spaces, policy)
+        player = self._opponents.get(self._refs[part.player], group, spaces, policy)
         if isinstance(player, Network) and player.policy.state_size:
             key, size = f"{group}@{part.player}", player.policy.state_size
             player.state = self.states.get(key, torch.zeros(len(self._learns[group]), size, device=generator.device))

@@ -130,11 +130,11 @@ class Opponents:
     def __init__(self, load: Callable[[str], bytes]) -> None:
         """`load` gives the bytes of a player's object, by its SHA-256, and waits for the store by name."""
         self._load = load
-        self._held: OrderedDict[tuple[str, str, PolicySpaces], Player] = OrderedDict()
+        self._held: OrderedDict[tuple[str, str, str], Player] = OrderedDict()
 
-    def get(self, ref: PlayerRef, spaces: PolicySpaces, policy: Policy) -> Player:
-        """`policy` is any with these spaces. Raises `PlayerUnusable`, or `ConfigError` for a function that is none."""
-        key = ref.kind, ref.sha256 or ref.source, spaces
+    def get(self, ref: PlayerRef, group: str, spaces: PolicySpaces, policy: Policy) -> Player:
+        """For the seats of policy `group`; `policy` is any with its spaces. Raises `PlayerUnusable`, or `ConfigError` for a function that is none."""
+        key = group, ref.kind, ref.sha256 or ref.source
         if key not in self._held:
             self._held[key] = self._make(ref, spaces, policy)
         self._held.move_to_end(key)

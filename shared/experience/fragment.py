@@ -267,8 +267,8 @@ def expected_columns(
 def kept_rows(columns: Columns) -> Array:
     """`[T, S]`: the rows that something can be learned from: those that were acted, and what follows the last of them
     where agents act in turns."""
-    there = columns["mask"]
-    goes_on = there & ~(columns["terminated"] | columns["truncated"])
+    there, *over = (columns[name].astype(np.bool_) for name in ("mask", "terminated", "truncated"))
+    goes_on = there & ~(over[0] | over[1])
     kept = there.copy()
     kept[1:] |= goes_on[:-1]
     return kept
