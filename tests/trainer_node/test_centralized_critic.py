@@ -65,7 +65,7 @@ def test_a_team_is_what_each_of_its_agents_observes_at_that_step(seed: int, agen
         return columns["obs"][step, other] if columns["mask"][step, other] else None
 
     def after(step: int, other: int) -> Any:
-        if (step, other) in last:
+        if (step, other) in last and not columns["terminated"][step, other]:
             return last[step, other]
         if over[step, other] or not columns["mask"][step, other]:
             return None
