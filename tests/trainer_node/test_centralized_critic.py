@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shared.config.run_config import Config
 from shared.config.sections import PolicyConfig
+from shared.errors import ConfigError
 from shared.experience.counters import Counters
 from shared.experience.spaces import Array, Columns
 from shared.policies.critic import MASK, NUMBER, ValueScale
@@ -65,7 +66,7 @@ def test_a_team_is_what_each_of_its_agents_observes_at_that_step(seed: int, agen
         return columns["obs"][step, other] if columns["mask"][step, other] else None
 
     def after(step: int, other: int) -> Any:
-        if (step, other) in last:
+        if (step, other) in last and not columns["terminated"][step, other]:
             return last[step, other]
         if over[step, other] or not columns["mask"][step, other]:
             return None
@@ -244,7 +245,7 @@ def test_what_cannot_be_is_refused(sections: dict[str, Any], words: str) -> None
     def made() -> Config:
         return minimal_config(**sections)
 
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ConfigError, match=words):
         made()
 
 
