@@ -88,7 +88,8 @@ def slow_errors(algorithm: Any, drawn: Batch, team_reward: str, double: bool) ->
 
     def values(network: Any, observations: Array) -> Array:
         with torch.no_grad():
-            return network.outputs({"obs": torch.from_numpy(observations)}).squeeze(2).double().numpy()
+            outputs: Array = network.outputs({"obs": torch.from_numpy(observations)}).squeeze(2).double().numpy()
+        return outputs
 
     for first in range(0, len(drawn.reward), AGENTS):
         rows = slice(first, first + AGENTS)
@@ -119,6 +120,7 @@ def test_values_and_targets_are_those_of_the_slow_form(name: str, double: bool, 
     assert lesson.metrics["train/q_value"].item() == pytest.approx(float(pairs[:, 0].mean()), rel=1e-3, abs=1e-4)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1000), st.integers(0, AGENTS - 1))
 def test_what_is_better_for_an_agent_is_for_the_team(seed: int, agent: int) -> None:
     mixer = team_of("qmix").mixer

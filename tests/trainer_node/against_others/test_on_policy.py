@@ -202,14 +202,14 @@ class Joint(nn.Module):
 def test_mappos_loss(described: PolicySpaces, normalize_values: bool, normalize_advantages: bool) -> None:
     """TorchRL's critic predicts in the environment's units and its loss normalizes; ours predicts normalized values."""
     agents, num_envs, steps = 3, 2, 8
-    switches = {"normalize_values": normalize_values, "normalize_advantages": normalize_advantages}
+    switches: dict[str, Any] = {"normalize_values": normalize_values, "normalize_advantages": normalize_advantages}
     ppo = make("ppo", described, {"critic_observes": "team"}, agents=agents, **COEFFICIENTS, **switches)
     columns = with_team(acted(older(ppo.policy), 3, steps, agents * num_envs), described.observation, agents)
     batch = update_batch(ppo, columns)
 
     def together(tensor: Tensor) -> Tensor:
         """Rows → `[T · N, A, …]`."""
-        return tensor.unflatten(0, (steps, agents, num_envs)).transpose(1, 2).flatten(0, 1)
+        return tensor.reshape(steps, agents, num_envs, *tensor.shape[1:]).transpose(1, 2).flatten(0, 1)
 
     scale = ppo.policy.value_scale
     target = batch.target if scale is None else scale.restored(batch.target)
