@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import fields
 
 from rollout_worker.exploration import base, discrete, noise
 from rollout_worker.exploration.base import Exploration
@@ -31,6 +32,7 @@ _EXPLORATIONS: dict[str, Callable[..., Exploration]] = {
     "parameter_noise": noise.ParameterNoise,
 }
 """By `exploration.kind`; each takes the section's other fields, schedules as their value."""
+_AT_THE_END = Counters(*[1 << 62] * len(fields(Counters)))
 
 
 def make_exploration(config: ExplorationConfig, counters: Counters) -> Exploration:
@@ -53,9 +55,9 @@ class ActingPolicies:
         """
         self._board, self._checkpoints, self._heartbeat, self._epoch = board, checkpoints, heartbeat, epoch
         self._deadline, self._outage_seconds = config.rollout.wait_deadline_seconds, config.store.retry_seconds
-        device, algorithm = torch_device(config.rollout.device), config.algorithm.resolved()
-        self._exploration_config = algorithm.acting
-        policies = build_policies(description.policies, config.policies, algorithm, 0, description.agents)
+        self._config, device = config, torch_device(config.rollout.device)
+        policies = build_policies(description.policies, config.policies, config.algorithm, 0, description.agents)
+        self._explorations = {policy_id: its.acting for policy_id, its in config.algorithms().items()}
         self.policies = {policy_id: policy.to(device) for policy_id, policy in policies.items()}
         with heartbeat.waiting("the first checkpoint (.ready)", self._deadline) as wait:
             if shutdown_requested():
@@ -107,8 +109,15 @@ class ActingPolicies:
             load_state_arrays(self.policies[policy_id], state)
         return True
 
-    def exploration(self) -> Exploration:
-        """How to act now: by chance in warm-up, later as the algorithm explores at these counters."""
-        if self.phase is Phase.HEATUP:
-            return base.RandomActing()
-        return make_exploration(self._exploration_config, self.header.counters.train)
+    def exploration(self) -> dict[str, Exploration]:
+        """How each policy is to act now: by chance in warm-up, later as its algorithm explores at these counters. One
+        that does not learn acts as at the end of all schedules."""
+        found: dict[str, Exploration] = {}
+        for policy_id, section in self._explorations.items():
+            if not self._config.policies[policy_id].trainable:
+                found[policy_id] = make_exploration(section, _AT_THE_END)
+            elif self.phase is Phase.HEATUP:
+                found[policy_id] = base.RandomActing()
+            else:
+                found[policy_id] = make_exploration(section, self.header.counters.train)
+        return found

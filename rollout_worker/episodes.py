@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 from rollout_worker.environments.factory import make_vector
 from rollout_worker.environments.seeding import SeedLineage
+from rollout_worker.league.casting import Casting
 from rollout_worker.sampling import action_trace
 from rollout_worker.sampling.action_trace import ActionTrace
 from rollout_worker.sampling.dataset_sampler import DatasetSampler
@@ -31,6 +32,7 @@ class Episodes:
     def __init__(
         self, config: Config, description: EnvironmentDescription, log: ExperienceLog, lineage: SeedLineage, *,
         phase: Phase, recording: Recording | None, watchdog: Watchdog, stages: StageTimer, tell: Callable[[str], None],
+        cast: Callable[[], Casting | None] = lambda: None,
     ) -> None:  # fmt: skip
         """Starts the environments where the predecessor's last fragment ended, if they get there again.
 
@@ -39,7 +41,7 @@ class Episodes:
         """
         self._config, self._description, self._log, self._recording = config, description, log, recording
         self._worker, self._phase = f"worker-{lineage.worker}", phase
-        self._watchdog, self._stages, self._tell = watchdog, stages, tell
+        self._watchdog, self._stages, self._tell, self._cast = watchdog, stages, tell, cast
         self._failures, self._fragments, self._tried = RestartBound(config.environment.failures_allowed), 0, False
         self._failures.saw((0,))
         self.sampler = self._first(lineage)
@@ -92,7 +94,8 @@ class Episodes:
         environment = WatchedEnvironment(lambda: make_vector(config, self._description), self._watchdog)
         try:
             environment.set_phase(self._phase)
-            return Sampler(environment, self._description, lineage, self._config.rollout.device, trace, self._stages)
+            device = self._config.rollout.device
+            return Sampler(environment, self._description, lineage, device, trace, self._stages, self._cast())
         except EnvironmentFailure:
             environment.close()
             raise

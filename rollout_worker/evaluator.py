@@ -9,7 +9,7 @@ functions.
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from enum import StrEnum
 from statistics import fmean, pstdev
 from typing import Any
@@ -17,20 +17,27 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_worker.environments.factory import evaluation_environment, make_vector
-from rollout_worker.environments.vector_env import VectorEnvironment, reject_unusable
-from rollout_worker.exploration.base import Greedy, Sampling
-from rollout_worker.watchdog import Watchdog, WatchedEnvironment
+from rollout_worker.league.opponents import Opponents
+from rollout_worker.playing import evaluate_policies, play_match
+from rollout_worker.watchdog import Watchdog
 from shared.config.run_config import Config
 from shared.errors import CheckpointError, EnvironmentFailure, ObjectMissing, StoreError, StoreUnavailable, headline
-from shared.experience.counters import Phase
-from shared.experience.fragment import LARGEST_SHOWN, EpisodeRecord
-from shared.experience.spaces import EnvironmentDescription
-from shared.policies.actor_critic import with_states
+from shared.experience.fragment import EpisodeRecord
+from shared.league.players import read_player
+from shared.league.table import MatchTable, PlayerRef, player_hash, sides_of
 from shared.policies.policy import Policy
 from shared.policies.serialization import decode_policy
 from shared.printable import counted, success_in_words
-from shared.protocol.events import confirmed_return, emit, read_evaluations, read_events, record_evaluation, solves
+from shared.protocol.events import (
+    confirmed_return,
+    emit,
+    policy_return,
+    ranking,
+    read_evaluations,
+    read_events,
+    record_evaluation,
+    solves,
+)
 from shared.protocol.flow_control import RunState
 from shared.protocol.heartbeat import Heartbeat, retry_until_deadline
 from shared.protocol.redis_client import retries
@@ -45,6 +52,7 @@ _LOGGER = logging.getLogger("stagecoach.evaluator")
 _PASSING = (CheckpointError, StoreError, StoreUnavailable)
 _POLL_SECONDS = 1.0
 _POSTPONED_SECONDS = 30.0
+"""Between tries to read what is due. The second comes after a poll: the embedded store shows what is being written."""
 _DEADLINE_SECONDS = 86_400.0
 """A day without a checkpoint: something is wrong, and a restart asks again."""
 SCORING, CONFIRMING = 0, 1
@@ -65,7 +73,7 @@ def scores_of(config: Config, records: Sequence[EpisodeRecord]) -> dict[str, Any
     policies = dict.fromkeys(config.policies, 0.0) if agents and len(config.policies) > 1 else {}
     for agent, its in agents.items() if policies else ():
         policies[config.policy_of(agent)] += its
-    return {
+    scores: dict[str, Any] = {
         "env_steps_played": sum(record.length for record in records),
         "agents": agents,
         "policies": policies,
@@ -78,6 +86,9 @@ def scores_of(config: Config, records: Sequence[EpisodeRecord]) -> dict[str, Any
         "success_rate": fmean(successes) if successes else None,
         "metrics": {name: fmean(its.metrics[name] for its in records if name in its.metrics) for name in names},
     }
+    if (best_by := config.checkpoint.best_by) != "all":
+        scores["ranking"] = policy_return(scores, best_by)
+    return scores
 
 
 def evaluation_seed(config: Config, checkpoint: str, evaluation_round: int) -> int:
@@ -89,58 +100,6 @@ def evaluation_seed(config: Config, checkpoint: str, evaluation_round: int) -> i
     fixed = config.evaluation.seed
     whose = [config.seed, checkpoint_version(checkpoint) or 0] if fixed is None else [fixed]
     return int(np.random.SeedSequence([*whose, evaluation_round]).generate_state(1)[0])
-
-
-@torch.inference_mode()
-def evaluate_policies(
-    config: Config, description: EnvironmentDescription, policies: Mapping[str, Policy], seed: int,
-    episodes: int | None = None, watchdog: Watchdog | None = None,
-) -> tuple[EpisodeRecord, ...]:  # fmt: skip
-    """Plays exactly `episodes` episodes (`evaluation.episodes`) in environments of its own, from the starts of `seed`.
-
-    Each environment plays its share, so that short ones aren't favored. Raises `EnvironmentFailure`, also where
-    `evaluation.deadline_seconds` have passed.
-    """
-    evaluation, episodes = config.evaluation, episodes or config.evaluation.episodes
-
-    def make() -> VectorEnvironment:
-        return make_vector(evaluation_environment(config, episodes), description)
-
-    exploration, generator = Greedy() if evaluation.greedy else Sampling(), torch.Generator().manual_seed(seed)
-    with closing(make() if watchdog is None else WatchedEnvironment(make, watchdog)) as environment:
-        environment.set_phase(Phase.TEST)
-        copies = range(environment.num_envs)
-        shares = [(episodes + index) // len(copies) for index in copies]
-        records: list[list[EpisodeRecord]] = [[] for _ in copies]
-        began = environment.reset([seed + index for index in copies])
-        now = {policy_id: observations for policy_id, (observations, _) in began.items()}
-        remembering = with_states(policies, {policy_id: len(mask) for policy_id, (_, mask) in began.items()})
-        acting = {**policies, **remembering}
-        started = time.monotonic()
-        while any(len(done) < share for done, share in zip(records, shares, strict=True)):
-            if time.monotonic() - started > evaluation.deadline_seconds:
-                raise EnvironmentFailure(
-                    f"{counted(episodes, 'episode')} did not end within evaluation.deadline_seconds="
-                    f"{evaluation.deadline_seconds:g}; set environment.max_episode_steps, or more time"
-                )
-            reject_unusable(now, description)
-            actions = {}
-            for policy_id, observations in now.items():
-                tensors = {name: torch.from_numpy(array) for name, array in observations.items()}
-                chosen, _ = exploration.act(acting[policy_id], tensors, generator)
-                actions[policy_id] = {name: tensor.numpy() for name, tensor in chosen.items()}
-            step = environment.step(actions)
-            now = {policy_id: result.obs for policy_id, result in step.policies.items()}
-            for policy_id, its in remembering.items():
-                its.forget(torch.from_numpy(step.policies[policy_id].over))
-            for index, record in step.episodes:
-                if len(records[index]) < shares[index]:
-                    records[index].append(record)
-    played = tuple(record for done in records for record in done)
-    if not all(abs(record.episode_return) <= LARGEST_SHOWN for record in played):
-        found = f"an evaluated episode returned NaN or more than {LARGEST_SHOWN:g}"
-        raise EnvironmentFailure(f"{found}; look at the environment's rewards")
-    return played
 
 
 class StepResult(StrEnum):
@@ -158,8 +117,10 @@ class Evaluator:
         self._stages = self._profile.add("evaluating", self.heartbeat.stages)
         self._outage_seconds = context.config.store.retry_seconds
         self._after = "0-0"
-        self._postponed: dict[str, float] = {}
-        """What is due and could not be read, and when that is tried again; others are played meanwhile."""
+        self._postponed: dict[str, tuple[int, float]] = {}
+        """What could not be read: how often, and when what is due is tried again; others are played meanwhile."""
+        self.postpones = False
+        """Whether something that is due could not be read yet."""
         self._failures = RestartBound(context.config.environment.failures_allowed)
         self._failures.saw((0,))
         self._watchdog = Watchdog("evaluator", context.config, self.heartbeat, self._before_exit)
@@ -222,8 +183,10 @@ class Evaluator:
 
         def ask() -> str | None:
             if self._context.config.evaluation.every is not None:
-                for name in due_evaluations(self._context.checkpoints.store):
-                    if name not in done and time.monotonic() >= self._postponed.get(name, 0.0):
+                due = [name for name in due_evaluations(self._context.checkpoints.store) if name not in done]
+                self.postpones = any(name in self._postponed for name in due)
+                for name in due:
+                    if time.monotonic() >= self._postponed.get(name, (0, 0.0))[1]:
                         return name
             pointer = self._context.checkpoints.pointer()
             return None if pointer is None or pointer.latest in done else pointer.latest
@@ -249,16 +212,20 @@ class Evaluator:
         started = time.monotonic()
         self.heartbeat.progress = self.heartbeat.progress | {"evaluating": name}
         try:
-            policies = {policy_id: decode_policy(data)[0] for policy_id, data in self._stored_policies(name).items()}
+            stored = self._stored_policies(name)
+            policies = {policy_id: decode_policy(data)[0] for policy_id, data in stored.items()}
             scores = self._play(name, policies, SCORING)
-            if self._may_be_best(scores["mean_return"]):
+            scores["metrics"] |= self._against_fixed(name, stored, policies)
+            if self._may_be_best(ranking(scores)):
                 scores["confirmation"] = self._play(name, policies, CONFIRMING)
         except _PASSING as error:
             _LOGGER.warning("cannot evaluate %s: %s", name, error)  # pruned meanwhile, or damaged: the next one counts
             if isinstance(error, CheckpointError) and context.config.evaluation.every is not None:
-                if name not in self._postponed:
+                tries = self._postponed.get(name, (0, 0.0))[0] + 1
+                if tries == 2:
                     emit(context.redis, context.run_id, "evaluation", f"{name} cannot be evaluated: {error}")
-                self._postponed[name] = time.monotonic() + _POSTPONED_SECONDS
+                pause = _POLL_SECONDS if tries == 1 else _POSTPONED_SECONDS
+                self._postponed[name] = tries, time.monotonic() + pause
             time.sleep(_POLL_SECONDS)
             return
         except EnvironmentFailure as error:
@@ -296,13 +263,42 @@ class Evaluator:
             played = evaluate_policies(config, self._description, policies, seed, watchdog=self._watchdog)
             return scores_of(config, played)
 
-    def _may_be_best(self, mean_return: float) -> bool:
-        """Whether a checkpoint with this score would be among the best that are kept; of equals the newest is."""
+    def _against_fixed(
+        self, name: str, stored: Mapping[str, bytes], policies: Mapping[str, Policy]
+    ) -> dict[str, float]:
+        """In a league, `win_rate/LEARNER/PLAYER` of each learner against each fixed player, on all sides alike."""
+        config, store = self._context.config, self._context.checkpoints.store
+        if config.league is None or not config.league.fixed:
+            return {}
+        sides, seats = sides_of(config.league.sides, self._description.agents)
+        own = {player_hash(data): data for data in stored.values()}
+        opponents = Opponents(lambda sha256: own[sha256] if sha256 in own else read_player(store, sha256))
+        seed, found = evaluation_seed(config, name, SCORING), {}
+        for learner, its in sorted(config.league_learners.items()):
+            current = PlayerRef("policy", player_hash(stored[its.policy]), name)
+            for player, fixed in sorted(config.league.fixed.items()):
+                ref = PlayerRef(fixed.kind or "random", fixed.sha256, fixed.source, fixed.seats)
+                table = MatchTable(sides, seats, {}, {its.policy: current, player: ref})
+                results = []
+                for side in (side for side, seat in enumerate(seats) if seat == its.seat):
+                    if any(seat not in fixed.seats for other, seat in enumerate(seats) if other != side):
+                        continue
+                    lineup = [its.policy if other == side else player for other in range(len(seats))]
+                    played = play_match(
+                        config, self._description, table, lineup, opponents, policies, config.evaluation.episodes, seed
+                    )
+                    results += [match.outcome[side] for match in played]
+                if results:
+                    found[f"win_rate/{learner}/{player}"] = fmean(results)
+        return found
+
+    def _may_be_best(self, rank: float) -> bool:
+        """Whether a checkpoint with this mean return would be among the best that are kept; of equals the newest is."""
         config, kept = self._context.config.checkpoint, self._context.checkpoints.names()
         known = read_evaluations(self._context.redis, self._context.run_id)
         confirmed = [confirmed_return(known[name]) for name in kept if name in known]
         best = sorted((value for value in confirmed if value is not None), reverse=True)[: config.keep_best]
-        return len(best) < config.keep_best or mean_return >= best[-1]
+        return len(best) < config.keep_best or rank >= best[-1]
 
     def check_solved(self) -> None:
         """Ends the run once each of the last evaluations reaches the target."""

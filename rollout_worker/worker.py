@@ -8,7 +8,7 @@ warm-up only; nothing acts.
 import logging
 from contextlib import ExitStack
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import assert_never
 
 import torch
@@ -17,6 +17,8 @@ from rollout_worker.acting_policies import ActingPolicies
 from rollout_worker.claims import Claims
 from rollout_worker.environments.seeding import SeedLineage
 from rollout_worker.episodes import Episodes
+from rollout_worker.league.casting import Casting
+from rollout_worker.league.opponents import Opponents
 from rollout_worker.sampling.sampler import Sample
 from rollout_worker.watchdog import OWN_WORK, Watchdog
 from shared.datasets.read import read_dataset
@@ -24,6 +26,7 @@ from shared.datasets.recording import Recording
 from shared.errors import EnvironmentFailure, ShardFull, WorkerSuperseded
 from shared.experience.fragment import Fragment, FragmentHeader
 from shared.experience.spaces import EnvironmentDescription
+from shared.league.players import read_player
 from shared.protocol.events import emit
 from shared.protocol.experience_log import PushReply
 from shared.protocol.flow_control import Claim, ClaimReply
@@ -152,8 +155,8 @@ class Worker:
     def act(self) -> Sample:
         """Acts one fragment, or cuts it from recorded experience; raises `EnvironmentFailure`."""
         self.episodes.try_acting()
-        steps = self._config.rollout.fragment_steps
-        return self.episodes.sampler.sample(self.policies.policies, self.policies.exploration(), steps)
+        steps, policies = self._config.rollout.fragment_steps, self.policies
+        return self.episodes.sampler.sample(policies.policies, policies.exploration(), steps, policies.header.league)
 
     def _push(self, claim: Claim, sample: Sample, wait_seconds: float) -> StepResult | RoleEnd:
         sampler, config, policies = self.episodes.sampler, self._config, self.policies
@@ -235,7 +238,20 @@ class Worker:
         return Episodes(
             self._config, description, self._log, lineage, phase=self.policies.phase, recording=recording,
             watchdog=self._watchdog, stages=self._stages, tell=lambda text: self._tell("environment", text),
+            cast=self._cast,
         )  # fmt: skip
+
+    def _cast(self) -> Casting | None:
+        """Who plays whom, in a league."""
+        if (table := self.policies.header.league) is None:
+            return None
+        description, (store, seconds) = (
+            self._data[0],
+            (self.context.checkpoints.store, self._config.store.retry_seconds),
+        )
+        opponents = Opponents(lambda sha256: self.heartbeat.outlast(lambda: read_player(store, sha256), seconds))
+        tell = partial(self._tell, "league")
+        return Casting(description, self._config.environment.num_envs, table, opponents, tell)
 
     def _tell(self, kind: str, text: str) -> None:
         emit(self.context.redis, self.context.run_id, kind, text)

@@ -140,6 +140,10 @@ class CheckpointDamaged(CheckpointError):
     """A checkpoint is there, but incomplete, altered, of another run, or of a newer format."""
 
 
+class PlayerUnusable(StagecoachError):
+    """A league's player is missing from the store, or is not what it was when it joined."""
+
+
 class ArchiveIncomplete(UserError):
     """The archive lacks a part of the log that was asked for, or holds something else in its place."""
 

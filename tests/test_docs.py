@@ -12,7 +12,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -135,7 +135,7 @@ def test_config_md_is_what_the_models_say() -> None:
 def test_every_example_config_loads_and_says_what_is_reached() -> None:
     configs = {path.stem: load_config(path, environ={}) for path in EXAMPLES}
     assert {"cartpole", "own_environment"} <= configs.keys()
-    assert {name for name, config in configs.items() if config.stop_at.mean_return is None} <= {"breakout"}
+    assert {name for name, config in configs.items() if config.stop_at.mean_return is None} <= {"breakout", "tictactoe"}
     for name, config in configs.items():
         rate = getattr(config.algorithm, "learning_rate", None)
         if isinstance(rate, Schedule) and rate.over is not None and rate.end == 0 and rate.over.unit == "env_steps":
@@ -144,9 +144,16 @@ def test_every_example_config_loads_and_says_what_is_reached() -> None:
 
 def test_the_yaml_that_users_copy_is_a_config() -> None:
     """Each block on its own, with what it leaves out."""
-    pages = ("README.md", "docs/ENVIRONMENTS.md", "docs/METRICS.md", "docs/PYTHON.md", "docs/DEPLOY.md")
+    pages = (
+        "README.md",
+        "docs/ENVIRONMENTS.md",
+        "docs/METRICS.md",
+        "docs/PYTHON.md",
+        "docs/DEPLOY.md",
+        "docs/LEAGUE.md",
+    )
     blocks = [block for page in pages for block in re.findall(r"```yaml\n(.*?)```", text_of(page), re.DOTALL)]
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     for block in blocks:
         parse_config({"environment": {"id": "CartPole-v1"}, "stop_at": {"updates": 1}} | yaml.safe_load(block))
 
@@ -189,9 +196,9 @@ def test_every_algorithms_page_explains_what_it_writes_and_nothing_else(algorith
 
 def test_the_page_of_metrics_explains_what_every_run_writes_and_nothing_else() -> None:
     files = [*(ROOT / "trainer_node" / "metrics").glob("*.py"), ROOT / "shared" / "storage" / "metric_log.py"]
-    areas = SIGNAL.replace("wait", "wait|episode|eval|event|fleet|log|time_share")
+    areas = SIGNAL.replace("wait", "wait|league|episode|eval|event|fleet|log|time_share")
     written = set().union(*(metric_names(file.read_text(), areas) for file in files))
-    some = {"agent_returns": {"<name>": 1.0}, "metrics": {"<name>": 1.0}}
+    some: dict[str, Any] = {"agent_returns": {"<name>": 1.0}, "metrics": {"<name>": 1.0}}
     written |= of_episodes([EpisodeRecord(1.0, 1, True, **some)]).keys()
     written |= spread("rollout/ep_shaped_rew", [1.0]).keys()
     scores = dict.fromkeys(("mean_return", "std_return", "min_return", "max_return", "mean_length", "episodes"), 1.0)

@@ -104,8 +104,9 @@ class LogConsumer:
         self._stages = stages or StageTimer()
         self._run_id, self._description = run_id, description
         self._rollout, self._num_envs = config.rollout, config.environment.num_envs
-        self._learns_from_others = config.algorithm.resolved().learns_from_others
-        """Then what was acted at random and comes when warm-up is over is learned from like anything else."""
+        self._by_log_prob = {name for name in config.trainable if not config.algorithm_of(name).learns_from_others}
+        """The policies that learn only from what they acted themselves. Without any, what was acted at random and comes
+        when warm-up is over is learned from like anything else."""
         self._state_sizes = config.state_sizes
         self._read, self._accounting = read, accounting
         self._buffer: deque[LogEntry] = deque()
@@ -165,7 +166,7 @@ class LogConsumer:
                 shard = entry.place.shard if entry.place else "its shard"
                 raise FragmentError(DropReason.LOST_BODY, f"{shard} has it no more")
             parsed = fragment.decode(entry.fragment)
-            by_log_prob = not self._learns_from_others and phase is Phase.TRAIN
+            by_log_prob = self._by_log_prob if phase is Phase.TRAIN else ()
             fragment.check(parsed, self._run_id, self._description, self._state_sizes, by_log_prob=by_log_prob)
             self._check(entry, parsed, version, phase)
         except FragmentError as error:
@@ -186,7 +187,7 @@ class LogConsumer:
             found = f"acted by version {header.version}, which does not exist yet"
         elif lag > self._rollout.max_policy_lag:
             reason, found = DropReason.STALE, f"lag {lag} is more than {self._rollout.max_policy_lag}"
-        elif header.phase is not phase and not self._learns_from_others:
+        elif header.phase is not phase and self._by_log_prob:
             reason, found = DropReason.STALE, f"acted in {header.phase}, the trainer is in {phase}"
         else:
             return

@@ -18,6 +18,7 @@ from shared.experience.spaces import EnvironmentDescription
 from shared.storage.checkpoint_store import CheckpointStore, Manifest
 from shared.storage.log_archive import Archive
 from trainer_node.checkpointing import snapshot
+from trainer_node.checkpointing.fork import beginnings
 from trainer_node.checkpointing.recovery import restore_learner
 from trainer_node.checkpointing.snapshot import Lineage, Parent, Progress, Snapshot, phase_at
 from trainer_node.distributed.local_followers import local_ranks
@@ -119,10 +120,9 @@ def _next(consumer: LogConsumer, config: Config, version: int, phase: Phase, goa
 
 
 def _check_lineage(start: str, version: int, goal: Manifest, lineage: Lineage, config: Config) -> None:
-    if start == BEGINNING and config.initialize_from is not None:
-        raise UserError(
-            f"run {goal.run_id} began with the weights of {config.initialize_from}; replay from one of its checkpoints"
-        )
+    if start == BEGINNING and beginnings(config):
+        origins = ", ".join(sorted({*beginnings(config).values()}))
+        raise UserError(f"run {goal.run_id} began with the weights of {origins}; replay from one of its checkpoints")
     if version < lineage.version:
         raise UserError(
             f"{goal.name} is not in the lineage of {start}: at version {lineage.version} the run continued "

@@ -145,6 +145,9 @@ class Trainer:
         if self._config.metrics.episodes:
             for worker, row in episode_rows(fragments, self.learner.counters.train.env_steps, self.version):
                 self.recorder.record(EPISODES, row, worker)
+        if self.learner.league is not None:
+            for text in self.learner.league.forfeits_to_tell():
+                self.incarnation.tell(text, "league")
         if self._metrics.due(self.learner):
             self.recorder.record(TRAIN, self._metrics.row(self.learner, self.version, self._heartbeat.waited_seconds))
             for name in (RETURN, LENGTH):

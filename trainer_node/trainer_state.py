@@ -1,12 +1,14 @@
 """What a trainer holds between two updates, and its two ways out: snapshots for the store, versions for the workers."""
 
 import time
+from functools import partial
 from typing import Literal
 
 from shared.config.run_config import Config
 from shared.datasets.read import read_dataset
 from shared.experience.counters import Phase, PhaseCounters
 from shared.experience.spaces import EnvironmentDescription
+from shared.league.players import write_player
 from shared.policies.serialization import VersionHeader, encode_board, encode_policy, state_arrays
 from shared.protocol.heartbeat import poll
 from shared.protocol.policy_board import PolicyBoard, Published
@@ -82,6 +84,8 @@ class TrainerState:
         self._incarnation, self._config, self._run_id = incarnation, role.config, role.run_id
         self._board, self._accounting = PolicyBoard(role.redis, role.run_id), accounting
         self._taken: Snapshot | None = None
+        self._left: dict[str, int] = {}
+        """Players that have left the league, and the version at which; of a durable checkpoint they are forgotten."""
         self.description = description
         self.learner = make_learner(role.config, description, read_dataset=read_dataset)
         self.consumer = LogConsumer(
@@ -110,8 +114,24 @@ class TrainerState:
         return self._taken
 
     def new_snapshot(self) -> Snapshot:
-        progress = Progress(self.version, self._incarnation.epoch, self.parent, self.lineage)
-        return snapshot.take(self.learner, self._config, self._run_id, progress, self.consumer.committed)
+        self._store_players()
+        progress, durable = (
+            Progress(self.version, self._incarnation.epoch, self.parent, self.lineage),
+            self.writer.durable,
+        )
+        self._left = {sha256: version for sha256, version in self._left.items() if version > durable}
+        committed, left = self.consumer.committed, tuple(self._left)
+        return snapshot.take(self.learner, self._config, self._run_id, progress, committed, left)
+
+    def _store_players(self) -> None:
+        """The league's new snapshots, before a version or a checkpoint names them; waits for the store, by name."""
+        if (league := self.learner.league) is None:
+            return
+        self._left |= dict.fromkeys(league.left, self.version)
+        league.left, unstored = [], league.unstored
+        for sha256 in sorted(unstored):
+            self._incarnation.with_store(partial(write_player, self.writer.store, unstored[sha256]))
+            del unstored[sha256]
 
     def checkpoint(self) -> None:
         """A checkpoint of the present version, durable soon; the next ones are counted from it."""
@@ -141,7 +161,9 @@ class TrainerState:
         Raises `Fenced`, and `RedisRolledBack` where Redis may have lost what the ledger says.
         """
         self.consumer.commit()
-        header = VersionHeader(self.version, self.phase, self.learner.counters)
+        self._store_players()
+        league = self.learner.league.table(self.learner.counters.train) if self.learner.league else None
+        header = VersionHeader(self.version, self.phase, self.learner.counters, league)
         blob, name = b"", ""
         if self._config.policy_versions.transport == "object_store":
             taken = self.save_durably("version")

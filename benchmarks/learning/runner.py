@@ -5,6 +5,7 @@ Ray. Comes in: task, seed, mode. Goes out: its `Result`, read from what the run 
 from __future__ import annotations
 
 import csv
+import json
 import shutil
 import subprocess
 import sys
@@ -15,12 +16,17 @@ from typing import Any
 
 import yaml
 
+from benchmarks.learning import scores
 from benchmarks.learning.results import Result
 from benchmarks.learning.tasks import Mode, Task
 from benchmarks.provenance import ROOT, commit, machine, versions
 from coordinator.catalog.checkpoint_lookup import evaluate
 from coordinator.run import Run
+from shared.league.players import read_player
+from shared.policies.deployed import DeployedPolicy, load_policy
 from shared.storage.checkpoint_store import FINISHED
+from trainer_node.checkpointing.snapshot import LEAGUE
+from trainer_node.learning.league import LeagueState
 
 _SIGNAL = "rollout/ep_rew_mean"
 _POINTS = 200
@@ -114,23 +120,40 @@ def _result(job: Job, run: Run, seconds: float) -> Result:
         task=job.task.name, mode=job.mode, seed=job.seed, digest=job.task.digest,
         reason=str(finished["reason"]).splitlines()[0], env_steps=heatup + int(counters["train"]["env_steps"]),
         seconds=round(seconds, 1),
-        evaluations=_evaluations(run, job.task.measure, heatup),
+        evaluations=_evaluations(run, job.task, heatup),
         training=_training(run.folder.path / "metrics" / "train.csv", heatup),
         config=job.task.settings, config_hash=run.config.hash(),
         machine=machine(), commit=commit(), versions=versions(),
     )  # fmt: skip
 
 
-def _evaluations(run: Run, measure: str, heatup: int) -> list[tuple[int, float]]:
+def _evaluations(run: Run, task: Task, heatup: int) -> list[tuple[int, float]]:
     """The evaluator plays the newest checkpoint, where they come faster than it plays; the others are played here."""
     found: list[tuple[int, float]] = []
     for entry in run.checkpoints():
-        scores: dict[str, Any] | None = entry["evaluation"]
-        if scores is None:
-            scores = evaluate(f"{run.run_id}/{entry['name']}", run.folder.path.parent).scores
+        if task.judge:
+            score = judged(run, entry["name"], task)
+        else:
+            played: dict[str, Any] | None = entry["evaluation"]
+            if played is None:
+                played = evaluate(f"{run.run_id}/{entry['name']}", run.folder.path.parent).scores
+            score = float(played[task.measure])
         steps = int(entry["env_steps"])
-        found.append((steps + heatup if steps else 0, round(float(scores[measure]), 4)))
+        found.append((steps + heatup if steps else 0, round(score, 4)))
     return found
+
+
+def judged(run: Run, checkpoint: str, task: Task) -> float:
+    """What the task's judge says of a checkpoint."""
+    store = run.checkpoint_store()
+    objects = store.load(checkpoint).objects
+
+    def snapshots() -> list[DeployedPolicy]:
+        taken = LeagueState.from_dict(json.loads(objects[LEAGUE])).snapshots
+        return [load_policy(read_player(store.store, its.sha256)) for its in taken if its.policy == task.policy]
+
+    policy = load_policy(objects[f"{task.policy}/policy.safetensors"])
+    return float(getattr(scores, task.judge)(policy, snapshots))
 
 
 def _training(path: Path, heatup: int) -> list[tuple[int, float]]:

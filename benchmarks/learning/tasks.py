@@ -39,6 +39,11 @@ class Task(Section):
     """The gate: the mean over a checkpoint's greedy episodes, at the last checkpoint or at three in a row."""
     measure: Literal["mean_return", "success_rate"] = "mean_return"
     """What of an evaluation counts."""
+    judge: str = ""
+    """In place of an evaluation: a function of benchmarks/learning/scores.py of the checkpoint's policy and of the
+    snapshots in its league. More is better, so what a best response wins is below 0."""
+    policy: str = "default"
+    """Whom it judges."""
     within: int = Field(ge=1)
     """Env steps that the gate has to be reached in; warm-up counts."""
     negative: bool = False

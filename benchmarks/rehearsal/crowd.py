@@ -30,6 +30,7 @@ from rollout_worker.sampling.action_trace import ActionTrace
 from rollout_worker.sampling.sampler import Sample, Sampler
 from rollout_worker.worker import StepResult, Worker
 from shared.experience.counters import Phase
+from shared.league.table import MatchTable
 from shared.policies.policy import Policy
 from shared.policies.registry import build_policies
 from shared.protocol.experience_log import ExperienceLog
@@ -117,7 +118,7 @@ def record(role: RunContext) -> list[Take]:
     )
     takes = []
     for _ in range(_TAKES):
-        sample = sampler.sample(policies, Sampling(), role.config.rollout.fragment_steps)
+        sample = sampler.sample(policies, dict.fromkeys(policies, Sampling()), role.config.rollout.fragment_steps)
         step = sampler.traced(sample)
         assert step is not None
         takes.append(Take(sample, step))
@@ -133,7 +134,10 @@ class Playback(Sampler):
         self.lineage = lineage
         self._number = 0
 
-    def sample(self, policies: Mapping[str, Policy], exploration: Exploration, steps: int) -> Sample:
+    def sample(
+        self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int,
+        table: MatchTable | None = None,
+    ) -> Sample:  # fmt: skip
         """Takes as long as acting does; raises `Died` at the moment of death, with the claim in hand."""
         if self._dies.wait(self._think):
             raise Died

@@ -184,11 +184,12 @@ class ClockedWorker(Worker):
         policies = super().policies
         explore = policies.exploration
 
-        def clocked() -> Exploration:
-            made: Any = explore()
-            for name in ("act", "log_prob"):
-                setattr(made, name, self._clock.around(POLICY, getattr(made, name)))
-            return made  # type: ignore[no-any-return]
+        def clocked() -> dict[str, Exploration]:
+            made = explore()
+            for its in made.values():
+                for name in ("act", "log_prob"):
+                    setattr(its, name, self._clock.around(POLICY, getattr(its, name)))
+            return made
 
         policies.exploration = clocked  # type: ignore[method-assign]
         return policies

@@ -115,7 +115,7 @@ def recorded(config: Config, count: int) -> list[Fragment]:
     algorithm = config.algorithm.resolved()
     policies = build_policies(description.policies, config.policies, algorithm, config.seed)
     sampler = Sampler(make_vector(config.environment, description), description, SeedLineage(config.seed, 0, 0, 0))
-    exploration = make_exploration(algorithm.acting, PhaseCounters().train)
+    exploration = dict.fromkeys(policies, make_exploration(algorithm.acting, PhaseCounters().train))
     found = []
     for seq in range(count):
         sample = sampler.sample(policies, exploration, rollout.fragment_steps)

@@ -145,7 +145,7 @@ def _sampler() -> tuple[Sampler, Policy]:
 
 
 def _sampled(sampler: Sampler, policy: Policy) -> int:
-    sampler.sample({"default": policy}, Sampling(), STEPS)
+    sampler.sample({"default": policy}, {"default": Sampling()}, STEPS)
     return ENVIRONMENTS * STEPS
 
 

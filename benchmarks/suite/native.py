@@ -99,7 +99,7 @@ class Alone:
     def act(self) -> bytes:
         """One fragment, acted and encoded."""
         rollout = self._config.rollout
-        sample = self._sampler.sample(self._policies, Sampling(), rollout.fragment_steps)
+        sample = self._sampler.sample(self._policies, dict.fromkeys(self._policies, Sampling()), rollout.fragment_steps)
         header = FragmentHeader(
             _RUN, "worker-0", 0, 0, Phase.TRAIN, dict.fromkeys(self._policies, 0), rollout.fragment_steps,
             self._sizes.num_envs, sample.episodes,

@@ -16,10 +16,12 @@ from coordinator.catalog.checkpoint_operations import named_or_preferred
 from coordinator.catalog.run_folder import RunFolder
 from rollout_worker.environments.description import describe_environment
 from rollout_worker.environments.factory import evaluation_environment, make
-from rollout_worker.evaluator import CONFIRMING, evaluate_policies, evaluation_seed, scores_of
+from rollout_worker.evaluator import CONFIRMING, evaluation_seed, scores_of
+from rollout_worker.playing import evaluate_policies
+from shared.config.environment import WrapperConfig
 from shared.config.loading import load_config
 from shared.config.run_config import Config
-from shared.config.sections import EvaluationConfig, WrapperConfig
+from shared.config.sections import EvaluationConfig
 from shared.errors import CheckpointNotFound, EnvironmentUnusable, UserError, headline
 from shared.policies.serialization import decode_policy
 from shared.runtime.user_code import extend_imports, install, with_extra
@@ -84,9 +86,14 @@ def named_code(config: Config) -> dict[str, str]:
     found = {"environment.id": data["environment"]["id"].removeprefix("envpool:")}
     for section in ("environment", "evaluation"):
         found[f"{section}.wrappers"] = ", ".join(wrapper["path"] for wrapper in data[section]["wrappers"] or ())
-    found["algorithm.name"] = data["algorithm"]["name"]
-    found["algorithm.replay_buffer.reward"] = (data["algorithm"].get("replay_buffer") or {}).get("reward")
-    found |= {f"policies.{policy_id}.transform": policy["transform"] for policy_id, policy in data["policies"].items()}
+    places = {f"policies.{policy_id}.": policy for policy_id, policy in data["policies"].items()}
+    found |= {f"{place}transform": policy["transform"] for place, policy in places.items()}
+    for place, section in {"": data, **places}.items():
+        algorithm = section["algorithm"] or {}
+        found[f"{place}algorithm.name"] = algorithm.get("name")
+        found[f"{place}algorithm.replay_buffer.reward"] = (algorithm.get("replay_buffer") or {}).get("reward")
+    players = (data["league"] or {}).get("fixed", {}).items()
+    found |= {f"league.fixed.{name}": player["source"] for name, player in players if player["kind"] == "function"}
     return {field: path for field, path in found.items() if ":" in (path or "")}
 
 
@@ -127,7 +134,7 @@ def evaluate(
     config, name = found.config, found.name
     require_trust(config, found.made_here, trust_config, target)
     extend_imports((os.getcwd(), *found.import_path))
-    config.algorithm.resolved()
+    config.algorithms()
     checkpoint = found.store.load(name, only="policy.safetensors")
     policies = {key.partition("/")[0]: decode_policy(data)[0] for key, data in checkpoint.objects.items()}
     description = describe_environment(config)

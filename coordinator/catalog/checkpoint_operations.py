@@ -18,8 +18,16 @@ from typing import Any
 from shared.config.loading import dump_config
 from shared.config.run_config import Config
 from shared.config.sections import CheckpointConfig
-from shared.errors import ArchiveIncomplete, CheckpointDamaged, CheckpointNotFound, ExportFailed, UserError
+from shared.errors import (
+    ArchiveIncomplete,
+    CheckpointDamaged,
+    CheckpointNotFound,
+    ExportFailed,
+    PlayerUnusable,
+    UserError,
+)
 from shared.experience.log_entry import before
+from shared.league.players import PLAYERS, read_player
 from shared.policies.serialization import decode_policy, finite_weights
 from shared.storage import checkpoint_store as stored
 from shared.storage.checkpoint_store import (
@@ -71,12 +79,13 @@ class Removed:
 
 
 def list_checkpoints(checkpoints: CheckpointStore) -> list[dict[str, Any]]:
-    """The kept ones, oldest first: name, steps, mean return, evaluation, size, and their marks."""
+    """The kept ones, oldest first: name, steps, mean return, evaluation, size, and their marks; a league's ratings."""
     status = checkpoints.marker(STATUS) or {"checkpoints": []}
     promotion = unless_damaged(checkpoints.promotion)  # where it is damaged `verify` tells
     marked = {mark: status.get(mark) for mark in MARKS} | {"promoted": promotion.checkpoint if promotion else None}
     return [
-        {**entry, "marks": [mark for mark, name in marked.items() if name == entry["name"]]}
+        {key: value for key, value in entry.items() if key != "players"}
+        | {"marks": [mark for mark, name in marked.items() if name == entry["name"]]}
         for entry in status["checkpoints"]
     ]
 
@@ -93,7 +102,21 @@ def verify(checkpoints: CheckpointStore, name: str | None = None, *, live: bool 
     examined = (_examine(checkpoints, name, hashes, live) for name in checkpoints.names())
     verdicts = [verdict for verdict in examined if verdict is not None]
     whole = [verdict.name for verdict in verdicts if verdict.state is State.OK]
-    return [*verdicts, *_damaged_exports(checkpoints, whole), *files]
+    return [*verdicts, *_damaged_exports(checkpoints, whole), *_damaged_players(checkpoints, whole), *files]
+
+
+def _damaged_players(checkpoints: CheckpointStore, names: Sequence[str]) -> Iterator[Verdict]:
+    """Of the leagues in whole checkpoints, each once."""
+    listed: dict[str, str] = {}
+    for name in names:
+        with suppress(CheckpointNotFound):  # pruned meanwhile
+            listed |= dict.fromkeys(checkpoints.manifest(name).provenance.get("players", ()), name)
+    for sha256, name in sorted(listed.items()):
+        try:
+            read_player(checkpoints.store, sha256)
+        except PlayerUnusable as error:
+            if name in checkpoints.names():
+                yield Verdict(PLAYERS + sha256, State.DAMAGED, (str(error),))
 
 
 def _damaged_exports(checkpoints: CheckpointStore, names: Sequence[str]) -> Iterator[Verdict]:

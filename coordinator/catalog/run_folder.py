@@ -80,8 +80,10 @@ def read_remote(folder: Path) -> RemoteLink | None:
 def link(location: str, runs_dir: Path, endpoint_url: str | None = None, redis_url: str | None = None) -> str:
     """Makes the run at `location` (its folder in a store) known in `runs_dir`; returns its id.
 
-    Raises `RunNotFound`, or what the store raises. A run of this machine stays what it is.
+    Without `endpoint_url` that of STAGECOACH__STORE__ENDPOINT_URL counts. Raises `RunNotFound`, or what the store
+    raises. A run of this machine stays what it is.
     """
+    endpoint_url = endpoint_url or os.environ.get("STAGECOACH__STORE__ENDPOINT_URL")
     store, run_id = open_folder(location, endpoint_url)
     check_run_id(run_id)
     store.check()

@@ -14,8 +14,8 @@ import typer.core
 
 from coordinator.catalog.run_files import RunStatus
 from coordinator.cli import config as configs
+from coordinator.cli import league, profile_and_bench, runs
 from coordinator.cli import page as pages
-from coordinator.cli import profile_and_bench, runs
 from coordinator.cli.config import ConfigArgument, config_file
 from coordinator.cli.curves import compare, metrics, plot
 from coordinator.cli.options import (
@@ -147,6 +147,12 @@ def train(
     page: Annotated[
         bool, typer.Option("--page", help="Serve the page of runs for as long as it trains; prints its URL.")
     ] = False,
+    page_port: Annotated[
+        int, typer.Option(metavar="PORT", min=0, max=65535, help="With --page: its port; by default a free one.")
+    ] = 0,
+    page_token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --page: its first line is the token.")
+    ] = None,
     background: Background = False,
 ) -> None:
     """Train: start all that the run needs, show it live, and end it all with a summary."""
@@ -159,6 +165,8 @@ def train(
 
     if page and detach:
         raise UserError("--page ends with this command; of a run in the background: stagecoach page RUN")
+    if not page and (page_port or page_token_file):
+        raise UserError("--page-port and --page-token-file say how --page serves; give that as well")
     config = config_file(config)
     sets = [*(set_ or ()), *([f"initialize_from={json.dumps(initialize_from)}"] if initialize_from else ())]
     sets += ["metrics.profile=true"] if profile else []
@@ -175,19 +183,21 @@ def train(
         command = command_of(config, sets, {**flags, "--address": address, "--working-dir": working_dir})
         train_seeds(name, parse_seeds(seeds, resolved.seed), command, parallel or 1, resolved.runs_dir)
         return
-    if force:
-        runs.delete_former(run_id, resolved.runs_dir)
-    if address is not None:
-        sent = submission(address, config, sets, name, working_dir, or_resume)
-        begin, where = partial(Run.submit, sent, resolved, name), f"submitting to {address}"
-        foreground.supervise(begin, detach=detach, where=where, page=page)
-    elif detach:
-        foreground.detach([*sys.argv[1:], "--run-id", name], name)
-    else:
-        folders = (str(config.resolve().parent),)
-        start = partial(Run.start, resolved, name, inline=inline, or_resume=or_resume, import_path=folders)
-        with foreground.in_one_process(inline):
-            foreground.supervise(start, background, page=page)
+    served = pages.page_beside(name, resolved.runs_dir, page_port, page_token_file)
+    with served if page else contextlib.nullcontext() as at:
+        if force:
+            runs.delete_former(run_id, resolved.runs_dir)
+        if address is not None:
+            sent = submission(address, config, sets, name, working_dir, or_resume)
+            begin, where = partial(Run.submit, sent, resolved, name), f"submitting to {address}"
+            foreground.supervise(begin, detach=detach, where=where, page=at)
+        elif detach:
+            foreground.detach([*sys.argv[1:], "--run-id", name], name)
+        else:
+            folders = (str(config.resolve().parent),)
+            start = partial(Run.start, resolved, name, inline=inline, or_resume=or_resume, import_path=folders)
+            with foreground.in_one_process(inline):
+                foreground.supervise(start, background, page=at)
 
 
 @app.command(epilog=example("stagecoach prepare config.yaml --run-id my-run"))
@@ -397,7 +407,7 @@ def _print_scores(found: "Evaluation") -> None:
     console.text(f"{found.checkpoint}: {text}", *(f"video: {path}" for path in found.videos))
 
 
-for _more in (runs, metrics, plot, compare, pages, configs, profile_and_bench):
+for _more in (runs, metrics, plot, compare, league, pages, configs, profile_and_bench):
     app.registered_commands += _more.app.registered_commands
 
 

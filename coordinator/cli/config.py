@@ -207,5 +207,8 @@ def _print(name: str, trial: "Trial", steps: int) -> None:
 
 
 def _leaves(space: Any) -> str:
-    parts = ((leaf.path or leaf.kind, str(leaf.shape or ""), str(leaf.dtype)) for leaf in space.leaves)
+    parts = (
+        (leaf.path or leaf.kind, str(leaf.shape or ""), str(leaf.dtype), "(mask)" if leaf.mask else "")
+        for leaf in space.leaves
+    )
     return ", ".join(" ".join(filter(None, part)) for part in parts)

@@ -13,13 +13,23 @@ from pydantic.fields import FieldInfo
 
 from shared.config.algorithms.base import CloningConfig
 from shared.config.algorithms.registry import ALGORITHMS
+from shared.config.environment import WrapperConfig
 from shared.config.exploration import ExplorationConfig
+from shared.config.league import (
+    FixedPlayerConfig,
+    FixedShareConfig,
+    LeagueConfig,
+    LearnerConfig,
+    PastConfig,
+    ResetConfig,
+)
 from shared.config.loading import dump_config, parse_config
+from shared.config.recorded import DatasetConfig, DemonstrationsConfig
 from shared.config.replay_buffer import ReplayBufferConfig
 from shared.config.reward_signals import RewardSignalsConfig
 from shared.config.run_config import Config
 from shared.config.section import Schedule
-from shared.config.sections import DatasetConfig, DemonstrationsConfig, PolicyConfig, WrapperConfig
+from shared.config.sections import RunPolicyConfig
 
 _STARTER: dict[str, Any] = {
     "environment": {"id": "CartPole-v1"},
@@ -35,16 +45,20 @@ Unknown keys are errors. Durations are written `10 updates`, `20000 env_steps` o
 
 ## Defaults that depend on the algorithm
 
-What is not said is as the algorithm has it, and else as the tables below say. `stagecoach config FILE` shows
-what that comes to; a run keeps it in its `config.yaml`. An algorithm of your own (`module:Class`) has those
-of the tables, also where it derives from a built-in one. With a `dataset` there is no warm-up by default.
+A field that your config leaves out has the algorithm's default, where this table lists one, and otherwise the
+default in the tables below. `stagecoach config FILE` shows the result; a run keeps it in its `config.yaml`. An
+algorithm of your own (`module:Class`) has the defaults of the tables below, even if it derives from a built-in one.
+With a `dataset` there is no warm-up by default.
 
 | `algorithm.name` | defaults |
 |---|---|"""
 _WIDTH = 100
 _FURTHER: dict[str, type[BaseModel]] = {  # that a config may hold in several places, or leave out
-    "policies.<id>": PolicyConfig, "environment.wrappers[]": WrapperConfig, "dataset": DatasetConfig,
+    "policies.<id>": RunPolicyConfig, "environment.wrappers[]": WrapperConfig, "dataset": DatasetConfig,
     "demonstrations": DemonstrationsConfig, "algorithm.behavioral_cloning": CloningConfig,
+    "league": LeagueConfig, "league.learners.<name>": LearnerConfig, "league.learners.<name>.reset": ResetConfig,
+    "league.opponents.past": PastConfig, "league.opponents.fixed": FixedShareConfig,
+    "league.fixed.<name>": FixedPlayerConfig,
     "algorithm.learning_rate": Schedule, "algorithm.reward_signals": RewardSignalsConfig,
 }  # fmt: skip
 
@@ -117,7 +131,7 @@ def _commented(model: type[BaseModel], values: dict[str, Any], depth: int, lines
             lines.append(f"{pad}policies:")
             for policy_id, policy in values[name].items():
                 lines.append(f"{pad}  {policy_id}:")
-                _commented(PolicyConfig, policy, depth + 2, lines)
+                _commented(RunPolicyConfig, policy, depth + 2, lines)
             continue
         lines.append(f"{pad}{name}: {_inline(values[name])}")
 

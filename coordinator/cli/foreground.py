@@ -17,7 +17,6 @@ from coordinator.catalog.run_files import RunStatus
 from coordinator.catalog.status import Status
 from coordinator.cli.live_view import LiveView, print_status, print_summary
 from coordinator.cli.options import Exit, PrintableConsole, console
-from coordinator.cli.page import page_beside
 from coordinator.cli.profile_and_bench import show_profile
 from coordinator.lifecycle.supervisor import Outcome
 from coordinator.run import Run
@@ -61,12 +60,12 @@ def in_one_process(inline: bool) -> Iterator[None]:
 
 
 def supervise(
-    begin: Callable[..., Run], background: bool = False, detach: bool = False, where: str = "", page: bool = False
+    begin: Callable[..., Run], background: bool = False, detach: bool = False, where: str = "", page: str | None = None
 ) -> None:
     """Starts (or resumes) a run, shows it until it ends, and turns signals into a clean end.
 
-    With `page` browsers see it meanwhile. With `detach` it only sees the run begin, which then continues without this
-    process.
+    `page` is a line to print once it has begun. With `detach` it only sees the run begin, which then continues without
+    this process.
     """
     received: list[int] = []
     roles_start = there = asked = False
@@ -130,9 +129,10 @@ def supervise(
         _announce(run)
     console.text(f"run {run.run_id}; its folder is {run.folder.path}")
     view = LiveView(run, PrintableConsole(quiet=True) if background else console, run.first_event)
-    with page_beside(run) if page else contextlib.nullcontext():
-        view.show(ended)
-        outcome = run.wait()
+    if page:
+        console.text(page)
+    view.show(ended)
+    outcome = run.wait()
     _conclude(run, outcome)
 
 

@@ -105,6 +105,9 @@ def _progress(status: Status, config: Config) -> Table | Text:
     return Text(f"{status.env_steps} env steps")
 
 
+_RATING = "league/rating/"
+
+
 def metrics_table(status: Status) -> Table:
     """State, workers, speed, policy, return and checkpoint."""
     metrics = status.metrics
@@ -120,6 +123,9 @@ def metrics_table(status: Status) -> Table:
     mean_return, lag = (figure(metrics.get(name)) for name in ("rollout/ep_rew_mean", "policy/lag_mean"))
     table.add_row("return", mean_return, "policy lag", lag)
     table.add_row("evaluated", _evaluated(status), "checkpoint", status.latest or "–")
+    for policy_id in sorted(name.removeprefix(_RATING) for name in metrics if name.startswith(_RATING)):
+        rating, elo, rate = (metrics.get(f"league/{name}/{policy_id}") for name in ("rating", "elo", "win_rate"))
+        table.add_row("rating", f"{policy_id} {figure(rating)}", "Elo, wins", f"{figure(elo)}, {rate or 0:.0%}")
     return table
 
 

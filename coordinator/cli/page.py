@@ -5,7 +5,7 @@ import secrets
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -22,9 +22,6 @@ from coordinator.cli.options import (
     run_ids,
 )
 from shared.errors import UserError
-
-if TYPE_CHECKING:
-    from coordinator.run import Run
 
 PORT = 8420
 _SHORTEST_TOKEN = 16
@@ -83,14 +80,14 @@ def _token_in(file: Path) -> str:
 
 
 @contextlib.contextmanager
-def page_beside(run: "Run") -> Iterator[None]:
-    """The page while this process supervises a run, at a free port; prints where."""
+def page_beside(run_id: str, runs_dir: Path, port: int, token_file: Path | None) -> Iterator[str]:
+    """The page while this process supervises a run; gives the line that says where it is."""
     from coordinator.page.server import serve
 
-    token = secrets.token_urlsafe(24)
-    with serve(run.config.runs_dir, token) as url:
-        console.text(f"page: {url}/runs/{run.run_id}?token={token}")
-        yield
+    token = secrets.token_urlsafe(24) if token_file is None else _token_in(token_file)
+    with serve(runs_dir, token, port=port) as url:
+        shown = f"?token={token}" if token_file is None else f"?token= and the first line of {token_file}"
+        yield f"page: {url}/runs/{run_id}{shown}"
 
 
 @app.command(epilog=example('stagecoach note my-run "new reward from here on"'))

@@ -64,9 +64,10 @@ class InlineRoles:
         if self._evaluator is None:
             return
         until = time.monotonic() + self._evaluation.final_wait_seconds
-        while self._evaluator.step(0.0) is StepResult.EVALUATED and time.monotonic() < until:
-            if reason not in (EndReason.SOLVED, EndReason.EXHAUSTED):
+        while self._evaluator.step(0.0) is StepResult.EVALUATED or self._evaluator.postpones:
+            if reason not in (EndReason.SOLVED, EndReason.EXHAUSTED) or time.monotonic() > until:
                 break
+            time.sleep(0.01)
 
     def _scale(self, desired: int) -> None:
         for index in range(desired):

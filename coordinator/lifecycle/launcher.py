@@ -7,6 +7,7 @@ from functools import partial
 from coordinator.catalog.checkpoint_lookup import find_checkpoint
 from coordinator.catalog.run_folder import RunFolder, Submission, new_run_id
 from coordinator.catalog.status import ended_status
+from coordinator.lifecycle.fixed_players import with_fixed_players
 from coordinator.lifecycle.preparation import prepare_new, prepare_resume
 from coordinator.lifecycle.ray_job import JobCoordinator, submit_and_follow
 from coordinator.lifecycle.supervisor import Coordinator
@@ -22,6 +23,7 @@ from shared.runtime.run_context import open_run_context
 from shared.runtime.user_code import extend_imports
 from shared.storage.checkpoint_store import CONFIG, Checkpoint
 from shared.storage.object_store import open_store
+from trainer_node.checkpointing.fork import Source, beginnings
 
 Begun = Callable[[], None]
 """Called when the roles are about to start: from there on only `stop` ends the run in order, no exception does."""
@@ -44,10 +46,10 @@ def start(
             folder.unlock()
             return folder, before, None
         return _continue(folder, config, before.stop_at, prepare_resume, inline, begun)
-    source = _initial_checkpoint(config)
+    sources = _first_policies(config)
     folder = RunFolder.create(config, name, import_path)
     try:
-        prepare = partial(prepare_new, description=description, source=source)
+        prepare = partial(prepare_new, description=description, sources=sources)
         return folder, config, Coordinator(folder, config, prepare, inline, begun)
     except BaseException:
         folder.remove()
@@ -58,11 +60,11 @@ def prepare(config: Config, run_id: str, import_path: tuple[str, ...]) -> None:
     if "embedded" in (config.redis.url, config.store.url):
         raise UserError("a run of roles on other machines needs servers that stay: set redis.url and store.url")
     config, description = _checked(config, (os.getcwd(), *import_path))
-    source = _initial_checkpoint(config)
+    sources = _first_policies(config)
     address = Address(check_run_id(run_id), config.redis.url, config.store.url, config.store.endpoint_url)
     context = open_run_context(config, address, "coordinator")
     with context.redis:
-        prepare_new(context, description, source)
+        prepare_new(context, description, sources)
 
 
 def resume(
@@ -109,7 +111,7 @@ def _checked(
     """The config with the hashes of its data, and its environment; raises a `UserError` where a run would fail."""
     extend_imports(import_path)
     description = check(config, inline)
-    config = with_recorded(config, description)
+    config = with_fixed_players(with_recorded(config, description), description)
     check_services(config)
     return config, description
 
@@ -152,12 +154,16 @@ def _config_of_existing(config: Config, run_id: str) -> Config | None:
         return None
 
 
-def _initial_checkpoint(config: Config) -> Checkpoint | None:
-    """The checkpoint that a new run begins with, verified; None where it begins untrained."""
-    if config.initialize_from is None:
-        return None
-    found = find_checkpoint(config.initialize_from, config.runs_dir)
-    try:
-        return found.store.load(found.name, only=("policy.safetensors", "algorithm.safetensors", "rewards.safetensors"))
-    except CheckpointDamaged as error:
-        raise UserError(f"initialize_from={config.initialize_from}: {error}; choose another checkpoint") from None
+def _first_policies(config: Config) -> dict[str, Source]:
+    """Where the policies of a new run that do not begin untrained come from, verified."""
+    sources, loaded = {}, dict[str, Checkpoint]()
+    for policy_id, told in beginnings(config).items():
+        target, _, theirs = told.partition("#")
+        if target not in loaded:
+            found, needed = find_checkpoint(target, config.runs_dir), ("policy", "algorithm", "rewards")
+            try:
+                loaded[target] = found.store.load(found.name, only=tuple(f"{name}.safetensors" for name in needed))
+            except CheckpointDamaged as error:
+                raise UserError(f"initialize_from={told}: {error}; choose another checkpoint") from None
+        sources[policy_id] = Source(loaded[target], theirs or policy_id)
+    return sources

@@ -4,10 +4,13 @@ import contextlib
 import json
 import logging
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import redis
 
+from coordinator.lifecycle.fixed_players import store_fixed_players
 from shared.config.loading import dump_config
 from shared.config.sections import StopConfig
 from shared.errors import (
@@ -20,6 +23,7 @@ from shared.errors import (
     UserError,
 )
 from shared.experience.spaces import EnvironmentDescription
+from shared.league.players import PLAYERS, write_player
 from shared.protocol.events import emit
 from shared.protocol.experience_log import ExperienceLog
 from shared.protocol.flow_control import RunState
@@ -30,20 +34,22 @@ from shared.protocol.quarantine import drop_entries
 from shared.runtime.failure import RunEnd
 from shared.runtime.run_context import RunContext
 from shared.storage.checkpoint_store import CONFIG, ENVIRONMENT, FINISHED, Checkpoint, CheckpointStore, checkpoint_name
-from trainer_node.checkpointing.fork import forked, rolled_back
+from trainer_node.checkpointing.fork import Source, beginnings, forked, rolled_back
 from trainer_node.checkpointing.recovery import last_epoch, restore_learner, tell_other_versions
 from trainer_node.checkpointing.retention import status_file
-from trainer_node.checkpointing.snapshot import other_versions
+from trainer_node.checkpointing.snapshot import POLICY, other_versions
 from trainer_node.learning.learner import make_learner
 
 FIRST_CHECKPOINT = checkpoint_name(0, 0)
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 
 
-def prepare_new(context: RunContext, description: EnvironmentDescription, source: Checkpoint | None = None) -> None:
+def prepare_new(
+    context: RunContext, description: EnvironmentDescription, sources: Mapping[str, Source] = MappingProxyType({})
+) -> None:
     """Records a new run; raises `RunExists` where Redis or the store has one of this id, and then changes nothing.
 
-    With `source`, a checkpoint of any run, version 0 has its policies.
+    In version 0, policies that have one of `sources`, by policy id, are what was learned there.
     """
     store = context.checkpoints.store
     holder = "Redis" if context.redis.exists(RunKeys(context.run_id).flow) else None
@@ -55,8 +61,13 @@ def prepare_new(context: RunContext, description: EnvironmentDescription, source
     try:
         store.put(ENVIRONMENT, json.dumps(description.as_dict(), indent=1).encode())
         store.put(CONFIG, dump_config(context.config).encode())
-        first = None if source is None else forked(context, source)
+        first = forked(context, sources) if sources else None
+        store_fixed_players(store, context.config)
         if first is not None:
+            for policy_id in sorted(
+                learner.policy for learner in context.config.league_learners.values()
+            ):  # its weights are the league's first snapshot
+                write_player(store, first.objects[POLICY.format(policy_id)])
             context.checkpoints.write(first.manifest, first.objects)
         create_flow(context)
         if first is not None:
@@ -65,9 +76,9 @@ def prepare_new(context: RunContext, description: EnvironmentDescription, source
             emit(context.redis, context.run_id, "trainer", text)
     except StagecoachError:
         with contextlib.suppress(StagecoachError):
-            if source is not None:
+            if sources:
                 context.checkpoints.delete(FIRST_CHECKPOINT)
-            for key in (ENVIRONMENT, CONFIG):
+            for key in (ENVIRONMENT, CONFIG, *store.keys(PLAYERS)):
                 store.delete(key)
         raise
 
@@ -157,12 +168,13 @@ def _refuse_unbegun(context: RunContext) -> None:
     """A run that was cut off before it had its initial weights would begin without them."""
     try:
         with contextlib.suppress(CheckpointDamaged):  # the trainer reports it
-            if context.config.initialize_from is not None:
+            if beginnings(context.config):
                 context.checkpoints.newest_good()
     except CheckpointNotFound:
+        origins = ", ".join(sorted({*beginnings(context.config).values()}))
         raise UserError(
-            f"run {context.run_id!r} was cut off before it had the policies of {context.config.initialize_from}, and "
-            f"would begin without them; start a new run"
+            f"run {context.run_id!r} was cut off before it had the policies of {origins}, and would begin without "
+            f"them; start a new run"
         ) from None
 
 

@@ -9,7 +9,7 @@ import torch
 from coordinator.diagnostics.environment_trial import try_environment
 from rollout_worker.environments.description import check_evaluation, describe_environment
 from rollout_worker.environments.factory import make_native
-from shared.config.compatibility import check_algorithm
+from shared.config.compatibility import check_algorithm, in_its_place
 from shared.config.run_config import Config
 from shared.datasets.read import read_dataset
 from shared.errors import ConfigError
@@ -37,12 +37,13 @@ def check(config: Config, inline: bool = False, strict: bool = False) -> Environ
 
     Raises `EnvironmentUnusable`, `UnsupportedSpace` or `ConfigError`.
     """
-    algorithm = config.algorithm.resolved()
-    try:
-        check_algorithm(config, algorithm)
-    except ValueError as error:  # of a user's own: those that come with Stagecoach said so as the config was read
-        raise ConfigError(str(error)) from None
-    algorithm_class(algorithm)
+    for policy_id in sorted(config.policies):
+        try:
+            algorithm = config.algorithm_of(policy_id)
+            check_algorithm(config, policy_id, algorithm)
+            algorithm_class(algorithm)
+        except (ConfigError, ValueError) as error:  # of a user's own: those of Stagecoach said so as it was read
+            raise ConfigError(in_its_place(config, policy_id, str(error))) from None
     if inline and config.trainer.ranks > 1:
         raise ConfigError(
             f"--inline puts all roles into one process, but trainer.ranks={config.trainer.ranks} needs as many; leave "
@@ -57,7 +58,7 @@ def check(config: Config, inline: bool = False, strict: bool = False) -> Environ
         description = try_environment(config).refuse(config, strict)
     for policy_id, policy in config.policies.items():
         ExperienceFilter(policy, f"policies.{policy_id}")
-    _check_networks(config, partial(build_policies, description.policies, config.policies, algorithm, seed=0))
+    _check_networks(config, partial(build_policies, description.policies, config.policies, config.algorithm, seed=0))
     here = config.ray.address == "embedded"  # on a cluster the trainer's machine may have what this one lacks
     check_writers(config.metrics, here)
     for field, device in (("trainer.device", config.trainer.device), ("rollout.device", config.rollout.device)):

@@ -11,7 +11,18 @@ from typing import Any, Literal
 from shared.storage.metric_log import FLEET, TRAIN
 
 Kind = Literal[
-    "lines", "multiples", "shares", "return", "fleet", "autoscaler", "timeline", "ledger", "config", "video", "empty"
+    "lines",
+    "multiples",
+    "shares",
+    "return",
+    "fleet",
+    "autoscaler",
+    "timeline",
+    "ledger",
+    "config",
+    "video",
+    "league",
+    "empty",
 ]
 """`multiples`: a small chart for each line, whose scales differ."""
 Group = Literal["Learning", "Throughput", "Fleet", "Records"]
@@ -200,6 +211,6 @@ PANELS = (
         "Records", "video", "Last evaluation", "video",
         absent="No video yet; `stagecoach evaluate RUN --video DIR` records one.",
     ),
-    Panel("Records", "league", "League", "empty", absent="A run without a league."),
+    Panel("Records", "league", "League", "league", absent="A run without a league."),
     Panel("Records", "curriculum", "Lessons", "empty", absent="A run without lessons."),
 )  # fmt: skip

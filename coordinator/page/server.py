@@ -29,6 +29,7 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from coordinator.catalog.league_standings import league_of
 from coordinator.catalog.run_comparison import config_fields, differences
 from coordinator.page.access import LOOPBACK, Gate, refusal
 from coordinator.page.panels import PANELS
@@ -113,6 +114,7 @@ def application(views: Views, token: str | None, port: int, read_only: bool) -> 
         Route(f"{run}/series", page.series),
         Route(f"{run}/config", page.config),
         Route(f"{run}/updates", page.updates),
+        Route(f"{run}/league", page.league),
         Route(f"{run}/videos", page.videos),
         Route(f"{run}/videos/{{name}}", page.video),
         *(Route(f"{run}/{verb}", page.order, methods=["POST"]) for verb in _VERBS),
@@ -206,6 +208,11 @@ class _Page:
             yield changes or ": nothing new\n\n"
             watched.wanted.set()
             await asyncio.sleep(_EVENT_SECONDS)
+
+    def league(self, request: Request) -> Response:
+        """Ratings and payoffs as the newest checkpoint has them: more than is sent with each change of the state."""
+        run = self._views.attach(request.path_params["run_id"])
+        return JSONResponse(jsonable(league_of(run.checkpoint_store(), run.config)))
 
     def videos(self, request: Request) -> Response:
         """Newest first; none is normal."""

@@ -4,6 +4,7 @@ Ray itself is imported while an embedded head starts, which takes long enough.
 """
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -33,7 +34,7 @@ _WATCH_SECONDS = 1.0
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """What a client of gRPC says first (RFC 9113, 3.4); a server that is at work says its settings then, token or not."""
 _LEAVE_SECONDS = 50.0
-"""Leaving a dead Ray takes its driver ten seconds; after sixty without a GCS it would end this process."""
+"""After sixty without a GCS Ray would end this process; leaving it takes a moment, ten seconds with its metrics on."""
 _LOGGER = logging.getLogger("stagecoach.coordinator")
 
 
@@ -49,8 +50,9 @@ class RayHead:
         """Of a Ray that is lost, in words."""
         if self._owned:
             ray_internals.outlive_ray()
-            # nothing reads Ray's record of its tasks, and a driver that leaves a dead Ray would wait for it to be taken
+            # nothing reads Ray's metrics and records of tasks, and a driver that leaves a dead Ray would wait for both
             os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+            os.environ.setdefault("RAY_enable_metrics_collection", "0")
         self._head = self._launch() if self._owned and config.ray.address == "embedded" else None
 
     def _launch(self) -> RayService:
@@ -109,7 +111,7 @@ class RayHead:
         """Leaves the Ray that has died and joins a new one; raises `ServiceError` or `UserError`."""
         assert self._head is not None
         self._unwatch.set()
-        leaving = threading.Thread(target=_ray().shutdown, name="ray-shutdown", daemon=True)
+        leaving = threading.Thread(target=_leave, name="ray-shutdown", daemon=True)
         leaving.start()
         leaving.join(_LEAVE_SECONDS)
         if leaving.is_alive():
@@ -146,7 +148,7 @@ class RayHead:
         """Disconnects, and ends an embedded Ray; its logs move to the run's folder."""
         self._unwatch.set()
         if self._owned and ray_internals.imported():
-            sys.modules["ray"].shutdown()
+            _leave()
         if self._head is not None:
             self._head.stop()
 
@@ -166,6 +168,18 @@ def join(address: str, **options: Any) -> Any:
             f"Ray at {address} cannot be joined: {' '.join(str(error).split())}; correct ray.address, or use "
             f"ray.address=embedded"
         ) from None
+
+
+def _leave() -> None:
+    """Disconnects. Meanwhile the garbage collector rests: Ray ends the process at once, with code 1 and without a word,
+    where a reference to a result or actor (those of a former fleet, say) is freed while its core is already gone."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        sys.modules["ray"].shutdown()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _ask_server(host: str, port: int) -> None:

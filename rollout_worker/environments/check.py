@@ -25,13 +25,17 @@ from gymnasium import spaces
 from gymnasium.utils.env_checker import data_equivalence
 
 from rollout_worker.environments import vector_env
+from rollout_worker.environments.action_masks import count_choices, from_info
 from rollout_worker.environments.description import SINGLE_AGENT, check_evaluation, describe
 from rollout_worker.environments.factory import is_factory, make, make_native
+from rollout_worker.environments.pettingzoo_env import OneAtATime
+from rollout_worker.environments.vector_env import pick
 from shared.config.loading import parse_config
 from shared.config.run_config import Config
-from shared.config.sections import PolicyConfig
-from shared.errors import OtherApi, StagecoachError, UserError
+from shared.config.sections import RunPolicyConfig
+from shared.errors import EnvironmentUnusable, OtherApi, StagecoachError, UserError
 from shared.experience.fragment import LARGEST
+from shared.experience.spaces import Array, PolicySpaces
 from shared.printable import counted
 from shared.runtime.process import tell_of_exits
 
@@ -82,6 +86,9 @@ class Report:
 
     def raised(self, what: str, error: BaseException) -> NoReturn:
         frames = traceback.extract_tb(error.__traceback__)
+        if isinstance(error, EnvironmentUnusable):  # of ours, which says what is wrong and what to do
+            self.tell({"error": type(error).__name__, "text": str(error)})
+            raise Unsteppable from None
         mine = [frame for frame in frames if frame.filename != __file__] or list(frames)
         raised = f"{type(error).__name__}: {' '.join(str(error).split())} (at {mine[-1].filename}:{mine[-1].lineno})"
         self.add(RAISED, f"{what} raised {raised}", "no exception", "mend the environment")
@@ -129,6 +136,9 @@ class Check:
         self._many = config.environment.api == "pettingzoo"
         self._random = np.random.default_rng(seed)
         self._spaces: dict[str, tuple[spaces.Space[Any], spaces.Space[Any]]] = {}
+        self._masked: dict[str, PolicySpaces] = {}
+        """Of each agent that acts by an action mask."""
+        self._infos: Mapping[str, Any] = {}
         self._outcomes: dict[str, str] = {}
         """Reward and flags of each agent's last step."""
         self._told: set[str] = set()
@@ -169,7 +179,7 @@ class Check:
                 self._report.add(NOTE, found, expected, "it is taken for one here")
             if alone and self._many:
                 each = {agent: agent for agent in self._env.possible_agents}
-                policies = dict.fromkeys(each, PolicyConfig())
+                policies = dict.fromkeys(each, RunPolicyConfig())
                 self._config = self._config.model_copy(update={"agents": each, "policies": policies})
             description = describe(self._config, self._env)
             self._report.tell({"description": description.as_dict()})
@@ -182,6 +192,10 @@ class Check:
         for agent in description.agents:
             observed, done = self._env.observation_space, self._env.action_space
             self._spaces[agent] = (observed(agent), done(agent)) if self._many else (observed, done)
+            if (described := description.policies[description.agents[agent]]).observation.mask_columns:
+                self._masked[agent] = described
+        if description.in_turns:
+            self._env = OneAtATime(self._env)
 
     def _started(self) -> Any:
         environment = self._config.environment
@@ -226,6 +240,7 @@ class Check:
             found, expected = f"reset() returned {_shown(result)}", "reset() that returns (observation, info)"
             self._report.add(FATAL, found, expected, "this is the interface of old Gym: return (observation, {})")
             result = (result[0] if isinstance(result, tuple) and result else result), {}
+        self._infos = result[1]
         agents = list(getattr(self._env, "agents", [])) if self._many else [SINGLE_AGENT]
         if not agents or set(agents) - set(self._spaces):
             expected = f"some of possible_agents={list(self._spaces)}"
@@ -259,7 +274,30 @@ class Check:
             if not space.contains(actions[agent]):
                 found = f"the action space {space} does not contain its own sample {_shown(actions[agent])}"
                 self._report.add(WRONG, found, "a space that contains what it samples", "correct its bounds and dtype")
+            if agent in self._masked:
+                actions[agent] = self._legal(agent, observations[agent], actions[agent])
         return actions
+
+    def _legal(self, agent: str, observation: Any, action: Any) -> Any:
+        """The action with each of its choices drawn from the legal ones."""
+        masked = self._masked[agent]
+        if self._many and self._config.environment.action_mask == "info":
+            choices, told = count_choices(self._spaces[agent][1]), self._infos.get(agent, {})
+            observation = self._report.guarded("step()", lambda: from_info(observation, told, choices))
+        seen = {name: array[None] for name, array in masked.observation.flatten("obs", observation).items()}
+        if masked.without_legal(seen).any():
+            found = f"the action_mask{self._whose(agent)} has no legal action, and the episode goes on"
+            self._report.fatal(found, "one at least for each choice", "mark it, or end the episode")
+        legal = np.concatenate([seen[name].reshape(-1) for name in masked.observation.mask_columns]) > 0
+        columns, first = masked.action.flatten("action", action), 0
+        for leaf in masked.action.leaves:
+            drawn: list[Array] = []
+            for options in leaf.nvec:
+                drawn.append(self._random.choice(np.flatnonzero(legal[first : first + options])))
+                first += options
+            if leaf.nvec:
+                columns[leaf.column("action")] = np.array(drawn, np.int64).reshape(leaf.shape)
+        return pick(masked.action.to_environment({name: array[None] for name, array in columns.items()}), 0)
 
     def _step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         """The observations of those who act on, and whether the episode is over."""
@@ -277,6 +315,7 @@ class Check:
             found = f"step() returned {_shown(info)} as info"
             self._report.add(FATAL, found, "a dict", "return {} where there is nothing to say")
         else:
+            self._infos = info
             each = info.values() if self._many else [info]
             self._told |= {name for its in each if isinstance(its, dict) for name in vector_env.numbers(its)}
         by_agent = [self._by_agent(f"step() returned {_shown(item)}", item) for item in outcomes]

@@ -1,11 +1,13 @@
 """Agents and spaces of an environment as data; whether the config's policies can act in it."""
 
 import contextlib
+import fnmatch
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
+from rollout_worker.environments.action_masks import count_choices, marked, space_with_mask
 from rollout_worker.environments.factory import evaluation_environment, make
 from shared.config.run_config import Config
 from shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace
@@ -45,8 +47,8 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
                     f"{config.environment.id}: its {name}{whose} is {space!r:.60}; expected a space of "
                     f"gymnasium.spaces, such as Box(-1, 1, (3,)) or Discrete(2); set it in __init__"
                 )
-    if unknown := sorted(set(config.agents) - set(found)):
-        raise ConfigError(f"agents names {unknown}, but the environment has {sorted(found)}")
+    if unknown := [name for name in config.agents if name not in found and not fnmatch.filter(found, name)]:
+        raise ConfigError(f"agents names {sorted(unknown)}, but the environment has {sorted(found)}")
     agents: dict[str, str] = {}
     policies: dict[str, PolicySpaces] = {}
     for agent, (observation, action) in found.items():
@@ -54,15 +56,67 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
             policy_id = agents[agent] = config.policy_of(agent)
         except KeyError:
             raise ConfigError(
-                f"agent {agent!r} is mapped to no policy; add agents.{agent}: one of {sorted(config.policies)}"
+                f"agent {agent!r} is mapped to no policy; add agents.{agent}: one of {sorted(config.policies)} (agents "
+                f"names {list(config.agents)})"
             ) from None
-        described = PolicySpaces(describe_space(observation), describe_space(action))
+        source = config.environment.action_mask
+        if source == "info" and config.environment.api == "pettingzoo":
+            observation = space_with_mask(observation, count_choices(action))
+        acted = describe_space(action)
+        described = PolicySpaces(marked(describe_space(observation), acted, source, agent), acted)
         if policies.setdefault(policy_id, described) != described:
             differ = f"agents of policy {policy_id!r} have different spaces"
             raise ConfigError(f"{differ}; give {agent!r} a policy of its own")
+    seats = _seats(config, agents)
+    policies |= {policy_id: policies[seat] for policy_id, seat in seats.items()}
     if unused := sorted(set(config.policies) - set(policies)):
         raise ConfigError(f"policies {unused} have no agent; the environment's agents are {sorted(found)}")
-    return EnvironmentDescription(agents, policies, config.environment.info_columns)
+    in_turns = config.environment.api == "pettingzoo" and hasattr(env, "agent_iter")
+    _check_turns(config, in_turns)
+    return EnvironmentDescription(agents, policies, config.environment.info_columns, in_turns, seats)
+
+
+def _check_turns(config: Config, in_turns: bool) -> None:
+    together = [name for name, policy in config.policies.items() if policy.critic_observes != "own"]
+    if in_turns and (together or {"vdn", "qmix"} & {each.name for each in config.algorithms().values()}):
+        raise ConfigError(
+            f"{config.environment.id} is played in turns, and a team's critic (critic_observes=team, vdn, qmix) learns "
+            f"what agents do at the same time; use critic_observes=own and another algorithm, or a parallel environment"
+        )
+
+
+def _seats(config: Config, agents: dict[str, str]) -> dict[str, str]:
+    """Policy → the policy whose agents' seats it takes, of a league's learners; raises `ConfigError` where the league's
+    sides and learners do not fit the environment's agents."""
+    if config.league is None:
+        return {}
+    sides = config.league.sides or tuple((agent,) for agent in agents)
+    named = [agent for side in sides for agent in side]
+    if unknown := sorted(set(named) - set(agents)):
+        raise ConfigError(f"league.sides names {unknown}, but the environment has {sorted(agents)}")
+    if left := sorted(set(agents) - set(named)):
+        raise ConfigError(f"league.sides has no side for {left}; add each agent of the environment to one")
+    if len(sides) < 2:
+        raise ConfigError(f"a league needs two sides, and the environment has one agent, {sorted(agents)}")
+    for side in sides:
+        if len(policies := sorted({agents[agent] for agent in side})) > 1:
+            raise ConfigError(
+                f"league.sides: the agents {list(side)} of one side are mapped to the policies {policies}, expected "
+                f"one; map them to one in `agents`, or make sides of them"
+            )
+    seats = {learner.policy: learner.seat for learner in config.league_learners.values()}
+    for policy_id, seat in seats.items():
+        if seat not in agents.values():
+            raise ConfigError(
+                f"league: {policy_id!r} would take the seats of {seat!r}, to which no agent is mapped; map one in "
+                f"`agents`, or name another policy in plays (mapped are {sorted(set(agents.values()))})"
+            )
+        if seat != policy_id and policy_id in agents.values():
+            raise ConfigError(
+                f"league: {policy_id!r} plays in the seats of {seat!r}, and has agents of its own; leave plays out, or "
+                f"map its agents to another policy"
+            )
+    return seats
 
 
 def check_evaluation(config: Config, description: EnvironmentDescription) -> None:

@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 import gymnasium as gym
 from gymnasium.vector import AutoresetMode
 
+from rollout_worker.environments.action_masks import MaskFromInfo
 from rollout_worker.environments.envpool_env import PREFIX, EnvPoolSingle, EnvPoolVector
+from rollout_worker.environments.episode_ends import FirstDone
 from rollout_worker.environments.gymnasium_env import GuardedEnvironment, GymnasiumEnvironments
-from rollout_worker.environments.pettingzoo_env import PettingZooEnvironments
+from rollout_worker.environments.pettingzoo_env import Parallel, Turns
 from rollout_worker.environments.vector_env import VectorEnvironment
+from shared.config.environment import EnvironmentConfig
 from shared.config.run_config import Config
-from shared.config.sections import EnvironmentConfig
 from shared.errors import ConfigError, EnvironmentUnusable, OtherApi, place
 from shared.experience.spaces import EnvironmentDescription
 from shared.runtime.process import end_with_parent, forget_secrets
@@ -28,7 +30,8 @@ T = TypeVar("T")
 def make_vector(config: EnvironmentConfig, description: EnvironmentDescription) -> VectorEnvironment:
     """The vectorized environment that the config asks for; raises what `make` raises."""
     if config.api == "pettingzoo":
-        return PettingZooEnvironments([make(config) for _ in range(config.num_envs)], config, description)
+        kind = Turns if description.in_turns else Parallel
+        return kind([make(config) for _ in range(config.num_envs)], config, description)
     return GymnasiumEnvironments(_vectorize(config), description, native=config.vectorization == "native")
 
 
@@ -80,27 +83,23 @@ def make(config: EnvironmentConfig, **overrides: Any) -> Any:
         if wrapper.path.startswith("gymnasium."):  # which asks for tuples, and YAML has none
             given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
         env = _call_imported(wrapper.path, "environment.wrappers", {"env": env, **given})
+    if config.action_mask == "info" and config.api == "gymnasium":
+        env = MaskFromInfo(env)
     if config.max_episode_steps and config.api == "gymnasium" and not config.id.startswith(PREFIX):
         env = gym.wrappers.TimeLimit(env, config.max_episode_steps)  # outermost: wrappers may repeat or skip steps
-    return env
+    return FirstDone(env) if config.episode_ends == "any" and not hasattr(env, "agent_iter") else env
 
 
 def _check_api(env: Any, config: EnvironmentConfig) -> None:
-    in_turns = hasattr(env, "agent_iter")  # PettingZoo's AEC, where one agent acts after another
-    parallel = hasattr(env, "possible_agents") and not in_turns
-    if parallel if config.api == "pettingzoo" else isinstance(env, gym.Env):
+    several = hasattr(env, "possible_agents")
+    if several if config.api == "pettingzoo" else isinstance(env, gym.Env):
         return
     bases = {(base.__module__.partition(".")[0], base.__name__) for base in type(env).__mro__}
-    expected = {"gymnasium": "a gymnasium.Env", "pettingzoo": "a PettingZoo parallel environment"}[config.api]
+    expected = {"gymnasium": "a gymnasium.Env", "pettingzoo": "a PettingZoo environment"}[config.api]
     hint = "; it returned nothing: return the environment" if env is None else ""
-    if in_turns:
-        hint = (
-            "; it is an AEC environment, whose agents act in turns: return pettingzoo.utils.aec_to_parallel(env) "
-            "(if its metadata say is_parallelizable), with environment.api=pettingzoo"
-        )
-    elif parallel:
-        hint = "; it is a PettingZoo parallel environment: set environment.api=pettingzoo"
-    elif ("pettingzoo", "ParallelEnv") in bases or (
+    if several:
+        hint = "; it is a PettingZoo environment: set environment.api=pettingzoo"
+    elif bases & {("pettingzoo", "ParallelEnv"), ("pettingzoo", "AECEnv")} or (
         config.api == "pettingzoo" and hasattr(env, "agents") and not isinstance(env, gym.Env)
     ):
         hint = "; it has no possible_agents: set it in __init__ to the names of all agents that there may ever be"
@@ -110,7 +109,7 @@ def _check_api(env: Any, config: EnvironmentConfig) -> None:
         hint = f"; derive {type(env).__name__} from gymnasium.Env, and call super().reset(seed=seed) in its reset()"
     elif any(package == "gym" for package, _ in bases):
         hint = "; it is one of old Gym, which is not maintained: derive it from gymnasium.Env, or wrap it with shimmy"
-    raise (OtherApi if parallel else EnvironmentUnusable)(
+    raise (OtherApi if several else EnvironmentUnusable)(
         f"{config.id} returned a {type(env).__name__}; environment.api={config.api} expects {expected}{hint}"
     )
 
@@ -151,23 +150,26 @@ def is_factory(name: str) -> bool:
 
 
 def _in_pettingzoo(name: str, kwargs: dict[str, Any]) -> Any:
-    if _as_in_pettingzoo(name) not in (names := _names_in_pettingzoo()):
-        close = difflib.get_close_matches(name, names, 3)
+    known = _names_in_pettingzoo()
+    if (wanted := _as_in_pettingzoo(name)) not in known:
+        close = difflib.get_close_matches(name, known, 3)
         expected = " or ".join([*close, "module:function, such as pettingzoo.sisl.pursuit_v5:parallel_env"])
-        raise EnvironmentUnusable(f"PettingZoo knows no parallel environment {name!r}; expected {expected}")
-    return _call(partial(importlib.import_module("pettingzoo").make, "parallel", name), kwargs, name)
+        raise EnvironmentUnusable(f"PettingZoo knows no environment {name!r}; expected {expected}")
+    return _call(partial(importlib.import_module("pettingzoo").make, known[wanted], name), kwargs, name)
 
 
 def _as_in_pettingzoo(name: str) -> str:
     return re.sub(r"_(v\d+)$", r"-\1", name)
 
 
-def _names_in_pettingzoo() -> tuple[str, ...]:
-    """None where it is not installed, or older than its registry (1.26)."""
+def _names_in_pettingzoo() -> dict[str, str]:
+    """Name → `parallel`, or `aec` for a game that is played in turns only; none where it is not installed, or older
+    than its registry (1.26)."""
     try:
-        return tuple(getattr(importlib.import_module("pettingzoo"), "parallel_registry", ()))
+        package = importlib.import_module("pettingzoo")
     except ImportError:
-        return ()
+        return {}
+    return {name: api for api in ("aec", "parallel") for name in getattr(package, f"{api}_registry", ())}
 
 
 def _registered(make_it: Callable[[], T], name: str) -> T:
@@ -178,7 +180,7 @@ def _registered(make_it: Callable[[], T], name: str) -> T:
     except gym.error.Error as error:
         hint = "" if ":" in name else "; a user's own environment is given as module:factory"
         if _as_in_pettingzoo(name) in _names_in_pettingzoo():
-            raise OtherApi(f"{name}: it is a PettingZoo parallel environment: set environment.api=pettingzoo") from None
+            raise OtherApi(f"{name}: it is a PettingZoo environment: set environment.api=pettingzoo") from None
         raise EnvironmentUnusable(f"unknown or unusable environment {name!r}: {with_extra(str(error))}{hint}") from None
     except Exception as error:
         raise _unusable(name, error) from error

@@ -1,20 +1,25 @@
-"""PettingZoo parallel environments: N copies, stepped one after another, their agents sorted into policies."""
+"""PettingZoo environments: N copies, stepped one after another, their agents sorted into policies.
+
+Agents may come, leave and come again at any step of an episode. Where agents act in turns (PettingZoo's AEC), a step is
+one agent's turn, and what a turn has brought is known when the next one of that agent comes: see `Turns`.
+"""
 
 import copy
 import logging
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from rollout_worker.environments import vector_env
+from rollout_worker.environments.action_masks import KEY, from_info
 from rollout_worker.environments.seeding import episode_seed
 from rollout_worker.environments.vector_env import NamedFailures, PolicyStep, Position, RunningEpisodes, Step, pick
-from shared.config.sections import EnvironmentConfig
+from shared.config.environment import EnvironmentConfig
 from shared.experience.counters import Phase
 from shared.experience.fragment import INFO, EpisodeRecord
 from shared.experience.spaces import Array, Columns, EnvironmentDescription
@@ -31,7 +36,11 @@ class _Episode:
     live: set[str]
     returns: dict[str, float]
     over: set[str] = field(default_factory=set)
-    """Agents that have ended in it, whether the environment still lists them or not."""
+    """Agents that have ended in it, and that the environment still lists."""
+    first_over: bool = False
+    """Whether an agent has ended in it."""
+    waiting: set[str] = field(default_factory=set)
+    """Of a game: agents that have acted, and have had no turn since."""
     infos: dict[str, dict[str, Any]] = field(default_factory=dict)
     sums: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     """Agent → name → sum of what `info` told so far."""
@@ -54,17 +63,28 @@ class _Episode:
         return vector_env.episode_record(sum(self.returns.values()), self.length, metrics, self.returns)
 
 
-class PettingZooEnvironments:
-    """PettingZoo parallel environments. Slot = agent's number within its policy × N + environment."""
+class Parallel:
+    """Agents that act at the same time. Slot = agent's number within its policy × N + environment."""
 
     def __init__(self, envs: Sequence[Any], config: EnvironmentConfig, description: EnvironmentDescription) -> None:
         self._envs, self.num_envs = envs, len(envs)
         self._most_steps = config.max_episode_steps or sys.maxsize
+        self._first_ends = config.episode_ends == "any"
         self._description = description
         self._agents = {
             policy_id: [agent for agent, its in description.agents.items() if its == policy_id]
             for policy_id in description.policies
         }
+        self._places = {
+            agent: (policy_id, number * self.num_envs)
+            for policy_id, agents in self._agents.items()
+            for number, agent in enumerate(agents)
+        }
+        """Agent → its policy, and its slot there in the first environment."""
+        actions = {agent: description.policies[its].action for agent, its in description.agents.items()}
+        choices = {agent: sum(sum(leaf.nvec) for leaf in its.leaves) for agent, its in actions.items()}
+        self._masks = choices if config.action_mask == "info" else {}
+        """Agent → how many numbers its mask has, where masks stand in `info`."""
         self._seeds: Sequence[int] = ()
         self._episodes: list[_Episode] = []
 
@@ -75,7 +95,8 @@ class PettingZooEnvironments:
             for actions in past.done(index) if past else ():
                 if not self._episodes[index].live:
                     break  # it is not the episode that it was: the successor compares, and will see
-                self._step_one(index, self._nested(actions), self._blank())
+                with NamedFailures("step", index):
+                    self._step_one(index, self._nested(actions), self._blank())
         return {policy_id: self._stacked(policy_id) for policy_id in self._agents}
 
     @property
@@ -85,60 +106,91 @@ class PettingZooEnvironments:
         return Position(numbers, lengths, returns)
 
     def _begin(self, index: int, number: int) -> _Episode:
-        with NamedFailures("reset", index):
-            observations, _ = self._envs[index].reset(seed=episode_seed(self._seeds[index], number))
         returns = dict.fromkeys(self._description.agents, 0.0)
-        return _Episode(number, dict(observations), set(self._envs[index].agents), returns)
+        with NamedFailures("reset", index):
+            return self._reset_one(
+                index, _Episode(number, {}, set(), returns), episode_seed(self._seeds[index], number)
+            )
+
+    def _reset_one(self, index: int, episode: _Episode, seed: int) -> _Episode:
+        observations, infos = self._envs[index].reset(seed=seed)
+        episode.live = set(self._envs[index].agents)
+        episode.observations = self._seen(observations, infos, episode.live)
+        return episode
+
+    def _seen(self, observations: Mapping[str, Any], infos: Mapping[str, Any], live: Set[str]) -> dict[str, Any]:
+        """With the masks of those that are to act, where these stand in `infos`."""
+        if not self._masks:
+            return dict(observations)
+        return {agent: self._with_mask(agent, its, infos.get(agent, {}), live) for agent, its in observations.items()}
+
+    def _with_mask(self, agent: str, observation: Any, info: Mapping[str, Any], live: Set[str]) -> Any:
+        choices = self._masks.get(agent, 0)
+        if not choices:
+            return observation
+        none = {} if agent in live else {KEY: np.zeros(choices, np.int8)}  # nobody acts, so it need not tell one
+        return from_info(observation, {**none, **info}, choices)
 
     @NamedFailures("step")  # such as of what it returned and fits in no column
     def step(self, actions: Mapping[str, Columns]) -> Step:
         nested, made, episodes = self._nested(actions), self._blank(), []
         for index in range(self.num_envs):
-            self._step_one(index, nested, made)
+            with NamedFailures("step", index):
+                self._step_one(index, nested, made)
             if not self._episodes[index].live:
                 episodes.append((index, self._episodes[index].record()))
                 self._episodes[index] = self._begin(index, self._episodes[index].number + 1)
         for policy_id, (step, finals) in made.items():
-            step.obs = self._stacked(policy_id)[0]
+            step.obs, step.acts = self._stacked(policy_id)
             step.final_slots = np.array([slot for slot, _ in finals], np.int32)
             step.final_obs = self._rows(policy_id, "final_obs", [value for _, value in finals])
         return Step({policy_id: step for policy_id, (step, _) in made.items()}, episodes)
 
     def _step_one(self, index: int, actions: Mapping[str, Any], made: Mapping[str, _Made]) -> None:
         env, episode = self._envs[index], self._episodes[index]
-        acting = {
-            agent: (policy_id, number * self.num_envs + index)
-            for policy_id, agents in self._agents.items()
-            for number, agent in enumerate(agents)
-            if agent in episode.live
-        }
-        with NamedFailures("step", index):
-            observations, rewards, terminated, truncated, infos = env.step(
-                {agent: pick(actions[policy_id], slot) for agent, (policy_id, slot) in acting.items()}
-            )
-            episode.length += 1
-            if episode.length >= self._most_steps:
-                truncated = {agent: bool(truncated.get(agent)) or not terminated.get(agent) for agent in acting}
-            for agent, (policy_id, slot) in acting.items():
-                step, finals = made[policy_id]
-                step.mask[slot] = True
-                step.reward[slot] = rewards.get(agent, 0.0)
-                step.terminated[slot] = terminated.get(agent, False)
-                step.truncated[slot] = truncated.get(agent, False)
-                episode.returns[agent] += float(rewards.get(agent, 0.0))
-                if step.truncated[slot] and agent not in observations:
-                    raise KeyError(f"no last observation of {agent}")
-                if (step.terminated[slot] or step.truncated[slot]) and agent in observations:
-                    # copied at once: the environment may use its array again
-                    finals.append((slot, copy.deepcopy(observations[agent])))
-                episode.infos[agent] = dict(infos.get(agent, {}))
-                names = self._description.info_columns
-                for name, number in zip(names, vector_env.of_info(episode.infos[agent], names).tolist(), strict=True):
-                    step.info[INFO + name][slot] = number
-                    episode.sums[agent][name] += 0.0 if math.isnan(number) else number
-            episode.observations = dict(observations)
-            episode.over |= {agent for agent in acting if terminated.get(agent) or truncated.get(agent)}
-            episode.live = set(env.agents) - episode.over
+        acting = {agent: self._places[agent] for agent in self._places if agent in episode.live}
+        observed, rewards, terminated, truncated, infos = env.step(
+            {agent: pick(actions[policy_id], first + index) for agent, (policy_id, first) in acting.items()}
+        )
+        ended = {agent for agent in acting if terminated.get(agent) or truncated.get(agent)}
+        observations = self._seen(observed, infos, set(env.agents) - ended - episode.over)
+        episode.length += 1
+        cut, there = episode.length >= self._most_steps, set(env.agents)
+        for agent in acting:
+            truncation = bool(truncated.get(agent))
+            died = bool(terminated.get(agent)) or (agent not in there and not truncation)  # also where it just left
+            truncation |= cut and not died
+            brought = float(rewards.get(agent, 0.0)), died, truncation, observations.get(agent)
+            self._acted(index, agent, brought, infos.get(agent, {}), made)
+            if died or truncation:
+                episode.over.add(agent)
+        episode.observations = observations
+        episode.over &= there  # one that has left may come again
+        episode.live = set() if cut else there - episode.over
+        if missing := sorted(episode.live - observations.keys()):
+            raise KeyError(f"no observation of {', '.join(missing)}")
+
+    def _acted(
+        self, index: int, agent: str, brought: tuple[float, bool, bool, Any], info: Mapping[str, Any],
+        made: Mapping[str, _Made],
+    ) -> None:  # fmt: skip
+        """Notes a transition of `agent`: its reward, whether it terminated and was truncated, what came after it."""
+        (reward, terminated, truncated, observation), episode = brought, self._episodes[index]
+        policy_id, first = self._places[agent]
+        (step, finals), slot = made[policy_id], first + index
+        step.mask[slot], step.reward[slot] = True, reward
+        step.terminated[slot], step.truncated[slot] = terminated, truncated
+        episode.returns[agent] += reward
+        episode.first_over |= terminated or truncated
+        if truncated and observation is None:
+            raise KeyError(f"no last observation of {agent}")
+        if (terminated or truncated) and observation is not None:
+            finals.append((slot, copy.deepcopy(observation)))  # at once: the environment may use its array again
+        episode.infos[agent] = dict(info)
+        names = self._description.info_columns
+        for name, number in zip(names, vector_env.of_info(info, names).tolist(), strict=True):
+            step.info[INFO + name][slot] = number
+            episode.sums[agent][name] += 0.0 if math.isnan(number) else number
 
     def _nested(self, actions: Mapping[str, Columns]) -> dict[str, Any]:
         policies = self._description.policies
@@ -167,7 +219,8 @@ class PettingZooEnvironments:
             over, cut, mask = (np.zeros(size, np.bool_) for _ in range(3))
             info = {INFO + name: np.full(size, np.nan, np.float32) for name in self._description.info_columns}
             reward, no_slots = np.zeros(size, np.float32), np.zeros(0, np.int32)
-            made[policy_id] = PolicyStep({}, reward, over, cut, mask, {}, no_slots, info), []
+            in_turns = self._description.in_turns
+            made[policy_id] = PolicyStep({}, reward, over, cut, mask, {}, no_slots, info, in_turns=in_turns), []
         return made
 
     @NamedFailures("set_phase")
@@ -181,3 +234,95 @@ class PettingZooEnvironments:
                 env.close()
             except Exception as error:
                 _LOGGER.warning("closing an environment failed: %s: %s", type(error).__name__, error)
+
+
+class Turns(Parallel):
+    """Agents that act one after another. A transition of an agent is its turn: its reward is the sum of what the agent
+    got until its next one, and that is when it is told; `acts` says whose turn it is."""
+
+    def _reset_one(self, index: int, episode: _Episode, seed: int) -> _Episode:
+        self._envs[index].reset(seed=seed)
+        self._next_turn(index, episode, self._blank())
+        return episode
+
+    def _step_one(self, index: int, actions: Mapping[str, Any], made: Mapping[str, _Made]) -> None:
+        env, episode = self._envs[index], self._episodes[index]
+        (agent,) = episode.live
+        policy_id, first = self._places[agent]
+        env.step(pick(actions[policy_id], first + index))
+        episode.length += 1
+        episode.waiting.add(agent)
+        self._next_turn(index, episode, made)
+        if episode.live and (episode.length >= self._most_steps or (self._first_ends and episode.first_over)):
+            self._cut(index, episode, made)
+
+    def _next_turn(self, index: int, episode: _Episode, made: Mapping[str, _Made]) -> None:
+        """Goes on to an agent that is to act, by way of those that have ended; none is left where the game is over."""
+        env = self._envs[index]
+        episode.live, episode.observations = set(), {}
+        while env.agents:
+            agent = env.agent_selection
+            observation, reward, terminated, truncated, info = env.last()
+            live = set() if terminated or truncated else {agent}
+            observation = self._with_mask(agent, observation, info, live)
+            if agent in episode.waiting:
+                episode.waiting.discard(agent)
+                self._acted(index, agent, (float(reward), bool(terminated), bool(truncated), observation), info, made)
+            else:  # before its first turn
+                episode.returns[agent] += float(reward)
+            if not (terminated or truncated):
+                episode.live, episode.observations = {agent}, {agent: observation}
+                return
+            env.step(None)
+        for agent in sorted(episode.waiting):  # of a game that ended without telling them
+            self._acted(index, agent, (float(env._cumulative_rewards.get(agent, 0.0)), True, False, None), {}, made)
+
+    def _cut(self, index: int, episode: _Episode, made: Mapping[str, _Made]) -> None:
+        """Ends the game at `max_episode_steps`: the last turn of each agent is truncated."""
+        env = self._envs[index]
+        for agent in [agent for agent in self._places if agent in env.agents]:
+            policy_id, first = self._places[agent]
+            (step, finals), slot = made[policy_id], first + index
+            if agent in episode.waiting:
+                reward = float(env._cumulative_rewards.get(agent, 0.0))
+                seen = self._with_mask(agent, env.observe(agent), {}, set())
+                self._acted(index, agent, (reward, False, True, seen), {}, made)
+            elif step.mask[slot] and agent in episode.live:  # it has been told of this very turn
+                step.truncated[slot] = True
+                finals.append((slot, copy.deepcopy(episode.observations[agent])))
+        episode.live = set()
+
+
+class OneAtATime:
+    """A game in turns with the methods of a parallel one, in which there is only the agent whose turn it is."""
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+    @property
+    def agents(self) -> list[str]:
+        return [self._env.agent_selection] if self._env.agents else []
+
+    def reset(self, *, seed: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        self._env.reset(seed=seed)
+        return self._turn()
+
+    def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+        ((agent, action),) = actions.items()
+        self._env.step(action)
+        rewards, over = self._env.rewards, (self._env.terminations, self._env.truncations)
+        outcomes = [{agent: each.get(agent, default)} for each, default in zip((rewards, *over), (0.0, True, False))]
+        seen, infos = self._turn()
+        return (seen, *outcomes, infos)
+
+    def _turn(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        while self._env.agents:
+            agent = self._env.agent_selection
+            observation, _, terminated, truncated, info = self._env.last()
+            if not (terminated or truncated):
+                return {agent: observation}, {agent: info}
+            self._env.step(None)
+        return {}, {}

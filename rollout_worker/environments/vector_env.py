@@ -37,12 +37,16 @@ class PolicyStep:
     """`[M]`, int32."""
     info: Columns = field(default_factory=dict)
     """`info/NAME` `[S]`, float32: NaN where the environment did not tell, or what it told cannot be learned from."""
+    acts: Array | None = None
+    """`[S]`: who is to act next; None: everyone."""
+    in_turns: bool = False
+    """Whether agents act in turns: `mask` is then true where the outcome of an earlier turn is known now."""
 
     @property
     def over(self) -> Array:
         """Where a hidden state begins anew: an episode has ended, or there was nothing to act for."""
-        over: Array = self.terminated | self.truncated | ~self.mask
-        return over
+        ended: Array = self.terminated | self.truncated
+        return ended if self.in_turns else ended | ~self.mask
 
 
 @dataclass
@@ -122,8 +126,14 @@ class NamedFailures(ContextDecorator):
 def reject_unusable(columns: Mapping[str, Columns], description: EnvironmentDescription) -> None:
     """Raises `EnvironmentFailure` where observations or rewards (policy id → columns) cannot be learned from."""
     for policy_id, its in columns.items():
-        leaves = description.policies[policy_id].observation.leaves
+        spaces = description.policies[policy_id]
+        leaves, masks = spaces.observation.leaves, spaces.observation.mask_columns
         observed = {leaf.column(prefix): leaf for prefix in ("obs", "bootstrap_obs", "final_obs") for leaf in leaves}
+        if masks and "mask" in its and (stuck := spaces.without_legal({n: its[n][its["mask"]] for n in masks})).any():
+            raise EnvironmentFailure(
+                f"the environment told policy {policy_id} an action_mask without a legal action in {stuck.sum()} of "
+                f"{len(stuck)} steps that were acted; expected one for each choice; mark it, or end the episode"
+            )
         for name, array in its.items():
             if name != "reward" and name not in observed:
                 continue

@@ -6,13 +6,16 @@ follows from the fragment's number and from its episodes' seeds, whichever worke
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from shared.experience.spaces import Leaf
+from shared.experience.spaces import Array, Columns, Leaf, PolicySpaces, SpaceSpec
+from shared.policies.actor_critic import Stateful
+from shared.policies.masks import legal_choices
 from shared.policies.policy import Policy
 
 Tensors: TypeAlias = Mapping[str, Tensor]
@@ -24,6 +27,8 @@ Acted: TypeAlias = tuple[dict[str, Tensor], Tensor]
 class Exploration:
     """Chooses actions for a batch of observations; base of all ways to do so."""
 
+    by_slot = False
+    """Whether it tells slots apart, and so has to see all of them in each step."""
     knows_episodes = False
     """Whether it acts by the episode that each environment is in, and so wants to be told."""
 
@@ -37,6 +42,34 @@ class Exploration:
     def log_prob(self, policy: Policy, params: Tensor, actions: Tensors) -> Tensor:
         """`[B]`: of taking `actions` where `act` returned `params`; NaN where that is not known."""
         return params.new_full((len(params),), math.nan)
+
+
+def act_for(
+    exploration: Exploration, policy: Policy, observations: Columns, rows: Array, generator: torch.Generator
+) -> tuple[Columns, Tensor]:
+    """Chooses actions for the slots `rows` `[R]` alone, of observations `[S, …]`; returns `[R, …]` both.
+
+    Of a policy with state, the others' stays as it is.
+    """
+    device, among = generator.device, torch.from_numpy(rows)
+    if exploration.by_slot:
+        tensors = {name: torch.from_numpy(array).to(device) for name, array in observations.items()}
+        chosen, params = exploration.act(policy, tensors, generator)
+        return {name: tensor[among].cpu().numpy() for name, tensor in chosen.items()}, params[among]
+    tensors = {name: torch.from_numpy(array[rows]).to(device) for name, array in observations.items()}
+    if isinstance(policy, Stateful):
+        part = policy.of(among)
+        chosen, params = exploration.act(part, tensors, generator)
+        policy.state = policy.state.index_copy(0, among.to(device), part.state)
+    else:
+        chosen, params = exploration.act(policy, tensors, generator)
+    return {name: tensor.cpu().numpy() for name, tensor in chosen.items()}, params
+
+
+def no_actions(action: SpaceSpec, slots: int) -> Columns:
+    """Zeros `[S, …]` for all columns of an action."""
+    dtypes = {leaf: np.float32 if leaf.kind == "box" else leaf.column_dtype for leaf in action.leaves}
+    return {leaf.column("action"): np.zeros((slots, *leaf.shape), dtype) for leaf, dtype in dtypes.items()}
 
 
 class Sampling(Exploration):
@@ -66,7 +99,7 @@ class RandomActing(Exploration):
     def act(self, policy: Policy, observations: Tensors, generator: torch.Generator) -> Acted:
         example = next(iter(observations.values()))
         rows, device = len(example), example.device
-        actions = {}
+        choices, actions = legal_by_leaf(observations, policy.spaces), {}
         for leaf in policy.spaces.action.leaves:
             shape = (rows, *leaf.shape)
             uniform = torch.rand(shape, generator=generator, device=device)
@@ -76,15 +109,15 @@ class RandomActing(Exploration):
                 noise = torch.randn(shape, generator=generator, device=device)
                 actions[leaf.column("action")] = torch.where(bounded, low + uniform * (high - low), noise)
             else:
-                actions[leaf.column("action")] = uniform_choice(leaf, uniform)
-        return actions, torch.zeros(rows, 0, device=device)
+                legal = None if choices is None else next(choices)
+                actions[leaf.column("action")] = uniform_choice(leaf, uniform, legal)
+        return actions, uniform_log_prob(observations, policy.spaces)
 
     def log_prob(self, policy: Policy, params: Tensor, actions: Tensors) -> Tensor:
         """Of boxes the density of what was drawn, in the environment's units, as that of a policy."""
-        total = params.new_zeros(len(params))
+        total = params[:, 0].clone()
         for leaf in policy.spaces.action.leaves:
             if leaf.kind != "box":
-                total -= sum(math.log(choices) for choices in leaf.nvec)
                 continue
             low, high = bounds_of(leaf, params.device)
             width = high - low
@@ -102,7 +135,40 @@ def bounds_of(leaf: Leaf, device: torch.device) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def uniform_choice(leaf: Leaf, uniform: Tensor) -> Tensor:
-    """Numbers in [0, 1) `[B, …]` → choices."""
-    choices = torch.tensor(leaf.nvec, device=uniform.device).reshape(leaf.shape)
-    return (uniform * choices).to(torch.int64).clamp_max(choices - 1)
+def legal_by_leaf(observations: Tensors, spaces: PolicySpaces) -> Iterator[Tensor] | None:
+    """`[S, sum of nvec]` for each leaf of choices; None where nothing is masked."""
+    legal = legal_choices(observations, spaces)
+    return (
+        None
+        if legal is None
+        else iter(torch.split(legal, [sum(leaf.nvec) for leaf in spaces.action.leaves if leaf.nvec], 1))
+    )
+
+
+def uniform_log_prob(observations: Tensors, spaces: PolicySpaces) -> Tensor:
+    """`[S, 1]`: of any (legal) joint choice, where all of them are as probable."""
+    example, by_leaf = next(iter(observations.values())), legal_by_leaf(observations, spaces)
+    total = torch.zeros(len(example), 1, device=example.device)
+    for leaf in spaces.action.leaves:
+        if leaf.kind != "box":
+            if by_leaf is None:
+                total -= sum(math.log(choices) for choices in leaf.nvec)
+            else:
+                counts = [part.sum(dim=1, keepdim=True) for part in torch.split(next(by_leaf), list(leaf.nvec), dim=1)]
+                total -= sum(count.clamp_min(1).log() for count in counts)
+    return total
+
+
+def uniform_choice(leaf: Leaf, uniform: Tensor, legal: Tensor | None = None) -> Tensor:
+    """Numbers in [0, 1) `[B, …]` → choices; among those that are `legal` `[B, sum of nvec]`."""
+    if legal is None:
+        choices = torch.tensor(leaf.nvec, device=uniform.device).reshape(leaf.shape)
+        return (uniform * choices).to(torch.int64).clamp_max(choices - 1)
+    picked = []
+    for share, part in zip(
+        uniform.reshape(len(uniform), -1).unbind(1), torch.split(legal, list(leaf.nvec), dim=1), strict=True
+    ):
+        count = part.sum(dim=1)
+        which = (share * count).to(torch.int64).minimum(count - 1)
+        picked.append((part.cumsum(dim=1) > which.unsqueeze(1)).to(torch.int8).argmax(dim=1))
+    return torch.stack(picked, dim=1).reshape(uniform.shape)

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_worker.exploration.base import Acted, Exploration, Tensors, uniform_choice
+from rollout_worker.exploration.base import Acted, Exploration, Tensors, legal_by_leaf, uniform_choice
+from shared.policies.masks import ILLEGAL
 from shared.policies.policy import Policy
 from shared.policies.q_network import QNetwork
 
@@ -31,9 +32,11 @@ class EpsilonGreedy(Exploration):
         actions = policy.distribution.mode(params)
         rows, device = len(params), params.device
         anyhow = torch.rand(rows, generator=generator, device=device) < self.epsilon
+        legal = legal_by_leaf(observations, policy.spaces)
         for leaf in policy.spaces.action.leaves:
             name = leaf.column("action")
-            chosen = uniform_choice(leaf, torch.rand((rows, *leaf.shape), generator=generator, device=device))
+            uniform = torch.rand((rows, *leaf.shape), generator=generator, device=device)
+            chosen = uniform_choice(leaf, uniform, None if legal is None else next(legal))
             actions[name] = torch.where(anyhow.reshape(-1, *[1] * len(leaf.shape)), chosen, actions[name])
         return actions, params
 
@@ -42,8 +45,13 @@ class EpsilonGreedy(Exploration):
         same = params.new_ones(len(params), dtype=torch.bool)
         for name in policy.spaces.action.column_names("action"):
             same &= (actions[name] == best[name]).reshape(len(params), -1).all(dim=1)
-        each = self.epsilon / math.prod(math.prod(leaf.nvec) for leaf in leaves)
-        return torch.where(same, 1.0 - self.epsilon + each, max(each, 1e-38)).log()
+        if not policy.spaces.observation.mask_columns:
+            each = self.epsilon / math.prod(math.prod(leaf.nvec) for leaf in leaves)
+            return torch.where(same, 1.0 - self.epsilon + each, max(each, 1e-38)).log()
+        parts = torch.split(params, [choices for leaf in leaves for choices in leaf.nvec], dim=1)
+        counts = [(part > ILLEGAL / 2).sum(dim=1).clamp_min(1) for part in parts]
+        shares = self.epsilon / torch.stack(counts).prod(dim=0).to(params.dtype)
+        return torch.where(same, 1.0 - self.epsilon + shares, shares.clamp_min(1e-38)).log()
 
 
 @dataclass

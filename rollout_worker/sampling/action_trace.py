@@ -40,6 +40,8 @@ class ActionTrace(RunningEpisodes):
     """Of what was observed after its last step."""
     states: Mapping[str, Array] = field(default_factory=dict)
     """Policy id → `[S, state size]`: the hidden state of a recurrent policy after the last step."""
+    matches: Sequence[Mapping[str, Any]] = ()
+    """In a league, the match of each environment's running episode (rollout_worker/league/casting.py)."""
 
     @property
     def fragments(self) -> int:
@@ -50,8 +52,10 @@ class ActionTrace(RunningEpisodes):
         """Whether it is of so many environments with such agents."""
         found = {id_: {name: array.shape[1] for name, array in its.items()} for id_, its in self.actions.items()}
         return len(self.episodes) == num_envs and found == {
-            policy_id: dict.fromkeys(spaces.action.column_names("action"), num_envs * description.slots(policy_id))
-            for policy_id, spaces in description.policies.items()
+            policy_id: dict.fromkeys(
+                description.policies[policy_id].action.column_names("action"), num_envs * description.slots(policy_id)
+            )
+            for policy_id in description.seated
         }
 
 
@@ -61,6 +65,8 @@ def encode(trace: ActionTrace) -> bytes:
     dtypes = {name: array.dtype.str for name, array in flat.items()}
     header = vars(trace) | {"lineage": vars(trace.lineage), "actions": dtypes}
     del header["states"]
+    if not trace.matches:
+        del header["matches"]
     states = {f"{policy}/{STATE}": array for policy, array in trace.states.items()}
     return tensor_blob.encode({name: _small(array) for name, array in flat.items()} | states, header)
 
@@ -83,7 +89,7 @@ def decode(blob: bytes) -> ActionTrace:
     if len(steps) != 1 or steps & {-1} or (steps == {0} and any(lengths)) or len(lengths) != len(episodes):
         raise ValueError(f"a trace with {steps} rows, {len(lengths)} lengths and {len(episodes)} episodes")
     number, digest = _count(header["number"]), str(header["digest"])
-    return ActionTrace(episodes, lengths, actions, lineage, number, digest, states)
+    return ActionTrace(episodes, lengths, actions, lineage, number, digest, states, header.get("matches", ()))
 
 
 def _count(value: Any) -> int:

@@ -17,6 +17,7 @@ from rollout_worker.sampling.action_trace import ActionTrace
 from rollout_worker.sampling.sampler import Sample
 from shared.datasets.recording import Recording
 from shared.experience.spaces import Array
+from shared.league.table import MatchTable
 from shared.policies.policy import Policy
 
 
@@ -36,7 +37,10 @@ class DatasetSampler:
         self._recording, self._policy_id, self._slots, self.lineage = recording, policy_id, slots, lineage
         self._number = trace.number + 1 if trace else 0
 
-    def sample(self, policies: Mapping[str, Policy], exploration: Exploration, steps: int) -> Sample:
+    def sample(
+        self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int,
+        table: MatchTable | None = None,
+    ) -> Sample:  # fmt: skip
         """The next fragment; how anything would be acted does not matter."""
         started = time.perf_counter()
         count = self._recording.pieces(steps)

@@ -1,25 +1,31 @@
 """The sampler: environments × policies → the columns of one fragment."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rollout_worker.environments.seeding import SeedLineage, episode_seed
-from rollout_worker.environments.vector_env import PolicyStep, VectorEnvironment, reject_unusable
-from rollout_worker.exploration.base import Exploration
+from rollout_worker.environments.vector_env import VectorEnvironment, reject_unusable
+from rollout_worker.exploration.base import Exploration, act_for, no_actions
+from rollout_worker.league.casting import Casting, Part
 from rollout_worker.sampling import action_trace
 from rollout_worker.sampling.action_trace import ActionTrace
+from rollout_worker.sampling.recorders import PartRecorder, Recorder, TurnRecorder
 from shared.experience.counters import Phase
-from shared.experience.fragment import LARGEST, STATE, EpisodeRecord, expected_columns
-from shared.experience.spaces import Array, Columns, EnvironmentDescription, SpaceSpec
-from shared.policies.actor_critic import with_states
+from shared.experience.fragment import EpisodeRecord
+from shared.experience.spaces import Columns, EnvironmentDescription
+from shared.league.table import MatchTable
+from shared.policies.actor_critic import Stateful, with_states
 from shared.policies.policy import Policy
 from shared.policies.registry import torch_device
 from shared.runtime.stage_timer import StageTimer
+
+Recorders: TypeAlias = Mapping[str, Any]
+"""Policy id → its recorder, of a kind that fits how the policy acts."""
 
 
 @dataclass
@@ -36,8 +42,11 @@ class Sampler:
     def __init__(
         self, environment: VectorEnvironment, description: EnvironmentDescription, lineage: SeedLineage,
         device: str = "cpu", trace: ActionTrace | None = None, stages: StageTimer | None = None,
+        casting: Casting | None = None,
     ) -> None:  # fmt: skip
         """Begins `lineage`, or takes it up where `trace` ends; `position_digest` tells whether it got there."""
+        self._casting, self._in_parts = casting, description.in_turns or casting is not None
+        """Who sits where, in a league; and whether only some slots of a policy act in a step."""
         self._environment, self._description = environment, description
         self._device, self._stages = torch_device(device), stages or StageTimer()
         self._generator = torch.Generator(self._device)
@@ -47,71 +56,149 @@ class Sampler:
         self._episodes = list(trace.episodes) if trace else [0] * environment.num_envs
         began = environment.reset(self._seeds, trace)
         self._now = {policy_id: observations for policy_id, (observations, _) in began.items()}
+        self._acts = {policy_id: acts for policy_id, (_, acts) in began.items()}
+        self._taken: dict[str, Columns] = {}
+        """Of the last sample: what was done in each step `[T, S, …]`, where its columns do not tell."""
         states = trace.states if trace else {}
         self._states = {policy_id: torch.from_numpy(state).to(self._device) for policy_id, state in states.items()}
+        self._began = False
+        if casting is not None and trace:
+            casting.take_up(trace.matches, states)
+            self._began = True
 
     @torch.inference_mode()
-    def sample(self, policies: Mapping[str, Policy], exploration: Exploration, steps: int) -> Sample:
-        """Acts `steps` steps in every environment; raises `EnvironmentFailure`, and then nothing was produced."""
+    def sample(
+        self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int,
+        table: MatchTable | None = None,
+    ) -> Sample:  # fmt: skip
+        """Acts `steps` steps in every environment, each policy by its exploration. `table`: of a league, by which
+        matches are drawn from now on. Raises `EnvironmentFailure`, and then nothing was produced."""
+        if self._casting is not None and table is not None:
+            self._casting.use(table)
         with self._stages.during("record"):
             try:
                 return self._sample(policies, exploration, steps)
             except Exception:  # perhaps of a policy or an environment that was given NaN
-                reject_unusable(self._now, self._description)
+                now = {policy_id: its | {"mask": self._acts[policy_id]} for policy_id, its in self._now.items()}
+                reject_unusable(now, self._description)
                 raise
 
-    def _sample(self, policies: Mapping[str, Policy], exploration: Exploration, steps: int) -> Sample:
+    def _sample(self, policies: Mapping[str, Policy], exploration: Mapping[str, Exploration], steps: int) -> Sample:
         acting, stepping = self._stages.during("act"), self._stages.during("env")
         started, stepped = time.perf_counter(), self._stages.nanoseconds("env")
         self._generator.manual_seed(self.lineage.acting(self._number))
+        kind = TurnRecorder if self._description.in_turns else PartRecorder if self._in_parts else Recorder
         recorders = {
-            policy_id: _Recorder(
-                self._description, policy_id, steps, self._slots(policy_id), policies[policy_id].state_size
-            )
+            policy_id: kind(self._description, policy_id, steps, self._slots(policy_id), policies[policy_id].state_size)
             for policy_id in self._description.policies
         }
+        taken: list[dict[str, Columns]] = []
         remembering = with_states(policies, {policy_id: self._slots(policy_id) for policy_id in policies}, self._states)
         for policy_id, its in remembering.items():
-            recorders[policy_id].columns[STATE][:] = its.state.cpu().numpy()
+            recorders[policy_id].began(its.state.cpu().numpy())
         asked = {**policies, **remembering}
         episodes: list[EpisodeRecord] = []
-        if exploration.knows_episodes:
-            for index in range(self._environment.num_envs):
-                self._begin(exploration, index)
+        by_episode = [its for its in exploration.values() if its.knows_episodes]
+        self._begin_all(by_episode)
         for step in range(steps):
-            actions = {}
-            for policy_id, recorder in recorders.items():
-                observations = self._now[policy_id]
-                with acting:
-                    tensors = {name: torch.from_numpy(array).to(self._device) for name, array in observations.items()}
-                    chosen, params = exploration.act(asked[policy_id], tensors, self._generator)
-                    actions[policy_id] = {name: tensor.cpu().numpy() for name, tensor in chosen.items()}
-                recorder.acted(step, observations, actions[policy_id], params)
+            with acting:
+                act = self._act_in_parts if self._in_parts else self._act
+                actions = {
+                    policy_id: act(step, policy_id, recorders, asked, exploration)
+                    for policy_id in self._description.seated
+                }
+            if self._in_parts:
+                taken.append(actions)
             with stepping:
                 result = self._environment.step(actions)
             for policy_id, recorder in recorders.items():
-                recorder.stepped(step, result.policies[policy_id])
+                recorder.stepped(step, result.policies[self._seat(policy_id)])
+            for policy_id in self._description.seated:
                 self._now[policy_id] = result.policies[policy_id].obs
+                if (acts := result.policies[policy_id].acts) is not None:
+                    self._acts[policy_id] = acts
             for policy_id, its in remembering.items():
-                its.forget(torch.from_numpy(result.policies[policy_id].over).to(self._device))
+                its.forget(torch.from_numpy(result.policies[self._seat(policy_id)].over).to(self._device))
             for index, record in result.episodes:
-                episodes.append(record)
+                episodes.append(record if self._casting is None else self._casting.judged(index, record))
                 self._episodes[index] += 1
-                if exploration.knows_episodes:
-                    self._begin(exploration, index)
+                self._begin(by_episode, index)
         columns = {
-            policy_id: recorder.finish(policies[policy_id], exploration, self._now[policy_id])
+            policy_id: recorder.finish(policies[policy_id], exploration[policy_id], self._now[self._seat(policy_id)])
             for policy_id, recorder in recorders.items()
         }
         reject_unusable(columns, self._description)
         self._states = {policy_id: its.state for policy_id, its in remembering.items()}
         self._number += 1
         seconds = time.perf_counter() - started
+        if self._in_parts:
+            self._taken = {
+                policy_id: {name: np.stack([actions[policy_id][name] for actions in taken]) for name in its}
+                for policy_id, its in taken[0].items()
+            }
         return Sample(columns, tuple(episodes), seconds, (self._stages.nanoseconds("env") - stepped) / 1e9)
 
-    def _begin(self, exploration: Exploration, index: int) -> None:
-        """Tells which episode environment `index` is in."""
-        exploration.begin(index, episode_seed(self._seeds[index], self._episodes[index]))
+    def _act(
+        self,
+        step: int,
+        policy_id: str,
+        recorders: Recorders,
+        policies: Mapping[str, Policy],
+        exploration: Mapping[str, Exploration],
+    ) -> Columns:
+        observations = self._now[policy_id]
+        tensors = {name: torch.from_numpy(array).to(self._device) for name, array in observations.items()}
+        chosen, params = exploration[policy_id].act(policies[policy_id], tensors, self._generator)
+        actions = {name: tensor.cpu().numpy() for name, tensor in chosen.items()}
+        recorders[policy_id].acted(step, observations, actions, params)
+        return actions
+
+    def _act_in_parts(
+        self,
+        step: int,
+        group: str,
+        recorders: Recorders,
+        policies: Mapping[str, Policy],
+        exploration: Mapping[str, Exploration],
+    ) -> Columns:
+        """Acts for those of a policy's slots that are to act, one forward pass a player; zeros for the others."""
+        now, rows = self._now[group], np.flatnonzero(self._acts[group])
+        everyone = [Part(group, rows, np.ones(len(rows), np.bool_))] if len(rows) else []
+        actions = no_actions(self._description.policies[group].action, len(self._acts[group]))
+        for part in everyone if self._casting is None else self._casting.parts(group, rows):
+            if part.player in policies:
+                policy, its = policies[part.player], part.rows[part.learns]
+                states = policy.state.cpu().numpy() if isinstance(policy, Stateful) else None
+                picked, params = act_for(exploration[part.player], policy, now, part.rows, self._generator)
+                seen = {name: array[its] for name, array in now.items()}
+                done = {name: array[part.learns] for name, array in picked.items()}
+                among = torch.from_numpy(part.learns).to(params.device)
+                recorders[part.player].acted_by(step, its, seen, done, params[among], states)
+            else:
+                assert self._casting is not None
+                picked = self._casting.act(part, group, now, policies[group], self._generator)
+            for name, array in picked.items():
+                actions[name][part.rows] = array
+        return actions
+
+    def _begin_all(self, explorations: Sequence[Exploration]) -> None:
+        """Tells of the episodes that go on; the first ones of all begin only now, since a league's table was needed."""
+        for index in range(self._environment.num_envs):
+            self._begin(explorations, index, drawn=not self._began)
+        self._began = True
+
+    def _begin(self, explorations: Sequence[Exploration], index: int, drawn: bool = True) -> None:
+        """Tells which episode environment `index` is in; in a league its match is `drawn`, if it begins only now."""
+        if not explorations and self._casting is None:
+            return
+        seed = episode_seed(self._seeds[index], self._episodes[index])
+        for exploration in explorations:
+            exploration.begin(index, seed)
+        if self._casting is not None and drawn:
+            self._casting.begin(index, self._episodes[index], seed)
+
+    def _seat(self, policy_id: str) -> str:
+        return self._description.seats.get(policy_id, policy_id)
 
     def _slots(self, policy_id: str) -> int:
         return self._environment.num_envs * self._description.slots(policy_id)
@@ -127,13 +214,16 @@ class Sampler:
         place = self._environment.position
         if place is None:
             return None
-        actions = {
+        actions = self._taken or {
             policy_id: {name: sample.columns[policy_id][name] for name in spaces.action.column_names("action")}
             for policy_id, spaces in self._description.policies.items()
         }
-        states = {policy_id: state.cpu().numpy() for policy_id, state in self._states.items()}
-        last = self._number - 1
-        return ActionTrace(place.episodes, place.lengths, actions, self.lineage, last, self.position_digest, states)
+        remembered, matches = self._states, []
+        if self._casting is not None:
+            remembered, matches = remembered | self._casting.states, self._casting.plain()
+        states = {policy_id: state.cpu().numpy() for policy_id, state in remembered.items()}
+        last, digest = self._number - 1, self.position_digest
+        return ActionTrace(place.episodes, place.lengths, actions, self.lineage, last, digest, states, matches)
 
     def set_phase(self, phase: Phase) -> None:
         """Raises `EnvironmentFailure`."""
@@ -141,71 +231,3 @@ class Sampler:
 
     def close(self) -> None:
         self._environment.close()
-
-
-class _Recorder:
-    def __init__(
-        self, description: EnvironmentDescription, policy_id: str, steps: int, slots: int, state_size: int
-    ) -> None:
-        spaces = description.policies[policy_id]
-        self._observation = spaces.observation
-        expected = expected_columns(spaces, steps, slots, state_size, description.info_columns)
-        self._final: dict[str, list[Array]] = {}
-        for name in [*spaces.observation.column_names("final_obs"), "final_index"]:
-            shape, dtype = expected.pop(name)
-            self._final[name] = [np.zeros((0, *shape[1:]), dtype)]
-        self.columns: Columns = {name: np.empty(shape, dtype) for name, (shape, dtype) in expected.items()}
-        self._params: list[Tensor] = []
-
-    def acted(self, step: int, observations: Columns, actions: Columns, params: Tensor) -> None:
-        for name, array in (*observations.items(), *actions.items()):
-            self.columns[name][step] = array
-        self._params.append(params)
-
-    def stepped(self, step: int, result: PolicyStep) -> None:
-        for name in ("reward", "terminated", "truncated", "mask"):
-            self.columns[name][step] = getattr(result, name)
-        for name, array in result.info.items():
-            self.columns[name][step] = array
-        if result.final_slots.size:
-            slots = result.final_slots
-            kept = result.truncated[slots] | _holdable(self._observation, result.final_obs)
-            for name, array in result.final_obs.items():
-                self._final[name].append(array[kept])
-            index = np.stack([np.full_like(slots, step), slots], axis=1)[kept]
-            self._final["final_index"].append(index.astype(np.int32))
-
-    def finish(self, policy: Policy, exploration: Exploration, bootstrap: Columns) -> Columns:
-        """Log-probabilities for all steps at once, the observation after the last step, and the final ones."""
-        steps, slots = self.columns["reward"].shape
-        actions = {
-            name: torch.from_numpy(array).flatten(0, 1).to(self._params[0].device)
-            for name, array in self.columns.items()
-            if name.startswith("action")
-        }
-        log_prob = exploration.log_prob(policy, torch.cat(self._params), actions)
-        self.columns["log_prob"] = log_prob.reshape(steps, slots).to(torch.float32).cpu().numpy()
-        for name in self._observation.column_names("obs"):
-            self.columns["bootstrap_" + name][:] = bootstrap[name]
-        for name, parts in self._final.items():
-            self.columns[name] = np.concatenate(parts)
-        return self.columns
-
-
-def _holdable(spec: SpaceSpec, final: Columns) -> Array:
-    """`[M]`: which last observations `final_obs…` a fragment can hold.
-
-    A simulator that fell over may terminate with NaN, a table of states with one state too many. Nothing is
-    bootstrapped from these: they are left out as unknown instead of costing the fragment.
-    """
-    found = np.ones(len(next(iter(final.values()))), np.bool_)
-    for leaf in spec.leaves:
-        array = final[leaf.column("final_obs")]
-        if leaf.kind != "box":
-            good = (array >= 0) & (array < np.asarray(leaf.nvec).reshape(leaf.shape))
-        elif array.dtype.kind == "f":
-            good = np.abs(array) <= LARGEST
-        else:
-            continue
-        found &= good.reshape(len(found), -1).all(axis=1)
-    return found

@@ -1,30 +1,48 @@
 """Every check across sections of a run's config; those of a user's own algorithm are in its `validate_run`."""
 
+import re
+
 from shared.config.algorithms.base import AlgorithmConfig, BatchOfUpdate, Cloning, OwnAlgorithm
 from shared.config.algorithms.off_policy import OffPolicyConfig
 from shared.config.algorithms.offline import BCConfig
 from shared.config.algorithms.on_policy import OnPolicyConfig
 from shared.config.algorithms.q_learning import QLearningConfig
-from shared.config.sections import ConfigFields, DataEvaluationConfig
+from shared.config.league import LeagueConfig
+from shared.config.recorded import DataEvaluationConfig
+from shared.config.sections import ConfigFields
 
 _NO_HIDDEN_STATES = "recorded experience does not hold the hidden state of the policy's core"
 
 
 def check_sections_together(run: ConfigFields) -> None:
     """Raises `ValueError` at the first contradiction between two sections."""
-    check_algorithm(run, run.algorithm)
+    _check_policies(run)
+    for policy_id, policy in sorted(run.policies.items()):
+        check_algorithm(run, policy_id, policy.algorithm or run.algorithm)
     environment = run.environment
     if environment.wrappers and environment.vectorization == "native":
         raise ValueError(
             f"environment.vectorization='native' cannot apply environment.wrappers="
             f"{[wrapper.path for wrapper in environment.wrappers]}; use sync or async"
         )
+    if environment.action_mask == "info" and environment.vectorization == "native":
+        raise ValueError(
+            "environment.action_mask=info with environment.vectorization=native: its `info` is that of all copies at "
+            "once; use sync or async, or an environment that observes its action_mask"
+        )
     if environment.api == "pettingzoo" and environment.vectorization != "sync":
         raise ValueError(
             f"environment.api=pettingzoo works with environment.vectorization=sync only, found "
             f"{environment.vectorization}"
         )
+    if environment.api != "pettingzoo" and environment.episode_ends != "all":
+        raise ValueError(
+            f"environment.episode_ends={environment.episode_ends} with environment.api={environment.api}: it is for "
+            f"episodes of several agents; leave it out, or set environment.api=pettingzoo"
+        )
     _check_policies(run)
+    if run.league is not None:
+        _check_league(run, run.league)
     if run.ray.address != "embedded" and "embedded" in (run.redis.url, run.store.url):
         raise ValueError(
             f"ray.address={run.ray.address} with redis.url={run.redis.url} and store.url={run.store.url}: roles "
@@ -35,6 +53,17 @@ def check_sections_together(run: ConfigFields) -> None:
     if run.checkpoint.every.amount == 0:
         raise ValueError("checkpoint.every='0 …' would never write a checkpoint; give at least 1")
     _check_evaluation(run)
+    ranked, asked = run.checkpoint.best_by, run.stop_at.mean_return
+    for field, policy_id in [
+        ("checkpoint.best_by", ranked),
+        *(("stop_at.mean_return", name) for name in _names(asked)),
+    ]:
+        if policy_id not in run.policies and (field, policy_id) != ("checkpoint.best_by", "all"):
+            raise ValueError(f"{field}: {policy_id!r} names no policy; policies has {sorted(run.policies)}")
+
+
+def _names(mean_return: float | dict[str, float] | None) -> list[str]:
+    return list(mean_return) if isinstance(mean_return, dict) else []
 
 
 def _check_evaluation(run: ConfigFields) -> None:
@@ -53,15 +82,30 @@ def _check_evaluation(run: ConfigFields) -> None:
             )
 
 
-def check_algorithm(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
-    """Raises `ValueError` where `algorithm`, the resolved section of the run's, cannot learn in this run."""
+def check_algorithm(run: ConfigFields, policy_id: str, algorithm: AlgorithmConfig) -> None:
+    """Raises `ValueError` where `algorithm`, a policy's section (a user's own resolved), cannot learn in this run."""
+    try:
+        _check_algorithm(run, policy_id, algorithm)
+    except ValueError as error:
+        raise ValueError(in_its_place(run, policy_id, str(error))) from None
+
+
+def in_its_place(run: ConfigFields, policy_id: str, message: str) -> str:
+    """A message on fields of `algorithm`, with their names where the policy has a section of its own."""
+    own = run.policies[policy_id].algorithm is not None
+    return re.sub(r"\balgorithm\.(?=\w)", f"policies.{policy_id}.algorithm.", message) if own else message
+
+
+def _check_algorithm(run: ConfigFields, policy_id: str, algorithm: AlgorithmConfig) -> None:
+    if isinstance(algorithm, QLearningConfig):
+        _check_exploration(algorithm, run.policies[policy_id].trainable)
+    if not run.policies[policy_id].trainable:
+        return
     algorithm.validate_run(run)
     if isinstance(algorithm, BatchOfUpdate):
-        _check_minibatch(run, algorithm)
+        _check_minibatch(run, policy_id, algorithm)
     if isinstance(algorithm, OffPolicyConfig):
-        _check_replay_buffer(run, algorithm)
-    if isinstance(algorithm, QLearningConfig):
-        _check_exploration(algorithm)
+        _check_replay_buffer(run, policy_id, algorithm)
     if isinstance(algorithm, BCConfig) and (run.dataset is None or run.dataset.only_heatup):
         raise ValueError(
             "algorithm.name=bc clones recorded experience; name it in dataset.path, without dataset.only_heatup"
@@ -72,14 +116,14 @@ def check_algorithm(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
             f"is wrong for what an older policy acted; set it to 0, or use impala or appo, which correct for that"
         )
     if not isinstance(algorithm, OwnAlgorithm):  # what it can is known once its class is imported
-        _check_critics(run, algorithm)
+        _check_critics(run, policy_id, algorithm)
         _check_demonstrations(run, algorithm)
         _check_dataset(run, algorithm)
 
 
-def _check_minibatch(run: ConfigFields, algorithm: BatchOfUpdate) -> None:
+def _check_minibatch(run: ConfigFields, policy_id: str, algorithm: BatchOfUpdate) -> None:
     rollout = run.rollout
-    if algorithm.minibatch_size < rollout.fragment_steps and any(run.state_sizes.values()):
+    if algorithm.minibatch_size < rollout.fragment_steps and run.state_sizes[policy_id]:
         raise ValueError(
             f"algorithm.minibatch_size={algorithm.minibatch_size} is less than rollout.fragment_steps="
             f"{rollout.fragment_steps}: a policy with a core learns whole sequences of a fragment; raise the "
@@ -99,7 +143,7 @@ def _factors(run: ConfigFields) -> str:
     )
 
 
-def _check_replay_buffer(run: ConfigFields, algorithm: OffPolicyConfig) -> None:
+def _check_replay_buffer(run: ConfigFields, policy_id: str, algorithm: OffPolicyConfig) -> None:
     capacity, update = algorithm.replay_buffer.capacity, run.transitions_per_update
     if capacity < algorithm.minibatch_size:
         raise ValueError(
@@ -111,11 +155,10 @@ def _check_replay_buffer(run: ConfigFields, algorithm: OffPolicyConfig) -> None:
             f"algorithm.replay_buffer.capacity={capacity} is less than the {update} transitions of each update "
             f"({_factors(run)}), so that some would never be learned from; raise the first or lower one of the others"
         )
-    changed = [name for name, policy in run.policies.items() if policy.changes_rewards]
-    if algorithm.replay_buffer.kind == "hindsight" and changed:
+    if algorithm.replay_buffer.kind == "hindsight" and run.policies[policy_id].changes_rewards:
         raise ValueError(
             f"algorithm.replay_buffer.kind=hindsight gives rewards of its own to the goals it puts in, and "
-            f"policies.{changed[0]} changes those of the environment (reward_scale, reward_clip or transform), so "
+            f"policies.{policy_id} changes those of the environment (reward_scale, reward_clip or transform), so "
             f"that the two would not fit together; use one of the two"
         )
     if run.trainer.ranks > 1:
@@ -125,9 +168,9 @@ def _check_replay_buffer(run: ConfigFields, algorithm: OffPolicyConfig) -> None:
         )
 
 
-def _check_exploration(algorithm: QLearningConfig) -> None:
+def _check_exploration(algorithm: QLearningConfig, learns: bool) -> None:
     kind = algorithm.exploration.kind
-    if kind == "sampling" and not algorithm.noisy:
+    if kind == "sampling" and not algorithm.noisy and learns:
         raise ValueError(
             "algorithm.exploration.kind=sampling with algorithm.noisy=false would never explore; set noisy=true, "
             "or explore with epsilon_greedy"
@@ -189,21 +232,65 @@ def _check_policies(run: ConfigFields) -> None:
     if not run.policies:
         raise ValueError("policies: there must be one at least; leave the section out for a single one")
     for policy_id in run.policies:
-        if not policy_id.replace("-", "").replace("_", "").isalnum() or policy_id in {"trainer", "manifest"}:
+        if not policy_id.replace("-", "").replace("_", "").isalnum() or policy_id in {"trainer", "manifest", "all"}:
             raise ValueError(f"policies: {policy_id!r} is not a usable policy id; use letters, digits, - and _")
     for agent, policy_id in run.agents.items():
         if policy_id not in run.policies:
             raise ValueError(f"agents.{agent}={policy_id!r} names no policy; policies has {sorted(run.policies)}")
-
-
-def _check_critics(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
-    for policy_id in sorted(name for name, policy in run.policies.items() if policy.critic_observes != "own"):
-        if not isinstance(algorithm, OnPolicyConfig) or run.environment.api == "gymnasium":
+    for recorded in (run.dataset, run.demonstrations):
+        if recorded is not None and len(run.policies) > 1:
             raise ValueError(
-                f"policies.{policy_id}.critic_observes=team with algorithm.name={algorithm.name} and environment.api="
-                f"{run.environment.api}: a team has several agents, and ppo, appo, impala and a2c have such a critic; "
-                f"set critic_observes=own"
+                f"{recorded.section}.path={recorded.path} with policies {sorted(run.policies)}: recorded experience is "
+                f"that of one agent; leave it out, or train a single policy"
             )
+    if not run.trainable:
+        raise ValueError(
+            f"policies: none of {sorted(run.policies)} is trainable; leave trainable=false out of one (to play them as "
+            f"they are: `stagecoach evaluate`)"
+        )
+
+
+def _check_league(run: ConfigFields, league: LeagueConfig) -> None:
+    if run.environment.api == "gymnasium":
+        raise ValueError(
+            f"league with environment.api={run.environment.api}: it needs several agents; set "
+            f"environment.api, or leave the league out"
+        )
+    learners, known = run.league_learners, sorted(run.policies)
+    for name, learner in learners.items():
+        for field, policy_id in (("policy", learner.policy), *(("plays", seat) for seat in learner.plays)):
+            if policy_id not in run.policies:
+                raise ValueError(f"league.learners.{name}.{field}={policy_id!r} names no policy; policies has {known}")
+        if not run.policies[learner.policy].trainable:
+            raise ValueError(
+                f"league.learners.{name}.policy={learner.policy!r} is frozen (policies.{learner.policy}.trainable="
+                f"false) and cannot learn; set that to true, or take it from league.learners"
+            )
+        if learner.reset is not None and getattr(run.algorithm, "replay_buffer", None) is not None:
+            raise ValueError(
+                f"league.learners.{name}.reset with algorithm.name={run.algorithm.name}: its replay buffer would hold "
+                f"what the former weights learned from; leave reset out, or use an algorithm without a replay buffer"
+            )
+    if not learners:
+        raise ValueError("league: no policy is trainable, so nothing would be learned; make one trainable")
+    if league.swap_every is not None and len(learners) < 2:
+        raise ValueError(
+            f"league.swap_every={str(league.swap_every)!r} with one learner, {next(iter(learners))!r}, "
+            f"would change nothing; leave it out"
+        )
+    if taken := sorted({*league.fixed} & {*run.policies}):
+        raise ValueError(f"league.fixed: {taken} are ids of policies; give the players names of their own")
+
+
+def _check_critics(run: ConfigFields, policy_id: str, algorithm: AlgorithmConfig) -> None:
+    if run.policies[policy_id].critic_observes == "own":
+        return
+    if not isinstance(algorithm, OnPolicyConfig) or run.environment.api == "gymnasium":
+        raise ValueError(
+            f"policies.{policy_id}.critic_observes=team with algorithm.name={algorithm.name} and environment.api="
+            f"{run.environment.api}: a team has several agents, and ppo, appo, impala and a2c have such a critic; "
+            f"set critic_observes=own"
+        )
 
 
 def _check_no_core(run: ConfigFields, other: str, why: str) -> None:

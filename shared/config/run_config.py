@@ -28,10 +28,13 @@ _DECIDES_LEARNING: Any = {
         "num_envs",
         "vectorization",
         "max_episode_steps",
+        "episode_ends",
         "info_columns",
+        "action_mask",
     },
     "policies": True,
     "agents": True,
+    "league": True,
     "algorithm": True,
     "dataset": {"sha256", "only_heatup"},
     "demonstrations": {"sha256"},
@@ -43,6 +46,17 @@ _DECIDES_LEARNING: Any = {
 }
 """The fields behind `Config.hash`: all roles of a run must agree on them, and a resume may not change them. Sums depend
 on threads, matrix products and ranks, and each checkpoint holds a window of episodes."""
+_LATER: dict[str, Any] = {
+    "info_columns": [],
+    "action_mask": "auto",
+    "episode_ends": "all",
+    "normalize_values": False,
+    "critic_observes": "own",
+    "algorithm": None,
+    "trainable": True,
+    "initialize_from": None,
+}
+"""Of the environment, the algorithm and each policy: what the hash leaves out at these defaults."""
 
 
 class Config(ConfigFields):
@@ -69,14 +83,14 @@ class Config(ConfigFields):
         return sorted(path for path in mine | theirs if mine.get(path) != theirs.get(path))
 
     def _deciding(self) -> dict[str, Any]:
-        """Without later fields that are at their defaults: a run without them keeps the hash that it always had."""
+        """Without fields that came later and are at their defaults: such a run keeps the hash that it always had."""
         data = self.model_dump(mode="json", include=_DECIDES_LEARNING)
-        if not self.environment.info_columns:
-            del data["environment"]["info_columns"]
-        for section, name, default in [
-            *((policy, "critic_observes", "own") for policy in data["policies"].values()),
-            (data["algorithm"], "normalize_values", False),
-        ]:
-            if section.get(name) == default:
-                del section[name]
+        for section in (data["environment"], data["algorithm"], *data["policies"].values()):
+            for name, default in _LATER.items():
+                if name in section and section[name] == default:
+                    del section[name]
+        if any(character in agent for agent in self.agents for character in "*?["):  # the first pattern that fits
+            data["agents"] = list(data["agents"].items())
+        if self.league is None:
+            del data["league"]
         return data

@@ -5,7 +5,7 @@ import itertools
 import math
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
 from shared.experience.counters import Counters, DurationField
 
@@ -137,3 +137,11 @@ def _never_negative(schedule: Schedule) -> Schedule:
 
 ScheduleField = Annotated[Schedule, BeforeValidator(_from_number), AfterValidator(_never_negative)]
 """A number, or a `Schedule`, as a config field; step sizes, bounds, probabilities and noise are never negative."""
+
+
+def _as_number(schedule: Schedule) -> Any:
+    return schedule.start if schedule.kind == "constant" else schedule.model_dump(mode="json")
+
+
+NumberOrSchedule = Annotated[ScheduleField, PlainSerializer(_as_number)]
+"""A `ScheduleField` that was a plain number once: where it still is one, a run keeps its config hash."""

@@ -1,72 +1,22 @@
 """A run's config and its sections beside the algorithm's: every field with its unit and the reason for its default."""
 
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from shared.config.algorithms.base import AlgorithmConfig
 from shared.config.algorithms.on_policy import PPOConfig
 from shared.config.algorithms.registry import AlgorithmField
+from shared.config.environment import EnvironmentConfig, WrapperConfig, wrapper_of_path
+from shared.config.league import LeagueConfig, LearnerConfig
+from shared.config.recorded import DatasetConfig, DemonstrationsConfig
 from shared.config.section import Section, Width
 from shared.config.services import RayConfig, RedisConfig, StoreConfig
 from shared.experience.counters import Duration, DurationField
 
 MIN_LOG_BYTES = 1 << 20
-DatasetFormat = Literal["archive", "minari", "hdf5", "csv"]
-
-
-class WrapperConfig(Section):
-    """One environment wrapper, applied in the order of the list."""
-
-    path: str
-    """Import path `package.module:Wrapper`, for example `gymnasium.wrappers:TimeLimit`."""
-    kwargs: dict[str, Any] = {}
-    """Keyword arguments of the wrapper."""
-
-
-def _path(value: object) -> object:
-    return {"path": value} if isinstance(value, str) else value
-
-
-InfoName = Annotated[str, Field(pattern=r"^[A-Za-z][\w./-]*$", max_length=100)]
-
-
-class EnvironmentConfig(Section):
-    """The environment that the rollout workers step."""
-
-    id: str = Field(min_length=1)
-    """A registered gymnasium id (`CartPole-v1`); `envpool:TASK`, a task of EnvPool (for `vectorization: native`; with
-    `kwargs: {num_threads: 4}` on four cores); or `module:factory`, a callable that returns an environment."""
-    kwargs: dict[str, Any] = {}
-    """Keyword arguments for the environment or the factory."""
-    api: Literal["gymnasium", "pettingzoo"] = "gymnasium"
-    """`pettingzoo` for a PettingZoo parallel environment (several agents): a factory, or a name in its registry."""
-    wrappers: tuple[Annotated[WrapperConfig, BeforeValidator(_path)], ...] = ()
-    """Wrappers by import path, innermost first; a plain string is a wrapper without arguments."""
-    num_envs: int = Field(8, ge=1, le=4096)
-    """Environment copies in each worker (N); 8 gives the network a batch worth its overhead on a CPU."""
-    vectorization: Literal["sync", "async", "native"] = "sync"
-    """`sync`: one after another in the worker; `async`: a process each (slow environments); `native`: the environment's
-    own vectorized version (a factory gets `num_envs`; without it, it makes a single one)."""
-    max_episode_steps: int | None = Field(None, ge=1)
-    """Truncate episodes after this many steps of the agent, whatever wrappers make of one (with a frame skip of 4 it is
-    four of the game's); the default is what the environment registers, in steps of its own."""
-    info_columns: tuple[InfoName, ...] = ()
-    """Numbers of each step's `info`, by name, that travel with the experience as columns `info/NAME`: for transforms,
-    own algorithms, the archive and figures, not for the policy (docs/ENVIRONMENTS.md). NaN where a step tells none."""
-    failures_allowed: int = Field(3, ge=0)
-    """How often in a row an environment may raise, without a fragment (or an evaluation) between, before its process
-    gives up. Counted by progress: a slow environment is given up as surely as a fast one."""
-    step_deadline_seconds: float = Field(120.0, ge=1)
-    """One step, reset or start of a process's environments that takes longer is taken for hung, and the process is
-    replaced; the evaluator's as well. Much more than any healthy step takes: nothing else is lost by waiting."""
-
-    @field_validator("info_columns")
-    @classmethod
-    def _each_once(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"{', '.join(twice)} more than once; expected each name once")
-        return names
 
 
 class PolicyConfig(Section):
@@ -134,6 +84,24 @@ class PolicyConfig(Section):
     def changes_rewards(self) -> bool:
         """Whether what is learned from has other rewards than the environment gave."""
         return self.reward_scale != 1.0 or self.reward_clip is not None or self.transform is not None
+
+
+class RunPolicyConfig(PolicyConfig):
+    """One policy id: its network, and how it is learned where that differs from the run's other policies."""
+
+    algorithm: AlgorithmField | None = None
+    """Fields in place of those of the run's `algorithm`; another `name` stands alone, with that algorithm's defaults.
+    Defaults of other sections are those of the run's `algorithm`. docs/POLICIES.md."""
+    trainable: bool = True
+    """Whether it learns. One that does not acts as its algorithm explores when all schedules have ended, also in
+    warm-up; its observation statistics stay as they are."""
+    initialize_from: str | None = None
+    """As the run's `initialize_from`, for this policy alone."""
+
+    @property
+    def network(self) -> PolicyConfig:
+        """What travels with the weights."""
+        return PolicyConfig.model_validate({name: getattr(self, name) for name in PolicyConfig.model_fields})
 
 
 class RolloutConfig(Section):
@@ -239,51 +207,6 @@ class TrainerConfig(Section):
     the 30 s that Kubernetes and spot machines give before they end a process."""
 
 
-class DataEvaluationConfig(Section):
-    """Off-policy evaluation: what the policy is worth, estimated from the recorded experience (`ope/…`)."""
-
-    every_updates: int | None = Field(None, ge=0)
-    """Updates between two evaluations; 0: none. By default 100 for policies that sample their actions; those of DQN,
-    Rainbow, TD3 and DDPG have no probabilities to compare. Each takes some seconds and changes nothing learned."""
-    episodes: int = Field(100, ge=1)
-    """How many of the dataset's episodes, evenly spaced, it evaluates on."""
-    gradient_steps: int = Field(2000, ge=1)
-    """With which the model behind `ope/dm`, `ope/dr` and `ope/sequential_dr` is fitted, anew each time."""
-
-
-class RecordedConfig(Section):
-    """Where recorded experience is read."""
-
-    section: ClassVar[str]
-    """Its name in the config, for messages."""
-    path: str
-    """A run's folder in the store (with archived experience; also `s3://…`), a Minari dataset's folder, an HDF5 file in
-    D4RL's layout, or a CSV file; the same path on the machines of coordinator and workers (demonstrations: trainer)."""
-    format: Literal["auto", DatasetFormat] = "auto"
-    """What is there; `auto` looks."""
-    endpoint_url: str | None = None
-    """The S3 endpoint of an archive at `s3://…`; none is AWS."""
-    min_return: float | None = None
-    """Learn only from whole episodes that returned at least this, for example to clone the best."""
-    sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$")
-    """Of the transitions, in whichever format; a role that reads others does not begin. Filled in with a new run."""
-
-
-class DatasetConfig(RecordedConfig):
-    """Recorded experience that the rollout workers give to the trainer instead of stepping environments."""
-
-    section: ClassVar[str] = "dataset"
-    only_heatup: bool = False
-    """Give it only in warm-up, to fill a replay buffer with what is recorded, and then step environments."""
-    evaluation: DataEvaluationConfig = DataEvaluationConfig()
-
-
-class DemonstrationsConfig(RecordedConfig):
-    """Recorded experience that the trainer imitates while the run acts in its environment; docs/DEMONSTRATIONS.md."""
-
-    section: ClassVar[str] = "demonstrations"
-
-
 class PolicyVersionsConfig(Section):
     """How a policy version reaches the workers."""
 
@@ -300,6 +223,9 @@ class CheckpointConfig(Section):
     """Also one when this much time has passed since the last; changes nothing that is learned."""
     keep_last: int = Field(4, ge=1)
     """The newest k are kept."""
+    best_by: str = "all"
+    """Whose mean return ranks checkpoints: `all` is the sum over all agents, a policy id that of its agents. Of a game
+    that one side wins from the other neither says much. Scores that exist keep the rank that they were given."""
     keep_best: int = Field(1, ge=1)
     """The best b by evaluation, each confirmed by a second one from other starts, are kept."""
     keep_every: int | None = Field(None, ge=1)
@@ -347,7 +273,7 @@ class EvaluationConfig(Section):
     number all checkpoints meet the same ones: they compare better, but a policy may be good at just these."""
     kwargs: dict[str, Any] = {}
     """Environment arguments that replace those of training."""
-    wrappers: tuple[Annotated[WrapperConfig, BeforeValidator(_path)], ...] | None = None
+    wrappers: tuple[Annotated[WrapperConfig, BeforeValidator(wrapper_of_path)], ...] | None = None
     """Wrappers in place of `environment.wrappers`, for example without one that makes an episode of each life: what is
     evaluated are whole games. The spaces have to be the same. By default those of training."""
     num_cpus: float = Field(0.5, ge=0)
@@ -365,6 +291,13 @@ class EvaluationConfig(Section):
         return self.episodes > 0
 
 
+def _return_or_each(value: Any) -> Any:
+    for name, number in value.items() if isinstance(value, dict) else [("", value)]:
+        if not isinstance(name, str) or type(number) not in (int, float) or not abs(number) <= 1e300:
+            raise ValueError(f"expected a number, or one for each policy as in {{hunter: 10}}, found {value!r:.200}")
+    return value
+
+
 class StopConfig(Section):
     """The run ends when the first of these is reached."""
 
@@ -376,8 +309,9 @@ class StopConfig(Section):
     """Finished training episodes."""
     hours: float | None = Field(None, gt=0)
     """Wall clock since this start of the trainer."""
-    mean_return: float | None = None
-    """Solved when the mean return of `evaluations` evaluated checkpoints in a row is at least this, of each of them."""
+    mean_return: Annotated[float | dict[str, float], BeforeValidator(_return_or_each)] | None = None
+    """Solved when the mean return of `evaluations` evaluated checkpoints in a row is at least this, of each of them. Of
+    all agents together, or, as `{policy id: return}`, of each of these policies."""
     success_rate: float | None = Field(None, ge=0, le=1)
     """Solved when the success rate of `evaluations` evaluations in a row is at least this, as for `mean_return`; with
     both, both have to be reached."""
@@ -409,7 +343,7 @@ class WriterConfig(Section):
 class MetricsConfig(Section):
     """Where the run's metrics are written, beside its store, where they always are (docs/METRICS.md)."""
 
-    writers: tuple[Annotated[WriterConfig, BeforeValidator(_path)], ...] = (
+    writers: tuple[Annotated[WriterConfig, BeforeValidator(wrapper_of_path)], ...] = (
         WriterConfig(path="csv"),
         WriterConfig(path="tensorboard"),
     )
@@ -441,10 +375,13 @@ class ConfigFields(Section):
     runs_dir: Annotated[Path, BeforeValidator(_named_folder)] = Path("runs")
     """Folder of all runs on this machine."""
     environment: EnvironmentConfig
-    policies: dict[str, PolicyConfig] = {"default": PolicyConfig()}
+    policies: dict[str, RunPolicyConfig] = {"default": RunPolicyConfig()}
     """Policy id → network. A single agent uses `default`."""
     agents: dict[str, str] = {}
-    """Agent → policy id; an agent not named here uses the only policy."""
+    """Agent, or a pattern such as `adversary_*`, → policy id. An exact name comes first, then the first pattern that
+    fits; an agent not named here uses the only policy."""
+    league: LeagueConfig | None = None
+    """Agents that play each other: against current weights, snapshots and fixed players, all rated (docs/LEAGUE.md)."""
     algorithm: AlgorithmField = PPOConfig()
     rollout: RolloutConfig = RolloutConfig()
     dataset: DatasetConfig | None = None
@@ -454,8 +391,9 @@ class ConfigFields(Section):
     policy_versions: PolicyVersionsConfig = PolicyVersionsConfig()
     initialize_from: str | None = None
     """Begin with the weights and observation statistics of another run's policies: a run (what is promoted there, else
-    its best), `RUN/CHECKPOINT`, or a checkpoint's folder. Where the same algorithm learned it, critics, temperature and
-    reward statistics are taken, too; counters and optimizers begin anew. An event says so. The source is only read."""
+    its best), `RUN/CHECKPOINT`, or a checkpoint's folder; `#POLICY` behind it names one there. Where the same algorithm
+    learned it, critics, temperature and reward statistics are taken, too; counters and optimizers begin anew. An event
+    says so. The source is only read."""
     heatup: DurationField = Duration(0, "env_steps")
     """Random acting at the start: normalizers and replay buffer take it in, nothing is learned from it yet. It counts
     neither in `stop_at` nor in schedules. Algorithms that learn from a replay buffer while they act have 1000 by
@@ -480,10 +418,34 @@ class ConfigFields(Section):
         """Policy id → how many numbers the policy remembers from step to step, per slot."""
         return {policy_id: policy.state_size for policy_id, policy in self.policies.items()}
 
+    @property
+    def league_learners(self) -> dict[str, LearnerConfig]:
+        """The league's learners by name: by default every trainable policy, in the seats of its own agents."""
+        if self.league is None or self.league.learners:
+            return dict(self.league.learners) if self.league else {}
+        trainable = (name for name, policy in self.policies.items() if getattr(policy, "trainable", True))
+        return {name: LearnerConfig(policy=name) for name in trainable}
+
     def policy_of(self, agent: str) -> str:
         """The policy id that `agent` acts with; raises `KeyError` when nothing maps it."""
         if agent in self.agents:
             return self.agents[agent]
-        if len(self.policies) == 1:
+        fitting = [policy_id for pattern, policy_id in self.agents.items() if fnmatchcase(agent, pattern)]
+        if not fitting and len(self.policies) == 1:
             return next(iter(self.policies))
-        raise KeyError(agent)
+        if not fitting:
+            raise KeyError(agent)
+        return fitting[0]
+
+    def algorithm_of(self, policy_id: str) -> AlgorithmConfig:
+        """The algorithm of a policy; a user's own is imported, which raises `ConfigError` where that cannot be."""
+        return (self.policies[policy_id].algorithm or self.algorithm).resolved()
+
+    def algorithms(self) -> dict[str, AlgorithmConfig]:
+        """By policy id; users' own bring their kinds of policies with them."""
+        return {policy_id: self.algorithm_of(policy_id) for policy_id in sorted(self.policies)}
+
+    @property
+    def trainable(self) -> list[str]:
+        """The policy ids that learn, in order."""
+        return sorted(policy_id for policy_id, policy in self.policies.items() if policy.trainable)

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from shared.config.sections import DatasetFormat, RecordedConfig
+from shared.config.recorded import DatasetFormat, RecordedConfig
 from shared.datasets import archive_format
 from shared.datasets.recording import Episode, Recording, Table, as_column, episodes_of, flags, numbers
 from shared.errors import DatasetError

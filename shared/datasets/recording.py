@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.config.sections import RecordedConfig
+from shared.config.recorded import RecordedConfig
 from shared.errors import DatasetError
 from shared.experience.fragment import EpisodeRecord
 from shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf, PolicySpaces

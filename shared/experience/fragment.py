@@ -18,15 +18,19 @@ Columns, per policy id, with S slots (environments × agents of that policy):
 | `state_in` | S × state size | float32: what a policy with a core remembers before the first step; absent for others |
 | `info/NAME` | T × S | float32: numbers of the step's `info`, NaN where it has none (`environment.info_columns`) |
 
+Where agents act in turns, row k of a slot is the k-th of its turns whose outcome came within the fragment, and the row
+after the last one, whose `mask` is false, has what it observes in its next turn.
+
 Within the fragment that state follows from the columns: it begins at zero again after each step that ended an episode,
 or that nobody acted.
 
 Nothing is bootstrapped from the last observation of an episode that terminated: its value is 0, also where the step was
 truncated as well. Wire version 2 is still read: it has no such observations, and a `log_prob` of 0 where it is unknown.
+In version 4 rows that hold nothing are left out (`_leave_out`); what has none of them is written as version 3.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any
@@ -40,7 +44,8 @@ from shared.experience.counters import Phase
 from shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
 
 WIRE_VERSION = 3
-_READABLE = (2, WIRE_VERSION)
+SPARSE_VERSION = 4
+_READABLE = (2, WIRE_VERSION, SPARSE_VERSION)
 """Archives, and the log of a run that is resumed, may hold older fragments; columns mean the same in all of these."""
 STATE = "state_in"
 INFO = "info/"
@@ -48,11 +53,30 @@ _schema = partial(FragmentError, DropReason.SCHEMA)
 _Count = Annotated[int, Field(ge=0, strict=True)]
 _Size = Annotated[int, Field(ge=1, strict=True)]
 _Number = Annotated[float, Field(strict=True)]
+_DENSE = 0.9
+"""Share of the rows above which all of them travel."""
+_MOST_BYTES = 1 << 32
 LARGEST = 1e12
 """The largest magnitude of a number that is learned from. Its square, also of a sum over a million steps, stays below
 3.4e38, the end of float32: beyond that, one number makes all weights NaN."""
 LARGEST_SHOWN = 1e30
 """The same for numbers of an episode (its return, the environment's own), which are only shown and averaged."""
+
+
+@dataclass(frozen=True)
+class MatchRecord:
+    """Who played an episode of a league, and how it ended (shared/league/table.py)."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    learner: str
+    side: _Count
+    """The learner's."""
+    players: tuple[str, ...]
+    """Player id per side."""
+    outcome: tuple[Annotated[float, Field(ge=0, le=1)], ...]
+    """Per side: 1 for a win, 0.5 for a draw, 0 for a loss."""
+    forfeit: str = ""
+    """`PLAYER: why`, where a player lost by forfeit."""
 
 
 @dataclass
@@ -69,6 +93,13 @@ class EpisodeRecord:
     """Per agent, where there is more than one."""
     metrics: dict[str, _Number] = field(default_factory=dict)
     """Numbers that the environment put into its last `info`."""
+    match: MatchRecord | None = None
+    """Of an episode of a league."""
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON. Without a match it has no such key: bytes of runs without a league are what they always were."""
+        data = vars(self) | {"match": self.match and vars(self.match)}
+        return data if self.match else {name: data[name] for name in data if name != "match"}
 
 
 @dataclass(frozen=True)
@@ -120,9 +151,38 @@ def encode(fragment: Fragment, compression: column_codec.Compression = "none") -
     flat = {
         f"{policy}/{name}": array for policy, columns in fragment.columns.items() for name, array in columns.items()
     }
+    sparse = {policy: names for policy, its in fragment.columns.items() if (names := _leave_out(policy, its, flat))}
     packed, layout = column_codec.pack(flat, compression)
-    episodes = [vars(record) for record in fragment.header.episodes]  # not copied: there may be hundreds
-    return tensor_blob.encode(packed, vars(fragment.header) | {"episodes": episodes, "layout": layout})
+    episodes = [record.plain() for record in fragment.header.episodes]
+    header = vars(fragment.header) | {"episodes": episodes, "layout": layout}
+    if sparse:
+        header |= {"sparse": sparse, "wire_version": SPARSE_VERSION}
+    return tensor_blob.encode(packed, header)
+
+
+def _leave_out(policy: str, columns: Columns, flat: Columns) -> list[str]:
+    """Keeps of `flat` (policy/column) only the rows of `kept_rows` `[K, …]`, where many hold nothing: no agent was
+    there, or an opponent acted. Returns the columns of which rows are left out: those whose others are all zero."""
+    kept = kept_rows(columns)
+    if kept.mean() > _DENSE:
+        return []
+    named = [name for name, its in columns.items() if its.shape[:2] == kept.shape and its.dtype != np.bool_]
+    named = [
+        name for name in named if not name.startswith(("bootstrap", "final", STATE)) and not columns[name][~kept].any()
+    ]
+    flat |= {f"{policy}/{name}": columns[name][kept] for name in named}
+    return named
+
+
+def _put_back(columns: Columns, names: Sequence[str]) -> None:
+    kept = kept_rows(columns)
+    for name in names:
+        shape = (*kept.shape, *columns[name].shape[1:])
+        if math.prod(shape) * columns[name].itemsize > _MOST_BYTES:
+            raise ValueError(f"{name} would have the shape {shape}")
+        whole = np.zeros(shape, columns[name].dtype)
+        whole[kept] = columns[name]
+        columns[name] = whole
 
 
 def decode(blob: bytes) -> Fragment:
@@ -132,12 +192,16 @@ def decode(blob: bytes) -> Fragment:
         readable = " and ".join(map(str, _READABLE))
         raise FragmentError(DropReason.WIRE_VERSION, f"found {found!r}, this trainer reads {readable}")
     try:
-        layout = header.pop("layout")
+        layout, sparse = header.pop("layout"), header.pop("sparse", {})
+        if sparse:  # what is in memory is whole
+            header["wire_version"] = WIRE_VERSION
         parsed = _HEADER.validate_python(header)
         columns: dict[str, Columns] = {}
         for name, array in column_codec.unpack(packed, layout).items():
             policy_id, _, column = name.partition("/")
             columns.setdefault(policy_id, {})[column] = array
+        for policy_id, names in sparse.items():
+            _put_back(columns[policy_id], names)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise _schema(f"{'.'.join(map(str, first['loc']))} is {first['input']!r:.100} ({first['msg']})") from None
@@ -157,10 +221,10 @@ def check(
     description: EnvironmentDescription,
     state_sizes: Mapping[str, int] | None = None,
     *,
-    by_log_prob: bool = False,
+    by_log_prob: Collection[str] = (),
 ) -> None:
     """Rejects what does not belong to this run: `foreign_run`, `schema`, `not_finite`, `magnitude`. `state_sizes` are
-    those of recurrent policies; `by_log_prob`: no `log_prob` may be unknown, since the algorithm learns by it."""
+    those of recurrent policies; `by_log_prob`: the policies whose `log_prob` must be known, since they learn by it."""
     header, policies = fragment.header, set(description.policies)
     if header.run_id != run_id:
         raise FragmentError(DropReason.FOREIGN_RUN, f"fragment of run {header.run_id!r} in the log of {run_id!r}")
@@ -174,7 +238,7 @@ def check(
         expected = expected_columns(spaces, header.steps, slots, state_size, description.info_columns)
         _check_columns(columns, expected, policy_id)
         _check_choices(columns, spaces, policy_id)
-        if by_log_prob and np.isnan(columns["log_prob"]).any():
+        if policy_id in by_log_prob and np.isnan(columns["log_prob"]).any():
             detail = f"{policy_id}/log_prob is not known, and the algorithm learns by it"
             raise FragmentError(DropReason.NOT_FINITE, detail)
 
@@ -198,6 +262,16 @@ def expected_columns(
     if state_size:
         expected[STATE] = ((slots, state_size), np.dtype(np.float32))
     return expected
+
+
+def kept_rows(columns: Columns) -> Array:
+    """`[T, S]`: the rows that something can be learned from: those that were acted, and what follows the last of them
+    where agents act in turns."""
+    there, *over = (columns[name].astype(np.bool_) for name in ("mask", "terminated", "truncated"))
+    goes_on = there & ~(over[0] | over[1])
+    kept = there.copy()
+    kept[1:] |= goes_on[:-1]
+    return kept
 
 
 def holdable(name: str, array: Array) -> bool:

@@ -6,7 +6,7 @@ Trainer, checkpoints and `load_policy` know spaces only so, and need no gymnasiu
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -50,6 +50,8 @@ class Leaf:
     low: tuple[_Bound, ...] = ()
     """Box bounds, flattened; a single number stands for all elements."""
     high: tuple[_Bound, ...] = ()
+    mask: bool = False
+    """Of an observation: it says which actions are legal (shared/policies/masks.py), and no network sees it."""
 
     @property
     def size(self) -> int:
@@ -146,11 +148,24 @@ class SpaceSpec(PlainData):
     def column_names(self, prefix: str) -> tuple[str, ...]:
         return tuple(leaf.column(prefix) for leaf in self.leaves)
 
+    @property
+    def mask_columns(self) -> tuple[str, ...]:
+        """The columns of `obs` that say which actions are legal."""
+        return tuple(leaf.column("obs") for leaf in self.leaves if leaf.mask)
+
 
 @dataclass(frozen=True)
 class PolicySpaces(PlainData):
     observation: SpaceSpec
     action: SpaceSpec
+
+    def without_legal(self, observations: Mapping[str, Array]) -> Array:
+        """`[B]`: in which of the observations `[B, …]` the mask leaves some choice without a legal option."""
+        masks = [observations[name] for name in self.observation.mask_columns]
+        legal = np.concatenate([mask.reshape(len(mask), math.prod(mask.shape[1:])) for mask in masks], axis=1) > 0
+        sizes = [options for leaf in self.action.leaves for options in leaf.nvec]
+        each: Array = np.logical_or.reduceat(legal, np.cumsum([0, *sizes[:-1]]), axis=1)
+        return np.logical_not(each.all(axis=1))
 
 
 @dataclass(frozen=True)
@@ -162,10 +177,20 @@ class EnvironmentDescription(PlainData):
     policies: dict[str, PolicySpaces]
     info_columns: tuple[str, ...] = ()
     """The numbers of each step's `info` that travel with the experience (`environment.info_columns`)."""
+    in_turns: bool = False
+    """Whether one agent acts after another (PettingZoo's AEC), and a step is one turn."""
+    seats: dict[str, str] = field(default_factory=dict)
+    """In a league, policy that learns → the policy id whose agents' seats it takes: mostly its own."""
+
+    @property
+    def seated(self) -> tuple[str, ...]:
+        """The policies that agents are mapped to: an environment's slots are theirs."""
+        return tuple(policy_id for policy_id in self.policies if policy_id in self.agents.values())
 
     def slots(self, policy_id: str) -> int:
-        """Agents per environment that act with this policy."""
-        return sum(1 for mapped in self.agents.values() if mapped == policy_id)
+        """Agents per environment that act with this policy, or in whose seats it may act."""
+        seat = self.seats.get(policy_id, policy_id)
+        return sum(1 for mapped in self.agents.values() if mapped == seat)
 
     def fragment_bytes(self, steps: int, num_envs: int, state_sizes: Mapping[str, int] | None = None) -> int:
         """About how many bytes of observations, actions and state a fragment of `steps` × `num_envs` holds."""

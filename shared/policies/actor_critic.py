@@ -12,6 +12,7 @@ from shared.experience.spaces import PolicySpaces
 from shared.policies.critic import TeamEncoder, ValueScale, team_columns
 from shared.policies.distributions import ActionDistribution
 from shared.policies.encoders import Encoder, linear, unrounded
+from shared.policies.masks import masked
 from shared.policies.policy import Policy
 
 
@@ -48,11 +49,12 @@ class Heads(Policy):
         value: Tensor = self.value_head(features)
         return unrounded(value).squeeze(-1)
 
-    def _with_deviations(self, features: Tensor) -> Tensor:
-        """The head's outputs, with the state-independent log σ of each Gaussian leaf put behind its means."""
+    def _params(self, features: Tensor, observations: Mapping[str, Tensor]) -> Tensor:
+        """The head's outputs, with the state-independent log σ of each Gaussian leaf put behind its means; illegal
+        choices are masked."""
         outputs: Tensor = unrounded(self.head(features))
         if not any(self._gaussians):
-            return outputs
+            return masked(outputs, observations, self.spaces)
         parts, out_at, std_at = [], 0, 0
         for leaf, gaussian in zip(self.spaces.action.leaves, self._gaussians, strict=True):
             width = gaussian or sum(leaf.nvec)
@@ -61,7 +63,7 @@ class Heads(Policy):
             if gaussian:
                 parts.append(self.log_std[std_at : std_at + gaussian].expand(outputs.shape[0], -1))
                 std_at += gaussian
-        return torch.cat(parts, dim=1)
+        return masked(torch.cat(parts, dim=1), observations, self.spaces)
 
 
 class ActorCritic(Heads):
@@ -78,7 +80,7 @@ class ActorCritic(Heads):
         self._make_heads(self.actor.features, self.critic.features)
 
     def action_parameters(self, observations: Mapping[str, Tensor]) -> Tensor:
-        return self._with_deviations(self.actor(observations, self.normalizer))
+        return self._params(self.actor(observations, self.normalizer), observations)
 
     def value(self, observations: Mapping[str, Tensor]) -> Tensor:
         """`[B]`: the critic's estimate of the discounted return."""
@@ -87,7 +89,7 @@ class ActorCritic(Heads):
     def action_parameters_and_value(self, observations: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         features = self.actor(observations, self.normalizer)
         critic = features if self.critic is self.actor else self.critic(observations, self.normalizer)
-        return self._with_deviations(features), self._value(critic)
+        return self._params(features, observations), self._value(critic)
 
 
 class RecurrentActorCritic(Heads):
@@ -105,7 +107,7 @@ class RecurrentActorCritic(Heads):
     def step(self, observations: Mapping[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
         """`[B, P]` for `self.distribution`, and the state after these observations."""
         state = self._core(self.encoder(observations, self.normalizer), state)
-        return self._with_deviations(self._outputs(state)), state
+        return self._params(self._outputs(state), observations), state
 
     def value(self, observations: Mapping[str, Tensor], state: Tensor) -> Tensor:
         """`[B]`: the critic's estimate of the discounted return, where the state before the observations is this."""
@@ -126,7 +128,7 @@ class RecurrentActorCritic(Heads):
             state = states[-1].masked_fill(over[step].unsqueeze(1), 0.0)
         after = torch.stack(states)
         outputs = self._outputs(after).flatten(0, 1)
-        params = self._with_deviations(outputs).reshape(steps, slots, self.distribution.parameters)
+        params = self._params(outputs, rows).reshape(steps, slots, self.distribution.parameters)
         return params, self._value(outputs).reshape(steps, slots), after
 
     def _core(self, features: Tensor, state: Tensor) -> Tensor:
@@ -155,6 +157,10 @@ class Stateful(Policy):
         """`[S, P]` for `self.distribution`; from now on it remembers these observations."""
         params, self.state = self._policy.step(observations, self.state)
         return params
+
+    def of(self, slots: Tensor) -> "Stateful":
+        """The same of these slots `[R]` alone; what it remembers from now on is its own."""
+        return Stateful(self._policy, self.state[slots])
 
     def forget(self, over: Tensor) -> None:
         """The episodes of the slots where `over` `[S]` have ended."""

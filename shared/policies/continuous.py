@@ -18,6 +18,7 @@ from shared.errors import UnsupportedSpace
 from shared.experience.spaces import PolicySpaces, SpaceSpec
 from shared.policies.distributions import HALF_LOG_2PI, LOG_STD_BOUNDS, ActionDistribution
 from shared.policies.encoders import Encoder, linear, unrounded
+from shared.policies.masks import masked
 from shared.policies.policy import Distribution, Policy
 
 _INSIDE = 1.0 - 1e-6
@@ -102,7 +103,7 @@ class Actor(Policy):
     def action_parameters(self, observations: Mapping[str, Tensor]) -> Tensor:
         """`[B, P]` for `self.distribution`."""
         params: Tensor = self.head(self.actor(observations, self.normalizer))
-        return unrounded(params)
+        return masked(unrounded(params), observations, self.spaces)
 
 
 class Deterministic(Policy):

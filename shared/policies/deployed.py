@@ -45,20 +45,24 @@ class DeployedPolicy:
             self._state = self._state.masked_fill(where.unsqueeze(1), 0.0)
 
     @torch.inference_mode()
-    def act(self, observation: Any, *, greedy: bool = True) -> Any:
+    def act(self, observation: Any, *, greedy: bool = True, action_mask: Any = None) -> Any:
         """An action for one observation, nested as the space is: the most probable one, or (greedy=False) a draw. With
-        a core, observations are those of one episode in their order; call `reset` before the next one."""
+        a core, observations are those of one episode in their order; call `reset` before the next one.
+
+        `action_mask` `[choices]` says which are legal, where the environment told that in `info`, or in place of the
+        observation's own."""
         try:
             one = _in_each(observation, lambda leaf: np.asarray(leaf)[None])
+            mask = None if action_mask is None else _in_each(self._joined(action_mask), lambda it: np.asarray(it)[None])
         except ValueError:  # lists of several lengths
             raise self._no_observation(observation) from None
-        return _in_each(self.act_batch(one, greedy=greedy), lambda leaf: leaf[0])
+        return _in_each(self.act_batch(one, greedy=greedy, action_mask=mask), lambda leaf: leaf[0])
 
     @torch.inference_mode()
-    def act_batch(self, observations: Any, *, greedy: bool = True) -> Any:
-        """Actions for a batch: every array of the nested observation has the batch axis first. With a core, each row of
-        the batch is an episode of its own, and stays in its place (`reset`)."""
-        columns = self._columns(observations)
+    def act_batch(self, observations: Any, *, greedy: bool = True, action_mask: Any = None) -> Any:
+        """Actions for a batch: every array of the nested observation, and `action_mask` `[B, choices]`, has the batch
+        axis first. With a core, each row of the batch is an episode of its own, and stays in its place (`reset`)."""
+        columns = self._columns(self._with_mask(observations, action_mask))
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in columns.items()}
         rows, *others = {len(tensor) for tensor in tensors.values()}
         if others:
@@ -74,6 +78,24 @@ class DeployedPolicy:
         actions = distribution.mode(params) if greedy else distribution.sample(params, self._generator)
         chosen: Columns = {name: tensor.numpy() for name, tensor in actions.items()}
         return self._policy.spaces.action.to_environment(chosen)
+
+    def _with_mask(self, observations: Any, action_mask: Any) -> Any:
+        """With the mask beside what it goes with, as rollout_worker/environments/action_masks.py puts it there."""
+        masked = bool(self._policy.spaces.observation.mask_columns)
+        if action_mask is not None and not masked:
+            raise UserError("this policy has no action mask; leave action_mask out")
+        inside = observations if isinstance(observations, dict) else {"observation": observations}
+        if action_mask is None and masked and "action_mask" not in inside:
+            raise UserError("this policy acts by an action mask: give act(observation, action_mask=…), 1 where legal")
+        return observations if action_mask is None else {**inside, "action_mask": action_mask}
+
+    def _joined(self, mask: Any) -> Any:
+        """A tuple of arrays, one for each choice, as one array, unless the observation's own mask is nested too."""
+        leaves = [leaf for leaf in self._policy.spaces.observation.leaves if leaf.mask]
+        if [leaf.path for leaf in leaves] != ["action_mask"]:
+            return mask
+        flat = np.concatenate([np.reshape(part, -1) for part in (mask if isinstance(mask, tuple) else (mask,))])
+        return flat.reshape(leaves[0].shape) if flat.size == leaves[0].size else flat
 
     def _columns(self, observations: Any) -> Columns:
         """The arrays of a batch; raises `UserError` for what no observation of this space is."""
@@ -92,6 +114,8 @@ class DeployedPolicy:
                 first = leaf.starts()
                 bounds = f"{first.tolist()} to {(first + np.reshape(leaf.nvec, leaf.shape) - 1).tolist()}"
                 raise UserError(f"{where}: expected choices from {bounds}, found {(array + first).tolist()}")
+        if spec.mask_columns and self._policy.spaces.without_legal(columns).any():
+            raise UserError("action_mask: expected at least one legal option (1) of each choice, found none")
         return columns
 
     def _no_observation(self, found: Any) -> UserError:

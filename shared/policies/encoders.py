@@ -30,7 +30,7 @@ class ObservationNormalizer(nn.Module):
 
     def __init__(self, observation: SpaceSpec, clip: float) -> None:
         super().__init__()
-        leaves = [leaf for leaf in observation.leaves if leaf.kind == "box" and not leaf.is_image]
+        leaves = [leaf for leaf in observation.leaves if leaf.kind == "box" and not leaf.is_image and not leaf.mask]
         self._names = {leaf.column("obs"): str(index) for index, leaf in enumerate(leaves)}
         self.moments = nn.ModuleDict({str(i): RunningMoments(leaf.size, clip) for i, leaf in enumerate(leaves)})
 
@@ -60,10 +60,10 @@ class Encoder(nn.Module):
 
     def __init__(self, observation: SpaceSpec, config: PolicyConfig) -> None:
         super().__init__()
-        self._leaves = observation.leaves
+        self._leaves = tuple(leaf for leaf in observation.leaves if not leaf.mask)
         self.images = nn.ModuleDict()
         width = 0
-        for index, leaf in enumerate(observation.leaves):
+        for index, leaf in enumerate(self._leaves):
             if leaf.is_image:
                 self.images[str(index)], features = _convolutions(leaf, config.cnn)
                 width += features

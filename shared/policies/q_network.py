@@ -18,6 +18,7 @@ from shared.config.sections import PolicyConfig
 from shared.errors import UnsupportedSpace
 from shared.experience.spaces import PolicySpaces, SpaceSpec
 from shared.policies.encoders import ACTIVATIONS, Encoder, unrounded
+from shared.policies.masks import masked
 from shared.policies.policy import Policy
 
 Head = Literal["expected", "c51", "qr"]
@@ -160,8 +161,12 @@ class QNetwork(Policy):
         return outputs.squeeze(-1) if self.width == 1 else outputs.mean(dim=-1)
 
     def head_values(self, observations: Mapping[str, Tensor], noise: list[LayerNoise] | None = None) -> Tensor:
-        """`[K, B, A]`: the value of each choice by each head."""
-        return self.means(self.outputs(observations, noise)).reshape(self.heads, -1, self.choices)
+        """`[K, B, A]`: the value of each choice by each head; that of illegal ones is `ILLEGAL`."""
+        return self.legal(self.means(self.outputs(observations, noise)), observations)
+
+    def legal(self, values: Tensor, observations: Mapping[str, Tensor]) -> Tensor:
+        """`[K·B, A]` → `[K, B, A]`, with illegal choices masked."""
+        return masked(values.reshape(self.heads, -1, self.choices), observations, self.spaces)
 
     def action_parameters(self, observations: Mapping[str, Tensor]) -> Tensor:
         """`[B, A]`: the value of each choice, of the mean weights; an ensemble's is the mean of its heads."""

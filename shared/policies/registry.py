@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 
 from shared.config.algorithms.base import AlgorithmConfig
-from shared.config.sections import PolicyConfig
+from shared.config.sections import PolicyConfig, RunPolicyConfig
 from shared.errors import ConfigError
 from shared.experience.spaces import PolicySpaces
 from shared.policies.policy import Policy
@@ -70,12 +70,15 @@ def build_policies(
     spaces: Mapping[str, PolicySpaces], configs: Mapping[str, PolicyConfig], algorithm: AlgorithmConfig, seed: int,
     agents: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Policy]:  # fmt: skip
-    """One policy per policy id, initialized from `seed` alone (the global random state is left as it was). `agents`
-    (agent → policy id) are those that a centralized critic sees. Raises `ConfigError` for a policy with a recurrent
-    core where the algorithm cannot learn sequences."""
-    chosen, policies = algorithm.resolved(), {}
+    """One policy per policy id, initialized from `seed` alone (the global random state is left as it was); `algorithm`
+    is that of those without one of their own, and `agents` (agent → policy id) are what a centralized critic sees.
+    Raises `ConfigError` for one with a recurrent core where its algorithm cannot learn sequences."""
+    policies = {}
     for index, policy_id in enumerate(sorted(spaces)):
-        config = configs[policy_id]
+        config, chosen = configs[policy_id], algorithm.resolved()
+        if isinstance(config, RunPolicyConfig):
+            chosen = (config.algorithm or algorithm).resolved()
+            config = config.network
         kind = chosen.policy if config.core == "none" else chosen.recurrent_policy
         if kind is None:
             raise ConfigError(

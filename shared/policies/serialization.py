@@ -13,6 +13,7 @@ from shared.errors import CheckpointDamaged, ConfigError, FragmentError
 from shared.experience import tensor_blob
 from shared.experience.counters import Phase, PhaseCounters
 from shared.experience.spaces import Columns, PlainData, PolicySpaces
+from shared.league.table import MatchTable
 from shared.policies.policy import Policy
 from shared.policies.registry import borrowed_random_state, policy_class
 
@@ -27,6 +28,15 @@ class VersionHeader(PlainData):
     phase: Phase
     counters: PhaseCounters
     """The trainer's counters at publication: exploration schedules are functions of them."""
+    league: MatchTable | None = None
+    """Who may play whom from this version on, in a league."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Without a league as it always was."""
+        data = super().as_dict()
+        if self.league is None:
+            del data["league"]
+        return data
 
 
 def state_arrays(policy: nn.Module) -> Columns:

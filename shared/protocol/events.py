@@ -39,6 +39,9 @@ class _Returns(BaseModel, extra="allow"):
     std_return: float = 0.0
     success_rate: float | None = None
     episodes: int = 0
+    policies: dict[str, float] = {}
+    ranking: float | None = None
+    """What ranks it where that is not the mean return (`checkpoint.best_by`)."""
 
 
 class _Scores(_Returns):
@@ -114,13 +117,28 @@ def read_evaluations(client: redis.Redis, run_id: str) -> dict[str, dict[str, An
 def confirmed_return(scores: Mapping[str, Any]) -> float | None:
     """The mean return by which a checkpoint may be the best: that of its second evaluation, None where it had none."""
     confirmation = scores.get("confirmation")
-    return float(confirmation["mean_return"]) if confirmation else None
+    return ranking(confirmation) if confirmation else None
 
 
-def solves(scores: Mapping[str, Any], mean_return: float | None, success_rate: float | None) -> bool:
-    """Whether a checkpoint has at least these in each of its evaluations."""
+def ranking(scores: Mapping[str, Any]) -> float:
+    """What one evaluation is worth beside others: the mean return of all agents, or what `checkpoint.best_by` says."""
+    found = scores.get("ranking")
+    return float(scores["mean_return"] if found is None else found)
+
+
+def solves(
+    scores: Mapping[str, Any], mean_return: float | Mapping[str, float] | None, success_rate: float | None
+) -> bool:
+    """Whether a checkpoint has at least these in each of its evaluations; a mean return may be asked of each policy."""
+    each, total = (mean_return, None) if isinstance(mean_return, Mapping) else ({}, mean_return)
     return all(
-        target is None or float(one.get(name) or 0.0) >= target
+        (target is None or float(one.get(name) or 0.0) >= target)
+        and all(policy_return(one, policy_id) >= least for policy_id, least in each.items())
         for one in (scores, scores.get("confirmation") or scores)
-        for name, target in (("mean_return", mean_return), ("success_rate", success_rate))
+        for name, target in (("mean_return", total), ("success_rate", success_rate))
     )
+
+
+def policy_return(scores: Mapping[str, Any], policy_id: str) -> float:
+    """The mean return of a policy's agents together; a run's only policy has that of all."""
+    return float(scores.get("policies", {}).get(policy_id, scores["mean_return"]))

@@ -170,8 +170,10 @@ class Heartbeat:
         if not last_beat:
             return
         self._ended, self._failure = reason, failure
-        with suppress(redis.RedisError):  # a Redis that is gone cannot be told; the silence says enough
+        try:
             self._beat()
+        except redis.RedisError as error:  # a Redis that is gone cannot be told; the silence says enough
+            _LOGGER.warning("the last heartbeat of %s is lost: %s", self._name, error)
 
     @contextmanager
     def waiting(self, name: str, deadline_seconds: float, outage: bool = False) -> Iterator[Wait]:

@@ -49,7 +49,7 @@ class RoleLaunch:
         kind = name.partition("-")[0]
         user = "trainer" if kind == "rank" else kind  # one learner, whatever the number of its processes
         config = parse_config(self.config)
-        config.algorithm.resolved()  # a user's own brings its kind of policy with it
+        config.algorithms()  # a user's own brings its kind of policy with it
         return open_run_context(config, self.address, cast(RoleName, user))
 
 

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from shared.config.run_config import Config
+from shared.league.players import PLAYERS
 from shared.protocol.payload_shards import named_bodies
 from tests.conftest import RedisServer
 from tests.support.crash_points import Life, Run
+from tests.support.environments import CHASE, CHASE_POLICIES
 from tests.support.game import small
 from tests.support.groups import thinned
 from tests.support.runs import shard_fields
@@ -52,7 +54,9 @@ def new_run(redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.Monke
     logging.disable(logging.NOTSET)
 
 
-def crashing(transport: str = "redis", updates: int = 4, every: str | None = None, **stop: float) -> Config:
+def crashing(
+    transport: str = "redis", updates: int = 4, every: str | None = None, *, sections: Any = None, **stop: float
+) -> Config:  # fmt: skip
     """A checkpoint every two updates, of which only the newest and the best stay."""
     return small(
         metrics={"episodes": True, "writers": []},
@@ -63,6 +67,7 @@ def crashing(transport: str = "redis", updates: int = 4, every: str | None = Non
         policy_versions={"transport": transport},
         stop_at={"updates": updates, **stop},
         archive="all",
+        **(sections or {}),
     )
 
 
@@ -110,6 +115,28 @@ def test_a_trainer_that_dies_between_any_two_writes_of_a_run_with_evaluations_th
     assert [row["policy/version"] for _, row in expected["evaluations"]] == [2, 3, 4], "after one of warm-up"
     for point in thinned(range(len(whole.done))):
         die_and_come_through(new_run(config), expected, point)
+
+
+def test_a_trainer_of_a_league_that_dies_between_any_two_writes(new_run: NewRun) -> None:
+    """A snapshot joins, is listed, and leaves: ratings, players and what the store keeps of them are the same."""
+    league = {"snapshot": {"every": "4 episodes"}, "players": 4, "opponents": {"latest": 0.4, "past": 0.6}}
+    kwargs = {"cat_steps": 3, "mouse_steps": 5, "counts": False}
+    config = crashing(
+        updates=6,
+        sections={"environment": CHASE | {"kwargs": kwargs, "num_envs": 4}, "league": league, **CHASE_POLICIES},
+    )
+    expected, whole = undisturbed(new_run, config)
+    assert len({write for write in whole.done if write.startswith(f"put {PLAYERS}")}) == 14, (
+        "the first, and two at each update"
+    )
+    for point in thinned(range(len(whole.done))):
+        run = new_run(config)
+        die_and_come_through(run, expected, point)
+        checkpoints = run.role.checkpoints
+        listed = {name: {*checkpoints.manifest(name).provenance["players"]} for name in checkpoints.names()}
+        there = {key.removeprefix(PLAYERS) for key in checkpoints.store.keys(PLAYERS)}
+        assert there == set().union(*listed.values()), f"after a crash at the write {point}"
+        assert len(there) < 14
 
 
 def die_and_come_through(run: Run, expected: dict[str, Any], *points: int) -> tuple[str, ...]:

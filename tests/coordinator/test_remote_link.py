@@ -59,7 +59,7 @@ def _lease(run: Run) -> RunLease:
 
 
 def test_a_run_is_known_here_by_its_folder_in_the_store_and_is_not_resumed_from_here(
-    far: Run, here: Run, tmp_path: Path
+    far: Run, here: Run, servers: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert here.run_id == far.run_id
     assert not here.live
@@ -67,6 +67,9 @@ def test_a_run_is_known_here_by_its_folder_in_the_store_and_is_not_resumed_from_
     assert [entry["name"] for entry in here.checkpoints()] == [entry["name"] for entry in far.checkpoints()]
     again = Run.attach(far.run_id, tmp_path / "here")
     assert again.status().env_steps == far.status().env_steps, "from then on its id is enough"
+    monkeypatch.setenv("STAGECOACH__STORE__ENDPOINT_URL", servers[1])
+    told = Run.attach(f"s3://stagecoach/{far.run_id}", tmp_path / "told").status()
+    assert told.env_steps == far.status().env_steps, "the endpoint may be in the environment"
     assert again.config.hash() == far.config.hash()
     with pytest.raises(UserError, match=f"stagecoach attach {far.run_id}"):
         Run.resume(far.run_id, tmp_path / "here")

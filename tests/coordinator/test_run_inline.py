@@ -21,10 +21,11 @@ from coordinator.cli.live_view import LiveView, print_status, print_summary
 from coordinator.cli.options import PrintableConsole
 from coordinator.lifecycle.supervisor import Coordinator, Outcome
 from coordinator.run import Run
-from shared.errors import CheckpointNotFound, UserError, WaitTimeout
+from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError, WaitTimeout
 from shared.protocol.heartbeat import Wait, poll
 from shared.storage.checkpoint_store import checkpoint_name
-from shared.storage.metric_log import Rows
+from shared.storage.due_evaluations import read_due_evaluation
+from shared.storage.metric_log import MetricStore, Rows
 from tests.support.checkpoints import upload_in
 from tests.support.command_line import Stagecoach, check_ledger, contents, until
 from tests.support.groups import some_quick
@@ -138,7 +139,19 @@ def test_a_run_that_evaluates_nothing_has_no_evaluator_and_says_so(config: MakeC
 
 
 @pytest.mark.parametrize("every", ["1 updates", "100 env_steps"])
-def test_inline_all_that_is_due_is_played_before_the_end(config: MakeConfig, every: str) -> None:
+def test_inline_all_that_is_due_is_played_before_the_end(
+    config: MakeConfig, every: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that are seen while they are being written."""
+    tries: list[str] = []
+
+    def torn_at_first(store: MetricStore, name: str) -> dict[str, bytes]:
+        tries.append(name)
+        if name.startswith(("2_", "3_")) and tries.count(name) == 1:
+            raise CheckpointDamaged("it is empty")
+        return read_due_evaluation(store, name)
+
+    monkeypatch.setattr("rollout_worker.evaluator.read_due_evaluation", torn_at_first)
     run = Run.start(
         config(evaluation={"episodes": 1, "every": every}, checkpoint={"every": "9 updates"}), "a", inline=True
     )

@@ -271,6 +271,22 @@ def test_a_parallel_environment_is_truncated_after_its_most_steps() -> None:
         assert [record.length for _, record in second.episodes] == [2, 2]
 
 
+@pytest.mark.parametrize(("cat", "mouse", "length"), [(2, 9, 2), (9, 3, 3), (2, 2, 2)])
+def test_an_episode_may_end_with_the_first_agent_that_is_done(cat: int, mouse: int, length: int) -> None:
+    kwargs = {"cat_steps": cat, "mouse_steps": mouse}
+    with started(CHASE | {"kwargs": kwargs, "episode_ends": "any"}, **CHASE_POLICIES) as vector:
+        vector.reset([1, 2])
+        for number in range(1, 2 * length + 1):
+            step, over = chase(vector, [0, 0], [0.0, 0.0]), number % length == 0
+            hunter, prey = step.policies["hunter"], step.policies["prey"]
+            assert [record.length for _, record in step.episodes] == [length] * 2 * over
+            assert hunter.mask.all() and prey.mask.all()
+            assert (hunter.terminated == (over and cat == length)).all()
+            assert (hunter.truncated == (over and cat != length)).all() and (prey.truncated == over).all()
+            for its in (hunter, prey):
+                assert [row[0] for row in its.final_obs["final_obs"].tolist()] == [length] * 2 * over
+
+
 def test_what_an_environment_of_its_own_process_starts_inherits_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,8 +14,10 @@ import torch
 from rollout_worker.environments.description import describe_environment
 from rollout_worker.environments.factory import evaluation_environment
 from rollout_worker.environments.seeding import episode_seed
-from rollout_worker.evaluator import CONFIRMING, SCORING, Evaluator, evaluate_policies, evaluation_seed, scores_of
+from rollout_worker.evaluator import CONFIRMING, SCORING, Evaluator, evaluation_seed, scores_of
+from rollout_worker.playing import evaluate_policies
 from shared.config.run_config import Config
+from shared.config.sections import CheckpointConfig
 from shared.errors import EnvironmentFailure
 from shared.experience.fragment import EpisodeRecord
 from shared.policies.actor_critic import RecurrentActorCritic
@@ -23,7 +25,7 @@ from shared.policies.deployed import DeployedPolicy
 from shared.policies.policy import Policy
 from shared.policies.registry import build_policies
 from shared.policies.serialization import encode_policy
-from shared.protocol.events import confirmed_return, read_evaluations, read_events, record_evaluation
+from shared.protocol.events import confirmed_return, ranking, read_evaluations, read_events, record_evaluation, solves
 from shared.protocol.keys import RunKeys
 from shared.runtime.run_context import RunContext
 from shared.storage.checkpoint_store import Manifest, Pointer, checkpoint_name, describe_objects
@@ -148,6 +150,23 @@ def test_agents_of_one_environment_are_evaluated_together() -> None:
     found, cats = scores_of(config, scores), [record.agent_returns["cat"] for record in scores]
     assert found["agents"] == {"cat": pytest.approx(np.mean(cats)), "mouse": found["policies"]["prey"]}
     assert found["policies"]["hunter"] == found["agents"]["cat"]
+    by_prey = config.model_copy(update={"checkpoint": CheckpointConfig(best_by="prey")})
+    ranked = scores_of(by_prey, scores)
+    assert ranking(ranked) == ranked["agents"]["mouse"] != ranking(found) == found["mean_return"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "solved"),
+    [
+        (5.0, True), (5.1, False), ({"a": 3.0}, True), ({"a": 3.0, "b": 2.0}, True), ({"a": 3.1, "b": 2.0}, False),
+        ({"b": 2.1}, False), ({"only": 5.0}, True),
+    ],
+)  # fmt: skip
+def test_a_run_is_solved_when_each_policy_has_what_is_asked_of_it(asked: Any, solved: bool) -> None:
+    good: dict[str, Any] = {"mean_return": 5.0, "policies": {"a": 3.0, "b": 2.0}}
+    worse = good | {"confirmation": {"mean_return": 4.0, "policies": {"a": 2.9, "b": 1.0}}}
+    assert solves(good, asked, None) is solved and not solves(worse, asked, None)
+    assert not solves(good, asked, 0.5), "the success rate is asked as well"
 
 
 def test_a_policy_with_a_core_remembers_within_each_episode_and_not_across() -> None:
@@ -309,6 +328,7 @@ def test_what_is_due_and_cannot_be_read_keeps_no_other_from_being_played(
     store_due(role, 2)
     while torn not in read_evaluations(role.redis, role.run_id):
         evaluator.step(0)
+    assert evaluator.postpones, "the other one"
 
 
 def test_an_evaluation_tells_how_many_episodes_were_successful(

@@ -10,7 +10,7 @@ from gymnasium import spaces
 
 from rollout_worker.environments.description import describe_environment, describe_space
 from rollout_worker.environments.factory import is_factory, make, make_native
-from shared.config.sections import EnvironmentConfig
+from shared.config.environment import EnvironmentConfig
 from shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace, UserError
 from shared.experience.spaces import EnvironmentDescription
 from tests.conftest import minimal_config
@@ -119,6 +119,11 @@ def test_a_single_agent_is_described_under_the_one_policy() -> None:
             {"policies": {name: {} for name in "abc"}, "agents": {"cat": "a", "mouse": "b"}},
             r"policies \['c'\] have no agent",
         ),
+        (
+            {"policies": {"a": {}, "b": {}}, "agents": {"c*": "a"}},
+            r"agent 'mouse' .*one of \['a', 'b'\] .*names \['c\*'\]",
+        ),
+        ({"agents": {"cat": "default", "d*": "default"}}, r"agents names \['d\*'\], but the environment has"),
         ({"agents": {"dog": "default"}}, r"agents names \['dog'\], but the environment has \['cat', 'mouse'\]"),
     ],
 )

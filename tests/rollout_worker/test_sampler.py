@@ -10,73 +10,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout_worker.acting_policies import make_exploration
-from rollout_worker.environments.description import describe_environment
-from rollout_worker.environments.factory import make_vector
 from rollout_worker.environments.seeding import SeedLineage, episode_seed
 from rollout_worker.exploration.base import Exploration, RandomActing, Sampling
 from rollout_worker.sampling import action_trace
 from rollout_worker.sampling.dataset_sampler import DatasetSampler
-from rollout_worker.sampling.sampler import Sample, Sampler
+from rollout_worker.sampling.sampler import Sample
 from shared.datasets.recording import Recording
 from shared.errors import EnvironmentFailure
-from shared.experience import fragment
-from shared.experience.counters import Counters, Phase
-from shared.experience.fragment import Fragment, FragmentHeader
 from shared.experience.spaces import Columns
 from shared.policies.actor_critic import Heads, RecurrentActorCritic
-from shared.policies.registry import build_policies
-from tests.conftest import minimal_config
 from tests.support.datasets import described, episodes
 from tests.support.environments import ACTIONS, CHASE, CHASE_POLICIES, MODULE, OBSERVATIONS
+from tests.support.stage import Stage, same
 
 TWO_POLICIES = CHASE_POLICIES | {"policies": {"hunter": {"normalize_observations": True}, "prey": {}}}
 LIFE = SeedLineage(1, 0, 0, 0)
 COUNTING = {"id": f"{MODULE}:Counting"}
 
 
-class Stage:
-    """A sampler with its policies, checked by `fragment.check` at every sample, and the action trace that it leaves."""
-
-    def __init__(self, environment: dict[str, Any], seed: int = 1, left: Sequence[bytes] = (), **sections: Any) -> None:
-        sections = {"policies": {"default": {"cnn": "small"}}, "algorithm": {"minibatch_size": 8}} | sections
-        self.config = minimal_config(environment={"num_envs": 2} | environment, **sections)
-        self.description = describe_environment(self.config)
-        self.policies = build_policies(self.description.policies, self.config.policies, self.config.algorithm, 0)
-        self.left, self.past = list(left), action_trace.read(list(left))
-        vector = make_vector(self.config.environment, self.description)
-        lineage = self.past.lineage if self.past else SeedLineage(seed, 0, 0, 0)
-        self.sampler = Sampler(vector, self.description, lineage, trace=self.past)
-
-    def sample(self, steps: int = 7, exploration: Exploration | None = None) -> Sample:
-        acting = exploration or make_exploration(self.config.algorithm.acting, Counters())
-        sample = self.sampler.sample(self.policies, acting, steps)
-        if (step := self.sampler.traced(sample)) is not None:
-            self.left = [*self.left, action_trace.encode(step)][-step.fragments :]
-        header = FragmentHeader(
-            "run", "worker-0", 0, 0, Phase.TRAIN, dict.fromkeys(self.policies, 0), steps,
-            self.config.environment.num_envs, sample.episodes,
-        )  # fmt: skip
-        sent = Fragment(header, sample.columns)
-        fragment.check(sent, "run", self.description, self.config.state_sizes)
-        received = fragment.decode(fragment.encode(sent))
-        fragment.check(received, "run", self.description, self.config.state_sizes)
-        assert same(received, sample)
-        return sample
-
-
 def line(environment: dict[str, Any], sections: Mapping[str, Any] = {}, left: Sequence[bytes] = ()) -> Stage:
     """A worker's line of fragments, in three environments."""
     return Stage({"num_envs": 3} | environment, left=left, **sections)
-
-
-def same(one: Sample | Fragment, other: Sample) -> bool:
-    """Whether two fragments hold the same, bit for bit."""
-    return all(
-        array.tobytes() == other.columns[policy][name].tobytes() and array.dtype == other.columns[policy][name].dtype
-        for policy, columns in one.columns.items()
-        for name, array in columns.items()
-    ) and (isinstance(one, Fragment) or one.episodes == other.episodes)
 
 
 def spaces(observation: str, action: str, length: int = 14) -> dict[str, Any]:
@@ -406,7 +360,7 @@ def of_data(life: SeedLineage = LIFE, past: action_trace.ActionTrace | None = No
 
 
 def sampled(source: DatasetSampler, count: int) -> list[Sample]:
-    return [source.sample({}, RandomActing(), 4) for _ in range(count)]
+    return [source.sample({}, {}, 4) for _ in range(count)]
 
 
 def firsts(samples: list[Sample]) -> list[int]:

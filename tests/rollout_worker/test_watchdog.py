@@ -86,7 +86,8 @@ def test_environments_that_hang_end_the_process_which_says_where(
         assert f"worker-0 hangs in {place}" in events(role).replace("the start", "start")
         assert role.flow.read().claimed == 0, "the claim is free again"
         (beat,) = [beat for beat in read_heartbeats(role.redis, role.run_id) if beat.id == "worker-0"]
-        assert (beat.ended or "").startswith("worker-0 hangs") and beat.failure is FailureKind.ENVIRONMENT
+        last = (beat.ended or "").startswith("worker-0 hangs"), beat.failure
+        assert last == (True, FailureKind.ENVIRONMENT), (beat, done)
         assert read_accounting(role.redis, role.run_id)["total"].produced.fragments == 0
         assert left_behind(tmp_path) == []
 

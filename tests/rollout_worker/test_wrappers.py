@@ -16,8 +16,9 @@ import yaml
 from coordinator.lifecycle.validation import check
 from rollout_worker.environments.factory import evaluation_environment, make
 from rollout_worker.wrappers import ClipObservation, CropObservation, EpisodicLife, FireReset, MapAction
+from shared.config.environment import EnvironmentConfig
 from shared.config.loading import load_config
-from shared.config.sections import EnvironmentConfig, PolicyConfig
+from shared.config.sections import PolicyConfig
 from shared.errors import EnvironmentUnusable
 
 ROOT = Path(__file__).parent.parent.parent

@@ -231,7 +231,7 @@ def reads(texts: Iterator[str]) -> set[tuple[str, str]]:
     return found
 
 
-CALLED = {"policies": "policy", "wrappers": "wrapper", "stop_at": "stop"}
+CALLED = {"policies": "policy", "wrappers": "wrapper", "stop_at": "stop", "learners": "learner", "fixed": "player"}
 """What the code calls a section, or one item of it, where it holds it in a variable; otherwise its name or `config`."""
 NOT_READ = {("algorithm", "name")}
 """Decides which algorithm's section is meant."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.config.sections import DatasetConfig
+from shared.config.recorded import DatasetConfig
 from shared.datasets.read import read_dataset
 from shared.datasets.recording import Episode, Recording
 from shared.errors import DatasetError, UserError

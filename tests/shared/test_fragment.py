@@ -287,7 +287,7 @@ def test_a_log_prob_may_be_unknown_but_not_where_it_is_learned_by() -> None:
     found = read(fragment.encode(made), SIMPLE)
     assert_same(found, made)
     with pytest.raises(FragmentError, match="default/log_prob is not known, and the algorithm learns by it") as caught:
-        fragment.check(found, RUN, SIMPLE, by_log_prob=True)
+        fragment.check(found, RUN, SIMPLE, by_log_prob=SIMPLE.policies)
     assert caught.value.reason == "not_finite"
 
 

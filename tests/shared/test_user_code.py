@@ -14,7 +14,8 @@ from coordinator.catalog.checkpoint_lookup import require_recorder
 from coordinator.cli.curves.plot import require_matplotlib
 from coordinator.lifecycle.ray_job import job_client
 from rollout_worker.environments.factory import make
-from shared.config.sections import EnvironmentConfig, MetricsConfig
+from shared.config.environment import EnvironmentConfig
+from shared.config.sections import MetricsConfig
 from shared.datasets.read import read_hdf5
 from shared.errors import ConfigError, UserError
 from shared.experience.spaces import PolicySpaces, SpaceSpec

@@ -533,7 +533,7 @@ class Chase:
         return (
             self._observe(acting),
             {agent: 1.0 + bonus[agent] for agent in acting},
-            {agent: out[agent] and agent in ("cat", "first") for agent in acting},
+            {agent: out[agent] and agent in ("cat", "owl", "first") for agent in acting},
             {agent: out[agent] and agent in ("mouse", "second") for agent in acting},
             {agent: {} for agent in acting},
         )
@@ -544,6 +544,25 @@ class Chase:
 
 CHASE = {"api": "pettingzoo", "id": f"{MODULE}:Chase"}
 CHASE_POLICIES: dict[str, Any] = {"policies": {"hunter": {}, "prey": {}}, "agents": {"cat": "hunter", "mouse": "prey"}}
+
+
+class OwlChase(Chase):
+    """A third agent, `owl`, watches for three steps: it chooses as the cat does, and observes what the mouse does."""
+
+    possible_agents = ["cat", "mouse", "owl"]
+
+    def __init__(self, **limits: Any) -> None:
+        super().__init__(counts=False, **limits)
+        self._limits["owl"] = 3
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return super().action_space("cat" if agent == "owl" else agent)
+
+
+OWL_CHASE: dict[str, Any] = {
+    "environment": {"api": "pettingzoo", "id": f"{MODULE}:OwlChase", "num_envs": 4, "kwargs": {"mouse_steps": 11}},
+    "agents": {"cat": "hunter", "m*": "prey", "[!cm]*": "watcher"},
+}
 
 
 class TellsOfTheChase(Chase):

@@ -47,8 +47,8 @@ def write_config(terminal: CommandLine, seconds: float, **sections: Any) -> Path
 
 
 def final_weights(terminal: CommandLine, run_id: str) -> dict[str, str]:
-    """SHA-256 of the final checkpoint's objects, but for the one that has log positions in it."""
+    """SHA-256 of the final checkpoint's objects, but for those that have log positions in them."""
     folder = upload_in(terminal.store(run_id) / "checkpoints" / terminal.marker(run_id, ".finished")["final"])
-    files = [path for path in sorted(folder.rglob("*.safetensors")) if path.is_file()]
+    files = [path for path in sorted(folder.rglob("*.safetensors")) if path.name != "memory.safetensors"]
     assert files
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

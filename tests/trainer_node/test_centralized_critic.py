@@ -65,7 +65,7 @@ def test_a_team_is_what_each_of_its_agents_observes_at_that_step(seed: int, agen
         return columns["obs"][step, other] if columns["mask"][step, other] else None
 
     def after(step: int, other: int) -> Any:
-        if (step, other) in last:
+        if (step, other) in last and not columns["terminated"][step, other]:
             return last[step, other]
         if over[step, other] or not columns["mask"][step, other]:
             return None
@@ -161,8 +161,10 @@ def test_the_scale_is_that_of_averages_over_batches(batches: list[list[float]]) 
     for batch in batches:
         scale.update(torch.tensor(batch))
     share = np.array([0.99999 ** (len(batches) - 1 - place) for place in range(len(batches))])
-    powers = [np.array([(np.array(batch, np.float64) ** power).mean() for batch in batches]) for power in (1, 2)]
-    mean, square = ((share * averages).sum() / share.sum() for averages in powers)
+    mean, square = (
+        np.sum(share * np.array([np.mean(np.asarray(batch, np.float64) ** power) for batch in batches])) / share.sum()
+        for power in (1, 2)
+    )
     deviation = np.sqrt(max(square - mean**2, 1e-2))
     np.testing.assert_allclose(scale.normalized(values), (values - mean) / deviation, rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(scale.restored(scale.normalized(values)), values, rtol=1e-3, atol=1e-1)
@@ -195,7 +197,7 @@ def test_advantages_are_in_the_environments_units_and_targets_in_the_critics(nam
 
 @pytest.mark.parametrize("core", ["none", "gru"])
 def test_a_critic_learns_returns_of_thousands_with_a_scale_and_not_without(core: str) -> None:
-    """The same gradient steps on rewards of 1000 in episodes of a step: the error that is left, in units of 1000."""
+    """The same few gradient steps on rewards of 1000 in episodes of a step: what error is left, in units of 1000."""
 
     def error(normalize: bool) -> float:
         policy = {"hidden_sizes": (16,)} | ({} if core == "none" else {"core": core, "share_encoder": True})
@@ -239,8 +241,11 @@ def test_a_run_without_either_keeps_its_hash() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(sections: dict[str, Any], words: str) -> None:
+    def made() -> Config:
+        return minimal_config(**sections)
+
     with pytest.raises(ConfigError, match=words):
-        minimal_config(**sections)
+        made()
 
 
 def test_a_policy_with_its_own_critic_is_what_it_was() -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rollout_worker.environments.description import describe_environment
+from shared.config.recorded import DemonstrationsConfig
 from shared.config.run_config import Config
-from shared.config.sections import DemonstrationsConfig
 from shared.datasets.read import read_dataset
 from shared.errors import DatasetError
 from shared.experience.counters import Counters

@@ -261,7 +261,7 @@ def test_what_lies_behind_a_truncation_is_valued_and_behind_a_termination_is_not
     sampler = Sampler(make_vector(config.environment, description), description, SeedLineage(1, 0, 0, 0))
     algorithm: Any = make_algorithm(policies["default"], section, Setting(CPU, 1, 8, 4))
     for update in range(updates):
-        sample = sampler.sample(policies, Sampling() if on_policy else RandomActing(), 8)
+        sample = sampler.sample(policies, {"default": Sampling() if on_policy else RandomActing()}, 8)
         experience = [Experience("worker-0:0", sample.columns["default"])]
         algorithm.update(experience, Counters(env_steps=32 * (update + 1), updates=update))
     sampler.close()

@@ -12,7 +12,8 @@ import torch
 from gymnasium import spaces
 
 from rollout_worker.environments.description import describe_space
-from rollout_worker.evaluator import evaluate_policies, scores_of
+from rollout_worker.evaluator import scores_of
+from rollout_worker.playing import evaluate_policies
 from shared.experience.counters import Counters
 from shared.experience.spaces import PolicySpaces
 from shared.policies.serialization import state_arrays

@@ -259,7 +259,7 @@ def test_heat_up_counts_with_its_own_probabilities_or_not_at_all(tmp_path: Path,
     sampler = Sampler(make_vector(config.environment, description), description, SeedLineage(1, 0, 0, 0))
     fragments = []
     for seq, exploration in enumerate([RandomActing(), Sampling()] * 5):
-        columns = sampler.sample({"default": acting}, exploration, 8).columns["default"]
+        columns = sampler.sample({"default": acting}, {"default": exploration}, 8).columns["default"]
         if version == 2 and seq % 2 == 0:
             columns["log_prob"][:] = 0.0
         item = fragment_of(columns, seq)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shared.config.loading import parse_config
+from shared.config.recorded import DatasetConfig
 from shared.config.run_config import Config
-from shared.config.sections import DatasetConfig
 from shared.datasets.read import read_dataset
 from shared.errors import DatasetError
 from shared.experience import fragment

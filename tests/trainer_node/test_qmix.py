@@ -88,8 +88,8 @@ def slow_errors(algorithm: Any, drawn: Batch, team_reward: str, double: bool) ->
 
     def values(network: Any, observations: Array) -> Array:
         with torch.no_grad():
-            outputs: Array = network.outputs({"obs": torch.from_numpy(observations)}).squeeze(2).double().numpy()
-        return outputs
+            found: Array = network.outputs({"obs": torch.from_numpy(observations)}).squeeze(2).double().numpy()
+            return found
 
     for first in range(0, len(drawn.reward), AGENTS):
         rows = slice(first, first + AGENTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.support.game import (
     small,
 )
 from tests.support.learning.cases import config_of
-from trainer_node.checkpointing.fork import forked, rolled_back
+from trainer_node.checkpointing.fork import Source, forked, rolled_back
 from trainer_node.checkpointing.snapshot import Snapshot
 from trainer_node.learning.building_blocks.optimization import part
 
@@ -119,6 +120,11 @@ def test_going_back_with_a_redis_that_has_lost_the_run(new_game: NewGame, lost: 
     balanced(game)
 
 
+def all_of(checkpoint: Checkpoint, policies: Iterable[str] = ("default",)) -> dict[str, Source]:
+    """Every policy begins as the one of its name there."""
+    return {policy_id: Source(checkpoint, policy_id) for policy_id in policies}
+
+
 def begun_from(game: Game, source: Checkpoint) -> None:
     """What `train --initialize-from` does before any role starts: the game has begun, so it is begun again."""
     game.crash()
@@ -127,7 +133,7 @@ def begun_from(game: Game, source: Checkpoint) -> None:
         game.role.checkpoints.delete(name)
     restore_redis(game, {})
     create_flow(game.role)
-    first = forked(game.role, source)
+    first = forked(game.role, all_of(source))
     game.role.checkpoints.write(first.manifest, first.objects)
     game.restart()
     game.worker = game.another_worker(0)
@@ -164,7 +170,7 @@ def test_targets_begin_as_what_they_follow_and_critics_as_left(new_game: NewGame
     there = source.trainer.state.snapshot()
     then, learned = networks(there)
     game = new_game(config_of(case, tmp_path, heatup="0 env_steps", seed=7))
-    begun = forked(game.role, Checkpoint(there.manifest, there.objects))
+    begun = forked(game.role, all_of(there.checkpoint))
     policy, beside = networks(begun)
     online = {"target/": policy, "target_policy/": policy, "targets/": part(learned, "critics/")}
     online["critics/"] = online["targets/"]
@@ -187,7 +193,7 @@ def test_critics_of_another_algorithm_begin_anew_and_the_line_says_so(new_game: 
     there = source.trainer.state.snapshot()
     game = new_game(config_of("discrete cql", tmp_path, seed=7, policies=policies))
     before = networks(game.trainer.state.snapshot())[1]
-    begun = forked(game.role, Checkpoint(there.manifest, there.objects))
+    begun = forked(game.role, all_of(there.checkpoint))
     _, beside = networks(begun)
     assert all(np.array_equal(before[name], array) for name, array in beside.items())
     assert begun.manifest.provenance["initialized_from"]["summary"] == (
@@ -215,4 +221,4 @@ def test_critics_of_another_algorithm_begin_anew_and_the_line_says_so(new_game: 
 def test_policies_that_do_not_fit_are_refused_by_name(new_game: NewGame, sections: Any, said: str) -> None:
     source, game = new_game(small(policies={"default": {"hidden_sizes": [8]}})), new_game(small(**sections))
     with pytest.raises(ConfigError, match=said):
-        forked(game.role, source.role.checkpoints.load("0_Step-0.ckpt"))
+        forked(game.role, all_of(source.role.checkpoints.load("0_Step-0.ckpt"), game.role.config.policies))

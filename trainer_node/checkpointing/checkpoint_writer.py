@@ -193,6 +193,11 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self._thread.start()
 
+    @property
+    def durable(self) -> int:
+        """The newest version whose checkpoint this process has made durable; −1 before the first."""
+        return -1 if self._durable is None else checkpoint_version(self._durable) or 0
+
     def keep(self, recorder: Recorder) -> None:
         """From now on its rows are stored before each checkpoint, and the evaluator's scores become rows."""
         self._recorder = recorder

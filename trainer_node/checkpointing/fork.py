@@ -6,7 +6,7 @@ trainer that starts then finds it as it finds any other.
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from shared.config.run_config import Config
 from shared.datasets.read import read_dataset
@@ -45,8 +45,26 @@ def rolled_back(role: RunContext, checkpoint: Checkpoint, epoch: int) -> Snapsho
     return snapshot.take(learner, role.config, role.run_id, progress, committed)
 
 
-def forked(role: RunContext, source: Checkpoint) -> Checkpoint:
-    """Version 0 of a new run with what another run's checkpoint has learned; its provenance says what that is.
+@dataclass(frozen=True)
+class Source:
+    """Where a policy's first weights come from."""
+
+    checkpoint: Checkpoint
+    policy_id: str
+    """Its name there."""
+
+    def __str__(self) -> str:
+        return f"{self.checkpoint.manifest.name} of run {self.checkpoint.manifest.run_id}"
+
+
+def beginnings(config: Config) -> dict[str, str]:
+    """Policy id → where its first weights come from, as the config has it; of those that do not begin untrained."""
+    found = {policy_id: policy.initialize_from for policy_id, policy in config.policies.items()}
+    return {policy_id: told for policy_id, its in found.items() if (told := its or config.initialize_from) is not None}
+
+
+def forked(role: RunContext, sources: Mapping[str, Source]) -> Checkpoint:
+    """Version 0 of a new run with what was learned elsewhere, by policy id; its provenance says what that is.
 
     Policies (weights, observation statistics) are taken, and target networks begin as they are. Of a run of the same
     algorithm so is what it learns beside the policy, and reward statistics; counters and optimizers begin anew.
@@ -54,30 +72,40 @@ def forked(role: RunContext, source: Checkpoint) -> Checkpoint:
     """
 
     def begin(policies: Mapping[str, Policy]) -> None:
-        for policy_id, policy in policies.items():
-            _take_over(policy_id, policy, source)
+        for policy_id, source in sources.items():
+            _take_over(policy_id, policies[policy_id], source)
 
     learner = make_learner(role.config, role.description(), begin, read_dataset)
-    said = {policy_id: _take_over_rest(policy_id, learner, role.config, source) for policy_id in learner.policies}
+    said = {name: _take_over_rest(name, learner, role.config, source) for name, source in sources.items()}
     nothing = Committed(START, Ledger().as_json(), {})
     taken = snapshot.take(learner, role.config, role.run_id, Progress(0, epoch=0), nothing).checkpoint
+    manifests = list({str(source): source.checkpoint.manifest for source in sources.values()}.values())
+    if len(manifests) > 1 or any(name != source.policy_id for name, source in sources.items()):
+        said = {name: f"{sources[name].policy_id} of {sources[name]}: {text}" for name, text in said.items()}
     origin = {
-        "run_id": source.manifest.run_id, "checkpoint": source.manifest.name, "created": source.manifest.created,
-        "summary": "; ".join(f"{name}: {text}" if len(said) > 1 else text for name, text in said.items()),
+        "run_id": ", ".join(dict.fromkeys(its.run_id for its in manifests)),
+        "checkpoint": ", ".join(dict.fromkeys(its.name for its in manifests)), "created": manifests[0].created,
+        "summary": "; ".join(f"{name}: {text}" if len(learner.policies) > 1 else text for name, text in said.items()),
     }  # fmt: skip
     provenance = taken.manifest.provenance | {"initialized_from": origin}
     return Checkpoint(taken.manifest.model_copy(update={"provenance": provenance}), taken.objects)
 
 
-def _take_over(policy_id: str, policy: Policy, source: Checkpoint) -> None:
-    name = f"{source.manifest.name} of run {source.manifest.run_id}"
-    data = source.objects.get(snapshot.POLICY.format(policy_id))
+def _take_over(policy_id: str, policy: Policy, source: Source) -> None:
+    theirs, objects = source.policy_id, source.checkpoint.objects
+    data = objects.get(snapshot.POLICY.format(theirs))
     if data is None:
-        there = ", ".join(sorted(key.partition("/")[0] for key in source.objects if key.endswith("policy.safetensors")))
-        raise ConfigError(f"initialize_from: {name} has no policy {policy_id!r}; it has {there}")
+        there = ", ".join(sorted(key.partition("/")[0] for key in objects if key.endswith("policy.safetensors")))
+        raise ConfigError(
+            f"initialize_from: {source} has no policy {theirs!r}; it has {there}: name one for policies.{policy_id} as "
+            f"in initialize_from=RUN#POLICY"
+        )
     found, _ = decode_policy(data)
     if found.spaces != policy.spaces:
-        raise ConfigError(f"initialize_from: {policy_id!r} of {name} has other observation or action spaces")
+        raise ConfigError(
+            f"initialize_from: {theirs!r} of {source} has other observation or action spaces than the agents of "
+            f"policies.{policy_id}; choose a policy of such an agent"
+        )
     try:
         if found.config.activation != policy.config.activation:
             raise CheckpointDamaged("the same weights would compute something else")
@@ -93,32 +121,36 @@ def _take_over(policy_id: str, policy: Policy, source: Checkpoint) -> None:
         else:
             why = f"its algorithm asked for {found.network} there, for {policy.network} here; set that as there"
         raise ConfigError(
-            f"initialize_from: {policy_id!r} of {name} is another network than policies.{policy_id} asks for: {why}, "
+            f"initialize_from: {theirs!r} of {source} is another network than policies.{policy_id} asks for: {why}, "
             f"or choose another checkpoint ({error})"
         ) from None
 
 
-def _take_over_rest(policy_id: str, learner: Learner, config: Config, source: Checkpoint) -> str:
+def _take_over_rest(policy_id: str, learner: Learner, config: Config, source: Source) -> str:
     """What is learned beside the policy, where the same algorithm learned it; returns what is taken and what is not."""
-    algorithm, policy = learner.algorithms[policy_id], learner.policies[policy_id]
+    policy, section = learner.policies[policy_id], config.algorithm_of(policy_id)
+    objects, provenance = source.checkpoint.objects, source.checkpoint.manifest.provenance
     taken = ["policy"] if policy.normalizer is None else ["policy", "observation statistics"]
     anew = ["optimizers", "counters"]
+    if (algorithm := learner.algorithms.get(policy_id)) is None:
+        return f"taken: {', '.join(taken)}; it does not learn"
     if isinstance(algorithm, OffPolicy):
         anew.append("replay buffer")
-        beside, here = list(algorithm.beside_policy), config.algorithm.name
-        there = source.manifest.provenance.get("algorithm", "an unknown algorithm")
+        beside, here = list(algorithm.beside_policy), section.name
+        there = provenance.get("algorithm", "an unknown algorithm")
+        there = provenance.get("algorithms", {}).get(source.policy_id, there)
         try:
             if there != here:
                 raise ValueError(f"learned by {there} there, by {here} here")
-            algorithm.begin_with(tensor_blob.decode(source.objects[snapshot.ALGORITHM.format(policy_id)])[0])
+            algorithm.begin_with(tensor_blob.decode(objects[snapshot.ALGORITHM.format(source.policy_id)])[0])
             taken += beside
         except (KeyError, ValueError) as error:
             anew = [f"{' and '.join(beside)} ({error})", *anew] if beside else anew
-    if getattr(config.algorithm, "reward_signals", None) is not None:
+    if getattr(section, "reward_signals", None) is not None:
         anew.append("reward signals")
     if policy_id in learner.rewards:
         try:
-            arrays, _ = tensor_blob.decode(source.objects[snapshot.REWARDS.format(policy_id)])
+            arrays, _ = tensor_blob.decode(objects[snapshot.REWARDS.format(source.policy_id)])
             learner.rewards[policy_id].begin_with(arrays)
             taken.append("reward statistics")
         except KeyError:

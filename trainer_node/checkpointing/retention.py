@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from shared.config.sections import CheckpointConfig
 from shared.errors import CheckpointDamaged, CheckpointNotFound
 from shared.experience.log_entry import id_order
+from shared.league.players import PLAYERS
 from shared.protocol.events import confirmed_return
 from shared.storage.checkpoint_store import STATUS, CheckpointStore, Pointer, checkpoint_version
 
@@ -138,9 +139,18 @@ def prune(
     if doomed:
         promotion = checkpoints.promotion()
         doomed = [name for name in doomed if promotion is None or name != promotion.checkpoint]
+        left = _players_of(inventory, doomed) - _players_of(inventory, {*inventory.readable} - {*doomed})
+        for sha256 in sorted(left):
+            checkpoints.store.delete(PLAYERS + sha256)
         for name in doomed:
             checkpoints.delete(name)
     return doomed
+
+
+def _players_of(inventory: Inventory, names: Collection[str]) -> set[str]:
+    """The league's players in these checkpoints. One that has left the league stays while a checkpoint has it."""
+    entries = (inventory.entries[name] for name in names if name in inventory.entries)
+    return {sha256 for entry in entries for sha256 in entry.get("players", ())}
 
 
 def _entry(checkpoints: CheckpointStore, name: str) -> dict[str, Any]:
@@ -153,5 +163,6 @@ def _entry(checkpoints: CheckpointStore, name: str) -> dict[str, Any]:
         told = {**provenance["counters"]["train"], "mean_return": provenance["mean_return"], "replay_from": oldest}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointDamaged(f"the provenance of {name} makes no sense ({type(error).__name__}: {error})") from None
+    told |= {key: provenance[key] for key in ("players", "ratings") if key in provenance}
     own = {"name": name, "version": manifest.version, "created": manifest.created, "bytes": manifest.total_bytes}
     return told | own | {"manifest_sha256": hashlib.sha256(data).hexdigest()}

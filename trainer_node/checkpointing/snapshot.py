@@ -10,15 +10,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 
 from shared.config.run_config import Config
 from shared.config.sections import TrainerConfig
 from shared.errors import CheckpointDamaged, FragmentError
 from shared.experience import tensor_blob
-from shared.experience.counters import Phase, PhaseCounters
+from shared.experience.counters import Counters, Phase, PhaseCounters
 from shared.experience.fragment import EpisodeRecord
 from shared.experience.log_entry import START, id_order
 from shared.experience.spaces import Columns
@@ -35,6 +37,8 @@ from trainer_node.log_consumer import Committed
 _STATE, _REPLAY_BUFFER = "trainer/state.json", "trainer/memory.safetensors"
 POLICY, ALGORITHM = "{}/policy.safetensors", "trainer/{}.algorithm.safetensors"
 REWARDS = "trainer/{}.rewards.safetensors"
+_EPISODES = TypeAdapter(list[EpisodeRecord])
+LEAGUE, INITIAL = "trainer/league.json", "trainer/{}.initial.safetensors"
 
 
 def phase_at(config: Config, counters: PhaseCounters) -> Phase:
@@ -101,8 +105,13 @@ class Progress:
     lineage: Lineage = Lineage()
 
 
-def take(learner: Learner, config: Config, run_id: str, progress: Progress, committed: Committed) -> Snapshot:
-    """The snapshot of the learner at `progress`; copies everything, so that training may continue."""
+def take(
+    learner: Learner, config: Config, run_id: str, progress: Progress, committed: Committed, left: tuple[str, ...] = ()
+) -> Snapshot:  # fmt: skip
+    """The snapshot of the learner at `progress`; copies everything, so that training may continue.
+
+    `left` are players that have left its league and that no durable checkpoint lists: they are removed along with it.
+    """
     version, counters = progress.version, learner.counters.as_dict()
     phase = phase_at(config, learner.counters)
     policies = {id_: (policy, state_arrays(policy)) for id_, policy in learner.policies.items()}
@@ -110,6 +119,9 @@ def take(learner: Learner, config: Config, run_id: str, progress: Progress, comm
     arrays |= {REWARDS.format(id_): rewards.state() for id_, rewards in learner.rewards.items()}
     remembered = list(learner.remembered) if learner.remembered.maxlen else None
     episodes, mean_return = list(learner.episodes), learner.mean_return()
+    arrays |= {INITIAL.format(id_): initial for id_, initial in learner.initial.items()}
+    league, told = _of_league(learner, left)
+    tallies = {id_: dict(vars(tally)) for id_, tally in learner.tallies.items()}
     computed = computed_with(learner, config.trainer)
     name, created = checkpoint_name(version, counters["train"]["env_steps"]), round(time.time(), 3)
 
@@ -119,21 +131,23 @@ def take(learner: Learner, config: Config, run_id: str, progress: Progress, comm
             positions = np.array([id_order(position) for position in remembered], np.int64).reshape(-1, 2)
             arrays[_REPLAY_BUFFER] = {"positions": positions}
         objects = {POLICY.format(id_): encode_policy(policy, version, own) for id_, (policy, own) in policies.items()}
-        objects |= {key: tensor_blob.encode(columns, {}) for key, columns in arrays.items()}
+        objects |= {key: tensor_blob.encode(columns, {}) for key, columns in arrays.items()} | league
         ledger = json.loads(committed.ledger)
         lags = {str(lag): count for lag, count in sorted(committed.lags.items())}
         state = {
-            "version": version, "counters": counters, "episodes": [vars(record) for record in episodes],
+            "version": version, "counters": counters, "episodes": [record.plain() for record in episodes],
             "ledger": ledger, "lags": lags, "log_position": committed.position, "line": asdict(progress.lineage),
-            "seed": config.seed,
+            "seed": config.seed, **({"tallies": tallies} if tallies else {}),
         }  # fmt: skip
         objects[_STATE] = json.dumps(state, sort_keys=True, separators=(",", ":")).encode()
         provenance = {
             "code_version": code_version(), "computed_with": computed, "algorithm": config.algorithm.name,
+            "algorithms": {id_: its.algorithm.name for id_, its in config.policies.items() if its.algorithm},
             "config_hash": config.hash(), "seed": config.seed, "phase": phase.value, "counters": counters,
             "log_range": [progress.parent.position, committed.position],
             "policy_versions": [progress.parent.version, version], "lag_histogram": lags, "ledger": ledger,
             "mean_return": mean_return, "replay_from": remembered[0] if remembered else None,
+            **told,
         }  # fmt: skip
         manifest = Manifest(
             run_id=run_id, name=name, version=version, epoch=progress.epoch, created=created,
@@ -143,6 +157,14 @@ def take(learner: Learner, config: Config, run_id: str, progress: Progress, comm
         return Checkpoint(manifest, objects)
 
     return Snapshot(name, version, committed.position, encode)
+
+
+def _of_league(learner: Learner, left: tuple[str, ...]) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """The league as an object, and what the manifest says of it; nothing where there is none."""
+    if (league := learner.league) is None:
+        return {}, {}
+    told = {"league": league.table(learner.counters.train).as_dict(), "ratings": league.summary()}
+    return {LEAGUE: league.encode()}, told | {"players": sorted({*league.objects(), *left})}
 
 
 def _state_of(algorithm: Algorithm) -> Columns:
@@ -213,18 +235,24 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
     with _named(checkpoint):
         state = json.loads(objects[_STATE])
         weights = {id_: _fitting(objects[POLICY.format(id_)], policy) for id_, policy in learner.policies.items()}
-        algorithms = {id_: tensor_blob.decode(objects[ALGORITHM.format(id_)])[0] for id_ in learner.policies}
+        algorithms = {id_: tensor_blob.decode(objects[ALGORITHM.format(id_)])[0] for id_ in learner.algorithms}
         rewards = {id_: tensor_blob.decode(objects[REWARDS.format(id_)])[0] for id_ in learner.rewards}
         counters = PhaseCounters.from_dict(state["counters"])
-        episodes = [EpisodeRecord(**record) for record in state["episodes"]]
+        tallies = {id_: Counters(**state.get("tallies", {}).get(id_, {})) for id_ in learner.tallies}
+        episodes = _EPISODES.validate_python(state["episodes"])
         stored = tensor_blob.decode(objects[_REPLAY_BUFFER])[0] if learner.remembered.maxlen else {}
+        initial = {id_: tensor_blob.decode(objects[INITIAL.format(id_)])[0] for id_ in learner.initial}
         remembered = [f"{milliseconds}-{seq}" for milliseconds, seq in stored["positions"]] if stored else []
+        if learner.league is not None:
+            learner.league.load(objects[LEAGUE])
+    learner.initial = initial
     for name, policy in learner.policies.items():
         load_state_arrays(policy, weights[name])
-        learner.algorithms[name].load_state(algorithms[name])
+        if name in algorithms:
+            learner.algorithms[name].load_state(algorithms[name])
         if name in rewards:
             learner.rewards[name].load_state(rewards[name])
-    learner.counters = counters
+    learner.counters, learner.tallies = counters, tallies
     learner.episodes.clear()
     learner.episodes.extend(episodes)
     learner.remembered.clear()

@@ -83,7 +83,7 @@ def main() -> int:
     out = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what torch's exporter prints is no result
     request = Request.model_validate_json(sys.stdin.buffer.read())
-    parse_config(request.config).algorithm.resolved()  # a user's own brings its kind of policy with it
+    parse_config(request.config).algorithms()  # a user's own brings its kind of policy with it
     torch.set_num_threads(1)
     with os.fdopen(out, "wb") as stream:
         stream.write(carry_out(request).model_dump_json().encode())

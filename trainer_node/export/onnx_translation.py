@@ -33,6 +33,7 @@ PARAMETERS, STATE_IN, STATE_OUT = "parameters", "state_in", "state_out"
 _PACKAGES = ("onnx", "onnxruntime", "onnxscript")
 _ROWS = 256
 _BATCHES = 4
+_LEGAL_SHARE = 0.7
 _OPEN = 1e6
 """A side of a box further away than this is taken for none: random observations are then standard normal."""
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-4
@@ -172,7 +173,13 @@ def random_observations(spec: SpaceSpec, rows: int = _ROWS // _BATCHES) -> Itera
     """Some batches of columns, the same ones each time."""
     generator = np.random.Generator(np.random.PCG64(0))
     for _ in range(_BATCHES):
-        yield {leaf.column("obs"): _drawn(leaf, rows, generator) for leaf in spec.leaves}
+        yield {
+            leaf.column("obs"): (_drawn_mask if leaf.mask else _drawn)(leaf, rows, generator) for leaf in spec.leaves
+        }
+
+
+def _drawn_mask(leaf: Leaf, rows: int, generator: np.random.Generator) -> Array:
+    return (generator.random((rows, *leaf.shape)) < _LEGAL_SHARE).astype(leaf.column_dtype)
 
 
 def _drawn(leaf: Leaf, rows: int, generator: np.random.Generator) -> Array:

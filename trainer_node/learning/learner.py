@@ -10,21 +10,23 @@ import numpy as np
 import torch
 
 from shared.config.algorithms.base import AlgorithmConfig
+from shared.config.recorded import RecordedConfig
 from shared.config.run_config import Config
-from shared.config.sections import PolicyConfig, RecordedConfig, TrainerConfig
+from shared.config.sections import PolicyConfig, TrainerConfig
 from shared.datasets.recording import DatasetReader, Recording
 from shared.errors import ConfigError, DatasetError, WeightsNotFinite, headline, place
-from shared.experience.counters import Phase, PhaseCounters
+from shared.experience.counters import Counters, Phase, PhaseCounters
 from shared.experience.fragment import EpisodeRecord, Fragment, holdable
 from shared.experience.spaces import Columns, EnvironmentDescription
 from shared.policies.policy import Policy
 from shared.policies.registry import build_policies, torch_device
-from shared.policies.serialization import finite_weights
+from shared.policies.serialization import finite_weights, load_state_arrays, state_arrays
 from shared.runtime.user_code import import_object
 from trainer_node.learning.building_blocks.compilation import check_compiling
 from trainer_node.learning.building_blocks.interface import Algorithm, Experience, Setting
 from trainer_node.learning.building_blocks.reward_normalization import RewardAverage, RewardFilter, RewardScaling
 from trainer_node.learning.demonstrations import Demonstrations
+from trainer_node.learning.league import League
 from trainer_node.learning.shaped_returns import ShapedReturns
 
 Transform = Callable[[Columns], Columns]
@@ -78,6 +80,7 @@ class Learner:
     """The parts that learn, per policy id, and what they have counted."""
 
     policies: dict[str, Policy]
+    """All of them; those that are not trainable have none of the other parts."""
     algorithms: dict[str, Algorithm]
     rewards: dict[str, RewardFilter]
     filters: dict[str, ExperienceFilter]
@@ -89,6 +92,14 @@ class Learner:
     """What is imitated, where the run has any; read at the first look."""
     shaped: dict[str, ShapedReturns] = field(default_factory=dict)
     """Of the policies that learn from other rewards than the environment gave."""
+    tallies: dict[str, Counters] = field(default_factory=dict)
+    """What each policy's agents did in training, where there are several policies: their transitions, as `env_steps`,
+    and their episodes."""
+    every_step_counts: bool = False
+    """Whether an agent acts in every step: rows do not tell where they are turns, or an opponent's are left out."""
+    league: League | None = None
+    initial: dict[str, Columns] = field(default_factory=dict)
+    """What a league's policies begin again with, of those that may have to: weights and state of the algorithm."""
 
     def read_demonstrations(self) -> None:
         """So that no update waits for them; raises `DatasetError`, or what the store of an archive raises."""
@@ -104,19 +115,29 @@ class Learner:
         """Moves counters, episode statistics and reward scaling as if the agent had acted here."""
         counters = self.counters.of(phase)
         for item in fragments:
-            counters.env_steps += _env_steps(item)
+            counters.env_steps += item.header.transitions if self.every_step_counts else _env_steps(item)
             counters.episodes += len(item.header.episodes)
             if phase is Phase.TRAIN:
                 self.episodes.extend(item.header.episodes)
+                if self.league is not None:
+                    for record in item.header.episodes:
+                        self.league.take(record)
+                self._tally(item)
             self.remembered.append(item.position)
             self._filter(item)
             for policy_id, scaling in self.rewards.items():
-                if self.remembered.maxlen:  # a replay buffer holds rewards as they were
+                if replay_fragments(self.algorithms[policy_id]):  # a replay buffer holds rewards as they were
                     scaling.take_in(_source(item), item.columns[policy_id])
                 else:
                     item.columns[policy_id] = scaling.scale(_source(item), item.columns[policy_id])
             for policy_id, shaped in self.shaped.items():
                 shaped.take(_source(item), item.header.seq == 0, item.columns[policy_id])
+
+    def _tally(self, item: Fragment) -> None:
+        for policy_id, tally in self.tallies.items():
+            columns = item.columns[policy_id]
+            tally.env_steps += int(columns["mask"].sum())
+            tally.episodes += int((columns["mask"] & (columns["terminated"] | columns["truncated"])).sum())
 
     def recall(self, fragments: Iterable[Fragment]) -> None:
         """Fills the replay buffers again with what they held: the fragments at `remembered`, in that order."""
@@ -145,7 +166,7 @@ class Learner:
                 continue
             found = algorithm.update(experience, self.counters.train)
             gradient_steps += int(found.get("train/gradient_steps", 0))
-            suffix = "" if len(self.algorithms) == 1 else f"/{policy_id}"
+            suffix = "" if len(self.policies) == 1 else f"/{policy_id}"
             metrics |= {name + suffix: value for name, value in found.items()}
         if phase is Phase.TRAIN:
             self.counters.train.updates += 1
@@ -157,7 +178,26 @@ class Learner:
                 f"terms: {metrics}. Try a smaller algorithm.learning_rate or normalize_observations; the checkpoints "
                 f"before it are intact"
             )
+        if self.league is not None and phase is Phase.TRAIN:
+            for policy_id in self.league.after_update(self.policies, self.counters.train.updates):
+                self._begin_again(policy_id)
         return metrics
+
+    def _begin_again(self, policy_id: str) -> None:
+        arrays = self.initial[policy_id].items()
+        weights, state = (
+            {name.removeprefix(part): array for name, array in arrays if name.startswith(part)} for part in _PARTS
+        )
+        load_state_arrays(self.policies[policy_id], weights)
+        self.algorithms[policy_id].load_state(state)
+
+
+_PARTS = _WEIGHTS, _STATE = "weights/", "state/"
+
+
+def _initial(policy: Policy, algorithm: Algorithm) -> Columns:
+    weights = {_WEIGHTS + name: array for name, array in state_arrays(policy).items()}
+    return weights | {_STATE + name: np.array(array) for name, array in algorithm.state().items()}
 
 
 def algorithm_class(config: AlgorithmConfig) -> Any:
@@ -192,37 +232,46 @@ def make_learner(
     `begin` may give the policies other weights, before algorithms make target networks of them. `read_dataset` reads
     the run's demonstrations when they are first asked for; without it a learner of a run that has any cannot learn.
     """
-    device, algorithm = torch_device(config.trainer.device), config.algorithm.resolved()
-    policies = build_policies(description.policies, config.policies, algorithm, config.seed, description.agents)
+    device = torch_device(config.trainer.device)
+    sections = {policy_id: config.algorithm_of(policy_id) for policy_id in config.trainable}
+    policies = build_policies(description.policies, config.policies, config.algorithm, config.seed, description.agents)
     begin(policies)
     rewards: dict[str, RewardFilter] = {}
-    for policy_id in sorted(policies):
+    for policy_id in sections:
         policy = config.policies[policy_id]
         if policy.reward_ewma is not None:
             rewards[policy_id] = RewardAverage(policy.reward_ewma)
         elif policy.normalize_rewards:
-            rewards[policy_id] = RewardScaling(algorithm.gamma)
-    filters = {name: ExperienceFilter(config.policies[name], f"policies.{name}") for name in sorted(policies)}
+            rewards[policy_id] = RewardScaling(sections[policy_id].gamma)
+    filters = {name: ExperienceFilter(config.policies[name], f"policies.{name}") for name in sections}
     demonstrations, steps = None, config.rollout.fragment_steps
     if config.demonstrations is not None:  # of one agent, and so for one policy
         read = partial(read_dataset, config.demonstrations, description)
-        demonstrations = Demonstrations(read, filters[min(policies)], steps)
+        demonstrations = Demonstrations(read, filters[min(sections)], steps)
     algorithms = {}
     for index, policy_id in enumerate(sorted(policies)):
+        if policy_id not in sections:
+            policies[policy_id].to(device)
+            continue
         slots = config.environment.num_envs * description.slots(policy_id)
         setting = Setting(
             device, config.seed + index, steps, slots, rewards.get(policy_id), demonstrations,
             config.trainer.precision, config.trainer.compile, config.rollout.fragments_per_update,
             description.slots(policy_id),
         )  # fmt: skip
-        algorithms[policy_id] = make_algorithm(policies[policy_id], algorithm, setting)
+        algorithms[policy_id] = make_algorithm(policies[policy_id], sections[policy_id], setting)
     episodes: deque[EpisodeRecord] = deque(maxlen=config.metrics.window_episodes)
     remembered: deque[str] = deque(maxlen=max(replay_fragments(made) for made in algorithms.values()))
-    changed = [name for name in sorted(policies) if name in rewards or config.policies[name].changes_rewards]
+    changed = [name for name in sections if name in rewards or config.policies[name].changes_rewards]
     shaped = {name: ShapedReturns(config.metrics.window_episodes) for name in changed}
+    tallies = {name: Counters() for name in sorted(policies)} if len(policies) > 1 else {}
+    league = League(config, description, policies) if config.league is not None else None
+    again = league.resettable() if league is not None else ()
+    initial = {name: _initial(policies[name], algorithms[name]) for name in again}
     return Learner(
-        policies, algorithms, rewards, filters, PhaseCounters(), episodes, remembered, demonstrations, shaped
-    )
+        policies, algorithms, rewards, filters, PhaseCounters(), episodes, remembered, demonstrations, shaped, tallies,
+        description.in_turns or league is not None, league, initial,
+    )  # fmt: skip
 
 
 def replay_fragments(algorithm: Algorithm) -> int:

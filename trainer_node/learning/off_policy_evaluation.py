@@ -231,7 +231,8 @@ class DataEvaluation:
     """Evaluates a policy on some of the dataset's episodes, every so many updates."""
 
     def __init__(self, config: Config, read_dataset: DatasetReader) -> None:
-        self._dataset, self._gamma, self._seed = config.dataset, config.algorithm.gamma, config.seed
+        self._dataset, self._seed = config.dataset, config.seed
+        self._gamma = (next(iter(config.policies.values())).algorithm or config.algorithm).gamma  # a dataset's only one
         every = config.dataset.evaluation.every_updates if config.dataset is not None else 0
         self._every = _EVERY_UPDATES if every is None else every
         self._read_dataset = read_dataset

@@ -5,7 +5,7 @@ They inform: nothing that is learned depends on them. A mean stands beside its s
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ class UpdateMetrics:
 
     def __init__(self, config: Config, learner: Learner) -> None:
         self._from_data = DataEvaluation(config, read_dataset)
+        self._policy_of = config.policy_of
         self._every, self._index = config.metrics.every, config.metrics.every.index(learner.counters.train)
         self.learning_seconds = 0.0
         self._last = time.monotonic()
@@ -87,6 +88,9 @@ class UpdateMetrics:
             row["policy/lag_acting_mean"] = float(np.mean(self._acting_lags))
             row["policy/lag_queue_mean"] = row["policy/lag_mean"] - row["policy/lag_acting_mean"]
         row |= of_episodes(learner.episodes)
+        row |= of_policies(learner.episodes, self._policy_of) if learner.tallies else {}
+        for policy_id, tally in learner.tallies.items():
+            row |= {f"time/transitions/{policy_id}": tally.env_steps, f"time/episodes/{policy_id}": tally.episodes}
         for policy_id, shaped in learner.shaped.items():
             suffix = "" if len(learner.policies) == 1 else f"/{policy_id}"
             found = spread("rollout/ep_shaped_rew", list(shaped.returns))
@@ -95,6 +99,8 @@ class UpdateMetrics:
         for policy in learner.policies.values():  # a dataset is that of one
             row |= self._from_data.figures(policy, train.updates)
         row |= {name: total / self._counts[name] for name, total in self._sums.items()}
+        for policy_id, its in learner.league.summary().items() if learner.league else ():
+            row |= {f"league/{name}/{policy_id}": float(value) for name, value in its.items()}
         told = {name: np.concatenate(parts) for name, parts in self._told.items()}
         row |= {name: float(known.mean(dtype=np.float64)) for name, known in told.items() if known.size}
         self._told.clear()
@@ -117,6 +123,15 @@ def of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, float]:
         for name, its in record.metrics.items():
             values[f"environment/{name}"].append(its)
     return row | {name: float(np.mean(values[name])) for name in sorted(values)}
+
+
+def of_policies(records: Sequence[EpisodeRecord], policy_of: Callable[[str], str]) -> dict[str, float]:
+    """The mean return of each policy: the sum over its agents."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    for record in records:
+        for agent, its in record.agent_returns.items():
+            totals[f"{RETURN}_mean/{policy_of(agent)}"] += its / len(records)
+    return dict(totals)
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:

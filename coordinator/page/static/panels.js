@@ -598,6 +598,61 @@ class VideoPanel extends Panel {
   }
 }
 
+const OPPONENTS = 10;
+
+class LeaguePanel extends Panel {
+  constructor(spec) {
+    super(spec);
+    this.players = new PagedTable(
+      "Players",
+      [
+        { label: "player", left: true, value: (row) => row.player },
+        { label: "kind", left: true, value: (row) => row.kind },
+        { label: "rating", value: (row) => row.rating, text: figure },
+        { label: "Elo", value: (row) => row.elo, text: whole },
+        { label: "matches", value: (row) => row.matches, text: whole },
+        { label: "forfeits", value: (row) => row.forfeits, text: whole },
+      ],
+      { filter: "Find a player", sortBy: 2, descending: true },
+    );
+    this.matrix = el("div", {});
+    this.body.append(this.players.root, this.matrix);
+    this.showBody(false);
+  }
+
+  async update(run) {
+    const newest = run.snapshot.checkpoints.filter((entry) => entry.ratings).at(-1)?.name;
+    if (!newest || newest === this.shown) return;
+    this.shown = newest;
+    const found = await api(`${runPath(run.runId)}/league`).catch(() => null);
+    if (found === null) {
+      this.shown = null;
+      return;
+    }
+    this.players.set(found.players);
+    this.matrix.replaceChildren(el("h4", {}, `Win rates at ${found.checkpoint}`), this.payoff(found).root);
+    this.showBody(true);
+  }
+
+  /** A row per player that has learned, a column for each of its strongest opponents. */
+  payoff({ players, payoff }) {
+    const met = new Set(Object.values(payoff).flatMap((row) => Object.keys(row)));
+    const names = [...new Set(players.map(({ player }) => player))];
+    const cell = (name) => ({
+      label: name,
+      value: (row) => row[name]?.rate ?? null,
+      text: (value, row) => (value === null ? figure(null) : `${percent(value)} of ${whole(row[name].games)}`),
+    });
+    const columns = names.filter((name) => met.has(name)).slice(0, OPPONENTS);
+    const table = new PagedTable("Win rates", [
+      { label: "wins against", left: true, value: (row) => row.name },
+      ...columns.map(cell),
+    ]);
+    table.set(names.filter((name) => payoff[name]).map((name) => ({ name, ...payoff[name] })));
+    return table;
+  }
+}
+
 class EmptyPanel extends Panel {
   constructor(spec) {
     super(spec);
@@ -616,6 +671,7 @@ const KINDS = {
   ledger: LedgerPanel,
   config: ConfigPanel,
   video: VideoPanel,
+  league: LeaguePanel,
   empty: EmptyPanel,
 };
 

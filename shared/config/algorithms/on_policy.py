@@ -6,7 +6,7 @@ from pydantic import Field
 
 from shared.config.algorithms.base import BatchOfUpdate, Cloning
 from shared.config.reward_signals import RewardSignalsConfig
-from shared.config.section import Schedule, ScheduleField, Section
+from shared.config.section import NumberOrSchedule, Schedule, ScheduleField, Section
 
 
 class OnPolicyConfig(Cloning):
@@ -14,8 +14,8 @@ class OnPolicyConfig(Cloning):
 
     learns_from_others: ClassVar[bool] = False
     recurrent_policy: ClassVar[str | None] = "recurrent_actor_critic"
-    entropy_coefficient: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus."""
+    entropy_coefficient: NumberOrSchedule = Schedule(start=0.0)
+    """Weight of the entropy bonus; a number or a schedule."""
     value_coefficient: float = Field(0.5, ge=0)
     """Weight of the value loss."""
     max_grad_norm: float = Field(0.5, gt=0)

@@ -32,16 +32,36 @@ def tag_of(value: Any) -> str:
 def with_algorithm_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
     """A run's config as plain data, with the defaults that its algorithm has for other sections where it says nothing.
     Nothing is known of a user's own algorithm here, since that would have to be imported."""
-    section = ALGORITHMS.get(tag_of(data.get("algorithm", "ppo")))
-    if section is None:
-        return dict(data)
-    defaults, policies = dict(section.defaults), data.get("policies", {"default": {}})
-    each = defaults.pop("policies", {})
+    algorithm = data.get("algorithm", "ppo")
+    policies = data.get("policies", {"default": {}})
     if isinstance(policies, Mapping):
-        defaults["policies"] = dict.fromkeys(policies, each)
+        policies = {policy_id: _with_algorithm(its, algorithm) for policy_id, its in policies.items()}
+    section = ALGORITHMS.get(tag_of(algorithm))
+    defaults = {} if section is None else {**section.defaults, "policies": {}}
     if data.get("dataset") is not None:
         defaults.pop("heatup", None)  # recorded experience is not acted at random
     return dict(_below({**data, "policies": policies}, defaults))
+
+
+def _with_algorithm(policy: Any, algorithm: Any) -> Any:
+    """A policy's section with all of its own algorithm, where it has any, and the defaults of the one that it has."""
+    if not isinstance(policy, Mapping):
+        return policy
+    if (own := policy.get("algorithm")) is not None:
+        common = _from_name(algorithm)
+        algorithm = _over(_from_name(own), {"name": "ppo", **common} if isinstance(common, Mapping) else common)
+        policy = {**policy, "algorithm": algorithm}
+    section = ALGORITHMS.get(tag_of(algorithm))
+    return _below(policy, {} if section is None else section.defaults.get("policies", {}))
+
+
+def _over(own: Any, common: Any) -> Any:
+    """`own`, and of `common` what it does not say; nothing of a section of another `name` or `kind`."""
+    if not (isinstance(own, Mapping) and isinstance(common, Mapping)):
+        return own
+    if any(own.get(tag, common.get(tag)) != common.get(tag) for tag in ("name", "kind")):
+        return own
+    return {**common, **{name: _over(value, common.get(name)) for name, value in own.items()}}
 
 
 def _below(given: Any, defaults: Any) -> Any:

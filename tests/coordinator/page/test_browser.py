@@ -16,6 +16,8 @@ from coordinator.page.view import RunView
 from coordinator.run import Run
 from shared.experience.spaces import Array
 from shared.storage.metric_log import ENV_STEPS, TRAIN, UNIX_TIME, VERSION, Rows, Segment, encode
+from tests.conftest import minimal_config
+from tests.support.environments import CHASE, CHASE_POLICIES
 from tests.support.page import TOKEN, live_run, soon
 from tests.support.speed import stretched
 
@@ -138,6 +140,21 @@ def test_an_ended_run_is_shown_from_the_store_alone(runs_dir: Path, visitor: Vis
         page.locator("#told", has_text="is promoted").wait_for()
         page.locator("#panel-timeline").scroll_into_view_if_needed()
         page.locator("#panel-timeline .mark.promoted").wait_for()
+
+
+def test_a_league_is_a_table_of_players_and_a_matrix_of_win_rates(tmp_path: Path, visitor: Visitor) -> None:
+    environment = CHASE | {"kwargs": {"counts": False}}
+    config = minimal_config(
+        runs_dir=str(tmp_path / "runs"), environment=environment, league={}, evaluation={"episodes": 0},
+        rollout={"workers": 1, "fragment_steps": 8, "fragments_per_update": 2}, **CHASE_POLICIES,
+    )  # fmt: skip
+    assert Run.start(config, "cats", inline=True).wait(120).reason == "exhausted"
+    with serve(config.runs_dir, TOKEN) as url:
+        page = visitor.enter(url, "/runs/cats")
+        page.locator("#panel-league").scroll_into_view_if_needed()
+        page.locator("#panel-league td", has_text="hunter").first.wait_for()
+        page.locator("#panel-league h4", has_text="Win rates at").wait_for()
+        page.locator("#panel-league td", has_text="% of").first.wait_for()
 
 
 def test_everything_is_reached_by_keyboard_and_each_chart_has_a_table(runs_dir: Path, visitor: Visitor) -> None:

@@ -56,7 +56,7 @@ def experience(config: Config, updates: int) -> list[list[Fragment]]:
     for _ in range(updates):
         taken = []
         for _ in range(config.rollout.fragments_per_update):
-            sample = sampler.sample(policies, Sampling(), steps)
+            sample = sampler.sample(policies, dict.fromkeys(policies, Sampling()), steps)
             header = FragmentHeader(
                 "r", "worker-0", 0, 0, Phase.TRAIN, versions, steps, config.environment.num_envs,
                 tuple(sample.episodes),

@@ -11,8 +11,9 @@ from gymnasium import spaces as gym_spaces
 
 from rollout_worker.environments.description import describe_space
 from shared.config.algorithms.on_policy import PPOConfig
+from shared.config.recorded import DemonstrationsConfig
 from shared.config.reward_signals import GAILConfig, RNDConfig
-from shared.config.sections import DemonstrationsConfig, PolicyConfig
+from shared.config.sections import PolicyConfig
 from shared.datasets.read import read_dataset
 from shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
 from shared.policies.registry import borrowed_random_state, build_policies

@@ -8,6 +8,7 @@ from torch import Tensor
 from shared.config.algorithms.offline import CQLConfig
 from shared.experience.counters import Counters
 from shared.policies.continuous import Actor
+from shared.policies.masks import masked
 from trainer_node.learning.algorithms.off_policy import Minibatch
 from trainer_node.learning.algorithms.sac import SAC, Drawn
 from trainer_node.learning.building_blocks.interface import Setting
@@ -75,7 +76,8 @@ class CQL(SAC):
         the policy's.
         """
         if not isinstance(self.actions, Drawn):
-            return torch.logsumexp(self.critics(batch.observations, self.policy.normalizer, None), dim=2)
+            values = self.critics(batch.observations, self.policy.normalizer, None)
+            return torch.logsumexp(masked(values, batch.observations, self.policy.spaces), dim=2)
         with torch.no_grad():
             volume = torch.full_like(drawn[0, ..., 0], drawn.shape[-1] * math.log(2.0))
             actions, densities = [drawn[0]], [-volume]  # [B, A, D], and the log density that each was drawn with

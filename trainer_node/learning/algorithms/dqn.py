@@ -39,7 +39,8 @@ class DQN(OffPolicy):
             values = self.policy.means(self.policy.outputs(batch.next_observations, choosing))
         else:
             values = self.policy.means(outputs)
-        return of_actions(outputs, values.argmax(dim=1))
+        best = self.policy.legal(values, batch.next_observations).argmax(dim=2)
+        return of_actions(outputs, best.flatten())
 
     def loss(self, batch: Minibatch, noise: tuple[Noise, Noise, Noise] = (None, None, None)) -> tuple[Tensor, Lesson]:
         """The scalar loss of a minibatch; noise of the online network, of it as it chooses, of the target network."""

@@ -171,6 +171,7 @@ class OnPolicy(BatchLearner):
         """Beside the environment's rewards."""
         self.parts["signals/"] = self.signals
         self.cloning = Cloning(config.behavioral_cloning, policy, setting)
+        self._entropy_coefficient = config.entropy_coefficient.start
 
     def _tensors(self, experience: Sequence[Experience]) -> dict[str, Tensor]:
         agents, observed = self.policy.agents, self.policy.spaces.observation
@@ -179,6 +180,7 @@ class OnPolicy(BatchLearner):
         return super()._tensors(experience)
 
     def _begin(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor], counters: Counters) -> None:
+        self._entropy_coefficient = self._config.entropy_coefficient.value(counters)
         self.cloning.begin(counters)
         self.signals.look(experience, tensors)
 
@@ -251,8 +253,8 @@ class OnPolicy(BatchLearner):
         return Trajectories(**columns, **values, final_index=index, gamma=self._config.gamma)
 
     def _total_loss(self, policy_loss: Tensor, value_loss: Tensor, entropy: Tensor) -> Terms:
-        config = self._config
-        loss = policy_loss + config.value_coefficient * value_loss - config.entropy_coefficient * entropy
+        weighted = self._config.value_coefficient * value_loss
+        loss = policy_loss + weighted - self._entropy_coefficient * entropy
         terms = {"train/loss": loss, "train/policy_loss": policy_loss}
         terms |= {"train/value_loss": value_loss, "train/entropy": entropy}
         return loss, {name: term.detach() for name, term in terms.items()}

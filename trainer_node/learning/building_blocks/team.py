@@ -12,7 +12,8 @@ def with_team(columns: Columns, observation: SpaceSpec, agents: int) -> Columns:
     which of them are there (`[…, A]`, bool), and its own agent's number (`[…]`).
 
     Slot = agent's number × N + environment. What an absent agent "observes" is without meaning. Beside a last
-    observation, another agent has its own last one, or what it observes next if its episode goes on.
+    observation, another agent has its own last one if it was truncated, what it observes next if its episode goes on,
+    and is absent if it terminated, as it would be at the next step.
     """
     mask, (step, slot) = columns["mask"], columns["final_index"].T
     num_envs = mask.shape[1] // agents
@@ -21,7 +22,7 @@ def with_team(columns: Columns, observation: SpaceSpec, agents: int) -> Columns:
     team = order[number] * num_envs + environment[:, np.newaxis]
     after_there = mask & ~(columns["terminated"] | columns["truncated"])
     last_there = after_there[-1].copy()
-    after_there[step, slot] = True
+    after_there[step, slot] = ~columns["terminated"][step, slot]
     at_ends = step[:, np.newaxis], team[slot]
     made = {NUMBER: np.broadcast_to(number, mask.shape).copy(), "bootstrap_" + NUMBER: number}
     made["final_" + NUMBER] = number[slot]

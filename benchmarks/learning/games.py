@@ -1,0 +1,196 @@
+"""Games of the kit's own, from their rules: Kuhn and Leduc poker, rock-paper-scissors; and level-based foraging as a
+PettingZoo environment. How a match has ended is told in the last `info`: `outcome` is 1, 0.5 or 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from pettingzoo import AECEnv, ParallelEnv
+
+FOLD, CALL, RAISE = range(3)
+"""A call of nothing is a check."""
+PLAYERS = ["player_0", "player_1"]
+
+
+def told(gain: float) -> dict[str, float]:
+    """The last `info` of a side that has gained so much."""
+    return {"outcome": float(np.sign(gain)) / 2 + 0.5}
+
+
+class Poker(AECEnv):  # type: ignore[misc]
+    """Limit poker for two with one card each, and a public one where there is a second round.
+
+    A player observes, as ones and zeros: its seat, its card's rank, the public card's rank, and every action so far by
+    round, which is all that it may know (an information state). Rewards are chips. A card `c` has the rank
+    `c // suits`; `reset(options={"cards": [0, 3, 1]})` deals these (first, second, public).
+    """
+
+    metadata = {"name": "poker", "is_parallelizable": False}
+    possible_agents = PLAYERS
+    render_mode = None
+
+    def __init__(self, ranks: int, suits: int, raise_by: Sequence[int], most_raises: int) -> None:
+        """`raise_by` has an entry for each round, in chips; the ante is one chip."""
+        super().__init__()
+        self._ranks, self._suits, self._raise_by, self._most_raises = ranks, suits, tuple(raise_by), most_raises
+        shape = (2 + 2 * ranks + len(raise_by) * (most_raises + 2) * 3,)
+        self._space = spaces.Dict(
+            observation=spaces.Box(0, 1, shape, np.int8), action_mask=spaces.Box(0, 1, (3,), np.int8)
+        )
+        self._choices = spaces.Discrete(3)
+        self._draw = np.random.default_rng()
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return self._space
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return self._choices
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+        if seed is not None:
+            self._draw = np.random.default_rng(seed)
+        dealt = (options or {}).get("cards")
+        drawn = self._draw.permutation(self._ranks * self._suits)[:3] if dealt is None else dealt
+        self._cards = [int(card) // self._suits for card in drawn]
+        self._history: list[list[int]] = [[]]
+        self._paid = [1, 1]
+        self.agents = list(PLAYERS)
+        self.agent_selection = PLAYERS[0]
+        self.rewards, self._cumulative_rewards = dict.fromkeys(PLAYERS, 0.0), dict.fromkeys(PLAYERS, 0.0)
+        self.terminations, self.truncations = dict.fromkeys(PLAYERS, False), dict.fromkeys(PLAYERS, False)
+        self.infos: dict[str, dict[str, Any]] = {agent: {} for agent in PLAYERS}
+
+    def legal(self) -> list[int]:
+        """Actions of whose turn it is, in their order."""
+        facing = self._paid[0] != self._paid[1]
+        raises = self._history[-1].count(RAISE) < self._most_raises
+        return [FOLD] * facing + [CALL] + [RAISE] * raises
+
+    def observe(self, agent: str) -> dict[str, Any]:
+        seat = PLAYERS.index(agent)
+        shown = [np.eye(2)[seat], np.eye(self._ranks)[self._cards[seat]], np.zeros(self._ranks)]
+        if len(self._history) > 1:
+            shown[2] = np.eye(self._ranks)[self._cards[2]]
+        actions = np.zeros((len(self._raise_by), self._most_raises + 2, 3))
+        for number, made in enumerate(self._history):
+            actions[number, range(len(made)), made] = 1
+        mask = np.zeros(3, np.int8)
+        if agent == self.agent_selection and not any(self.terminations.values()):
+            mask[self.legal()] = 1
+        return {"observation": np.concatenate([*shown, actions.ravel()]).astype(np.int8), "action_mask": mask}
+
+    def step(self, action: Any) -> None:
+        if self.terminations[self.agent_selection]:
+            self._was_dead_step(action)
+            return
+        action, seat = int(action), PLAYERS.index(self.agent_selection)
+        assert action in self.legal(), f"action {action}: expected one of {self.legal()}"
+        self._history[-1].append(action)
+        if action != FOLD:
+            self._paid[seat] = max(self._paid) + (action == RAISE) * self._raise_by[len(self._history) - 1]
+        if action == FOLD:
+            self._end(1 - seat)
+        elif action == CALL and len(self._history[-1]) > 1:
+            if len(self._history) == len(self._raise_by):
+                self._end(self._winner())
+            else:
+                self._history.append([])
+        self.agent_selection = PLAYERS[0] if not self._history[-1] else PLAYERS[1 - seat]
+        self._accumulate_rewards()
+
+    def _winner(self) -> int | None:
+        """A pair with the public card, else the higher rank; None where both have the same."""
+        first, second, *public = self._cards
+        if first == second:
+            return None
+        pair = public[:1] if len(self._raise_by) > 1 else []
+        return int(pair == [second] or (pair != [first] and second > first))
+
+    def _end(self, winner: int | None) -> None:
+        for seat, agent in enumerate(PLAYERS):
+            gain = 0 if winner is None else min(self._paid) * (1 if seat == winner else -1)
+            self.rewards[agent], self.terminations[agent], self.infos[agent] = float(gain), True, told(gain)
+
+
+def kuhn() -> Poker:
+    """Kuhn poker (Kuhn 1950): three cards, one bet of one chip."""
+    return Poker(3, 1, [1], 1)
+
+
+def leduc() -> Poker:
+    """Leduc poker (Southey et al. 2005): six cards of three ranks, two rounds of two raises, of two and of four."""
+    return Poker(3, 2, [2, 4], 2)
+
+
+class RockPaperScissors(ParallelEnv):  # type: ignore[misc]
+    """One throw, both unseen: action a beats action a - 1 (of three)."""
+
+    metadata = {"name": "rock_paper_scissors"}
+    possible_agents = PLAYERS
+    render_mode = None
+
+    def __init__(self) -> None:
+        self._space, self._choices = spaces.Box(1, 1, (1,), np.float32), spaces.Discrete(3)
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return self._space
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return self._choices
+
+    def _seen(self) -> dict[str, Any]:
+        return {agent: np.ones(1, np.float32) for agent in PLAYERS}
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.agents = list(PLAYERS)
+        return self._seen(), {agent: {} for agent in PLAYERS}
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        gain = (0.0, 1.0, -1.0)[(int(actions[PLAYERS[0]]) - int(actions[PLAYERS[1]])) % 3]
+        gains = dict(zip(PLAYERS, (gain, -gain), strict=True))
+        self.agents = []
+        over, on = dict.fromkeys(PLAYERS, True), dict.fromkeys(PLAYERS, False)
+        return self._seen(), gains, over, on, {agent: told(its) for agent, its in gains.items()}
+
+
+class Foraging(ParallelEnv):  # type: ignore[misc]
+    """A task of lbforaging, whose environments take and give tuples. An episode's returns add up to 1 at most."""
+
+    metadata = {"name": "foraging"}
+    render_mode = None
+
+    def __init__(self, id: str = "Foraging-8x8-2p-2f-coop-v3") -> None:
+        import lbforaging  # noqa: F401 (it registers them)
+
+        self._env = gym.make(id, disable_env_checker=True)
+        self.possible_agents = [f"player_{number}" for number in range(len(self._env.action_space))]  # type: ignore[arg-type]
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return self._env.observation_space[self.possible_agents.index(agent)]  # type: ignore[index,no-any-return]
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return self._env.action_space[self.possible_agents.index(agent)]  # type: ignore[index,no-any-return]
+
+    def _each(self, values: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(self.possible_agents, values, strict=True))
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.agents = list(self.possible_agents)
+        observations, _ = self._env.reset(seed=seed)
+        return self._each(observations), {agent: {} for agent in self.agents}
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        made = tuple(int(actions[agent]) for agent in self.possible_agents)
+        observations, rewards, over, cut, _ = self._env.step(made)
+        if over or cut:
+            self.agents = []
+        flags = (dict.fromkeys(self.possible_agents, bool(flag)) for flag in (over, cut))
+        return self._each(observations), self._each(rewards), *flags, {agent: {} for agent in self.possible_agents}  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self._env.close()

@@ -1,0 +1,59 @@
+"""What the judges say of a checkpoint, as scores that are better the higher they are. Each takes the checkpoint's
+policy and a function that loads the snapshots in its league, oldest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+import pettingzoo
+
+from benchmarks.learning import judges
+from shared.policies.deployed import DeployedPolicy
+
+Snapshots: TypeAlias = Callable[[], Sequence[DeployedPolicy]]
+_PAIRS = 100
+
+
+def tic_tac_toe(policy: DeployedPolicy, snapshots: Snapshots) -> float:
+    """Less the lines of play that it loses, in both seats; 0 is unbeatable."""
+    best = judges.greedy(judges.strategy(policy))
+    return -sum(judges.lost_lines(best, seat) for seat in (1, 2))
+
+
+def kuhn_poker(policy: DeployedPolicy, snapshots: Snapshots) -> float:
+    """Less the exploitability of the snapshots' mean strategy."""
+    return -judges.exploitability("kuhn_poker", *map(judges.strategy, snapshots()))
+
+
+def leduc_poker(policy: DeployedPolicy, snapshots: Snapshots) -> float:
+    """As `kuhn_poker`."""
+    return -judges.exploitability("leduc_poker", *map(judges.strategy, snapshots()))
+
+
+def rock_paper_scissors(policy: DeployedPolicy, snapshots: Snapshots) -> float:
+    """As `kuhn_poker`."""
+    mixed = np.mean([judges.throws(judges.strategy(each)) for each in snapshots()], axis=0)
+    return -judges.throws_exploitability(mixed)
+
+
+def rock_paper_scissors_latest(policy: DeployedPolicy, snapshots: Snapshots) -> float:
+    """Less the exploitability of the worst of the current strategy and the last snapshots: far below 0 where it runs
+    in circles, which a single moment may not show."""
+    each = [policy, *snapshots()[-10:]]
+    return -max(judges.throws_exploitability(judges.throws(judges.strategy(one))) for one in each)
+
+
+def connect_four(policy: DeployedPolicy, snapshots: Snapshots, other: judges.Player = judges.minimax) -> float:
+    """The share of games that it wins against minimax of two plies, in both seats."""
+    make = partial(pettingzoo.make, "aec", "classic/connect_four-v3")
+    won, drawn, lost = judges.match(make, judges.greedy_player(policy), other, _PAIRS)
+    return won / (won + drawn + lost)
+
+
+def connect_four_random(policy: DeployedPolicy, snapshots: Snapshots) -> float:
+    """The same against random play."""
+    return connect_four(policy, snapshots, judges.random_player)

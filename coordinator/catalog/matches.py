@@ -1,0 +1,103 @@
+"""`stagecoach match`: games between any two players of any runs, seats swapped from the same starts."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.catalog.checkpoint_lookup import find_checkpoint, require_trust
+from coordinator.lifecycle.fixed_players import kind_of, read_player
+from rollout_worker.environments.description import describe_environment
+from rollout_worker.league.opponents import Opponents
+from rollout_worker.playing import play_match
+from shared.config.run_config import Config
+from shared.errors import UserError
+from shared.experience.spaces import EnvironmentDescription
+from shared.league.table import MatchTable, PlayerRef, player_hash, sides_of
+from shared.policies.registry import build_policies
+from shared.policies.serialization import decode_policy
+from shared.runtime.user_code import extend_imports
+from trainer_node.learning.league import wilson
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of the first player against the second."""
+
+    games: int
+    wins: int
+    draws: int
+    by_side: list[dict[str, Any]]
+    forfeits: int
+
+    def as_dict(self) -> dict[str, Any]:
+        rate = (self.wins + 0.5 * self.draws) / self.games
+        interval = wilson(self.games, self.wins, self.draws)
+        return vars(self) | {"losses": self.games - self.wins - self.draws, "win_rate": rate, "interval": interval}
+
+
+def match(first: str, second: str, games: int, runs_dir: Path, seed: int = 0, *, trust_config: bool = False) -> Result:
+    """Plays at least `games` games in the environment of the first of the two that is a run's: on each side that the
+    first can take as many, from the same starts. Raises `UserError` where neither is of a run, or one fits no seat."""
+    config, description = _environment_of((first, second), runs_dir, trust_config)
+    sides, seats = sides_of(config.league.sides if config.league else (), description.agents)
+    if len(sides) < 2:
+        raise UserError(f"{config.environment.id} has one agent; a match needs two sides")
+    policies = build_policies(description.policies, config.policies, config.algorithm, 0, description.agents)
+    held: dict[str, bytes] = {}
+    players = {name: _player(source, runs_dir, held) for name, source in (("first", first), ("second", second))}
+    fits = {name: _fitting(ref, held, description) for name, ref in players.items()}
+    own = [side for side, seat in enumerate(seats) if seat in fits["first"]]
+    own = [side for side in own if all(seat in fits["second"] for other, seat in enumerate(seats) if other != side)]
+    if not own:
+        raise UserError(
+            f"{first} and {second} cannot play each other: their spaces fit the seats {sorted(fits['first'])} and "
+            f"{sorted(fits['second'])} of {sorted(set(seats))}; name players of one environment"
+        )
+    table, each = MatchTable(sides, seats, {}, players), -(-games // len(own))
+    by_side: list[dict[str, Any]] = []
+    forfeits = 0
+    for side in own:
+        lineup = ["first" if other == side else "second" for other in range(len(sides))]
+        played = play_match(config, description, table, lineup, Opponents(held.__getitem__), policies, each, seed)
+        results = [_result(its.outcome, side) for its in played]
+        forfeits += sum(bool(its.forfeit) for its in played)
+        told = {"games": len(results), "wins": results.count(1.0), "draws": results.count(0.5)}
+        by_side.append({"side": list(sides[side]), **told})
+    total = {name: sum(its[name] for its in by_side) for name in ("games", "wins", "draws")}
+    return Result(**total, by_side=by_side, forfeits=forfeits)
+
+
+def _result(outcome: tuple[float, ...], side: int) -> float:
+    best = max(each for other, each in enumerate(outcome) if other != side)
+    return 0.5 + 0.5 * ((outcome[side] > best) - (outcome[side] < best))
+
+
+def _environment_of(sources: tuple[str, str], runs_dir: Path, trusted: bool) -> tuple[Config, EnvironmentDescription]:
+    extend_imports((os.getcwd(),))
+    for source in sources:
+        if kind_of(source) == "policy":
+            target = source.partition("#")[0]
+            found = find_checkpoint(target, runs_dir)
+            require_trust(found.config, found.made_here, trusted, target)
+            extend_imports(found.import_path)
+            return found.config, describe_environment(found.config)
+    raise UserError(f"neither {sources[0]} nor {sources[1]} is of a run, which says what they play; name one that is")
+
+
+def _player(source: str, runs_dir: Path, held: dict[str, bytes]) -> PlayerRef:
+    kind = kind_of(source)
+    if kind in ("random", "function"):
+        return PlayerRef(kind, "", source)
+    data = read_player(source, source, runs_dir)
+    held[player_hash(data)] = data
+    return PlayerRef(kind, player_hash(data), source)
+
+
+def _fitting(ref: PlayerRef, held: dict[str, bytes], description: EnvironmentDescription) -> set[str]:
+    """The policy ids whose seats it can take."""
+    every = set(description.agents.values())
+    if ref.kind != "policy":
+        return every
+    spaces = decode_policy(held[ref.sha256])[0].spaces
+    return {seat for seat in every if description.policies[seat] == spaces}

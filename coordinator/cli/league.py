@@ -1,0 +1,111 @@
+"""`stagecoach league`: the ratings of a run's players, and who beats whom."""
+
+import contextlib
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from coordinator.cli.options import (
+    RUNS,
+    EndpointUrl,
+    Json,
+    Place,
+    RunsDir,
+    TrustConfig,
+    attached,
+    console,
+    example,
+    figure,
+    print_json,
+)
+from shared.printable import counted
+
+app = typer.Typer()
+_PLAYER = (
+    "A player: RUN[/CHECKPOINT][#POLICY], RUN#PLAYER for a snapshot of its league, a folder, an .onnx file, "
+    "module:function, or random."
+)
+_NAME_WIDTH, _CELL_WIDTH = 24, 14
+
+
+@app.command(epilog=example("stagecoach league my-run"))
+def league(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = None, as_json: Json = False) -> None:
+    """Show a league: its players with their ratings, and win rates of who learned against whom, with their intervals.
+
+    As the newest checkpoint has it; `stagecoach status` and `watch` show the ratings of now.
+    """
+    from rich.table import Table
+
+    from coordinator.catalog.league_standings import league_of
+
+    handle = attached(run, runs_dir, endpoint_url=endpoint_url)
+    found = league_of(handle.checkpoint_store(), handle.config)
+    if as_json:
+        print_json(found)
+        return
+    several = len({row["seat"] for row in found["players"]}) > 1
+    table = Table(
+        "player", "kind", "rating", "±", "Elo", "matches", "forfeits", title=f"league at {found['checkpoint']}"
+    )
+    for row in found["players"]:
+        name = f"{row['player']} ({row['seat']})" if several else row["player"]
+        numbers = figure(row["rating"]), figure(3 * row["sigma"]), f"{row['elo']:,.0f}", f"{row['matches']:,}"
+        table.add_row(name, row["kind"], *numbers, f"{row['forfeits']:,}")
+    console.print(table)
+    console.print(_matrix(found) if found["payoff"] else "no match has ended yet")
+
+
+def _matrix(found: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    rows, order = found["payoff"], [row["player"] for row in found["players"]]
+    met = {opponent for row in rows.values() for opponent in row}
+    columns = [player for player in dict.fromkeys(order) if player in met]
+    most = max(2, (console.width - _NAME_WIDTH) // _CELL_WIDTH)
+    more = f", against the first {most} of {len(columns)} (--json has all)" if len(columns) > most else ""
+    columns = columns[:most]
+    table = Table("wins against", *columns, title=f"win rates and their 95 % intervals{more}")
+    for player in dict.fromkeys(order):
+        if player in rows:
+            table.add_row(player, *(_cell(rows[player].get(opponent)) for opponent in columns))
+    return table
+
+
+def _cell(cell: dict[str, Any] | None) -> str:
+    if cell is None:
+        return "–"
+    return f"{cell['rate']:.0%} of {cell['games']:,}\n{cell['low']:.0%}–{cell['high']:.0%}"
+
+
+@app.command(epilog=example("stagecoach match my-run other-run/best#main --games 500"))
+def match(
+    first: Annotated[str, typer.Argument(help=_PLAYER)],
+    second: Annotated[str, typer.Argument(help="The other one.")],
+    games: Annotated[int, typer.Option(min=1, help="How many, on all sides together.")] = 100,
+    seed: Annotated[int, typer.Option(min=0, help="Of the starts, which are the same on each side.")] = 0,
+    trust_config: TrustConfig = False,
+    runs_dir: RunsDir = RUNS,
+    as_json: Json = False,
+) -> None:
+    """Let two players play each other, as many games on each side, from the same starts."""
+    from coordinator.catalog.matches import match as played
+
+    with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the environment prints is no JSON
+        found = played(first, second, games, runs_dir, seed, trust_config=trust_config).as_dict()
+    if as_json:
+        print_json({"first": first, "second": second, **found})
+        return
+    low, high = found["interval"]
+    lines = [f"as {', '.join(its['side'])}: {_counts(its)}" for its in found["by_side"]]
+    forfeits = f", {counted(found['forfeits'], 'forfeit')}" if found["forfeits"] else ""
+    total = (
+        f"{first} against {second}: {_counts(found)}{forfeits}; win rate {found['win_rate']:.1%} ({low:.1%}–{high:.1%})"
+    )
+    console.text(total, *lines)
+
+
+def _counts(row: Mapping[str, Any]) -> str:
+    losses = row["games"] - row["wins"] - row["draws"]
+    return f"{counted(row['games'], 'game')}, {row['wins']} won, {row['draws']} drawn, {losses} lost"

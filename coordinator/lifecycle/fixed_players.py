@@ -1,0 +1,131 @@
+"""A league's fixed players, found before anything starts: what each source is, whose seats it fits, and its bytes.
+
+What is found stands in the run's config, and so in its store and in its hash: a resume has the same players.
+"""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+from coordinator.catalog.checkpoint_lookup import find_checkpoint
+from shared.config.league import FixedPlayerConfig
+from shared.config.run_config import Config
+from shared.errors import CheckpointError, ConfigError, UserError
+from shared.experience.spaces import EnvironmentDescription, PolicySpaces
+from shared.league.players import PLAYERS, write_player
+from shared.league.table import PlayerKind, player_hash, snapshot_id
+from shared.policies.serialization import decode_policy
+from shared.runtime.user_code import import_object, install
+from shared.storage.object_store import ObjectStore
+
+_FUNCTION = re.compile(r"[\w.]+:\w+")
+_POLICY_FILE = "policy.safetensors"
+
+
+def with_fixed_players(config: Config, description: EnvironmentDescription) -> Config:
+    """The config with what each of `league.fixed` is; raises `ConfigError` where one cannot be found, or fits no seat.
+
+    One that was found when the run started stays what it was, whatever has become of its source.
+    """
+    if config.league is None or not config.league.fixed:
+        return config
+    found = {name: _found(name, player, config, description) for name, player in config.league.fixed.items()}
+    return config.model_copy(update={"league": config.league.model_copy(update={"fixed": found})})
+
+
+def store_fixed_players(store: ObjectStore, config: Config) -> None:
+    """Copies them into a new run's store; raises `ConfigError` where one has changed since it was found."""
+    for name, player in config.league.fixed.items() if config.league else ():
+        if player.sha256:
+            data = read_player(f"league.fixed.{name}={player.source}", player.source, config.runs_dir)
+            if player_hash(data) != player.sha256:
+                raise ConfigError(
+                    f"league.fixed.{name}={player.source} is not what it was when the config was made (SHA-256 "
+                    f"{player.sha256}); name the checkpoint that it was, or take sha256 out of the config"
+                )
+            write_player(store, data)
+
+
+def _found(
+    name: str, player: FixedPlayerConfig, config: Config, description: EnvironmentDescription
+) -> FixedPlayerConfig:
+    field, source = f"league.fixed.{name}={player.source}", player.source
+    every = tuple(sorted(set(description.agents.values())))
+    kind = kind_of(source)
+    if kind == "random":
+        return player.model_copy(update={"kind": kind, "seats": every})
+    if kind == "function":
+        if not callable(import_object(source, f"league.fixed.{name}", kind="function")):
+            raise ConfigError(f"{field} is no function; expected one that returns an action for an observation")
+        return player.model_copy(update={"kind": kind, "seats": every})
+    if player.sha256:
+        return player
+    data = read_player(field, source, config.runs_dir)
+    fits = _policy_fits if kind == "policy" else _onnx_fits
+    seats = tuple(seat for seat in every if fits(field, data, description.policies[seat]))
+    if not seats:
+        raise ConfigError(
+            f"{field} was made for other observation or action spaces than those of {', '.join(every)}; name a player "
+            f"of this environment"
+        )
+    return player.model_copy(update={"kind": kind, "sha256": player_hash(data), "seats": seats})
+
+
+def kind_of(source: str) -> PlayerKind:
+    if source == "random":
+        return "random"
+    if source.endswith(".onnx"):
+        return "onnx"
+    return "function" if _FUNCTION.fullmatch(source) else "policy"
+
+
+def read_player(field: str, source: str, runs_dir: Path) -> bytes:
+    try:
+        if kind_of(source) == "onnx":
+            return Path(source).expanduser().read_bytes()
+        target, _, policy_id = source.partition("#")
+        found = find_checkpoint(target, runs_dir)
+        objects = found.store.load(found.name, only=_POLICY_FILE).objects
+    except OSError as error:
+        raise ConfigError(f"{field} cannot be read: {error.strerror}; expected an ONNX file") from None
+    except (CheckpointError, UserError) as error:
+        raise ConfigError(f"{field}: {error}") from None
+    policies = {key.partition("/")[0]: data for key, data in objects.items()}
+    if not policy_id and len(policies) == 1:
+        return next(iter(policies.values()))
+    if policy_id not in policies and (key := _snapshot(found.store.store, policy_id)):
+        return found.store.store.get(key)
+    if policy_id not in policies:
+        what = f"no policy {policy_id!r}" if policy_id else "several policies"
+        raise ConfigError(f"{field}: {found.name} has {what}; choose one: {target}#{' or #'.join(sorted(policies))}")
+    return policies[policy_id]
+
+
+def _snapshot(store: ObjectStore, player: str) -> str | None:
+    """Where a run's store has a snapshot of its league, by the player's id."""
+    keys = store.keys(PLAYERS) if "-" in player else ()
+    return next(
+        (key for key in keys if snapshot_id(player.rpartition("-")[0], key.removeprefix(PLAYERS)) == player), None
+    )
+
+
+def _policy_fits(field: str, data: bytes, spaces: PolicySpaces) -> bool:
+    try:
+        return decode_policy(data)[0].spaces == spaces
+    except CheckpointError as error:
+        raise ConfigError(f"{field}: {error}") from None
+
+
+def _onnx_fits(field: str, data: bytes, spaces: PolicySpaces) -> bool:
+    """By the spaces that the file of an exported policy tells."""
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise ConfigError(f"{field} needs onnxruntime: {install('onnx')}")
+    import onnxruntime
+
+    try:
+        session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
+    except Exception as error:  # whatever it raises: its errors have no base of their own
+        raise ConfigError(f"{field} is no ONNX file that can be run ({type(error).__name__})") from None
+    told = session.get_modelmeta().custom_metadata_map.get("stagecoach.spaces", "{}")
+    return bool(json.loads(told) == spaces.as_dict())

@@ -1,0 +1,94 @@
+"""Where action masks come from: a leaf of the observation, or each step's `info` (`environment.action_mask`)."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+from shared.errors import ConfigError, EnvironmentUnusable
+from shared.experience.spaces import SpaceSpec
+
+KEY = "action_mask"
+Source = Literal["auto", "observation", "info", "off"]
+
+
+def with_mask(observation: Any, mask: Any) -> Any:
+    """A dict with the mask beside its other entries; whatever else it was, as `observation` of such a dict."""
+    inside = observation if isinstance(observation, dict) else {"observation": observation}
+    return {**inside, KEY: mask}
+
+
+def from_info(observation: Any, info: Mapping[str, Any], choices: int) -> dict[str, Any]:
+    """An observation with the mask of its `info`; raises `EnvironmentUnusable` where it has none of that size."""
+    found = info.get(KEY)
+    parts = found if isinstance(found, tuple | list) else [found]
+    mask = None if found is None else np.concatenate([np.asarray(part).reshape(-1) for part in parts])
+    if mask is None or mask.shape != (choices,):
+        what = "none" if mask is None else f"{mask.size} numbers"
+        raise EnvironmentUnusable(
+            f"environment.action_mask=info expects info[{KEY!r}] with {choices} numbers, found {what}; tell it at each "
+            f"reset and step, or use environment.action_mask=auto"
+        )
+    return dict(with_mask(observation, (mask > 0).astype(np.int8)))
+
+
+def space_with_mask(observation: spaces.Space[Any], choices: int) -> spaces.Dict:
+    """Raises `ConfigError` where there are no choices."""
+    if not choices:
+        raise ConfigError(
+            "environment.action_mask=info masks choices, and the action space has none; use environment.action_mask=off"
+        )
+    inside = observation.spaces if isinstance(observation, spaces.Dict) else {"observation": observation}
+    return spaces.Dict({**inside, KEY: spaces.Box(0, 1, (choices,), np.int8)})
+
+
+def count_choices(action: spaces.Space[Any]) -> int:
+    """How many numbers a mask of this space has."""
+    if isinstance(action, spaces.Discrete):
+        return int(action.n)
+    if isinstance(action, spaces.MultiDiscrete):
+        return int(action.nvec.sum())
+    if isinstance(action, spaces.MultiBinary):
+        return 2 * int(np.prod(action.shape))
+    if isinstance(action, spaces.Dict):
+        return sum(map(count_choices, action.spaces.values()))
+    return sum(map(count_choices, action.spaces)) if isinstance(action, spaces.Tuple) else 0
+
+
+class MaskFromInfo(gym.Wrapper[Any, Any, Any, Any]):
+    """Puts `info["action_mask"]` into the observation."""
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self._choices = count_choices(env.action_space)
+        self.observation_space = space_with_mask(env.observation_space, self._choices)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        observation, info = self.env.reset(seed=seed, options=options)
+        return from_info(observation, info, self._choices), info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        if (terminated or truncated) and KEY not in info:  # nothing is acted any more
+            info = {**info, KEY: np.zeros(self._choices, np.int8)}
+        return from_info(observation, info, self._choices), reward, terminated, truncated, info
+
+
+def marked(observation: SpaceSpec, action: SpaceSpec, source: Source, whose: str) -> SpaceSpec:
+    """With its `action_mask` leaves known as such; raises `ConfigError` where there are none that fit, and one is
+    asked for."""
+    here = [leaf for leaf in observation.leaves if leaf.path == KEY or leaf.path.startswith(f"{KEY}.")]
+    choices = sum(sum(leaf.nvec) for leaf in action.leaves)
+    size = sum(leaf.size for leaf in here if leaf.kind in ("box", "multi_binary"))
+    if source == "off" or (source == "auto" and (not here or size != choices)):
+        return observation
+    if not here or size != choices or not choices or len(here) == len(observation.leaves):
+        found = f"{size} numbers" if here else "none"
+        raise ConfigError(
+            f"environment.action_mask={source} expects {whose} to observe an {KEY} of {choices} numbers, one for each "
+            f"choice, beside others; found {found}; use environment.action_mask=off, or correct the space"
+        )
+    return replace(observation, leaves=tuple(replace(leaf, mask=leaf in here) for leaf in observation.leaves))

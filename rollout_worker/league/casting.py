@@ -1,0 +1,155 @@
+"""Casting: which player sits in which seat of each environment's episode, and what the episode was for the league."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_worker.league.opponents import Forfeit, Network, Opponents, Random
+from shared.experience.fragment import EpisodeRecord, MatchRecord
+from shared.experience.spaces import Array, Columns, EnvironmentDescription
+from shared.league.matchmaking import Match, draw
+from shared.league.table import MatchTable, PlayerRef
+from shared.policies.policy import Policy
+
+_OUTCOME = "outcome"
+"""How an environment tells it, in an agent's last `info`: 1 for a win, 0.5 for a draw, 0 for a loss."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Slots that one player acts for."""
+
+    player: str
+    rows: Array
+    learns: Array
+    """`[R]`: which of them are learned from."""
+
+
+class Casting:
+    """Of one sampler. A slot is a seat: agent's number within its policy × N + environment."""
+
+    def __init__(
+        self, description: EnvironmentDescription, num_envs: int, table: MatchTable, opponents: Opponents,
+        tell: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """`tell` writes an event: how outcomes are judged, and forfeits."""
+        self._description, self._count, self._opponents, self._tell = description, num_envs, opponents, tell
+        self._table = table
+        self._refs = dict(table.players)
+        """Of all tables so far: an episode may outlast the table that it was drawn from."""
+        self.matches: list[Match | None] = [None] * num_envs
+        self._forfeits: list[str] = [""] * num_envs
+        self._judged = False
+        groups = dict.fromkeys(description.agents.values())
+        self._numbers = {agent: _number(description, agent) for agent in description.agents}
+        sizes = {group: num_envs * description.slots(group) for group in groups}
+        self._players = {group: np.full(size, "", object) for group, size in sizes.items()}
+        self._learns = {group: np.zeros(size, np.bool_) for group, size in sizes.items()}
+        self.states: dict[str, Tensor] = {}
+        """`GROUP@PLAYER` → what a recurrent opponent remembers, `[S, state size]`."""
+
+    def use(self, table: MatchTable) -> None:
+        """The table of the version that acts from now on."""
+        self._table = table
+        self._refs |= table.players
+
+    def begin(self, environment: int, episode: int, seed: int) -> None:
+        """An episode begins: its match is drawn."""
+        self.seat(environment, draw(self._table, environment, episode, seed))
+
+    def take_up(self, matches: Sequence[Mapping[str, Any]], states: Mapping[str, Array]) -> None:
+        """The matches of running episodes, as `plain` gave them."""
+        for environment, match in enumerate(matches):
+            self._refs |= {player: PlayerRef.from_dict(ref) for player, ref in match["refs"].items()}
+            self.seat(environment, Match(match["learner"], match["side"], tuple(match["players"])))
+            self._forfeits[environment] = match["forfeit"]
+        self.states = {name: torch.from_numpy(array.copy()) for name, array in states.items() if "@" in name}
+
+    def plain(self) -> list[dict[str, Any]]:
+        """The matches of running episodes, for the action trace."""
+        return [
+            vars(match)
+            | {"refs": {name: self._refs[name].as_dict() for name in match.players if name in self._refs}}
+            | {"forfeit": said}
+            for match, said in zip(self.matches, self._forfeits, strict=True)
+            if match is not None
+        ]
+
+    def seat(self, environment: int, match: Match) -> None:
+        """An episode begins with this match."""
+        self.matches[environment], self._forfeits[environment] = match, ""
+        for side, agents in enumerate(self._table.sides):
+            for agent in agents:
+                group, slot = self._description.agents[agent], self._numbers[agent] * self._count + environment
+                self._players[group][slot] = match.players[side]
+                self._learns[group][slot] = side == match.side
+                for name, state in self.states.items():
+                    if name.startswith(f"{group}@"):
+                        state[slot] = 0.0
+
+    def parts(self, group: str, rows: Array) -> Iterator[Part]:
+        """Who acts for the slots `rows` of a policy's seats, player by player in the order of their ids."""
+        players = self._players[group][rows]
+        for player in sorted(set(players.tolist())):
+            its = rows[players == player]
+            yield Part(player, its, self._learns[group][its])
+
+    def act(self, part: Part, group: str, observations: Columns, policy: Policy, generator: torch.Generator) -> Columns:
+        """Actions `[R, …]` of an opponent; `policy` is any with the spaces of the group."""
+        spaces = self._description.policies[group]
+        player = self._opponents.get(self._refs[part.player], group, spaces, policy)
+        if isinstance(player, Network) and player.policy.state_size:
+            key, size = f"{group}@{part.player}", player.policy.state_size
+            player.state = self.states.get(key, torch.zeros(len(self._learns[group]), size, device=generator.device))
+            actions = player.act(observations, part.rows, generator)
+            self.states[key] = player.state
+            return actions
+        if not player.one_by_one:
+            return player.act(observations, part.rows, generator)
+        acted = []
+        for row in part.rows:
+            environment, alone = int(row) % self._count, np.array([row])
+            try:
+                if self._forfeits[environment]:
+                    raise Forfeit
+                acted.append(player.act(observations, alone, generator))
+            except Forfeit as why:
+                self._forfeits[environment] = self._forfeits[environment] or f"{part.player}: {why}"
+                acted.append(Random(policy).act(observations, alone, generator))
+        return {name: np.concatenate([its[name] for its in acted]) for name in spaces.action.column_names("action")}
+
+    def judged(self, environment: int, record: EpisodeRecord) -> EpisodeRecord:
+        """The record of an episode that has ended, with its match."""
+        match, said = self.matches[environment], self._forfeits[environment]
+        assert match is not None
+        told = [[record.metrics.get(f"{agent}.{_OUTCOME}") for agent in side] for side in self._table.sides]
+        by_environment = all(value is not None for side in told for value in side)
+        if not self._judged:
+            self._judged = True
+            how = f"by the environment's info[{_OUTCOME!r}]" if by_environment else "by comparing the sides' returns"
+            self._tell(f"outcomes of matches are judged {how}")
+        if by_environment:
+            outcome = tuple(float(np.clip(np.mean(side), 0, 1)) for side in told)  # type: ignore[arg-type]
+        else:
+            outcome = _compared([sum(record.agent_returns[agent] for agent in side) for side in self._table.sides])
+        if said:
+            loser = match.players.index(said.partition(":")[0])
+            outcome = tuple(0.0 if side == loser else 1.0 for side in range(len(outcome)))
+            self._tell(f"a match is lost by forfeit, {said}")
+        return replace(record, match=MatchRecord(match.learner, match.side, match.players, outcome, said))
+
+
+def _number(description: EnvironmentDescription, agent: str) -> int:
+    """An agent's number within its policy."""
+    group = description.agents[agent]
+    return [name for name, its in description.agents.items() if its == group].index(agent)
+
+
+def _compared(returns: Sequence[float]) -> tuple[float, ...]:
+    """What share of the others each side has beaten; an equal return is half of that."""
+    beaten = [sum((mine > other) + 0.5 * (mine == other) for other in returns) - 0.5 for mine in returns]
+    return tuple(each / (len(returns) - 1) for each in beaten)

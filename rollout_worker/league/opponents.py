@@ -1,0 +1,158 @@
+"""Opponents: players that do not change, loaded when they are first drawn; the newest ones stay in memory."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollout_worker.exploration.base import RandomActing, Sampling, act_for
+from shared.errors import ConfigError, StagecoachError, headline
+from shared.experience.spaces import Array, Columns, PolicySpaces
+from shared.league.table import PlayerRef
+from shared.policies.actor_critic import Stateful
+from shared.policies.policy import Policy
+from shared.policies.serialization import decode_policy
+from shared.runtime.user_code import import_object
+
+MOST_PLAYERS = 32
+"""That a worker keeps in memory, whatever the size of the league: as many times the size of a policy."""
+
+
+class Forfeit(Exception):
+    """A scripted player has raised, or its action is none; the text says which."""
+
+
+class Player:
+    """How one opponent acts."""
+
+    def act(self, observations: Columns, rows: Array, generator: torch.Generator) -> Columns:
+        """Actions `[R, …]` for the slots `rows` `[R]` of observations `[S, …]`; raises `Forfeit` (only for one row)."""
+        raise NotImplementedError
+
+    one_by_one = False
+    """Whether it is to be asked for each slot by itself."""
+
+
+class Network(Player):
+    """A policy, which draws from its distribution (and takes the best where it has none)."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.state: torch.Tensor | None = None
+        """Of a recurrent one, `[S, state size]`: set and kept by whoever seats it."""
+
+    def act(self, observations: Columns, rows: Array, generator: torch.Generator) -> Columns:
+        if not self.policy.state_size or self.state is None:
+            return act_for(Sampling(), self.policy, observations, rows, generator)[0]
+        remembering = Stateful(self.policy, self.state)
+        actions, _ = act_for(Sampling(), remembering, observations, rows, generator)
+        self.state = remembering.state
+        return actions
+
+
+class Random(Player):
+    """Uniform (legal) actions."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        """Any with these spaces."""
+
+    def act(self, observations: Columns, rows: Array, generator: torch.Generator) -> Columns:
+        return act_for(RandomActing(), self._policy, observations, rows, generator)[0]
+
+
+class Function(Player):
+    """A scripted player, `function(observation, random)`: the observation as the environment gave it, and a NumPy
+    generator; returns an action as the environment takes it."""
+
+    one_by_one = True
+
+    def __init__(self, function: Callable[[Any, np.random.Generator], Any], spaces: PolicySpaces) -> None:
+        self._function, self._spaces = function, spaces
+
+    def act(self, observations: Columns, rows: Array, generator: torch.Generator) -> Columns:
+        (row,) = rows.tolist()
+        seen = self._spaces.observation.nest("obs", {name: array[row] for name, array in observations.items()})
+        random = np.random.default_rng(int(torch.randint(1 << 62, (), generator=generator, device=generator.device)))
+        try:
+            columns = self._spaces.action.flatten("action", self._function(seen, random))
+        except Exception as error:
+            raise Forfeit(headline(error)) from error
+        masks = {name: array[row] for name, array in observations.items() if name.startswith("obs.action_mask")}
+        for leaf in self._spaces.action.leaves:
+            action = columns[leaf.column("action")]
+            if action.shape != leaf.shape or (leaf.nvec and leaf.beyond(action).any()):
+                raise Forfeit(f"its action {action.tolist()} is none of the space")
+        if masks and not self._legal(columns, np.concatenate([mask.reshape(-1) for mask in masks.values()])):
+            raise Forfeit(f"its action {[array.tolist() for array in columns.values()]} is illegal")
+        return {name: array[None] for name, array in columns.items()}
+
+    def _legal(self, columns: Columns, mask: Array) -> bool:
+        """Whether each choice is a legal one of its own, in the order of the leaves."""
+        first = 0
+        for leaf in self._spaces.action.leaves:
+            for choices, choice in zip(leaf.nvec, columns[leaf.column("action")].reshape(-1).tolist(), strict=True):
+                if not mask[first + choice] > 0:
+                    return False
+                first += choices
+        return True
+
+
+class Exported(Player):
+    """An ONNX file as `stagecoach checkpoints export --onnx` writes it: it takes its best action."""
+
+    def __init__(self, data: bytes, spaces: PolicySpaces) -> None:
+        try:
+            import onnxruntime
+        except ImportError:
+            raise ConfigError(
+                "a player of a league is an ONNX file; install what runs it: pip install 'stagecoach[onnx]'"
+            ) from None
+        self._names = spaces.action.column_names("action")
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "player.onnx"
+            path.write_bytes(data)
+            self._session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        self._inputs = [each.name for each in self._session.get_inputs()]
+
+    def act(self, observations: Columns, rows: Array, generator: torch.Generator) -> Columns:
+        fed = {name: np.ascontiguousarray(observations[name][rows]) for name in self._inputs}
+        return dict(zip(self._names, self._session.run(list(self._names), fed), strict=True))
+
+
+class Opponents:
+    """All that are drawn, by what they are; those that were not asked for longest are forgotten first."""
+
+    def __init__(self, load: Callable[[str], bytes]) -> None:
+        """`load` gives the bytes of a player's object, by its SHA-256, and waits for the store by name."""
+        self._load = load
+        self._held: OrderedDict[tuple[str, str, str], Player] = OrderedDict()
+
+    def get(self, ref: PlayerRef, group: str, spaces: PolicySpaces, policy: Policy) -> Player:
+        """For the seats of policy `group`; `policy` is any with its spaces. Raises `PlayerUnusable`, or `ConfigError` for a function that is none."""
+        key = group, ref.kind, ref.sha256 or ref.source
+        if key not in self._held:
+            self._held[key] = self._make(ref, spaces, policy)
+        self._held.move_to_end(key)
+        while len(self._held) > MOST_PLAYERS:
+            self._held.popitem(last=False)
+        return self._held[key]
+
+    def _make(self, ref: PlayerRef, spaces: PolicySpaces, policy: Policy) -> Player:
+        if ref.kind == "random":
+            return Random(policy)
+        if ref.kind == "function":
+            return Function(import_object(ref.source, "league.fixed", kind="function"), spaces)
+        data = self._load(ref.sha256)
+        if ref.kind == "onnx":
+            return Exported(data, spaces)
+        try:
+            return Network(decode_policy(data)[0].eval().to(next(policy.parameters()).device))
+        except StagecoachError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"the player {ref.source} cannot be read: {headline(error)}") from error

@@ -1,0 +1,131 @@
+"""Whole episodes outside of training: of a run's policies (evaluation), or of any two players (a match)."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+
+import numpy as np
+import torch
+
+from rollout_worker.environments.factory import evaluation_environment, make_vector
+from rollout_worker.environments.vector_env import Step, VectorEnvironment, reject_unusable
+from rollout_worker.exploration.base import Greedy, Sampling, act_for, no_actions
+from rollout_worker.league.casting import Casting
+from rollout_worker.league.opponents import Opponents
+from rollout_worker.watchdog import Watchdog, WatchedEnvironment
+from shared.config.run_config import Config
+from shared.errors import EnvironmentFailure
+from shared.experience.counters import Phase
+from shared.experience.fragment import LARGEST_SHOWN, EpisodeRecord, MatchRecord
+from shared.experience.spaces import Array, Columns, EnvironmentDescription
+from shared.league.matchmaking import Match
+from shared.league.table import MatchTable
+from shared.policies.actor_critic import with_states
+from shared.policies.policy import Policy
+from shared.printable import counted
+
+Act = Callable[[str, Columns, Array], Columns]
+"""Policy id, observations `[S, …]` and who is to act `[S]` → actions `[S, …]`; those of the others do not matter."""
+
+
+def _play(
+    config: Config, description: EnvironmentDescription, seed: int, episodes: int, act: Act, *,
+    begun: Callable[[int], None] = lambda index: None, stepped: Callable[[Step], None] = lambda step: None,
+    judged: Callable[[int, EpisodeRecord], EpisodeRecord] = lambda index, record: record,
+    watchdog: Watchdog | None = None,
+) -> tuple[EpisodeRecord, ...]:  # fmt: skip
+    """Plays exactly `episodes` episodes in environments of its own, from the starts of `seed`; each environment plays
+    its share, so that short ones aren't favored. Raises `EnvironmentFailure`, also where too much time has passed."""
+    deadline_seconds = config.evaluation.deadline_seconds
+
+    def make() -> VectorEnvironment:
+        return make_vector(evaluation_environment(config, episodes), description)
+
+    with closing(make() if watchdog is None else WatchedEnvironment(make, watchdog)) as environment:
+        environment.set_phase(Phase.TEST)
+        copies = range(environment.num_envs)
+        shares = [(episodes + index) // len(copies) for index in copies]
+        records: list[list[EpisodeRecord]] = [[] for _ in copies]
+        began = environment.reset([seed + index for index in copies])
+        for index in copies:
+            begun(index)
+        now = {policy_id: observations for policy_id, (observations, _) in began.items()}
+        acts = {policy_id: mask for policy_id, (_, mask) in began.items()}
+        started = time.monotonic()
+        while any(len(done) < share for done, share in zip(records, shares, strict=True)):
+            if time.monotonic() - started > deadline_seconds:
+                raise EnvironmentFailure(
+                    f"{counted(episodes, 'episode')} did not end within evaluation.deadline_seconds="
+                    f"{deadline_seconds:g}; set environment.max_episode_steps, or more time"
+                )
+            reject_unusable({id_: its | {"mask": acts[id_]} for id_, its in now.items()}, description)
+            step = environment.step({id_: act(id_, now[id_], acts[id_]) for id_ in description.seated})
+            stepped(step)
+            now = {policy_id: result.obs for policy_id, result in step.policies.items()}
+            acts |= {policy_id: its.acts for policy_id, its in step.policies.items() if its.acts is not None}
+            for index, record in step.episodes:
+                if len(records[index]) < shares[index]:
+                    records[index].append(judged(index, record))
+                begun(index)
+    played = tuple(record for done in records for record in done)
+    if not all(abs(record.episode_return) <= LARGEST_SHOWN for record in played):
+        found = f"an evaluated episode returned NaN or more than {LARGEST_SHOWN:g}"
+        raise EnvironmentFailure(f"{found}; look at the environment's rewards")
+    return played
+
+
+@torch.inference_mode()
+def evaluate_policies(
+    config: Config, description: EnvironmentDescription, policies: Mapping[str, Policy], seed: int,
+    episodes: int | None = None, watchdog: Watchdog | None = None,
+) -> tuple[EpisodeRecord, ...]:  # fmt: skip
+    """Plays exactly `episodes` episodes (`evaluation.episodes`), all agents by their policies. Raises
+    `EnvironmentFailure`, also where `evaluation.deadline_seconds` have passed."""
+    evaluation, episodes = config.evaluation, episodes or config.evaluation.episodes
+    exploration, generator = Greedy() if evaluation.greedy else Sampling(), torch.Generator().manual_seed(seed)
+    copies = evaluation_environment(config, episodes).num_envs
+    remembering = with_states(policies, {policy_id: copies * description.slots(policy_id) for policy_id in policies})
+    acting = {**policies, **remembering}
+
+    def act(policy_id: str, observations: Columns, acts: Array) -> Columns:
+        if not description.in_turns:
+            tensors = {name: torch.from_numpy(array) for name, array in observations.items()}
+            chosen, _ = exploration.act(acting[policy_id], tensors, generator)
+            return {name: tensor.numpy() for name, tensor in chosen.items()}
+        actions, rows = no_actions(description.policies[policy_id].action, len(acts)), np.flatnonzero(acts)
+        if len(rows):
+            for name, array in act_for(exploration, acting[policy_id], observations, rows, generator)[0].items():
+                actions[name][rows] = array
+        return actions
+
+    def stepped(step: Step) -> None:
+        for policy_id, its in remembering.items():
+            if policy_id in description.seated:
+                its.forget(torch.from_numpy(step.policies[policy_id].over))
+
+    return _play(config, description, seed, episodes, act, stepped=stepped, watchdog=watchdog)
+
+
+@torch.inference_mode()
+def play_match(
+    config: Config, description: EnvironmentDescription, table: MatchTable, lineup: Sequence[str],
+    opponents: Opponents, policies: Mapping[str, Policy], games: int, seed: int,
+) -> tuple[MatchRecord, ...]:  # fmt: skip
+    """Plays `games` games with the players of `lineup`, one per side, all of `table.players`. The same seed has the
+    same starts, whoever plays. `policies` are any of these spaces, by policy id."""
+    copies = evaluation_environment(config, games).num_envs
+    casting, generator = Casting(description, copies, table, opponents, lambda text: None), torch.Generator()
+    generator.manual_seed(seed)
+
+    def act(group: str, observations: Columns, acts: Array) -> Columns:
+        actions = no_actions(description.policies[group].action, len(acts))
+        for part in casting.parts(group, np.flatnonzero(acts)):
+            for name, array in casting.act(part, group, observations, policies[group], generator).items():
+                actions[name][part.rows] = array
+        return actions
+
+    def begun(index: int) -> None:
+        casting.seat(index, Match("", 0, tuple(lineup)))
+
+    records = _play(config, description, seed, games, act, begun=begun, judged=casting.judged)
+    return tuple(record.match for record in records if record.match is not None)

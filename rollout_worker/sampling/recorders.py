@@ -1,0 +1,207 @@
+"""Recorders: what a policy observed, did and got, step by step, becomes its columns of a fragment."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout_worker.environments.vector_env import PolicyStep
+from rollout_worker.exploration.base import Exploration
+from shared.experience.fragment import LARGEST, STATE, expected_columns, kept_rows
+from shared.experience.spaces import Array, Columns, EnvironmentDescription, SpaceSpec
+from shared.policies.policy import Policy
+
+
+class Recorder:
+    """Of a policy for which all slots act in each step."""
+
+    def __init__(
+        self, description: EnvironmentDescription, policy_id: str, steps: int, slots: int, state_size: int
+    ) -> None:
+        spaces = description.policies[policy_id]
+        self._observation = spaces.observation
+        expected = expected_columns(spaces, steps, slots, state_size, description.info_columns)
+        self._final: dict[str, list[Array]] = {}
+        for name in [*spaces.observation.column_names("final_obs"), "final_index"]:
+            shape, dtype = expected.pop(name)
+            self._final[name] = [np.zeros((0, *shape[1:]), dtype)]
+        self.columns: Columns = {name: np.empty(shape, dtype) for name, (shape, dtype) in expected.items()}
+        self._params: list[Tensor] = []
+
+    def began(self, states: Array) -> None:
+        """What a recurrent policy remembers before the first step, `[S, state size]`."""
+        self.columns[STATE][:] = states
+
+    def acted(self, step: int, observations: Columns, actions: Columns, params: Tensor) -> None:
+        for name, array in (*observations.items(), *actions.items()):
+            self.columns[name][step] = array
+        self._params.append(params)
+
+    def stepped(self, step: int, result: PolicyStep) -> None:
+        for name in ("reward", "terminated", "truncated", "mask"):
+            self.columns[name][step] = getattr(result, name)
+        for name, array in result.info.items():
+            self.columns[name][step] = array
+        self._keep_finals(np.full(len(result.mask), step), result)
+
+    def _keep_finals(self, rows: Array, result: PolicyStep) -> None:
+        """The last observations of a step; `rows` `[S]`: where each slot's transition stands."""
+        slots = result.final_slots
+        if not slots.size:
+            return
+        kept = result.truncated[slots] | _holdable(self._observation, result.final_obs)
+        for name, array in result.final_obs.items():
+            self._final[name].append(array[kept])
+        index = np.stack([rows[slots], slots], axis=1)[kept]
+        self._final["final_index"].append(index.astype(np.int32))
+
+    def finish(self, policy: Policy, exploration: Exploration, bootstrap: Columns) -> Columns:
+        """Log-probabilities for all steps at once, the observation after the last step, and the final ones."""
+        shape = self.columns["reward"].shape
+        actions = {name: array.reshape(-1, *array.shape[2:]) for name, array in self._actions()}
+        self.columns["log_prob"] = _log_prob(policy, exploration, torch.cat(self._params), actions).reshape(shape)
+        for name in self._observation.column_names("obs"):
+            self.columns["bootstrap_" + name][:] = bootstrap[name]
+        for name, parts in self._final.items():
+            self.columns[name] = np.concatenate(parts)
+        return self.columns
+
+    def _actions(self) -> Iterator[tuple[str, Array]]:
+        return ((name, array) for name, array in self.columns.items() if name.startswith("action"))
+
+
+class PartRecorder(Recorder):
+    """Of a policy for which only some slots act in a step: the others, an opponent's, say, are left out (`mask`)."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        for array in self.columns.values():
+            array[...] = 0
+        shape = self.columns["reward"].shape
+        self._numbers = np.full(shape, -1, np.int64)
+        """Which of all parameters each row's action was drawn from."""
+        self._count = 0
+        self._mine = np.zeros(shape[1], np.bool_)
+
+    def _numbered(self, params: Tensor) -> Array:
+        self._params.append(params)
+        self._count += len(params)
+        return np.arange(self._count - len(params), self._count)
+
+    def acted_by(
+        self, step: int, rows: Array, observations: Columns, actions: Columns, params: Tensor, states: Array | None
+    ) -> None:
+        """The slots `rows` `[R]` acted in this step (and no others); all but `states` `[S, …]` are `[R, …]`."""
+        self._mine[:] = False
+        self._mine[rows] = True
+        for name, array in (*observations.items(), *actions.items()):
+            self.columns[name][step, rows] = array
+        self._numbers[step, rows] = self._numbered(params)
+
+    def stepped(self, step: int, result: PolicyStep) -> None:
+        ours = self._mine[result.final_slots]
+        final_obs = {name: array[ours] for name, array in result.final_obs.items()}
+        flags = {name: getattr(result, name) & self._mine for name in ("mask", "terminated", "truncated")}
+        kept = replace(result, **flags, final_slots=result.final_slots[ours], final_obs=final_obs)
+        super().stepped(step, kept)
+        self._mine[:] = False
+
+    def finish(self, policy: Policy, exploration: Exploration, bootstrap: Columns) -> Columns:
+        columns, there = self.columns, self.columns["mask"]
+        blank = ~kept_rows(columns)
+        for name, array in columns.items():
+            if array.shape[:2] == there.shape and not name.startswith("bootstrap"):
+                array[blank] = 0
+        if there.any():
+            actions = {name: array[there] for name, array in self._actions()}
+            params = torch.cat(self._params)[torch.from_numpy(self._numbers[there])]
+            columns["log_prob"][there] = _log_prob(policy, exploration, params, actions)
+        for name in self._observation.column_names("obs"):
+            columns["bootstrap_" + name][:] = bootstrap[name]
+        for name, parts in self._final.items():
+            columns[name] = np.concatenate(parts)
+        return columns
+
+
+class TurnRecorder(PartRecorder):
+    """Where agents act in turns: row k of a slot is the k-th of its turns whose outcome came within the fragment.
+
+    The row after a slot's last one holds what it observes in its next turn, as `bootstrap_obs` does; `mask` is false.
+    A turn whose outcome comes later than the fragment's end is left out: it was acted by a version that is gone then.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._filled = np.zeros(len(self._mine), np.int64)
+        names = [*self._observation.column_names("obs"), *(name for name, _ in self._actions())]
+        self._held = {name: np.zeros_like(self.columns[name][0]) for name in names}
+        self._held_numbers = np.zeros(len(self._mine), np.int64)
+
+    def began(self, states: Array) -> None:
+        """It is noted when each slot first acts: until then an episode may end."""
+
+    def acted_by(
+        self, step: int, rows: Array, observations: Columns, actions: Columns, params: Tensor, states: Array | None
+    ) -> None:
+        self._mine[rows] = True
+        for name, array in (*observations.items(), *actions.items()):
+            self._held[name][rows] = array
+        self._held_numbers[rows] = self._numbered(params)
+        if states is not None:
+            first = rows[self._filled[rows] == 0]
+            self.columns[STATE][first] = states[first]
+
+    def stepped(self, step: int, result: PolicyStep) -> None:
+        slots = np.flatnonzero(result.mask & self._mine)
+        rows = self._filled[slots]
+        for name, held in self._held.items():
+            self.columns[name][rows, slots] = held[slots]
+        self._numbers[rows, slots] = self._held_numbers[slots]
+        for name in ("reward", "terminated", "truncated", "mask"):
+            self.columns[name][rows, slots] = getattr(result, name)[slots]
+        for name, array in result.info.items():
+            self.columns[name][rows, slots] = array[slots]
+        ours = np.isin(result.final_slots, slots)
+        self._keep_finals(self._filled, replace(result, final_slots=result.final_slots[ours], final_obs={
+            name: array[ours] for name, array in result.final_obs.items()
+        }))  # fmt: skip
+        self._filled[slots] += 1
+        self._mine[slots] = False
+
+    def finish(self, policy: Policy, exploration: Exploration, bootstrap: Columns) -> Columns:
+        names = self._observation.column_names("obs")
+        after = {name: bootstrap[name].copy() for name in names}
+        for name in names:
+            after[name][self._mine] = self._held[name][self._mine]
+        steps = len(self.columns["reward"])
+        slots = np.flatnonzero((self._filled > 0) & (self._filled < steps))
+        for name in names:
+            self.columns[name][self._filled[slots], slots] = after[name][slots]
+        return super().finish(policy, exploration, after)
+
+
+def _log_prob(policy: Policy, exploration: Exploration, params: Tensor, actions: Columns) -> Array:
+    given = {name: torch.from_numpy(array).to(params.device) for name, array in actions.items()}
+    return exploration.log_prob(policy, params, given).to(torch.float32).cpu().numpy()
+
+
+def _holdable(spec: SpaceSpec, final: Columns) -> Array:
+    """`[M]`: which last observations `final_obs…` a fragment can hold.
+
+    A simulator that fell over may terminate with NaN, a table of states with one state too many. Nothing is
+    bootstrapped from these: they are left out as unknown instead of costing the fragment.
+    """
+    found = np.ones(len(next(iter(final.values()))), np.bool_)
+    for leaf in spec.leaves:
+        array = final[leaf.column("final_obs")]
+        if leaf.kind != "box":
+            good = (array >= 0) & (array < np.asarray(leaf.nvec).reshape(leaf.shape))
+        elif array.dtype.kind == "f":
+            good = np.abs(array) <= LARGEST
+        else:
+            continue
+        found &= good.reshape(len(found), -1).all(axis=1)
+    return found

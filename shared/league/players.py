@@ -1,0 +1,40 @@
+"""Players as objects of the run's store, named by their SHA-256: a `policy.safetensors` or an `.onnx` file.
+
+They never change, so writing one again is harmless, and a reader may keep what it has read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shared.errors import ObjectMissing, PlayerUnusable
+from shared.league.table import player_hash
+
+if TYPE_CHECKING:
+    from shared.storage.object_store import ObjectStore
+
+PLAYERS = "league/players/"
+
+
+def write_player(store: ObjectStore, data: bytes) -> str:
+    """Stores a player; returns its SHA-256. Raises as the store does."""
+    sha256 = player_hash(data)
+    store.put(PLAYERS + sha256, data)
+    return sha256
+
+
+def read_player(store: ObjectStore, sha256: str) -> bytes:
+    """A player's bytes, verified; raises `PlayerUnusable`, or as the store does where it is away."""
+    try:
+        data = store.get(PLAYERS + sha256)
+    except ObjectMissing:
+        raise PlayerUnusable(
+            f"the store has no player {PLAYERS}{sha256}, which the match table names; bring the object back, or resume "
+            f"from a checkpoint without it"
+        ) from None
+    if (found := player_hash(data)) != sha256:
+        raise PlayerUnusable(
+            f"the player {PLAYERS}{sha256} was altered: its SHA-256 is {found} ({len(data)} bytes); bring the object "
+            f"back, or resume from a checkpoint without it"
+        )
+    return data

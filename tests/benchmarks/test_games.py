@@ -1,0 +1,264 @@
+"""The kit's games against OpenSpiel and PettingZoo, and its judges against known values and planted faults."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pettingzoo import make
+
+from benchmarks.learning import judges, scores
+from benchmarks.learning.games import PLAYERS, Foraging, Poker, RockPaperScissors, kuhn, leduc
+from benchmarks.learning.runner import Job, run
+from benchmarks.learning.tasks import Task, load_tasks
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of its own import of connect four
+    from pettingzoo.test import api_test, parallel_api_test
+
+CONNECT_FOUR = functools.partial(make, "aec", "classic/connect_four-v3")
+POKER = {"kuhn_poker": kuhn, "leduc_poker": leduc}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of observations with a mask, and that nothing is rendered
+@pytest.mark.parametrize("game", POKER.values(), ids=POKER)
+def test_poker_is_a_pettingzoo_game(game: Any) -> None:
+    api_test(game(), 200)
+
+
+def test_the_others_are_parallel_environments() -> None:
+    parallel_api_test(RockPaperScissors(), 20)
+    pytest.importorskip("lbforaging")
+    parallel_api_test(Foraging(), 200)
+
+
+@pytest.mark.parametrize("name", POKER)
+def test_poker_is_that_of_openspiel_in_every_state(name: str) -> None:
+    """Turns, legal actions and chips are the same; an information state is one observation, and the other way round."""
+    pyspiel = pytest.importorskip("pyspiel")
+    game, states = POKER[name](), [pyspiel.load_game(name).new_initial_state()]
+    seen: dict[bytes, set[str]] = {}
+    told: dict[str, set[bytes]] = {}
+    while states:
+        state = states.pop()
+        states += [state.child(action) for action in state.legal_actions()]
+        if state.is_chance_node():
+            continue
+        judges.replay(game, state)
+        if state.is_terminal():
+            assert [game.rewards[agent] for agent in PLAYERS] == state.returns()
+            gains = {agent: game.infos[agent]["outcome"] for agent in PLAYERS}
+            assert [2 * gains[agent] - 1 for agent in PLAYERS] == np.sign(state.returns()).tolist()
+            continue
+        assert PLAYERS.index(game.agent_selection) == state.current_player()
+        assert len(game.legal()) == len(state.legal_actions())
+        shown = game.observe(game.agent_selection)["observation"].tobytes()
+        seen.setdefault(shown, set()).add(state.information_state_string())
+        told.setdefault(state.information_state_string(), set()).add(shown)
+    # OpenSpiel tells two cards of one rank apart, which no rule does.
+    suits = 2 if name == "leduc_poker" else 1
+    assert {len(each) for each in told.values()} == {1}
+    assert max(len(each) for each in seen.values()) <= suits**2
+    assert len(seen) == {"kuhn_poker": 12, "leduc_poker": 288}[name]
+
+
+@pytest.mark.parametrize(("name", "known"), [("kuhn_poker", 0.458333), ("leduc_poker", 2.373611)])
+def test_uniform_poker_is_as_exploitable_as_is_known(name: str, known: float) -> None:
+    pytest.importorskip("pyspiel")
+    assert judges.exploitability(name, judges.uniform) == pytest.approx(known, abs=1e-6)
+
+
+@pytest.mark.parametrize("bluff", [0.0, 0.2, 1 / 3])
+def test_kuhns_equilibria_are_not_exploitable_and_a_fault_in_one_is(bluff: float) -> None:
+    """The first player bets with the jack by `bluff`, with the king three times as often (Kuhn 1950)."""
+    pytest.importorskip("pyspiel")
+
+    def equilibrium(seen: Mapping[str, Any], bet_with_queen: float = 0.0) -> Any:
+        found = []
+        for row in seen["observation"]:
+            card, history = int(row[2:5].argmax()), row[8:].reshape(3, 3).argmax(axis=1)[: int(row[8:].sum())].tolist()
+            bets = {
+                (): [bluff, bet_with_queen, 3 * bluff], (1,): [1 / 3, 0, 1], (2,): [0, 1 / 3, 1],
+                (1, 2): [0, bluff + 1 / 3, 1],
+            }[tuple(history)]  # fmt: skip
+            facing = bool(history) and history[-1] == 2
+            more, less = (1, 0) if facing else (2, 1)
+            found.append(np.eye(3)[more] * bets[card] + np.eye(3)[less] * (1 - bets[card]))
+        return np.array(found)
+
+    assert judges.exploitability("kuhn_poker", equilibrium) == pytest.approx(0, abs=1e-9)
+    faulty = functools.partial(equilibrium, bet_with_queen=1.0)
+    assert judges.exploitability("kuhn_poker", faulty) > 0.02
+
+
+def test_a_mean_strategy_is_drawn_once_a_game_and_not_at_each_turn() -> None:
+    """Half of the games is one that never bets nor calls, half one that always does: whoever has bet calls."""
+    pytest.importorskip("pyspiel")
+
+    def always(which: int) -> judges.Strategy:
+        def of(seen: Mapping[str, Any]) -> Any:
+            legal = [np.flatnonzero(mask)[which] for mask in seen["action_mask"]]
+            return np.eye(3)[legal]
+
+        return of
+
+    meek, bold = always(0), always(-1)
+    assert judges.exploitability("kuhn_poker", meek, meek) == judges.exploitability("kuhn_poker", meek)
+    mixed = judges.exploitability("kuhn_poker", meek, bold)
+    at_each_turn = judges.exploitability("kuhn_poker", lambda seen: (meek(seen) + bold(seen)) / 2)
+    assert at_each_turn == pytest.approx(judges.exploitability("kuhn_poker", judges.uniform))
+    assert mixed != pytest.approx(at_each_turn)
+
+
+@functools.cache
+def minimax_value(board: judges.Board, turn: int) -> int:
+    """For the first seat."""
+    if judges.over(board):
+        return {0: 0, 1: 1, 2: -1}[judges.won(board)]
+    values = [minimax_value(judges.after(board, square, turn), 3 - turn) for square in range(9) if not board[square]]
+    return max(values) if turn == 1 else min(values)
+
+
+def perfect(seen: Mapping[str, Any]) -> Any:
+    """Uniform over the best moves, from what is seen alone."""
+    found = []
+    for planes in seen["observation"].reshape(-1, 9, 2):
+        seat = 1 + int(planes.sum()) % 2
+        board = tuple((planes[:, 0] * seat + planes[:, 1] * (3 - seat)).tolist())
+        values = {
+            square: minimax_value(judges.after(board, square, seat), 3 - seat) * (1 if seat == 1 else -1)
+            for square in range(9) if not board[square]
+        }  # fmt: skip
+        best = [square for square, value in values.items() if value == max(values.values())]
+        found.append(np.bincount(best, minlength=9) / len(best))
+    return np.array(found)
+
+
+def test_perfect_tic_tac_toe_loses_no_line_of_play() -> None:
+    assert [judges.lost_lines(perfect, seat) for seat in (1, 2)] == [0, 0]
+    assert judges.tic_tac_toe_exploitability(perfect) == 0
+
+
+def test_a_planted_blunder_is_found() -> None:
+    """It answers the center with the square below it, and no more than that."""
+    center = judges.after((0,) * 9, 4, 1)
+
+    def blundering(seen: Mapping[str, Any]) -> Any:
+        played = perfect(seen)
+        where = (seen["observation"] == judges.seen_of([center], 2)["observation"][0]).all(axis=(1, 2, 3))
+        played[where] = np.eye(9)[5]
+        return played
+
+    assert judges.lost_lines(blundering, 1) == 0
+    assert judges.lost_lines(blundering, 2) > 0
+    assert judges.tic_tac_toe_exploitability(blundering) == pytest.approx(0.5)  # one seat loses each game
+
+
+def test_uniform_tic_tac_toe_is_as_exploitable_as_openspiel_has_it() -> None:
+    assert judges.tic_tac_toe_exploitability(judges.uniform) == pytest.approx(0.9598296957671957, abs=1e-12)
+    # Of all 255,168 games 131,184 are won by the first player and 77,904 by the second.
+    assert [judges.lost_lines(judges.uniform, seat) for seat in (1, 2)] == [77_904, 131_184]
+
+
+def test_boards_are_seen_as_pettingzoo_shows_them() -> None:
+    env, random = make("aec", "classic/tictactoe-v3"), np.random.default_rng(0)
+    for _ in range(20):
+        env.reset()
+        board: judges.Board = (0,) * 9
+        turn = 1
+        while not judges.over(board):
+            observation, *_ = env.last()
+            ours = judges.seen_of([board], turn)
+            assert all((observation[name] == ours[name][0]).all() for name in ours)
+            square = judges.random_player(observation, random)
+            board, turn = judges.after(board, square, turn), 3 - turn
+            env.step(square)
+        assert env.rewards["player_1"] == {0: 0, 1: 1, 2: -1}[judges.won(board)]
+
+
+def test_throws_are_judged_by_their_best_response() -> None:
+    assert judges.throws_exploitability(np.full(3, 1 / 3)) == pytest.approx(0)
+    assert judges.throws_exploitability(np.eye(3)[1]) == 1
+    mixed, env = np.array([0.5, 0.3, 0.2]), RockPaperScissors()
+    gains = np.zeros((3, 3))
+    for mine in range(3):
+        for theirs in range(3):
+            env.reset()
+            gains[mine, theirs] = env.step({PLAYERS[0]: mine, PLAYERS[1]: theirs})[1][PLAYERS[0]]
+    assert judges.throws_exploitability(mixed) == pytest.approx((gains @ mixed).max())
+
+
+def connect(moves: list[int]) -> Any:
+    env = CONNECT_FOUR()
+    env.reset()
+    for move in moves:
+        env.step(move)
+    return env.last()[0]
+
+
+@pytest.mark.parametrize(
+    ("moves", "expected"),
+    [
+        ([3, 0, 3, 0, 3, 1], {3}),  # four in a column, though the other side has two
+        ([0, 3, 1, 3, 6, 3], {3}),  # the other side's column is stopped
+        ([0, 0, 1, 1, 2, 6], {3}),  # a row
+        ([0, 1, 1, 2, 2, 3, 2, 3, 3, 6], {3}),  # a rising diagonal
+        ([6, 5, 5, 4, 4, 3, 4, 3, 3, 0], {3}),  # a falling one
+    ],
+)
+def test_minimax_wins_and_does_not_let_win(moves: list[int], expected: set[int]) -> None:
+    observation = connect(moves)
+    assert {judges.minimax(observation, np.random.default_rng(seed)) for seed in range(20)} == expected
+
+
+def test_minimax_beats_random_and_a_match_is_the_same_again() -> None:
+    found = [judges.match(CONNECT_FOUR, judges.minimax, judges.random_player, 20, seed=1) for _ in range(2)]
+    assert found[0] == found[1]
+    won, drawn, lost = found[0]
+    assert won + drawn + lost == 40
+    assert won >= 30
+    assert judges.match(CONNECT_FOUR, judges.random_player, judges.minimax, 20, seed=1)[2] >= 30
+
+
+def test_poker_by_seed_is_dealt_alike_in_both_seats() -> None:
+    game = Poker(3, 2, [2, 4], 2)
+    deals = []
+    for seed in (7, 7, 8, 9, 10):
+        game.reset(seed=seed)
+        deals.append(game.observe(PLAYERS[0])["observation"].tolist())
+    assert deals[0] == deals[1]
+    assert len({tuple(deal) for deal in deals}) > 1
+
+
+TINY: dict[str, Any] = {
+    "environment": {"api": "pettingzoo", "id": "benchmarks.learning.games:RockPaperScissors", "num_envs": 4},
+    "algorithm": {"name": "ppo", "minibatch_size": 32, "epochs": 1},
+    "rollout": {"fragment_steps": 8, "fragments_per_update": 1},
+    "league": {"snapshot": {"every": "32 env_steps"}},
+    "evaluation": {"episodes": 0},
+    "checkpoint": {"every": "2 updates"},
+}
+
+
+@pytest.mark.timeout(180)
+def test_a_run_of_a_game_is_judged_at_each_checkpoint(tmp_path: Path) -> None:
+    task = Task(
+        name="throws", algorithm="PPO", environment="throws", judge="rock_paper_scissors", reach=-0.5, within=256,
+        reference="0", source="-", minutes=1, config=TINY,
+    )  # fmt: skip
+    found = run(Job(task, "inline", 1), tmp_path)
+    assert found.reason == "exhausted"
+    assert len(found.evaluations) > 2
+    assert all(-1 <= score < 0 for _, score in found.evaluations)
+    assert len({score for _, score in found.evaluations}) > 1
+
+
+def test_the_tables_judges_are_there() -> None:
+    judged = {task.judge for task in load_tasks().values() if task.judge}
+    assert judged
+    assert [name for name in judged if not callable(getattr(scores, name, None))] == []

@@ -1,0 +1,156 @@
+"""A league from the outside: fixed players from other runs, files and code; `stagecoach league`, status, the page."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import pytest
+from onnx import TensorProto, helper
+
+from coordinator.lifecycle.fixed_players import with_fixed_players
+from coordinator.page.server import serve
+from coordinator.run import Run
+from rollout_worker.environments.description import describe_environment
+from shared.config.run_config import Config
+from shared.errors import ConfigError
+from shared.league.players import read_player
+from shared.league.table import MatchTable, player_hash
+from tests.support.command_line import Stagecoach, check_refused
+from tests.support.environments import CHASE, CHASE_POLICIES
+
+NO_FUNCTION = 3
+ENVIRONMENT = CHASE | {"kwargs": {"cat_steps": 3, "mouse_steps": 5, "counts": False}}
+MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture
+def chase(config: MakeConfig) -> MakeConfig:
+    """`chase(league, **sections)`: a small run of a cat and a mouse."""
+
+    def make(league: dict[str, Any], **sections: Any) -> Config:
+        common = {"environment": ENVIRONMENT, "evaluation": {"episodes": 0}, "stop_at": {"updates": 3}}
+        return config(league={"snapshot": {"every": "3 episodes"}} | league, **(common | CHASE_POLICIES | sections))
+
+    return make
+
+
+def played(config: Config, run_id: str) -> Run:
+    run = Run.start(config, run_id, inline=True)
+    assert run.wait(120).reason == "exhausted"
+    return run
+
+
+def table_of(run: Run) -> MatchTable:
+    checkpoints = run.checkpoint_store()
+    return MatchTable.from_dict(checkpoints.manifest(checkpoints.resolve("latest")).provenance["league"])
+
+
+def test_a_player_of_another_run_is_copied_and_stays_what_it_was(chase: MakeConfig, stagecoach: Stagecoach) -> None:
+    """Also once the other run is gone; it is drawn where its spaces fit alone."""
+    first = played(chase({}), "first")
+    fixed = {"rival": "first/latest#hunter", "dice": "random", "script": "builtins:len"}
+    shares = {"latest": 0.5, "past": 0, "fixed": 0.5}
+    config = chase({"fixed": fixed, "opponents": shares})
+    second = played(config, "second")
+    rival = (
+        first.checkpoint_store().load(first.checkpoint_store().resolve("latest")).objects["hunter/policy.safetensors"]
+    )
+    store = second.checkpoint_store().store
+    assert read_player(store, player_hash(rival)) == rival
+    table = table_of(second)
+    assert dict(table.learners["prey"].opponents["hunter"]) == {"hunter": 0.5} | dict.fromkeys(fixed, 1 / 6)
+    assert dict(table.learners["hunter"].opponents["prey"]) == {"prey": 0.5, "dice": 0.25, "script": 0.25}
+    assert {name: player.kind for name, player in table.players.items() if name in fixed} == {
+        "rival": "policy", "dice": "random", "script": "function",
+    }  # fmt: skip
+    shutil.rmtree(first.folder.path)
+    resumed = Run.resume("second", config.runs_dir, overrides=("stop_at.updates=4",), inline=True)
+    assert resumed.wait(120).reason == "exhausted"
+    assert table_of(resumed).players["rival"] == table.players["rival"]
+
+
+def test_what_a_run_begins_with_is_its_first_player(chase: MakeConfig) -> None:
+    played(chase({}), "first")
+    second = played(chase({}, initialize_from="first/latest"), "second")
+    (begun, *_), store = second.checkpoint_store().names(), second.checkpoint_store().store
+    checkpoint = second.checkpoint_store().load(begun)
+    listed, objects = checkpoint.manifest.provenance["players"], checkpoint.objects
+    for policy in ("hunter", "prey"):
+        data = objects[f"{policy}/policy.safetensors"]
+        assert player_hash(data) in listed
+        assert read_player(store, player_hash(data)) == data
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("nobody/best", "league.fixed.one=nobody/best: .*no run"),
+        ("a", "was made for other observation or action spaces than those of hunter, prey"),
+        ("a#second", r"has no policy 'second'; choose one: a#default"),
+        ("builtins:nothing", "league.fixed.one=builtins:nothing cannot be imported"),
+        (f"{__name__}:NO_FUNCTION", "is no function"),
+        ("missing.onnx", "cannot be read: No such file"),
+        ("broken.onnx", "is no ONNX file that can be run"),
+        ("other.onnx", "was made for other observation or action spaces"),
+    ],
+)
+def test_a_fixed_player_that_cannot_play_is_told_before_anything_starts(
+    source: str, message: str, chase: MakeConfig, ended_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(ended_run.folder.path, tmp_path / "runs" / "a")
+    monkeypatch.chdir(tmp_path)
+    Path("broken.onnx").write_bytes(b"none")
+    Path("other.onnx").write_bytes(onnx_file("{}"))
+    config = chase({"fixed": {"one": source}})
+    with pytest.raises(ConfigError, match=message) as caught:
+        with_fixed_players(config, describe_environment(config))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_onnx_file_takes_the_seats_whose_spaces_it_tells(chase: MakeConfig, tmp_path: Path) -> None:
+    path = tmp_path / "own.onnx"
+    config = chase({"fixed": {"own": str(path)}})
+    description = describe_environment(config)
+    path.write_bytes(onnx_file(json.dumps(description.policies["prey"].as_dict())))
+    found = with_fixed_players(config, description).league
+    assert found is not None
+    player = found.fixed["own"]
+    assert (player.kind, player.seats, player.sha256) == ("onnx", ("prey",), player_hash(path.read_bytes()))
+
+
+def onnx_file(spaces: str) -> bytes:
+    """A file that returns what it is given, and tells these spaces."""
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 3]) for name in ("obs", "action")]
+    graph = helper.make_graph([helper.make_node("Identity", ["obs"], ["action"])], "same", ends[:1], ends[1:])
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    helper.set_model_props(made, {"stagecoach.spaces": spaces})
+    return bytes(made.SerializeToString())
+
+
+def test_the_league_is_shown_by_its_command_in_status_and_on_the_page(
+    chase: MakeConfig, ended_run: Run, tmp_path: Path, stagecoach: Stagecoach
+) -> None:
+    run = played(chase({"fixed": {"dice": "random"}}), "cats")
+    found = stagecoach("league", "cats", "--json").json()
+    rows = {row["player"]: row for row in found["players"]}
+    assert {"hunter", "prey"} <= rows.keys()
+    assert {row["kind"] for row in rows.values()} <= {"current", "snapshot", "fixed"}
+    assert found["payoff"]
+    printed = stagecoach("league", "cats").ok()
+    assert "hunter" in printed and "win rates and their 95 % intervals" in printed
+    assert "rating" in stagecoach("status", "cats").ok()
+    shutil.copytree(ended_run.folder.path, tmp_path / "runs" / "a")
+    check_refused(stagecoach("league", "a"), "run 'a' has no league", "docs/LEAGUE.md")
+    with serve(run.config.runs_dir, None) as url:
+        with urllib.request.urlopen(f"{url}/api/runs/cats/league") as reply:
+            assert json.load(reply) == found
+        with pytest.raises(HTTPError) as caught:
+            urllib.request.urlopen(f"{url}/api/runs/a/league")
+        assert caught.value.code == 400
+        assert b"has no league" in caught.value.read()

@@ -1,0 +1,165 @@
+"""Agents that come, leave and come again, at the same time or in turns: each transition against a plain loop."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rollout_worker.environments.seeding import SeedLineage, episode_seed
+from rollout_worker.exploration.base import Acted, Exploration, Tensors
+from rollout_worker.sampling import action_trace
+from shared.experience import fragment
+from shared.experience.fragment import kept_rows
+from shared.experience.spaces import Columns
+from shared.policies.policy import Policy
+from tests.support.games import MODULE, NAMES, AllAtOnce, InTurns
+from tests.support.stage import Stage, same
+
+TURNS = {"api": "pettingzoo", "id": f"{MODULE}:InTurns"}
+AT_ONCE = {"api": "pettingzoo", "id": f"{MODULE}:AllAtOnce"}
+CORES = {"policies": {"default": {"core": "gru", "core_size": 4, "share_encoder": True}}}
+
+
+def chosen(observation: Any) -> int:
+    return int(observation[0] + observation[1]) % 3
+
+
+class ByRule(Exploration):
+    """Acts as `chosen` does, so that a plain loop can do the same."""
+
+    def act(self, policy: Policy, observations: Tensors, generator: torch.Generator) -> Acted:
+        (seen,) = observations.values()
+        rows: Tensor = seen[:, 0] + seen[:, 1]
+        return {"action": rows.to(torch.int64) % 3}, policy.action_parameters(observations)
+
+
+class Turn(NamedTuple):
+    """A transition as a plain loop knows it; `began` and `known`: the step in which it was acted, and told."""
+
+    began: int
+    known: int
+    seen: tuple[float, ...]
+    action: int
+    reward: float
+    terminated: bool
+    truncated: bool
+    after: tuple[float, ...] | None
+
+
+def listed(observation: Any) -> tuple[float, ...]:
+    return tuple(np.asarray(observation, np.float32).tolist())
+
+
+def plain_turns(seed: int, steps: int) -> dict[str, list[Turn]]:
+    """PettingZoo's loop over an AEC environment, episode after episode."""
+    env, turns, step, episode = InTurns(), defaultdict[str, list[Turn]](list), 0, 0
+    while step < steps:
+        env.reset(seed=episode_seed(seed, episode))
+        episode += 1
+        open_turns: dict[str, tuple[int, tuple[float, ...], int]] = {}
+        for agent in env.agent_iter(10**6):
+            observation, reward, terminated, truncated, _ = env.last()
+            if agent in open_turns:
+                after = listed(observation)
+                turn = Turn(
+                    open_turns[agent][0], step - 1, *open_turns[agent][1:], reward, terminated, truncated, after
+                )
+                turns[agent].append(turn)
+                del open_turns[agent]
+            over = terminated or truncated
+            if not over:
+                open_turns[agent] = (step, listed(observation), chosen(observation))
+                step += 1
+            env.step(None if over else chosen(observation))
+    return turns
+
+
+def plain_steps(seed: int, steps: int) -> dict[str, list[Turn]]:
+    """The same of a parallel one; one who has left without a word has terminated."""
+    env, turns, step, episode = AllAtOnce(), defaultdict[str, list[Turn]](list), 0, 0
+    while step < steps:
+        seen, _ = env.reset(seed=episode_seed(seed, episode))
+        episode += 1
+        while env.agents:
+            acting = {agent: chosen(seen[agent]) for agent in env.agents}
+            after, rewards, terminated, truncated, _ = env.step(acting)
+            for agent, action in acting.items():
+                ends = terminated[agent] or (agent not in env.agents and not truncated[agent])
+                its = listed(seen[agent]), action, rewards[agent], ends, truncated[agent], listed(after[agent])
+                turns[agent].append(Turn(step, step, *its))
+            seen, step = after, step + 1
+    return turns
+
+
+def recorded(columns: Columns, slot: int) -> list[tuple[Any, ...]]:
+    """What a fragment holds of a slot: what was seen and done, what it brought, and what is bootstrapped from."""
+    finals = {(step, at): listed(columns["final_obs"][row]) for row, (step, at) in enumerate(columns["final_index"])}
+    rows = []
+    for step in np.flatnonzero(columns["mask"][:, slot]):
+        flags = [bool(columns[name][step, slot]) for name in ("terminated", "truncated")]
+        last = step + 1 == len(columns["mask"])
+        after = finals.get((step, slot)) or listed(
+            columns["bootstrap_obs"][slot] if last else columns["obs"][step + 1, slot]
+        )
+        brought = round(float(columns["reward"][step, slot]), 4)
+        rows.append((listed(columns["obs"][step, slot]), int(columns["action"][step, slot]), brought, *flags, after))
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("environment", "plain"), [(TURNS, plain_turns), (AT_ONCE, plain_steps)], ids=["turns", "at once"]
+)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 12), st.integers(1, 3))
+@settings(max_examples=12, deadline=None)
+def test_each_transition_is_that_of_a_plain_loop(
+    environment: dict[str, Any], plain: Any, seed: int, steps: int, copies: int
+) -> None:
+    stage = Stage(environment | {"num_envs": copies}, seed=seed)
+    seeds = SeedLineage(seed, 0, 0, 0).environments(copies)
+    expected = [plain(its, 4 * steps) for its in seeds]
+    for number in range(4):
+        columns = stage.sample(steps, ByRule()).columns["default"]
+        first, beyond = number * steps, (number + 1) * steps
+        for slot in range(3 * copies):
+            turns = expected[slot % copies][NAMES[slot // copies]]
+            its = [turn for turn in turns if first <= turn.began and turn.known < beyond]
+            wanted = [(*turn[2:4], round(turn.reward, 4), *turn[5:]) for turn in its]
+            assert recorded(columns, slot) == wanted
+        assert not columns["obs"][~kept_rows(columns)].any() or environment is AT_ONCE
+
+
+@pytest.mark.parametrize("sections", [{}, CORES], ids=["plain", "core"])
+@pytest.mark.parametrize("environment", [TURNS, AT_ONCE], ids=["turns", "at once"])
+def test_a_successor_acts_what_its_predecessor_would_have(
+    environment: dict[str, Any], sections: dict[str, Any]
+) -> None:
+    worker = Stage(environment | {"num_envs": 3}, **sections)
+    for _ in range(4):
+        worker.sample(5)
+        successor = Stage(environment | {"num_envs": 3}, left=worker.left, **sections)
+        assert successor.past is not None and successor.sampler.position_digest == successor.past.digest
+        ahead = Stage(environment | {"num_envs": 3}, left=worker.left, **sections)
+        assert same(ahead.sample(5), successor.sample(5))
+
+
+def test_in_turns_a_fragment_is_about_as_large_as_what_was_acted() -> None:
+    stage = Stage(TURNS | {"num_envs": 4})
+    sample = stage.sample(60)
+    sent = fragment.Fragment(stage.header(sample, 60), sample.columns)
+    rows = int(kept_rows(sample.columns["default"]).sum())
+    assert rows < 0.5 * sample.columns["default"]["mask"].size
+    assert len(fragment.encode(sent)) < 0.75 * sum(array.nbytes for array in sample.columns["default"].values())
+
+
+def test_a_trace_of_turns_holds_what_was_done_in_each_step() -> None:
+    stage = Stage(TURNS)
+    stage.sample(6)
+    trace = action_trace.read(stage.left)
+    assert trace is not None and trace.steps >= max(trace.lengths)

@@ -1,0 +1,183 @@
+"""A worker's side of a league: seats, opponents, what is recorded of a match, and that a successor goes on in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from rollout_worker.environments.description import describe_environment
+from rollout_worker.environments.factory import make_vector
+from rollout_worker.environments.seeding import SeedLineage
+from rollout_worker.exploration.base import Sampling
+from rollout_worker.league.casting import Casting
+from rollout_worker.league.opponents import MOST_PLAYERS, Opponents
+from rollout_worker.sampling import action_trace
+from rollout_worker.sampling.sampler import Sample, Sampler
+from shared.errors import PlayerUnusable
+from shared.league.players import PLAYERS, read_player, write_player
+from shared.league.table import Learner, MatchTable, PlayerRef, snapshot_id
+from shared.policies.registry import build_policies
+from shared.policies.serialization import encode_policy
+from shared.storage.object_store import FileStore
+from tests.conftest import minimal_config
+from tests.support.games import MODULE, NIM
+from tests.support.stage import same
+
+CORES = {"policies": {"default": {"core": "gru", "core_size": 4, "share_encoder": True}}}
+
+
+class Season:
+    """A worker's sampler in a league of Nim, its store, and the table of who plays whom."""
+
+    def __init__(
+        self,
+        store: Any,
+        shares: dict[str, float],
+        fixed: Mapping[str, PlayerRef] = MappingProxyType({}),
+        snapshots: int = 2,
+        left: Sequence[bytes] = (),
+        **sections: Any,
+    ) -> None:
+        sections = {"environment": NIM | {"num_envs": 3, "kwargs": {"tells": True}}} | sections
+        self.config = minimal_config(**sections)
+        self.description = describe_environment(self.config)
+        algorithm, policies = self.config.algorithm, self.config.policies
+        self.policies = build_policies(self.description.policies, policies, algorithm, 0)
+        players = dict(fixed)
+        for number in range(snapshots):
+            data = encode_policy(
+                build_policies(self.description.policies, policies, algorithm, number + 1)["default"], number
+            )
+            sha256 = write_player(store, data)
+            players[snapshot_id("default", sha256)] = PlayerRef("policy", sha256, f"number {number}", ("default",))
+        known = {"default": shares.get("latest", 0.0)}
+        known |= {name: shares.get(name, shares.get("past", 0.0) / max(1, snapshots)) for name in players}
+        opponents = tuple((name, share) for name, share in known.items() if share)
+        learner = Learner("default", (0, 1), {"default": opponents})
+        self.table = MatchTable((("first",), ("second",)), ("default", "default"), {"main": learner}, players)
+        self.told: list[str] = []
+        self.fetched: list[str] = []
+
+        def load(sha256: str) -> bytes:
+            self.fetched.append(sha256)
+            return read_player(store, sha256)
+
+        casting = Casting(self.description, 3, self.table, Opponents(load), self.told.append)
+        past = action_trace.read(list(left))
+        lineage = past.lineage if past else SeedLineage(1, 0, 0, 0)
+        vector = make_vector(self.config.environment, self.description)
+        self.sampler = Sampler(vector, self.description, lineage, trace=past, casting=casting)
+        self.left = list(left)
+
+    def sample(self, steps: int = 10) -> Sample:
+        sample = self.sampler.sample(self.policies, dict.fromkeys(self.policies, Sampling()), steps, self.table)
+        trace = self.sampler.traced(sample)
+        assert trace is not None
+        self.left = [*self.left, action_trace.encode(trace)][-trace.fragments :]
+        return sample
+
+
+@pytest.fixture
+def store(tmp_path: Any) -> FileStore:
+    return FileStore(tmp_path, "run")
+
+
+def fixed(**sources: str) -> dict[str, PlayerRef]:
+    kinds = {"random": "random"}
+    return {name: PlayerRef(kinds.get(its, "function"), "", its, ("default",)) for name, its in sources.items()}  # type: ignore[arg-type]
+
+
+def test_seats_take_turns_and_only_the_learner_s_rows_travel(store: FileStore) -> None:
+    season = Season(store, {"latest": 0.5, "past": 0.3, "chance": 0.2}, fixed(chance="random"))
+    samples = [season.sample(60) for _ in range(5)]
+    matches = [record.match for sample in samples for record in sample.episodes]
+    assert all(match is not None and match.players[match.side] == "default" for match in matches)
+    sides = Counter(match.side for match in matches if match)
+    assert abs(sides[0] - sides[1]) <= 3, "each environment changes sides with each episode"
+    met = Counter(match.players[1 - match.side] for match in matches if match)
+    assert (
+        set(met) == {"default", "chance", *(name for name in season.table.players)} and met["default"] > met["chance"]
+    )
+    rows = sum(int(sample.columns["default"]["mask"].sum()) for sample in samples)
+    turns = sum(60 * 3 for _ in samples)
+    assert 0.35 * turns < rows < 0.6 * turns, "about half of the turns are the learner's"
+    assert season.told == ["outcomes of matches are judged by the environment's info['outcome']"]
+
+
+def test_an_outcome_is_what_the_learner_was_paid(store: FileStore) -> None:
+    for tells in (True, False):
+        kwargs = NIM | {"num_envs": 3, "kwargs": {"tells": tells}}
+        season = Season(store, {"past": 1.0}, environment=kwargs)
+        for record in season.sample(80).episodes:
+            assert record.match is not None
+            agents = ["first", "second"]
+            assert [(record.agent_returns[name] + 1) / 2 for name in agents] == list(record.match.outcome)
+        how = "by the environment's info['outcome']" if tells else "by comparing the sides' returns"
+        assert season.told == [f"outcomes of matches are judged {how}"]
+
+
+@pytest.mark.parametrize("sections", [{}, CORES], ids=["plain", "core"])
+def test_a_successor_goes_on_in_the_same_matches(store: FileStore, sections: dict[str, Any]) -> None:
+    shares = {"latest": 0.2, "past": 0.5, "chance": 0.1, "one": 0.2}
+    more = fixed(chance="random", one=f"{MODULE}:takes_one")
+    worker = Season(store, shares, more, **sections)
+    for _ in range(6):
+        worker.sample(4)
+        first, second = (Season(store, shares, more, left=worker.left, **sections) for _ in range(2))
+        ahead = worker.sample(4)
+        found = first.sample(4), second.sample(4)
+        assert same(found[0], found[1]) and same(ahead, found[0])
+
+
+@pytest.mark.parametrize(
+    ("player", "says"),
+    [("raises", "ValueError: no move comes to mind"), ("takes_too_many", "its action 7 is none of the space")],
+)
+def test_a_scripted_player_that_has_no_legal_move_loses_by_forfeit(store: FileStore, player: str, says: str) -> None:
+    season = Season(store, {"script": 1.0}, fixed(script=f"{MODULE}:{player}"), snapshots=0)
+    records = [record for record in season.sample(60).episodes if record.match and record.match.forfeit]
+    assert records and all(record.match and record.match.outcome[record.match.side] == 1.0 for record in records)
+    assert all(record.match and record.match.forfeit == f"script: {says}" for record in records)
+    assert season.told[-1] == f"a match is lost by forfeit, script: {says}"
+
+
+def test_the_best_player_wins_whenever_it_can(store: FileStore) -> None:
+    season = Season(store, {"script": 1.0}, fixed(script=f"{MODULE}:best"), snapshots=0)
+    matches = [record.match for record in season.sample(200).episodes if record.match]
+    as_first = [match.outcome for match in matches if match.players[0] == "script"]
+    assert as_first and set(as_first) == {(1.0, 0.0)}, "a pile of seven is won by who begins"
+
+
+def test_a_player_that_is_missing_or_damaged_is_an_error_and_never_another_one(store: FileStore) -> None:
+    season = Season(store, {"past": 1.0}, snapshots=1)
+    (ref,) = season.table.players.values()
+    store.put(PLAYERS + ref.sha256, b"something else")
+    with pytest.raises(PlayerUnusable, match="was altered"):
+        season.sample()
+    store.delete(PLAYERS + ref.sha256)
+    with pytest.raises(PlayerUnusable, match="the store has no player"):
+        season.sample()
+
+
+def test_a_large_league_costs_a_worker_bounded_memory_and_a_fetch_for_each_player(store: FileStore) -> None:
+    season = Season(store, {"past": 1.0}, snapshots=60)
+    for _ in range(12):
+        season.sample(60)
+    casting: Any = season.sampler._casting
+    held = casting._opponents._held
+    assert len(held) == MOST_PLAYERS < len(set(season.fetched)) <= 60
+    assert set(season.fetched) <= {ref.sha256 for ref in season.table.players.values()}
+
+
+def test_a_table_that_changes_in_mid_season_is_drawn_from_at_the_next_episode(store: FileStore) -> None:
+    season = Season(store, {"past": 1.0}, snapshots=2)
+    season.sample(5)
+    learner = replace(season.table.learners["main"], opponents={"default": (("default", 1.0),)})
+    season.table = replace(season.table, learners={"main": learner}, players={})
+    later = [record.match for _ in range(4) for record in season.sample(20).episodes]
+    assert all(match and match.players == ("default", "default") for match in later[3:])

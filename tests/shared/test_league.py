@@ -1,0 +1,136 @@
+"""A league's config and what contradicts it, the draw of a match, and what travels of both."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from shared.config.loading import dump_config, parse_config
+from shared.errors import ConfigError
+from shared.experience import fragment
+from shared.experience.counters import Phase, PhaseCounters
+from shared.experience.fragment import EpisodeRecord, MatchRecord
+from shared.league.matchmaking import draw
+from shared.league.table import Learner, MatchTable, PlayerRef
+from shared.policies.serialization import VersionHeader, decode_board, encode_board
+from tests.support.fragments import SIMPLE, zero_fragment
+from tests.support.league import league_config
+
+PAIR = ("main", "exploiter")
+RECORD = TypeAdapter(EpisodeRecord)
+RESET = {"policy": "exploiter", "plays": ["main"], "reset": {"win_rate": 0.7}}
+
+
+@pytest.mark.parametrize(
+    ("league", "message"),
+    [
+        ({"opponents": {"latest": 0.5, "past": 0.4, "fixed": 0.2}, "fixed": {"r": "random"}},
+         "latest=0.5, past.share=0.4 and fixed.share=0.2 come to 1.1, expected 1"),
+        ({"opponents": {"latest": 0.9, "past": 0, "fixed": 0.1}}, "with no player in league.fixed; add one"),
+        ({"sides": [["main-0"], ["main-0", "main-1"]]}, r"sides: \['main-0'\] more than once"),
+        ({"sides": [["main-0", "main-1"]]}, "expected two or more"),
+        ({"sides": [["main-0"], []]}, "each with an agent"),
+        ({"learners": {"a": {"policy": "mian"}}}, r"learners.a.policy='mian' names no policy; policies has \['main'\]"),
+        ({"learners": {"a": {"policy": "main", "plays": ["rest"]}}}, "learners.a.plays='rest' names no policy"),
+        ({"learners": {"a": {"policy": "main", "plays": ["main", "b"]}}}, "takes the seats of one policy; name one"),
+        ({"learners": {"a": {"policy": "main"}, "b": {"policy": "main"}}}, r"\['main'\] learn more than once"),
+        ({"learners": {"a": {"policy": "main", "reset": {}}}}, "reset is empty"),
+        ({"snapshot": {"every": None}}, "none is ever taken"),
+        ({"snapshot": {"every": "5 updates"}}, "snapshot.every='5 updates' counts a learner's own play"),
+        ({"snapshot": {"every": "0 episodes"}}, "give at least 1"),
+        ({"swap_every": "0 episodes"}, "give at least 1"),
+        ({"swap_every": "5 episodes"}, "with one learner, 'main', would change nothing"),
+        ({"fixed": {"main": "random"}}, r"league.fixed: \['main'\] are ids of policies"),
+        ({"fixed": {"two words": "random"}}, "two words"),
+    ],
+)  # fmt: skip
+def test_a_league_that_contradicts_itself_is_told_in_one_line(league: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        league_config(league)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_reset_and_a_replay_buffer_do_not_go_together_nor_do_a_league_and_a_single_agent() -> None:
+    learners = {"learners": {"main": {"policy": "main"}, "exploiter": RESET}}
+    with pytest.raises(ConfigError, match=r"exploiter\.reset with algorithm\.name=dqn: its replay buffer"):
+        league_config(learners, PAIR, algorithm={"name": "dqn"})
+    with pytest.raises(ConfigError, match="=gymnasium: it needs several agents"):
+        league_config({}, environment={"id": "CartPole-v1"})
+    assert league_config(learners, PAIR).league_learners["exploiter"].seat == "main"
+
+
+def test_a_league_decides_learning_and_a_run_without_one_keeps_its_hash() -> None:
+    none, some = league_config(None), league_config({})  # type: ignore[arg-type]
+    assert none.decides_otherwise(some) == some.decides_otherwise(none) != []
+    assert league_config({"players": 7}).hash() != some.hash()
+    sections = {"environment": {"id": "x:y", "api": "pettingzoo"}, "agents": {"a": "main", "b": "main"}}
+    before = parse_config(sections | {"policies": {"main": {}, "exploiter": {}}, "stop_at": {"updates": 3}})
+    assert before.hash() == "b1ae661f79b73ea164b8c69092db1536ad9d2ed5598051541b4a262a4baedbb0"
+    for config in (none, some):
+        assert parse_config(json.loads(json.dumps(config.model_dump(mode="json")))) == config
+        assert "league" in dump_config(config)
+    assert list(some.league_learners) == ["main"]
+
+
+def table(**fields: Any) -> MatchTable:
+    """Two learners of the seats of `main`, three sides, the last of which is another's."""
+    opponents: dict[str, tuple[tuple[str, float], ...]] = {
+        "main": (("main", 0.25), ("old", 0.75)),
+        "other": (("other", 0.0), ("wall", 1.0)),
+    }
+    learners = {name: Learner(name, (0, 1), opponents) for name in PAIR}
+    players = {"old": PlayerRef("policy", "ab" * 32, "main", ("main",)), "wall": PlayerRef("function", "", "game:wall")}
+    given = {"sides": (("a",), ("b", "c"), ("d",)), "seats": ("main", "main", "other"), "learners": learners}
+    return MatchTable(**given | {"players": players} | fields)
+
+
+@given(st.integers(0, 9), st.integers(0, 200), st.integers(0, 2**63 - 1))
+def test_a_match_is_a_function_of_what_it_is_drawn_from(environment: int, episode: int, seed: int) -> None:
+    """The learner sits on its side, others on theirs; who is never drawn has no probability."""
+    match = draw(table(), environment, episode, seed)
+    travelled = MatchTable.from_dict(json.loads(json.dumps(table().as_dict(), sort_keys=True)))
+    assert travelled == table() and draw(travelled, environment, episode, seed) == match
+    assert match.players[match.side] == match.learner
+    assert match.players[2] == "wall"
+    assert match.players[1 - match.side] in ("main", "old")
+
+
+def test_learners_and_sides_take_turns_and_opponents_come_by_their_shares() -> None:
+    drawn = [draw(table(), environment, episode, 1000 * environment + episode)
+             for environment in range(4) for episode in range(1000)]  # fmt: skip
+    turns = Counter((match.learner, match.side) for match in drawn)
+    assert turns.keys() == {(name, side) for name in PAIR for side in (0, 1)}
+    assert max(turns.values()) - min(turns.values()) <= 4
+    old = sum(match.players[1 - match.side] == "old" for match in drawn) / len(drawn)
+    assert abs(old - 0.75) < 0.03
+    in_order = [draw(table(), 0, episode, 5) for episode in range(4)]
+    assert len({(match.learner, match.side) for match in in_order}) == 4
+    assert len({match.players for match in in_order if match.side == 0 and match.learner == "main"}) == 1
+
+
+def test_a_match_travels_in_its_record_and_other_records_are_what_they_were() -> None:
+    told = MatchRecord("main", 1, ("old", "main"), (0.0, 1.0), "old: ValueError: no move")
+    played, alone = EpisodeRecord(1.0, 3, match=told), EpisodeRecord(1.0, 3)
+    made = zero_fragment(SIMPLE, episodes=(played, alone))
+    assert fragment.decode(fragment.encode(made)).header.episodes == (played, alone)
+    assert "match" not in alone.plain()
+    for record in (played, alone):
+        assert RECORD.validate_python(json.loads(json.dumps(record.plain()))) == record
+    for outcome in ((0.0, 1.5), (-1.0, 1.0), (float("nan"), 1.0)):
+        with pytest.raises(ValueError, match="outcome"):
+            RECORD.validate_python(played.plain() | {"match": vars(told) | {"outcome": outcome}})
+
+
+def test_a_table_comes_with_the_version_that_it_is_for() -> None:
+    state = {"main": {"weight": np.zeros(2, np.float32)}}
+    header = VersionHeader(3, Phase.TRAIN, PhaseCounters(), table())
+    assert decode_board(encode_board(state, header))[1] == header
+    without = VersionHeader(3, Phase.TRAIN, PhaseCounters())
+    assert "league" not in without.as_dict() and decode_board(encode_board(state, without))[1] == without

@@ -1,0 +1,180 @@
+"""Action masks: whatever acts or learns by a policy's outputs knows of no illegal choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_worker.acting_policies import make_exploration
+from rollout_worker.environments.description import describe_environment
+from rollout_worker.exploration.base import RandomActing
+from shared.errors import ConfigError, EnvironmentFailure, UserError
+from shared.experience.counters import Counters
+from shared.experience.spaces import Leaf, PolicySpaces, SpaceSpec
+from shared.policies.deployed import DeployedPolicy
+from shared.policies.distributions import ActionDistribution
+from shared.policies.masks import ILLEGAL, masked
+from shared.policies.policy import Policy
+from shared.policies.registry import build_policies
+from tests.conftest import minimal_config
+from tests.support.games import NIM, Nim
+from tests.support.stage import Stage
+
+TAXI = {"environment": {"id": "Taxi-v4", "action_mask": "info", "num_envs": 4}}
+EXPLORATIONS: list[dict[str, Any]] = [
+    {"kind": "epsilon_greedy", "epsilon": 0.5},
+    {"kind": "boltzmann", "temperature": 0.5},
+    {"kind": "parameter_noise", "sigma": 0.5},
+    {"kind": "ucb", "coefficient": 1.0, "epsilon": 0.3},
+    {"kind": "bootstrapped", "epsilon": 0.3},
+]
+
+
+def choices(sizes: tuple[int, ...]) -> PolicySpaces:
+    """MultiDiscrete choices of these sizes, masked, beside a vector that is seen."""
+    seen = Leaf("seen", "box", (2,), "float32", low=(-1.0,), high=(1.0,))
+    mask = Leaf("action_mask", "box", (sum(sizes),), "int8", low=(0.0,), high=(1.0,), mask=True)
+    action = Leaf("", "multi_discrete", (len(sizes),), "int64", nvec=sizes, start=(0,) * len(sizes))
+    return PolicySpaces(SpaceSpec((seen, mask), {"dict": {"seen": 0, "action_mask": 1}}), SpaceSpec((action,), 0))
+
+
+def drawn_masks(sizes: tuple[int, ...], rows: int, seed: int) -> np.ndarray[Any, Any]:
+    random = np.random.default_rng(seed)
+    masks = [random.random((rows, size)) < 0.5 for size in sizes]
+    for mask in masks:
+        mask[np.arange(rows), random.integers(mask.shape[1], size=rows)] = True
+    return np.concatenate(masks, axis=1)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple), st.integers(0, 2**32 - 1))
+@settings(max_examples=40, deadline=None)
+def test_the_masked_distribution_is_that_over_the_legal_choices(sizes: tuple[int, ...], seed: int) -> None:
+    spaces, rows = choices(sizes), 16
+    mask = drawn_masks(sizes, rows, seed)
+    logits = torch.randn(rows, sum(sizes), generator=torch.Generator().manual_seed(seed % 2**31)).requires_grad_()
+    params = masked(logits, {"obs.action_mask": torch.from_numpy(mask.astype(np.int8))}, spaces)
+    distribution = ActionDistribution(spaces.action)
+    (action,) = distribution.sample(params, torch.Generator().manual_seed(1)).values()
+    entropy, log_prob = np.zeros(rows), np.zeros(rows)
+    values, first = logits.detach().double().numpy(), 0
+    for index, size in enumerate(sizes):
+        part = slice(first, first + size)
+        shares = np.where(mask[:, part], np.exp(values[:, part]), 0.0)
+        shares /= shares.sum(axis=1, keepdims=True)
+        taken = shares[np.arange(rows), action[:, index].numpy()]
+        assert (taken > 0).all()
+        entropy -= np.where(shares > 0, shares * np.log(np.where(shares > 0, shares, 1.0)), 0.0).sum(axis=1)
+        log_prob += np.log(taken)
+        first += size
+    found = distribution.log_prob_and_entropy(params, {"action": action})
+    np.testing.assert_allclose(found[0].detach().numpy(), log_prob, atol=1e-5)
+    np.testing.assert_allclose(found[1].detach().numpy(), entropy, atol=1e-5)
+    assert float(distribution.divergence(params, params).detach().abs().max()) < 1e-6
+    torch.autograd.backward(found[0].sum() + found[1].sum())
+    assert logits.grad is not None and logits.grad.isfinite().all() and not logits.grad[torch.from_numpy(~mask)].any()
+
+
+def masked_policy(kind: str, sizes: tuple[int, ...] = (6,), **algorithm: Any) -> Policy:
+    spaces = choices(sizes)
+    if kind == "dqn":
+        action = Leaf("", "discrete", (), "int64", nvec=sizes, start=(0,))
+        spaces = PolicySpaces(spaces.observation, SpaceSpec((action,), 0))
+    config = minimal_config(algorithm={"name": kind, "minibatch_size": 8, **algorithm})
+    return build_policies({"default": spaces}, config.policies, config.algorithm, 0)["default"]
+
+
+@pytest.mark.parametrize("exploration", EXPLORATIONS, ids=lambda its: str(its["kind"]))
+def test_no_exploration_chooses_what_is_illegal(exploration: dict[str, Any]) -> None:
+    heads: dict[str, Any] = {"heads": 5} if exploration["kind"] in ("ucb", "bootstrapped") else {}
+    algorithm = {"name": "dqn", "minibatch_size": 8, "exploration": exploration, **heads}
+    policy = masked_policy("dqn", (6,), exploration=exploration, **heads)
+    acting = make_exploration(minimal_config(algorithm=algorithm).algorithm.acting, Counters())
+    rows = 400
+    mask = drawn_masks((6,), rows, 3)
+    observations = {"obs.seen": torch.randn(rows, 2), "obs.action_mask": torch.from_numpy(mask.astype(np.int8))}
+    if acting.knows_episodes:
+        acting.begin(0, 7)
+    with torch.no_grad():
+        actions, params = acting.act(policy, observations, torch.Generator().manual_seed(0))
+        assert mask[np.arange(rows), actions["action"].numpy()].all()
+        each = [acting.log_prob(policy, params, {"action": torch.full((rows,), choice)}) for choice in range(6)]
+    if exploration["kind"] in ("epsilon_greedy", "boltzmann"):
+        total = torch.stack(each, dim=1).exp().masked_fill(torch.from_numpy(~mask), 0.0).sum(dim=1)
+        assert torch.allclose(total, torch.ones(rows), atol=1e-5)
+
+
+def test_warm_up_draws_each_legal_choice_alike() -> None:
+    sizes, rows = (4, 3), 3000
+    policy, mask = masked_policy("ppo", sizes), np.tile(np.array([1, 0, 1, 1, 0, 1, 1], np.int8), (rows, 1))
+    observations = {"obs.seen": torch.zeros(rows, 2), "obs.action_mask": torch.from_numpy(mask)}
+    actions, params = RandomActing().act(policy, observations, torch.Generator().manual_seed(0))
+    for index, legal in enumerate(([0, 2, 3], [1, 2])):
+        counts = np.bincount(actions["action"][:, index].numpy(), minlength=sizes[index])
+        assert set(np.flatnonzero(counts).tolist()) == set(legal)
+        assert counts[legal].min() > 0.85 * rows / len(legal)
+    expected = torch.full((rows,), -float(np.log(6)))
+    assert torch.allclose(RandomActing().log_prob(policy, params, actions), expected)
+
+
+def test_an_environment_s_info_masks_as_an_observation_would() -> None:
+    description = describe_environment(minimal_config(**TAXI))
+    spaces = description.policies["default"]
+    assert spaces.observation.mask_columns == ("obs.action_mask",)
+    stage = Stage(TAXI["environment"])
+    columns = stage.sample(40).columns["default"]
+    legal = np.take_along_axis(columns["obs.action_mask"], columns["action"][..., None], axis=2)
+    assert legal.all() and (columns["obs.action_mask"] == 0).any()
+
+
+def test_a_game_s_moves_are_legal_ones() -> None:
+    columns = Stage(NIM | {"num_envs": 4}).sample(80).columns["default"]
+    there = columns["mask"]
+    assert np.take_along_axis(columns["obs.action_mask"], columns["action"][..., None], axis=2)[there].all()
+    assert (columns["reward"][columns["terminated"]] != 0).all()
+
+
+def test_a_mask_without_a_legal_action_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Nim, "legal", lambda self: np.zeros(3, np.int8))
+    stage = Stage(NIM)
+    with pytest.raises(EnvironmentFailure, match="action_mask without a legal action"):
+        stage.sample(4)
+
+
+def test_a_deployed_policy_takes_the_mask_beside_the_observation() -> None:
+    description = describe_environment(minimal_config(**TAXI))
+    config = minimal_config(**TAXI)
+    policy = DeployedPolicy(build_policies(description.policies, config.policies, config.algorithm, 0)["default"], 0)
+    for legal in range(6):
+        mask = np.eye(6, dtype=np.int8)[legal]
+        assert policy.act(17, action_mask=mask) == policy.act(17, action_mask=mask, greedy=False) == legal
+    assert policy.act_batch(np.array([3, 4]), action_mask=np.eye(6, dtype=np.int8)[[2, 5]]).tolist() == [2, 5]
+    for asked, says in (
+        ({}, "give act"),
+        ({"action_mask": np.zeros(6)}, "at least one"),
+        ({"action_mask": [1]}, "shape"),
+    ):
+        with pytest.raises(UserError, match=says):
+            policy.act(17, **asked)
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"id": "CartPole-v1", "action_mask": "observation"}, "expects default to observe an action_mask of 2 numbers"),
+        ({"id": "Pendulum-v1", "action_mask": "info"}, "masks choices, and the action space has none"),
+    ],
+)
+def test_a_mask_that_is_not_there_is_refused(environment: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        describe_environment(minimal_config(environment=environment))
+
+
+def test_off_means_that_it_is_observed_like_anything_else() -> None:
+    description = describe_environment(minimal_config(environment=NIM | {"action_mask": "off"}))
+    assert description.policies["default"].observation.mask_columns == ()
+    assert ILLEGAL < -1e8

@@ -1,0 +1,138 @@
+"""What a config says of each of several policies: algorithms, agents by pattern, ranks and goals; and its hash."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from coordinator.catalog.checkpoint_lookup import named_code
+from shared.config.loading import dump_config, parse_config, parse_yaml
+from shared.errors import ConfigError
+from tests.conftest import minimal_config
+from trainer_node.checkpointing.fork import beginnings
+
+TWO: dict[str, Any] = {"policies": {"a": {}, "b": {}}, "agents": {"*": "a", "b_*": "b"}}
+
+BUFFER = {"kind": "uniform", "capacity": 999}
+IMITATING = {"behavioral_cloning": {"strength": 1.0}}
+SLOWING = {"kind": "linear", "start": 1, "over": "9 updates"}
+
+
+def two(b: Any, **sections: Any) -> Any:
+    return minimal_config(**(TWO | {"policies": {"a": {}, "b": b}} | sections))
+
+
+@pytest.mark.parametrize(
+    ("common", "own", "expected"),
+    [
+        ({"gamma": 0.5, "epochs": 3}, {"epochs": 4}, {"name": "ppo", "gamma": 0.5, "epochs": 4}),
+        ({"name": "ppo", "gamma": 0.5}, {"name": "ppo"}, {"name": "ppo", "gamma": 0.5}),
+        ({"gamma": 0.5}, "ppo", {"name": "ppo", "gamma": 0.5}),
+        ("dqn", {"gamma": 0.9}, {"name": "dqn", "gamma": 0.9, "minibatch_size": 64}),
+        ({"gamma": 0.5}, {"name": "a2c"}, {"name": "a2c", "gamma": 0.99, "gae_lambda": 1.0}),
+        (
+            {"name": "dqn", "exploration": {"kind": "epsilon_greedy", "epsilon": 0.3}, "replay_buffer": BUFFER},
+            {"exploration": {"kind": "boltzmann"}, "replay_buffer": {"kind": "uniform"}},
+            {"exploration": {"kind": "boltzmann", "temperature": {"start": 1.0}}, "replay_buffer": BUFFER},
+        ),
+        ({"learning_rate": 1e-2}, {"learning_rate": SLOWING}, {"learning_rate": SLOWING, "gamma": 0.99}),
+        ({"learning_rate": {"start": 1e-2}}, {"learning_rate": 0.5}, {"learning_rate": {"start": 0.5}}),
+    ],
+)  # fmt: skip
+def test_a_policys_algorithm_is_laid_over_the_runs_unless_it_has_another_name(
+    common: Any, own: Any, expected: dict[str, Any]
+) -> None:
+    config = two({"algorithm": own}, algorithm=common, rollout={"max_policy_lag": 0, "fragment_steps": 64})
+
+    def holds(found: Any, wanted: Any) -> bool:
+        if isinstance(wanted, dict):
+            return all(holds(found[name], value) for name, value in wanted.items())
+        return bool(found == wanted)
+
+    found = config.algorithm_of("b").model_dump(mode="json")
+    assert holds(found, expected), found
+    assert config.algorithm_of("a") == config.algorithm
+    again = parse_config(parse_yaml(dump_config(config), "config.yaml"))
+    assert again == config and again.hash() == config.hash()
+
+
+def test_a_policy_has_the_network_that_its_own_algorithm_has_by_default() -> None:
+    config = two({"algorithm": "sac"})
+    assert config.policies["b"].hidden_sizes == (256, 256) != config.policies["a"].hidden_sizes
+    assert two({"algorithm": "sac", "hidden_sizes": [5]}).policies["b"].hidden_sizes == (5,)
+    assert config.heatup.amount == 0, "sections outside are as the run's algorithm has them"
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"b": {"algorithm": {"epoch": 3}}}, "policies.b.algorithm.epoch; did you mean policies.b.algorithm.epochs"),
+        ({"b": {"algorithm": {"gamma": 3}}}, "policies.b.algorithm.gamma: expected 1 or less, found 3"),
+        ({"b": {"algorithm": "sca"}}, "policies.b.algorithm.name must be one of .*; did you mean sac"),
+        ({"b": {"algorithm": {"minibatch_size": 10**6}}}, "^policies.b.algorithm.minibatch_size=1000000 is more"),
+        ({"b": {"algorithm": "a2c"}, "rollout": {"max_policy_lag": 1}}, "with policies.b.algorithm.name=a2c: its"),
+        ({"b": {"algorithm": "dqn"}, "trainer": {"ranks": 2}}, "trainer.ranks=2: dqn learns in one process"),
+        ({"b": {"algorithm": "bc"}}, "policies.b.algorithm.name=bc clones recorded experience"),
+        (
+            {"b": {"trainable": False, "algorithm": {"name": "dqn", "exploration": {"kind": "ou"}}}},
+            "policies.b.algorithm.exploration.kind=ou is for continuous actions",
+        ),
+        ({"policies": {"a": {"trainable": False}, "b": {"trainable": False}}}, r"none of \['a', 'b'\] is trainable"),
+        ({"dataset": {"path": "x"}, "algorithm": "dqn"}, r"dataset.path=x with policies \['a', 'b'\]: .* one agent"),
+        ({"demonstrations": {"path": "x"}, "algorithm": IMITATING}, r"demonstrations.path=x with .* one agent"),
+        ({"checkpoint": {"best_by": "c"}}, r"checkpoint.best_by: 'c' names no policy; policies has \['a', 'b'\]"),
+        ({"stop_at": {"updates": 1, "mean_return": {"a": 1, "c": 2}}}, "stop_at.mean_return: 'c' names no policy"),
+        ({"stop_at": {"updates": 1, "mean_return": {"a": "x"}}}, "stop_at.mean_return: expected a number, or one"),
+        ({"policies": {"all": {}}, "agents": {}}, "policies: 'all' is not a usable policy id"),
+        ({"environment": {"id": "X", "episode_ends": "any"}}, "episode_ends=any with environment.api=gymnasium"),
+        ({"environment": {"id": "X", "episode_ends": "some"}}, "episode_ends: expected 'all' or 'any', found 'some'"),
+        ({"agents": {"*": "c"}}, r"agents.\*='c' names no policy"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_line_with_the_field_named(sections: dict[str, Any], message: str) -> None:
+    sections = dict(sections)
+    b = sections.pop("b", {})
+    with pytest.raises(ConfigError, match=message) as caught:
+        two(b, **sections)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_policy_that_does_not_learn_need_not_fit_into_the_runs_updates() -> None:
+    config = two({"trainable": False, "algorithm": {"minibatch_size": 10**6}})
+    assert config.trainable == ["a"] and config.algorithms()["b"].name == "ppo"
+
+
+def test_agents_are_mapped_by_name_and_then_by_the_first_pattern_that_fits() -> None:
+    agents = {"wolf_*": "a", "*_7": "b", "wolf_1": "b"}
+    config = minimal_config(policies={"a": {}, "b": {}}, agents=agents)
+    assert [config.policy_of(agent) for agent in ("wolf_1", "wolf_2", "wolf_7", "sheep_7")] == ["b", "a", "a", "b"]
+    with pytest.raises(KeyError):
+        config.policy_of("sheep_1")
+
+
+def test_the_hash_is_that_of_before_unless_a_policy_is_told_something_new() -> None:
+    plain, hashes = two({}), set()
+    for b in ({}, {"algorithm": "ppo"}, {"trainable": False}, {"initialize_from": "other/best#main"}):
+        hashes.add(two(b).hash())
+    swapped = two({}, agents=dict(reversed(TWO["agents"].items())))
+    assert len(hashes | {swapped.hash(), minimal_config().hash()}) == 6 and plain.hash() in hashes
+    assert swapped.decides_otherwise(plain) == ["agents"]
+    before = parse_config({"environment": {"id": "X-v0"}, "stop_at": {"updates": 3}})
+    assert before.hash().startswith("4a5df6c2ea3a"), "as it was when policies had networks alone"
+    assert two({}, environment={"id": "X", "api": "pettingzoo", "episode_ends": "any"}).decides_otherwise(
+        two({}, environment={"id": "X", "api": "pettingzoo"})
+    ) == ["environment.episode_ends"]
+
+
+def test_code_that_a_policys_algorithm_names_is_told_before_it_is_run() -> None:
+    own = {"algorithm": {"name": "mine.algorithms:Mine", "step": 3}}
+    assert named_code(two(own))["policies.b.algorithm.name"] == "mine.algorithms:Mine"
+    replay = {"kind": "hindsight", "reward": "mine.goals:reward"}
+    named = named_code(two({"algorithm": {"name": "dqn", "replay_buffer": replay}}))
+    assert named["policies.b.algorithm.replay_buffer.reward"] == "mine.goals:reward"
+
+
+def test_where_policies_begin() -> None:
+    config = two({"initialize_from": "x#main"}, initialize_from="y")
+    assert beginnings(config) == {"a": "y", "b": "x#main"} and not beginnings(two({}))

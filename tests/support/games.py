@@ -1,0 +1,177 @@
+"""PettingZoo games made for the tests: agents that come and go at random, at the same time or in turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from pettingzoo import AECEnv, ParallelEnv
+
+MODULE = "tests.support.games"
+NAMES = ["ann", "bob", "cy"]
+
+
+class _Coming:
+    """What both have in common: who is there, and what each has seen, by a seeded generator."""
+
+    metadata = {"name": "coming", "is_parallelizable": False}
+    possible_agents = NAMES
+    render_mode = None
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Box(-1e6, 1e6, (3,), np.float32)
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Discrete(3)
+
+    def _start(self, seed: int | None) -> None:
+        if seed is not None:
+            self.random = np.random.default_rng(seed)
+        self.agents = [name for name in NAMES if self.random.random() < 0.7] or [NAMES[0]]
+        self.steps = 0
+        self.luck = float(self.random.random())
+        self.until = int(self.random.integers(3, 12))
+
+    def seen(self, agent: str) -> Any:
+        return np.array([NAMES.index(agent), self.steps, self.luck], np.float32)
+
+
+class AllAtOnce(_Coming, ParallelEnv):  # type: ignore[misc]
+    """Parallel: in each step agents may end, leave without a word, be born, or be born again."""
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self._start(seed)
+        return {agent: self.seen(agent) for agent in self.agents}, {agent: {} for agent in self.agents}
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        assert set(actions) == set(self.agents), (sorted(actions), self.agents)
+        self.steps += 1
+        acting, over = list(self.agents), self.steps >= self.until
+        rewards = {agent: float(actions[agent]) + self.steps / 10 for agent in acting}
+        drawn = {agent: self.random.random() for agent in NAMES}
+        terminated = {agent: over or drawn[agent] < 0.1 for agent in acting}
+        truncated = {agent: not terminated[agent] and drawn[agent] < 0.2 for agent in acting}
+        left = [agent for agent in acting if not terminated[agent] and not truncated[agent] and drawn[agent] > 0.05]
+        born = [agent for agent in NAMES if agent not in acting and drawn[agent] < 0.4 and not over]
+        self.agents = [] if over else [agent for agent in NAMES if agent in left + born]
+        seen = {agent: self.seen(agent) for agent in {*acting, *self.agents}}
+        return seen, rewards, terminated, truncated, {agent: {} for agent in acting}
+
+
+class InTurns(_Coming, AECEnv):  # type: ignore[misc]
+    """AEC: each turn pays all who are there; agents may end in another's turn, and be born again."""
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+        self._start(seed)
+        self._clear(self.agents)
+        self.agent_selection = self.agents[0]
+
+    def _clear(self, agents: list[str]) -> None:
+        self.rewards, self._cumulative_rewards = dict.fromkeys(agents, 0.0), dict.fromkeys(agents, 0.0)
+        self.terminations, self.truncations = dict.fromkeys(agents, False), dict.fromkeys(agents, False)
+        self.infos: dict[str, dict[str, Any]] = {agent: {} for agent in agents}
+
+    def observe(self, agent: str) -> Any:
+        return self.seen(agent)
+
+    def step(self, action: Any) -> None:
+        agent = self.agent_selection
+        if self.terminations[agent] or self.truncations[agent]:
+            assert action is None
+            self.agents.remove(agent)
+            self._choose()
+            return
+        self._cumulative_rewards[agent] = 0.0
+        self.steps += 1
+        over, drawn = self.steps >= self.until, {name: self.random.random() for name in NAMES}
+        for name in self.agents:
+            self.rewards[name] = self.steps / 10 + (float(action) if name == agent else 0.5)
+            self.terminations[name] |= over or drawn[name] < 0.08
+            self.truncations[name] |= not self.terminations[name] and drawn[name] < 0.12
+        self._accumulate_rewards()
+        for name in [name for name in NAMES if name not in self.agents and drawn[name] < 0.4 and not over]:
+            self.agents.append(name)
+            self.rewards[name] = self._cumulative_rewards[name] = 0.0
+            self.terminations[name] = self.truncations[name] = False
+            self.infos[name] = {}
+        self.after = self.agents[(self.agents.index(agent) + 1) % len(self.agents)]
+        self._choose()
+
+    def _choose(self) -> None:
+        """Those that have ended first, as PettingZoo has it."""
+        dead = [name for name in self.agents if self.terminations[name] or self.truncations[name]]
+        if self.agents:
+            self.agent_selection = (dead or [name for name in (self.after, *self.agents) if name in self.agents])[0]
+
+
+class Nim(AECEnv):  # type: ignore[misc]
+    """Two players take one, two or three from a pile; who takes the last one wins. Its outcome can be told, or not."""
+
+    metadata = {"name": "nim"}
+    possible_agents = ["first", "second"]
+    render_mode = None
+
+    def __init__(self, pile: int = 7, tells: bool = False) -> None:
+        super().__init__()
+        self._size, self._tells = pile, tells
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        seen = spaces.Box(0, 1, (self._size + 1,), np.float32)
+        return spaces.Dict({"observation": seen, "action_mask": spaces.Box(0, 1, (3,), np.int8)})
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Discrete(3)
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+        self.agents = list(self.possible_agents)
+        self.rewards, self._cumulative_rewards = dict.fromkeys(self.agents, 0.0), dict.fromkeys(self.agents, 0.0)
+        self.terminations, self.truncations = dict.fromkeys(self.agents, False), dict.fromkeys(self.agents, False)
+        self.infos: dict[str, dict[str, Any]] = {agent: {} for agent in self.agents}
+        self.left, self.agent_selection = self._size, "first"
+
+    def observe(self, agent: str) -> dict[str, Any]:
+        seen = np.eye(self._size + 1, dtype=np.float32)[self.left]
+        return {"observation": seen, "action_mask": self.legal()}
+
+    def legal(self) -> Any:
+        return (np.arange(3) < self.left).astype(np.int8)
+
+    def step(self, action: Any) -> None:
+        agent = self.agent_selection
+        if self.terminations[agent]:
+            self._was_dead_step(action)
+            return
+        other = "second" if agent == "first" else "first"
+        self._cumulative_rewards[agent] = 0.0
+        illegal = action + 1 > self.left
+        self.left = max(0, self.left - int(action) - 1)
+        if not self.left:
+            winner = other if illegal else agent
+            self.rewards = {name: 1.0 if name == winner else -1.0 for name in self.agents}
+            self.terminations = dict.fromkeys(self.agents, True)
+            if self._tells:
+                self.infos = {name: {"outcome": float(name == winner)} for name in self.agents}
+        self._accumulate_rewards()
+        self.agent_selection = other
+
+
+NIM = {"api": "pettingzoo", "id": f"{MODULE}:Nim"}
+
+
+def takes_one(observation: dict[str, Any], random: np.random.Generator) -> int:
+    return 0
+
+
+def best(observation: dict[str, Any], random: np.random.Generator) -> int:
+    """Leaves a multiple of four, where it can."""
+    left = int(observation["observation"].argmax())
+    return left % 4 - 1 if left % 4 else 0
+
+
+def raises(observation: dict[str, Any], random: np.random.Generator) -> int:
+    raise ValueError("no move comes to mind")
+
+
+def takes_too_many(observation: dict[str, Any], random: np.random.Generator) -> int:
+    return 7

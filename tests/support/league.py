@@ -1,0 +1,78 @@
+"""Leagues for tests: their configs, their learner, and records of matches drawn from their tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from shared.config.loading import parse_config
+from shared.config.run_config import Config
+from shared.experience.counters import Counters
+from shared.experience.fragment import EpisodeRecord, MatchRecord
+from shared.league.matchmaking import draw
+from shared.league.table import MatchTable
+from shared.policies.policy import Policy
+from shared.policies.registry import build_policies
+from tests.support.fragments import describe
+from trainer_node.learning.league import League
+
+_SPACES = (spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(2))
+EXPLOITED: dict[str, Any] = {
+    "learners": {"main": {"policy": "main"}, "exploiter": {"policy": "exploiter", "plays": ["main"]}}
+}
+"""Two learners of one seat."""
+
+
+def league_config(league: dict[str, Any], policies: tuple[str, ...] = ("main",), **sections: Any) -> Config:
+    """Of a game of two agents, `main-0` and `main-1`, that have the policy `main`."""
+    agents = {"main-0": "main", "main-1": "main"}
+    return parse_config(
+        {
+            "environment": {"id": "tests.none:made", "api": "pettingzoo"}, "stop_at": {"updates": 9},
+            "policies": {name: {"hidden_sizes": [4]} for name in policies}, "agents": agents, "league": league,
+        } | sections
+    )  # fmt: skip
+
+
+def league_of(config: Config) -> tuple[League, dict[str, Policy]]:
+    """A new league and its policies."""
+    whole = describe({"main": _SPACES}, agents=2)
+    seats = {learner.policy: learner.seat for learner in config.league_learners.values()}
+    description = dataclasses.replace(
+        whole, policies=dict.fromkeys(config.policies, whole.policies["main"]), seats=seats
+    )
+    policies = build_policies(description.policies, config.policies, config.algorithm, seed=3)
+    return League(config, description, policies), policies
+
+
+def change(policy: Policy) -> None:
+    """Other weights, as an update makes them."""
+    for parameter in policy.parameters():
+        parameter.data.add_(0.01)
+
+
+def record(table: MatchTable, number: int, result: float, length: int = 7, **fields: Any) -> EpisodeRecord:
+    """The episode `number`, drawn from the table; the learner's `result` is 1, 0.5 or 0."""
+    match = draw(table, environment=number % 3, episode=number // 3, seed=number)
+    outcome = [1 - result] * len(match.players)
+    outcome[match.side] = result
+    told: dict[str, Any] = {
+        "learner": match.learner,
+        "side": match.side,
+        "players": match.players,
+        "outcome": tuple(outcome),
+    } | fields
+    return EpisodeRecord(result, length, match=MatchRecord(**told))
+
+
+def season(league: League, policies: dict[str, Policy], results: list[float]) -> None:
+    """An episode for each result, an update after every fourth."""
+    for number, result in enumerate(results):
+        league.take(record(league.table(Counters(env_steps=7 * number)), number, result))
+        if number % 4 == 3:
+            for policy in policies.values():
+                change(policy)
+            league.after_update(policies, number)

@@ -1,0 +1,60 @@
+"""A sampler with its policies on a real environment, as a worker has it: whatever it samples is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollout_worker.acting_policies import make_exploration
+from rollout_worker.environments.description import describe_environment
+from rollout_worker.environments.factory import make_vector
+from rollout_worker.environments.seeding import SeedLineage
+from rollout_worker.exploration.base import Exploration
+from rollout_worker.sampling import action_trace
+from rollout_worker.sampling.sampler import Sample, Sampler
+from shared.experience import fragment
+from shared.experience.counters import Counters, Phase
+from shared.experience.fragment import Fragment, FragmentHeader
+from shared.policies.registry import build_policies
+from tests.conftest import minimal_config
+
+
+class Stage:
+    """A sampler with its policies, checked by `fragment.check` at every sample, and the action trace that it leaves."""
+
+    def __init__(self, environment: dict[str, Any], seed: int = 1, left: Sequence[bytes] = (), **sections: Any) -> None:
+        sections = {"policies": {"default": {"cnn": "small"}}, "algorithm": {"minibatch_size": 8}} | sections
+        self.config = minimal_config(environment={"num_envs": 2} | environment, **sections)
+        self.description = describe_environment(self.config)
+        self.policies = build_policies(self.description.policies, self.config.policies, self.config.algorithm, 0)
+        self.left, self.past = list(left), action_trace.read(list(left))
+        vector = make_vector(self.config.environment, self.description)
+        lineage = self.past.lineage if self.past else SeedLineage(seed, 0, 0, 0)
+        self.sampler = Sampler(vector, self.description, lineage, trace=self.past)
+
+    def sample(self, steps: int = 7, exploration: Exploration | None = None) -> Sample:
+        acting = exploration or make_exploration(self.config.algorithm.acting, Counters())
+        sample = self.sampler.sample(self.policies, dict.fromkeys(self.policies, acting), steps)
+        if (step := self.sampler.traced(sample)) is not None:
+            self.left = [*self.left, action_trace.encode(step)][-step.fragments :]
+        sent = Fragment(self.header(sample, steps), sample.columns)
+        fragment.check(sent, "run", self.description, self.config.state_sizes)
+        received = fragment.decode(fragment.encode(sent))
+        fragment.check(received, "run", self.description, self.config.state_sizes)
+        assert same(received, sample)
+        return sample
+
+    def header(self, sample: Sample, steps: int) -> FragmentHeader:
+        return FragmentHeader(
+            "run", "worker-0", 0, 0, Phase.TRAIN, dict.fromkeys(self.policies, 0), steps,
+            self.config.environment.num_envs, sample.episodes,
+        )  # fmt: skip
+
+
+def same(one: Sample | Fragment, other: Sample) -> bool:
+    """Whether two fragments hold the same, bit for bit."""
+    return all(
+        array.tobytes() == other.columns[policy][name].tobytes() and array.dtype == other.columns[policy][name].dtype
+        for policy, columns in one.columns.items()
+        for name, array in columns.items()
+    ) and (isinstance(one, Fragment) or one.episodes == other.episodes)

@@ -1,0 +1,264 @@
+"""The league's fold: payoffs and ratings against slow forms, any cut, snapshots, resets, and the table of opponents."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openskill.models import PlackettLuce
+
+from shared.experience.counters import Counters
+from shared.experience.fragment import EpisodeRecord, MatchRecord
+from shared.league.table import MatchTable, player_hash
+from shared.policies.serialization import decode_policy, finite_weights
+from tests.support.league import EXPLOITED, change, league_config, league_of, record, season
+from trainer_node.learning.league import League, Rating, wilson
+
+RESULTS = st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=40)
+OFTEN: dict[str, Any] = {
+    "snapshot": {"every": "5 episodes", "min_games": 4, "win_rate": 0.6},
+    "players": 4,
+    "opponents": {"latest": 0.3, "past": {"share": 0.4, "choose": "pfsp", "window": 2}, "fixed": 0.3},
+    "fixed": {"random": {"source": "random", "kind": "random", "seats": ["main"]}},
+    "swap_every": "50 env_steps",
+}  # fmt: skip
+PAIR = ("main", "exploiter")
+
+
+def table_of(league: League, env_steps: int = 0) -> MatchTable:
+    return league.table(Counters(env_steps=env_steps))
+
+
+@settings(max_examples=60)
+@given(RESULTS, RESULTS)
+def test_a_league_that_is_cut_anywhere_continues_as_the_whole_one(first: list[float], then: list[float]) -> None:
+    """What it was is in its bytes: table, ratings, and snapshots that come later."""
+    reset = {"exploiter": EXPLOITED["learners"]["exploiter"] | {"reset": {"or_after": "9 episodes"}}}
+    config = league_config(OFTEN | {"learners": EXPLOITED["learners"] | reset}, PAIR)
+    whole, policies = league_of(config)
+    season(whole, policies, first)
+    other, again = league_of(config)
+    other.load(whole.encode())
+    for name, policy in again.items():
+        policy.load_state_dict(policies[name].state_dict())
+    for league, its in ((whole, policies), (other, again)):
+        season(league, its, then)
+    assert other.encode() == whole.encode()
+    assert table_of(other, 60) == table_of(whole, 60)
+    assert len(whole.state.snapshots) <= 4
+
+
+@settings(max_examples=60)
+@given(RESULTS)
+def test_payoffs_and_ratings_are_what_a_slow_form_and_the_library_come_to(results: list[float]) -> None:
+    league, _ = league_of(league_config({}))
+    games = [record(table_of(league), number, result) for number, result in enumerate(results)]
+    model = PlackettLuce()
+    strength = {player: model.rating() for player in ("main", league.state.snapshots[0].id)}
+    elo = dict.fromkeys(strength, 1200.0)
+    for game in games:
+        league.take(game)
+        assert game.match is not None
+        one, two = game.match.players
+        if one != two:
+            mine, theirs = game.match.players[game.match.side], game.match.players[1 - game.match.side]
+            ranks = [-number for number in game.match.outcome]
+            ((strength[one],), (strength[two],)) = model.rate([[strength[one]], [strength[two]]], ranks=ranks)
+            change = game.episode_return - 1 / (1 + 10 ** ((elo[theirs] - elo[mine]) / 400))
+            elo[mine], elo[theirs] = elo[mine] + change, elo[theirs] - change
+    for player, rating in strength.items():
+        found = league.state.ratings["main"].get(player, Rating())
+        assert (found.mu, found.sigma) == pytest.approx((rating.mu, rating.sigma))
+        assert found.elo == pytest.approx(elo[player])
+    told = Counter((its.players[1 - its.side], its.side, game.episode_return) for game in games if (its := game.match))
+    cells = {
+        (player, side): cell
+        for player, sides in league.state.payoff.get("main", {}).items() for side, cell in sides.items()
+    }  # fmt: skip
+    assert cells == {
+        (player, side): tuple(
+            sum(told[player, side, result] for result in kinds) for kinds in ((0, 0.5, 1), (1,), (0.5,))
+        )
+        for player, side, _ in told
+    }
+
+
+def test_a_rating_is_of_matches_with_others_and_a_snapshot_begins_with_its_learners() -> None:
+    league, policies = league_of(league_config({"opponents": {"latest": 1, "past": 0}}))
+    for number in range(20):
+        league.take(record(table_of(league), number, 1.0))
+    assert league.state.ratings["main"]["main"] == Rating()
+    assert league.summary()["main"] | {"matches": 20, "elo": 1200.0} == league.summary()["main"]
+    league, policies = league_of(
+        league_config({"opponents": {"latest": 0, "past": 1}, "snapshot": {"every": "8 episodes"}})
+    )
+    season(league, policies, [1.0] * 8)
+    (first, second), ratings = league.state.snapshots, league.state.ratings["main"]
+    assert ratings[second.id] == ratings["main"] != Rating() and ratings["main"].ordinal > ratings[first.id].ordinal
+    assert set(league.state.payoff) == {second.id}, "the row of what it was becomes the snapshot's"
+    league.take(record(table_of(league), 1, 0.0))
+    assert ratings[second.id] != ratings["main"]
+
+
+def test_what_is_not_of_the_league_counts_nowhere() -> None:
+    league, _ = league_of(league_config({}))
+    good = record(table_of(league), 1, 1.0).match
+    assert good is not None
+    before = league.encode()
+    changes: list[dict[str, Any]] = [
+        {"learner": "nobody"}, {"side": 2}, {"players": ("main",)}, {"outcome": (1.0,)},
+        {"players": ("main", "gone-1")}, {"players": ("random", "random")},
+    ]  # fmt: skip
+    for fields in changes:
+        league.take(EpisodeRecord(1.0, 3, match=MatchRecord(**vars(good) | fields)))
+    league.take(EpisodeRecord(1.0, 3))
+    assert league.encode() == before
+    league.take(EpisodeRecord(1.0, 3, match=good))
+    assert league.encode() != before
+
+
+def test_snapshots_are_players_whose_bytes_are_kept_until_the_next_update() -> None:
+    league, policies = league_of(league_config({"snapshot": {"every": "21 env_steps"}, "players": 2}))
+    stored = dict(league.unstored)
+    for number in range(8):
+        league.take(record(table_of(league), number, 0.5))
+        if number % 4 == 3:
+            change(policies["main"])
+            league.after_update(policies, number)
+            stored |= league.unstored
+            assert len(league.unstored) == 1
+    assert [sha256 for sha256, data in stored.items() if sha256 == player_hash(data)] == list(stored)
+    assert len(stored) == 3
+    first, last = league.state.snapshots
+    assert [first.env_steps, last.env_steps] == [0, 56]
+    assert league.left == [sha256 for sha256 in stored if sha256 not in (first.sha256, last.sha256)]
+    assert all(finite_weights(decode_policy(data)[0]) for data in stored.values())
+    league.load(league.encode())
+    assert not league.unstored, "what is in a checkpoint is in the store"
+
+
+def test_weights_that_have_not_changed_are_no_other_player() -> None:
+    league, policies = league_of(league_config({"snapshot": {"every": "1 episodes"}}))
+    league.take(record(table_of(league), 0, 1.0))
+    league.after_update(policies, 0)
+    assert len(league.state.snapshots) == 1
+    assert league.state.payoff.keys() == {"main"}
+
+
+def test_a_snapshot_is_taken_by_win_rate_but_not_more_often_than_said() -> None:
+    often = {"every": None, "win_rate": 0.7, "min_games": 4}
+    past = {"latest": 0, "past": 1}
+    for at_most, taken in (("0 episodes", 4), ("12 episodes", 1)):
+        league, policies = league_of(league_config({"snapshot": often | {"at_most_every": at_most}, "opponents": past}))
+        season(league, policies, [1.0] * 16)
+        assert len(league.state.snapshots) - 1 == taken
+    season(league, policies, [0.0] * 16)
+    assert len(league.state.snapshots) == 2, "it wins no more"
+
+
+def test_the_oldest_leave_a_full_league_but_the_first_stays_and_nothing_of_them_is_left() -> None:
+    league, policies = league_of(league_config({"snapshot": {"every": "4 episodes"}, "players": 3}))
+    first = league.state.snapshots[0]
+    season(league, policies, [1.0, 0.0] * 20)
+    ids = [snapshot.id for snapshot in league.state.snapshots]
+    assert len(ids) == 3 and league.state.snapshots[0] == first
+    assert [snapshot.env_steps for snapshot in league.state.snapshots[1:]] == [36 * 7, 40 * 7]
+    named = set(json.dumps(league.state.as_dict()).replace('"', " ").split())
+    assert {name for name in named if name.startswith("main-")} <= {*ids}
+    assert league.objects() == sorted(snapshot.sha256 for snapshot in league.state.snapshots)
+
+
+@pytest.mark.parametrize(
+    ("choose", "weights"),
+    [
+        ({"choose": "uniform"}, [1, 1, 1]),
+        ({"choose": "recent"}, [1, 2, 3]),
+        ({"choose": "pfsp", "weighting": "hard", "power": 2}, [(1 - 0.5) ** 2, (1 - 2 / 3) ** 2, (1 - 1 / 3) ** 2]),
+        ({"choose": "pfsp", "weighting": "even"}, [0.25, 2 / 9, 2 / 9]),
+    ],
+)
+def test_past_opponents_are_the_first_and_the_newest_by_their_weights(
+    choose: dict[str, Any], weights: list[float]
+) -> None:
+    """The second of three has been beaten once, the third has won once."""
+    opponents = {"latest": 0.25, "past": {"share": 0.75, "window": 2, **choose}}
+    league, policies = league_of(league_config({"opponents": opponents, "snapshot": {"every": "1 episodes"}}))
+    for number in range(3):
+        change(policies["main"])
+        league.take(record(table_of(league), number, 0.5))
+        league.after_update(policies, number)
+    ids = [snapshot.id for snapshot in league.state.snapshots]
+    assert len(ids) == 4
+    standing = league.state.learners["main"]
+    standing.form = {ids[2]: (1, 2 / 3), ids[3]: (1, 1 / 3)}
+    drawn = dict(table_of(league).learners["main"].opponents["main"])
+    assert list(drawn) == ["main", ids[0], ids[2], ids[3]]
+    assert drawn["main"] == 0.25 and math.isclose(sum(drawn.values()), 1)
+    expected = [0.75 * weight / sum(weights) for weight in weights]
+    assert [drawn[id_] for id_ in (ids[0], ids[2], ids[3])] == pytest.approx(expected)
+
+
+def test_shares_without_a_player_go_to_current_weights_and_an_exploiter_meets_its_victim_alone() -> None:
+    fixed = {"fixed": {"stone": {"source": "m:f", "kind": "function", "seats": ["other"]}}}
+    shares = {"opponents": {"latest": 0.2, "past": 0.5, "fixed": 0.3}}
+    league, _ = league_of(league_config(EXPLOITED | fixed | shares, PAIR))
+    first = {snapshot.policy: snapshot.id for snapshot in league.state.snapshots}
+    learners = table_of(league).learners
+    assert dict(learners["exploiter"].opponents["main"]) == {"main": 0.5, first["main"]: 0.5}
+    assert dict(learners["main"].opponents["main"]) == {"main": 0.5, first["exploiter"]: 0.25, first["main"]: 0.25}
+    assert {learner.sides for learner in learners.values()} == {(0, 1)}
+    players = table_of(league).players
+    assert {id_: (player.kind, player.seats) for id_, player in players.items()} == dict.fromkeys(
+        first.values(), ("policy", ("main",))
+    )
+    assert MatchTable.from_dict(json.loads(json.dumps(table_of(league).as_dict()))) == table_of(league)
+
+
+def test_one_learner_trains_at_a_time_where_they_swap() -> None:
+    league, _ = league_of(league_config(EXPLOITED | {"swap_every": "100 env_steps"}, PAIR))
+    turns = [list(table_of(league, steps).learners) for steps in (0, 99, 100, 199, 200)]
+    assert turns == [["exploiter"], ["exploiter"], ["main"], ["main"], ["exploiter"]]
+
+
+def test_an_exploiter_begins_again_once_it_wins_or_after_so_long_and_what_it_was_joins() -> None:
+    reset = {"win_rate": 0.7, "or_after": "40 episodes"}
+    exploiter = {"policy": "exploiter", "plays": ["main"], "reset": reset}
+    settings = {
+        "learners": {"exploiter": exploiter},
+        "opponents": {"latest": 1, "past": 0},
+        "snapshot": {"min_games": 6},
+    }
+    for result, games in ((1.0, 8), (0.0, 40)):
+        league, policies = league_of(league_config(settings, PAIR))
+        begun = [0]
+        for number in range(games):
+            league.take(record(table_of(league), number, result))
+            if number % 4 == 3:
+                change(policies["exploiter"])
+                begun += [number + 1] * len(league.after_update(policies, number))
+        assert begun == [0, games]
+        standing = league.state.learners["exploiter"]
+        assert (standing.resets, standing.form, len(league.state.snapshots)) == (1, {}, 2)
+        assert league.state.ratings["main"]["exploiter"] == Rating()
+
+
+def test_forfeits_are_counted_by_player_and_told_beyond_what_is_allowed() -> None:
+    league, _ = league_of(league_config({"forfeits_allowed": 1, "fixed": {"stone": "m:f"}}))
+    for number in range(2):
+        assert league.forfeits_to_tell() == []
+        told: dict[str, Any] = {"players": ("main", "stone"), "side": 0, "outcome": (1.0, 0.0)}
+        league.take(record(table_of(league), number, 1.0, forfeit="stone: ValueError: no move", **told))
+    (line,) = league.forfeits_to_tell()
+    assert "player stone has forfeited 2 matches" in line
+    assert league.forfeits_to_tell() == [], "once"
+
+
+def test_wilsons_interval_is_that_of_the_textbooks() -> None:
+    assert wilson(10, 8, 0) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert wilson(0, 0, 0) == (0.0, 1.0)
+    assert wilson(4, 0, 8) == wilson(4, 4, 0)

@@ -1,0 +1,154 @@
+"""A league in a run: exact over deaths and in a replay, its players in the store before a version that names them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from coordinator.catalog.checkpoint_operations import verify
+from coordinator.catalog.league_standings import league_of
+from coordinator.catalog.run_metrics import last_row
+from shared.errors import PlayerUnusable, StoreUnavailable
+from shared.league.players import PLAYERS, read_player
+from shared.league.table import MatchTable
+from shared.protocol.policy_board import PolicyBoard, version_of
+from shared.storage.metric_log import TRAIN
+from shared.storage.object_store import FileStore
+from tests.support.environments import CHASE, CHASE_POLICIES
+from tests.support.game import Game, NewGame, archived, die_in_a_fragment, replayed
+from trainer_node.checkpointing.snapshot import LEAGUE, POLICY
+
+LEAGUE_OF_TWO: dict[str, Any] = {
+    "learners": {"cat": {"policy": "hunter", "reset": {"or_after": "20 episodes"}}, "mouse": {"policy": "prey"}},
+    "snapshot": {"every": "6 episodes", "min_games": 3}, "players": 5,
+    "opponents": {"latest": 0.5, "past": {"share": 0.5, "choose": "pfsp", "window": 3}},
+}  # fmt: skip
+
+
+def chase(**sections: Any) -> Any:
+    environment = CHASE | {"kwargs": {"cat_steps": 3, "mouse_steps": 5, "counts": False}}
+    return archived(environment=environment, league=LEAGUE_OF_TWO, **(CHASE_POLICIES | sections))
+
+
+def whole_end(game: Game) -> dict[str, str]:
+    """Plays to the end; SHA-256 of the objects of the last checkpoint, without the ledger's."""
+    game.play()
+    game.trainer.finish("exhausted")
+    latest = game.role.checkpoints.load_latest()
+    assert latest is not None
+    return {name: item.sha256 for name, item in latest.manifest.objects.items() if name != "trainer/state.json"}
+
+
+def test_a_league_that_dies_at_each_version_ends_as_one_that_does_not_and_so_does_its_replay(new_game: NewGame) -> None:
+    whole = whole_end(new_game(chase()))
+    assert LEAGUE in whole
+    assert "trainer/hunter.initial.safetensors" in whole
+    game = new_game(chase())
+    for version in range(1, 6):
+        game.play_to(version)
+        if version == 3:
+            die_in_a_fragment(game)
+        if version == 4:
+            game.durable()
+        game.lose()
+    assert whole_end(game) == whole
+    found = replayed(game)
+    assert found.equal, found.different
+    assert LEAGUE in found.sha256
+    league = game.trainer.learner.league
+    assert league is not None
+    assert league.state.learners["cat"].resets >= 1, "what a reset does is replayed as well"
+    assert len(league.state.snapshots) == 5
+
+
+def test_a_version_names_the_players_that_the_store_has_and_a_checkpoint_the_same_table(new_game: NewGame) -> None:
+    game = new_game(chase())
+    store = game.role.checkpoints.store
+    for version in range(1, 6):
+        game.play_to(version)
+        board = PolicyBoard(game.role.redis, game.role.run_id).fetch(game.role.checkpoints)
+        assert board is not None
+        table = board.header.league
+        assert table is not None
+        for player in table.players.values():
+            read_player(store, player.sha256)
+        assert table.sides == (("cat",), ("mouse",))
+        assert table.seats == ("hunter", "prey")
+    game.trainer.save_last("stopped")
+    checkpoint = game.role.checkpoints.load_latest()
+    assert checkpoint is not None
+    assert version_of(checkpoint).header.league == table
+    first = game.role.checkpoints.load(game.role.checkpoints.names()[0])
+    begun = MatchTable.from_dict(first.manifest.provenance["league"])
+    hashes = {first.manifest.objects[POLICY.format(policy)].sha256 for policy in ("hunter", "prey")}
+    assert {player.sha256 for player in begun.players.values()} == hashes, "initial weights are the first snapshots"
+
+
+def test_no_version_is_published_while_the_store_does_not_take_its_new_player(
+    new_game: NewGame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    game = new_game(chase())
+    put, waits = FileStore.put, list[tuple[int, int, bool]]()
+
+    def failing(self: FileStore, key: str, data: bytes) -> None:
+        if key.startswith(PLAYERS) and len(waits) < 3:
+            heartbeat = game.trainer.incarnation.heartbeat
+            waits.append((game.board_version(), game.trainer.version, heartbeat.waits))
+            raise StoreUnavailable("the store is away")
+        put(self, key, data)
+
+    monkeypatch.setattr(FileStore, "put", failing)
+    game.play_to(5)
+    assert len(waits) == 3
+    assert set(waits) == {(waits[0][1] - 1, waits[0][1], True)}
+
+
+def test_an_object_goes_once_no_checkpoint_has_its_player(new_game: NewGame) -> None:
+    game = new_game(chase(checkpoint={"every": "1 updates", "keep_last": 2}, stop_at={"updates": 12}))
+    store, league, taken = game.role.checkpoints.store, game.trainer.learner.league, 0
+    assert league is not None
+    for version in range(1, 13):
+        before = league.objects()
+        game.play_to(version)
+        game.durable()
+        taken += len({*league.objects()} - {*before})
+    status = json.loads((game.folder / "training_status.json").read_text())["checkpoints"]
+    kept = {sha256 for entry in status for sha256 in entry["players"]}
+    there = {key.removeprefix(PLAYERS) for key in store.keys(PLAYERS)}
+    assert there == kept | {*league.objects()}
+    assert len(there) < taken
+    assert set(status[-1]["ratings"]) == {"hunter", "prey"}
+
+
+def test_a_missing_or_an_altered_player_is_an_error_that_names_it_and_verify_finds_it(new_game: NewGame) -> None:
+    checkpoints = new_game(chase()).role.checkpoints
+    store = checkpoints.store
+    assert [verdict.state for verdict in verify(checkpoints)] == ["ok"]
+    one, two = store.keys(PLAYERS)
+    store.delete(one)
+    store.put(two, b"another")
+    for key, words in ((one, "has no player"), (two, "was altered")):
+        with pytest.raises(PlayerUnusable, match=words) as caught:
+            read_player(store, key.removeprefix(PLAYERS))
+        assert key in str(caught.value)
+    found = verify(checkpoints)
+    assert [(verdict.name, verdict.state) for verdict in found[1:]] == [(one, "damaged"), (two, "damaged")]
+
+
+def test_ratings_and_payoffs_are_read_from_a_checkpoint(new_game: NewGame) -> None:
+    game = new_game(chase())
+    whole_end(game)
+    found = league_of(game.role.checkpoints, game.role.config)
+    assert found["checkpoint"] == game.role.checkpoints.names()[-1]
+    rows = {row["player"]: row for row in found["players"]}
+    assert {rows[policy]["kind"] for policy in ("hunter", "prey")} == {"current"}
+    assert {row["seat"] for row in rows.values()} == {"hunter", "prey"}
+    cells = [cell for row in found["payoff"].values() for cell in row.values()]
+    assert cells
+    assert all(cell["low"] <= cell["rate"] <= cell["high"] and cell["games"] > 0 for cell in cells)
+    recorded = last_row(game.role.checkpoints.store, TRAIN)[1]
+    for policy in ("hunter", "prey"):
+        assert recorded[f"league/rating/{policy}"] == rows[policy]["rating"]
+        assert recorded[f"league/elo/{policy}"] == rows[policy]["elo"]

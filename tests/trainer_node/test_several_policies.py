@@ -1,0 +1,127 @@
+"""Policies that are really several: PPO beside SAC beside one that does not learn, in one environment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.config.run_config import Config
+from shared.errors import ConfigError
+from shared.experience import fragment, tensor_blob
+from shared.experience.counters import Phase
+from shared.policies.serialization import decode_policy, state_arrays
+from shared.storage.metric_log import TRAIN
+from tests.conftest import minimal_config
+from tests.support.environments import OWL_CHASE
+from tests.support.game import KEEP, NewGame, balanced, goes_on_exactly
+from tests.support.learning.cases import DRAWING, changing
+from tests.support.metric_rows import recorded
+from trainer_node.checkpointing.fork import Source, forked
+
+PPO = {"name": "ppo", "minibatch_size": 20, "epochs": 2, "learning_rate": changing(3e-3, 1e-4)}
+SMALL = {"hidden_sizes": [8], "normalize_observations": True, "normalize_rewards": True}
+SAC = {"name": "sac", **DRAWING, "exploration": {"kind": "gaussian", "sigma": changing(0.5, 0.1)}}
+POLICIES: dict[str, Any] = {
+    "hunter": SMALL,
+    "prey": SMALL | {"activation": "relu", "algorithm": SAC},
+    "watcher": {"hidden_sizes": [6], "normalize_observations": True, "trainable": False, "algorithm": {"gamma": 0.5}},
+}
+
+
+def three(**sections: Any) -> Config:
+    standard = OWL_CHASE | {"algorithm": PPO, "policies": POLICIES, "heatup": "40 env_steps", "checkpoint": KEEP}
+    return minimal_config(**(standard | {"stop_at": {"updates": 7}, "archive": "all"} | sections))
+
+
+def test_ppo_beside_sac_beside_a_frozen_policy_goes_on_exactly(new_game: NewGame) -> None:
+    goes_on_exactly(new_game, three())
+
+
+def test_each_policy_learns_by_its_own_algorithm_and_a_frozen_one_not_at_all(new_game: NewGame) -> None:
+    game = new_game(three())
+    learner = game.trainer.learner
+    before = {name: state_arrays(policy) for name, policy in learner.policies.items()}
+    assert {name: type(its).__name__ for name, its in learner.algorithms.items()} == {"hunter": "PPO", "prey": "SAC"}
+    game.finish()
+    for name, policy in learner.policies.items():
+        same = [np.array_equal(before[name][key], array) for key, array in state_arrays(policy).items()]
+        assert all(same) if name == "watcher" else not all(same), name
+    balanced(game)
+    latest = game.role.checkpoints.load_latest()
+    assert latest is not None
+    assert {name for name in latest.objects if "watcher" in name} == {"watcher/policy.safetensors"}
+    row = recorded(game.role.checkpoints.store, TRAIN)[-1][1]
+    returns = [row[f"rollout/ep_rew_mean/{name}"] for name in POLICIES]
+    assert sum(returns) == pytest.approx(row["rollout/ep_rew_mean"]) and min(returns) != max(returns)
+    played = {name: row[f"time/transitions/{name}"] for name in POLICIES}
+    assert 0 < played["hunter"] < played["watcher"] < played["prey"] == row["time/env_steps"]
+    assert row["time/episodes/hunter"] >= row["time/episodes"] > 0
+
+
+def test_a_frozen_policy_acts_by_itself_in_warm_up_and_only_learners_must_know_their_probabilities(
+    new_game: NewGame,
+) -> None:
+    watcher = POLICIES["watcher"] | {"algorithm": {"name": "dqn", "exploration": {"kind": "epsilon_greedy"}}}
+    game = new_game(three(policies=POLICIES | {"watcher": watcher}))
+    assert game.worker.step(0) == "pushed"
+    (entry,) = game.role.log().read("0-0", 1, 0.0)
+    assert entry.fragment is not None
+    acted = fragment.decode(entry.fragment)
+    assert acted.header.phase is Phase.HEATUP
+    said = {name: np.exp(columns["log_prob"].astype(float)) for name, columns in acted.columns.items()}
+    assert said["hunter"] == pytest.approx(0.5)
+    assert said["watcher"].max() == pytest.approx(0.975), "epsilon is 0.05: its schedule has ended"
+    game.play_to(4)
+    assert game.trainer.state.phase is Phase.TRAIN
+    (last,) = game.role.log().read("0-0", 99, 0.0)[-1:]
+    assert last.fragment is not None
+    assert np.isnan(fragment.decode(last.fragment).columns["prey"]["log_prob"]).any()
+    assert not balanced(game)["total"]["dropped"]
+
+
+def test_rewards_are_scaled_as_they_come_only_where_nothing_remembers_them(new_game: NewGame) -> None:
+    """A replay buffer holds them as they were, and has them scaled as it draws."""
+    game = new_game(three(heatup="0 env_steps"))
+    game.worker.step(0)
+    item = game.trainer.consumer.take(0, Phase.TRAIN, 0.0)
+    assert item is not None
+    before = {name: columns["reward"].copy() for name, columns in item.columns.items()}
+    game.trainer.learner.emulate_acting([item], Phase.TRAIN)
+    same = {name: np.array_equal(before[name], columns["reward"]) for name, columns in item.columns.items()}
+    assert same == {"hunter": False, "prey": True, "watcher": True}
+
+
+def test_policies_begin_from_different_runs_under_other_names_and_some_anew(new_game: NewGame) -> None:
+    one, other = new_game(three(heatup="0 env_steps")), new_game(three(seed=5))
+    for game in (one, other):
+        game.play_to(4)
+    taken = {game.role.run_id: game.trainer.state.snapshot().checkpoint for game in (one, other)}
+    first, second = taken.values()
+    game = new_game(three(seed=9))
+    untrained = state_arrays(game.trainer.learner.policies["hunter"])
+    begun = forked(game.role, {"prey": Source(first, "prey"), "watcher": Source(second, "watcher")})
+
+    def weights(checkpoint: Any, name: str) -> Any:
+        return state_arrays(decode_policy(checkpoint.objects[f"{name}/policy.safetensors"])[0])
+
+    for name, expected in (("prey", weights(first, "prey")), ("watcher", weights(second, "watcher"))):
+        assert all(np.array_equal(array, weights(begun, name)[key]) for key, array in expected.items())
+    assert all(np.array_equal(array, weights(begun, "hunter")[key]) for key, array in untrained.items())
+    critics, theirs = (
+        tensor_blob.decode(its.objects["trainer/prey.algorithm.safetensors"])[0] for its in (begun, first)
+    )
+    assert np.array_equal(critics["critics/weights.0"], theirs["critics/weights.0"])
+    said = begun.manifest.provenance["initialized_from"]
+    assert said["run_id"] == ", ".join(taken)
+    assert "prey: prey of" in said["summary"] and said["summary"].endswith("statistics; it does not learn")
+    for source, message in (
+        (
+            Source(first, "hunter"),
+            "'hunter' of .* has other observation or action spaces than the agents of policies.prey",
+        ),
+        (Source(first, "pray"), "has no policy 'pray'; it has hunter, prey, watcher: name one for policies.prey"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            forked(game.role, {"prey": source})

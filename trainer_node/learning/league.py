@@ -1,0 +1,361 @@
+"""The league as a fold over the experience log: payoffs, ratings, snapshots, and the table of who plays whom.
+
+`take` is given each episode in log order; `after_update` takes snapshots that are due. Nothing else moves the state, so
+a trainer that learns the log again, and a replay, come to the same league, bit by bit.
+
+Ratings are OpenSkill's Plackett-Luce model (Weng and Lin 2011) with the library's defaults, one per player and seat;
+beside it stands Elo as ML-Agents has it: it begins at 1200, and a match moves it by result − expectation (K = 1).
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from openskill.models import PlackettLuce
+
+from shared.config.league import LearnerConfig
+from shared.config.run_config import Config
+from shared.experience.counters import Counters, Duration
+from shared.experience.fragment import EpisodeRecord, MatchRecord
+from shared.experience.spaces import EnvironmentDescription, PlainData
+from shared.league.table import Learner, MatchTable, PlayerRef, player_hash, sides_of, snapshot_id
+from shared.policies.policy import Policy
+from shared.policies.serialization import encode_policy
+
+_MODEL = PlackettLuce()
+_ELO, _ELO_SCALE = 1200.0, 400.0
+ALL = ""
+"""In place of an opponent: all but itself, since its last snapshot."""
+
+
+@dataclass
+class Rating:
+    """A player's strength in one policy's seats, from matches against others."""
+
+    mu: float = _MODEL.mu
+    sigma: float = _MODEL.sigma
+    elo: float = _ELO
+    matches: int = 0
+
+    @property
+    def ordinal(self) -> float:
+        """The one number: the player is better than this with a probability of 0.999 (mu − 3 sigma)."""
+        return self.mu - 3 * self.sigma
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    id: str
+    policy: str
+    sha256: str
+    env_steps: int
+    """Of the learner's own play when it was taken."""
+
+
+@dataclass
+class Standing:
+    """What is known of a learner: counters of its own play, and its form against each opponent."""
+
+    played: Counters = field(default_factory=Counters)
+    snapshot_at: Counters = field(default_factory=Counters)
+    began_at: Counters = field(default_factory=Counters)
+    resets: int = 0
+    form: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Opponent → matches, and its win rate (a draw is half a win) over about the last `snapshot.min_games`."""
+
+
+@dataclass
+class LeagueState(PlainData):
+    """All that the league is; `trainer/league.json` of a checkpoint."""
+
+    learners: dict[str, Standing]
+    snapshots: list[Snapshot] = field(default_factory=list)
+    """Oldest first."""
+    ratings: dict[str, dict[str, Rating]] = field(default_factory=dict)
+    """Policy id of the seat → player id → rating."""
+    payoff: dict[str, dict[str, dict[int, tuple[int, int, int]]]] = field(default_factory=dict)
+    """Player → opponent → side that the player took → matches, wins, draws. The row of current weights is that since
+    the last snapshot; with a snapshot it becomes the snapshot's."""
+    forfeits: dict[str, int] = field(default_factory=dict)
+
+
+class League:
+    """A run's league; at first each learner's initial weights are its only snapshot."""
+
+    def __init__(self, config: Config, description: EnvironmentDescription, policies: Mapping[str, Policy]) -> None:
+        if config.league is None:
+            raise ValueError("the run has no league")
+        self._config, self._learners = config.league, config.league_learners
+        self._sides, self._seats = sides_of(self._config.sides, description.agents)
+        self._fixed = {
+            name: PlayerRef(player.kind or "random", player.sha256, player.source, player.seats)
+            for name, player in sorted(self._config.fixed.items())
+        }
+        self.state = LeagueState({name: Standing() for name in sorted(self._learners)})
+        self.unstored: dict[str, bytes] = {}
+        """SHA-256 → snapshots that are to be in the store before a version is published that names them."""
+        self.left: list[str] = []
+        """SHA-256 of snapshots that have left; the next checkpoint lists them, and their objects go with it."""
+        self._told: set[str] = set()
+        for name in sorted(self._learners):
+            self._take_snapshot(name, policies, 0)
+
+    def encode(self) -> bytes:
+        return json.dumps(self.state.as_dict(), sort_keys=True, separators=(",", ":")).encode()
+
+    def load(self, data: bytes) -> None:
+        """Continues from what `encode` returned, whose snapshots are in the store; raises `ValueError`."""
+        state = LeagueState.from_dict(json.loads(data))
+        if set(state.learners) != set(self._learners):
+            raise ValueError(f"its league has the learners {sorted(state.learners)}, expected {sorted(self._learners)}")
+        self.state, self.unstored = state, {}
+
+    def take(self, record: EpisodeRecord) -> None:
+        """One episode. One whose players are not in the league (any more) counts nowhere."""
+        match = record.match
+        if match is None or not self._knows(match):
+            return
+        standing, own = self.state.learners[match.learner], match.players[match.side]
+        standing.played.env_steps += record.length
+        standing.played.episodes += 1
+        if (player := match.forfeit.partition(":")[0]) in match.players:
+            self.state.forfeits[player] = self.state.forfeits.get(player, 0) + 1
+        for side, player in enumerate(match.players):
+            if side == match.side:
+                continue
+            result = _result(match, side)
+            cells = self.state.payoff.setdefault(own, {}).setdefault(player, {})
+            games, wins, draws = cells.get(match.side, (0, 0, 0))
+            cells[match.side] = games + 1, wins + (result == 1), draws + (result == 0.5)
+            if player != own:
+                for opponent in (player, ALL):
+                    standing.form[opponent] = self._form_after(standing.form.get(opponent, (0, 0.5)), result)
+        self._rate(match)
+
+    def _form_after(self, form: tuple[int, float], result: float) -> tuple[int, float]:
+        """A mean that begins with one win and one loss, and comes to forget what is older than the window."""
+        games, rate = form
+        return games + 1, rate + (result - rate) / min(games + 3, max(self._config.snapshot.min_games, 3))
+
+    def _knows(self, match: MatchRecord) -> bool:
+        learner, sides = self._learners.get(match.learner), len(self._seats)
+        if learner is None or not len(match.players) == len(match.outcome) == sides or match.side >= sides:
+            return False
+        taken = {snapshot.id for snapshot in self.state.snapshots}
+        current = {*self._seats, *(each.policy for each in self._learners.values())}
+        known = all(player in current or player in taken or player in self._fixed for player in match.players)
+        return known and match.players[match.side] == learner.policy and self._seats[match.side] == learner.seat
+
+    def _rate(self, match: MatchRecord) -> None:
+        """Both ratings of all players; of a match in which a player met itself, none."""
+        places = list(zip(self._seats, match.players, strict=True))
+        if len(set(places)) < len(places):
+            return
+        ratings = [self.state.ratings.setdefault(seat, {}).setdefault(player, Rating()) for seat, player in places]
+        before = [rating.elo for rating in ratings]
+        ranks = [1.0 + sum(other > mine for other in match.outcome) for mine in match.outcome]
+        rated = _MODEL.rate([[_MODEL.rating(mu=each.mu, sigma=each.sigma)] for each in ratings], ranks=ranks)
+        for rating, (new,) in zip(ratings, rated, strict=True):
+            rating.mu, rating.sigma, rating.matches = new.mu, new.sigma, rating.matches + 1
+        for side in range(len(places)):
+            if side != match.side:
+                expected = 1 / (1 + math.pow(10, (before[side] - before[match.side]) / _ELO_SCALE))
+                change = (_result(match, side) - expected) / (len(places) - 1)
+                ratings[match.side].elo += change
+                ratings[side].elo -= change
+
+    def after_update(self, policies: Mapping[str, Policy], updates: int) -> list[str]:
+        """Takes the snapshots that are due; returns the policies that are to begin again with their initial weights."""
+        self.unstored, self.left, begin_again = {}, [], []  # by now a trainer has stored and told what there was
+        for name, learner in sorted(self._learners.items()):
+            standing = self.state.learners[name]
+            reset = self._reset_due(standing, learner)
+            if reset or self._snapshot_due(standing):
+                self._take_snapshot(name, policies, updates)
+            if reset:
+                standing.began_at, standing.form = replace(standing.played), {}
+                standing.resets += 1
+                self.state.ratings[learner.seat][learner.policy] = Rating()
+                begin_again.append(learner.policy)
+        return begin_again
+
+    def _snapshot_due(self, standing: Standing) -> bool:
+        config, (games, rate) = self._config.snapshot, standing.form.get(ALL, (0, 0.0))
+        if config.every is not None and _passed(config.every, standing.played, standing.snapshot_at):
+            return True
+        strong = config.win_rate is not None and games >= config.min_games and rate >= config.win_rate
+        return strong and _passed(config.at_most_every, standing.played, standing.snapshot_at)
+
+    def _reset_due(self, standing: Standing, learner: LearnerConfig) -> bool:
+        if (reset := learner.reset) is None:
+            return False
+        met = [standing.form.get(seat, (0, 0.0)) for seat in sorted(set(self._seats))]
+        strong = [rate for games, rate in met if games >= self._config.snapshot.min_games]
+        won = reset.win_rate is not None and bool(strong) and min(strong) >= reset.win_rate
+        return won or (reset.or_after is not None and _passed(reset.or_after, standing.played, standing.began_at))
+
+    def _take_snapshot(self, name: str, policies: Mapping[str, Policy], updates: int) -> None:
+        """The learner's weights join the league with its rating; the oldest snapshot may have to leave."""
+        state, learner = self.state, self._learners[name]
+        standing, policy_id = state.learners[name], learner.policy
+        standing.snapshot_at = replace(standing.played)
+        standing.form.pop(ALL, None)
+        data = encode_policy(policies[policy_id], updates)
+        sha256 = player_hash(data)
+        player = snapshot_id(policy_id, sha256)
+        if any(snapshot.id == player for snapshot in state.snapshots):
+            return  # nothing was learned since
+        self.unstored[sha256] = data
+        state.snapshots.append(Snapshot(player, policy_id, sha256, standing.played.env_steps))
+        ratings = state.ratings.setdefault(learner.seat, {})
+        ratings[player] = replace(ratings.setdefault(policy_id, Rating()))
+        if row := state.payoff.pop(policy_id, None):
+            state.payoff[player] = row
+        first = {snapshot.policy: snapshot for snapshot in reversed(state.snapshots)}
+        others = [snapshot for snapshot in state.snapshots if first[snapshot.policy] is not snapshot]
+        for snapshot in others[: max(0, len(state.snapshots) - self._config.players)]:
+            self._remove(snapshot)
+
+    def _remove(self, snapshot: Snapshot) -> None:
+        self.state.snapshots.remove(snapshot)
+        self.left.append(snapshot.sha256)
+        self.state.payoff.pop(snapshot.id, None)
+        known: list[dict[str, Any]] = [*self.state.payoff.values(), *self.state.ratings.values()]
+        for row in (*known, *(standing.form for standing in self.state.learners.values())):
+            row.pop(snapshot.id, None)
+
+    def table(self, train: Counters) -> MatchTable:
+        """Who may play whom from now on. `train` are the run's counters, by which `swap_every` counts."""
+        names, every = sorted(self._learners), self._config.swap_every
+        if every is not None:
+            names = [names[every.index(train) % len(names)]]
+        learners, drawn = {}, set[str]()
+        for name in names:
+            learner = self._learners[name]
+            own = tuple(side for side, seat in enumerate(self._seats) if seat == learner.seat)
+            met = {seat for side in own for other, seat in enumerate(self._seats) if other != side}
+            opponents = {seat: self._opponents(name, seat) for seat in sorted(met)}
+            learners[name] = Learner(learner.policy, own, opponents)
+            drawn |= {player for each in opponents.values() for player, _ in each}
+        seats = {learner.policy: learner.seat for learner in self._learners.values()}
+        players = {
+            item.id: PlayerRef("policy", item.sha256, f"{item.policy} at step {item.env_steps}", (seats[item.policy],))
+            for item in self.state.snapshots if item.id in drawn
+        }  # fmt: skip
+        players |= {name: ref for name, ref in self._fixed.items() if name in drawn}
+        return MatchTable(self._sides, self._seats, learners, players)
+
+    def _opponents(self, name: str, seat: str) -> tuple[tuple[str, float], ...]:
+        opponents = self._config.opponents
+        past, fixed = self._past(name, seat), [name for name, ref in self._fixed.items() if seat in ref.seats]
+        found = {
+            seat: opponents.latest + (0 if past else opponents.past.share) + (0 if fixed else opponents.fixed.share)
+        }
+        total = math.fsum(past.values())
+        found |= {player: opponents.past.share * weight / total for player, weight in past.items()}
+        found |= {player: opponents.fixed.share / len(fixed) for player in fixed}
+        return tuple((player, probability) for player, probability in found.items() if probability > 0)
+
+    def _past(self, name: str, seat: str) -> dict[str, float]:
+        """Snapshot → weight of those that `name` may meet in `seat`, oldest first."""
+        config, learner, met = self._config.opponents.past, self._learners[name], set[str]()
+        for policy_id in (each.policy for each in self._learners.values() if each.seat == seat):
+            if policy_id == seat or learner.policy == learner.seat:  # else it exploits the seat's own policy
+                of_it = [snapshot.id for snapshot in self.state.snapshots if snapshot.policy == policy_id]
+                met |= {of_it[0], *of_it[-config.window :]}
+        ids = [snapshot.id for snapshot in self.state.snapshots if snapshot.id in met]
+        if config.choose == "uniform":
+            return dict.fromkeys(ids, 1.0)
+        if config.choose == "recent":
+            return {player: float(rank) for rank, player in enumerate(ids, 1)}
+        form = self.state.learners[name].form
+        rates = {player: form.get(player, (0, 0.5))[1] for player in ids}
+        hard = config.weighting == "hard"
+        weights = {id_: math.pow(1 - rate, config.power) if hard else rate * (1 - rate) for id_, rate in rates.items()}
+        return weights if any(weights.values()) else dict.fromkeys(ids, 1.0)
+
+    def resettable(self) -> list[str]:
+        """The policies that may have to begin again."""
+        return sorted(learner.policy for learner in self._learners.values() if learner.reset is not None)
+
+    def objects(self) -> list[str]:
+        """The SHA-256 of all that the league has in the store, fixed players included."""
+        fixed = (ref.sha256 for ref in self._fixed.values() if ref.sha256)
+        return sorted({*(snapshot.sha256 for snapshot in self.state.snapshots), *fixed})
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """Per learning policy what stands in metrics and `training_status.json`."""
+        found = {}
+        for name, learner in sorted(self._learners.items()):
+            standing = self.state.learners[name]
+            rating = self.state.ratings[learner.seat][learner.policy]
+            snapshots = sum(snapshot.policy == learner.policy for snapshot in self.state.snapshots)
+            found[learner.policy] = {
+                "rating": rating.ordinal, "elo": rating.elo, "win_rate": standing.form.get(ALL, (0, 0.5))[1],
+                "matches": standing.played.episodes, "snapshots": snapshots, "resets": standing.resets,
+                "forfeits": sum(self.state.forfeits.values()),
+            }  # fmt: skip
+        return found
+
+    def forfeits_to_tell(self) -> list[str]:
+        """A line, once in a process, for each player that has forfeited more matches than `forfeits_allowed`."""
+        allowed, lines = self._config.forfeits_allowed, []
+        for player, count in sorted(self.state.forfeits.items()):
+            if count > allowed and player not in self._told:
+                self._told.add(player)
+                found = f"player {player} has forfeited {count:,} matches (league.forfeits_allowed={allowed})"
+                lines.append(f"{found}: it raises, or chooses what the space does not have; the workers' logs say more")
+        return lines
+
+
+def _result(match: MatchRecord, side: int) -> float:
+    """The learner's against that side: 1, 0.5 or 0."""
+    mine, theirs = match.outcome[match.side], match.outcome[side]
+    return 0.5 + 0.5 * ((mine > theirs) - (mine < theirs))
+
+
+def _passed(duration: Duration, now: Counters, before: Counters) -> bool:
+    return now.get(duration.unit) - before.get(duration.unit) >= duration.amount
+
+
+def wilson(games: int, wins: int, draws: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's score interval of a win rate (a draw is half a win), by default of 95 %; (0, 1) of no games."""
+    if not games:
+        return 0.0, 1.0
+    rate, spread = (wins + draws / 2) / games, z * z / games
+    middle, half = rate + spread / 2, z * math.sqrt((rate * (1 - rate) + spread / 4) / games)
+    return max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread))
+
+
+def standings(state: LeagueState, fixed: Sequence[str] = ()) -> dict[str, Any]:
+    """The league as plain data, for `stagecoach league` and the page.
+
+    `players` are rows of ratings, the best first; `payoff` has a row per player that has played as a learner, with an
+    entry per opponent: games, wins, draws, rate, its interval, and the same per side.
+    """
+    taken = {snapshot.id: snapshot for snapshot in state.snapshots}
+    kinds = dict.fromkeys(fixed, "fixed") | dict.fromkeys(taken, "snapshot")
+    players = [
+        {
+            "player": player, "seat": seat, "kind": kinds.get(player, "current"), "rating": rating.ordinal,
+            **vars(rating), "forfeits": state.forfeits.get(player, 0),
+            "env_steps": taken[player].env_steps if player in taken else None,
+        }
+        for seat, ratings in sorted(state.ratings.items())
+        for player, rating in ratings.items()
+    ]  # fmt: skip
+    rows = {
+        player: {opponent: _cell(sides) for opponent, sides in row.items()}
+        for player, row in state.payoff.items() if row
+    }  # fmt: skip
+    return {"players": sorted(players, key=lambda row: (row["seat"], -row["rating"])), "payoff": rows}
+
+
+def _cell(sides: Mapping[int, tuple[int, int, int]]) -> dict[str, Any]:
+    games, wins, draws = (sum(cell[index] for cell in sides.values()) for index in range(3))
+    low, high = wilson(games, wins, draws)
+    rate = (wins + draws / 2) / games
+    by_side = {str(side): list(cell) for side, cell in sorted(sides.items())}
+    return {"games": games, "wins": wins, "draws": draws, "rate": rate, "low": low, "high": high, "sides": by_side}
