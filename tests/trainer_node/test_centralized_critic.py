@@ -241,11 +241,8 @@ def test_a_run_without_either_keeps_its_hash() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(sections: dict[str, Any], words: str) -> None:
-    def made() -> Config:
-        return minimal_config(**sections)
-
     with pytest.raises(ConfigError, match=words):
-        made()
+        minimal_config(**sections)
 
 
 def test_a_policy_with_its_own_critic_is_what_it_was() -> None:
