@@ -216,8 +216,10 @@ class Evaluator:
             policies = {policy_id: decode_policy(data)[0] for policy_id, data in stored.items()}
             scores = self._play(name, policies, SCORING)
             scores["metrics"] |= self._against_fixed(name, stored, policies)
+            rated = self._rated(name)
+            scores |= rated
             if self._may_be_best(ranking(scores)):
-                scores["confirmation"] = self._play(name, policies, CONFIRMING)
+                scores["confirmation"] = self._play(name, policies, CONFIRMING) | rated
         except _PASSING as error:
             _LOGGER.warning("cannot evaluate %s: %s", name, error)  # pruned meanwhile, or damaged: the next one counts
             if isinstance(error, CheckpointError) and context.config.evaluation.every is not None:
@@ -262,6 +264,16 @@ class Evaluator:
         with self._stages.during("evaluate"):
             played = evaluate_policies(config, self._description, policies, seed, watchdog=self._watchdog)
             return scores_of(config, played)
+
+    def _rated(self, name: str) -> dict[str, float]:
+        """In a league, what ranks a checkpoint: its rating then, of `checkpoint.best_by` or the first learner."""
+        config = self._context.config
+        learners = [learner.policy for _, learner in sorted(config.league_learners.items())]
+        if not learners or name not in self._context.checkpoints.names():
+            return {}
+        ratings = self._context.checkpoints.manifest(name).provenance.get("ratings", {})
+        whose = config.checkpoint.best_by if config.checkpoint.best_by in learners else learners[0]
+        return {"ranking": float(ratings[whose]["rating"])} if whose in ratings else {}
 
     def _against_fixed(
         self, name: str, stored: Mapping[str, bytes], policies: Mapping[str, Policy]

@@ -133,7 +133,8 @@ class Opponents:
         self._held: OrderedDict[tuple[str, str, str], Player] = OrderedDict()
 
     def get(self, ref: PlayerRef, group: str, spaces: PolicySpaces, policy: Policy) -> Player:
-        """For the seats of policy `group`; `policy` is any with its spaces. Raises `PlayerUnusable`, or `ConfigError` for a function that is none."""
+        """For the seats of policy `group`; `policy` is any with its spaces. Raises `PlayerUnusable`, or `ConfigError` for
+        a function that is none."""
         key = group, ref.kind, ref.sha256 or ref.source
         if key not in self._held:
             self._held[key] = self._make(ref, spaces, policy)

@@ -18,6 +18,7 @@ from tests.conftest import RedisServer
 from tests.support.crash_points import Life, Run
 from tests.support.environments import CHASE, CHASE_POLICIES
 from tests.support.game import small
+from tests.support.games import MODULE, NIM
 from tests.support.groups import thinned
 from tests.support.runs import shard_fields
 from trainer_node.checkpointing import checkpoint_writer
@@ -25,6 +26,13 @@ from trainer_node.metrics import recorder
 from trainer_node.replay import replay
 
 NewRun = Callable[..., Run]
+LEAGUE_OF_NIM: dict[str, Any] = {
+    "environment": NIM | {"num_envs": 3},
+    "league": {
+        "snapshot": {"every": "12 env_steps"}, "fixed": {"chance": "random", "one": f"{MODULE}:takes_one"},
+        "opponents": {"latest": 0.2, "past": 0.4, "fixed": 0.4},
+    },
+}  # fmt: skip
 _VARIES = re.compile(r"/[0-9a-f]{16}/|\d+")
 """In the names of writes: uploads and numbers."""
 pytestmark = [pytest.mark.timeout(600), pytest.mark.thinned]
@@ -210,9 +218,11 @@ def test_a_trainer_that_comes_back_after_its_successor_has_ended_the_run(new_run
         )
 
 
-def test_a_worker_that_dies_between_any_two_writes(new_run: NewRun) -> None:
-    """Its successor acts again what it had not pushed; where nothing was pushed yet, it begins a life of its own."""
-    config = crashing(updates=2)
+@pytest.mark.parametrize("sections", [None, LEAGUE_OF_NIM], ids=["one agent", "in mid-match"])
+def test_a_worker_that_dies_between_any_two_writes(new_run: NewRun, sections: dict[str, Any] | None) -> None:
+    """Its successor acts again what it had not pushed, in a league in the same seats against the same players; where
+    nothing was pushed yet, it begins a life of its own."""
+    config = crashing(updates=2, sections=sections)
     run = new_run(config)
     assert run.train(Life())
     expected, writes = learned(run), run.worker_life.done

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_worker.acting_policies import make_exploration
+from rollout_worker.environments.action_masks import from_info
 from rollout_worker.environments.description import describe_environment
 from rollout_worker.exploration.base import RandomActing
-from shared.errors import ConfigError, EnvironmentFailure, UserError
+from shared.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, UserError
 from shared.experience.counters import Counters
 from shared.experience.spaces import Leaf, PolicySpaces, SpaceSpec
 from shared.policies.deployed import DeployedPolicy
@@ -131,6 +132,24 @@ def test_an_environment_s_info_masks_as_an_observation_would() -> None:
     assert legal.all() and (columns["obs.action_mask"] == 0).any()
 
 
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple), st.integers(0, 2**32 - 1))
+@settings(max_examples=40, deadline=None)
+def test_a_mask_has_to_leave_an_option_of_each_choice(sizes: tuple[int, ...], seed: int) -> None:
+    spaces, mask = choices(sizes), np.random.default_rng(seed).random((12, sum(sizes))) < 0.6
+    ends = np.cumsum(sizes).tolist()
+    expected = [any(not row[end - size : end].any() for size, end in zip(sizes, ends, strict=True)) for row in mask]
+    assert spaces.without_legal({"obs.action_mask": mask.astype(np.float32)}).tolist() == expected
+
+
+def test_a_mask_that_info_lacks_fails_in_one_line_and_a_tuple_of_arrays_is_one_mask() -> None:
+    told = from_info(np.zeros(2), {"action_mask": (np.array([1, 0]), np.array([0, 1, 1]))}, 5)
+    assert told["action_mask"].tolist() == [1, 0, 0, 1, 1] and list(told) == ["observation", "action_mask"]
+    assert from_info({"seen": 1}, {"action_mask": [True, False]}, 2)["seen"] == 1
+    for info, found in (({}, "found none"), ({"action_mask": [1, 0, 1]}, "found 3 numbers")):
+        with pytest.raises(EnvironmentUnusable, match=f"with 2 numbers, {found}; tell it at each reset and step"):
+            from_info(0, info, 2)
+
+
 def test_a_game_s_moves_are_legal_ones() -> None:
     columns = Stage(NIM | {"num_envs": 4}).sample(80).columns["default"]
     there = columns["mask"]
@@ -167,6 +186,7 @@ def test_a_deployed_policy_takes_the_mask_beside_the_observation() -> None:
     [
         ({"id": "CartPole-v1", "action_mask": "observation"}, "expects default to observe an action_mask of 2 numbers"),
         ({"id": "Pendulum-v1", "action_mask": "info"}, "masks choices, and the action space has none"),
+        ({"id": "CartPole-v1", "action_mask": "info", "vectorization": "native"}, "use sync or async"),
     ],
 )
 def test_a_mask_that_is_not_there_is_refused(environment: dict[str, Any], says: str) -> None:
