@@ -135,7 +135,8 @@ def test_config_md_is_what_the_models_say() -> None:
 def test_every_example_config_loads_and_says_what_is_reached() -> None:
     configs = {path.stem: load_config(path, environ={}) for path in EXAMPLES}
     assert {"cartpole", "own_environment"} <= configs.keys()
-    assert {name for name, config in configs.items() if config.stop_at.mean_return is None} <= {"breakout", "tictactoe"}
+    without = {name for name, config in configs.items() if config.stop_at.mean_return is None}
+    assert without <= {"breakout", "simple_spread_mappo", "tictactoe"}
     for name, config in configs.items():
         rate = getattr(config.algorithm, "learning_rate", None)
         if isinstance(rate, Schedule) and rate.over is not None and rate.end == 0 and rate.over.unit == "env_steps":

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.config.run_config import Config
 from shared.config.sections import PolicyConfig
 from shared.errors import ConfigError
 from shared.experience.counters import Counters
@@ -242,11 +241,8 @@ def test_a_run_without_either_keeps_its_hash() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(sections: dict[str, Any], words: str) -> None:
-    def made() -> Config:
-        return minimal_config(**sections)
-
     with pytest.raises(ConfigError, match=words):
-        made()
+        minimal_config(**sections)
 
 
 def test_a_policy_with_its_own_critic_is_what_it_was() -> None:

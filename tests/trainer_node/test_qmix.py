@@ -120,6 +120,7 @@ def test_values_and_targets_are_those_of_the_slow_form(name: str, double: bool, 
     assert lesson.metrics["train/q_value"].item() == pytest.approx(float(pairs[:, 0].mean()), rel=1e-3, abs=1e-4)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1000), st.integers(0, AGENTS - 1))
 def test_what_is_better_for_an_agent_is_for_the_team(seed: int, agent: int) -> None:
     mixer = team_of("qmix").mixer
