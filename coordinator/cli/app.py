@@ -100,6 +100,17 @@ Background = Annotated[bool, typer.Option("--background", hidden=True)]
 _Target = Annotated[
     str, typer.Argument(metavar="RUN|CHECKPOINT", help="RUN (its best), RUN/NAME, or a folder.", autocompletion=run_ids)
 ]
+_PagePort = Annotated[
+    int, typer.Option(metavar="PORT", min=0, max=65535, help="With --page: its port; by default a free one.")
+]
+_PageTokenFile = Annotated[Path | None, typer.Option(metavar="FILE", help="With --page: its first line is the token.")]
+_Parallel = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="With --seeds: so many at a time; by default 1.")
+]
+_InitializeFrom = Annotated[
+    str | None,
+    typer.Option(metavar="CHECKPOINT", help="Begin with the policies of RUN, RUN/NAME or a checkpoint's folder."),
+]
 _Stochastic = Annotated[bool, typer.Option("--stochastic", help="Draw actions as in training.")]
 
 
@@ -117,13 +128,8 @@ def train(
         str | None,
         typer.Option(metavar="N|A,B,…", help="A run NAME-seed-S for each of N seeds (from the config's on), or these."),
     ] = None,
-    parallel: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="With --seeds: so many at a time; by default 1.")
-    ] = None,
-    initialize_from: Annotated[
-        str | None,
-        typer.Option(metavar="CHECKPOINT", help="Begin with the policies of RUN, RUN/NAME or a checkpoint's folder."),
-    ] = None,
+    parallel: _Parallel = None,
+    initialize_from: _InitializeFrom = None,
     or_resume: Annotated[
         bool,
         typer.Option("--or-resume", help="Continue the run where it is there already; for job systems that retry."),
@@ -147,12 +153,8 @@ def train(
     page: Annotated[
         bool, typer.Option("--page", help="Serve the page of runs for as long as it trains; prints its URL.")
     ] = False,
-    page_port: Annotated[
-        int, typer.Option(metavar="PORT", min=0, max=65535, help="With --page: its port; by default a free one.")
-    ] = 0,
-    page_token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --page: its first line is the token.")
-    ] = None,
+    page_port: _PagePort = 0,
+    page_token_file: _PageTokenFile = None,
     background: Background = False,
 ) -> None:
     """Train: start all that the run needs, show it live, and end it all with a summary."""
