@@ -1,6 +1,6 @@
 """`python -m benchmarks.league_cost`: what a turn of a game costs a worker: alone in self-play, and in a league.
 
-Tic-tac-toe, 32 copies in one process, fragments of 64 turns; the cases take turns, so that a slow machine is slow for all.
+Tic-tac-toe, 32 copies in one process, fragments of 64 turns; the cases take turns, so a slow machine is slow for all.
 Printed: turns a second, the median over the rounds, and the ratio to plain self-play in the same round.
 """
 

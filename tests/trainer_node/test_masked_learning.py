@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical
 
+from shared.config.algorithms.registry import ALGORITHMS
 from shared.config.sections import PolicyConfig
 from shared.experience.spaces import Leaf, PolicySpaces, SpaceSpec
 from shared.policies.actor_critic import ActorCritic, RecurrentActorCritic
@@ -19,7 +20,7 @@ from shared.policies.deployed import DeployedPolicy
 from shared.policies.policy import Policy
 from shared.policies.q_network import QNetwork
 from shared.policies.serialization import decode_policy, encode_policy
-from tests.support.learning.algorithms import ALGORITHMS, make, move_apart
+from tests.support.learning.algorithms import make, move_apart
 from tests.support.learning.experience import weights_after_updates
 from trainer_node.export.onnx_translation import compare, random_observations, to_onnx
 from trainer_node.learning.algorithms.off_policy import Minibatch
@@ -107,7 +108,7 @@ def test_ppos_loss_is_that_of_a_softmax_over_the_legal_choices() -> None:
     found = {name: parameter.grad.clone() for name, parameter in ppo.policy.named_parameters() if parameter.numel()}
     ppo.policy.zero_grad()
     logits = ppo.policy.head(ppo.policy.actor(seen, None))
-    each = [Categorical(logits=logits[row, legal_of(seen, row)]) for row in range(ROWS)]
+    each: list[Any] = [Categorical(logits=logits[row, legal_of(seen, row)]) for row in range(ROWS)]
     at = [torch.tensor(legal_of(seen, row).index(int(actions[row]))) for row in range(ROWS)]
     log_prob = torch.stack([of.log_prob(taken) for of, taken in zip(each, at, strict=True)])
     entropy = torch.stack([of.entropy() for of in each]).mean()
