@@ -23,6 +23,7 @@ CODE_VERSION = "STAGECOACH_CODE_VERSION"
 EXTRAS = {
     "cluster": ("ray[default]",),
     "pettingzoo": ("pettingzoo",),
+    "games": ("pyspiel", "open_spiel", "lbforaging"),
     "box2d": ("Box2D", "box2d"),
     "mujoco": ("mujoco",),
     "robotics": ("gymnasium_robotics",),

@@ -127,7 +127,7 @@ def test_it_prints_a_list_or_json_and_its_exit_code_says_whether_all_is_well(sta
         (f"{WORKING}:Twins", 0, ["agent first: ", "agent second: ", "expected environment.api: pettingzoo in its "]),
         ("classic/rps_v2", 0, ["agent player_0: ", "expected environment.api: pettingzoo in its config"]),
         ("pettingzoo.classic.rps_v2:parallel_env", 0, ["agent player_0: "]),
-        ("pettingzoo.classic.rps_v2:env", 2, ["it is an AEC environment", "aec_to_parallel", "is_parallelizable"]),
+        ("pettingzoo.classic.rps_v2:env", 0, ["agent player_0: "]),
         (f"{MODULE}:Unnamed", 2, ["returned a Unnamed", "it has no possible_agents: set it in __init__"]),
     ],
 )
@@ -153,13 +153,12 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "raises at its start": (
         {"id": f"{MODULE}:NoLevel"}, ["FileNotFoundError", "'level.txt' (at ", "broken_environments.py:"],
     ),
-    "a parallel one": ({"id": f"{WORKING}:Chase"}, ["it is a PettingZoo parallel environment: set environment.api="]),
-    "a registered one": ({"id": "classic/rps_v2"}, ["it is a PettingZoo parallel environment: set environment.api="]),
+    "a parallel one": ({"id": f"{WORKING}:Chase"}, ["it is a PettingZoo environment: set environment.api="]),
+    "a registered one": ({"id": "classic/rps_v2"}, ["it is a PettingZoo environment: set environment.api="]),
     "an unknown one": (
-        {"id": "classic/rpss_v2", "api": "pettingzoo"}, ["no parallel environment 'classic/rpss_v2'", "classic/rps-v2"],
+        {"id": "classic/rpss_v2", "api": "pettingzoo"}, ["no environment 'classic/rpss_v2'", "classic/rps-v2"],
     ),
     "not of PettingZoo": ({"id": f"{MODULE}:Good", "api": "pettingzoo"}, ["is a gymnasium.Env: set environment.api="]),
-    "AEC": ({"id": f"{MODULE}:InTurns", "api": "pettingzoo"}, ["it is an AEC environment", "aec_to_parallel"]),
 }  # fmt: skip
 
 

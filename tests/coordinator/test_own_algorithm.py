@@ -103,7 +103,7 @@ def test_what_its_update_raises_is_told_with_its_line(stagecoach: Stagecoach, co
         ({"name": f"{MODULE}:Bandit", "stpe": 1}, {}, ["unknown key algorithm.stpe; did you mean algorithm.step?"]),
         ({"name": f"{MODULE}:Bandit", "step": "far"}, {}, ["algorithm.step: expected a number, found 'far'"]),
         (f"{MODULE}:Bandit", {"max_policy_lag": 1}, ["the bandit wants rollout.max_policy_lag=0"]),
-        ("pop", {}, ["one of a2c,", "td3, package.module:Class", "found 'pop'; did you mean ppo?"]),
+        ("pop", {}, ["one of a2c,", "vdn, package.module:Class", "found 'pop'; did you mean ppo?"]),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_line(

@@ -35,7 +35,7 @@ NATIVE: dict[str, Any] = {"id": "CartPole-v1", "vectorization": "native"}
         ({"id": f"{MODULE}:Counting", "kwargs": {"lenght": 3}}, "keyword argument 'lenght'"),
         ({"id": "CartPole-v1", "kwargs": {"gravity": 1}}, "unexpected keyword argument 'gravity'"),
         ({"id": f"{MODULE}:not_an_environment"}, "returned a int.*expects a gymnasium.Env"),
-        ({"id": f"{MODULE}:Counting", "api": "pettingzoo"}, "Counting.*a PettingZoo parallel"),
+        ({"id": f"{MODULE}:Counting", "api": "pettingzoo"}, "Counting.*a PettingZoo environment"),
         ({"id": f"{MODULE}:Chase"}, "Chase.*api=gymnasium expects a gymnasium.Env"),
         (
             {"id": "CartPole-v1", "wrappers": [f"{MODULE}:broken_wrapper"]},

@@ -233,8 +233,8 @@ def reads(texts: Iterator[str]) -> set[tuple[str, str]]:
 
 CALLED = {"policies": "policy", "wrappers": "wrapper", "stop_at": "stop", "learners": "learner", "fixed": "player"}
 """What the code calls a section, or one item of it, where it holds it in a variable; otherwise its name or `config`."""
-NOT_READ = {("algorithm", "name")}
-"""Decides which algorithm's section is meant."""
+NOT_READ = {("algorithm", "name"), ("algorithm", "normalize_values")}
+"""Decides which algorithm's section is meant; the section itself hands it to the network (`network`)."""
 
 
 def test_every_field_is_read_somewhere_and_says_what_it_is_for() -> None:
@@ -252,7 +252,7 @@ def test_every_field_is_read_somewhere_and_says_what_it_is_for() -> None:
 
 BY_ALGORITHM: dict[str, tuple[list[int], str, int, tuple[int, int, int], str]] = {
     **dict.fromkeys(("ppo", "a2c", "impala", "appo", "bc"), ([64, 64], "tanh", 0, (64, 4, 0), "10 updates")),
-    **dict.fromkeys(("dqn", "rainbow"), ([120, 84], "relu", 1000, (8, 1, 2), "5000 env_steps")),
+    **dict.fromkeys(("dqn", "rainbow", "vdn", "qmix"), ([120, 84], "relu", 1000, (8, 1, 2), "5000 env_steps")),
     **dict.fromkeys(("sac", "td3", "ddpg"), ([256, 256], "relu", 1000, (8, 1, 2), "5000 env_steps")),
     **dict.fromkeys(("cql", "iql"), ([256, 256], "relu", 0, (64, 4, 1), "10 updates")),
 }
@@ -276,7 +276,9 @@ def test_what_is_not_said_is_as_the_algorithm_has_it(name: str) -> None:
     assert (rollout.fragment_steps, rollout.fragments_per_update, rollout.max_policy_lag) == (steps, fragments, lag)
     if isinstance(config.algorithm, OffPolicyConfig):
         assert lag > 0, "acting goes on during gradient steps"
-        assert config.algorithm.replay_buffer.capacity == (100_000 if name in {"dqn", "rainbow"} else 1_000_000)
+        assert config.algorithm.replay_buffer.capacity == (
+            100_000 if name in {"dqn", "rainbow", "vdn", "qmix"} else 1_000_000
+        )
     assert parse_config(yaml.safe_load(dump_config(config))) == config
 
 

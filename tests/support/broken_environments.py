@@ -190,15 +190,6 @@ class Dies(Good):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class InTurns:
-    """As PettingZoo's AEC environments look."""
-
-    possible_agents = ["a", "b"]
-
-    def agent_iter(self) -> Any:
-        """Whose turn it is."""
-
-
 class Unnamed(ParallelEnv):  # type: ignore[misc]
     """Tells its agents only after a reset."""
 
