@@ -102,6 +102,16 @@ _Target = Annotated[
 ]
 _Stochastic = Annotated[bool, typer.Option("--stochastic", help="Draw actions as in training.")]
 
+_Page = Annotated[bool, typer.Option("--page", help="Serve the page of runs for as long as it trains; prints its URL.")]
+_PagePort = Annotated[
+    int, typer.Option(metavar="PORT", min=0, max=65535, help="With --page: its port; by default a free one.")
+]
+_PageTokenFile = Annotated[Path | None, typer.Option(metavar="FILE", help="With --page: its first line is the token.")]
+_WorkingDir = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="With --address: the folder that travels; the config's by default."),
+]
+
 
 @app.callback()
 def _main(version: _Version = False) -> None:
@@ -135,24 +145,15 @@ def train(
         str | None,
         typer.Option(metavar="URL|CLUSTER.yaml", help="Run on this Ray cluster: its dashboard, or its cluster file."),
     ] = None,
-    working_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="With --address: the folder that travels; the config's by default."),
-    ] = None,
+    working_dir: _WorkingDir = None,
     detach: Detach = False,
     inline: Inline = False,
     profile: Annotated[
         bool, typer.Option("--profile", help="Show at the end where each process's time went; keep a timeline.")
     ] = False,
-    page: Annotated[
-        bool, typer.Option("--page", help="Serve the page of runs for as long as it trains; prints its URL.")
-    ] = False,
-    page_port: Annotated[
-        int, typer.Option(metavar="PORT", min=0, max=65535, help="With --page: its port; by default a free one.")
-    ] = 0,
-    page_token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --page: its first line is the token.")
-    ] = None,
+    page: _Page = False,
+    page_port: _PagePort = 0,
+    page_token_file: _PageTokenFile = None,
     background: Background = False,
 ) -> None:
     """Train: start all that the run needs, show it live, and end it all with a summary."""
