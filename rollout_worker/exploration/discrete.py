@@ -73,7 +73,7 @@ class OneHead(EpsilonGreedy):
     Agents of one environment act by the same head. Probabilities are those of this head's choices.
     """
 
-    knows_episodes = True
+    knows_episodes = by_slot = True
     _numbers: dict[int, int] = field(default_factory=dict)
 
     def begin(self, environment: int, seed: int) -> None:

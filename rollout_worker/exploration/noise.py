@@ -50,6 +50,7 @@ class GaussianNoise(_ActionNoise):
 class OrnsteinUhlenbeckNoise(_ActionNoise):
     """x ← (1 − θ) x + σ · normal noise; the first x is drawn from what it becomes in time."""
 
+    by_slot = True
     theta: float
     _now: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 

@@ -163,3 +163,20 @@ def test_a_trace_of_turns_holds_what_was_done_in_each_step() -> None:
     stage.sample(6)
     trace = action_trace.read(stage.left)
     assert trace is not None and trace.steps >= max(trace.lengths)
+
+
+BOOTSTRAPPED = {"name": "dqn", "minibatch_size": 8, "heads": 3, "exploration": {"kind": "bootstrapped", "epsilon": 0.1}}
+WANDERING = {"name": "td3", "minibatch_size": 8, "exploration": {"kind": "ou", "sigma": 0.2, "theta": 0.15}}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kwargs"), [(BOOTSTRAPPED, {}), (WANDERING, {"boxes": True})], ids=["one head", "ou noise"]
+)
+def test_what_explores_slot_by_slot_knows_whose_turn_it_is(algorithm: dict[str, Any], kwargs: dict[str, Any]) -> None:
+    """Twice the same from the same beginning, whichever slots have a turn together."""
+    samples = []
+    for _ in range(2):
+        stage = Stage(TURNS | {"num_envs": 3, "kwargs": kwargs}, algorithm=algorithm)
+        samples.append([stage.sample(9) for _ in range(2)])
+    assert all(same(one, other) for one, other in zip(*samples, strict=True))
+    assert samples[0][1].columns["default"]["mask"].any()

@@ -15,6 +15,10 @@ NAMES = ["ann", "bob", "cy"]
 class _Coming:
     """What both have in common: who is there, and what each has seen, by a seeded generator."""
 
+    def __init__(self, boxes: bool = False) -> None:
+        super().__init__()
+        self._boxes = boxes
+
     metadata = {"name": "coming", "is_parallelizable": False}
     possible_agents = NAMES
     render_mode = None
@@ -23,7 +27,7 @@ class _Coming:
         return spaces.Box(-1e6, 1e6, (3,), np.float32)
 
     def action_space(self, agent: str) -> spaces.Space[Any]:
-        return spaces.Discrete(3)
+        return spaces.Box(-1, 1, (1,), np.float32) if self._boxes else spaces.Discrete(3)
 
     def _start(self, seed: int | None) -> None:
         if seed is not None:
@@ -86,7 +90,7 @@ class InTurns(_Coming, AECEnv):  # type: ignore[misc]
         self.steps += 1
         over, drawn = self.steps >= self.until, {name: self.random.random() for name in NAMES}
         for name in self.agents:
-            self.rewards[name] = self.steps / 10 + (float(action) if name == agent else 0.5)
+            self.rewards[name] = self.steps / 10 + (float(np.sum(action)) if name == agent else 0.5)
             self.terminations[name] |= over or drawn[name] < 0.08
             self.truncations[name] |= not self.terminations[name] and drawn[name] < 0.12
         self._accumulate_rewards()
