@@ -20,6 +20,10 @@ def wrapper_of_path(value: object) -> object:
     return {"path": value} if isinstance(value, str) else value
 
 
+def _off(value: object) -> object:
+    return "off" if value is False else value  # YAML reads `off` so
+
+
 InfoName = Annotated[str, Field(pattern=r"^[A-Za-z][\w./-]*$", max_length=100)]
 
 
@@ -44,7 +48,7 @@ class EnvironmentConfig(Section):
     max_episode_steps: int | None = Field(None, ge=1)
     """Truncate episodes after this many steps of the agent, whatever wrappers make of one (with a frame skip of 4 it is
     four of the game's); the default is what the environment registers, in steps of its own."""
-    action_mask: Literal["auto", "observation", "info", "off"] = "auto"
+    action_mask: Annotated[Literal["auto", "observation", "info", "off"], BeforeValidator(_off)] = "auto"
     """Where legal actions are told: in the observation's `action_mask` (`auto`: if it has one of the action's size;
     `off`: it is observed like anything else), or in `info["action_mask"]` of each step and reset
     (docs/ACTION_MASKS.md)."""

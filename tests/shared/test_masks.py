@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -198,3 +199,4 @@ def test_off_means_that_it_is_observed_like_anything_else() -> None:
     description = describe_environment(minimal_config(environment=NIM | {"action_mask": "off"}))
     assert description.policies["default"].observation.mask_columns == ()
     assert ILLEGAL < -1e8
+    assert minimal_config(environment=NIM | yaml.safe_load("action_mask: off")).environment.action_mask == "off"
