@@ -33,6 +33,7 @@ def environment(name: str, **kwargs: str) -> Callable[[], object]:
 ASKED: dict[str, tuple[str, Callable[[], object]]] = {
     "cluster": ("ray.job_submission", lambda: job_client("http://127.0.0.1:1")),
     "pettingzoo": ("pettingzoo", lambda: import_object("pettingzoo.sisl.pursuit_v5:parallel_env", "environment.id")),
+    "games": ("lbforaging", lambda: import_object("lbforaging.foraging:ForagingEnv", "environment.id")),
     "box2d": ("Box2D", environment("LunarLander-v3")),
     "mujoco": ("mujoco", environment("HalfCheetah-v5")),
     "robotics": ("gymnasium_robotics", environment("gymnasium_robotics:FetchReach-v4")),
