@@ -36,7 +36,7 @@ def league(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = Non
 
     As the newest checkpoint has it; `stagecoach status` and `watch` show the ratings of now.
     """
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from coordinator.catalog.league_standings import league_of
 
@@ -47,7 +47,14 @@ def league(run: Place, runs_dir: RunsDir = RUNS, endpoint_url: EndpointUrl = Non
         return
     several = len({row["seat"] for row in found["players"]}) > 1
     table = Table(
-        "player", "kind", "rating", "±", "Elo", "matches", "forfeits", title=f"league at {found['checkpoint']}"
+        Column("player", overflow="fold"),
+        "kind",
+        "rating",
+        "±",
+        "Elo",
+        "matches",
+        "forfeits",
+        title=f"league at {found['checkpoint']}",
     )
     for row in found["players"]:
         name = f"{row['player']} ({row['seat']})" if several else row["player"]

@@ -200,7 +200,9 @@ class Parallel:
         """What the agents of a policy observe, and which of them there are."""
         places = [(agent, episode) for agent in self._agents[policy_id] for episode in self._episodes]
         rows = [episode.observations.get(agent) if agent in episode.live else None for agent, episode in places]
-        return self._rows(policy_id, "obs", rows), np.array([agent in episode.live for agent, episode in places])
+        return self._rows(policy_id, "obs", rows), np.array(
+            [agent in episode.live for agent, episode in places], np.bool_
+        )
 
     def _rows(self, policy_id: str, prefix: str, values: Sequence[Any]) -> Columns:
         """Stacked columns; zeros where an agent is absent (None)."""

@@ -1,5 +1,6 @@
 """Casting: which player sits in which seat of each environment's episode, and what the episode was for the league."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from shared.league.matchmaking import Match, draw
 from shared.league.table import MatchTable, PlayerRef
 from shared.policies.policy import Policy
 
+_LOGGER = logging.getLogger("stagecoach.worker")
 _OUTCOME = "outcome"
 """How an environment tells it, in an agent's last `info`: 1 for a win, 0.5 for a draw, 0 for a loss."""
 
@@ -36,7 +38,7 @@ class Casting:
         self, description: EnvironmentDescription, num_envs: int, table: MatchTable, opponents: Opponents,
         tell: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """`tell` writes an event: how outcomes are judged, and forfeits."""
+        """`tell` writes an event: how outcomes are judged."""
         self._description, self._count, self._opponents, self._tell = description, num_envs, opponents, tell
         self._table = table
         self._refs = dict(table.players)
@@ -127,11 +129,13 @@ class Casting:
         match, said = self.matches[environment], self._forfeits[environment]
         assert match is not None
         told = [[record.metrics.get(f"{agent}.{_OUTCOME}") for agent in side] for side in self._table.sides]
-        by_environment = all(value is not None for side in told for value in side)
+        odd = [value for side in told for value in side if value is not None and not 0 <= value <= 1]
+        by_environment = not odd and all(value is not None for side in told for value in side)
         if not self._judged:
             self._judged = True
             how = f"by the environment's info[{_OUTCOME!r}]" if by_environment else "by comparing the sides' returns"
-            self._tell(f"outcomes of matches are judged {how}")
+            why = f", since info[{_OUTCOME!r}] was {odd[0]:g}; expected 0 to 1" if odd else ""
+            self._tell(f"outcomes of matches are judged {how}{why}")
         if by_environment:
             outcome = tuple(float(np.clip(np.mean(side), 0, 1)) for side in told)  # type: ignore[arg-type]
         else:
@@ -139,7 +143,7 @@ class Casting:
         if said:
             loser = match.players.index(said.partition(":")[0])
             outcome = tuple(0.0 if side == loser else 1.0 for side in range(len(outcome)))
-            self._tell(f"a match is lost by forfeit, {said}")
+            _LOGGER.warning("a match is lost by forfeit, %s", said)
         return replace(record, match=MatchRecord(match.learner, match.side, match.players, outcome, said))
 
 

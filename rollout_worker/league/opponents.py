@@ -80,7 +80,7 @@ class Function(Player):
         random = np.random.default_rng(int(torch.randint(1 << 62, (), generator=generator, device=generator.device)))
         try:
             columns = self._spaces.action.flatten("action", self._function(seen, random))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise Forfeit(headline(error)) from error
         masks = {name: array[row] for name, array in observations.items() if name.startswith("obs.action_mask")}
         for leaf in self._spaces.action.leaves:

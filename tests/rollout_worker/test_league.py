@@ -16,6 +16,7 @@ from rollout_worker.environments.seeding import SeedLineage
 from rollout_worker.exploration.base import Sampling
 from rollout_worker.league.casting import Casting
 from rollout_worker.league.opponents import MOST_PLAYERS, Opponents
+from rollout_worker.playing import evaluate_policies
 from rollout_worker.sampling import action_trace
 from rollout_worker.sampling.sampler import Sample, Sampler
 from shared.errors import PlayerUnusable
@@ -138,12 +139,14 @@ def test_a_successor_goes_on_in_the_same_matches(store: FileStore, sections: dic
     ("player", "says"),
     [("raises", "ValueError: no move comes to mind"), ("takes_too_many", "its action 7 is none of the space")],
 )
-def test_a_scripted_player_that_has_no_legal_move_loses_by_forfeit(store: FileStore, player: str, says: str) -> None:
+def test_a_scripted_player_that_has_no_legal_move_loses_by_forfeit(
+    store: FileStore, caplog: pytest.LogCaptureFixture, player: str, says: str
+) -> None:
     season = Season(store, {"script": 1.0}, fixed(script=f"{MODULE}:{player}"), snapshots=0)
     records = [record for record in season.sample(60).episodes if record.match and record.match.forfeit]
     assert records and all(record.match and record.match.outcome[record.match.side] == 1.0 for record in records)
     assert all(record.match and record.match.forfeit == f"script: {says}" for record in records)
-    assert season.told[-1] == f"a match is lost by forfeit, script: {says}"
+    assert f"a match is lost by forfeit, script: {says}" in caplog.text
 
 
 def test_the_best_player_wins_whenever_it_can(store: FileStore) -> None:
@@ -181,3 +184,21 @@ def test_a_table_that_changes_in_mid_season_is_drawn_from_at_the_next_episode(st
     season.table = replace(season.table, learners={"main": learner}, players={})
     later = [record.match for _ in range(4) for record in season.sample(20).episodes]
     assert all(match and match.players == ("default", "default") for match in later[3:])
+
+
+def test_an_outcome_that_is_none_is_told_and_returns_are_compared(store: FileStore) -> None:
+    kwargs = {"tells": True, "outcome": 5.0}
+    season = Season(store, {"past": 1.0}, environment=NIM | {"num_envs": 3, "kwargs": kwargs})
+    records = season.sample(80).episodes
+    assert all(record.match and sorted(record.match.outcome) == [0.0, 1.0] for record in records)
+    (told,) = season.told
+    assert told.endswith("by comparing the sides' returns, since info['outcome'] was 5; expected 0 to 1")
+
+
+def test_a_policy_without_agents_of_its_own_is_played_beside_the_others() -> None:
+    learners = {"main": {"policy": "main"}, "exploiter": {"policy": "exploiter", "plays": ["main"]}}
+    sections: dict[str, Any] = {"policies": {"main": {}, "exploiter": {}}, "league": {"learners": learners}}
+    config = minimal_config(environment=NIM | {"num_envs": 2}, agents={"first": "main", "second": "main"}, **sections)
+    description = describe_environment(config)
+    policies = build_policies(description.policies, config.policies, config.algorithm, 0, description.agents)
+    assert len(evaluate_policies(config, description, policies, 0, 3)) == 3

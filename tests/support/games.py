@@ -116,9 +116,9 @@ class Nim(AECEnv):  # type: ignore[misc]
     possible_agents = ["first", "second"]
     render_mode = None
 
-    def __init__(self, pile: int = 7, tells: bool = False) -> None:
+    def __init__(self, pile: int = 7, tells: bool = False, outcome: float | None = None) -> None:
         super().__init__()
-        self._size, self._tells = pile, tells
+        self._size, self._tells, self._outcome = pile, tells, outcome
 
     def observation_space(self, agent: str) -> spaces.Space[Any]:
         seen = spaces.Box(0, 1, (self._size + 1,), np.float32)
@@ -155,7 +155,8 @@ class Nim(AECEnv):  # type: ignore[misc]
             self.rewards = {name: 1.0 if name == winner else -1.0 for name in self.agents}
             self.terminations = dict.fromkeys(self.agents, True)
             if self._tells:
-                self.infos = {name: {"outcome": float(name == winner)} for name in self.agents}
+                told = {name: float(name == winner) if self._outcome is None else self._outcome for name in self.agents}
+                self.infos = {name: {"outcome": outcome} for name, outcome in told.items()}
         self._accumulate_rewards()
         self.agent_selection = other
 
@@ -175,6 +176,10 @@ def best(observation: dict[str, Any], random: np.random.Generator) -> int:
 
 def raises(observation: dict[str, Any], random: np.random.Generator) -> int:
     raise ValueError("no move comes to mind")
+
+
+def leaves(observation: dict[str, Any], random: np.random.Generator) -> int:
+    raise SystemExit(3)
 
 
 def takes_too_many(observation: dict[str, Any], random: np.random.Generator) -> int:

@@ -249,7 +249,9 @@ class League:
 
     def _opponents(self, name: str, seat: str) -> tuple[tuple[str, float], ...]:
         opponents = self._config.opponents
-        past, fixed = self._past(name, seat), [name for name, ref in self._fixed.items() if seat in ref.seats]
+        past, fixed = self._past(name, seat), [player for player, ref in self._fixed.items() if seat in ref.seats]
+        if self._learners[name].plays:  # it meets that policy alone
+            fixed = []
         found = {
             seat: opponents.latest + (0 if past else opponents.past.share) + (0 if fixed else opponents.fixed.share)
         }
