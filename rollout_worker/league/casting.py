@@ -137,7 +137,7 @@ class Casting:
             why = f", since info[{_OUTCOME!r}] was {odd[0]:g}; expected 0 to 1" if odd else ""
             self._tell(f"outcomes of matches are judged {how}{why}")
         if by_environment:
-            outcome = tuple(float(np.clip(np.mean(side), 0, 1)) for side in told)  # type: ignore[arg-type]
+            outcome = tuple(float(np.mean(side)) for side in told)  # type: ignore[arg-type]
         else:
             outcome = _compared([sum(record.agent_returns[agent] for agent in side) for side in self._table.sides])
         if said:

@@ -63,6 +63,10 @@ class Recorder:
         shape = self.columns["reward"].shape
         actions = {name: array.reshape(-1, *array.shape[2:]) for name, array in self._actions()}
         self.columns["log_prob"] = _log_prob(policy, exploration, torch.cat(self._params), actions).reshape(shape)
+        return self._closed(bootstrap)
+
+    def _closed(self, bootstrap: Columns) -> Columns:
+        """All columns, with the observations after the last step and the final ones."""
         for name in self._observation.column_names("obs"):
             self.columns["bootstrap_" + name][:] = bootstrap[name]
         for name, parts in self._final.items():
@@ -119,11 +123,7 @@ class PartRecorder(Recorder):
             actions = {name: array[there] for name, array in self._actions()}
             params = torch.cat(self._params)[torch.from_numpy(self._numbers[there])]
             columns["log_prob"][there] = _log_prob(policy, exploration, params, actions)
-        for name in self._observation.column_names("obs"):
-            columns["bootstrap_" + name][:] = bootstrap[name]
-        for name, parts in self._final.items():
-            columns[name] = np.concatenate(parts)
-        return columns
+        return self._closed(bootstrap)
 
 
 class TurnRecorder(PartRecorder):
