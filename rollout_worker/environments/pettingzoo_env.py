@@ -187,7 +187,8 @@ class Parallel:
         if (terminated or truncated) and observation is not None:
             finals.append((slot, copy.deepcopy(observation)))  # at once: the environment may use its array again
         episode.infos[agent] = dict(info)
-        names = self._description.info_columns
+        if not (names := self._description.info_columns):
+            return
         for name, number in zip(names, vector_env.of_info(info, names).tolist(), strict=True):
             step.info[INFO + name][slot] = number
             episode.sums[agent][name] += 0.0 if math.isnan(number) else number
@@ -261,10 +262,11 @@ class Turns(Parallel):
     def _next_turn(self, index: int, episode: _Episode, made: Mapping[str, _Made]) -> None:
         """Goes on to an agent that is to act, by way of those that have ended; none is left where the game is over."""
         env = self._envs[index]
+        game = _state_holder(env)
         episode.live, episode.observations = set(), {}
-        while env.agents:
-            agent = env.agent_selection
-            observation, reward, terminated, truncated, info = env.last()
+        while game.agents:
+            agent = game.agent_selection
+            observation, reward, terminated, truncated, info = _last(env, game, agent)
             live = set() if terminated or truncated else {agent}
             observation = self._with_mask(agent, observation, info, live)
             if agent in episode.waiting:
@@ -293,6 +295,24 @@ class Turns(Parallel):
                 step.truncated[slot] = True
                 finals.append((slot, copy.deepcopy(episode.observations[agent])))
         episode.live = set()
+
+
+_STATE = {"agents", "agent_selection", "rewards", "_cumulative_rewards", "terminations", "truncations", "infos"}
+
+
+def _state_holder(env: Any) -> Any:
+    """Whose attributes `env` shows as its own: PettingZoo's wrappers hand each on, and a turn reads many."""
+    while hasattr(env, "env") and not _STATE & {*dir(type(env)), *getattr(env, "__dict__", ())}:
+        env = env.env
+    return env
+
+
+def _last(env: Any, game: Any, agent: str) -> Any:
+    """`env.last()`, whose state `game` holds."""
+    if type(env).last.__module__ != "pettingzoo.utils.env":  # its own
+        return env.last()
+    told = game._cumulative_rewards, game.terminations, game.truncations, game.infos
+    return env.observe(agent), *(each[agent] for each in told)
 
 
 class OneAtATime:
