@@ -243,8 +243,15 @@ class Turns(Parallel):
     """Agents that act one after another. A transition of an agent is its turn: its reward is the sum of what the agent
     got until its next one, and that is when it is told; `acts` says whose turn it is."""
 
+    def __init__(self, envs: Sequence[Any], config: EnvironmentConfig, description: EnvironmentDescription) -> None:
+        super().__init__(envs, config, description)
+        self._games: dict[int, Any] = {}
+        """Environment → whose state is its own."""
+
     def _reset_one(self, index: int, episode: _Episode, seed: int) -> _Episode:
         self._envs[index].reset(seed=seed)
+        if index not in self._games:
+            self._games[index] = _state_holder(self._envs[index])
         self._next_turn(index, episode, self._blank())
         return episode
 
@@ -262,7 +269,7 @@ class Turns(Parallel):
     def _next_turn(self, index: int, episode: _Episode, made: Mapping[str, _Made]) -> None:
         """Goes on to an agent that is to act, by way of those that have ended; none is left where the game is over."""
         env = self._envs[index]
-        game = _state_holder(env)
+        game = self._games[index]
         episode.live, episode.observations = set(), {}
         while game.agents:
             agent = game.agent_selection
