@@ -8,11 +8,13 @@ import numpy as np
 import torch
 
 from rollout_worker.environments.factory import evaluation_environment, make_vector
+from rollout_worker.environments.parameters import EpisodeParameters
 from rollout_worker.environments.vector_env import Step, VectorEnvironment, reject_unusable
 from rollout_worker.exploration.base import Greedy, Sampling, act_for, no_actions
 from rollout_worker.league.casting import Casting
 from rollout_worker.league.opponents import Opponents
 from rollout_worker.watchdog import Watchdog, WatchedEnvironment
+from shared.config.parameters import evaluated_table
 from shared.config.run_config import Config
 from shared.errors import EnvironmentFailure
 from shared.experience.counters import Phase
@@ -38,8 +40,12 @@ def _play(
     its share, so that short ones aren't favored. Raises `EnvironmentFailure`, also where too much time has passed."""
     deadline_seconds = config.evaluation.deadline_seconds
 
+    asked = evaluation_environment(config, episodes)
+    table = evaluated_table(config.environment.parameters, config.evaluation.parameters)
+    parameters = None if table is None else EpisodeParameters(table, asked.num_envs)
+
     def make() -> VectorEnvironment:
-        return make_vector(evaluation_environment(config, episodes), description)
+        return make_vector(asked, description, parameters)
 
     with closing(make() if watchdog is None else WatchedEnvironment(make, watchdog)) as environment:
         environment.set_phase(Phase.TEST)

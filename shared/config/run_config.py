@@ -31,6 +31,8 @@ _DECIDES_LEARNING: Any = {
         "episode_ends",
         "info_columns",
         "action_mask",
+        "parameters",
+        "parameters_by",
     },
     "policies": True,
     "agents": True,
@@ -50,6 +52,8 @@ _LATER: dict[str, Any] = {
     "info_columns": [],
     "action_mask": "auto",
     "episode_ends": "all",
+    "parameters": {},
+    "parameters_by": "options",
     "normalize_values": False,
     "critic_observes": "own",
     "algorithm": None,
@@ -93,4 +97,6 @@ class Config(ConfigFields):
             data["agents"] = list(data["agents"].items())
         if self.league is None:
             del data["league"]
+        if any(its.measure == "progress" for entry in self.environment.parameters.values() for its in entry.criteria):
+            data["progress_of"] = self.stop_at.env_steps
         return data
