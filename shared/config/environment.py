@@ -60,7 +60,7 @@ class EnvironmentConfig(Section):
     """What is drawn anew for each episode, by name: a value or a sampler, lessons, or levels that are replayed
     (docs/CURRICULUM.md)."""
     parameters_by: Literal["options", "attributes", "rebuild"] = "options"
-    """How the environment gets them: by `reset(options={…})`; as attributes of its own, or of the outermost wrapper that
+    """How the environment gets them: by `reset(options={…})`; as attributes of its own or of the outermost wrapper that
     has one, set before the reset; or as arguments of an environment that is made anew when they change."""
     info_columns: tuple[InfoName, ...] = ()
     """Numbers of each step's `info`, by name, that travel with the experience as columns `info/NAME`: for transforms,

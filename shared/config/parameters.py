@@ -4,7 +4,7 @@ ML-Agents' words (`sampler_type`, `curriculum`, `completion_criteria`, …) are 
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -120,13 +120,22 @@ class SamplerConfig(Section):
 
     @property
     def sampler(self) -> Sampler:
-        (kind,) = self._kinds
-        given: Any = getattr(self, kind)
-        if kind == "multi_range":
-            return Sampler("multi_range", tuple(bound for each in given for bound in each))
-        if kind == "value":
-            return Sampler("value", choices=(given,))
-        return Sampler("choice", choices=given) if kind == "choice" else Sampler(kind, given)  # type: ignore[arg-type]
+        return _made(self)
+
+
+def _made(config: SamplerConfig) -> Sampler:
+    if config.uniform is not None:
+        return Sampler("uniform", config.uniform)
+    if config.gaussian is not None:
+        return Sampler("gaussian", config.gaussian)
+    if config.log_uniform is not None:
+        return Sampler("log_uniform", config.log_uniform)
+    if config.choice is not None:
+        return Sampler("choice", choices=config.choice)
+    if config.multi_range is not None:
+        return Sampler("multi_range", tuple(bound for each in config.multi_range for bound in each))
+    assert config.value is not None
+    return Sampler("value", choices=(config.value,))
 
 
 _Sampler = Annotated[SamplerConfig, BeforeValidator(_sampler)]
@@ -216,8 +225,8 @@ class ParameterConfig(SamplerConfig):
             return {name: Sampler("levels", (1.0,) * self.replay.of)}
         if not self.lessons:
             return {name: self.sampler}
-        now = self.lessons[lesson]
-        return {key: its.sampler for key, its in now.values.items()} or {name: now.sampler}
+        config = self.lessons[lesson]
+        return {key: its.sampler for key, its in config.values.items()} or {name: config.sampler}
 
     @property
     def criteria(self) -> list[CriterionConfig]:

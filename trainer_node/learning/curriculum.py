@@ -73,7 +73,8 @@ class Curriculum:
                     continue
                 value = self._measured(name, lesson, which, criterion, record, env_steps, rating)
                 if value is not None and (value - criterion.threshold) * step >= 0:
-                    move = f"lesson {lesson.number} → {lesson.number + step}"
+                    called = self._parameters[name].lessons[lesson.number + step].name
+                    move = f"lesson {lesson.number} → {lesson.number + step}{called and f' ({called})'}"
                     found = f"{criterion.measure} {value:.4g}, {which} {criterion.threshold:g}"
                     self._moves.append(f"{name}: {move} at {env_steps:,} env steps ({found})")
                     self.lessons[name] = Lesson(lesson.number + step)
@@ -209,7 +210,7 @@ def _scored(config: LevelReplayConfig, advantages: Array) -> Array:
 def _take_levels(levels: Levels, name: str, item: Fragment, scores: Array) -> None:
     header, (columns,) = item.header, item.columns.values()
     life, seq, sums, counts = levels.pending.get(header.worker_id, ("", -1, [], []))
-    if (life, seq + 1) != (header.life, header.seq):  # other episodes, or one of its fragments is missing
+    if life != header.life or header.seq not in (0, seq + 1):  # other episodes, or one of its fragments is missing
         sums, counts = [0.0] * header.num_envs, [0] * header.num_envs
     sums, counts = list(sums), list(counts)
     ended = (columns["terminated"] | columns["truncated"]) & columns["mask"]
