@@ -142,7 +142,7 @@ def evaluate(
     changes |= {"greedy": False} if stochastic else {}
     if video is not None:
         require_recorder()
-        recorded = (_recorder(video, name), *evaluation_environment(config).wrappers)
+        recorded = (_recorder(config, video, name), *evaluation_environment(config).wrappers)
         changes |= {"wrappers": recorded, **_drawing(config, "rgb_array", "--video")}
     elif show:
         changes |= _drawing(config, "human", "play")
@@ -183,7 +183,11 @@ def require_recorder() -> None:
         raise EnvironmentUnusable(f"--video needs moviepy: {install('video')}") from None
 
 
-def _recorder(folder: Path, name: str) -> WrapperConfig:
+def _recorder(config: Config, folder: Path, name: str) -> WrapperConfig:
+    if config.environment.api == "pettingzoo":
+        return WrapperConfig(
+            path="coordinator.catalog.game_video:recorded", kwargs={"folder": str(folder), "prefix": name}
+        )
     kwargs = {
         "video_folder": str(folder), "episode_trigger": lambda _: True, "name_prefix": name, "disable_logger": True,
     }  # fmt: skip
@@ -192,11 +196,7 @@ def _recorder(folder: Path, name: str) -> WrapperConfig:
 
 def _drawing(config: Config, mode: str, command: str) -> dict[str, Any]:
     """Settings of an evaluation by one environment that draws; raises `EnvironmentUnusable` where it cannot."""
-    name, kwargs = config.environment.id, {**config.evaluation.kwargs, "render_mode": mode}
-    if mode == "rgb_array" and config.environment.api == "pettingzoo":
-        raise EnvironmentUnusable(
-            f"{command} records Gymnasium environments only, and {name} is a PettingZoo one; `stagecoach play` shows it"
-        )
+    kwargs = {**config.evaluation.kwargs, "render_mode": mode}
     try:
         with closing(make(evaluation_environment(config), **kwargs)) as made:
             problem = _not_drawing(made, mode)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from coordinator.catalog.checkpoint_lookup import evaluate, named_code
 from coordinator.run import Run
 from shared.errors import CheckpointNotFound, EnvironmentUnusable
 from tests.conftest import minimal_config
+from tests.support import games
 from tests.support.command_line import Stagecoach, check_refused, contents
 from tests.support.environments import MODULE
 
@@ -78,6 +80,22 @@ def test_each_episode_becomes_a_video_and_without_its_package_it_says_what_to_in
     assert all(b"ftyp" in path.read_bytes()[:16] for path in found.videos)
 
 
+@pytest.mark.parametrize("name", ["Painted", "PaintedInTurns"])
+def test_each_episode_of_several_agents_becomes_a_video(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("moviepy")
+    config = minimal_config(
+        runs_dir=str(tmp_path / "runs"), environment={"api": "pettingzoo", "id": f"{games.MODULE}:{name}"},
+        rollout={"workers": 1, "fragment_steps": 8, "fragments_per_update": 2}, evaluation={"episodes": 1},
+    )  # fmt: skip
+    assert Run.start(config, "a", inline=True).wait(120).reason == "exhausted"
+    found = evaluate("a", tmp_path / "runs", 2, tmp_path / "videos")
+    assert [path.name for path in found.videos] == sorted(path.name for path in (tmp_path / "videos").iterdir())
+    assert len(found.videos) == 2
+    for path in found.videos:
+        scale, duration = struct.unpack(">II", path.read_bytes().partition(b"mvhd")[2][12:20])
+        assert duration / scale >= 0.4, "three steps and a beginning at least, at 10 frames a second"
+
+
 PAINTER, TARGET = f"{MODULE}:Painter", f"{MODULE}:Target"
 DRAWS = "needs an environment that draws .*"
 UNSEEN: list[tuple[dict[str, Any], str]] = [
@@ -85,7 +103,7 @@ UNSEEN: list[tuple[dict[str, Any], str]] = [
     ({"id": PAINTER, "kwargs": {"keeps": False}}, rf"{DRAWS}has render_mode=None after .* as self\.render_mode"),
     ({"id": PAINTER, "kwargs": {"modes": ["ansi"]}}, rf"{DRAWS}its metadata names only render_modes=\['ansi'\]"),
     ({"id": PAINTER, "kwargs": {"frames": False}}, r".*render\(\) returned NoneType, expected an array"),
-    ({"id": f"{MODULE}:Twins", "api": "pettingzoo"}, ".*Twins is a PettingZoo one; `stagecoach play`"),
+    ({"id": f"{games.MODULE}:Painted", "api": "pettingzoo", "kwargs": {"frames": False}}, r".*returned NoneType"),
 ]
 
 

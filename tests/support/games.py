@@ -21,7 +21,7 @@ class _Coming:
 
     metadata = {"name": "coming", "is_parallelizable": False}
     possible_agents = NAMES
-    render_mode = None
+    render_mode: Any = None
 
     def observation_space(self, agent: str) -> spaces.Space[Any]:
         return spaces.Box(-1e6, 1e6, (3,), np.float32)
@@ -116,6 +116,29 @@ class InTurns(_Coming, AECEnv):  # type: ignore[misc]
         dead = [name for name in self.agents if self.terminations[name] or self.truncations[name]]
         if self.agents:
             self.agent_selection = (dead or [name for name in (self.after, *self.agents) if name in self.agents])[0]
+
+
+class _Drawing:
+    """With a picture of its steps; none unless `frames`."""
+
+    metadata = {"name": "drawing", "is_parallelizable": False, "render_modes": ["rgb_array"], "render_fps": 10}
+    steps: int
+
+    def __init__(self, render_mode: str | None = None, frames: bool = True) -> None:
+        super().__init__()
+        self.render_mode: Any = render_mode
+        self._frames = frames
+
+    def render(self) -> Any:
+        return np.full((32, 32, 3), 20 * min(self.steps, 12), np.uint8) if self._frames else None
+
+
+class Painted(_Drawing, AllAtOnce):
+    pass
+
+
+class PaintedInTurns(_Drawing, InTurns):
+    pass
 
 
 class Nim(AECEnv):  # type: ignore[misc]
