@@ -197,8 +197,8 @@ class WithCritics(OffPolicy):
             made = Critics(policy.spaces.observation, policy.config, **shape)
         self.critics = made.to(setting.device)
         self.targets = copy_sharing_buffers(self.critics)
-        self._actor_adam = Adam(policy.parameters(), config.adam_epsilon)
-        self._critics_adam = Adam(self.critics.parameters(), config.adam_epsilon)
+        self._actor_adam = Adam(policy.parameters(), config.adam_epsilon, config.weight_decay)
+        self._critics_adam = Adam(self.critics.parameters(), config.adam_epsilon, config.weight_decay)
         self.parts |= {"critics/": self.critics, "targets/": self.targets}
         self.parts |= {"adam/actor/": self._actor_adam, "adam/critics/": self._critics_adam}
         self.beside_policy["critics"] = "critics/"
