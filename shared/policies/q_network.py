@@ -179,6 +179,10 @@ class QNetwork(Policy):
         """`[B, A]`, with noise on the weights where they are noisy: drawn anew each time, the same for all rows."""
         return self._together(self.head_values(observations, self.draw_noise(generator)))
 
+    def estimates(self, observations: Mapping[str, Tensor], state: Tensor) -> dict[str, Tensor]:
+        values = self.action_parameters(observations)
+        return {"value": values.amax(dim=1), "action_values": values}
+
     def _together(self, values: Tensor) -> Tensor:
         return values[0] if self.heads == 1 else values.mean(dim=0)
 
