@@ -18,6 +18,7 @@ from shared.experience.counters import Counters
 from shared.experience.spaces import Columns, PolicySpaces
 from shared.policies.policy import Policy, copy_sharing_buffers
 from shared.policies.registry import borrowed_random_state
+from shared.runtime.user_code import make_own
 from trainer_node.learning.building_blocks.cloning import Cloning
 from trainer_node.learning.building_blocks.compilation import Answer, compiled
 from trainer_node.learning.building_blocks.critics import Critics
@@ -48,8 +49,11 @@ from trainer_node.learning.replay_buffers.uniform import BalancedReplayBuffer, B
 def make_replay_buffer(
     config: replay_buffer_config.ReplayBufferConfig, spaces: PolicySpaces, steps: int, slots: int
 ) -> ReplayBuffer:
-    """An empty buffer for fragments of `steps` × `slots`; raises `ConfigError` for spaces that it is not for."""
+    """An empty buffer for fragments of `steps` × `slots`; raises `ConfigError` for spaces that it is not for, and
+    for an unfit class of the user's."""
     size = (spaces, steps, slots, config.capacity)
+    if isinstance(config, replay_buffer_config.OwnReplay):
+        return make_own(config.kind, "algorithm.replay_buffer.kind", ReplayBuffer, *size, **config.kwargs)
     if isinstance(config, replay_buffer_config.PrioritizedReplay):
         return PrioritizedReplayBuffer(*size, alpha=config.alpha, epsilon=config.epsilon)
     if isinstance(config, replay_buffer_config.HindsightReplay):
