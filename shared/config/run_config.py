@@ -54,6 +54,8 @@ _LATER: dict[str, Any] = {
     "episode_ends": "all",
     "parameters": {},
     "parameters_by": "options",
+    "layer_norm": False,
+    "weight_decay": 0.0,
     "normalize_values": False,
     "critic_observes": "own",
     "algorithm": None,
@@ -89,10 +91,15 @@ class Config(ConfigFields):
     def _deciding(self) -> dict[str, Any]:
         """Without fields that came later and are at their defaults: such a run keeps the hash that it always had."""
         data = self.model_dump(mode="json", include=_DECIDES_LEARNING)
-        for section in (data["environment"], data["algorithm"], *data["policies"].values()):
+        policies = data["policies"].values()
+        of_policies = [policy["algorithm"] for policy in policies if policy["algorithm"] is not None]
+        for section in (data["environment"], data["algorithm"], *of_policies, *policies):
             for name, default in _LATER.items():
                 if name in section and section[name] == default:
                     del section[name]
+        for policy in policies:
+            if policy["cnn"] == "auto":  # the default was `nature`, and is that network wherever there could be one
+                policy["cnn"] = "nature"
         if any(character in agent for agent in self.agents for character in "*?["):  # the first pattern that fits
             data["agents"] = list(data["agents"].items())
         if self.league is None:

@@ -27,8 +27,12 @@ class PolicyConfig(Section):
     """Layers of the MLP; two of 64 is the field's reference for classic control."""
     activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"
     """Non-linearity; tanh is the usual choice for PPO on vectors."""
-    cnn: Literal["nature", "small"] = "nature"
-    """Convolutions for image observations: `nature` (Mnih et al. 2015) needs at least 36×36 pixels, `small` 5×5."""
+    layer_norm: bool = False
+    """Normalize each hidden layer's outputs before the activation, in critics too (Ba et al. 2016)."""
+    cnn: Literal["auto", "nature", "small", "residual"] = "auto"
+    """Convolutions for image observations: `nature` (Mnih et al. 2015) needs at least 36×36 pixels, `small` 5×5; `auto`
+    is `nature` where it fits and `small` below. `residual` (IMPALA's, Espeholt et al. 2018) takes any size: slower, and
+    often better."""
     share_encoder: bool = False
     """Whether actor and critic share one encoder (usual for images, where it halves the cost)."""
     critic_observes: Literal["own", "team"] = "own"
