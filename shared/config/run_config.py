@@ -31,6 +31,7 @@ _DECIDES_LEARNING: Any = {
         "episode_ends",
         "info_columns",
         "action_mask",
+        "hierarchy",
     },
     "policies": True,
     "agents": True,
@@ -47,6 +48,9 @@ _DECIDES_LEARNING: Any = {
 """The fields behind `Config.hash`: all roles of a run must agree on them, and a resume may not change them. Sums depend
 on threads, matrix products and ranks, and each checkpoint holds a window of episodes."""
 _LATER: dict[str, Any] = {
+    "hierarchy": None,
+    "hindsight_actions": False,
+    "missed_penalty": None,
     "info_columns": [],
     "action_mask": "auto",
     "episode_ends": "all",
@@ -56,7 +60,7 @@ _LATER: dict[str, Any] = {
     "trainable": True,
     "initialize_from": None,
 }
-"""Of the environment, the algorithm and each policy: what the hash leaves out at these defaults."""
+"""Of the environment, the algorithm, each policy and each replay buffer: what the hash leaves out at these defaults."""
 
 
 class Config(ConfigFields):
@@ -85,7 +89,9 @@ class Config(ConfigFields):
     def _deciding(self) -> dict[str, Any]:
         """Without fields that came later and are at their defaults: such a run keeps the hash that it always had."""
         data = self.model_dump(mode="json", include=_DECIDES_LEARNING)
-        for section in (data["environment"], data["algorithm"], *data["policies"].values()):
+        algorithms = [data["algorithm"], *(its["algorithm"] or {} for its in data["policies"].values())]
+        buffers = [its["replay_buffer"] for its in algorithms if isinstance(its.get("replay_buffer"), dict)]
+        for section in (data["environment"], data["algorithm"], *data["policies"].values(), *buffers):
             for name, default in _LATER.items():
                 if name in section and section[name] == default:
                     del section[name]
