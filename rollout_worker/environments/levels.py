@@ -2,9 +2,9 @@
 
 An action of an upper level is a directive that stands in what the level below observes from then on: a goal, or which
 elements it sees. It lasts until the lower level has achieved the goal, has acted `every` times, or a level above is
-done. What the lower level did for one directive is an episode of its own within the environment's episode: terminated
-where the goal is achieved, otherwise truncated, as in hierarchical actor-critic (Levy et al. 2019), so that its value is
-cut off at goals alone. Everything random (tests of subgoals) follows from the seed of the environment's episode.
+done. What the lower level did for one directive is an episode of its own within the environment's: terminated where
+the goal is achieved, otherwise truncated, as in hierarchical actor-critic (Levy et al. 2019). Everything random (tests
+of subgoals) follows from the seed of the environment's episode.
 """
 
 import math
@@ -40,9 +40,10 @@ class _Goal:
                 f"{where}.elements={self._elements}: {self._leaf!r} has {size} elements; name some of 0 to {size - 1}"
             )
         own = (space.low, space.high) if isinstance(space, spaces.Box) else (0.0, 1.0)
-        given = zip((level.low, level.high), own, ("low", "high"), strict=True)
+        shape, given = space.shape or (), zip((level.low, level.high), own, ("low", "high"), strict=True)
         low, high = (
-            self._bound(number, np.broadcast_to(its, space.shape), f"{where}.{name}") for number, its, name in given
+            self._bound(number, np.broadcast_to(np.asarray(its), shape), f"{where}.{name}")
+            for number, its, name in given
         )
         if not (low < high).all():
             raise ConfigError(f"{where}: low={low.tolist()} is not below high={high.tolist()}; correct one of them")
@@ -78,8 +79,8 @@ class _Attention:
 
     def __init__(self, level: LevelConfig, where: str, observed: Mapping[str, spaces.Space[Any]]) -> None:
         self._leaf = level.of or "observation"
-        self._shape = _leaf(observed, self._leaf, where).shape
-        self.space = spaces.MultiBinary(math.prod(self._shape or ()))
+        self._shape = _leaf(observed, self._leaf, where).shape or ()
+        self.space = spaces.MultiBinary(math.prod(self._shape))
 
     def shown(self, seen: Mapping[str, Any], directive: Array) -> dict[str, Any]:
         value = np.asarray(seen[self._leaf])
@@ -98,8 +99,8 @@ def _leaf(observed: Mapping[str, spaces.Space[Any]], name: str, where: str) -> s
     if not isinstance(found, spaces.Box | spaces.MultiBinary):
         known = sorted(key for key, its in observed.items() if isinstance(its, spaces.Box | spaces.MultiBinary))
         raise ConfigError(
-            f"{where} needs {name!r} in the environment's observation, as an array; found {known}: name one of these in "
-            f"{where}.of (and its elements), or use an environment with a goal"
+            f"{where} needs {name!r} in the environment's observation, as an array; found {known}: name one of these "
+            f"in {where}.of (and its elements), or use an environment with a goal"
         )
     return found
 

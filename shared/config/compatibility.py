@@ -34,8 +34,8 @@ def check_sections_together(run: ConfigFields) -> None:
         )
     if environment.several_agents and environment.vectorization != "sync":
         raise ValueError(
-            f"{'environment.hierarchy' if environment.hierarchy else 'environment.api=pettingzoo'} works with environment.vectorization=sync only, found "
-            f"{environment.vectorization}"
+            f"{'environment.hierarchy' if environment.hierarchy else 'environment.api=pettingzoo'} works with "
+            f"environment.vectorization=sync only, found {environment.vectorization}"
         )
     if environment.api != "pettingzoo" and environment.episode_ends != "all":
         raise ValueError(
@@ -296,15 +296,15 @@ def _check_hierarchy(run: ConfigFields, hierarchy: HierarchyConfig) -> None:
         )
     if sorted(level.policy for level in levels) != named:
         raise ValueError(
-            f"{where}.levels has the policies {[level.policy for level in levels]}, and policies has {named}; give each "
-            f"level a section in policies, and each policy a level"
+            f"{where}.levels has the policies {[level.policy for level in levels]}, and policies has {named}; give "
+            f"each level a section in policies, and each policy a level"
         )
     for number, level in enumerate(levels):
         turns, steps = hierarchy.turns_within(number), run.rollout.fragment_steps
         if number + 1 < len(levels) and steps < 2 * turns:
             raise ValueError(
-                f"rollout.fragment_steps={steps} with {where}: an action of {level.policy!r} takes up to {turns} steps, "
-                f"counting those of all levels, and one that a fragment's end cuts is not learned from; set "
+                f"rollout.fragment_steps={steps} with {where}: an action of {level.policy!r} takes up to {turns} "
+                f"steps, counting those of all levels, and one that a fragment's end cuts is not learned from; set "
                 f"rollout.fragment_steps to {2 * turns} or more, or lower `every`"
             )
         algorithm = run.policies[level.policy].algorithm or run.algorithm

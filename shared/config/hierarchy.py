@@ -25,8 +25,8 @@ class LevelConfig(Section):
     """How many actions of its own the level has for one directive, before the level above gives another one. Needed
     below the top; the top level acts until the episode ends."""
     directive: Literal["goal", "attention"] = "goal"
-    """What the level above tells this one: a `goal` that it is to achieve, or by `attention` which elements of a leaf of
-    the observation it sees (the others are zero)."""
+    """What the level above tells this one: a `goal` that it is to achieve, or by `attention` which elements of a leaf
+    of the observation it sees (the others are zero)."""
     of: str | None = None
     """The leaf of the environment's observation that the directive is about: for a goal what is achieved, by default
     `achieved_goal`; for attention by default `observation` (the whole, where that is a single array)."""

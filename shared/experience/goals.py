@@ -6,13 +6,12 @@ import numpy as np
 
 from shared.experience.spaces import Array
 
-
 ACHIEVED, DESIRED = "achieved_goal", "desired_goal"
 """Leaves of what is observed in goal environments, and by levels with a goal."""
 BELOW = "achieved_below"
 """Leaf of what a level observes: what is achieved, in the terms of the goals that it gives."""
 MISSED = "subgoal_missed"
-"""In `info`, after an action of an upper level whose goal was tested: 1 where it was missed, 0 where it was achieved."""
+"""In `info`, after an action of an upper level whose goal was tested: 1 where it was missed, 0 where achieved."""
 
 
 def reached(achieved: Array, desired: Array, threshold: float | Sequence[float]) -> Array:
@@ -21,5 +20,6 @@ def reached(achieved: Array, desired: Array, threshold: float | Sequence[float])
     if isinstance(threshold, Sequence):
         within: Array = (np.abs(apart) <= np.asarray(threshold)).all(axis=1)
         return within
-    near: Array = np.sqrt(np.square(apart).sum(axis=1)) <= threshold
+    distances: Array = np.sqrt(np.square(apart).sum(axis=1))
+    near: Array = distances <= threshold
     return near

@@ -55,8 +55,8 @@ class HindsightReplayBuffer(ReplayBuffer):
             (action,) = spaces.action.leaves
             if shapes.get(BELOW) != action.shape:
                 raise ConfigError(
-                    f"hindsight_actions=true needs actions that are goals of a level below, found observations {shapes} "
-                    f"and actions of the shape {action.shape}; use it for the upper levels of a hierarchy"
+                    f"hindsight_actions=true needs actions that are goals of a level below, found observations "
+                    f"{shapes} and actions of the shape {action.shape}; use it for the upper levels of a hierarchy"
                 )
             self._bounds = action.bounds()
         self._spans = EpisodeSpans(self.ring)
