@@ -51,6 +51,7 @@ _LATER: dict[str, Any] = {
     "hierarchy": None,
     "hindsight_actions": False,
     "missed_penalty": None,
+    "uniform": 0.0,
     "info_columns": [],
     "action_mask": "auto",
     "episode_ends": "all",
@@ -60,7 +61,8 @@ _LATER: dict[str, Any] = {
     "trainable": True,
     "initialize_from": None,
 }
-"""Of the environment, the algorithm, each policy and each replay buffer: what the hash leaves out at these defaults."""
+"""Of the environment, the algorithm and its sections `_WITHIN`, and each policy: left out of the hash at these defaults."""
+_WITHIN = ("replay_buffer", "exploration")
 
 
 class Config(ConfigFields):
@@ -90,8 +92,8 @@ class Config(ConfigFields):
         """Without fields that came later and are at their defaults: such a run keeps the hash that it always had."""
         data = self.model_dump(mode="json", include=_DECIDES_LEARNING)
         algorithms = [data["algorithm"], *(its["algorithm"] or {} for its in data["policies"].values())]
-        buffers = [its["replay_buffer"] for its in algorithms if isinstance(its.get("replay_buffer"), dict)]
-        for section in (data["environment"], data["algorithm"], *data["policies"].values(), *buffers):
+        within = [its[name] for its in algorithms for name in _WITHIN if isinstance(its.get(name), dict)]
+        for section in (data["environment"], data["algorithm"], *data["policies"].values(), *within):
             for name, default in _LATER.items():
                 if name in section and section[name] == default:
                     del section[name]
