@@ -74,7 +74,8 @@ class Parallel:
         """`parameterized` give each of `envs` its `parameters`."""
         self._envs, self.num_envs = list(envs), len(envs)
         self._parameters, self._parameterized = parameters, parameterized
-        self._most_steps = config.max_episode_steps or sys.maxsize
+        limit = None if config.hierarchy else config.max_episode_steps  # else those are Gymnasium's
+        self._most_steps = limit or sys.maxsize
         self._first_ends = config.episode_ends == "any"
         self._description = description
         self._agents = {
@@ -150,14 +151,17 @@ class Parallel:
             with NamedFailures("step", index):
                 self._step_one(index, nested, made)
             if not self._episodes[index].live:
-                record = self._episodes[index].record()
-                episodes.append((index, record if self._parameters is None else self._parameters.noted(index, record)))
+                episodes.append((index, self._record(index, self._episodes[index])))
                 self._episodes[index] = self._begin(index, self._episodes[index].number + 1)
         for policy_id, (step, finals) in made.items():
             step.obs, step.acts = self._stacked(policy_id)
             step.final_slots = np.array([slot for slot, _ in finals], np.int32)
             step.final_obs = self._rows(policy_id, "final_obs", [value for _, value in finals])
         return Step({policy_id: step for policy_id, (step, _) in made.items()}, episodes)
+
+    def _record(self, index: int, episode: _Episode) -> EpisodeRecord:
+        record = episode.record()
+        return record if self._parameters is None else self._parameters.noted(index, record)
 
     def _step_one(self, index: int, actions: Mapping[str, Any], made: Mapping[str, _Made]) -> None:
         env, episode = self._envs[index], self._episodes[index]

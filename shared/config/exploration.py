@@ -63,6 +63,8 @@ class GaussianNoise(Section):
     """Standard deviation; 1 is half of each action's range."""
     bound: float | None = Field(None, gt=0)
     """Truncate the noise at ± this many σ; none by default."""
+    uniform: float = Field(0.0, ge=0, le=1)
+    """Probability of a uniform action instead, as upper levels of a hierarchy need (0.2 in Levy et al. 2019)."""
 
 
 class TruncatedGaussianNoise(Section):

@@ -55,10 +55,17 @@ class HindsightReplay(MemorySection):
     reward: str = "sparse"
     """The reward for reaching a goal: `sparse` (0 within `threshold`, else −1), or `module:function`, which answers
     `(achieved [B, …], desired [B, …])` with `(reward [B], terminated [B])`."""
-    threshold: float = Field(0.05, ge=0)
-    """Greatest distance (Euclidean) at which `sparse` counts a goal as reached; 0.05 as in the robotics tasks."""
+    threshold: Annotated[float, Field(ge=0)] | tuple[Annotated[float, Field(ge=0)], ...] = 0.05
+    """Greatest distance (Euclidean) at which `sparse` counts a goal as reached; 0.05 as in the robotics tasks. Of a
+    list, each element's own."""
     terminates: bool = False
     """Whether `sparse` ends the episode where the goal is reached, as the environment does or does not."""
+    hindsight_actions: bool = False
+    """For an upper level of a hierarchy: learn as if it had asked for the goal that the level below achieved (Levy et
+    al. 2019), so that the lower levels look as if they were perfect already."""
+    missed_penalty: float | None = Field(None, gt=0)
+    """With `hierarchy.test_subgoals`: a tested goal that was missed costs this much, and nothing follows it; usually
+    the `every` of the level below. Of each such transition, what is not relabeled is learned so."""
 
 
 class BalancedReplay(MemorySection):

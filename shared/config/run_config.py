@@ -31,6 +31,7 @@ _DECIDES_LEARNING: Any = {
         "episode_ends",
         "info_columns",
         "action_mask",
+        "hierarchy",
         "parameters",
         "parameters_by",
     },
@@ -49,6 +50,10 @@ _DECIDES_LEARNING: Any = {
 """The fields behind `Config.hash`: all roles of a run must agree on them, and a resume may not change them. Sums depend
 on threads, matrix products and ranks, and each checkpoint holds a window of episodes."""
 _LATER: dict[str, Any] = {
+    "hierarchy": None,
+    "hindsight_actions": False,
+    "missed_penalty": None,
+    "uniform": 0.0,
     "info_columns": [],
     "action_mask": "auto",
     "episode_ends": "all",
@@ -62,7 +67,8 @@ _LATER: dict[str, Any] = {
     "trainable": True,
     "initialize_from": None,
 }
-"""Of the environment, the algorithm and each policy: what the hash leaves out at these defaults."""
+"""Of the environment, the algorithm and its sections `_WITHIN`, and each policy: left out of the hash at these defaults."""
+_WITHIN = ("replay_buffer", "exploration")
 
 
 class Config(ConfigFields):
@@ -91,13 +97,13 @@ class Config(ConfigFields):
     def _deciding(self) -> dict[str, Any]:
         """Without fields that came later and are at their defaults: such a run keeps the hash that it always had."""
         data = self.model_dump(mode="json", include=_DECIDES_LEARNING)
-        policies = data["policies"].values()
-        of_policies = [policy["algorithm"] for policy in policies if policy["algorithm"] is not None]
-        for section in (data["environment"], data["algorithm"], *of_policies, *policies):
+        algorithms = [data["algorithm"], *(its["algorithm"] or {} for its in data["policies"].values())]
+        within = [its[name] for its in algorithms for name in _WITHIN if isinstance(its.get(name), dict)]
+        for section in (data["environment"], data["algorithm"], *data["policies"].values(), *within):
             for name, default in _LATER.items():
                 if name in section and section[name] == default:
                     del section[name]
-        for policy in policies:
+        for policy in data["policies"].values():
             if policy["cnn"] == "auto":  # the default was `nature`, and is that network wherever there could be one
                 policy["cnn"] = "nature"
         if any(character in agent for agent in self.agents for character in "*?["):  # the first pattern that fits

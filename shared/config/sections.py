@@ -438,6 +438,8 @@ class ConfigFields(Section):
         """The policy id that `agent` acts with; raises `KeyError` when nothing maps it."""
         if agent in self.agents:
             return self.agents[agent]
+        if self.environment.hierarchy is not None and agent in self.policies:
+            return agent
         fitting = [policy_id for pattern, policy_id in self.agents.items() if fnmatchcase(agent, pattern)]
         if not fitting and len(self.policies) == 1:
             return next(iter(self.policies))

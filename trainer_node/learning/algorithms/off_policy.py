@@ -58,7 +58,10 @@ def make_replay_buffer(
         return PrioritizedReplayBuffer(*size, alpha=config.alpha, epsilon=config.epsilon)
     if isinstance(config, replay_buffer_config.HindsightReplay):
         reward, fraction = goal_reward(config), config.relabeled_fraction
-        return HindsightReplayBuffer(*size, strategy=config.strategy, relabeled_fraction=fraction, reward=reward)
+        return HindsightReplayBuffer(
+            *size, strategy=config.strategy, relabeled_fraction=fraction, reward=reward,
+            actions=config.hindsight_actions, missed_penalty=config.missed_penalty,
+        )  # fmt: skip
     if isinstance(config, replay_buffer_config.BalancedReplay):
         return BalancedReplayBuffer(*size, classes=config.classes)
     return ReplayBuffer(*size)
