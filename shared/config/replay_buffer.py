@@ -1,6 +1,6 @@
 """Replay buffers: how many transitions stay, and which are drawn."""
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
