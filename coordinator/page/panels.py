@@ -22,7 +22,6 @@ Kind = Literal[
     "config",
     "video",
     "league",
-    "empty",
 ]
 """`multiples`: a small chart for each line, whose scales differ."""
 Group = Literal["Learning", "Throughput", "Fleet", "Records"]
@@ -212,5 +211,8 @@ PANELS = (
         absent="No video yet; `stagecoach evaluate RUN --video DIR` records one.",
     ),
     Panel("Records", "league", "League", "league", absent="A run without a league."),
-    Panel("Records", "curriculum", "Lessons", "empty", absent="A run without lessons."),
+    Panel(
+        "Records", "curriculum", "Lessons", unit="lesson", lines=(Line("curriculum/lesson/*", "lesson"),),
+        absent="A run without lessons.",
+    ),
 )  # fmt: skip

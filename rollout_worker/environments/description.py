@@ -8,9 +8,10 @@ import numpy as np
 from gymnasium import spaces
 
 from rollout_worker.environments.action_masks import count_choices, marked, space_with_mask
-from rollout_worker.environments.factory import evaluation_environment, make
+from rollout_worker.environments.factory import evaluation_environment, make, parameterized
+from shared.config.parameters import evaluated_table, table_at
 from shared.config.run_config import Config
-from shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace
+from shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace, headline, place
 from shared.experience.spaces import EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
 
 SINGLE_AGENT = "default"
@@ -21,10 +22,33 @@ def describe_environment(config: Config) -> EnvironmentDescription:
     """What `describe` returns and raises, of an environment that is made for this, and closed."""
     env = make(config.environment)
     try:
-        return describe(config, env)
+        found = describe(config, env)
+        env = _try_parameters(config, env)
+        return found
     finally:
         with contextlib.suppress(Exception):  # it is not needed any more
             env.close()
+
+
+def _try_parameters(config: Config, env: Any) -> Any:
+    """Resets the environment with the parameters of the first and of the last lessons; raises `EnvironmentUnusable`
+    where it does not take them. Returns it: it may have been made anew."""
+    environment = config.environment
+    if not environment.parameters or environment.vectorization == "native":
+        return env
+    giving = parameterized(environment)
+    first = {name: 0 for name, entry in environment.parameters.items() if entry.lessons}
+    for table in (table_at(environment.parameters, first), evaluated_table(environment.parameters, {})):
+        assert table is not None
+        env, options = giving.prepare(env, table.draw(0))
+        try:
+            env.reset(seed=0, options=options)
+        except (Exception, SystemExit) as error:
+            raise EnvironmentUnusable(
+                f"{environment.id} cannot be reset with environment.parameters {table.draw(0)} "
+                f"(parameters_by={environment.parameters_by}): {headline(error)}{place(error)}"
+            ) from error
+    return env
 
 
 def describe(config: Config, env: Any) -> EnvironmentDescription:

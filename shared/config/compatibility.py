@@ -52,6 +52,7 @@ def check_sections_together(run: ConfigFields) -> None:
         raise ValueError(f"heatup={str(run.heatup)!r}: nothing is updated in warm-up; use env_steps or episodes")
     if run.checkpoint.every.amount == 0:
         raise ValueError("checkpoint.every='0 …' would never write a checkpoint; give at least 1")
+    _check_parameters(run)
     _check_evaluation(run)
     ranked, asked = run.checkpoint.best_by, run.stop_at.mean_return
     for field, policy_id in [
@@ -60,6 +61,41 @@ def check_sections_together(run: ConfigFields) -> None:
     ]:
         if policy_id not in run.policies and (field, policy_id) != ("checkpoint.best_by", "all"):
             raise ValueError(f"{field}: {policy_id!r} names no policy; policies has {sorted(run.policies)}")
+
+
+def _check_parameters(run: ConfigFields) -> None:
+    environment, parameters = run.environment, run.environment.parameters
+    drawn = set[str]()
+    for name, entry in parameters.items():
+        where, samplers = f"environment.parameters.{name}", entry.samplers(name, 0)
+        if twice := sorted(drawn & set(samplers)):
+            raise ValueError(f"{where} sets {', '.join(twice)}, as another entry does; leave one of them out")
+        drawn |= set(samplers)
+        for criterion in entry.criteria:
+            if criterion.measure == "progress" and run.stop_at.env_steps is None:
+                raise ValueError(f"{where}: progress is the share of stop_at.env_steps; set that")
+            if criterion.measure == "rating" and run.league is None:
+                raise ValueError(f"{where}: a rating is that of a league, and the run has none; measure by return")
+            if criterion.policy and criterion.policy not in run.policies:
+                raise ValueError(f"{where}: {criterion.policy!r} names no policy; policies has {sorted(run.policies)}")
+        replayable = isinstance(run.algorithm, OnPolicyConfig) and environment.api == "gymnasium"
+        if entry.replay is not None and not (replayable and len(run.policies) == 1):
+            raise ValueError(
+                f"{where}.replay scores levels by the advantages of one agent: it works with ppo, a2c, impala and appo "
+                f"in a Gymnasium environment, found algorithm.name={run.algorithm.name} and environment.api="
+                f"{environment.api}; draw the level by choice or uniform instead"
+            )
+    if parameters and environment.vectorization == "native" and environment.parameters_by != "options":
+        raise ValueError(
+            f"environment.parameters_by={environment.parameters_by} with environment.vectorization=native, whose "
+            f"environment is that of all copies at once; use options, sync or async"
+        )
+    if parameters and environment.id.startswith("envpool:"):
+        raise ValueError("environment.parameters: EnvPool's environments take none; use sync or async Gymnasium ones")
+    if unknown := sorted(set(run.evaluation.parameters) - drawn):
+        raise ValueError(
+            f"evaluation.parameters names {', '.join(unknown)}; environment.parameters draws {sorted(drawn) or 'none'}"
+        )
 
 
 def _names(mean_return: float | dict[str, float] | None) -> list[str]:

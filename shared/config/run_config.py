@@ -31,6 +31,8 @@ _DECIDES_LEARNING: Any = {
         "episode_ends",
         "info_columns",
         "action_mask",
+        "parameters",
+        "parameters_by",
     },
     "policies": True,
     "agents": True,
@@ -50,6 +52,8 @@ _LATER: dict[str, Any] = {
     "info_columns": [],
     "action_mask": "auto",
     "episode_ends": "all",
+    "parameters": {},
+    "parameters_by": "options",
     "layer_norm": False,
     "weight_decay": 0.0,
     "normalize_values": False,
@@ -100,4 +104,6 @@ class Config(ConfigFields):
             data["agents"] = list(data["agents"].items())
         if self.league is None:
             del data["league"]
+        if any(its.measure == "progress" for entry in self.environment.parameters.values() for its in entry.criteria):
+            data["progress_of"] = self.stop_at.env_steps
         return data

@@ -11,6 +11,7 @@ from shared.config.algorithms.on_policy import PPOConfig
 from shared.config.algorithms.registry import AlgorithmField
 from shared.config.environment import EnvironmentConfig, WrapperConfig, wrapper_of_path
 from shared.config.league import LeagueConfig, LearnerConfig
+from shared.config.parameters import SamplerField
 from shared.config.recorded import DatasetConfig, DemonstrationsConfig
 from shared.config.section import Section, Width
 from shared.config.services import RayConfig, RedisConfig, StoreConfig
@@ -278,6 +279,8 @@ class EvaluationConfig(Section):
     number all checkpoints meet the same ones: they compare better, but a policy may be good at just these."""
     kwargs: dict[str, Any] = {}
     """Environment arguments that replace those of training."""
+    parameters: dict[str, SamplerField] = {}
+    """What is drawn instead of `environment.parameters`, by name; by default the last lesson, and each level alike."""
     wrappers: tuple[Annotated[WrapperConfig, BeforeValidator(wrapper_of_path)], ...] | None = None
     """Wrappers in place of `environment.wrappers`, for example without one that makes an episode of each life: what is
     evaluated are whole games. The spaces have to be the same. By default those of training."""
