@@ -61,7 +61,7 @@ _LATER: dict[str, Any] = {
     "trainable": True,
     "initialize_from": None,
 }
-"""Of the environment, the algorithm and its sections `_WITHIN`, and each policy: left out of the hash at these defaults."""
+"""Of the environment, the algorithm and its sections `_WITHIN`, and each policy: not in the hash at these defaults."""
 _WITHIN = ("replay_buffer", "exploration")
 
 
