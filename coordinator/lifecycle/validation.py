@@ -19,7 +19,7 @@ from shared.experience.counters import Counters
 from shared.experience.spaces import EnvironmentDescription
 from shared.policies.policy import Policy
 from shared.policies.registry import build_policies
-from shared.protocol.redis_client import Address, check_shards, connect_redis, without_retries
+from shared.protocol.redis_client import Address, check_redis
 from shared.storage.object_store import open_store
 from trainer_node.export.onnx_translation import require_onnx
 from trainer_node.learning.algorithms.off_policy import make_replay_buffer
@@ -134,10 +134,7 @@ def with_recorded(config: Config, description: EnvironmentDescription) -> Config
 
 def check_services(config: Config) -> None:
     """Tries a Redis or store of one's own once; raises `RedisUnavailable` or `StoreUnavailable`: a person waits."""
-    once = without_retries(config)
     if config.redis.url != "embedded":
-        address = Address("", config.redis.url, "")
-        connect_redis(address, once, "coordinator").close()
-        check_shards(address, once, "coordinator")
+        check_redis(Address("", config.redis.url, ""), config, "coordinator")
     if config.store.url != "embedded":
         open_store(Address("", "", config.store.url, config.store.endpoint_url), config).check()

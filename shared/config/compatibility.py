@@ -42,7 +42,6 @@ def check_sections_together(run: ConfigFields) -> None:
             f"environment.episode_ends={environment.episode_ends} with environment.api={environment.api}: it is for "
             f"episodes of several agents; leave it out, or set environment.api=pettingzoo"
         )
-    _check_policies(run)
     if environment.hierarchy is not None:
         _check_hierarchy(run, environment.hierarchy)
     if run.league is not None:
@@ -59,11 +58,12 @@ def check_sections_together(run: ConfigFields) -> None:
     _check_parameters(run)
     _check_evaluation(run)
     ranked, asked = run.checkpoint.best_by, run.stop_at.mean_return
+    named = [("checkpoint.best_by", ranked)] if ranked != "all" else []
     for field, policy_id in [
-        ("checkpoint.best_by", ranked),
-        *(("stop_at.mean_return", name) for name in _names(asked)),
+        *named,
+        *(("stop_at.mean_return", name) for name in (asked if isinstance(asked, dict) else ())),
     ]:
-        if policy_id not in run.policies and (field, policy_id) != ("checkpoint.best_by", "all"):
+        if policy_id not in run.policies:
             raise ValueError(f"{field}: {policy_id!r} names no policy; policies has {sorted(run.policies)}")
 
 
@@ -100,10 +100,6 @@ def _check_parameters(run: ConfigFields) -> None:
         raise ValueError(
             f"evaluation.parameters names {', '.join(unknown)}; environment.parameters draws {sorted(drawn) or 'none'}"
         )
-
-
-def _names(mean_return: float | dict[str, float] | None) -> list[str]:
-    return list(mean_return) if isinstance(mean_return, dict) else []
 
 
 def _check_evaluation(run: ConfigFields) -> None:
