@@ -17,6 +17,7 @@ import numpy as np
 
 from rollout_worker.environments import vector_env
 from rollout_worker.environments.action_masks import KEY, from_info
+from rollout_worker.environments.critic_state import with_state
 from rollout_worker.environments.parameters import EpisodeParameters, Parameterized
 from rollout_worker.environments.seeding import episode_seed
 from rollout_worker.environments.vector_env import NamedFailures, PolicyStep, Position, RunningEpisodes, Step, pick
@@ -92,6 +93,10 @@ class Parallel:
         choices = {agent: sum(sum(leaf.nvec) for leaf in its.leaves) for agent, its in actions.items()}
         self._masks = choices if config.action_mask == "info" else {}
         """Agent → how many numbers its mask has, where masks stand in `info`."""
+        seen = {agent: description.policies[its].observation for agent, its in description.agents.items()}
+        self._states = [agent for agent, spec in seen.items() if spec.own != spec]
+        """Whose critics see the environment's state."""
+        self._absent = {agent: spec.own.nest("obs", spec.zeros("obs")) for agent, spec in seen.items()}
         self._seeds: Sequence[int] = ()
         self._episodes: list[_Episode] = []
 
@@ -128,14 +133,15 @@ class Parallel:
     def _reset_one(self, index: int, episode: _Episode, asked: Mapping[str, Any]) -> _Episode:
         observations, infos = self._envs[index].reset(**asked)
         episode.live = set(self._envs[index].agents)
-        episode.observations = self._seen(observations, infos, episode.live)
+        episode.observations = self._seen(self._envs[index], observations, infos, episode.live)
         return episode
 
-    def _seen(self, observations: Mapping[str, Any], infos: Mapping[str, Any], live: Set[str]) -> dict[str, Any]:
-        """With the masks of those that are to act, where these stand in `infos`."""
-        if not self._masks:
-            return dict(observations)
-        return {agent: self._with_mask(agent, its, infos.get(agent, {}), live) for agent, its in observations.items()}
+    def _seen(self, env: Any, observed: Mapping[str, Any], infos: Mapping[str, Any], live: Set[str]) -> dict[str, Any]:
+        """With the masks of those that are to act, where these stand in `infos`, and with what critics see."""
+        seen = dict(observed)
+        if self._masks:
+            seen = {agent: self._with_mask(agent, its, infos.get(agent, {}), live) for agent, its in observed.items()}
+        return with_state(env, seen, self._absent, self._states) if self._states else seen
 
     def _with_mask(self, agent: str, observation: Any, info: Mapping[str, Any], live: Set[str]) -> Any:
         choices = self._masks.get(agent, 0)
@@ -170,7 +176,7 @@ class Parallel:
             {agent: pick(actions[policy_id], first + index) for agent, (policy_id, first) in acting.items()}
         )
         ended = {agent for agent in acting if terminated.get(agent) or truncated.get(agent)}
-        observations = self._seen(observed, infos, set(env.agents) - ended - episode.over)
+        observations = self._seen(env, observed, infos, set(env.agents) - ended - episode.over)
         episode.length += 1
         cut, there = episode.length >= self._most_steps, set(env.agents)
         for agent in acting:
@@ -225,7 +231,7 @@ class Parallel:
     def _rows(self, policy_id: str, prefix: str, values: Sequence[Any]) -> Columns:
         """Stacked columns; zeros where an agent is absent (None)."""
         spec = self._description.policies[policy_id].observation
-        columns = {leaf.column(prefix): np.zeros((len(values), *leaf.shape), leaf.column_dtype) for leaf in spec.leaves}
+        columns = spec.zeros(prefix, len(values))
         for row, value in enumerate(values):
             if value is not None:
                 for name, array in spec.flatten(prefix, value).items():

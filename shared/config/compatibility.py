@@ -374,11 +374,11 @@ def _check_hindsight(hierarchy: HierarchyConfig, number: int, buffer: HindsightR
 
 
 def _check_critics(run: ConfigFields, policy_id: str, algorithm: AlgorithmConfig) -> None:
-    if run.policies[policy_id].critic_observes == "own":
+    if (observes := run.policies[policy_id].critic_observes) == "own":
         return
     if not isinstance(algorithm, OnPolicyConfig) or run.environment.api == "gymnasium":
         raise ValueError(
-            f"policies.{policy_id}.critic_observes=team with algorithm.name={algorithm.name} and environment.api="
+            f"policies.{policy_id}.critic_observes={observes} with algorithm.name={algorithm.name} and environment.api="
             f"{run.environment.api}: a team has several agents, and ppo, appo, impala and a2c have such a critic; "
             f"set critic_observes=own"
         )

@@ -35,9 +35,10 @@ class PolicyConfig(Section):
     often better."""
     share_encoder: bool = False
     """Whether actor and critic share one encoder (usual for images, where it halves the cost)."""
-    critic_observes: Literal["own", "team"] = "own"
-    """What the critic of an on-policy algorithm sees: what its agent does, or what all agents of the policy in that
-    environment do at the same step (docs/CENTRALIZED_CRITIC.md). Only learning needs it, acting does not."""
+    critic_observes: Literal["own", "team", "state"] = "own"
+    """What the critic of an on-policy algorithm sees: what its agent does, what all agents of the policy in that
+    environment do at the same step, or also the environment's state, which agents of several policies share
+    (docs/CENTRALIZED_CRITIC.md). Only learning needs it, acting does not."""
     log_std_init: float = 0.0
     """Initial log standard deviation of Gaussian actions."""
     normalize_observations: bool = False

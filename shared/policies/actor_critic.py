@@ -82,7 +82,7 @@ class ActorCritic(Heads):
 
     def __init__(self, spaces: PolicySpaces, config: PolicyConfig, **network: Any) -> None:
         super().__init__(spaces, config, **network)
-        self.actor = Encoder(spaces.observation, config)
+        self.actor = Encoder(spaces.observation.own, config)
         self.critic: Encoder | TeamEncoder
         if self.agents:
             self.critic = TeamEncoder(spaces.observation, config, self.agents)

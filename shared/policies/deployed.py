@@ -44,6 +44,7 @@ class DeployedPolicy:
 
     def __init__(self, policy: Policy, version: int, seed: int = 0) -> None:
         self._policy = policy.eval()
+        self._observation = policy.spaces.observation.own
         self._generator = torch.Generator().manual_seed(seed)
         self.version = version
         self._state: Tensor | None = None
@@ -154,7 +155,7 @@ class DeployedPolicy:
 
     def _with_mask(self, observations: Any, action_mask: Any) -> Any:
         """With the mask beside what it goes with, as rollout_worker/environments/action_masks.py puts it there."""
-        masked = bool(self._policy.spaces.observation.mask_columns)
+        masked = bool(self._observation.mask_columns)
         if action_mask is not None and not masked:
             raise UserError("this policy has no action mask; leave action_mask out")
         inside = observations if isinstance(observations, dict) else {"observation": observations}
@@ -164,7 +165,7 @@ class DeployedPolicy:
 
     def _joined(self, mask: Any) -> Any:
         """A tuple of arrays, one for each choice, as one array, unless the observation's own mask is nested too."""
-        leaves = [leaf for leaf in self._policy.spaces.observation.leaves if leaf.mask]
+        leaves = [leaf for leaf in self._observation.leaves if leaf.mask]
         if [leaf.path for leaf in leaves] != ["action_mask"]:
             return mask
         flat = np.concatenate([np.reshape(part, -1) for part in (mask if isinstance(mask, tuple) else (mask,))])
@@ -172,7 +173,7 @@ class DeployedPolicy:
 
     def _columns(self, observations: Any) -> Columns:
         """The arrays of a batch; raises `UserError` for what no observation of this space is."""
-        spec = self._policy.spaces.observation
+        spec = self._observation
         try:
             columns = spec.flatten("obs", observations)
         except (TypeError, ValueError, LookupError, OverflowError):
@@ -193,8 +194,7 @@ class DeployedPolicy:
 
     def _no_observation(self, found: Any) -> UserError:
         return UserError(
-            f"an observation is {self._policy.spaces.observation} (act_batch: with a batch axis first); found "
-            f"{printable(found, 200)}"
+            f"an observation is {self._observation} (act_batch: with a batch axis first); found {printable(found, 200)}"
         )
 
 
