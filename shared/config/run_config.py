@@ -59,6 +59,10 @@ _LATER: dict[str, Any] = {
 """Of the environment, the algorithm and each policy: what the hash leaves out at these defaults."""
 
 
+_LATER_OF: dict[str, tuple[str, ...]] = {**dict.fromkeys(("dqn", "rainbow"), ("behavioral_cloning",))}
+"""Algorithm → its fields that came later than itself, and are left out where they are None."""
+
+
 class Config(ConfigFields):
     """A run's whole config; one whose sections contradict each other does not exist."""
 
@@ -88,6 +92,11 @@ class Config(ConfigFields):
         for section in (data["environment"], data["algorithm"], *data["policies"].values()):
             for name, default in _LATER.items():
                 if name in section and section[name] == default:
+                    del section[name]
+        of_policies = [its["algorithm"] for its in data["policies"].values() if its.get("algorithm")]
+        for section in (data["algorithm"], *of_policies):
+            for name in _LATER_OF.get(section["name"], ()):
+                if section[name] is None:
                     del section[name]
         if any(character in agent for agent in self.agents for character in "*?["):  # the first pattern that fits
             data["agents"] = list(data["agents"].items())
