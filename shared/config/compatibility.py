@@ -6,7 +6,7 @@ from shared.config.algorithms.base import AlgorithmConfig, BatchOfUpdate, Clonin
 from shared.config.algorithms.off_policy import OffPolicyConfig
 from shared.config.algorithms.offline import BCConfig
 from shared.config.algorithms.on_policy import OnPolicyConfig
-from shared.config.algorithms.q_learning import QLearningConfig
+from shared.config.algorithms.q_learning import QLearningConfig, R2D2Config
 from shared.config.hierarchy import HierarchyConfig
 from shared.config.league import LeagueConfig
 from shared.config.recorded import DataEvaluationConfig
@@ -139,7 +139,14 @@ def _check_algorithm(run: ConfigFields, policy_id: str, algorithm: AlgorithmConf
         return
     algorithm.validate_run(run)
     if isinstance(algorithm, BatchOfUpdate):
-        _check_minibatch(run, policy_id, algorithm)
+        _check_minibatch(run, algorithm)
+    if run.state_sizes[policy_id]:
+        _check_sequences(run, algorithm)
+    elif isinstance(algorithm, R2D2Config):
+        raise ValueError(
+            f"policies.{policy_id}.core=none with algorithm.name={algorithm.name}, which learns sequences; set "
+            f"core=lstm or gru, or use dqn"
+        )
     if isinstance(algorithm, OffPolicyConfig):
         _check_replay_buffer(run, policy_id, algorithm)
     if isinstance(algorithm, BCConfig) and (run.dataset is None or run.dataset.only_heatup):
@@ -157,14 +164,17 @@ def _check_algorithm(run: ConfigFields, policy_id: str, algorithm: AlgorithmConf
         _check_dataset(run, algorithm)
 
 
-def _check_minibatch(run: ConfigFields, policy_id: str, algorithm: BatchOfUpdate) -> None:
-    rollout = run.rollout
-    if algorithm.minibatch_size < rollout.fragment_steps and run.state_sizes[policy_id]:
+def _check_sequences(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
+    steps = run.rollout.fragment_steps
+    if (size := getattr(algorithm, "minibatch_size", steps)) < steps:
         raise ValueError(
-            f"algorithm.minibatch_size={algorithm.minibatch_size} is less than rollout.fragment_steps="
-            f"{rollout.fragment_steps}: a policy with a core learns whole sequences of a fragment; raise the "
+            f"algorithm.minibatch_size={size} is less than rollout.fragment_steps="
+            f"{steps}: a policy with a core learns whole sequences of a fragment; raise the "
             f"first or lower the second"
         )
+
+
+def _check_minibatch(run: ConfigFields, algorithm: BatchOfUpdate) -> None:
     if algorithm.minibatch_size > run.transitions_per_update:
         raise ValueError(
             f"algorithm.minibatch_size={algorithm.minibatch_size} is more than one update's batch of "
@@ -253,10 +263,10 @@ def _check_dataset(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
         )
     evaluation = run.dataset.evaluation
     asked = evaluation.every_updates != 0 and evaluation != DataEvaluationConfig()
-    if asked and algorithm.policy in {"q_network", "deterministic"}:
+    if asked and algorithm.policy == "deterministic":
         raise ValueError(
             f"dataset.evaluation compares probabilities of actions, and the policy of algorithm.name={name} "
-            f"has none; leave it out, or use an algorithm whose policy samples (bc, iql, cql, sac)"
+            f"has none; leave it out, or use an algorithm whose policy samples (bc, iql, cql, sac), or dqn"
         )
 
 

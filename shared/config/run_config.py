@@ -71,6 +71,10 @@ _LATER: dict[str, Any] = {
 _WITHIN = ("replay_buffer", "exploration")
 
 
+_LATER_OF: dict[str, tuple[str, ...]] = {**dict.fromkeys(("dqn", "rainbow"), ("behavioral_cloning",))}
+"""Algorithm → its fields that came later than itself, and are left out where they are None."""
+
+
 class Config(ConfigFields):
     """A run's whole config; one whose sections contradict each other does not exist."""
 
@@ -106,6 +110,11 @@ class Config(ConfigFields):
         for policy in data["policies"].values():
             if policy["cnn"] == "auto":  # the default was `nature`, and is that network wherever there could be one
                 policy["cnn"] = "nature"
+        of_policies = [its["algorithm"] for its in data["policies"].values() if its.get("algorithm")]
+        for section in (data["algorithm"], *of_policies):
+            for name in _LATER_OF.get(section["name"], ()):
+                if section[name] is None:
+                    del section[name]
         if any(character in agent for agent in self.agents for character in "*?["):  # the first pattern that fits
             data["agents"] = list(data["agents"].items())
         if self.league is None:

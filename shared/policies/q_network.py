@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shared.config.sections import PolicyConfig
 from shared.errors import UnsupportedSpace
 from shared.experience.spaces import PolicySpaces, SpaceSpec
+from shared.policies.actor_critic import Core
 from shared.policies.encoders import ACTIVATIONS, Encoder, ParallelLayerNorm, unrounded
 from shared.policies.masks import masked
 from shared.policies.policy import Policy
@@ -129,7 +130,7 @@ class QNetwork(Policy):
         *below, hidden = config.hidden_sizes or (None,)
         common = config.model_copy(update={"hidden_sizes": tuple(below)})
         self.encoder = Encoder(spaces.observation, common)
-        features = self.encoder.features
+        features = self._features()
         self.advantage = Stream(features, hidden, self.choices * self.width, config, noisy=noisy, heads=heads)
         self.value = Stream(features, hidden, self.width, config, noisy=noisy, heads=heads) if dueling else None
         for module in self.modules():  # as PyTorch begins: biases that differ tell small observations apart
@@ -141,21 +142,30 @@ class QNetwork(Policy):
             self.prior = Stream(features, hidden, self.choices * self.width, config, noisy=False, heads=heads)
             self.prior.requires_grad_(False)
 
+    def _features(self) -> int:
+        """How many the streams get."""
+        return self.encoder.features
+
     def draw_noise(self, generator: torch.Generator) -> list[LayerNoise] | None:
         layers = chain(self.advantage.layers, self.value.layers if self.value is not None else ())
         return [layer.draw(generator) for layer in layers if isinstance(layer, NoisyLinear)] or None
 
     def outputs(self, observations: Mapping[str, Tensor], noise: list[LayerNoise] | None = None) -> Tensor:
         """`[K·B, A, width]`: values, logits of c51's atoms, or quantiles; without noise of the mean weights."""
-        features, drawn = self.encoder(observations, self.normalizer), None if noise is None else iter(noise)
-        found: Tensor = self.advantage(features, drawn).reshape(-1, self.choices, self.width)
-        if self.value is not None:  # Wang et al. 2016, eq. 9
-            value = self.value(features, drawn).reshape(-1, 1, self.width)
-            found = found - found.mean(dim=1, keepdim=True) + value
+        found = self._of_features(self.encoder(observations, self.normalizer), noise)
         if self._prior_scale:  # Osband et al. 2018, alg. 1
             prior = self.prior(self.prior_encoder(observations, self.normalizer), None)
             found = found + self._prior_scale * prior.reshape(found.shape)
         return unrounded(found)
+
+    def _of_features(self, features: Tensor, noise: list[LayerNoise] | None = None) -> Tensor:
+        """What the streams make of features `[B, …]`, `[K·B, A, width]`."""
+        drawn = None if noise is None else iter(noise)
+        found: Tensor = self.advantage(features, drawn).reshape(-1, self.choices, self.width)
+        if self.value is not None:  # Wang et al. 2016, eq. 9
+            value = self.value(features, drawn).reshape(-1, 1, self.width)
+            found = found - found.mean(dim=1, keepdim=True) + value
+        return found
 
     def means(self, outputs: Tensor) -> Tensor:
         """`[…, width]` → `[…]`: the expected return."""
@@ -185,6 +195,28 @@ class QNetwork(Policy):
 
     def _together(self, values: Tensor) -> Tensor:
         return values[0] if self.heads == 1 else values.mean(dim=0)
+
+
+class RecurrentQNetwork(Core, QNetwork):
+    """A Q network whose streams see what a recurrent core has made of all observations of the episode so far."""
+
+    kind = "recurrent_q_network"
+
+    def _features(self) -> int:
+        self._make_core()
+        return self.config.core_size
+
+    def values(self, observations: Mapping[str, Tensor], after: Tensor) -> Tensor:
+        """`[B, A]`, where the state after the observations is this `[B, state size]`; illegal ones are masked."""
+        found = unrounded(self._of_features(self._outputs(after)))
+        return masked(found.squeeze(2), observations, self.spaces)
+
+    def step(self, observations: Mapping[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+        after = self.state_after(observations, state)
+        return self.values(observations, after), after
+
+    def outputs(self, observations: Mapping[str, Tensor], noise: list[LayerNoise] | None = None) -> Tensor:
+        raise NotImplementedError(f"a policy of kind {self.kind} has no values for observations alone")
 
 
 def _choices(action: SpaceSpec) -> int:

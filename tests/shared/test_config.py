@@ -266,8 +266,9 @@ def test_every_field_is_read_somewhere_and_says_what_it_is_for() -> None:
 BY_ALGORITHM: dict[str, tuple[list[int], str, int, tuple[int, int, int], str]] = {
     **dict.fromkeys(("ppo", "a2c", "impala", "appo", "bc"), ([64, 64], "tanh", 0, (64, 4, 0), "10 updates")),
     **dict.fromkeys(("dqn", "rainbow", "vdn", "qmix"), ([120, 84], "relu", 1000, (8, 1, 2), "5000 env_steps")),
+    "r2d2": ([120, 84], "relu", 1000, (40, 1, 2), "5000 env_steps"),
     **dict.fromkeys(("sac", "td3", "ddpg"), ([256, 256], "relu", 1000, (8, 1, 2), "5000 env_steps")),
-    **dict.fromkeys(("cql", "iql"), ([256, 256], "relu", 0, (64, 4, 1), "10 updates")),
+    **dict.fromkeys(("cql", "iql", "td3_bc"), ([256, 256], "relu", 0, (64, 4, 1), "10 updates")),
 }
 """Network, random steps, T × K and L, and when there is a checkpoint."""
 
@@ -290,7 +291,7 @@ def test_what_is_not_said_is_as_the_algorithm_has_it(name: str) -> None:
     if isinstance(config.algorithm, OffPolicyConfig):
         assert lag > 0, "acting goes on during gradient steps"
         assert config.algorithm.replay_buffer.capacity == (
-            100_000 if name in {"dqn", "rainbow", "vdn", "qmix"} else 1_000_000
+            100_000 if name in {"dqn", "rainbow", "r2d2", "vdn", "qmix"} else 1_000_000
         )
     assert parse_config(yaml.safe_load(dump_config(config))) == config
 

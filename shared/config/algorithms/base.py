@@ -106,6 +106,13 @@ class CloningConfig(Section):
     """Demonstrated steps that each gradient step of the policy clones beside its minibatch."""
 
 
+class MarginCloningConfig(CloningConfig):
+    """Cloning beside Q-learning, by a large margin."""
+
+    margin: float = Field(0.8, gt=0)
+    """By how much the demonstrated action is to be better than any other, in units of the values; 0.8 as in DQfD."""
+
+
 class Cloning(AlgorithmConfig):
     """What algorithms have that can clone demonstrations beside what they learn by rewards."""
 

@@ -92,7 +92,9 @@ class DQN(OffPolicy):
         noise = draw(generator), draw(generator) if config.double else None, draw(generator)
         loss, lesson = self._loss(batch, noise)
         rate = config.learning_rate.value(counters)
-        lesson.metrics["train/grad_norm"] = gradient_step(loss, self._optimizer, rate, config.max_grad_norm)
+        whole, cloned = self.cloning.beside(self.shard, (loss, {}))
+        norm = gradient_step(whole, self._optimizer, rate, config.max_grad_norm)
+        lesson.metrics.update(cloned, **{"train/grad_norm": norm})
         if (self.done + 1) % config.target_update_steps == 0:
             soft_update(self.target, self.policy, config.tau)
         return lesson
