@@ -88,7 +88,7 @@ class SequenceReplayBuffer(ReplayBuffer):
         as_now: Rewards | None = None,
     ) -> SequenceBatch:  # fmt: skip
         """As many sequences as make `count` transitions, but one at least; otherwise as its base."""
-        ring, (first, weight) = self.ring, self._draw(max(1, count // self.ring.steps), generator, beta)
+        ring, (first, weight) = self.ring, self.draw(max(1, count // self.ring.steps), generator, beta)
         place, slot = first // ring.rows_each, first % ring.rows_each
         rows = self._rows(place, slot)
         path, valid = self._paths(rows.reshape(-1), n_step)
