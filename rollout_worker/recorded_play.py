@@ -61,7 +61,7 @@ def record_play(
     recorder = _Recorder(GuardedEnvironment(made, 0), spaces, folder / FILE, episodes, config.seed)
     try:
         noop: Any = first if idle is None else idle
-        play(recorder, keys_to_action=codes or None, fps=fps, noop=noop, wait_on_player=wait)  # type: ignore[arg-type]
+        play(recorder, keys_to_action=codes or None, fps=fps, noop=noop, wait_on_player=wait)
     finally:
         recorder.close()
     return recorder.played

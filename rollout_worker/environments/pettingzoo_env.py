@@ -252,7 +252,12 @@ class Parallel:
     @NamedFailures("set_phase")
     def set_phase(self, phase: Phase) -> None:
         for env in self._envs:
-            vector_env.tell_phase(env, phase)
+            vector_env.tell(env, "set_phase", str(phase))
+
+    @NamedFailures("set_paused")
+    def set_paused(self, paused: bool) -> bool:
+        told = [vector_env.tell(env, "set_paused", paused) for env in self._envs]  # each of them
+        return any(told)
 
     def close(self) -> None:
         for env in self._envs:

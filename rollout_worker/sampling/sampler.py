@@ -62,6 +62,8 @@ class Sampler:
         began = environment.reset(self._seeds, trace)
         self._now = {policy_id: observations for policy_id, (observations, _) in began.items()}
         self._acts = {policy_id: acts for policy_id, (_, acts) in began.items()}
+        self._pauses = environment.set_paused(True)
+        """Whether any environment wants to know when acting waits."""
         self._taken: dict[str, Columns] = {}
         """Of the last sample: what was done in each step `[T, S, …]`, where its columns do not tell."""
         states = trace.states if trace else {}
@@ -105,6 +107,8 @@ class Sampler:
         episodes: list[EpisodeRecord] = []
         by_episode = [its for its in exploration.values() if its.knows_episodes]
         self._begin_all(by_episode)
+        if self._pauses:
+            self._environment.set_paused(False)
         for step in range(steps):
             with acting:
                 act = self._act_in_parts if self._in_parts else self._act
@@ -128,6 +132,8 @@ class Sampler:
                 episodes.append(record if self._casting is None else self._casting.judged(index, record))
                 self._episodes[index] += 1
                 self._begin(by_episode, index)
+        if self._pauses:
+            self._environment.set_paused(True)
         columns = {
             policy_id: recorder.finish(policies[policy_id], exploration[policy_id], self._now[self._seat(policy_id)])
             for policy_id, recorder in recorders.items()

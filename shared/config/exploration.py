@@ -109,20 +109,10 @@ class OwnExploration(Section):
 NoiseConfig = (
     Sampling | GaussianNoise | TruncatedGaussianNoise | OrnsteinUhlenbeckNoise | ParameterNoise | OwnExploration
 )
-ExplorationConfig = (
-    Sampling
-    | EpsilonGreedy
-    | Boltzmann
-    | UpperConfidenceBound
-    | Bootstrapped
-    | GaussianNoise
-    | TruncatedGaussianNoise
-    | OrnsteinUhlenbeckNoise
-    | ParameterNoise
-    | OwnExploration
-)
+ExplorationConfig = NoiseConfig | EpsilonGreedy | Boltzmann | UpperConfidenceBound | Bootstrapped
 if TYPE_CHECKING:
-    ExplorationField, NoiseField = ExplorationConfig, NoiseConfig
+    ExplorationField = ExplorationConfig
+    NoiseField = NoiseConfig
 else:
     ExplorationField, NoiseField = by_kind(ExplorationConfig), by_kind(NoiseConfig)
 """Ways to explore, as a config field: any, and those with continuous actions."""

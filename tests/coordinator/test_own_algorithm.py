@@ -89,8 +89,11 @@ def test_the_hooks_of_a_built_in_algorithm_are_exact_too(stagecoach: Stagecoach,
 def test_an_exploration_and_a_replay_buffer_of_ones_own_are_exact_too(stagecoach: Stagecoach, tmp_path: Path) -> None:
     for name in ("own_exploration.py", "own_exploration.yaml"):
         shutil.copy(SOURCE / "examples" / name, tmp_path)
-    lighter = ("--set=evaluation.episodes=1", "--set=stop_at.mean_return=null", "--set=heatup=256 env_steps")
-    lighter += ("--set=rollout.max_policy_lag=0", "--set=rollout.workers=1")  # one order of fragments, of one version
+    settings = (
+        "evaluation.episodes=1", "stop_at.mean_return=null", "heatup=256 env_steps",
+        "rollout.max_policy_lag=0", "rollout.workers=1",  # fragments come in one order, of one version each
+    )  # fmt: skip
+    lighter = [f"--set={setting}" for setting in settings]
     check_exact(partial(stagecoach, "train", "own_exploration.yaml", *lighter), stagecoach, 4, 8)
     stagecoach(
         "train", "own_exploration.yaml", *lighter, "--run-id=plain", "--inline", "--set=stop_at.updates=8",

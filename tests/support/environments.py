@@ -453,6 +453,21 @@ class PhaseWrapper(gym.RewardWrapper[Any, Any]):
         return float(reward) + 10 * PHASES.index(self._phase)
 
 
+class PauseWrapper(gym.Wrapper[Any, Any, Any, Any]):
+    """Refuses to be stepped while acting waits; its `info` tells how often acting began."""
+
+    _begun, _paused = 0, False
+
+    def set_paused(self, paused: bool) -> None:
+        assert paused is not self._paused, "told twice"
+        self._begun, self._paused = self._begun + (not paused), paused
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        assert not self._paused, "a step while acting waits"
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return observation, reward, terminated, truncated, info | {"begun": self._begun}
+
+
 class RejectsPhases(gym.Wrapper[Any, Any, Any, Any]):
     def set_phase(self, phase: str) -> None:
         raise ValueError(f"{phase}? not with me")
