@@ -122,7 +122,10 @@ class Parallel:
                 values = self._parameters.now[index].values
                 self._envs[index], options = self._parameterized[index].prepare(self._envs[index], values)
             asked = {"seed": seed, "options": options} if options else {"seed": seed}
-            return self._reset_one(index, _Episode(number, {}, set(), returns), asked)
+            episode = self._reset_one(index, _Episode(number, {}, set(), returns), asked)
+            if not episode.live:
+                raise ValueError("no agent is to act; expected one in agents at least, or no episode can begin")
+            return episode
 
     def _reset_one(self, index: int, episode: _Episode, asked: Mapping[str, Any]) -> _Episode:
         observations, infos = self._envs[index].reset(**asked)
@@ -131,7 +134,9 @@ class Parallel:
         return episode
 
     def _seen(self, observations: Mapping[str, Any], infos: Mapping[str, Any], live: Set[str]) -> dict[str, Any]:
-        """With the masks of those that are to act, where these stand in `infos`."""
+        """With the masks of those that are to act, where these stand in `infos`. Each of those is to have one."""
+        if missing := sorted(agent for agent in live if observations.get(agent) is None):
+            raise KeyError(f"no observation of {', '.join(missing)}")
         if not self._masks:
             return dict(observations)
         return {agent: self._with_mask(agent, its, infos.get(agent, {}), live) for agent, its in observations.items()}
@@ -180,8 +185,6 @@ class Parallel:
         episode.observations = observations
         episode.over &= there  # one that has left may come again
         episode.live = set() if cut else there - episode.over
-        if missing := sorted(episode.live - observations.keys()):
-            raise KeyError(f"no observation of {', '.join(missing)}")
 
     def _acted(
         self, index: int, agent: str, brought: tuple[float, bool, bool, Any], info: Mapping[str, Any],
@@ -288,7 +291,7 @@ class Turns(Parallel):
             agent = game.agent_selection
             observation, reward, terminated, truncated, info = _last(env, game, agent)
             live = set() if terminated or truncated else {agent}
-            observation = self._with_mask(agent, observation, info, live)
+            observation = self._seen({agent: observation}, {agent: info}, live)[agent]
             if agent in episode.waiting:
                 episode.waiting.discard(agent)
                 self._acted(index, agent, (float(reward), bool(terminated), bool(truncated), observation), info, made)
@@ -310,7 +313,8 @@ class Turns(Parallel):
             if agent in episode.waiting:
                 reward = float(env._cumulative_rewards.get(agent, 0.0))
                 seen = self._with_mask(agent, env.observe(agent), {}, set())
-                self._acted(index, agent, (reward, False, True, seen), {}, made)
+                died = bool(env.terminations.get(agent))  # and has not been told yet
+                self._acted(index, agent, (reward, died, not died, seen), {}, made)
             elif step.mask[slot] and agent in episode.live:  # it has been told of this very turn
                 step.truncated[slot] = True
                 finals.append((slot, copy.deepcopy(episode.observations[agent])))

@@ -92,6 +92,11 @@ class Casting:
                 for name, state in self.states.items():
                     if name.startswith(f"{group}@"):
                         state[slot] = 0.0
+        self.states = {name: its for name, its in self.states.items() if self._sits(*name.split("@", 1))}
+
+    def _sits(self, group: str, player: str) -> bool:
+        """Whether a player has a seat in any episode; what others remember is of no use, and each fragment holds it."""
+        return bool((self._players[group] == player).any())
 
     def parts(self, group: str, rows: Array) -> Iterator[Part]:
         """Who acts for the slots `rows` of a policy's seats, player by player in the order of their ids."""

@@ -136,6 +136,19 @@ def test_a_successor_goes_on_in_the_same_matches(store: FileStore, sections: dic
         assert same(found[0], found[1]) and same(ahead, found[0])
 
 
+def test_what_a_player_remembers_goes_with_its_last_seat(store: FileStore) -> None:
+    season = Season(store, {"past": 1.0}, snapshots=12, **CORES)
+    met = set()
+    for _ in range(12):
+        season.sample(7)
+        trace = action_trace.read(season.left)
+        assert trace is not None
+        states = {name for name in trace.states if "@" in name}
+        met |= states
+        assert len(states) <= 3, "of three environments, each with one opponent"
+    assert len(met) > 3
+
+
 @pytest.mark.parametrize(
     ("player", "says"),
     [("raises", "ValueError: no move comes to mind"), ("takes_too_many", "its action 7 is none of the space")],
