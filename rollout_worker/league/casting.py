@@ -146,8 +146,7 @@ class Casting:
         else:
             outcome = _compared([sum(record.agent_returns[agent] for agent in side) for side in self._table.sides])
         if said:
-            loser = match.players.index(said.partition(":")[0])
-            outcome = tuple(0.0 if side == loser else 1.0 for side in range(len(outcome)))
+            outcome = tuple(float(player != said.partition(":")[0]) for player in match.players)  # in each of its seats
             _LOGGER.warning("a match is lost by forfeit, %s", said)
         return replace(record, match=MatchRecord(match.learner, match.side, match.players, outcome, said))
 
