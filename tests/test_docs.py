@@ -205,7 +205,14 @@ def test_the_page_of_metrics_explains_what_every_run_writes_and_nothing_else() -
     written |= spread("rollout/ep_shaped_rew", [1.0]).keys()
     scores = dict.fromkeys(("mean_return", "std_return", "min_return", "max_return", "mean_length", "episodes"), 1.0)
     written |= evaluation_row(
-        {"version": 1, "success_rate": 1.0, "agents": {"<name>": 1}, "metrics": {"<name>": 1}} | scores
+        {
+            "version": 1,
+            "success_rate": 1.0,
+            "agents": {"<name>": 1},
+            "metrics": {"<name>": 1},
+            "win_rates": {"<name>": 1},
+        }
+        | scores
     ).keys()
     written |= {"eval/confirmation/<name>"}
     explained = set[str]()

@@ -8,11 +8,13 @@ import numpy as np
 from gymnasium import spaces
 
 from rollout_worker.environments.action_masks import count_choices, marked, space_with_mask
+from rollout_worker.environments.critic_state import state_space
 from rollout_worker.environments.factory import evaluation_environment, make, parameterized
 from shared.config.parameters import evaluated_table, table_at
 from shared.config.run_config import Config
 from shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace, headline, place
-from shared.experience.spaces import EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
+from shared.experience.goals import MISSED
+from shared.experience.spaces import STATE, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
 
 SINGLE_AGENT = "default"
 """The name of the only agent of a gymnasium environment."""
@@ -54,7 +56,7 @@ def _try_parameters(config: Config, env: Any) -> Any:
 def describe(config: Config, env: Any) -> EnvironmentDescription:
     """Raises `EnvironmentUnusable`, `UnsupportedSpace`, or `ConfigError` for agents without a policy."""
     try:
-        if config.environment.api == "pettingzoo":
+        if config.environment.several_agents:
             found = {agent: (env.observation_space(agent), env.action_space(agent)) for agent in env.possible_agents}
         else:
             found = {SINGLE_AGENT: (env.observation_space, env.action_space)}
@@ -66,13 +68,16 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
     for agent, pair in found.items():
         for space, name in zip(pair, ("observation_space", "action_space"), strict=True):
             if not isinstance(space, spaces.Space):
-                whose = f" of {agent}" if config.environment.api == "pettingzoo" else ""
+                whose = f" of {agent}" if config.environment.several_agents else ""
                 raise EnvironmentUnusable(
                     f"{config.environment.id}: its {name}{whose} is {space!r:.60}; expected a space of "
                     f"gymnasium.spaces, such as Box(-1, 1, (3,)) or Discrete(2); set it in __init__"
                 )
     if unknown := [name for name in config.agents if name not in found and not fnmatch.filter(found, name)]:
         raise ConfigError(f"agents names {sorted(unknown)}, but the environment has {sorted(found)}")
+    source, several = config.environment.action_mask, config.environment.api == "pettingzoo"
+    if source == "info" and several:
+        found = {agent: (space_with_mask(seen, count_choices(does)), does) for agent, (seen, does) in found.items()}
     agents: dict[str, str] = {}
     policies: dict[str, PolicySpaces] = {}
     for agent, (observation, action) in found.items():
@@ -83,11 +88,13 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
                 f"agent {agent!r} is mapped to no policy; add agents.{agent}: one of {sorted(config.policies)} (agents "
                 f"names {list(config.agents)})"
             ) from None
-        source = config.environment.action_mask
-        if source == "info" and config.environment.api == "pettingzoo":
-            observation = space_with_mask(observation, count_choices(action))
         acted = describe_space(action)
-        described = PolicySpaces(marked(describe_space(observation), acted, source, agent), acted)
+        observed = marked(describe_space(observation), acted, source, agent)
+        if config.policies[policy_id].critic_observes == "state":
+            leaves = list(observed.leaves)
+            state = _describe(state_space(env, {name: seen for name, (seen, _) in found.items()}), STATE, leaves)
+            observed = SpaceSpec(tuple(leaves), {"tuple": [observed.structure, state]})
+        described = PolicySpaces(observed, acted)
         if policies.setdefault(policy_id, described) != described:
             differ = f"agents of policy {policy_id!r} have different spaces"
             raise ConfigError(f"{differ}; give {agent!r} a policy of its own")
@@ -95,17 +102,19 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
     policies |= {policy_id: policies[seat] for policy_id, seat in seats.items()}
     if unused := sorted(set(config.policies) - set(policies)):
         raise ConfigError(f"policies {unused} have no agent; the environment's agents are {sorted(found)}")
-    in_turns = config.environment.api == "pettingzoo" and hasattr(env, "agent_iter")
+    levels, told = config.environment.hierarchy, config.environment.info_columns
+    in_turns = levels is not None or (several and hasattr(env, "agent_iter"))
     _check_turns(config, in_turns)
-    return EnvironmentDescription(agents, policies, config.environment.info_columns, in_turns, seats)
+    told = (*told, MISSED) if levels is not None and levels.test_subgoals and MISSED not in told else told
+    return EnvironmentDescription(agents, policies, told, in_turns, seats)
 
 
 def _check_turns(config: Config, in_turns: bool) -> None:
     together = [name for name, policy in config.policies.items() if policy.critic_observes != "own"]
     if in_turns and (together or {"vdn", "qmix"} & {each.name for each in config.algorithms().values()}):
         raise ConfigError(
-            f"{config.environment.id} is played in turns, and a team's critic (critic_observes=team, vdn, qmix) learns "
-            f"what agents do at the same time; use critic_observes=own and another algorithm, or a parallel environment"
+            f"{config.environment.id} is played in turns, and a team's critic (critic_observes, vdn, qmix) learns what "
+            f"agents do at the same time; use critic_observes=own and another algorithm, or a parallel environment"
         )
 
 
@@ -130,6 +139,11 @@ def _seats(config: Config, agents: dict[str, str]) -> dict[str, str]:
             )
     seats = {learner.policy: learner.seat for learner in config.league_learners.values()}
     for policy_id, seat in seats.items():
+        if "state" in (sees := {config.policies[each].critic_observes for each in (policy_id, seat)}) and len(sees) > 1:
+            raise ConfigError(
+                f"league: {policy_id!r} plays in the seats of {seat!r}, and only one has critic_observes=state; set "
+                f"it for both, or for neither"
+            )
         if seat not in agents.values():
             raise ConfigError(
                 f"league: {policy_id!r} would take the seats of {seat!r}, to which no agent is mapped; map one in "

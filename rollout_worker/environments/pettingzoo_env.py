@@ -17,6 +17,7 @@ import numpy as np
 
 from rollout_worker.environments import vector_env
 from rollout_worker.environments.action_masks import KEY, from_info
+from rollout_worker.environments.critic_state import with_state
 from rollout_worker.environments.parameters import EpisodeParameters, Parameterized
 from rollout_worker.environments.seeding import episode_seed
 from rollout_worker.environments.vector_env import NamedFailures, PolicyStep, Position, RunningEpisodes, Step, pick
@@ -74,7 +75,8 @@ class Parallel:
         """`parameterized` give each of `envs` its `parameters`."""
         self._envs, self.num_envs = list(envs), len(envs)
         self._parameters, self._parameterized = parameters, parameterized
-        self._most_steps = config.max_episode_steps or sys.maxsize
+        limit = None if config.hierarchy else config.max_episode_steps  # else those are Gymnasium's
+        self._most_steps = limit or sys.maxsize
         self._first_ends = config.episode_ends == "any"
         self._description = description
         self._agents = {
@@ -91,6 +93,10 @@ class Parallel:
         choices = {agent: sum(sum(leaf.nvec) for leaf in its.leaves) for agent, its in actions.items()}
         self._masks = choices if config.action_mask == "info" else {}
         """Agent → how many numbers its mask has, where masks stand in `info`."""
+        seen = {agent: description.policies[its].observation for agent, its in description.agents.items()}
+        self._states = [agent for agent, spec in seen.items() if spec.own != spec]
+        """Whose critics see the environment's state."""
+        self._absent = {agent: spec.own.nest("obs", spec.zeros("obs")) for agent, spec in seen.items()}
         self._seeds: Sequence[int] = ()
         self._episodes: list[_Episode] = []
 
@@ -130,16 +136,16 @@ class Parallel:
     def _reset_one(self, index: int, episode: _Episode, asked: Mapping[str, Any]) -> _Episode:
         observations, infos = self._envs[index].reset(**asked)
         episode.live = set(self._envs[index].agents)
-        episode.observations = self._seen(observations, infos, episode.live)
+        episode.observations = self._seen(self._envs[index], observations, infos, episode.live)
         return episode
 
-    def _seen(self, observations: Mapping[str, Any], infos: Mapping[str, Any], live: Set[str]) -> dict[str, Any]:
-        """With the masks of those that are to act, where these stand in `infos`. Each of those is to have one."""
-        if missing := sorted(agent for agent in live if observations.get(agent) is None):
-            raise KeyError(f"no observation of {', '.join(missing)}")
-        if not self._masks:
-            return dict(observations)
-        return {agent: self._with_mask(agent, its, infos.get(agent, {}), live) for agent, its in observations.items()}
+    def _seen(self, env: Any, observed: Mapping[str, Any], infos: Mapping[str, Any], live: Set[str]) -> dict[str, Any]:
+        """With the masks of those that are to act, where these stand in `infos`, and with what critics see."""
+        _all_observe(live, observed)
+        seen = dict(observed)
+        if self._masks:
+            seen = {agent: self._with_mask(agent, its, infos.get(agent, {}), live) for agent, its in observed.items()}
+        return with_state(env, seen, self._absent, self._states) if self._states else seen
 
     def _with_mask(self, agent: str, observation: Any, info: Mapping[str, Any], live: Set[str]) -> Any:
         choices = self._masks.get(agent, 0)
@@ -155,14 +161,17 @@ class Parallel:
             with NamedFailures("step", index):
                 self._step_one(index, nested, made)
             if not self._episodes[index].live:
-                record = self._episodes[index].record()
-                episodes.append((index, record if self._parameters is None else self._parameters.noted(index, record)))
+                episodes.append((index, self._record(index, self._episodes[index])))
                 self._episodes[index] = self._begin(index, self._episodes[index].number + 1)
         for policy_id, (step, finals) in made.items():
             step.obs, step.acts = self._stacked(policy_id)
             step.final_slots = np.array([slot for slot, _ in finals], np.int32)
             step.final_obs = self._rows(policy_id, "final_obs", [value for _, value in finals])
         return Step({policy_id: step for policy_id, (step, _) in made.items()}, episodes)
+
+    def _record(self, index: int, episode: _Episode) -> EpisodeRecord:
+        record = episode.record()
+        return record if self._parameters is None else self._parameters.noted(index, record)
 
     def _step_one(self, index: int, actions: Mapping[str, Any], made: Mapping[str, _Made]) -> None:
         env, episode = self._envs[index], self._episodes[index]
@@ -171,7 +180,7 @@ class Parallel:
             {agent: pick(actions[policy_id], first + index) for agent, (policy_id, first) in acting.items()}
         )
         ended = {agent for agent in acting if terminated.get(agent) or truncated.get(agent)}
-        observations = self._seen(observed, infos, set(env.agents) - ended - episode.over)
+        observations = self._seen(env, observed, infos, set(env.agents) - ended - episode.over)
         episode.length += 1
         cut, there = episode.length >= self._most_steps, set(env.agents)
         for agent in acting:
@@ -224,7 +233,7 @@ class Parallel:
     def _rows(self, policy_id: str, prefix: str, values: Sequence[Any]) -> Columns:
         """Stacked columns; zeros where an agent is absent (None)."""
         spec = self._description.policies[policy_id].observation
-        columns = {leaf.column(prefix): np.zeros((len(values), *leaf.shape), leaf.column_dtype) for leaf in spec.leaves}
+        columns = spec.zeros(prefix, len(values))
         for row, value in enumerate(values):
             if value is not None:
                 for name, array in spec.flatten(prefix, value).items():
@@ -291,7 +300,8 @@ class Turns(Parallel):
             agent = game.agent_selection
             observation, reward, terminated, truncated, info = _last(env, game, agent)
             live = set() if terminated or truncated else {agent}
-            observation = self._seen({agent: observation}, {agent: info}, live)[agent]
+            _all_observe(live, {agent: observation})
+            observation = self._with_mask(agent, observation, info, live)
             if agent in episode.waiting:
                 episode.waiting.discard(agent)
                 self._acted(index, agent, (float(reward), bool(terminated), bool(truncated), observation), info, made)
@@ -319,6 +329,12 @@ class Turns(Parallel):
                 step.truncated[slot] = True
                 finals.append((slot, copy.deepcopy(episode.observations[agent])))
         episode.live = set()
+
+
+def _all_observe(live: Set[str], observations: Mapping[str, Any]) -> None:
+    """Raises `KeyError` where one that is to act observes nothing."""
+    if missing := sorted(agent for agent in live if observations.get(agent) is None):
+        raise KeyError(f"no observation of {', '.join(missing)}")
 
 
 _STATE = {"agents", "agent_selection", "rewards", "_cumulative_rewards", "terminations", "truncations", "infos"}

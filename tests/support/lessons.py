@@ -17,7 +17,7 @@ MODULE = "tests.support.lessons"
 class Corridor(gym.Env[Any, Any]):
     """`length` steps to the right are a success; the last step tells what it was given, as numbers of its info."""
 
-    reset_options = ("length", "wind")
+    reset_options: tuple[str, ...] = ("length", "wind")
 
     def __init__(self, length: float = 2, wind: float = 0.0, render_mode: str | None = None) -> None:
         self.observation_space, self.action_space = spaces.Box(0, 100, (3,), np.float32), spaces.Discrete(2)

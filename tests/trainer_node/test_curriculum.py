@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -177,7 +178,9 @@ def test_levels_are_scored_over_whole_episodes_and_drawn_by_score_and_staleness(
     fragments, advantages, ended = fragments_of(np.random.default_rng(3), 6, 7, 8)
     for first in range(0, 6, 2):  # two fragments an update
         made.learned(fragments[first : first + 2], np.concatenate(advantages[first : first + 2], axis=1))
-    change = {"value_loss": abs, "gae": float, "positive_value_loss": lambda number: max(number, 0.0)}[made_score(made)]
+    changes: dict[str, Callable[[float], float]]
+    changes = {"value_loss": abs, "gae": float, "positive_value_loss": lambda number: max(number, 0.0)}
+    change = changes[config["score"]]
     scores, played = {}, {}
     for number, (level, parts) in enumerate(ended, 1):
         scores[level], played[level] = sum(map(change, parts)) / len(parts), number
@@ -196,10 +199,6 @@ def levels(config: dict[str, Any]) -> Curriculum:
     environment = {"id": f"{MODULE}:Slot", "num_envs": 2, "parameters": {"level": {"replay": {"of": 9, **config}}}}
     made = minimal_config(environment=environment)
     return Curriculum(made, describe_environment(made))
-
-
-def made_score(made: Curriculum) -> str:
-    return made._replayed["level"].score
 
 
 def test_an_episode_of_which_a_fragment_is_missing_is_scored_by_the_rest() -> None:
