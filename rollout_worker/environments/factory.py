@@ -24,7 +24,7 @@ from shared.config.run_config import Config
 from shared.errors import ConfigError, EnvironmentUnusable, OtherApi, place
 from shared.experience.spaces import EnvironmentDescription
 from shared.runtime.process import end_with_parent, forget_secrets
-from shared.runtime.user_code import import_object, with_extra
+from shared.runtime.user_code import import_object, install, with_extra
 
 T = TypeVar("T")
 
@@ -163,7 +163,10 @@ def is_factory(name: str) -> bool:
 
 
 def _in_pettingzoo(name: str, kwargs: dict[str, Any]) -> Any:
-    known = _names_in_pettingzoo()
+    if not (known := _names_in_pettingzoo()):
+        raise EnvironmentUnusable(
+            f"{name} needs PettingZoo 1.26 or newer, which is missing; {install('games')} brings it"
+        )
     if (wanted := _as_in_pettingzoo(name)) not in known:
         close = difflib.get_close_matches(name, known, 3)
         expected = " or ".join([*close, "module:function, such as pettingzoo.sisl.pursuit_v5:parallel_env"])

@@ -128,7 +128,10 @@ class Parallel:
                 values = self._parameters.now[index].values
                 self._envs[index], options = self._parameterized[index].prepare(self._envs[index], values)
             asked = {"seed": seed, "options": options} if options else {"seed": seed}
-            return self._reset_one(index, _Episode(number, {}, set(), returns), asked)
+            episode = self._reset_one(index, _Episode(number, {}, set(), returns), asked)
+            if not episode.live:
+                raise ValueError("no agent is to act; expected one in agents at least, or no episode can begin")
+            return episode
 
     def _reset_one(self, index: int, episode: _Episode, asked: Mapping[str, Any]) -> _Episode:
         observations, infos = self._envs[index].reset(**asked)
@@ -138,6 +141,7 @@ class Parallel:
 
     def _seen(self, env: Any, observed: Mapping[str, Any], infos: Mapping[str, Any], live: Set[str]) -> dict[str, Any]:
         """With the masks of those that are to act, where these stand in `infos`, and with what critics see."""
+        _all_observe(live, observed)
         seen = dict(observed)
         if self._masks:
             seen = {agent: self._with_mask(agent, its, infos.get(agent, {}), live) for agent, its in observed.items()}
@@ -190,8 +194,6 @@ class Parallel:
         episode.observations = observations
         episode.over &= there  # one that has left may come again
         episode.live = set() if cut else there - episode.over
-        if missing := sorted(episode.live - observations.keys()):
-            raise KeyError(f"no observation of {', '.join(missing)}")
 
     def _acted(
         self, index: int, agent: str, brought: tuple[float, bool, bool, Any], info: Mapping[str, Any],
@@ -303,6 +305,7 @@ class Turns(Parallel):
             agent = game.agent_selection
             observation, reward, terminated, truncated, info = _last(env, game, agent)
             live = set() if terminated or truncated else {agent}
+            _all_observe(live, {agent: observation})
             observation = self._with_mask(agent, observation, info, live)
             if agent in episode.waiting:
                 episode.waiting.discard(agent)
@@ -325,11 +328,18 @@ class Turns(Parallel):
             if agent in episode.waiting:
                 reward = float(env._cumulative_rewards.get(agent, 0.0))
                 seen = self._with_mask(agent, env.observe(agent), {}, set())
-                self._acted(index, agent, (reward, False, True, seen), {}, made)
+                died = bool(env.terminations.get(agent))  # and has not been told yet
+                self._acted(index, agent, (reward, died, not died, seen), {}, made)
             elif step.mask[slot] and agent in episode.live:  # it has been told of this very turn
                 step.truncated[slot] = True
                 finals.append((slot, copy.deepcopy(episode.observations[agent])))
         episode.live = set()
+
+
+def _all_observe(live: Set[str], observations: Mapping[str, Any]) -> None:
+    """Raises `KeyError` where one that is to act observes nothing."""
+    if missing := sorted(agent for agent in live if observations.get(agent) is None):
+        raise KeyError(f"no observation of {', '.join(missing)}")
 
 
 _STATE = {"agents", "agent_selection", "rewards", "_cumulative_rewards", "terminations", "truncations", "infos"}
