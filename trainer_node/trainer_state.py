@@ -1,6 +1,7 @@
 """What a trainer holds between two updates, and its two ways out: snapshots for the store, versions for the workers."""
 
 import time
+from collections.abc import Iterable
 from functools import partial
 from typing import Literal
 
@@ -85,7 +86,8 @@ class TrainerState:
         self._board, self._accounting = PolicyBoard(role.redis, role.run_id), accounting
         self._taken: Snapshot | None = None
         self._left: dict[str, int] = {}
-        """Players that have left the league, and the version at which; of a durable checkpoint they are forgotten."""
+        """Players that have left the league, and the version at which. Checkpoints list them until one is durable and
+        no version that names them may act any more."""
         self.description = description
         self.learner = make_learner(role.config, description, read_dataset=read_dataset)
         self.consumer = LogConsumer(
@@ -119,9 +121,15 @@ class TrainerState:
             Progress(self.version, self._incarnation.epoch, self.parent, self.lineage),
             self.writer.durable,
         )
-        self._left = {sha256: version for sha256, version in self._left.items() if version > durable}
+        bound = min(durable, self.version - self._config.rollout.max_policy_lag)
+        self._left = {sha256: version for sha256, version in self._left.items() if version > bound}
         committed, left = self.consumer.committed, tuple(self._left)
         return snapshot.take(self.learner, self._config, self._run_id, progress, committed, left)
+
+    def restore_left(self, players: Iterable[str]) -> None:
+        """From those that the checkpoint lists of this version."""
+        if (league := self.learner.league) is not None:
+            self._left = dict.fromkeys({*players} - {*league.objects()}, self.version)
 
     def _store_players(self) -> None:
         """The league's new snapshots, before a version or a checkpoint names them; waits for the store, by name."""

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 
 import torch
@@ -9,12 +10,15 @@ import torch
 from coordinator.diagnostics.environment_trial import try_environment
 from rollout_worker.acting_policies import make_exploration
 from rollout_worker.environments.description import check_evaluation, describe_environment
-from rollout_worker.environments.factory import make_native
+from rollout_worker.environments.factory import make_native, make_vector
+from rollout_worker.environments.parameters import EpisodeParameters
+from rollout_worker.environments.vector_env import NamedFailures, reject_unusable
 from shared.config.compatibility import check_algorithm, in_its_place
+from shared.config.parameters import evaluated_table
 from shared.config.replay_buffer import OwnReplay
 from shared.config.run_config import Config
 from shared.datasets.read import read_dataset
-from shared.errors import ConfigError
+from shared.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, headline
 from shared.experience.counters import Counters
 from shared.experience.spaces import EnvironmentDescription
 from shared.policies.policy import Policy
@@ -59,6 +63,7 @@ def check(config: Config, inline: bool = False, strict: bool = False) -> Environ
         if config.environment.vectorization == "native":
             make_native(config.environment).close()
         check_evaluation(config, description)
+        _reset_once(config, description)
     else:
         description = try_environment(config).refuse(config, strict)
     for policy_id, policy in config.policies.items():
@@ -93,6 +98,23 @@ def check(config: Config, inline: bool = False, strict: bool = False) -> Environ
             f"other for ever. Raise it, or lower rollout.fragment_steps or environment.num_envs"
         )
     return description
+
+
+def _reset_once(config: Config, description: EnvironmentDescription) -> None:
+    """Raises `EnvironmentUnusable` for what a first reset shows that no later one would mend, such as a mask that is
+    missing. That it raises may be (`environment.failures_allowed`)."""
+    one = config.environment.model_copy(update={"num_envs": 1, "vectorization": "sync"})
+    table = evaluated_table(one.parameters, {})
+    with closing(make_vector(one, description, EpisodeParameters(table, 1) if table else None)) as environment:
+        try:
+            with NamedFailures("reset"):
+                first = environment.reset([0])
+            seen = {policy_id: {**columns, "mask": acts} for policy_id, (columns, acts) in first.items()}
+            reject_unusable(seen, description)
+        except EnvironmentFailure as error:
+            raised = error.__context__
+            if raised is None or isinstance(raised, EnvironmentUnusable):
+                raise EnvironmentUnusable(f"{one.id}: {headline(raised or error)}") from None
 
 
 def _check_networks(config: Config, build: Callable[[], dict[str, Policy]]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import pytest
 from rich.panel import Panel
 
@@ -28,6 +29,7 @@ from shared.storage.due_evaluations import read_due_evaluation
 from shared.storage.metric_log import MetricStore, Rows
 from tests.support.checkpoints import upload_in
 from tests.support.command_line import Stagecoach, check_ledger, contents, until
+from tests.support.games import MODULE, Nim
 from tests.support.groups import some_quick
 
 MakeConfig = Callable[..., Any]
@@ -182,6 +184,25 @@ def test_a_checkpoint_is_made_when_a_person_asks_for_it_and_a_note_is_kept(confi
 def test_one_process_cannot_be_several_ranks(config: MakeConfig, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"trainer.ranks=2 needs as many; leave --inline out"):
         Run.start(config(trainer={"ranks": 2}), "a", inline=True)
+    assert not (tmp_path / "runs" / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            {"id": "CartPole-v1", "action_mask": "info"},
+            r"environment.action_mask=info expects info\['action_mask'\] with 2 numbers, found none",
+        ),
+        ({"id": f"{MODULE}:Nim", "api": "pettingzoo"}, "an action_mask without a legal action in 1 of 1 steps"),
+    ],
+)
+def test_a_mask_that_is_wrong_from_the_first_is_told_before_anything_starts(
+    config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(Nim, "legal", lambda self: np.zeros(3, np.int8))
+    with pytest.raises(UserError, match=message):
+        Run.start(config(environment=environment), "a", inline=True)
     assert not (tmp_path / "runs" / "a").exists()
 
 

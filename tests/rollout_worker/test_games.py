@@ -198,7 +198,10 @@ def test_what_explores_slot_by_slot_knows_whose_turn_it_is(algorithm: dict[str, 
     assert samples[0][1].columns["default"]["mask"].any()
 
 
-STATES = {"policies": {"default": {"critic_observes": "state"}, "bob": {}}, "agents": {"bob": "bob", "*": "default"}}
+STATES: dict[str, Any] = {
+    "policies": {"default": {"critic_observes": "state"}, "bob": {}},
+    "agents": {"bob": "bob", "*": "default"},
+}
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["its own", "of observations"])

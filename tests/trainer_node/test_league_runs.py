@@ -125,6 +125,28 @@ def test_an_object_goes_once_no_checkpoint_has_its_player(new_game: NewGame) -> 
     assert set(status[-1]["ratings"]) == {"hunter", "prey"}
 
 
+def test_a_player_stays_in_the_store_while_a_version_that_names_it_may_act(new_game: NewGame) -> None:
+    game = new_game(
+        chase(
+            checkpoint={"every": "1 updates", "keep_last": 1}, stop_at={"updates": 14},
+            rollout={"fragment_steps": 8, "fragments_per_update": 2, "max_policy_lag": 3},
+        )
+    )  # fmt: skip
+    named, gone = dict[int, set[str]](), set[str]()
+    for version in range(1, 14):
+        game.play_to(version)
+        board = PolicyBoard(game.role.redis, game.role.run_id).fetch(game.role.checkpoints)
+        assert board is not None and board.header.league is not None
+        named[version] = {player.sha256 for player in board.header.league.players.values()}
+        game.durable()
+        if version in (8, 9):
+            game.lose()
+        there = {key.removeprefix(PLAYERS) for key in game.role.checkpoints.store.keys(PLAYERS)}
+        assert set().union(*(named.get(version - lag, set()) for lag in range(4))) <= there, version
+        gone |= set().union(*named.values()) - there
+    assert gone
+
+
 def test_a_missing_or_an_altered_player_is_an_error_that_names_it_and_verify_finds_it(new_game: NewGame) -> None:
     checkpoints = new_game(chase()).role.checkpoints
     store = checkpoints.store

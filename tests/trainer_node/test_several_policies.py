@@ -144,7 +144,7 @@ def test_critics_of_several_policies_see_one_state_and_actors_need_none(new_game
     balanced(game)
     latest = game.role.checkpoints.load_latest()
     assert latest is not None
-    policy = decode_policy(blob := latest.objects["other/policy.safetensors"])[0]
+    policy: Any = decode_policy(blob := latest.objects["other/policy.safetensors"])[0]
     own = policy.spaces.observation.own
     assert own.column_names("obs") == ("obs",) and len(policy.spaces.observation.leaves) > 1
     seen = {key: torch.from_numpy(array) for key, array in next(random_observations(policy.spaces.observation)).items()}

@@ -99,6 +99,7 @@ class Recovery:
         state.version, state.lineage = restored.version, restored.lineage
         state.parent = Parent(checkpoint.manifest.name, restored.committed.position, restored.version)
         state.consumer.restore(restored.committed)
+        state.restore_left(checkpoint.manifest.provenance.get("players", ()))
         if self._role.flow.read().version < state.version:
             self._fast_forward_redis()
         self.incarnation.tell(text)
