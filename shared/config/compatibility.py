@@ -201,6 +201,11 @@ def _check_replay_buffer(run: ConfigFields, policy_id: str, algorithm: OffPolicy
             f"algorithm.replay_buffer.capacity={capacity} is less than the {update} transitions of each update "
             f"({_factors(run)}), so that some would never be learned from; raise the first or lower one of the others"
         )
+    if getattr(algorithm, "reward_signals", None) is not None and algorithm.n_step > 1:
+        raise ValueError(
+            f"algorithm.n_step={algorithm.n_step} with algorithm.reward_signals: of what a replay buffer "
+            f"draws, signals reward single steps; set n_step=1"
+        )
     if algorithm.replay_buffer.kind == "hindsight" and run.policies[policy_id].changes_rewards:
         raise ValueError(
             f"algorithm.replay_buffer.kind=hindsight gives rewards of its own to the goals it puts in, and "

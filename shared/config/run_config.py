@@ -71,7 +71,10 @@ _LATER: dict[str, Any] = {
 _WITHIN = ("replay_buffer", "exploration")
 
 
-_LATER_OF: dict[str, tuple[str, ...]] = {**dict.fromkeys(("dqn", "rainbow"), ("behavioral_cloning",))}
+_LATER_OF: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("dqn", "rainbow"), ("behavioral_cloning", "reward_signals")),
+    **dict.fromkeys(("sac", "td3", "ddpg", "cql"), ("reward_signals",)),
+}
 """Algorithm → its fields that came later than itself, and are left out where they are None."""
 
 

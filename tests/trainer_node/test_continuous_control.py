@@ -76,7 +76,7 @@ def test_the_policy_of_td3_bc_goes_by_values_of_equal_size_and_by_the_data(value
     with torch.no_grad():
         action = torch.tanh(algorithm.policy.action_parameters(batch.observations))
         value = algorithm.critics(batch.observations, None, action)[0].squeeze(1).double().numpy()
-        done = ((batch.actions["action"] - (LOW + HIGH) / 2) / ((HIGH - LOW) / 2)).numpy()
+        done = (batch.actions["action"].numpy() - (LOW + HIGH) / 2) / ((HIGH - LOW) / 2)
     share = value_weight / np.abs(value).mean()
     each = [
         weight * (((mine - theirs) ** 2).mean() - share * q)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -310,7 +310,9 @@ def test_a_q_network_is_worth_what_its_best_choices_pay(tmp_path: Path) -> None:
     evaluation = evaluation_of(tmp_path / "a-run", every_updates=1, gradient_steps=200, episodes=2000)
     for best in (0, 1):
         with torch.no_grad():
-            policies["default"].advantage.layers[-1].bias.copy_(torch.tensor([10.0 * (1 - best), 10.0 * best]))
+            cast(Any, policies["default"]).advantage.layers[-1].bias.copy_(
+                torch.tensor([10.0 * (1 - best), 10.0 * best])
+            )
         found = evaluation.figures(policies["default"], 1)
         assert found["ope/effective_episodes"] == pytest.approx(1000, rel=0.1)
         for name in ("ips", "wis", "dm", "dr", "sequential_dr"):

@@ -48,6 +48,7 @@ ROWS: list[tuple[dict[str, Any] | str, dict[str, Any], str]] = [
     ({"name": "r2d2", "exploration": {"kind": "parameter_noise", "sigma": 1}}, {}, "epsilon_greedy or boltzmann only"),
     ("r2d2", {"policies": {"default": {"core": "none"}}}, "policies.default.core=none.*r2d2.*set core=lstm or gru"),
     ({"name": "r2d2", "minibatch_size": 7}, {}, "minibatch_size=7 is less than rollout.fragment_steps=8"),
+    ({"name": "rainbow", "reward_signals": {"rnd": {}}}, {}, "n_step=3 with algorithm.reward_signals.*set n_step=1"),
     ("bc", {}, "bc clones recorded experience"),
     ("dqn", {"dataset": RECORDED | {"only_heatup": True}}, "only_heatup=true with heatup='0 env_steps'"),
     ("bc", {"dataset": RECORDED | {"only_heatup": True}, "heatup": "96 env_steps"}, "without dataset.only_heatup"),

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, Field
 
 from shared.config.exploration import ExplorationConfig, Sampling
+from shared.config.reward_signals import RewardSignalsConfig
 from shared.config.section import Schedule, ScheduleField, Section
 from shared.config.validation import validated
 from shared.errors import ConfigError
@@ -123,3 +124,16 @@ class Cloning(AlgorithmConfig):
     def imitating(self) -> tuple[str, ...]:
         """By cloning, where that is asked for."""
         return super().imitating + (() if self.behavioral_cloning is None else ("behavioral_cloning",))
+
+
+class Signals(Cloning):
+    """What algorithms have that can learn from further rewards."""
+
+    reward_signals: RewardSignalsConfig | None = None
+    """Rewards beside the environment's, for tasks whose own are rare; none by default."""
+
+    @property
+    def imitating(self) -> tuple[str, ...]:
+        """By cloning, and by a reward signal."""
+        gail = self.reward_signals is not None and self.reward_signals.gail is not None
+        return super().imitating + (("reward_signals.gail",) if gail else ())

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from shared.config.algorithms.base import Cloning, MarginCloningConfig
+from shared.config.algorithms.base import MarginCloningConfig, Signals
 from shared.config.algorithms.off_policy import OffPolicyConfig
 from shared.config.exploration import EpsilonGreedy, ExplorationField, Sampling
 from shared.config.replay_buffer import PrioritizedReplay, ReplayBufferField
@@ -89,15 +89,15 @@ class QLearningConfig(OffPolicyConfig):
         return self
 
 
-class Demonstrated(Cloning, QLearningConfig):
-    """The fields of those that can learn from demonstrations as well."""
+class Guided(Signals, QLearningConfig):
+    """The fields of those that can learn from demonstrations and from further rewards as well."""
 
     behavioral_cloning: MarginCloningConfig | None = None
     """`{strength: {kind: linear, start: 1, end: 0, over: 50000 env_steps}}` clones `demonstrations` as well, by a large
     margin (Hester et al. 2018)."""
 
 
-class DQNConfig(Demonstrated):
+class DQNConfig(Guided):
     """Deep Q-learning (Mnih et al. 2015), with any of its extensions."""
 
     learner: ClassVar[str] = "trainer_node.learning.algorithms.dqn:DQN"
@@ -163,7 +163,7 @@ class R2D2Config(QLearningConfig):
         )
 
 
-class RainbowConfig(Demonstrated):
+class RainbowConfig(Guided):
     """DQN with all its extensions (Hessel et al. 2018): the same fields, with the defaults of that paper."""
 
     learner: ClassVar[str] = "trainer_node.learning.algorithms.dqn:DQN"

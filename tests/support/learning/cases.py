@@ -85,7 +85,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
          "exploration": {"kind": "epsilon_greedy", "epsilon": changing(0.9, 0.1, "exponential")}},
         {},
     ),
-    "dqn, imitating": ("dqn", {**DRAWING, **CLONING}, {}),
+    "dqn, imitating": ("dqn", {**DRAWING, **IMITATING}, {}),
     "dqn, balanced": (
         "dqn", {**DRAWING, "n_step": 3, "replay_buffer": {"kind": "balanced", "capacity": 5 * 32}, "tau": 0.1},
         averaging(),
@@ -120,6 +120,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "sac": ("sac", {**DRAWING, "exploration": {"kind": "gaussian", "sigma": changing(0.5, 0.1)}}, PENDULUM),
     "discrete sac": ("sac", {**DRAWING, **CLONING, "critic_learning_rate": changing(1e-2, 1e-3)}, {}),
+    "sac, imitating": ("sac", {**DRAWING, **IMITATING}, PENDULUM),
     "td3": ("td3", {**DRAWING, "exploration": {"kind": "parameter_noise", "sigma": changing(0.3, 0.1)}}, PENDULUM),
     "ddpg": ("ddpg", {**DRAWING, "n_step": 2, "exploration": {"kind": "ou", "sigma": changing(0.3, 0.1)}}, PENDULUM),
     "ddpg, truncated": ("ddpg", {**DRAWING, "exploration": {"kind": "truncated_gaussian", "sigma": 0.4}}, PENDULUM),

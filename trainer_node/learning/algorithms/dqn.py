@@ -28,7 +28,7 @@ class DQN(OffPolicy):
         self.target = copy_sharing_buffers(self.policy).requires_grad_(False)
         learned = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         self._optimizer = Adam(learned, config.adam_epsilon, config.weight_decay)
-        self.parts = {"target/": self.target, "optimizer/": self._optimizer}
+        self.parts |= {"target/": self.target, "optimizer/": self._optimizer}
         self._loss = self.compiled(self.loss)
 
     @torch.no_grad()

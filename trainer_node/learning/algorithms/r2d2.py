@@ -5,6 +5,7 @@ burn-in, by both networks and without gradients, then through the sequence that 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,23 +47,23 @@ class R2D2(DQN):
     def __init__(self, policy: RecurrentQNetwork, config: R2D2Config, setting: Setting) -> None:
         super().__init__(policy, config, setting)
         size = (policy.spaces, setting.fragment_steps, setting.slots, config.replay_buffer.capacity)
-        named = {"state_size": policy.state_size, "burn_in": config.burn_in_fragments}
+        named: dict[str, Any] = {"state_size": policy.state_size, "burn_in": config.burn_in_fragments}
         if isinstance(config.replay_buffer, PrioritizedReplay):
-            priorities = {"alpha": config.replay_buffer.alpha, "epsilon": config.replay_buffer.epsilon}
-            self.replay_buffer = PrioritizedSequences(*size, **named, **priorities)
+            named |= {"alpha": config.replay_buffer.alpha, "epsilon": config.replay_buffer.epsilon}
+            self.replay_buffer = PrioritizedSequences(*size, **named)
         else:
             self.replay_buffer = SequenceReplayBuffer(*size, **named)
 
     def on_device(self, drawn: SequenceBatch) -> Sequences:  # type: ignore[override]
-        def moved(array: object) -> object:
+        def moved(array: Any) -> Any:
             if isinstance(array, dict):
-                return {name: to_device(its, self._setting.device) for name, its in array.items()}
-            return to_device(array, self._setting.device)  # type: ignore[arg-type]
+                return {name: moved(its) for name, its in array.items()}
+            return to_device(array, self._setting.device)
 
         spans = tuple(tuple(moved(item) for item in vars(span).values()) for span in drawn.spans)
         (action,) = drawn.actions.values()
         rest = (drawn.next_observations, drawn.reward, drawn.discount, drawn.last, drawn.mask, drawn.weight)
-        return Sequences(spans, *map(moved, (action, *rest)))  # type: ignore[arg-type]
+        return Sequences(spans, *map(moved, (action, *rest)))
 
     def states(self, network: RecurrentQNetwork, batch: Sequences) -> Tensor:
         """`[T · B, state size]`: this network's hidden state after each step of the sequences."""
