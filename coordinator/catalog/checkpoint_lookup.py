@@ -90,7 +90,8 @@ def named_code(config: Config) -> dict[str, str]:
     for place, section in {"": data, **places}.items():
         algorithm = section["algorithm"] or {}
         found[f"{place}algorithm.name"] = algorithm.get("name")
-        found[f"{place}algorithm.replay_buffer.reward"] = (algorithm.get("replay_buffer") or {}).get("reward")
+        for part, field in (("replay_buffer", "reward"), ("replay_buffer", "kind"), ("exploration", "kind")):
+            found[f"{place}algorithm.{part}.{field}"] = (algorithm.get(part) or {}).get(field)
     players = (data["league"] or {}).get("fixed", {}).items()
     found |= {f"league.fixed.{name}": player["source"] for name, player in players if player["kind"] == "function"}
     return {field: path for field, path in found.items() if ":" in (path or "")}

@@ -105,7 +105,7 @@ def _progress(status: Status, config: Config) -> Table | Text:
     return Text(f"{status.env_steps} env steps")
 
 
-_RATING = "league/rating/"
+_RATING, _LESSON = "league/rating/", "curriculum/lesson/"
 
 
 def metrics_table(status: Status) -> Table:
@@ -126,6 +126,9 @@ def metrics_table(status: Status) -> Table:
     for policy_id in sorted(name.removeprefix(_RATING) for name in metrics if name.startswith(_RATING)):
         rating, elo, rate = (metrics.get(f"league/{name}/{policy_id}") for name in ("rating", "elo", "win_rate"))
         table.add_row("rating", f"{policy_id} {figure(rating)}", "Elo, wins", f"{figure(elo)}, {rate or 0:.0%}")
+    for entry in sorted(name.removeprefix(_LESSON) for name in metrics if name.startswith(_LESSON)):
+        until = metrics.get(f"curriculum/until/{entry}")
+        table.add_row("lesson", f"{entry} {figure(metrics[_LESSON + entry])}", "measured", figure(until))
     return table
 
 

@@ -10,7 +10,6 @@ from shared.storage.metric_log import FLEET, TRAIN
 
 Kind = Literal[
     "lines", "multiples", "shares", "return", "fleet", "autoscaler", "timeline", "ledger", "config", "video", "league",
-    "empty",
 ]  # fmt: skip
 """`multiples`: a small chart for each line, whose scales differ."""
 Group = Literal["Learning", "Throughput", "Fleet", "Records"]
@@ -197,5 +196,8 @@ PANELS = (
         absent="No video yet; `stagecoach evaluate RUN --video DIR` records one.",
     ),
     Panel("Records", "league", "League", "league", absent="A run without a league."),
-    Panel("Records", "curriculum", "Lessons", "empty", absent="A run without lessons."),
+    Panel(
+        "Records", "curriculum", "Lessons", unit="lesson", lines=(Line("curriculum/lesson/*", "lesson"),),
+        absent="A run without lessons.",
+    ),
 )  # fmt: skip

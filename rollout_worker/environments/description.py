@@ -8,9 +8,11 @@ import numpy as np
 from gymnasium import spaces
 
 from rollout_worker.environments.action_masks import count_choices, marked, space_with_mask
-from rollout_worker.environments.factory import evaluation_environment, make
+from rollout_worker.environments.factory import evaluation_environment, make, parameterized
+from shared.config.parameters import evaluated_table, table_at
 from shared.config.run_config import Config
-from shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace
+from shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace, headline, place
+from shared.experience.goals import MISSED
 from shared.experience.spaces import EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
 
 SINGLE_AGENT = "default"
@@ -21,16 +23,39 @@ def describe_environment(config: Config) -> EnvironmentDescription:
     """What `describe` returns and raises, of an environment that is made for this, and closed."""
     env = make(config.environment)
     try:
-        return describe(config, env)
+        found = describe(config, env)
+        env = _try_parameters(config, env)
+        return found
     finally:
         with contextlib.suppress(Exception):  # it is not needed any more
             env.close()
 
 
+def _try_parameters(config: Config, env: Any) -> Any:
+    """Resets the environment with the parameters of the first and of the last lessons; raises `EnvironmentUnusable`
+    where it does not take them. Returns it: it may have been made anew."""
+    environment = config.environment
+    if not environment.parameters or environment.vectorization == "native":
+        return env
+    giving = parameterized(environment)
+    first = {name: 0 for name, entry in environment.parameters.items() if entry.lessons}
+    for table in (table_at(environment.parameters, first), evaluated_table(environment.parameters, {})):
+        assert table is not None
+        env, options = giving.prepare(env, table.draw(0))
+        try:
+            env.reset(seed=0, options=options)
+        except (Exception, SystemExit) as error:
+            raise EnvironmentUnusable(
+                f"{environment.id} cannot be reset with environment.parameters {table.draw(0)} "
+                f"(parameters_by={environment.parameters_by}): {headline(error)}{place(error)}"
+            ) from error
+    return env
+
+
 def describe(config: Config, env: Any) -> EnvironmentDescription:
     """Raises `EnvironmentUnusable`, `UnsupportedSpace`, or `ConfigError` for agents without a policy."""
     try:
-        if config.environment.api == "pettingzoo":
+        if config.environment.several_agents:
             found = {agent: (env.observation_space(agent), env.action_space(agent)) for agent in env.possible_agents}
         else:
             found = {SINGLE_AGENT: (env.observation_space, env.action_space)}
@@ -42,7 +67,7 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
     for agent, pair in found.items():
         for space, name in zip(pair, ("observation_space", "action_space"), strict=True):
             if not isinstance(space, spaces.Space):
-                whose = f" of {agent}" if config.environment.api == "pettingzoo" else ""
+                whose = f" of {agent}" if config.environment.several_agents else ""
                 raise EnvironmentUnusable(
                     f"{config.environment.id}: its {name}{whose} is {space!r:.60}; expected a space of "
                     f"gymnasium.spaces, such as Box(-1, 1, (3,)) or Discrete(2); set it in __init__"
@@ -71,9 +96,11 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
     policies |= {policy_id: policies[seat] for policy_id, seat in seats.items()}
     if unused := sorted(set(config.policies) - set(policies)):
         raise ConfigError(f"policies {unused} have no agent; the environment's agents are {sorted(found)}")
-    in_turns = config.environment.api == "pettingzoo" and hasattr(env, "agent_iter")
+    levels, told = config.environment.hierarchy, config.environment.info_columns
+    in_turns = levels is not None or (config.environment.api == "pettingzoo" and hasattr(env, "agent_iter"))
     _check_turns(config, in_turns)
-    return EnvironmentDescription(agents, policies, config.environment.info_columns, in_turns, seats)
+    told = (*told, MISSED) if levels is not None and levels.test_subgoals and MISSED not in told else told
+    return EnvironmentDescription(agents, policies, told, in_turns, seats)
 
 
 def _check_turns(config: Config, in_turns: bool) -> None:

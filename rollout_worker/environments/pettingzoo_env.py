@@ -17,6 +17,7 @@ import numpy as np
 
 from rollout_worker.environments import vector_env
 from rollout_worker.environments.action_masks import KEY, from_info
+from rollout_worker.environments.parameters import EpisodeParameters, Parameterized
 from rollout_worker.environments.seeding import episode_seed
 from rollout_worker.environments.vector_env import NamedFailures, PolicyStep, Position, RunningEpisodes, Step, pick
 from shared.config.environment import EnvironmentConfig
@@ -66,9 +67,15 @@ class _Episode:
 class Parallel:
     """Agents that act at the same time. Slot = agent's number within its policy × N + environment."""
 
-    def __init__(self, envs: Sequence[Any], config: EnvironmentConfig, description: EnvironmentDescription) -> None:
-        self._envs, self.num_envs = envs, len(envs)
-        self._most_steps = config.max_episode_steps or sys.maxsize
+    def __init__(
+        self, envs: Sequence[Any], config: EnvironmentConfig, description: EnvironmentDescription,
+        parameters: EpisodeParameters | None = None, parameterized: Sequence[Parameterized] = (),
+    ) -> None:  # fmt: skip
+        """`parameterized` give each of `envs` its `parameters`."""
+        self._envs, self.num_envs = list(envs), len(envs)
+        self._parameters, self._parameterized = parameters, parameterized
+        limit = None if config.hierarchy else config.max_episode_steps  # else those are Gymnasium's
+        self._most_steps = limit or sys.maxsize
         self._first_ends = config.episode_ends == "any"
         self._description = description
         self._agents = {
@@ -91,7 +98,7 @@ class Parallel:
     def reset(self, seeds: Sequence[int], past: RunningEpisodes | None = None) -> dict[str, tuple[Columns, Array]]:
         self._seeds, self._episodes = seeds, []
         for index in range(self.num_envs):
-            self._episodes.append(self._begin(index, past.episodes[index] if past else 0))
+            self._episodes.append(self._begin(index, past.episodes[index] if past else 0, drawn=past is None))
             for actions in past.done(index) if past else ():
                 if not self._episodes[index].live:
                     break  # it is not the episode that it was: the successor compares, and will see
@@ -105,15 +112,21 @@ class Parallel:
         returns = np.array([[its.returns[agent] for agent in self._description.agents] for its in self._episodes])
         return Position(numbers, lengths, returns)
 
-    def _begin(self, index: int, number: int) -> _Episode:
+    def _begin(self, index: int, number: int, drawn: bool = True) -> _Episode:
         returns = dict.fromkeys(self._description.agents, 0.0)
+        seed = episode_seed(self._seeds[index], number)
+        options: dict[str, Any] = {}
         with NamedFailures("reset", index):
-            return self._reset_one(
-                index, _Episode(number, {}, set(), returns), episode_seed(self._seeds[index], number)
-            )
+            if self._parameters is not None:
+                if drawn:
+                    self._parameters.begin(index, seed)
+                values = self._parameters.now[index].values
+                self._envs[index], options = self._parameterized[index].prepare(self._envs[index], values)
+            asked = {"seed": seed, "options": options} if options else {"seed": seed}
+            return self._reset_one(index, _Episode(number, {}, set(), returns), asked)
 
-    def _reset_one(self, index: int, episode: _Episode, seed: int) -> _Episode:
-        observations, infos = self._envs[index].reset(seed=seed)
+    def _reset_one(self, index: int, episode: _Episode, asked: Mapping[str, Any]) -> _Episode:
+        observations, infos = self._envs[index].reset(**asked)
         episode.live = set(self._envs[index].agents)
         episode.observations = self._seen(observations, infos, episode.live)
         return episode
@@ -138,13 +151,17 @@ class Parallel:
             with NamedFailures("step", index):
                 self._step_one(index, nested, made)
             if not self._episodes[index].live:
-                episodes.append((index, self._episodes[index].record()))
+                episodes.append((index, self._record(index, self._episodes[index])))
                 self._episodes[index] = self._begin(index, self._episodes[index].number + 1)
         for policy_id, (step, finals) in made.items():
             step.obs, step.acts = self._stacked(policy_id)
             step.final_slots = np.array([slot for slot, _ in finals], np.int32)
             step.final_obs = self._rows(policy_id, "final_obs", [value for _, value in finals])
         return Step({policy_id: step for policy_id, (step, _) in made.items()}, episodes)
+
+    def _record(self, index: int, episode: _Episode) -> EpisodeRecord:
+        record = episode.record()
+        return record if self._parameters is None else self._parameters.noted(index, record)
 
     def _step_one(self, index: int, actions: Mapping[str, Any], made: Mapping[str, _Made]) -> None:
         env, episode = self._envs[index], self._episodes[index]
@@ -187,7 +204,8 @@ class Parallel:
         if (terminated or truncated) and observation is not None:
             finals.append((slot, copy.deepcopy(observation)))  # at once: the environment may use its array again
         episode.infos[agent] = dict(info)
-        names = self._description.info_columns
+        if not (names := self._description.info_columns):
+            return
         for name, number in zip(names, vector_env.of_info(info, names).tolist(), strict=True):
             step.info[INFO + name][slot] = number
             episode.sums[agent][name] += 0.0 if math.isnan(number) else number
@@ -242,8 +260,16 @@ class Turns(Parallel):
     """Agents that act one after another. A transition of an agent is its turn: its reward is the sum of what the agent
     got until its next one, and that is when it is told; `acts` says whose turn it is."""
 
-    def _reset_one(self, index: int, episode: _Episode, seed: int) -> _Episode:
-        self._envs[index].reset(seed=seed)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._games: dict[int, tuple[Any, Any]] = {}
+        """Number → environment, and whose state is its own."""
+
+    def _reset_one(self, index: int, episode: _Episode, asked: Mapping[str, Any]) -> _Episode:
+        env = self._envs[index]
+        env.reset(**asked)
+        if index not in self._games or self._games[index][0] is not env:
+            self._games[index] = env, _state_holder(env)
         self._next_turn(index, episode, self._blank())
         return episode
 
@@ -260,11 +286,11 @@ class Turns(Parallel):
 
     def _next_turn(self, index: int, episode: _Episode, made: Mapping[str, _Made]) -> None:
         """Goes on to an agent that is to act, by way of those that have ended; none is left where the game is over."""
-        env = self._envs[index]
+        env, game = self._games[index]
         episode.live, episode.observations = set(), {}
-        while env.agents:
-            agent = env.agent_selection
-            observation, reward, terminated, truncated, info = env.last()
+        while game.agents:
+            agent = game.agent_selection
+            observation, reward, terminated, truncated, info = _last(env, game, agent)
             live = set() if terminated or truncated else {agent}
             observation = self._with_mask(agent, observation, info, live)
             if agent in episode.waiting:
@@ -293,6 +319,24 @@ class Turns(Parallel):
                 step.truncated[slot] = True
                 finals.append((slot, copy.deepcopy(episode.observations[agent])))
         episode.live = set()
+
+
+_STATE = {"agents", "agent_selection", "rewards", "_cumulative_rewards", "terminations", "truncations", "infos"}
+
+
+def _state_holder(env: Any) -> Any:
+    """Whose attributes `env` shows as its own: PettingZoo's wrappers hand each on, and a turn reads many."""
+    while hasattr(env, "env") and not _STATE & {*dir(type(env)), *getattr(env, "__dict__", ())}:
+        env = env.env
+    return env
+
+
+def _last(env: Any, game: Any, agent: str) -> Any:
+    """`env.last()`, whose state `game` holds."""
+    if type(env).last.__module__ != "pettingzoo.utils.env":  # its own
+        return env.last()
+    told = game._cumulative_rewards, game.terminations, game.truncations, game.infos
+    return env.observe(agent), *(each[agent] for each in told)
 
 
 class OneAtATime:

@@ -19,6 +19,8 @@ from shared.experience.spaces import Array, Columns, EnvironmentDescription, Lea
 
 SUCCESS = ("is_success", "success")
 """How environments name the success of an episode in `info`."""
+GREEDILY = 2
+"""In `PolicyStep.acts`: it is to act, and by the best action."""
 
 
 @dataclass
@@ -38,7 +40,7 @@ class PolicyStep:
     info: Columns = field(default_factory=dict)
     """`info/NAME` `[S]`, float32: NaN where the environment did not tell, or what it told cannot be learned from."""
     acts: Array | None = None
-    """`[S]`: who is to act next; None: everyone."""
+    """`[S]`: who is to act next, and perhaps `GREEDILY`; None: everyone."""
     in_turns: bool = False
     """Whether agents act in turns: `mask` is then true where the outcome of an earlier turn is known now."""
 

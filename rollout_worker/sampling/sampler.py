@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from rollout_worker.environments.parameters import EpisodeParameters
 from rollout_worker.environments.seeding import SeedLineage, episode_seed
-from rollout_worker.environments.vector_env import VectorEnvironment, reject_unusable
-from rollout_worker.exploration.base import Exploration, act_for, no_actions
+from rollout_worker.environments.vector_env import GREEDILY, VectorEnvironment, reject_unusable
+from rollout_worker.exploration.base import Exploration, Greedy, act_for, no_actions
 from rollout_worker.league.casting import Casting, Part
 from rollout_worker.sampling import action_trace
 from rollout_worker.sampling.action_trace import ActionTrace
@@ -24,6 +25,7 @@ from shared.policies.policy import Policy
 from shared.policies.registry import torch_device
 from shared.runtime.stage_timer import StageTimer
 
+_BEST = Greedy()
 Recorders: TypeAlias = Mapping[str, Any]
 """Policy id → its recorder, of a kind that fits how the policy acts."""
 
@@ -42,7 +44,7 @@ class Sampler:
     def __init__(
         self, environment: VectorEnvironment, description: EnvironmentDescription, lineage: SeedLineage,
         device: str = "cpu", trace: ActionTrace | None = None, stages: StageTimer | None = None,
-        casting: Casting | None = None,
+        casting: Casting | None = None, parameters: EpisodeParameters | None = None,
     ) -> None:  # fmt: skip
         """Begins `lineage`, or takes it up where `trace` ends; `position_digest` tells whether it got there."""
         self._casting, self._in_parts = casting, description.in_turns or casting is not None
@@ -52,6 +54,9 @@ class Sampler:
         self._generator = torch.Generator(self._device)
         self.lineage = lineage
         self._number = trace.number + 1 if trace else 0
+        self._parameters = parameters
+        if parameters is not None and trace:
+            parameters.take_up(trace.parameters)
         self._seeds = lineage.environments(environment.num_envs)
         self._episodes = list(trace.episodes) if trace else [0] * environment.num_envs
         began = environment.reset(self._seeds, trace)
@@ -79,7 +84,7 @@ class Sampler:
             try:
                 return self._sample(policies, exploration, steps)
             except Exception:  # perhaps of a policy or an environment that was given NaN
-                now = {policy_id: its | {"mask": self._acts[policy_id]} for policy_id, its in self._now.items()}
+                now = {policy_id: its | {"mask": self._acts[policy_id] > 0} for policy_id, its in self._now.items()}
                 reject_unusable(now, self._description)
                 raise
 
@@ -170,6 +175,9 @@ class Sampler:
                 policy, its = policies[part.player], part.rows[part.learns]
                 states = policy.state.cpu().numpy() if isinstance(policy, Stateful) else None
                 picked, params = act_for(exploration[part.player], policy, now, part.rows, self._generator)
+                if (tested := self._acts[group][part.rows] == GREEDILY).any():
+                    for name, array in act_for(_BEST, policy, now, part.rows[tested], self._generator)[0].items():
+                        picked[name][tested] = array
                 seen = {name: array[its] for name, array in now.items()}
                 done = {name: array[part.learns] for name, array in picked.items()}
                 among = torch.from_numpy(part.learns).to(params.device)
@@ -223,7 +231,8 @@ class Sampler:
             remembered, matches = remembered | self._casting.states, self._casting.plain()
         states = {policy_id: state.cpu().numpy() for policy_id, state in remembered.items()}
         last, digest = self._number - 1, self.position_digest
-        return ActionTrace(place.episodes, place.lengths, actions, self.lineage, last, digest, states, matches)
+        drawn = self._parameters.plain() if self._parameters is not None else ()
+        return ActionTrace(place.episodes, place.lengths, actions, self.lineage, last, digest, states, matches, drawn)
 
     def set_phase(self, phase: Phase) -> None:
         """Raises `EnvironmentFailure`."""

@@ -7,8 +7,10 @@ from shared.config.algorithms.off_policy import OffPolicyConfig
 from shared.config.algorithms.offline import BCConfig
 from shared.config.algorithms.on_policy import OnPolicyConfig
 from shared.config.algorithms.q_learning import QLearningConfig
+from shared.config.hierarchy import HierarchyConfig
 from shared.config.league import LeagueConfig
 from shared.config.recorded import DataEvaluationConfig
+from shared.config.replay_buffer import HindsightReplay
 from shared.config.sections import ConfigFields
 
 _NO_HIDDEN_STATES = "recorded experience does not hold the hidden state of the policy's core"
@@ -30,16 +32,18 @@ def check_sections_together(run: ConfigFields) -> None:
             "environment.action_mask=info with environment.vectorization=native: its `info` is that of all copies at "
             "once; use sync or async, or an environment that observes its action_mask"
         )
-    if environment.api == "pettingzoo" and environment.vectorization != "sync":
+    if environment.several_agents and environment.vectorization != "sync":
         raise ValueError(
-            f"environment.api=pettingzoo works with environment.vectorization=sync only, found "
-            f"{environment.vectorization}"
+            f"{'environment.hierarchy' if environment.hierarchy else 'environment.api=pettingzoo'} works with "
+            f"environment.vectorization=sync only, found {environment.vectorization}"
         )
     if environment.api != "pettingzoo" and environment.episode_ends != "all":
         raise ValueError(
             f"environment.episode_ends={environment.episode_ends} with environment.api={environment.api}: it is for "
             f"episodes of several agents; leave it out, or set environment.api=pettingzoo"
         )
+    if environment.hierarchy is not None:
+        _check_hierarchy(run, environment.hierarchy)
     if run.league is not None:
         _check_league(run, run.league)
     if run.ray.address != "embedded" and "embedded" in (run.redis.url, run.store.url):
@@ -51,6 +55,7 @@ def check_sections_together(run: ConfigFields) -> None:
         raise ValueError(f"heatup={str(run.heatup)!r}: nothing is updated in warm-up; use env_steps or episodes")
     if run.checkpoint.every.amount == 0:
         raise ValueError("checkpoint.every='0 …' would never write a checkpoint; give at least 1")
+    _check_parameters(run)
     _check_evaluation(run)
     ranked, asked = run.checkpoint.best_by, run.stop_at.mean_return
     named = [("checkpoint.best_by", ranked)] if ranked != "all" else []
@@ -60,6 +65,41 @@ def check_sections_together(run: ConfigFields) -> None:
     ]:
         if policy_id not in run.policies:
             raise ValueError(f"{field}: {policy_id!r} names no policy; policies has {sorted(run.policies)}")
+
+
+def _check_parameters(run: ConfigFields) -> None:
+    environment, parameters = run.environment, run.environment.parameters
+    drawn = set[str]()
+    for name, entry in parameters.items():
+        where, samplers = f"environment.parameters.{name}", entry.samplers(name, 0)
+        if twice := sorted(drawn & set(samplers)):
+            raise ValueError(f"{where} sets {', '.join(twice)}, as another entry does; leave one of them out")
+        drawn |= set(samplers)
+        for criterion in entry.criteria:
+            if criterion.measure == "progress" and run.stop_at.env_steps is None:
+                raise ValueError(f"{where}: progress is the share of stop_at.env_steps; set that")
+            if criterion.measure == "rating" and run.league is None:
+                raise ValueError(f"{where}: a rating is that of a league, and the run has none; measure by return")
+            if criterion.policy and criterion.policy not in run.policies:
+                raise ValueError(f"{where}: {criterion.policy!r} names no policy; policies has {sorted(run.policies)}")
+        replayable = isinstance(run.algorithm, OnPolicyConfig) and environment.api == "gymnasium"
+        if entry.replay is not None and not (replayable and len(run.policies) == 1):
+            raise ValueError(
+                f"{where}.replay scores levels by the advantages of one agent: it works with ppo, a2c, impala and appo "
+                f"in a Gymnasium environment, found algorithm.name={run.algorithm.name} and environment.api="
+                f"{environment.api}; draw the level by choice or uniform instead"
+            )
+    if parameters and environment.vectorization == "native" and environment.parameters_by != "options":
+        raise ValueError(
+            f"environment.parameters_by={environment.parameters_by} with environment.vectorization=native, whose "
+            f"environment is that of all copies at once; use options, sync or async"
+        )
+    if parameters and environment.id.startswith("envpool:"):
+        raise ValueError("environment.parameters: EnvPool's environments take none; use sync or async Gymnasium ones")
+    if unknown := sorted(set(run.evaluation.parameters) - drawn):
+        raise ValueError(
+            f"evaluation.parameters names {', '.join(unknown)}; environment.parameters draws {sorted(drawn) or 'none'}"
+        )
 
 
 def _check_evaluation(run: ConfigFields) -> None:
@@ -276,6 +316,61 @@ def _check_league(run: ConfigFields, league: LeagueConfig) -> None:
         )
     if taken := sorted({*league.fixed} & {*run.policies}):
         raise ValueError(f"league.fixed: {taken} are ids of policies; give the players names of their own")
+
+
+def _check_hierarchy(run: ConfigFields, hierarchy: HierarchyConfig) -> None:
+    where, levels, named = "environment.hierarchy", hierarchy.levels, sorted(run.policies)
+    if run.environment.api != "gymnasium" or run.league is not None or run.agents:
+        found = "a league" if run.league else f"agents={run.agents}" if run.agents else "environment.api=pettingzoo"
+        raise ValueError(
+            f"{where} with {found}: its levels are the only agents, each of the policy that it names, over a Gymnasium "
+            f"environment; leave one of them out"
+        )
+    if sorted(level.policy for level in levels) != named:
+        raise ValueError(
+            f"{where}.levels has the policies {[level.policy for level in levels]}, and policies has {named}; give "
+            f"each level a section in policies, and each policy a level"
+        )
+    for number, level in enumerate(levels):
+        turns, steps = hierarchy.turns_within(number), run.rollout.fragment_steps
+        if number + 1 < len(levels) and steps < 2 * turns:
+            raise ValueError(
+                f"rollout.fragment_steps={steps} with {where}: an action of {level.policy!r} takes up to {turns} "
+                f"steps, counting those of all levels, and one that a fragment's end cuts is not learned from; set "
+                f"rollout.fragment_steps to {2 * turns} or more, or lower `every`"
+            )
+        algorithm = run.policies[level.policy].algorithm or run.algorithm
+        if hierarchy.test_subgoals and number and not isinstance(algorithm, OffPolicyConfig):
+            raise ValueError(
+                f"{where}.test_subgoals={hierarchy.test_subgoals:g} with policies.{level.policy}.algorithm.name="
+                f"{algorithm.name}: it learns only from what it drew itself, and tests are acted greedily; use ddpg, "
+                f"td3 or sac below the top level, or test_subgoals=0"
+            )
+        buffer = getattr(algorithm, "replay_buffer", None)
+        if isinstance(buffer, HindsightReplay):
+            _check_hindsight(hierarchy, number, buffer, getattr(algorithm, "n_step", 1))
+
+
+def _check_hindsight(hierarchy: HierarchyConfig, number: int, buffer: HindsightReplay, n_step: int) -> None:
+    level, below = hierarchy.levels[number], hierarchy.levels[number + 1 :]
+    where = f"policies.{level.policy}.algorithm.replay_buffer"
+    told = (hierarchy.reward_of(number), level.threshold, True)
+    if buffer.reward == "sparse" and (buffer.reward, buffer.threshold, buffer.terminates) != told:
+        raise ValueError(
+            f"{where} has reward=sparse, threshold={buffer.threshold} and terminates={str(buffer.terminates).lower()}, "
+            f"and the level of {level.policy!r} reward={told[0]}, threshold={told[1]}, and ends where its goal is "
+            f"achieved; say the same on both, and terminates: true"
+        )
+    if buffer.hindsight_actions and (not below or below[0].directive != "goal" or n_step > 1):
+        raise ValueError(
+            f"{where}.hindsight_actions=true with algorithm.n_step={n_step}: it is for levels that give goals to one "
+            f"below, and for one step at a time; leave it out, or set n_step=1"
+        )
+    if buffer.missed_penalty is not None and not (below and hierarchy.test_subgoals):
+        raise ValueError(
+            f"{where}.missed_penalty={buffer.missed_penalty:g}: no goal of {level.policy!r} is ever tested; leave it "
+            f"out, or set environment.hierarchy.test_subgoals (0.3, say; the bottom level gives no goals)"
+        )
 
 
 def _check_critics(run: ConfigFields, policy_id: str, algorithm: AlgorithmConfig) -> None:

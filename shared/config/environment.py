@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
+from shared.config.hierarchy import HierarchyConfig
+from shared.config.parameters import ParameterField
 from shared.config.section import Section
 
 
@@ -55,15 +57,28 @@ class EnvironmentConfig(Section):
     episode_ends: Literal["all", "any"] = "all"
     """Of several agents: `all` goes on until the environment has no agent left; with `any` an episode is over as soon
     as one agent is done, and truncated for the others."""
+    parameters: dict[str, ParameterField] = {}
+    """What is drawn anew for each episode, by name: a value or a sampler, lessons, or levels that are replayed
+    (docs/CURRICULUM.md)."""
+    parameters_by: Literal["options", "attributes", "rebuild"] = "options"
+    """How the environment gets them: by `reset(options={…})`; as attributes of its own or of the outermost wrapper that
+    has one, set before the reset; or as arguments of an environment that is made anew when they change."""
     info_columns: tuple[InfoName, ...] = ()
     """Numbers of each step's `info`, by name, that travel with the experience as columns `info/NAME`: for transforms,
     own algorithms, the archive and figures, not for the policy (docs/ENVIRONMENTS.md). NaN where a step tells none."""
+    hierarchy: HierarchyConfig | None = None
+    """Levels of one agent over a Gymnasium environment: upper ones give lower ones goals (docs/HIERARCHY.md)."""
     failures_allowed: int = Field(3, ge=0)
     """How often in a row an environment may raise, without a fragment (or an evaluation) between, before its process
     gives up. Counted by progress: a slow environment is given up as surely as a fast one."""
     step_deadline_seconds: float = Field(120.0, ge=1)
     """One step, reset or start of a process's environments that takes longer is taken for hung, and the process is
     replaced; the evaluator's as well. Much more than any healthy step takes: nothing else is lost by waiting."""
+
+    @property
+    def several_agents(self) -> bool:
+        """Whether agents are told apart by name: those of PettingZoo, or the levels of a hierarchy."""
+        return self.api == "pettingzoo" or self.hierarchy is not None
 
     @field_validator("info_columns")
     @classmethod

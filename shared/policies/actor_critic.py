@@ -38,6 +38,17 @@ class Heads(Policy):
         names = self.spaces.observation.column_names("obs")
         return names + (team_columns(self.spaces.observation) if self.agents else ())
 
+    def estimates(self, observations: Mapping[str, Tensor], state: Tensor) -> dict[str, Tensor]:
+        """None where the critic sees a team."""
+        if self.agents:
+            return {}
+        value = self.value(observations, state) if self.state_size else self.value(observations)
+        return {"value": value if self.value_scale is None else self.value_scale.restored(value)}
+
+    def value(self, observations: Mapping[str, Tensor], *state: Tensor) -> Tensor:
+        """`[B]`: the critic's estimate of the discounted return; a core's takes its state before the observations."""
+        raise NotImplementedError
+
     def _make_heads(self, actor_features: int, critic_features: int) -> None:
         self._gaussians = [leaf.size if leaf.kind == "box" else 0 for leaf in self.spaces.action.leaves]
         self.head = linear(actor_features, self.distribution.parameters - sum(self._gaussians), 0.01)
@@ -82,8 +93,7 @@ class ActorCritic(Heads):
     def action_parameters(self, observations: Mapping[str, Tensor]) -> Tensor:
         return self._params(self.actor(observations, self.normalizer), observations)
 
-    def value(self, observations: Mapping[str, Tensor]) -> Tensor:
-        """`[B]`: the critic's estimate of the discounted return."""
+    def value(self, observations: Mapping[str, Tensor], *state: Tensor) -> Tensor:
         return self._value(self.critic(observations, self.normalizer))
 
     def action_parameters_and_value(self, observations: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -109,10 +119,10 @@ class RecurrentActorCritic(Heads):
         state = self._core(self.encoder(observations, self.normalizer), state)
         return self._params(self._outputs(state), observations), state
 
-    def value(self, observations: Mapping[str, Tensor], state: Tensor) -> Tensor:
-        """`[B]`: the critic's estimate of the discounted return, where the state before the observations is this."""
-        state = self._core(self.encoder(observations, self.normalizer), state)
-        return self._value(self._outputs(state))
+    def value(self, observations: Mapping[str, Tensor], *state: Tensor) -> Tensor:
+        (before,) = state
+        after = self._core(self.encoder(observations, self.normalizer), before)
+        return self._value(self._outputs(after))
 
     def sequence(
         self, observations: Mapping[str, Tensor], state_in: Tensor, over: Tensor

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shared.config.sections import PolicyConfig
 from shared.errors import UnsupportedSpace
 from shared.experience.spaces import PolicySpaces, SpaceSpec
-from shared.policies.encoders import ACTIVATIONS, Encoder, unrounded
+from shared.policies.encoders import ACTIVATIONS, Encoder, ParallelLayerNorm, unrounded
 from shared.policies.masks import masked
 from shared.policies.policy import Policy
 
@@ -67,7 +67,7 @@ class Stream(nn.Module):
     """A hidden layer (where there is one) and the outputs, for each of the heads."""
 
     def __init__(
-        self, inputs: int, hidden: int | None, outputs: int, activation: str, *, noisy: bool, heads: int
+        self, inputs: int, hidden: int | None, outputs: int, config: PolicyConfig, *, noisy: bool, heads: int
     ) -> None:
         super().__init__()
 
@@ -78,13 +78,16 @@ class Stream(nn.Module):
 
         sizes = [inputs, *([hidden] if hidden else []), outputs]
         self.layers = nn.ModuleList(layer(below, above) for below, above in pairwise(sizes))
-        self._activation = ACTIVATIONS[activation]()
+        self._activation = ACTIVATIONS[config.activation]()
+        self.norm: nn.Module | None = None
+        if hidden and config.layer_norm:
+            self.norm = nn.LayerNorm(hidden) if heads == 1 else ParallelLayerNorm(heads, hidden)
 
     def forward(self, values: Tensor, noise: Iterator[LayerNoise] | None) -> Tensor:
         """`[B, inputs]` → `[B, outputs]`, or `[K, B, outputs]` of K heads; takes as much noise as it has layers."""
         for number, layer in enumerate(self.layers):
             if number:
-                values = self._activation(values)
+                values = self._activation(values if self.norm is None else self.norm(values))
             values = layer(values) if noise is None else layer(values, next(noise))
         return values
 
@@ -126,16 +129,16 @@ class QNetwork(Policy):
         *below, hidden = config.hidden_sizes or (None,)
         common = config.model_copy(update={"hidden_sizes": tuple(below)})
         self.encoder = Encoder(spaces.observation, common)
-        features, activation = self.encoder.features, config.activation
-        self.advantage = Stream(features, hidden, self.choices * self.width, activation, noisy=noisy, heads=heads)
-        self.value = Stream(features, hidden, self.width, activation, noisy=noisy, heads=heads) if dueling else None
+        features = self.encoder.features
+        self.advantage = Stream(features, hidden, self.choices * self.width, config, noisy=noisy, heads=heads)
+        self.value = Stream(features, hidden, self.width, config, noisy=noisy, heads=heads) if dueling else None
         for module in self.modules():  # as PyTorch begins: biases that differ tell small observations apart
             if isinstance(module, nn.Linear | nn.Conv2d | ParallelLinear):
                 module.reset_parameters()
         self._prior_scale = prior_scale
         if prior_scale:
             self.prior_encoder = Encoder(spaces.observation, common).requires_grad_(False)
-            self.prior = Stream(features, hidden, self.choices * self.width, activation, noisy=False, heads=heads)
+            self.prior = Stream(features, hidden, self.choices * self.width, config, noisy=False, heads=heads)
             self.prior.requires_grad_(False)
 
     def draw_noise(self, generator: torch.Generator) -> list[LayerNoise] | None:
@@ -175,6 +178,10 @@ class QNetwork(Policy):
     def exploring_parameters(self, observations: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
         """`[B, A]`, with noise on the weights where they are noisy: drawn anew each time, the same for all rows."""
         return self._together(self.head_values(observations, self.draw_noise(generator)))
+
+    def estimates(self, observations: Mapping[str, Tensor], state: Tensor) -> dict[str, Tensor]:
+        values = self.action_parameters(observations)
+        return {"value": values.amax(dim=1), "action_values": values}
 
     def _together(self, values: Tensor) -> Tensor:
         return values[0] if self.heads == 1 else values.mean(dim=0)

@@ -165,6 +165,8 @@ def test_a_config_cannot_be_changed() -> None:
         {"algorithm": {"minibatch_size": 32, "epochs": 3}},
         {"heatup": "1 env_steps"},
         {"policies": {"default": {"hidden_sizes": [8]}}},
+        {"policies": {"default": {"layer_norm": True}}},
+        {"algorithm": {"weight_decay": 0.01}},
         {"environment": {"id": "CartPole-v1", "num_envs": 5}},
         {"environment": {"id": "CartPole-v1", "num_envs": 4, "info_columns": ["cost"]}},
         {"trainer": {"torch_threads": 2}},
@@ -207,6 +209,8 @@ def test_where_and_how_long_a_run_goes_does_not_change_the_hash(sections: dict[s
         for path, digit in (("a.csv", "0"), ("b.h5", "0"), ("a.csv", "1"))
     )
     assert here.hash() == there.hash() != other.hash(), "nor does where a dataset lies, but what it holds"
+    auto, nature, small = (minimal_config(policies={"default": {"cnn": cnn}}) for cnn in ("auto", "nature", "small"))
+    assert minimal_config().hash() == auto.hash() == nature.hash() != small.hash(), "`nature` was the default"
 
 
 def fields(model: type[BaseModel], section: str = "config") -> Iterator[tuple[str, str, str]]:
@@ -231,7 +235,16 @@ def reads(texts: Iterator[str]) -> set[tuple[str, str]]:
     return found
 
 
-CALLED = {"policies": "policy", "wrappers": "wrapper", "stop_at": "stop", "learners": "learner", "fixed": "player"}
+CALLED = {
+    "policies": "policy",
+    "wrappers": "wrapper",
+    "stop_at": "stop",
+    "learners": "learner",
+    "fixed": "player",
+    "parameters": "entry",
+    "until": "criterion",
+    "back": "criterion",
+}
 """What the code calls a section, or one item of it, where it holds it in a variable; otherwise its name or `config`."""
 NOT_READ = {("algorithm", "name"), ("algorithm", "normalize_values")}
 """Decides which algorithm's section is meant; the section itself hands it to the network (`network`)."""

@@ -242,5 +242,6 @@ def evaluation_row(scores: Mapping[str, Any]) -> dict[str, float]:
         row |= {prefix + name: float(one[key]) for key, name in _EVALUATED.items() if one.get(key) is not None}
         for kind in ("agents", "policies"):
             row |= {f"{prefix}ep_rew_mean/{name}": float(value) for name, value in one.get(kind, {}).items()}
+        row |= {f"{prefix}win_rate/{name}": float(value) for name, value in one.get("win_rates", {}).items()}
         row |= {f"{prefix}environment/{name}": float(value) for name, value in one.get("metrics", {}).items()}
     return row

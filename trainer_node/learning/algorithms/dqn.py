@@ -27,7 +27,7 @@ class DQN(OffPolicy):
         super().__init__(policy, config, setting)
         self.target = copy_sharing_buffers(self.policy).requires_grad_(False)
         learned = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        self._optimizer = Adam(learned, config.adam_epsilon)
+        self._optimizer = Adam(learned, config.adam_epsilon, config.weight_decay)
         self.parts = {"target/": self.target, "optimizer/": self._optimizer}
         self._loss = self.compiled(self.loss)
 

@@ -33,7 +33,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         found: Array = np.clip(np.power(priorities, self._alpha), _LEAST, _MOST).astype(np.float32)
         return found
 
-    def _draw(self, count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
+    def draw(self, count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
         self._refuse_if_empty()
         rows = self._tree.find((np.arange(count) + generator.random(count)) / count)
         powers = self._tree.numbers[rows]
