@@ -77,7 +77,7 @@ def listed(arrays: list[Array]) -> list[list[float]]:
 def test_each_transition_is_that_of_a_plain_loop(
     levels: list[dict[str, Any]], seed: int, steps: int, copies: int
 ) -> None:
-    policies = {level["policy"]: {} for level in levels}
+    policies: dict[str, Any] = {level["policy"]: {} for level in levels}
     rollout = {"fragment_steps": 32}
     stage = Stage(corridor(levels, num_envs=copies), seed=seed, policies=policies, rollout=rollout)
     expected = [
@@ -240,9 +240,12 @@ def test_bad_levels_are_refused_before_anything_starts(path: str, value: Any, wo
 
 
 def test_goals_without_bounds_must_be_given_some() -> None:
-    levels = [{"policy": "top"}, {"policy": "bottom", "every": 3, "of": "observation", "elements": [0, 1]}]
+    levels: list[dict[str, Any]] = [
+        {"policy": "top"},
+        {"policy": "bottom", "every": 3, "of": "observation", "elements": [0, 1]},
+    ]
     environment = {"id": "CartPole-v1", "hierarchy": {"levels": levels}}
-    sections = {"policies": {"top": {}, "bottom": {}}, "rollout": {"fragment_steps": 32}}
+    sections: dict[str, Any] = {"policies": {"top": {}, "bottom": {}}, "rollout": {"fragment_steps": 32}}
     with pytest.raises(ConfigError, match=r"levels\.1\.low is not given, and 'observation' has no bound"):
         describe_environment(minimal_config(environment=environment, **sections))
     levels[1] |= {"low": [-1, -2], "high": [1, 2]}

@@ -48,7 +48,8 @@ def test_an_action_counts_as_what_was_achieved_and_a_missed_test_as_a_penalty(le
     section = Section(
         capacity=10_000, threshold=threshold, terminates=True, hindsight_actions=True, missed_penalty=penalty
     )
-    memory, known = make_replay_buffer(section, stage.description.policies[name], 40, 2), {}
+    memory = make_replay_buffer(section, stage.description.policies[name], 40, 2)
+    known: dict[bytes, dict[str, Any]] = {}
     for _ in range(6):
         columns = stage.sample(40, RandomActing()).columns[name]
         memory.add("w0:0.0", columns)
@@ -83,7 +84,10 @@ def test_three_levels_go_on_exactly(new_game: NewGame, name: str) -> None:
 
 
 def test_two_levels_of_ppo_learn_and_have_metrics_and_checkpoints_of_their_own(new_game: NewGame) -> None:
-    levels = [{"policy": "top"}, {"policy": "bottom", "every": 3, "threshold": 0.4, "reward": "distance"}]
+    levels: list[dict[str, Any]] = [
+        {"policy": "top"},
+        {"policy": "bottom", "every": 3, "threshold": 0.4, "reward": "distance"},
+    ]
     policies = {"top": {"hidden_sizes": [8]}, "bottom": {"hidden_sizes": [8]}}
     rollout = {"fragment_steps": 32, "fragments_per_update": 1}
     game = new_game(minimal_config(environment=corridor(levels, num_envs=4), policies=policies, rollout=rollout))
