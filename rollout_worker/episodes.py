@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from rollout_worker.environments.factory import make_vector
+from rollout_worker.environments.parameters import EpisodeParameters
 from rollout_worker.environments.seeding import SeedLineage
 from rollout_worker.league.casting import Casting
 from rollout_worker.sampling import action_trace
@@ -32,7 +33,7 @@ class Episodes:
     def __init__(
         self, config: Config, description: EnvironmentDescription, log: ExperienceLog, lineage: SeedLineage, *,
         phase: Phase, recording: Recording | None, watchdog: Watchdog, stages: StageTimer, tell: Callable[[str], None],
-        cast: Callable[[], Casting | None] = lambda: None,
+        cast: Callable[[], Casting | None] = lambda: None, parameters: EpisodeParameters | None = None,
     ) -> None:  # fmt: skip
         """Starts the environments where the predecessor's last fragment ended, if they get there again.
 
@@ -42,6 +43,7 @@ class Episodes:
         self._config, self._description, self._log, self._recording = config, description, log, recording
         self._worker, self._phase = f"worker-{lineage.worker}", phase
         self._watchdog, self._stages, self._tell, self._cast = watchdog, stages, tell, cast
+        self._parameters = parameters
         self._failures, self._fragments, self._tried = RestartBound(config.environment.failures_allowed), 0, False
         self._failures.saw((0,))
         self.sampler = self._first(lineage)
@@ -91,11 +93,13 @@ class Episodes:
         if recording is not None and (trace.digest == recording.sha256 if trace else self._recorded(self._phase)):
             (policy_id,) = self._description.policies
             return DatasetSampler(recording, policy_id, config.num_envs, lineage, trace)
-        environment = WatchedEnvironment(lambda: make_vector(config, self._description), self._watchdog)
+        environment = WatchedEnvironment(
+            lambda: make_vector(config, self._description, self._parameters), self._watchdog
+        )
         try:
             environment.set_phase(self._phase)
-            device = self._config.rollout.device
-            return Sampler(environment, self._description, lineage, device, trace, self._stages, self._cast())
+            device, cast = self._config.rollout.device, self._cast()
+            return Sampler(environment, self._description, lineage, device, trace, self._stages, cast, self._parameters)
         except EnvironmentFailure:
             environment.close()
             raise

@@ -18,13 +18,21 @@ import numpy as np
 import torch
 
 from rollout_worker.league.opponents import Opponents
-from rollout_worker.playing import evaluate_policies, play_match
+from rollout_worker.playing import evaluate_policies, play_sides
 from rollout_worker.watchdog import Watchdog
 from shared.config.run_config import Config
-from shared.errors import CheckpointError, EnvironmentFailure, ObjectMissing, StoreError, StoreUnavailable, headline
+from shared.errors import (
+    CheckpointError,
+    EnvironmentFailure,
+    ObjectMissing,
+    PlayerUnusable,
+    StoreError,
+    StoreUnavailable,
+    headline,
+)
 from shared.experience.fragment import EpisodeRecord
 from shared.league.players import read_player
-from shared.league.table import MatchTable, PlayerRef, player_hash, sides_of
+from shared.league.table import PlayerRef, player_hash
 from shared.policies.policy import Policy
 from shared.policies.serialization import decode_policy
 from shared.printable import counted, success_in_words
@@ -215,7 +223,7 @@ class Evaluator:
             stored = self._stored_policies(name)
             policies = {policy_id: decode_policy(data)[0] for policy_id, data in stored.items()}
             scores = self._play(name, policies, SCORING)
-            scores["metrics"] |= self._against_fixed(name, stored, policies)
+            scores["win_rates"] = self._against_fixed(name, stored, policies)
             rated = self._rated(name)
             scores |= rated
             if self._may_be_best(ranking(scores)):
@@ -278,30 +286,25 @@ class Evaluator:
     def _against_fixed(
         self, name: str, stored: Mapping[str, bytes], policies: Mapping[str, Policy]
     ) -> dict[str, float]:
-        """In a league, `win_rate/LEARNER/PLAYER` of each learner against each fixed player, on all sides alike."""
+        """In a league, `LEARNER/PLAYER` → win rate of each learner against each fixed player, on all sides alike."""
         config, store = self._context.config, self._context.checkpoints.store
-        if config.league is None or not config.league.fixed:
-            return {}
-        sides, seats = sides_of(config.league.sides, self._description.agents)
         own = {player_hash(data): data for data in stored.values()}
         opponents = Opponents(lambda sha256: own[sha256] if sha256 in own else read_player(store, sha256))
         seed, found = evaluation_seed(config, name, SCORING), {}
         for learner, its in sorted(config.league_learners.items()):
             current = PlayerRef("policy", player_hash(stored[its.policy]), name)
-            for player, fixed in sorted(config.league.fixed.items()):
+            for player, fixed in sorted(config.league.fixed.items()) if config.league else ():
                 ref = PlayerRef(fixed.kind or "random", fixed.sha256, fixed.source, fixed.seats)
-                table = MatchTable(sides, seats, {}, {its.policy: current, player: ref})
-                results = []
-                for side in (side for side, seat in enumerate(seats) if seat == its.seat):
-                    if any(seat not in fixed.seats for other, seat in enumerate(seats) if other != side):
-                        continue
-                    lineup = [its.policy if other == side else player for other in range(len(seats))]
-                    played = play_match(
-                        config, self._description, table, lineup, opponents, policies, config.evaluation.episodes, seed
-                    )
-                    results += [match.outcome[side] for match in played]
-                if results:
-                    found[f"win_rate/{learner}/{player}"] = fmean(results)
+                try:
+                    played = play_sides(
+                        config, self._description, {its.policy: current, player: ref}, ({its.seat}, fixed.seats),
+                        opponents, policies, config.evaluation.episodes, seed,
+                    )  # fmt: skip
+                except PlayerUnusable as error:
+                    emit(self._context.redis, self._context.run_id, "evaluation", f"{name} is not played: {error}")
+                    continue
+                if results := [match.outcome[side] for side, matches in played.items() for match in matches]:
+                    found[f"{learner}/{player}"] = fmean(results)
         return found
 
     def _may_be_best(self, rank: float) -> bool:

@@ -1,25 +1,27 @@
 """Whole episodes outside of training: of a run's policies (evaluation), or of any two players (a match)."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 
 import numpy as np
 import torch
 
 from rollout_worker.environments.factory import evaluation_environment, make_vector
+from rollout_worker.environments.parameters import EpisodeParameters
 from rollout_worker.environments.vector_env import Step, VectorEnvironment, reject_unusable
 from rollout_worker.exploration.base import Greedy, Sampling, act_for, no_actions
 from rollout_worker.league.casting import Casting
 from rollout_worker.league.opponents import Opponents
 from rollout_worker.watchdog import Watchdog, WatchedEnvironment
+from shared.config.parameters import evaluated_table
 from shared.config.run_config import Config
 from shared.errors import EnvironmentFailure
 from shared.experience.counters import Phase
 from shared.experience.fragment import LARGEST_SHOWN, EpisodeRecord, MatchRecord
 from shared.experience.spaces import Array, Columns, EnvironmentDescription
 from shared.league.matchmaking import Match
-from shared.league.table import MatchTable
+from shared.league.table import MatchTable, PlayerRef, sides_of
 from shared.policies.actor_critic import with_states
 from shared.policies.policy import Policy
 from shared.printable import counted
@@ -38,8 +40,12 @@ def _play(
     its share, so that short ones aren't favored. Raises `EnvironmentFailure`, also where too much time has passed."""
     deadline_seconds = config.evaluation.deadline_seconds
 
+    asked = evaluation_environment(config, episodes)
+    table = evaluated_table(config.environment.parameters, config.evaluation.parameters)
+    parameters = None if table is None else EpisodeParameters(table, asked.num_envs)
+
     def make() -> VectorEnvironment:
-        return make_vector(evaluation_environment(config, episodes), description)
+        return make_vector(asked, description, parameters)
 
     with closing(make() if watchdog is None else WatchedEnvironment(make, watchdog)) as environment:
         environment.set_phase(Phase.TEST)
@@ -104,6 +110,22 @@ def evaluate_policies(
                 its.forget(torch.from_numpy(step.policies[policy_id].over))
 
     return _play(config, description, seed, episodes, act, stepped=stepped, watchdog=watchdog)
+
+
+def play_sides(
+    config: Config, description: EnvironmentDescription, players: Mapping[str, PlayerRef],
+    fits: Sequence[Collection[str]], opponents: Opponents, policies: Mapping[str, Policy], games: int, seed: int,
+) -> dict[int, tuple[MatchRecord, ...]]:  # fmt: skip
+    """`games` games of two `players` on each side that the first can take, the other taking all the others; nothing
+    where that cannot be. `fits` are the policies whose seats each can take."""
+    sides, seats = sides_of(config.league.sides if config.league else (), description.agents)
+    (mine, theirs), (own, others) = players, fits
+    table, played = MatchTable(sides, seats, {}, dict(players)), {}
+    for side, seat in enumerate(seats):
+        if seat in own and all(each in others for other, each in enumerate(seats) if other != side):
+            lineup = [mine if other == side else theirs for other in range(len(seats))]
+            played[side] = play_match(config, description, table, lineup, opponents, policies, games, seed)
+    return played
 
 
 @torch.inference_mode()

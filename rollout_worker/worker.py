@@ -15,6 +15,7 @@ import torch
 
 from rollout_worker.acting_policies import ActingPolicies
 from rollout_worker.claims import Claims
+from rollout_worker.environments.parameters import EpisodeParameters
 from rollout_worker.environments.seeding import SeedLineage
 from rollout_worker.episodes import Episodes
 from rollout_worker.league.casting import Casting
@@ -156,6 +157,8 @@ class Worker:
         """Acts one fragment, or cuts it from recorded experience; raises `EnvironmentFailure`."""
         self.episodes.try_acting()
         steps, policies = self._config.rollout.fragment_steps, self.policies
+        if self._parameters is not None and policies.header.parameters is not None:
+            self._parameters.use(policies.header.parameters)
         return self.episodes.sampler.sample(policies.policies, policies.exploration(), steps, policies.header.league)
 
     def _push(self, claim: Claim, sample: Sample, wait_seconds: float) -> StepResult | RoleEnd:
@@ -238,8 +241,14 @@ class Worker:
         return Episodes(
             self._config, description, self._log, lineage, phase=self.policies.phase, recording=recording,
             watchdog=self._watchdog, stages=self._stages, tell=lambda text: self._tell("environment", text),
-            cast=self._cast,
+            cast=self._cast, parameters=self._parameters,
         )  # fmt: skip
+
+    @cached_property
+    def _parameters(self) -> EpisodeParameters | None:
+        """What is drawn for each episode, if anything is."""
+        table = self.policies.header.parameters
+        return None if table is None else EpisodeParameters(table, self._config.environment.num_envs)
 
     def _cast(self) -> Casting | None:
         """Who plays whom, in a league."""

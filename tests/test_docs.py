@@ -152,9 +152,10 @@ def test_the_yaml_that_users_copy_is_a_config() -> None:
         "docs/PYTHON.md",
         "docs/DEPLOY.md",
         "docs/LEAGUE.md",
+        "docs/CURRICULUM.md",
     )
     blocks = [block for page in pages for block in re.findall(r"```yaml\n(.*?)```", text_of(page), re.DOTALL)]
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     for block in blocks:
         parse_config({"environment": {"id": "CartPole-v1"}, "stop_at": {"updates": 1}} | yaml.safe_load(block))
 
@@ -197,14 +198,21 @@ def test_every_algorithms_page_explains_what_it_writes_and_nothing_else(algorith
 
 def test_the_page_of_metrics_explains_what_every_run_writes_and_nothing_else() -> None:
     files = [*(ROOT / "trainer_node" / "metrics").glob("*.py"), ROOT / "shared" / "storage" / "metric_log.py"]
-    areas = SIGNAL.replace("wait", "wait|league|episode|eval|event|fleet|log|time_share")
+    areas = SIGNAL.replace("wait", "wait|league|curriculum|parameter|episode|eval|event|fleet|log|time_share")
     written = set().union(*(metric_names(file.read_text(), areas) for file in files))
     some: dict[str, Any] = {"agent_returns": {"<name>": 1.0}, "metrics": {"<name>": 1.0}}
     written |= of_episodes([EpisodeRecord(1.0, 1, True, **some)]).keys()
     written |= spread("rollout/ep_shaped_rew", [1.0]).keys()
     scores = dict.fromkeys(("mean_return", "std_return", "min_return", "max_return", "mean_length", "episodes"), 1.0)
     written |= evaluation_row(
-        {"version": 1, "success_rate": 1.0, "agents": {"<name>": 1}, "metrics": {"<name>": 1}} | scores
+        {
+            "version": 1,
+            "success_rate": 1.0,
+            "agents": {"<name>": 1},
+            "metrics": {"<name>": 1},
+            "win_rates": {"<name>": 1},
+        }
+        | scores
     ).keys()
     written |= {"eval/confirmation/<name>"}
     explained = set[str]()

@@ -148,6 +148,9 @@ class Trainer:
         if self.learner.league is not None:
             for text in self.learner.league.forfeits_to_tell():
                 self.incarnation.tell(text, "league")
+        if self.learner.curriculum is not None:
+            for text in self.learner.curriculum.to_tell():
+                self.incarnation.tell(text, "curriculum")
         if self._metrics.due(self.learner):
             self.recorder.record(TRAIN, self._metrics.row(self.learner, self.version, self._heartbeat.waited_seconds))
             for name in (RETURN, LENGTH):

@@ -163,7 +163,8 @@ class TrainerState:
         self.consumer.commit()
         self._store_players()
         league = self.learner.league.table(self.learner.counters.train) if self.learner.league else None
-        header = VersionHeader(self.version, self.phase, self.learner.counters, league)
+        parameters = self.learner.curriculum.table() if self.learner.curriculum else None
+        header = VersionHeader(self.version, self.phase, self.learner.counters, league, parameters)
         blob, name = b"", ""
         if self._config.policy_versions.transport == "object_store":
             taken = self.save_durably("version")

@@ -9,11 +9,11 @@ from coordinator.catalog.checkpoint_lookup import find_checkpoint, require_trust
 from coordinator.lifecycle.fixed_players import kind_of, read_player
 from rollout_worker.environments.description import describe_environment
 from rollout_worker.league.opponents import Opponents
-from rollout_worker.playing import play_match
+from rollout_worker.playing import play_sides
 from shared.config.run_config import Config
 from shared.errors import UserError
 from shared.experience.spaces import EnvironmentDescription
-from shared.league.table import MatchTable, PlayerRef, player_hash, sides_of
+from shared.league.table import PlayerRef, player_hash, sides_of
 from shared.policies.registry import build_policies
 from shared.policies.serialization import decode_policy
 from shared.runtime.user_code import extend_imports
@@ -48,24 +48,25 @@ def match(first: str, second: str, games: int, runs_dir: Path, seed: int = 0, *,
     players = {name: _player(source, runs_dir, held) for name, source in (("first", first), ("second", second))}
     fits = {name: _fitting(ref, held, description) for name, ref in players.items()}
     own = [side for side, seat in enumerate(seats) if seat in fits["first"]]
-    own = [side for side in own if all(seat in fits["second"] for other, seat in enumerate(seats) if other != side)]
-    if not own:
+    each, opponents = -(-games // max(1, len(own))), Opponents(held.__getitem__)
+    played = play_sides(config, description, players, list(fits.values()), opponents, policies, each, seed)
+    if not played:
         raise UserError(
-            f"{first} and {second} cannot play each other: their spaces fit the seats {sorted(fits['first'])} and "
-            f"{sorted(fits['second'])} of {sorted(set(seats))}; name players of one environment"
+            f"{first} and {second} cannot play each other: their spaces fit the seats {_named(fits['first'])} and "
+            f"{_named(fits['second'])} of {_named(set(seats))} in {config.environment.id}; name players of one game"
         )
-    table, each = MatchTable(sides, seats, {}, players), -(-games // len(own))
     by_side: list[dict[str, Any]] = []
-    forfeits = 0
-    for side in own:
-        lineup = ["first" if other == side else "second" for other in range(len(sides))]
-        played = play_match(config, description, table, lineup, Opponents(held.__getitem__), policies, each, seed)
-        results = [_result(its.outcome, side) for its in played]
-        forfeits += sum(bool(its.forfeit) for its in played)
+    for side, matches in played.items():
+        results = [_result(its.outcome, side) for its in matches]
         told = {"games": len(results), "wins": results.count(1.0), "draws": results.count(0.5)}
         by_side.append({"side": list(sides[side]), **told})
+    forfeits = sum(bool(its.forfeit) for matches in played.values() for its in matches)
     total = {name: sum(its[name] for its in by_side) for name in ("games", "wins", "draws")}
     return Result(**total, by_side=by_side, forfeits=forfeits)
+
+
+def _named(seats: set[str]) -> str:
+    return ", ".join(sorted(seats)) or "of no policy"
 
 
 def _result(outcome: tuple[float, ...], side: int) -> float:

@@ -41,7 +41,7 @@ from shared.config.run_config import Config
 from shared.errors import ConfigError, ObjectMissing, RunExists, RunLive, RunNotFound, UserError
 from shared.protocol.keys import check_run_id
 from shared.protocol.redis_client import Address
-from shared.runtime.launch import LOGS, RESOLVED_CONFIG, SERVICES, read_launch
+from shared.runtime.launch import LOGS, RESOLVED_CONFIG, SERVICES, read_services
 from shared.storage.checkpoint_store import CONFIG, CheckpointStore
 from shared.storage.local_disk import replacing
 from shared.storage.object_store import open_folder, open_store
@@ -265,7 +265,7 @@ class RunFolder:
         """The address of the live run; None where no coordinator holds it (or its services aren't up yet)."""
         if not self.live or not (self.path / SERVICES).exists():
             return None
-        return read_launch(self.path, self.run_id).address
+        return read_services(self.path, self.run_id)[0]
 
     def offline_address(self, config: Config) -> Address:
         """How to reach what no coordinator of this machine keeps up; an embedded store's bucket is a plain folder."""

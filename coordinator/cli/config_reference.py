@@ -25,6 +25,7 @@ from shared.config.league import (
     ResetConfig,
 )
 from shared.config.loading import dump_config, parse_config
+from shared.config.parameters import CriterionConfig, LessonConfig, LevelReplayConfig, ParameterConfig
 from shared.config.recorded import DatasetConfig, DemonstrationsConfig
 from shared.config.replay_buffer import ReplayBufferConfig
 from shared.config.reward_signals import RewardSignalsConfig
@@ -56,6 +57,9 @@ With a `dataset` there is no warm-up by default.
 _WIDTH = 100
 _FURTHER: dict[str, type[BaseModel]] = {  # that a config may hold in several places, or leave out
     "policies.<id>": RunPolicyConfig, "environment.wrappers[]": WrapperConfig, "dataset": DatasetConfig,
+    "environment.parameters.<name>": ParameterConfig, "environment.parameters.<name>.lessons[]": LessonConfig,
+    "environment.parameters.<name>.lessons[].until": CriterionConfig,
+    "environment.parameters.<name>.replay": LevelReplayConfig,
     "demonstrations": DemonstrationsConfig, "algorithm.behavioral_cloning": CloningConfig,
     "environment.hierarchy": HierarchyConfig, "environment.hierarchy.levels[]": LevelConfig,
     "league": LeagueConfig, "league.learners.<name>": LearnerConfig, "league.learners.<name>.reset": ResetConfig,

@@ -284,7 +284,7 @@ class Check:
         if self._many and self._config.environment.action_mask == "info":
             choices, told = count_choices(self._spaces[agent][1]), self._infos.get(agent, {})
             observation = self._report.guarded("step()", lambda: from_info(observation, told, choices))
-        seen = {name: array[None] for name, array in masked.observation.flatten("obs", observation).items()}
+        seen = {name: array[None] for name, array in masked.observation.own.flatten("obs", observation).items()}
         if masked.without_legal(seen).any():
             found = f"the action_mask{self._whose(agent)} has no legal action, and the episode goes on"
             self._report.fatal(found, "one at least for each choice", "mark it, or end the episode")

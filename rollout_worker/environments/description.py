@@ -8,11 +8,13 @@ import numpy as np
 from gymnasium import spaces
 
 from rollout_worker.environments.action_masks import count_choices, marked, space_with_mask
-from rollout_worker.environments.factory import evaluation_environment, make
+from rollout_worker.environments.critic_state import state_space
+from rollout_worker.environments.factory import evaluation_environment, make, parameterized
+from shared.config.parameters import evaluated_table, table_at
 from shared.config.run_config import Config
-from shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace
+from shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace, headline, place
 from shared.experience.goals import MISSED
-from shared.experience.spaces import EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
+from shared.experience.spaces import STATE, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
 
 SINGLE_AGENT = "default"
 """The name of the only agent of a gymnasium environment."""
@@ -22,10 +24,33 @@ def describe_environment(config: Config) -> EnvironmentDescription:
     """What `describe` returns and raises, of an environment that is made for this, and closed."""
     env = make(config.environment)
     try:
-        return describe(config, env)
+        found = describe(config, env)
+        env = _try_parameters(config, env)
+        return found
     finally:
         with contextlib.suppress(Exception):  # it is not needed any more
             env.close()
+
+
+def _try_parameters(config: Config, env: Any) -> Any:
+    """Resets the environment with the parameters of the first and of the last lessons; raises `EnvironmentUnusable`
+    where it does not take them. Returns it: it may have been made anew."""
+    environment = config.environment
+    if not environment.parameters or environment.vectorization == "native":
+        return env
+    giving = parameterized(environment)
+    first = {name: 0 for name, entry in environment.parameters.items() if entry.lessons}
+    for table in (table_at(environment.parameters, first), evaluated_table(environment.parameters, {})):
+        assert table is not None
+        env, options = giving.prepare(env, table.draw(0))
+        try:
+            env.reset(seed=0, options=options)
+        except (Exception, SystemExit) as error:
+            raise EnvironmentUnusable(
+                f"{environment.id} cannot be reset with environment.parameters {table.draw(0)} "
+                f"(parameters_by={environment.parameters_by}): {headline(error)}{place(error)}"
+            ) from error
+    return env
 
 
 def describe(config: Config, env: Any) -> EnvironmentDescription:
@@ -50,6 +75,9 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
                 )
     if unknown := [name for name in config.agents if name not in found and not fnmatch.filter(found, name)]:
         raise ConfigError(f"agents names {sorted(unknown)}, but the environment has {sorted(found)}")
+    source, several = config.environment.action_mask, config.environment.api == "pettingzoo"
+    if source == "info" and several:
+        found = {agent: (space_with_mask(seen, count_choices(does)), does) for agent, (seen, does) in found.items()}
     agents: dict[str, str] = {}
     policies: dict[str, PolicySpaces] = {}
     for agent, (observation, action) in found.items():
@@ -60,11 +88,13 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
                 f"agent {agent!r} is mapped to no policy; add agents.{agent}: one of {sorted(config.policies)} (agents "
                 f"names {list(config.agents)})"
             ) from None
-        source = config.environment.action_mask
-        if source == "info" and config.environment.api == "pettingzoo":
-            observation = space_with_mask(observation, count_choices(action))
         acted = describe_space(action)
-        described = PolicySpaces(marked(describe_space(observation), acted, source, agent), acted)
+        observed = marked(describe_space(observation), acted, source, agent)
+        if config.policies[policy_id].critic_observes == "state":
+            leaves = list(observed.leaves)
+            state = _describe(state_space(env, {name: seen for name, (seen, _) in found.items()}), STATE, leaves)
+            observed = SpaceSpec(tuple(leaves), {"tuple": [observed.structure, state]})
+        described = PolicySpaces(observed, acted)
         if policies.setdefault(policy_id, described) != described:
             differ = f"agents of policy {policy_id!r} have different spaces"
             raise ConfigError(f"{differ}; give {agent!r} a policy of its own")
@@ -73,7 +103,7 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
     if unused := sorted(set(config.policies) - set(policies)):
         raise ConfigError(f"policies {unused} have no agent; the environment's agents are {sorted(found)}")
     levels, told = config.environment.hierarchy, config.environment.info_columns
-    in_turns = levels is not None or (config.environment.api == "pettingzoo" and hasattr(env, "agent_iter"))
+    in_turns = levels is not None or (several and hasattr(env, "agent_iter"))
     _check_turns(config, in_turns)
     told = (*told, MISSED) if levels is not None and levels.test_subgoals and MISSED not in told else told
     return EnvironmentDescription(agents, policies, told, in_turns, seats)
@@ -83,8 +113,8 @@ def _check_turns(config: Config, in_turns: bool) -> None:
     together = [name for name, policy in config.policies.items() if policy.critic_observes != "own"]
     if in_turns and (together or {"vdn", "qmix"} & {each.name for each in config.algorithms().values()}):
         raise ConfigError(
-            f"{config.environment.id} is played in turns, and a team's critic (critic_observes=team, vdn, qmix) learns "
-            f"what agents do at the same time; use critic_observes=own and another algorithm, or a parallel environment"
+            f"{config.environment.id} is played in turns, and a team's critic (critic_observes, vdn, qmix) learns what "
+            f"agents do at the same time; use critic_observes=own and another algorithm, or a parallel environment"
         )
 
 
@@ -109,6 +139,11 @@ def _seats(config: Config, agents: dict[str, str]) -> dict[str, str]:
             )
     seats = {learner.policy: learner.seat for learner in config.league_learners.values()}
     for policy_id, seat in seats.items():
+        if "state" in (sees := {config.policies[each].critic_observes for each in (policy_id, seat)}) and len(sees) > 1:
+            raise ConfigError(
+                f"league: {policy_id!r} plays in the seats of {seat!r}, and only one has critic_observes=state; set "
+                f"it for both, or for neither"
+            )
         if seat not in agents.values():
             raise ConfigError(
                 f"league: {policy_id!r} would take the seats of {seat!r}, to which no agent is mapped; map one in "

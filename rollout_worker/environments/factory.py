@@ -16,6 +16,7 @@ from rollout_worker.environments.envpool_env import PREFIX, EnvPoolSingle, EnvPo
 from rollout_worker.environments.episode_ends import FirstDone
 from rollout_worker.environments.gymnasium_env import GuardedEnvironment, GymnasiumEnvironments
 from rollout_worker.environments.levels import Levels, LevelTurns
+from rollout_worker.environments.parameters import EpisodeParameters, Parameterized
 from rollout_worker.environments.pettingzoo_env import Parallel, Turns
 from rollout_worker.environments.vector_env import VectorEnvironment
 from shared.config.environment import EnvironmentConfig
@@ -28,12 +29,21 @@ from shared.runtime.user_code import import_object, with_extra
 T = TypeVar("T")
 
 
-def make_vector(config: EnvironmentConfig, description: EnvironmentDescription) -> VectorEnvironment:
-    """The vectorized environment that the config asks for; raises what `make` raises."""
+def make_vector(
+    config: EnvironmentConfig, description: EnvironmentDescription, parameters: EpisodeParameters | None = None
+) -> VectorEnvironment:
+    """The vectorized environment of the config, whose episodes get `parameters`; raises what `make` raises."""
     if config.several_agents:
         kind = LevelTurns if config.hierarchy else Turns if description.in_turns else Parallel
-        return kind([make(config) for _ in range(config.num_envs)], config, description)
-    return GymnasiumEnvironments(_vectorize(config), description, native=config.vectorization == "native")
+        giving = [parameterized(config) for _ in range(config.num_envs)]
+        return kind([make(config) for _ in range(config.num_envs)], config, description, parameters, giving)
+    native = config.vectorization == "native"
+    return GymnasiumEnvironments(_vectorize(config), description, native=native, parameters=parameters)
+
+
+def parameterized(config: EnvironmentConfig) -> Parameterized:
+    """What gives one environment its parameters."""
+    return Parameterized(config.parameters_by, lambda values: make(config, **values))
 
 
 def _vectorize(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any]:
@@ -60,7 +70,7 @@ def _in_own_process(config: EnvironmentConfig, index: int) -> GuardedEnvironment
 
 
 def _guarded(config: EnvironmentConfig, index: int) -> GuardedEnvironment:
-    return GuardedEnvironment(make(config), index, config.info_columns)
+    return GuardedEnvironment(make(config), index, config.info_columns, parameterized(config))
 
 
 def make(config: EnvironmentConfig, **overrides: Any) -> Any:

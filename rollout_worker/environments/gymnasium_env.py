@@ -9,6 +9,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from rollout_worker.environments import vector_env
+from rollout_worker.environments.parameters import EpisodeParameters, Parameterized
 from rollout_worker.environments.seeding import episode_seed
 from rollout_worker.environments.vector_env import NamedFailures, PolicyStep, Position, RunningEpisodes, Step, pick
 from shared.experience.counters import Phase
@@ -16,19 +17,23 @@ from shared.experience.fragment import INFO, EpisodeRecord
 from shared.experience.spaces import Array, Columns, EnvironmentDescription
 
 _LOGGER = logging.getLogger("stagecoach.worker")
-_PAST, _RETURN, _SUMS = "stagecoach_past", "stagecoach_return", "stagecoach_sums"
-"""An option of `reset` and entries of its info: actions to do again, and what they have brought."""
+_PAST, _PARAMETERS = "stagecoach_past", "stagecoach_parameters"
+"""Options of `reset`: actions to do again, and the episodes' parameters; of each environment."""
+_RETURN, _SUMS = "stagecoach_return", "stagecoach_sums"
+"""Entries of its info: what the actions have brought."""
 
 
 class GymnasiumEnvironments:
     """A vector environment of gymnasium, with the same steps from each of its autoreset modes."""
 
     def __init__(
-        self, env: gym.vector.VectorEnv[Any, Any, Any], description: EnvironmentDescription, *, native: bool
-    ) -> None:
+        self, env: gym.vector.VectorEnv[Any, Any, Any], description: EnvironmentDescription, *, native: bool,
+        parameters: EpisodeParameters | None = None,
+    ) -> None:  # fmt: skip
         """Takes over `env`. A native one has a single source of randomness for all copies: it takes one seed."""
         ((self._policy, self._spaces),) = description.policies.items()
         self._env, self._native, self.num_envs = env, native, env.num_envs
+        self._parameters = parameters
         self._mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         self._seeds: Sequence[int] = ()
         self._returns = np.zeros(self.num_envs)
@@ -46,13 +51,13 @@ class GymnasiumEnvironments:
         self._episodes[:] = past.episodes if past else 0
         self._lengths[:] = past.lengths if past else 0
         seed = seeds[0] if self._native else self._episode_seeds(range(self.num_envs))
-        options = None
+        options = self._drawn(() if past else range(self.num_envs))
         if past:
             taken = self._spaces.action.to_environment
             each = ([pick(taken(its[self._policy]), i) for its in past.done(i)] for i in range(self.num_envs))
-            options = {_PAST: list(each)}
+            options |= {_PAST: list(each)}
         with NamedFailures("reset"):
-            observations, infos = self._env.reset(seed=seed, options=options)
+            observations, infos = self._env.reset(seed=seed, options=options or None)
         self._over[:] = False
         self._returns[:] = infos[_RETURN] if past else 0
         self._sums[:] = np.transpose(infos[_SUMS]) if past and self._info_columns else 0
@@ -63,6 +68,17 @@ class GymnasiumEnvironments:
         if self._native:
             return None
         return Position(tuple(self._episodes.tolist()), tuple(self._lengths.tolist()), self._returns)
+
+    def _drawn(self, which: Iterable[int]) -> dict[str, Any]:
+        """The option for a reset, where the environments of `which` begin an episode."""
+        if self._parameters is None:
+            return {}
+        for index in which:
+            self._parameters.begin(index, episode_seed(self._seeds[index], int(self._episodes[index])))
+        each = [dict(drawn.values) for drawn in self._parameters.now]
+        return (
+            {name: np.array([its[name] for its in each]) for name in each[0]} if self._native else {_PARAMETERS: each}
+        )
 
     def _episode_seeds(self, which: Iterable[int]) -> Any:
         """A seed for each environment of `which`, None for the others."""
@@ -96,7 +112,9 @@ class GymnasiumEnvironments:
             if self._mode is AutoresetMode.DISABLED:
                 terminated, truncated = terminated.copy(), truncated.copy()  # a reset may write into its own
                 seeds = None if self._native else self._episode_seeds(ended.tolist())
-                observations, _ = self._env.reset(seed=seeds, options={"reset_mask": done})
+                observations, _ = self._env.reset(
+                    seed=seeds, options={"reset_mask": done, **self._drawn(ended.tolist())}
+                )
         self._over = done
         step = PolicyStep(
             self._spaces.observation.flatten("obs", observations),
@@ -134,7 +152,8 @@ class GymnasiumEnvironments:
                 if infos[f"_{name}"][index]:
                     metrics |= vector_env.scalar(name, infos[name][index])
             metrics |= {f"{name}_sum": float(its[index]) for name, its in zip(self._info_columns, self._sums)}
-            records.append((index, vector_env.episode_record(total, length, metrics)))
+            record = vector_env.episode_record(total, length, metrics)
+            records.append((index, record if self._parameters is None else self._parameters.noted(index, record)))
         return records
 
     @NamedFailures("set_phase")
@@ -166,18 +185,26 @@ class GuardedEnvironment(gym.Wrapper[Any, Any, Any, Any]):
 
     Of its infos only the numbers of an episode's last pass, and the configured ones of each: what is odd in them (an
     object that cannot be pickled, an integer of 400 digits, text beside numbers) would end gymnasium's vectorization.
-    With the option `_PAST` (a list of actions for each environment) a reset also does these actions.
+    With the option `_PAST` (a list of actions for each environment) a reset also does these actions, and with
+    `_PARAMETERS` it gives the environment its own of them.
     """
 
-    def __init__(self, env: gym.Env[Any, Any], index: int, info_columns: Sequence[str] = ()) -> None:
+    def __init__(
+        self, env: gym.Env[Any, Any], index: int, info_columns: Sequence[str] = (),
+        parameterized: Parameterized | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(env)
+        self._parameterized = parameterized
         self._index, self._info_columns = index, info_columns
         self._resetting, self._stepping = NamedFailures("reset", index), NamedFailures("step", index)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         own = dict(options or {})
-        past = own.pop(_PAST, None)
+        past, parameters = own.pop(_PAST, None), own.pop(_PARAMETERS, None)
         with self._resetting:
+            if self._parameterized is not None and parameters is not None:
+                self.env, more = self._parameterized.prepare(self.env, parameters[self._index])
+                own |= more
             observation, _ = self.env.reset(seed=seed, options=own or None)
             total, sums = 0.0, np.zeros(len(self._info_columns))
             for action in past[self._index] if past else ():

@@ -17,6 +17,8 @@ import numpy as np
 
 from rollout_worker.environments import vector_env
 from rollout_worker.environments.action_masks import KEY, from_info
+from rollout_worker.environments.critic_state import with_state
+from rollout_worker.environments.parameters import EpisodeParameters, Parameterized
 from rollout_worker.environments.seeding import episode_seed
 from rollout_worker.environments.vector_env import NamedFailures, PolicyStep, Position, RunningEpisodes, Step, pick
 from shared.config.environment import EnvironmentConfig
@@ -66,11 +68,15 @@ class _Episode:
 class Parallel:
     """Agents that act at the same time. Slot = agent's number within its policy × N + environment."""
 
-    def __init__(self, envs: Sequence[Any], config: EnvironmentConfig, description: EnvironmentDescription) -> None:
-        self._envs, self.num_envs = envs, len(envs)
-        self._most_steps = (
-            not config.hierarchy and config.max_episode_steps
-        ) or sys.maxsize  # else those are Gymnasium's
+    def __init__(
+        self, envs: Sequence[Any], config: EnvironmentConfig, description: EnvironmentDescription,
+        parameters: EpisodeParameters | None = None, parameterized: Sequence[Parameterized] = (),
+    ) -> None:  # fmt: skip
+        """`parameterized` give each of `envs` its `parameters`."""
+        self._envs, self.num_envs = list(envs), len(envs)
+        self._parameters, self._parameterized = parameters, parameterized
+        limit = None if config.hierarchy else config.max_episode_steps  # else those are Gymnasium's
+        self._most_steps = limit or sys.maxsize
         self._first_ends = config.episode_ends == "any"
         self._description = description
         self._agents = {
@@ -87,13 +93,17 @@ class Parallel:
         choices = {agent: sum(sum(leaf.nvec) for leaf in its.leaves) for agent, its in actions.items()}
         self._masks = choices if config.action_mask == "info" else {}
         """Agent → how many numbers its mask has, where masks stand in `info`."""
+        seen = {agent: description.policies[its].observation for agent, its in description.agents.items()}
+        self._states = [agent for agent, spec in seen.items() if spec.own != spec]
+        """Whose critics see the environment's state."""
+        self._absent = {agent: spec.own.nest("obs", spec.zeros("obs")) for agent, spec in seen.items()}
         self._seeds: Sequence[int] = ()
         self._episodes: list[_Episode] = []
 
     def reset(self, seeds: Sequence[int], past: RunningEpisodes | None = None) -> dict[str, tuple[Columns, Array]]:
         self._seeds, self._episodes = seeds, []
         for index in range(self.num_envs):
-            self._episodes.append(self._begin(index, past.episodes[index] if past else 0))
+            self._episodes.append(self._begin(index, past.episodes[index] if past else 0, drawn=past is None))
             for actions in past.done(index) if past else ():
                 if not self._episodes[index].live:
                     break  # it is not the episode that it was: the successor compares, and will see
@@ -107,24 +117,31 @@ class Parallel:
         returns = np.array([[its.returns[agent] for agent in self._description.agents] for its in self._episodes])
         return Position(numbers, lengths, returns)
 
-    def _begin(self, index: int, number: int) -> _Episode:
+    def _begin(self, index: int, number: int, drawn: bool = True) -> _Episode:
         returns = dict.fromkeys(self._description.agents, 0.0)
+        seed = episode_seed(self._seeds[index], number)
+        options: dict[str, Any] = {}
         with NamedFailures("reset", index):
-            return self._reset_one(
-                index, _Episode(number, {}, set(), returns), episode_seed(self._seeds[index], number)
-            )
+            if self._parameters is not None:
+                if drawn:
+                    self._parameters.begin(index, seed)
+                values = self._parameters.now[index].values
+                self._envs[index], options = self._parameterized[index].prepare(self._envs[index], values)
+            asked = {"seed": seed, "options": options} if options else {"seed": seed}
+            return self._reset_one(index, _Episode(number, {}, set(), returns), asked)
 
-    def _reset_one(self, index: int, episode: _Episode, seed: int) -> _Episode:
-        observations, infos = self._envs[index].reset(seed=seed)
+    def _reset_one(self, index: int, episode: _Episode, asked: Mapping[str, Any]) -> _Episode:
+        observations, infos = self._envs[index].reset(**asked)
         episode.live = set(self._envs[index].agents)
-        episode.observations = self._seen(observations, infos, episode.live)
+        episode.observations = self._seen(self._envs[index], observations, infos, episode.live)
         return episode
 
-    def _seen(self, observations: Mapping[str, Any], infos: Mapping[str, Any], live: Set[str]) -> dict[str, Any]:
-        """With the masks of those that are to act, where these stand in `infos`."""
-        if not self._masks:
-            return dict(observations)
-        return {agent: self._with_mask(agent, its, infos.get(agent, {}), live) for agent, its in observations.items()}
+    def _seen(self, env: Any, observed: Mapping[str, Any], infos: Mapping[str, Any], live: Set[str]) -> dict[str, Any]:
+        """With the masks of those that are to act, where these stand in `infos`, and with what critics see."""
+        seen = dict(observed)
+        if self._masks:
+            seen = {agent: self._with_mask(agent, its, infos.get(agent, {}), live) for agent, its in observed.items()}
+        return with_state(env, seen, self._absent, self._states) if self._states else seen
 
     def _with_mask(self, agent: str, observation: Any, info: Mapping[str, Any], live: Set[str]) -> Any:
         choices = self._masks.get(agent, 0)
@@ -149,7 +166,8 @@ class Parallel:
         return Step({policy_id: step for policy_id, (step, _) in made.items()}, episodes)
 
     def _record(self, index: int, episode: _Episode) -> EpisodeRecord:
-        return episode.record()
+        record = episode.record()
+        return record if self._parameters is None else self._parameters.noted(index, record)
 
     def _step_one(self, index: int, actions: Mapping[str, Any], made: Mapping[str, _Made]) -> None:
         env, episode = self._envs[index], self._episodes[index]
@@ -158,7 +176,7 @@ class Parallel:
             {agent: pick(actions[policy_id], first + index) for agent, (policy_id, first) in acting.items()}
         )
         ended = {agent for agent in acting if terminated.get(agent) or truncated.get(agent)}
-        observations = self._seen(observed, infos, set(env.agents) - ended - episode.over)
+        observations = self._seen(env, observed, infos, set(env.agents) - ended - episode.over)
         episode.length += 1
         cut, there = episode.length >= self._most_steps, set(env.agents)
         for agent in acting:
@@ -192,7 +210,8 @@ class Parallel:
         if (terminated or truncated) and observation is not None:
             finals.append((slot, copy.deepcopy(observation)))  # at once: the environment may use its array again
         episode.infos[agent] = dict(info)
-        names = self._description.info_columns
+        if not (names := self._description.info_columns):
+            return
         for name, number in zip(names, vector_env.of_info(info, names).tolist(), strict=True):
             step.info[INFO + name][slot] = number
             episode.sums[agent][name] += 0.0 if math.isnan(number) else number
@@ -212,7 +231,7 @@ class Parallel:
     def _rows(self, policy_id: str, prefix: str, values: Sequence[Any]) -> Columns:
         """Stacked columns; zeros where an agent is absent (None)."""
         spec = self._description.policies[policy_id].observation
-        columns = {leaf.column(prefix): np.zeros((len(values), *leaf.shape), leaf.column_dtype) for leaf in spec.leaves}
+        columns = spec.zeros(prefix, len(values))
         for row, value in enumerate(values):
             if value is not None:
                 for name, array in spec.flatten(prefix, value).items():
@@ -247,8 +266,16 @@ class Turns(Parallel):
     """Agents that act one after another. A transition of an agent is its turn: its reward is the sum of what the agent
     got until its next one, and that is when it is told; `acts` says whose turn it is."""
 
-    def _reset_one(self, index: int, episode: _Episode, seed: int) -> _Episode:
-        self._envs[index].reset(seed=seed)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._games: dict[int, tuple[Any, Any]] = {}
+        """Number → environment, and whose state is its own."""
+
+    def _reset_one(self, index: int, episode: _Episode, asked: Mapping[str, Any]) -> _Episode:
+        env = self._envs[index]
+        env.reset(**asked)
+        if index not in self._games or self._games[index][0] is not env:
+            self._games[index] = env, _state_holder(env)
         self._next_turn(index, episode, self._blank())
         return episode
 
@@ -265,11 +292,11 @@ class Turns(Parallel):
 
     def _next_turn(self, index: int, episode: _Episode, made: Mapping[str, _Made]) -> None:
         """Goes on to an agent that is to act, by way of those that have ended; none is left where the game is over."""
-        env = self._envs[index]
+        env, game = self._games[index]
         episode.live, episode.observations = set(), {}
-        while env.agents:
-            agent = env.agent_selection
-            observation, reward, terminated, truncated, info = env.last()
+        while game.agents:
+            agent = game.agent_selection
+            observation, reward, terminated, truncated, info = _last(env, game, agent)
             live = set() if terminated or truncated else {agent}
             observation = self._with_mask(agent, observation, info, live)
             if agent in episode.waiting:
@@ -298,6 +325,24 @@ class Turns(Parallel):
                 step.truncated[slot] = True
                 finals.append((slot, copy.deepcopy(episode.observations[agent])))
         episode.live = set()
+
+
+_STATE = {"agents", "agent_selection", "rewards", "_cumulative_rewards", "terminations", "truncations", "infos"}
+
+
+def _state_holder(env: Any) -> Any:
+    """Whose attributes `env` shows as its own: PettingZoo's wrappers hand each on, and a turn reads many."""
+    while hasattr(env, "env") and not _STATE & {*dir(type(env)), *getattr(env, "__dict__", ())}:
+        env = env.env
+    return env
+
+
+def _last(env: Any, game: Any, agent: str) -> Any:
+    """`env.last()`, whose state `game` holds."""
+    if type(env).last.__module__ != "pettingzoo.utils.env":  # its own
+        return env.last()
+    told = game._cumulative_rewards, game.terminations, game.truncations, game.infos
+    return env.observe(agent), *(each[agent] for each in told)
 
 
 class OneAtATime:

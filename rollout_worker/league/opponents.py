@@ -18,8 +18,8 @@ from shared.policies.policy import Policy
 from shared.policies.serialization import decode_policy
 from shared.runtime.user_code import import_object
 
-MOST_PLAYERS = 32
-"""That a worker keeps in memory, whatever the size of the league: as many times the size of a policy."""
+MOST_BYTES = 64 << 20
+"""Of players' objects that a worker keeps in memory, whatever the size of the league (and one, where it is larger)."""
 
 
 class Forfeit(Exception):
@@ -76,7 +76,7 @@ class Function(Player):
 
     def act(self, observations: Columns, rows: Array, generator: torch.Generator) -> Columns:
         (row,) = rows.tolist()
-        seen = self._spaces.observation.nest("obs", {name: array[row] for name, array in observations.items()})
+        seen = self._spaces.observation.own.nest("obs", {name: array[row] for name, array in observations.items()})
         random = np.random.default_rng(int(torch.randint(1 << 62, (), generator=generator, device=generator.device)))
         try:
             columns = self._spaces.action.flatten("action", self._function(seen, random))
@@ -130,7 +130,8 @@ class Opponents:
     def __init__(self, load: Callable[[str], bytes]) -> None:
         """`load` gives the bytes of a player's object, by its SHA-256, and waits for the store by name."""
         self._load = load
-        self._held: OrderedDict[tuple[str, str, str], Player] = OrderedDict()
+        self._held: OrderedDict[tuple[str, str, str], tuple[Player, int]] = OrderedDict()
+        """With the bytes of its object."""
 
     def get(self, ref: PlayerRef, group: str, spaces: PolicySpaces, policy: Policy) -> Player:
         """For the seats of policy `group`; `policy` is any with its spaces. Raises `PlayerUnusable`, `ConfigError` for
@@ -138,21 +139,21 @@ class Opponents:
         key = group, ref.kind, ref.sha256 or ref.source
         if key not in self._held:
             self._held[key] = self._make(ref, spaces, policy)
+            while len(self._held) > 1 and sum(size for _, size in self._held.values()) > MOST_BYTES:
+                self._held.popitem(last=False)
         self._held.move_to_end(key)
-        while len(self._held) > MOST_PLAYERS:
-            self._held.popitem(last=False)
-        return self._held[key]
+        return self._held[key][0]
 
-    def _make(self, ref: PlayerRef, spaces: PolicySpaces, policy: Policy) -> Player:
+    def _make(self, ref: PlayerRef, spaces: PolicySpaces, policy: Policy) -> tuple[Player, int]:
         if ref.kind == "random":
-            return Random(policy)
+            return Random(policy), 0
         if ref.kind == "function":
-            return Function(import_object(ref.source, "league.fixed", kind="function"), spaces)
+            return Function(import_object(ref.source, "league.fixed", kind="function"), spaces), 0
         data = self._load(ref.sha256)
         if ref.kind == "onnx":
-            return Exported(data, spaces)
+            return Exported(data, spaces), len(data)
         try:
-            return Network(decode_policy(data)[0].eval().to(next(policy.parameters()).device))
+            return Network(decode_policy(data)[0].eval().to(next(policy.parameters()).device)), len(data)
         except StagecoachError:
             raise
         except Exception as error:

@@ -42,6 +42,8 @@ class ActionTrace(RunningEpisodes):
     """Policy id → `[S, state size]`: the hidden state of a recurrent policy after the last step."""
     matches: Sequence[Mapping[str, Any]] = ()
     """In a league, the match of each environment's running episode (rollout_worker/league/casting.py)."""
+    parameters: Sequence[Mapping[str, Any]] = ()
+    """The parameters of each, where there are any (rollout_worker/environments/parameters.py)."""
 
     @property
     def fragments(self) -> int:
@@ -65,8 +67,9 @@ def encode(trace: ActionTrace) -> bytes:
     dtypes = {name: array.dtype.str for name, array in flat.items()}
     header = vars(trace) | {"lineage": vars(trace.lineage), "actions": dtypes}
     del header["states"]
-    if not trace.matches:
-        del header["matches"]
+    for name in ("matches", "parameters"):
+        if not header[name]:
+            del header[name]
     states = {f"{policy}/{STATE}": array for policy, array in trace.states.items()}
     return tensor_blob.encode({name: _small(array) for name, array in flat.items()} | states, header)
 
@@ -89,7 +92,8 @@ def decode(blob: bytes) -> ActionTrace:
     if len(steps) != 1 or steps & {-1} or (steps == {0} and any(lengths)) or len(lengths) != len(episodes):
         raise ValueError(f"a trace with {steps} rows, {len(lengths)} lengths and {len(episodes)} episodes")
     number, digest = _count(header["number"]), str(header["digest"])
-    return ActionTrace(episodes, lengths, actions, lineage, number, digest, states, header.get("matches", ()))
+    matches, parameters = header.get("matches", ()), header.get("parameters", ())
+    return ActionTrace(episodes, lengths, actions, lineage, number, digest, states, matches, parameters)
 
 
 def _count(value: Any) -> int:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from rollout_worker.environments.parameters import EpisodeParameters
 from rollout_worker.environments.seeding import SeedLineage, episode_seed
 from rollout_worker.environments.vector_env import GREEDILY, VectorEnvironment, reject_unusable
 from rollout_worker.exploration.base import Exploration, Greedy, act_for, no_actions
@@ -43,7 +44,7 @@ class Sampler:
     def __init__(
         self, environment: VectorEnvironment, description: EnvironmentDescription, lineage: SeedLineage,
         device: str = "cpu", trace: ActionTrace | None = None, stages: StageTimer | None = None,
-        casting: Casting | None = None,
+        casting: Casting | None = None, parameters: EpisodeParameters | None = None,
     ) -> None:  # fmt: skip
         """Begins `lineage`, or takes it up where `trace` ends; `position_digest` tells whether it got there."""
         self._casting, self._in_parts = casting, description.in_turns or casting is not None
@@ -53,6 +54,9 @@ class Sampler:
         self._generator = torch.Generator(self._device)
         self.lineage = lineage
         self._number = trace.number + 1 if trace else 0
+        self._parameters = parameters
+        if parameters is not None and trace:
+            parameters.take_up(trace.parameters)
         self._seeds = lineage.environments(environment.num_envs)
         self._episodes = list(trace.episodes) if trace else [0] * environment.num_envs
         began = environment.reset(self._seeds, trace)
@@ -227,7 +231,8 @@ class Sampler:
             remembered, matches = remembered | self._casting.states, self._casting.plain()
         states = {policy_id: state.cpu().numpy() for policy_id, state in remembered.items()}
         last, digest = self._number - 1, self.position_digest
-        return ActionTrace(place.episodes, place.lengths, actions, self.lineage, last, digest, states, matches)
+        drawn = self._parameters.plain() if self._parameters is not None else ()
+        return ActionTrace(place.episodes, place.lengths, actions, self.lineage, last, digest, states, matches, drawn)
 
     def set_phase(self, phase: Phase) -> None:
         """Raises `EnvironmentFailure`."""

@@ -6,7 +6,7 @@ from shared.config.algorithms.base import AlgorithmConfig, BatchOfUpdate, Clonin
 from shared.config.algorithms.off_policy import OffPolicyConfig
 from shared.config.algorithms.offline import BCConfig
 from shared.config.algorithms.on_policy import OnPolicyConfig
-from shared.config.algorithms.q_learning import QLearningConfig
+from shared.config.algorithms.q_learning import QLearningConfig, R2D2Config
 from shared.config.hierarchy import HierarchyConfig
 from shared.config.league import LeagueConfig
 from shared.config.recorded import DataEvaluationConfig
@@ -42,7 +42,6 @@ def check_sections_together(run: ConfigFields) -> None:
             f"environment.episode_ends={environment.episode_ends} with environment.api={environment.api}: it is for "
             f"episodes of several agents; leave it out, or set environment.api=pettingzoo"
         )
-    _check_policies(run)
     if environment.hierarchy is not None:
         _check_hierarchy(run, environment.hierarchy)
     if run.league is not None:
@@ -56,18 +55,51 @@ def check_sections_together(run: ConfigFields) -> None:
         raise ValueError(f"heatup={str(run.heatup)!r}: nothing is updated in warm-up; use env_steps or episodes")
     if run.checkpoint.every.amount == 0:
         raise ValueError("checkpoint.every='0 …' would never write a checkpoint; give at least 1")
+    _check_parameters(run)
     _check_evaluation(run)
     ranked, asked = run.checkpoint.best_by, run.stop_at.mean_return
+    named = [("checkpoint.best_by", ranked)] if ranked != "all" else []
     for field, policy_id in [
-        ("checkpoint.best_by", ranked),
-        *(("stop_at.mean_return", name) for name in _names(asked)),
+        *named,
+        *(("stop_at.mean_return", name) for name in (asked if isinstance(asked, dict) else ())),
     ]:
-        if policy_id not in run.policies and (field, policy_id) != ("checkpoint.best_by", "all"):
+        if policy_id not in run.policies:
             raise ValueError(f"{field}: {policy_id!r} names no policy; policies has {sorted(run.policies)}")
 
 
-def _names(mean_return: float | dict[str, float] | None) -> list[str]:
-    return list(mean_return) if isinstance(mean_return, dict) else []
+def _check_parameters(run: ConfigFields) -> None:
+    environment, parameters = run.environment, run.environment.parameters
+    drawn = set[str]()
+    for name, entry in parameters.items():
+        where, samplers = f"environment.parameters.{name}", entry.samplers(name, 0)
+        if twice := sorted(drawn & set(samplers)):
+            raise ValueError(f"{where} sets {', '.join(twice)}, as another entry does; leave one of them out")
+        drawn |= set(samplers)
+        for criterion in entry.criteria:
+            if criterion.measure == "progress" and run.stop_at.env_steps is None:
+                raise ValueError(f"{where}: progress is the share of stop_at.env_steps; set that")
+            if criterion.measure == "rating" and run.league is None:
+                raise ValueError(f"{where}: a rating is that of a league, and the run has none; measure by return")
+            if criterion.policy and criterion.policy not in run.policies:
+                raise ValueError(f"{where}: {criterion.policy!r} names no policy; policies has {sorted(run.policies)}")
+        replayable = isinstance(run.algorithm, OnPolicyConfig) and environment.api == "gymnasium"
+        if entry.replay is not None and not (replayable and len(run.policies) == 1):
+            raise ValueError(
+                f"{where}.replay scores levels by the advantages of one agent: it works with ppo, a2c, impala and appo "
+                f"in a Gymnasium environment, found algorithm.name={run.algorithm.name} and environment.api="
+                f"{environment.api}; draw the level by choice or uniform instead"
+            )
+    if parameters and environment.vectorization == "native" and environment.parameters_by != "options":
+        raise ValueError(
+            f"environment.parameters_by={environment.parameters_by} with environment.vectorization=native, whose "
+            f"environment is that of all copies at once; use options, sync or async"
+        )
+    if parameters and environment.id.startswith("envpool:"):
+        raise ValueError("environment.parameters: EnvPool's environments take none; use sync or async Gymnasium ones")
+    if unknown := sorted(set(run.evaluation.parameters) - drawn):
+        raise ValueError(
+            f"evaluation.parameters names {', '.join(unknown)}; environment.parameters draws {sorted(drawn) or 'none'}"
+        )
 
 
 def _check_evaluation(run: ConfigFields) -> None:
@@ -107,7 +139,14 @@ def _check_algorithm(run: ConfigFields, policy_id: str, algorithm: AlgorithmConf
         return
     algorithm.validate_run(run)
     if isinstance(algorithm, BatchOfUpdate):
-        _check_minibatch(run, policy_id, algorithm)
+        _check_minibatch(run, algorithm)
+    if run.state_sizes[policy_id]:
+        _check_sequences(run, algorithm)
+    elif isinstance(algorithm, R2D2Config):
+        raise ValueError(
+            f"policies.{policy_id}.core=none with algorithm.name={algorithm.name}, which learns sequences; set "
+            f"core=lstm or gru, or use dqn"
+        )
     if isinstance(algorithm, OffPolicyConfig):
         _check_replay_buffer(run, policy_id, algorithm)
     if isinstance(algorithm, BCConfig) and (run.dataset is None or run.dataset.only_heatup):
@@ -125,14 +164,17 @@ def _check_algorithm(run: ConfigFields, policy_id: str, algorithm: AlgorithmConf
         _check_dataset(run, algorithm)
 
 
-def _check_minibatch(run: ConfigFields, policy_id: str, algorithm: BatchOfUpdate) -> None:
-    rollout = run.rollout
-    if algorithm.minibatch_size < rollout.fragment_steps and run.state_sizes[policy_id]:
+def _check_sequences(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
+    steps = run.rollout.fragment_steps
+    if (size := getattr(algorithm, "minibatch_size", steps)) < steps:
         raise ValueError(
-            f"algorithm.minibatch_size={algorithm.minibatch_size} is less than rollout.fragment_steps="
-            f"{rollout.fragment_steps}: a policy with a core learns whole sequences of a fragment; raise the "
+            f"algorithm.minibatch_size={size} is less than rollout.fragment_steps="
+            f"{steps}: a policy with a core learns whole sequences of a fragment; raise the "
             f"first or lower the second"
         )
+
+
+def _check_minibatch(run: ConfigFields, algorithm: BatchOfUpdate) -> None:
     if algorithm.minibatch_size > run.transitions_per_update:
         raise ValueError(
             f"algorithm.minibatch_size={algorithm.minibatch_size} is more than one update's batch of "
@@ -221,10 +263,10 @@ def _check_dataset(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
         )
     evaluation = run.dataset.evaluation
     asked = evaluation.every_updates != 0 and evaluation != DataEvaluationConfig()
-    if asked and algorithm.policy in {"q_network", "deterministic"}:
+    if asked and algorithm.policy == "deterministic":
         raise ValueError(
             f"dataset.evaluation compares probabilities of actions, and the policy of algorithm.name={name} "
-            f"has none; leave it out, or use an algorithm whose policy samples (bc, iql, cql, sac)"
+            f"has none; leave it out, or use an algorithm whose policy samples (bc, iql, cql, sac), or dqn"
         )
 
 
@@ -342,11 +384,11 @@ def _check_hindsight(hierarchy: HierarchyConfig, number: int, buffer: HindsightR
 
 
 def _check_critics(run: ConfigFields, policy_id: str, algorithm: AlgorithmConfig) -> None:
-    if run.policies[policy_id].critic_observes == "own":
+    if (observes := run.policies[policy_id].critic_observes) == "own":
         return
     if not isinstance(algorithm, OnPolicyConfig) or run.environment.api == "gymnasium":
         raise ValueError(
-            f"policies.{policy_id}.critic_observes=team with algorithm.name={algorithm.name} and environment.api="
+            f"policies.{policy_id}.critic_observes={observes} with algorithm.name={algorithm.name} and environment.api="
             f"{run.environment.api}: a team has several agents, and ppo, appo, impala and a2c have such a critic; "
             f"set critic_observes=own"
         )

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from shared.config.hierarchy import HierarchyConfig
+from shared.config.parameters import ParameterField
 from shared.config.section import Section
 
 
@@ -56,6 +57,12 @@ class EnvironmentConfig(Section):
     episode_ends: Literal["all", "any"] = "all"
     """Of several agents: `all` goes on until the environment has no agent left; with `any` an episode is over as soon
     as one agent is done, and truncated for the others."""
+    parameters: dict[str, ParameterField] = {}
+    """What is drawn anew for each episode, by name: a value or a sampler, lessons, or levels that are replayed
+    (docs/CURRICULUM.md)."""
+    parameters_by: Literal["options", "attributes", "rebuild"] = "options"
+    """How the environment gets them: by `reset(options={…})`; as attributes of its own or of the outermost wrapper that
+    has one, set before the reset; or as arguments of an environment that is made anew when they change."""
     info_columns: tuple[InfoName, ...] = ()
     """Numbers of each step's `info`, by name, that travel with the experience as columns `info/NAME`: for transforms,
     own algorithms, the archive and figures, not for the policy (docs/ENVIRONMENTS.md). NaN where a step tells none."""

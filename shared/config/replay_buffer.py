@@ -1,10 +1,10 @@
 """Replay buffers: how many transitions stay, and which are drawn."""
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Discriminator, Field
+from pydantic import Field
 
-from shared.config.section import Schedule, ScheduleField, Section
+from shared.config.section import OWN_KIND, Schedule, ScheduleField, Section, by_kind
 from shared.experience.counters import Counters
 
 
@@ -76,6 +76,18 @@ class BalancedReplay(MemorySection):
     """What a transition's class is: its discrete action, or whether its reward is negative, zero or positive."""
 
 
-ReplayBufferConfig = UniformReplay | PrioritizedReplay | HindsightReplay | BalancedReplay
-ReplayBufferField = Annotated[ReplayBufferConfig, Discriminator("kind")]
+class OwnReplay(MemorySection):
+    """A replay buffer of your own (docs/PYTHON.md)."""
+
+    kind: str = Field(OWN_KIND, pattern=r"^[\w.]+:\w+$")
+    """The path of a class that derives from `stagecoach.ReplayBuffer`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """What the class is made with, beside spaces and sizes."""
+
+
+ReplayBufferConfig = UniformReplay | PrioritizedReplay | HindsightReplay | BalancedReplay | OwnReplay
+if TYPE_CHECKING:
+    ReplayBufferField = ReplayBufferConfig
+else:
+    ReplayBufferField = by_kind(ReplayBufferConfig)
 """A memory's section as a config field."""

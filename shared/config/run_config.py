@@ -32,6 +32,8 @@ _DECIDES_LEARNING: Any = {
         "info_columns",
         "action_mask",
         "hierarchy",
+        "parameters",
+        "parameters_by",
     },
     "policies": True,
     "agents": True,
@@ -55,14 +57,22 @@ _LATER: dict[str, Any] = {
     "info_columns": [],
     "action_mask": "auto",
     "episode_ends": "all",
+    "parameters": {},
+    "parameters_by": "options",
+    "layer_norm": False,
+    "weight_decay": 0.0,
     "normalize_values": False,
     "critic_observes": "own",
     "algorithm": None,
     "trainable": True,
     "initialize_from": None,
 }
-"""Of the environment, the algorithm and its sections `_WITHIN`, and each policy: not in the hash at these defaults."""
+"""Of the environment, algorithms and their sections `_WITHIN`, and policies: not in the hash at these defaults."""
 _WITHIN = ("replay_buffer", "exploration")
+
+
+_LATER_OF: dict[str, tuple[str, ...]] = {**dict.fromkeys(("dqn", "rainbow"), ("behavioral_cloning",))}
+"""Algorithm → its fields that came later than itself, and are left out where they are None."""
 
 
 class Config(ConfigFields):
@@ -97,8 +107,18 @@ class Config(ConfigFields):
             for name, default in _LATER.items():
                 if name in section and section[name] == default:
                     del section[name]
+        for policy in data["policies"].values():
+            if policy["cnn"] == "auto":  # the default was `nature`, and is that network wherever there could be one
+                policy["cnn"] = "nature"
+        of_policies = [its["algorithm"] for its in data["policies"].values() if its.get("algorithm")]
+        for section in (data["algorithm"], *of_policies):
+            for name in _LATER_OF.get(section["name"], ()):
+                if section[name] is None:
+                    del section[name]
         if any(character in agent for agent in self.agents for character in "*?["):  # the first pattern that fits
             data["agents"] = list(data["agents"].items())
         if self.league is None:
             del data["league"]
+        if any(its.measure == "progress" for entry in self.environment.parameters.values() for its in entry.criteria):
+            data["progress_of"] = self.stop_at.env_steps
         return data

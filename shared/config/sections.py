@@ -11,6 +11,7 @@ from shared.config.algorithms.on_policy import PPOConfig
 from shared.config.algorithms.registry import AlgorithmField
 from shared.config.environment import EnvironmentConfig, WrapperConfig, wrapper_of_path
 from shared.config.league import LeagueConfig, LearnerConfig
+from shared.config.parameters import SamplerField
 from shared.config.recorded import DatasetConfig, DemonstrationsConfig
 from shared.config.section import Section, Width
 from shared.config.services import RayConfig, RedisConfig, StoreConfig
@@ -26,13 +27,18 @@ class PolicyConfig(Section):
     """Layers of the MLP; two of 64 is the field's reference for classic control."""
     activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"
     """Non-linearity; tanh is the usual choice for PPO on vectors."""
-    cnn: Literal["nature", "small"] = "nature"
-    """Convolutions for image observations: `nature` (Mnih et al. 2015) needs at least 36×36 pixels, `small` 5×5."""
+    layer_norm: bool = False
+    """Normalize each hidden layer's outputs before the activation, in critics too (Ba et al. 2016)."""
+    cnn: Literal["auto", "nature", "small", "residual"] = "auto"
+    """Convolutions for image observations: `nature` (Mnih et al. 2015) needs at least 36×36 pixels, `small` 5×5; `auto`
+    is `nature` where it fits and `small` below. `residual` (IMPALA's, Espeholt et al. 2018) takes any size: slower, and
+    often better."""
     share_encoder: bool = False
     """Whether actor and critic share one encoder (usual for images, where it halves the cost)."""
-    critic_observes: Literal["own", "team"] = "own"
-    """What the critic of an on-policy algorithm sees: what its agent does, or what all agents of the policy in that
-    environment do at the same step (docs/CENTRALIZED_CRITIC.md). Only learning needs it, acting does not."""
+    critic_observes: Literal["own", "team", "state"] = "own"
+    """What the critic of an on-policy algorithm sees: what its agent does, what all agents of the policy in that
+    environment do at the same step, or also the environment's state, which agents of several policies share
+    (docs/CENTRALIZED_CRITIC.md). Only learning needs it, acting does not."""
     log_std_init: float = 0.0
     """Initial log standard deviation of Gaussian actions."""
     normalize_observations: bool = False
@@ -274,6 +280,8 @@ class EvaluationConfig(Section):
     number all checkpoints meet the same ones: they compare better, but a policy may be good at just these."""
     kwargs: dict[str, Any] = {}
     """Environment arguments that replace those of training."""
+    parameters: dict[str, SamplerField] = {}
+    """What is drawn instead of `environment.parameters`, by name; by default the last lesson, and each level alike."""
     wrappers: tuple[Annotated[WrapperConfig, BeforeValidator(wrapper_of_path)], ...] | None = None
     """Wrappers in place of `environment.wrappers`, for example without one that makes an episode of each life: what is
     evaluated are whole games. The spaces have to be the same. By default those of training."""

@@ -53,6 +53,13 @@ _schema = partial(FragmentError, DropReason.SCHEMA)
 _Count = Annotated[int, Field(ge=0, strict=True)]
 _Size = Annotated[int, Field(ge=1, strict=True)]
 _Number = Annotated[float, Field(strict=True)]
+_Value = (
+    Annotated[bool, Field(strict=True)]
+    | Annotated[int, Field(strict=True)]
+    | Annotated[float, Field(strict=True, allow_inf_nan=False)]
+    | Annotated[str, Field(strict=True)]
+)
+_LATER = {"match", "parameters", "lessons"}
 _DENSE = 0.9
 """Share of the rows above which all of them travel."""
 _MOST_BYTES = 1 << 32
@@ -95,11 +102,15 @@ class EpisodeRecord:
     """Numbers that the environment put into its last `info`."""
     match: MatchRecord | None = None
     """Of an episode of a league."""
+    parameters: dict[str, _Value] = field(default_factory=dict)
+    """What the worker drew for it (`environment.parameters`)."""
+    lessons: dict[str, _Count] = field(default_factory=dict)
+    """The lessons that they were drawn in, by entry of `environment.parameters`."""
 
     def plain(self) -> dict[str, Any]:
-        """For JSON. Without a match it has no such key: bytes of runs without a league are what they always were."""
+        """For JSON. What came later is left out where it is empty: then the bytes are what they always were."""
         data = vars(self) | {"match": self.match and vars(self.match)}
-        return data if self.match else {name: data[name] for name in data if name != "match"}
+        return {name: value for name, value in data.items() if value or name not in _LATER}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from pydantic import PlainSerializer, TypeAdapter
 Array = npt.NDArray[Any]
 Columns = dict[str, Array]
 LeafKind = Literal["box", "discrete", "multi_discrete", "multi_binary"]
+STATE = "state()"
+"""Where an observation has what only critics see (`SpaceSpec.own`); no key of an environment's."""
 _Bound = Annotated[float, PlainSerializer(lambda side: side if math.isfinite(side) else str(side))]
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
@@ -145,8 +147,18 @@ class SpaceSpec(PlainData):
                 bounded[name] = np.clip(columns[name].astype(leaf.dtype), low, high)
         return self.nest("action", bounded)
 
+    def zeros(self, prefix: str, *batch: int) -> Columns:
+        return {leaf.column(prefix): np.zeros((*batch, *leaf.shape), leaf.column_dtype) for leaf in self.leaves}
+
     def column_names(self, prefix: str) -> tuple[str, ...]:
         return tuple(leaf.column(prefix) for leaf in self.leaves)
+
+    @property
+    def own(self) -> "SpaceSpec":
+        """Of an observation: what its agent acts on, without the state that its critic sees
+        (`critic_observes: state`), which is the second of a pair, and has the last leaves."""
+        leaves = tuple(leaf for leaf in self.leaves if not leaf.path.startswith(STATE))
+        return self if leaves == self.leaves else SpaceSpec(leaves, self.structure["tuple"][0])
 
     @property
     def mask_columns(self) -> tuple[str, ...]:

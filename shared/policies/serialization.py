@@ -12,6 +12,7 @@ from shared.config.sections import PolicyConfig
 from shared.errors import CheckpointDamaged, ConfigError, FragmentError
 from shared.experience import tensor_blob
 from shared.experience.counters import Phase, PhaseCounters
+from shared.experience.parameters import ParameterTable
 from shared.experience.spaces import Columns, PlainData, PolicySpaces
 from shared.league.table import MatchTable
 from shared.policies.policy import Policy
@@ -30,13 +31,13 @@ class VersionHeader(PlainData):
     """The trainer's counters at publication: exploration schedules are functions of them."""
     league: MatchTable | None = None
     """Who may play whom from this version on, in a league."""
+    parameters: ParameterTable | None = None
+    """What each episode's parameters are drawn from, from this version on."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Without a league as it always was."""
-        data = super().as_dict()
-        if self.league is None:
-            del data["league"]
-        return data
+        """Without what came later as it always was."""
+        later = {"league", "parameters"}
+        return {name: value for name, value in super().as_dict().items() if value is not None or name not in later}
 
 
 def state_arrays(policy: nn.Module) -> Columns:

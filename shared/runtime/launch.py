@@ -137,13 +137,18 @@ def refuse_unreachable(launch: RoleLaunch, user: RoleName) -> None:
 
 def read_launch(folder: Path, run_id: str) -> RoleLaunch:
     """The launch of a run whose folder is on this machine and whose services are up."""
+    address, import_path = read_services(folder, run_id)
+    config = load_config(folder / RESOLVED_CONFIG, environ={})
+    return RoleLaunch(config.model_dump(mode="json"), address, import_path, str(folder.resolve()))
+
+
+def read_services(folder: Path, run_id: str) -> tuple[Address, tuple[str, ...]]:
+    """Where a live run's services are, and its import path; without its config, which takes long to read."""
     try:
         services = json.loads((folder / SERVICES).read_text())
-        config = load_config(folder / RESOLVED_CONFIG, environ={})
     except FileNotFoundError:
         raise RunNotFound(f"no live run {run_id!r} in {folder.parent}; `stagecoach runs` lists what is there") from None
-    address, import_path = Address(**services["address"]), tuple(services["import_path"])
-    return RoleLaunch(config.model_dump(mode="json"), address, import_path, str(folder.resolve()))
+    return Address(**services["address"]), tuple(services["import_path"])
 
 
 @contextmanager

@@ -35,7 +35,7 @@ class ByRule(Exploration):
     """Acts as `chosen` does, so that a plain loop can do the same."""
 
     def act(self, policy: Policy, observations: Tensors, generator: torch.Generator) -> Acted:
-        (seen,) = observations.values()
+        seen = observations["obs"]
         rows: Tensor = seen[:, 0] + seen[:, 1]
         return {"action": rows.to(torch.int64) % 3}, policy.action_parameters(observations)
 
@@ -180,3 +180,32 @@ def test_what_explores_slot_by_slot_knows_whose_turn_it_is(algorithm: dict[str, 
         samples.append([stage.sample(9) for _ in range(2)])
     assert all(same(one, other) for one, other in zip(*samples, strict=True))
     assert samples[0][1].columns["default"]["mask"].any()
+
+
+STATES = {"policies": {"default": {"critic_observes": "state"}, "bob": {}}, "agents": {"bob": "bob", "*": "default"}}
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["its own", "of observations"])
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=12, deadline=None)
+def test_critics_see_the_state_or_what_all_agents_of_all_policies_observe(told: bool, seed: int) -> None:
+    name = "Told" if told else "AllAtOnce"
+    stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:{name}", "num_envs": 1}, seed=seed, **STATES)
+    columns = stage.sample(12).columns
+    assert not [column for column in columns["bob"] if "state()" in column], "its critic sees what it acts on"
+    its, masks = columns["default"], np.insert(columns["default"]["mask"], 1, columns["bob"]["mask"][:, 0], axis=1)
+    finals = [(step, slot, "final_", row) for row, (step, slot) in enumerate(its["final_index"])]
+    acted = [(step, slot, "", (step, slot)) for step, slot in zip(*np.nonzero(its["mask"]), strict=True)]
+    for step, slot, prefix, place in finals + acted:
+        seen = {key.removeprefix(prefix): array[place] for key, array in its.items() if key.startswith(f"{prefix}obs")}
+        number, *moment = seen["obs"].tolist()
+        assert number == seen["obs.state().agent"] == 2 * slot
+        if told:
+            assert seen["obs.state().seen"][:2].tolist() == moment
+            assert prefix or seen["obs.state().seen"][2:].tolist() == masks[step].tolist()
+            continue
+        for other, agent in enumerate(NAMES):
+            found = seen[f"obs.state().seen.{agent}"].tolist()
+            assert found in ([other, *moment], [0, 0, 0])
+            assert any(found) or not masks[step, other]
+            assert not any(found) or masks[max(step - 1, 0) : step + 1, other].any() or prefix or not step

@@ -14,8 +14,9 @@ from rollout_worker.environments.description import describe_environment
 from rollout_worker.environments.factory import make_vector
 from rollout_worker.environments.seeding import SeedLineage
 from rollout_worker.exploration.base import Sampling
+from rollout_worker.league import opponents
 from rollout_worker.league.casting import Casting
-from rollout_worker.league.opponents import MOST_PLAYERS, Opponents
+from rollout_worker.league.opponents import Opponents
 from rollout_worker.playing import evaluate_policies
 from rollout_worker.sampling import action_trace
 from rollout_worker.sampling.sampler import Sample, Sampler
@@ -167,14 +168,22 @@ def test_a_player_that_is_missing_or_damaged_is_an_error_and_never_another_one(s
         season.sample()
 
 
-def test_a_large_league_costs_a_worker_bounded_memory_and_a_fetch_for_each_player(store: FileStore) -> None:
+@pytest.mark.parametrize("most", [opponents.MOST_BYTES, 300_000])
+def test_a_large_league_costs_a_worker_bounded_memory_and_a_fetch_for_each_player(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(opponents, "MOST_BYTES", most)
     season = Season(store, {"past": 1.0}, snapshots=60)
     for _ in range(12):
         season.sample(60)
     casting: Any = season.sampler._casting
-    held = casting._opponents._held
-    assert len(held) == MOST_PLAYERS < len(set(season.fetched)) <= 60
-    assert set(season.fetched) <= {ref.sha256 for ref in season.table.players.values()}
+    held, fetched = casting._opponents._held, season.fetched
+    assert set(fetched) <= {ref.sha256 for ref in season.table.players.values()}
+    assert sum(size for _, size in held.values()) <= most
+    if most == 64 << 20:
+        assert len(fetched) == len(set(fetched)) == len(held), "each is fetched once"
+    else:
+        assert 2 < len(held) < len(set(fetched))
 
 
 def test_a_table_that_changes_in_mid_season_is_drawn_from_at_the_next_episode(store: FileStore) -> None:

@@ -63,6 +63,15 @@ class AllAtOnce(_Coming, ParallelEnv):  # type: ignore[misc]
         return seen, rewards, terminated, truncated, {agent: {} for agent in acting}
 
 
+class Told(AllAtOnce):
+    """The same, with a state of its own."""
+
+    state_space = spaces.Box(-1e6, 1e6, (2 + len(NAMES),), np.float32)
+
+    def state(self) -> Any:
+        return np.array([self.steps, self.luck, *(name in self.agents for name in NAMES)], np.float32)
+
+
 class InTurns(_Coming, AECEnv):  # type: ignore[misc]
     """AEC: each turn pays all who are there; agents may end in another's turn, and be born again."""
 

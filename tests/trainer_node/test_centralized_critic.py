@@ -232,7 +232,7 @@ def test_a_run_without_either_keeps_its_hash() -> None:
     ("sections", "words"),
     [
         ({"policies": {"default": {"critic_observes": "team"}}}, "environment.api=gymnasium"),
-        (team(critic_observes="team") | {"algorithm": {"name": "dqn"}}, "algorithm.name=dqn"),
+        (team(critic_observes="state") | {"algorithm": {"name": "dqn"}}, "critic_observes=state .*algorithm.name=dqn"),
         (team(critic_observes="team", share_encoder=True), "share_encoder=true and core=none"),
         (team(critic_observes="team", share_encoder=True, core="gru"), "core=gru"),
         ({"algorithm": {"name": "vdn", "n_step": 3}}, "n_step=3 with vdn"),

@@ -10,15 +10,18 @@ import pytest
 from coordinator.catalog.checkpoint_operations import verify
 from coordinator.catalog.league_standings import league_of
 from coordinator.catalog.run_metrics import last_row
+from rollout_worker.evaluator import Evaluator
 from shared.errors import PlayerUnusable, StoreUnavailable
 from shared.league.players import PLAYERS, read_player
 from shared.league.table import MatchTable
+from shared.protocol.events import read_evaluations
 from shared.protocol.policy_board import PolicyBoard, version_of
 from shared.storage.metric_log import TRAIN
 from shared.storage.object_store import FileStore
 from tests.support.environments import CHASE, CHASE_POLICIES
 from tests.support.game import Game, NewGame, archived, die_in_a_fragment, replayed
 from trainer_node.checkpointing.snapshot import LEAGUE, POLICY
+from trainer_node.metrics.recorder import evaluation_row
 
 LEAGUE_OF_TWO: dict[str, Any] = {
     "learners": {"cat": {"policy": "hunter", "reset": {"or_after": "20 episodes"}}, "mouse": {"policy": "prey"}},
@@ -27,9 +30,9 @@ LEAGUE_OF_TWO: dict[str, Any] = {
 }  # fmt: skip
 
 
-def chase(**sections: Any) -> Any:
+def chase(league: dict[str, Any] = LEAGUE_OF_TWO, **sections: Any) -> Any:
     environment = CHASE | {"kwargs": {"cat_steps": 3, "mouse_steps": 5, "counts": False}}
-    return archived(environment=environment, league=LEAGUE_OF_TWO, **(CHASE_POLICIES | sections))
+    return archived(environment=environment, league=league, **(CHASE_POLICIES | sections))
 
 
 def whole_end(game: Game) -> dict[str, str]:
@@ -152,3 +155,21 @@ def test_ratings_and_payoffs_are_read_from_a_checkpoint(new_game: NewGame) -> No
     for policy in ("hunter", "prey"):
         assert recorded[f"league/rating/{policy}"] == rows[policy]["rating"]
         assert recorded[f"league/elo/{policy}"] == rows[policy]["elo"]
+
+
+def test_a_fixed_player_that_is_missing_costs_its_win_rate_and_not_the_evaluator(new_game: NewGame) -> None:
+    gone = {"source": "elsewhere", "kind": "policy", "sha256": "0" * 64, "seats": ["prey"]}
+    fixed = {"gone": gone, "dice": {"source": "random", "kind": "random", "seats": ["hunter", "prey"]}}
+    game = new_game(chase(league=LEAGUE_OF_TWO | {"fixed": fixed}, evaluation={"episodes": 2, "deadline_seconds": 60}))
+    game.play_to(2)
+    game.durable()
+    evaluator = Evaluator(game.open())
+    evaluator.start()
+    try:
+        assert evaluator.step(0) == "evaluated"
+    finally:
+        evaluator.stop("")
+    (scores,) = read_evaluations(game.role.redis, game.role.run_id).values()
+    assert scores["win_rates"].keys() == {"cat/dice", "mouse/dice"}
+    assert evaluation_row(scores)["eval/win_rate/cat/dice"] == scores["win_rates"]["cat/dice"]
+    assert "is not played: the store has no player league/players/000" in game.events("evaluation")

@@ -6,19 +6,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from shared.config.run_config import Config
 from shared.errors import ConfigError
 from shared.experience import fragment, tensor_blob
 from shared.experience.counters import Phase
+from shared.policies.deployed import load_policy
 from shared.policies.serialization import decode_policy, state_arrays
 from shared.storage.metric_log import TRAIN
 from tests.conftest import minimal_config
 from tests.support.environments import OWL_CHASE
 from tests.support.game import KEEP, NewGame, balanced, goes_on_exactly
+from tests.support.games import MODULE
 from tests.support.learning.cases import DRAWING, changing
 from tests.support.metric_rows import recorded
 from trainer_node.checkpointing.fork import Source, forked
+from trainer_node.export.onnx_translation import compare, random_observations, to_onnx
 
 PPO = {"name": "ppo", "minibatch_size": 20, "epochs": 2, "learning_rate": changing(3e-3, 1e-4)}
 SMALL = {"hidden_sizes": [8], "normalize_observations": True, "normalize_rewards": True}
@@ -125,3 +129,28 @@ def test_policies_begin_from_different_runs_under_other_names_and_some_anew(new_
     ):
         with pytest.raises(ConfigError, match=message):
             forked(game.role, {"prey": source})
+
+
+@pytest.mark.parametrize("name", ["Told", "AllAtOnce"])
+def test_critics_of_several_policies_see_one_state_and_actors_need_none(new_game: NewGame, name: str) -> None:
+    sees = {"hidden_sizes": [8], "normalize_observations": True, "critic_observes": "state"}
+    game = new_game(
+        minimal_config(
+            environment={"api": "pettingzoo", "id": f"{MODULE}:{name}", "num_envs": 2}, algorithm=PPO,
+            policies={"one": sees, "other": sees}, agents={"ann": "one", "*": "other"}, stop_at={"updates": 3},
+        )
+    )  # fmt: skip
+    game.finish()
+    balanced(game)
+    latest = game.role.checkpoints.load_latest()
+    assert latest is not None
+    policy = decode_policy(blob := latest.objects["other/policy.safetensors"])[0]
+    own = policy.spaces.observation.own
+    assert own.column_names("obs") == ("obs",) and len(policy.spaces.observation.leaves) > 1
+    seen = {key: torch.from_numpy(array) for key, array in next(random_observations(policy.spaces.observation)).items()}
+    acted, value = policy.action_parameters_and_value(seen)
+    others = seen | {key: -array for key, array in seen.items() if "state().seen" in key}
+    acted_again, other_value = policy.action_parameters_and_value(others)
+    assert torch.equal(acted, acted_again) and (value != other_value).all()
+    assert load_policy(blob).act(np.ones(3, np.float32)) in range(3)
+    assert compare(policy, to_onnx(policy, {}), list(random_observations(own))).other_choices == 0

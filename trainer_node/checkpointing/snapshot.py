@@ -39,6 +39,7 @@ POLICY, ALGORITHM = "{}/policy.safetensors", "trainer/{}.algorithm.safetensors"
 REWARDS = "trainer/{}.rewards.safetensors"
 _EPISODES = TypeAdapter(list[EpisodeRecord])
 LEAGUE, INITIAL = "trainer/league.json", "trainer/{}.initial.safetensors"
+_CURRICULUM = "trainer/curriculum.json"
 
 
 def phase_at(config: Config, counters: PhaseCounters) -> Phase:
@@ -120,7 +121,10 @@ def take(
     remembered = list(learner.remembered) if learner.remembered.maxlen else None
     episodes, mean_return = list(learner.episodes), learner.mean_return()
     arrays |= {INITIAL.format(id_): initial for id_, initial in learner.initial.items()}
-    league, told = _of_league(learner, left)
+    decided, told = _of_league(learner, left)
+    if (curriculum := learner.curriculum) is not None:
+        decided[_CURRICULUM] = curriculum.encode()
+        told |= {"parameters": curriculum.table().as_dict(), "curriculum": curriculum.summary()}
     tallies = {id_: dict(vars(tally)) for id_, tally in learner.tallies.items()}
     computed = computed_with(learner, config.trainer)
     name, created = checkpoint_name(version, counters["train"]["env_steps"]), round(time.time(), 3)
@@ -131,7 +135,7 @@ def take(
             positions = np.array([id_order(position) for position in remembered], np.int64).reshape(-1, 2)
             arrays[_REPLAY_BUFFER] = {"positions": positions}
         objects = {POLICY.format(id_): encode_policy(policy, version, own) for id_, (policy, own) in policies.items()}
-        objects |= {key: tensor_blob.encode(columns, {}) for key, columns in arrays.items()} | league
+        objects |= {key: tensor_blob.encode(columns, {}) for key, columns in arrays.items()} | decided
         ledger = json.loads(committed.ledger)
         lags = {str(lag): count for lag, count in sorted(committed.lags.items())}
         state = {
@@ -245,6 +249,8 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> Restored:
         remembered = [f"{milliseconds}-{seq}" for milliseconds, seq in stored["positions"]] if stored else []
         if learner.league is not None:
             learner.league.load(objects[LEAGUE])
+        if learner.curriculum is not None:
+            learner.curriculum.load(objects[_CURRICULUM])
     learner.initial = initial
     for name, policy in learner.policies.items():
         load_state_arrays(policy, weights[name])

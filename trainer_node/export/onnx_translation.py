@@ -64,7 +64,7 @@ def exported(blob: bytes, manifest: Manifest, recorded: Sequence[Columns]) -> tu
     try:
         policy, version = decode_policy(blob)
         data = to_onnx(policy.eval(), described(policy, manifest, version))
-        seen = {"random": list(random_observations(policy.spaces.observation)), "recorded": recorded}
+        seen = {"random": list(random_observations(policy.spaces.observation.own)), "recorded": recorded}
         compared = {name: compare(policy, data, batches) for name, batches in seen.items() if batches}
     except Exception as error:  # whatever the exporter, or a user's own policy, comes to
         cause: BaseException = error
@@ -90,7 +90,7 @@ class Acting(nn.Module):
         self.policy = policy
         spaces = policy.spaces
         state = bool(policy.state_size)
-        self.inputs = [*spaces.observation.column_names("obs"), *([STATE_IN] if state else [])]
+        self.inputs = [*spaces.observation.own.column_names("obs"), *([STATE_IN] if state else [])]
         self.outputs = [*spaces.action.column_names("action"), PARAMETERS, *([STATE_OUT] if state else [])]
         for index, leaf in enumerate(spaces.action.leaves):
             if leaf.kind == "box":
@@ -100,7 +100,7 @@ class Acting(nn.Module):
 
     def forward(self, *arrays: Tensor) -> tuple[Tensor, ...]:
         """`inputs` → `outputs`."""
-        leaves = self.policy.spaces.observation.leaves
+        leaves = self.policy.spaces.observation.own.leaves
         observed = {leaf.column("obs"): _counted(array, leaf) for leaf, array in zip(leaves, arrays)}
         params, state = self.policy.step(observed, arrays[-1])  # without a core the state is not looked at
         actions = self.policy.distribution.mode(params)
@@ -133,8 +133,8 @@ def to_onnx(policy: Policy, said: Mapping[str, str]) -> bytes:
     """The file; `said` is put into its metadata. Raises whatever the exporter raises."""
     require_onnx()
     acting = Acting(copy.deepcopy(policy).cpu()).eval()
-    observed = next(random_observations(policy.spaces.observation, rows=3))
-    example = [torch.from_numpy(array) for array in _in_environment_terms(policy.spaces.observation, observed)]
+    observed = next(random_observations(policy.spaces.observation.own, rows=3))
+    example = [torch.from_numpy(array) for array in _in_environment_terms(policy.spaces.observation.own, observed)]
     if policy.state_size:
         example.append(torch.zeros(3, policy.state_size))
     dynamic = {"arrays": tuple({0: "batch"} for _ in example)}
@@ -238,8 +238,8 @@ def compare(policy: Policy, data: bytes, batches: Sequence[Columns]) -> Comparis
         params, state = policy.step({name: torch.from_numpy(np.array(array)) for name, array in columns.items()}, state)
         chosen = {name: tensor.numpy() for name, tensor in policy.distribution.mode(params).items()}
         ours = spaces.action.flatten("action", spaces.action.to_environment(chosen)) | {PARAMETERS: params.numpy()}
-        arrays = _in_environment_terms(spaces.observation, columns)
-        fed = dict(zip(spaces.observation.column_names("obs"), arrays, strict=True))
+        arrays = _in_environment_terms(spaces.observation.own, columns)
+        fed = dict(zip(spaces.observation.own.column_names("obs"), arrays, strict=True))
         fed |= {STATE_IN: theirs_state} if policy.state_size else {}
         found = dict(zip(names, session.run(names, fed), strict=True))
         if policy.state_size:

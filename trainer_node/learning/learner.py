@@ -25,6 +25,7 @@ from shared.runtime.user_code import import_object
 from trainer_node.learning.building_blocks.compilation import check_compiling
 from trainer_node.learning.building_blocks.interface import Algorithm, Experience, Setting
 from trainer_node.learning.building_blocks.reward_normalization import RewardAverage, RewardFilter, RewardScaling
+from trainer_node.learning.curriculum import Curriculum
 from trainer_node.learning.demonstrations import Demonstrations
 from trainer_node.learning.league import League
 from trainer_node.learning.shaped_returns import ShapedReturns
@@ -98,6 +99,7 @@ class Learner:
     every_step_counts: bool = False
     """Whether an agent acts in every step: rows do not tell where they are turns, or an opponent's are left out."""
     league: League | None = None
+    curriculum: Curriculum | None = None
     initial: dict[str, Columns] = field(default_factory=dict)
     """What a league's policies begin again with, of those that may have to: weights and state of the algorithm."""
 
@@ -122,6 +124,9 @@ class Learner:
                 if self.league is not None:
                     for record in item.header.episodes:
                         self.league.take(record)
+                if self.curriculum is not None:
+                    for record in item.header.episodes:
+                        self.curriculum.take(record, counters.env_steps, self._rating)
                 self._tally(item)
             self.remembered.append(item.position)
             self._filter(item)
@@ -132,6 +137,11 @@ class Learner:
                     item.columns[policy_id] = scaling.scale(_source(item), item.columns[policy_id])
             for policy_id, shaped in self.shaped.items():
                 shaped.take(_source(item), item.header.seq == 0, item.columns[policy_id])
+
+    def _rating(self, policy_id: str) -> float:
+        assert self.league is not None, "a lesson by rating needs a league: the config was checked"
+        summary = self.league.summary()
+        return summary[policy_id or min(summary)]["rating"]
 
     def _tally(self, item: Fragment) -> None:
         for policy_id, tally in self.tallies.items():
@@ -178,6 +188,9 @@ class Learner:
                 f"terms: {metrics}. Try a smaller algorithm.learning_rate or normalize_observations; the checkpoints "
                 f"before it are intact"
             )
+        if self.curriculum is not None and phase is Phase.TRAIN:
+            made: Any = next(iter(self.algorithms.values()))
+            self.curriculum.learned(fragments, getattr(made, "advantages", None))
         if self.league is not None and phase is Phase.TRAIN:
             for policy_id in self.league.after_update(self.policies, self.counters.train.updates):
                 self._begin_again(policy_id)
@@ -270,7 +283,8 @@ def make_learner(
     initial = {name: _initial(policies[name], algorithms[name]) for name in again}
     return Learner(
         policies, algorithms, rewards, filters, PhaseCounters(), episodes, remembered, demonstrations, shaped, tallies,
-        description.in_turns or league is not None, league, initial,
+        description.in_turns or league is not None, league,
+        Curriculum(config, description) if config.environment.parameters else None, initial,
     )  # fmt: skip
 
 

@@ -101,6 +101,8 @@ class UpdateMetrics:
         row |= {name: total / self._counts[name] for name, total in self._sums.items()}
         for policy_id, its in learner.league.summary().items() if learner.league else ():
             row |= {f"league/{name}/{policy_id}": float(value) for name, value in its.items()}
+        for entry, its in learner.curriculum.summary().items() if learner.curriculum else ():
+            row |= {f"curriculum/{name}/{entry}": value for name, value in its.items()}
         told = {name: np.concatenate(parts) for name, parts in self._told.items()}
         row |= {name: float(known.mean(dtype=np.float64)) for name, known in told.items() if known.size}
         self._told.clear()
@@ -122,6 +124,9 @@ def of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, float]:
             values[f"{RETURN}_mean/{agent}"].append(its)
         for name, its in record.metrics.items():
             values[f"environment/{name}"].append(its)
+        for name, value in record.parameters.items():
+            if not isinstance(value, str):
+                values[f"parameter/{name}"].append(value)
     return row | {name: float(np.mean(values[name])) for name in sorted(values)}
 
 
@@ -163,5 +168,6 @@ def episode_rows(fragments: Sequence[Fragment], env_steps: int, version: int) ->
             row |= {"episode/return": record.episode_return, "episode/length": record.length}
             row |= {"episode/acted_by_version": item.header.version}
             row |= {} if record.success is None else {"episode/success": float(record.success)}
+            row |= {f"parameter/{name}": float(its) for name, its in record.parameters.items() if type(its) is not str}
             row |= {f"episode/return/{agent}": value for agent, value in record.agent_returns.items()}
             yield item.header.worker_id, row | {f"environment/{name}": value for name, value in record.metrics.items()}

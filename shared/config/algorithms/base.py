@@ -42,6 +42,9 @@ class AlgorithmConfig(Section):
     """The algorithm."""
     learning_rate: ScheduleField = Schedule(start=3e-4)
     """Adam's step size: a number, or `{kind: linear, start: 1e-3, end: 0, over: 100000 env_steps}`."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's (Loshchilov and Hutter 2019): each step takes `learning_rate` times this share off every weight of policy
+    and critics; 0 is plain Adam."""
     gamma: float = Field(0.99, ge=0, le=1)
     """Discount per env step."""
 
@@ -101,6 +104,13 @@ class CloningConfig(Section):
     """Weight of the cloning loss: best a schedule that ends at 0, so that the policy can surpass what it imitates."""
     minibatch_size: int = Field(64, ge=1)
     """Demonstrated steps that each gradient step of the policy clones beside its minibatch."""
+
+
+class MarginCloningConfig(CloningConfig):
+    """Cloning beside Q-learning, by a large margin."""
+
+    margin: float = Field(0.8, gt=0)
+    """By how much the demonstrated action is to be better than any other, in units of the values; 0.8 as in DQfD."""
 
 
 class Cloning(AlgorithmConfig):

@@ -18,6 +18,7 @@ from shared.experience.counters import Counters
 from shared.experience.spaces import Columns, PolicySpaces
 from shared.policies.policy import Policy, copy_sharing_buffers
 from shared.policies.registry import borrowed_random_state
+from shared.runtime.user_code import make_own
 from trainer_node.learning.building_blocks.cloning import Cloning
 from trainer_node.learning.building_blocks.compilation import Answer, compiled
 from trainer_node.learning.building_blocks.critics import Critics
@@ -48,8 +49,11 @@ from trainer_node.learning.replay_buffers.uniform import BalancedReplayBuffer, B
 def make_replay_buffer(
     config: replay_buffer_config.ReplayBufferConfig, spaces: PolicySpaces, steps: int, slots: int
 ) -> ReplayBuffer:
-    """An empty buffer for fragments of `steps` × `slots`; raises `ConfigError` for spaces that it is not for."""
+    """An empty buffer for fragments of `steps` × `slots`; raises `ConfigError` for spaces that it is not for, and
+    for an unfit class of the user's."""
     size = (spaces, steps, slots, config.capacity)
+    if isinstance(config, replay_buffer_config.OwnReplay):
+        return make_own(config.kind, "algorithm.replay_buffer.kind", ReplayBuffer, *size, **config.kwargs)
     if isinstance(config, replay_buffer_config.PrioritizedReplay):
         return PrioritizedReplayBuffer(*size, alpha=config.alpha, epsilon=config.epsilon)
     if isinstance(config, replay_buffer_config.HindsightReplay):
@@ -200,8 +204,8 @@ class WithCritics(OffPolicy):
             made = Critics(policy.spaces.observation, policy.config, **shape)
         self.critics = made.to(setting.device)
         self.targets = copy_sharing_buffers(self.critics)
-        self._actor_adam = Adam(policy.parameters(), config.adam_epsilon)
-        self._critics_adam = Adam(self.critics.parameters(), config.adam_epsilon)
+        self._actor_adam = Adam(policy.parameters(), config.adam_epsilon, config.weight_decay)
+        self._critics_adam = Adam(self.critics.parameters(), config.adam_epsilon, config.weight_decay)
         self.parts |= {"critics/": self.critics, "targets/": self.targets}
         self.parts |= {"adam/actor/": self._actor_adam, "adam/critics/": self._critics_adam}
         self.beside_policy["critics"] = "critics/"

@@ -57,7 +57,7 @@ class BatchLearner:
         self._setting = setting
         self.shard = Shard()
         """What of each minibatch is learned from here; the rest by the other ranks."""
-        self._optimizer = Adam(self.policy.parameters(), config.adam_epsilon)
+        self._optimizer = Adam(self.policy.parameters(), config.adam_epsilon, config.weight_decay)
         self.parts: dict[str, Part] = {"": self._optimizer}
         """What is learned beside the policy, by the beginning of its arrays' names."""
         count = setting.transitions
@@ -172,6 +172,8 @@ class OnPolicy(BatchLearner):
         self.parts["signals/"] = self.signals
         self.cloning = Cloning(config.behavioral_cloning, policy, setting)
         self._entropy_coefficient = config.entropy_coefficient.start
+        self.advantages: Array | None = None
+        """`[T, S]` of the last batch, by which levels are scored; zero where nobody acted."""
 
     def _tensors(self, experience: Sequence[Experience]) -> dict[str, Tensor]:
         agents, observed = self.policy.agents, self.policy.spaces.observation
@@ -207,6 +209,7 @@ class OnPolicy(BatchLearner):
         observations = {name: tensors[name] for name in self.policy.read_columns}
         actions = {name: tensors[name] for name in spaces.action.column_names("action")}
         start = self._start_log_prob(tensors)
+        self.advantages = (advantage * tensors["mask"]).cpu().numpy()
         if (scale := self.policy.value_scale) is not None:
             scale.update(target[tensors["mask"]])
             target = scale.normalized(target)

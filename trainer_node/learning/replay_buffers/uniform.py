@@ -130,7 +130,7 @@ class ReplayBuffer:
         After termination nothing is bootstrapped, after truncation from the true last observation. `beta` is the
         exponent of importance weights, where there are priorities; `as_now` says what rewards count as by now.
         """
-        ring, (rows, weight) = self.ring, self._draw(count, generator, beta)
+        ring, (rows, weight) = self.ring, self.draw(count, generator, beta)
         path, valid = self._paths(rows, n_step)
         reward, over = ring.column("reward", path), ring.column("terminated", path)
         changed = self._relabeled(generator, path, valid, reward, over)
@@ -168,7 +168,9 @@ class ReplayBuffer:
         self._to_come = self.ring.resume(int(arrays["added"]), int(arrays["finals"]))
         self._index = RowIndex(self.fragments, self.ring.rows_each, self.classes)
 
-    def _draw(self, count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
+    def draw(self, count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
+        """The rows of `count` transitions, and the weight of each in the loss (float32): `[B]` both. It may depend on
+        nothing but its arguments and what was added."""
         self._refuse_if_empty()
         return self._index.rows(generator.integers(len(self), size=count)), np.ones(count, np.float32)
 
@@ -210,7 +212,7 @@ class BalancedReplayBuffer(ReplayBuffer):
             return self.ring.held("action", place)
         return np.sign(self.ring.held("reward", place)).astype(np.int64) + 1
 
-    def _draw(self, count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
+    def draw(self, count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
         self._refuse_if_empty()
         sizes = np.diff(self._index.bounds)
         there = np.flatnonzero(sizes)
@@ -236,8 +238,8 @@ class TeamReplayBuffer(ReplayBuffer):
         first[:, 0] = there.any(axis=1)
         return first.reshape(-1)
 
-    def _draw(self, count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
-        first, _ = super()._draw(count, generator, beta)
+    def draw(self, count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
+        first, _ = super().draw(count, generator, beta)
         rows = (first[:, np.newaxis] + self._team).reshape(-1)
         return rows, self.ring.column("mask", rows).astype(np.float32)
 

@@ -1,0 +1,96 @@
+"""Episodes' parameters: drawn when an episode begins, and given to its environment."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shared.errors import EnvironmentUnusable
+from shared.experience.fragment import EpisodeRecord
+from shared.experience.parameters import Drawn, ParameterTable, Value
+
+_SHOWN = 20
+
+
+class EpisodeParameters:
+    """Of one sampler: what each environment's running episode was drawn."""
+
+    def __init__(self, table: ParameterTable, num_envs: int) -> None:
+        self._table = table
+        self.now: list[Drawn] = [Drawn({}, {})] * num_envs
+
+    def use(self, table: ParameterTable) -> None:
+        """What is drawn from, from now on."""
+        self._table = table
+
+    def begin(self, environment: int, seed: int) -> None:
+        """An episode begins: its parameters are drawn."""
+        self.now[environment] = Drawn(self._table.draw(seed), self._table.lessons)
+
+    def take_up(self, running: Sequence[Mapping[str, Any]]) -> None:
+        """Those of running episodes, as `plain` gave them."""
+        for environment, its in enumerate(running):
+            self.now[environment] = Drawn(its["values"], its["lessons"])
+
+    def plain(self) -> list[dict[str, Any]]:
+        """Those of running episodes, for the action trace."""
+        return [drawn.plain() for drawn in self.now]
+
+    def noted(self, environment: int, record: EpisodeRecord) -> EpisodeRecord:
+        """The record of an episode that ends, with what was drawn for it."""
+        record.parameters, record.lessons = dict(self.now[environment].values), dict(self.now[environment].lessons)
+        return record
+
+
+class Parameterized:
+    """Gives one environment its parameters, as `environment.parameters_by` says."""
+
+    def __init__(self, by: str, remake: Callable[[Mapping[str, Value]], Any]) -> None:
+        """`remake` makes the environment with these arguments."""
+        self._by, self._remake = by, remake
+        self._made_with: Mapping[str, Value] | None = None
+
+    def prepare(self, env: Any, values: Mapping[str, Value]) -> tuple[Any, dict[str, Any]]:
+        """The environment to reset, and the options for it. Raises `EnvironmentUnusable` for what it does not take."""
+        if self._by == "options":
+            refuse_unknown(values, getattr(getattr(env, "unwrapped", env), "reset_options", None), "reset option")
+            return env, dict(values)
+        if self._by == "attributes":
+            for name, value in values.items():
+                setattr(_holder(env, name), name, value)
+        elif values != self._made_with:
+            env.close()
+            try:
+                env = self._remake(values)
+            except EnvironmentUnusable as error:
+                taken = inspect.signature(type(getattr(env, "unwrapped", env)).__init__).parameters
+                raise EnvironmentUnusable(f"{error}; it takes {', '.join(list(taken)[1:])}") from None
+            self._made_with = dict(values)
+        return env, {}
+
+
+def refuse_unknown(values: Mapping[str, Value], known: Sequence[str] | None, what: str) -> None:
+    """Where an environment says which it knows."""
+    if known is not None and (unknown := sorted(set(values) - set(known))):
+        raise EnvironmentUnusable(
+            f"environment.parameters: the environment takes no {what} {', '.join(unknown)}; it takes "
+            f"{', '.join(sorted(known)) or 'none'}"
+        )
+
+
+def _holder(env: Any, name: str) -> Any:
+    """The environment, or the outermost of its wrappers, that has the attribute."""
+    layer: Any = env
+    while True:
+        if name in getattr(layer, "__dict__", ()) or hasattr(type(layer), name):
+            return layer
+        if (below := getattr(layer, "__dict__", {}).get("env")) is None:
+            break
+        layer = below
+    has = [
+        key for key, its in vars(layer).items() if not key.startswith("_") and isinstance(its, bool | int | float | str)
+    ]
+    more = f" and {len(has) - _SHOWN} more" if len(has) > _SHOWN else ""
+    raise EnvironmentUnusable(
+        f"environment.parameters: the environment has no attribute {name}; of numbers and text it has "
+        f"{', '.join(sorted(has)[:_SHOWN]) or 'none'}{more}"
+    )

@@ -1,0 +1,125 @@
+"""Parameters of episodes in the environments: what was drawn is what was given, and what the record says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout_worker.environments.description import describe_environment
+from rollout_worker.environments.factory import make_vector
+from rollout_worker.environments.parameters import EpisodeParameters
+from rollout_worker.environments.seeding import SeedLineage, episode_seed
+from rollout_worker.playing import evaluate_policies
+from rollout_worker.sampling import action_trace
+from rollout_worker.sampling.sampler import Sampler
+from shared.config.parameters import table_at
+from shared.errors import EnvironmentUnusable
+from shared.experience.fragment import EpisodeRecord
+from tests.conftest import minimal_config
+from tests.support.lessons import MODULE
+from tests.support.stage import Stage
+
+CORRIDOR: dict[str, Any] = {"id": f"{MODULE}:Corridor"}
+LENGTH: dict[str, Any] = {"parameters": {"length": {"choice": [1, 2, 3]}, "wind": {"uniform": [0, 9]}}}
+KINDS: dict[str, dict[str, Any]] = {
+    "options": CORRIDOR | LENGTH,
+    "attributes": CORRIDOR | LENGTH | {"parameters_by": "attributes"},
+    "through wrappers": CORRIDOR | LENGTH | {"parameters_by": "attributes", "max_episode_steps": 50},
+    "rebuilt": CORRIDOR | LENGTH | {"parameters_by": "rebuild"},
+    "async": CORRIDOR | LENGTH | {"vectorization": "async"},
+    "parallel": {"api": "pettingzoo", "id": f"{MODULE}:Pair", "parameters": {"length": {"choice": [2, 3, 4]}}},
+    "in turns": {
+        "api": "pettingzoo", "id": f"{MODULE}:TurnsWithLuck", "parameters": {"luck_of": {"uniform": [0, 1]}},
+        "parameters_by": "attributes",
+    },
+}  # fmt: skip
+
+
+class Parameterized(Stage):
+    """A stage whose sampler draws parameters from the first lessons' table."""
+
+    def __init__(self, environment: dict[str, Any], left: Any = ()) -> None:
+        super().__init__({"num_envs": 2} | environment)
+        self.sampler.close()
+        self.drawn = EpisodeParameters(table_at(self.config.environment.parameters, {}), 2)
+        past = action_trace.read(list(left))
+        lineage = past.lineage if past else SeedLineage(1, 0, 0, 0)
+        vector = make_vector(self.config.environment, self.description, self.drawn)
+        self.sampler = Sampler(vector, self.description, lineage, trace=past, parameters=self.drawn)
+        self.past, self.left = past, list(left)
+
+    def records(self, samples: int = 4) -> list[EpisodeRecord]:
+        return [record for _ in range(samples) for record in self.sample(9).episodes]
+
+
+@pytest.fixture
+def closing() -> Any:
+    opened: list[Parameterized] = []
+    yield opened.append
+    for stage in opened:
+        stage.sampler.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_episode_is_given_what_was_drawn_for_its_seed_and_its_record_says_so(kind: str, closing: Any) -> None:
+    stage = Parameterized(KINDS[kind])
+    closing(stage)
+    records = stage.records()
+    assert len(records) > 4 and len({tuple(record.parameters.items()) for record in records}) > 2
+    seeds, table = SeedLineage(1, 0, 0, 0).environments(2), table_at(stage.config.environment.parameters, {})
+    expected = [table.draw(episode_seed(seed, number)) for seed in seeds for number in range(len(records))]
+    for record in records:
+        assert record.parameters in expected
+        told = {name.rpartition(".")[2]: value for name, value in record.metrics.items()}
+        if "given" in told:
+            assert told["given"] == record.parameters["length"]
+        if "blown" in told:
+            assert told["blown"] == record.parameters["wind"]
+    columns = stage.sample(9).columns["default"]
+    if kind == "in turns":
+        seen = columns["obs"][columns["mask"]][:, 2].tolist()
+        assert set(seen) <= {float(np.float32(its["luck_of"])) for its in expected}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "async"])
+def test_a_successor_takes_up_the_running_episodes_with_their_parameters(kind: str, closing: Any) -> None:
+    """Also where the table has changed since: what the episode was drawn stands in the action trace."""
+    one, undisturbed = Parameterized(KINDS[kind]), Parameterized(KINDS[kind])
+    for stage in (one, undisturbed):
+        closing(stage)
+        for _ in range(3):
+            stage.sample(7)
+    other = Parameterized(KINDS[kind], one.left)
+    closing(other)
+    assert other.past is not None and other.sampler.position_digest == other.past.digest
+    assert other.drawn.plain() == one.drawn.plain()
+    for _ in range(3):
+        assert other.sample(7).episodes == undisturbed.sample(7).episodes
+
+
+def test_evaluations_play_the_last_lesson_or_what_they_are_told() -> None:
+    lessons = [{"value": 1, "until": {"success": 1.0}}, {"choice": [2, 3]}]
+    environment = CORRIDOR | {"parameters": {"length": {"lessons": lessons}}, "num_envs": 2}
+    for instead, expected in (({}, {2, 3}), ({"length": 5}, {5})):
+        config = minimal_config(environment=environment, evaluation={"parameters": instead})
+        stage = Stage(environment)
+        stage.sampler.close()
+        records = evaluate_policies(config, stage.description, stage.policies, 0, 8)
+        assert {record.parameters["length"] for record in records} == expected
+        assert {record.metrics["given"] for record in records} == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"parameters": {"height": 1}}, "takes no reset option height; it takes length, wind"),
+        ({"parameters": {"height": 1}, "parameters_by": "attributes"}, "no attribute height; .* it has length, .*wind"),
+        ({"parameters": {"height": 1}, "parameters_by": "rebuild"}, "unexpected .*'height'; it takes length, wind"),
+        ({"parameters": {"length": "far"}}, "cannot be reset with environment.parameters .*'far'"),
+    ],
+)  # fmt: skip
+def test_what_an_environment_does_not_take_is_found_before_anything_starts(environment: Any, said: str) -> None:
+    with pytest.raises(EnvironmentUnusable, match=said):
+        describe_environment(minimal_config(environment=CORRIDOR | environment))

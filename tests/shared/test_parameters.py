@@ -1,0 +1,149 @@
+"""Parameters of episodes: how they are drawn, and what a config may say of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.config.parameters import evaluated_table, table_at
+from shared.config.run_config import Config
+from shared.errors import ConfigError
+from shared.experience.parameters import ParameterTable
+from tests.conftest import minimal_config
+
+LESSONS: list[Any] = [{"value": 0, "until": {"return": 1.0}}, {"value": 1}]
+
+
+def config_of(environment: Any, **sections: Any) -> Config:
+    return minimal_config(environment={"id": "CartPole-v1"} | environment, **sections)
+
+
+def parameters(**entries: Any) -> Any:
+    return config_of({"parameters": entries}).environment.parameters
+
+
+@given(
+    st.sampled_from(
+        [
+            ({"uniform": [-1, 2]}, lambda value: -1 <= value <= 2),
+            ({"log_uniform": [1e-3, 10]}, lambda value: 1e-3 <= value <= 10),
+            ({"choice": [1, "a", True]}, lambda value: value in (1, "a", True)),
+            ({"multi_range": [[0, 1], [5, 6]]}, lambda value: 0 <= value <= 1 or 5 <= value <= 6),
+            ({"replay": {"of": 7}}, lambda value: value in range(7)),
+            ("a word", lambda value: value == "a word"),
+            ({"uniform": [3, 3]}, lambda value: value == 3),
+        ]
+    ),
+    st.integers(0, 2**64 - 1),
+)
+def test_each_sampler_draws_what_it_says_and_the_same_for_a_seed_whatever_else_is_drawn(its: Any, seed: int) -> None:
+    sampler, fits = its
+    alone, beside = (table_at(parameters(**each), {}) for each in ({"x": sampler}, {"x": sampler, "a": 1, "z": 2}))
+    assert fits(alone.draw(seed)["x"])
+    assert alone.draw(seed)["x"] == beside.draw(seed)["x"]
+    assert ParameterTable.from_dict(alone.as_dict()) == alone
+
+
+def test_draws_have_the_distribution_that_was_asked_for() -> None:
+    entries = {"g": {"gaussian": [3, 2]}, "m": {"multi_range": [[0, 1], [5, 8]]}, "l": {"log_uniform": [0.01, 100]}}
+    drawn = [table_at(parameters(**entries), {}).draw(seed) for seed in range(4000)]
+    found = {name: np.array([each[name] for each in drawn], float) for name in entries}
+    assert found["g"].mean() == pytest.approx(3, abs=0.15) and found["g"].std() == pytest.approx(2, abs=0.1)
+    assert (found["m"] > 4).mean() == pytest.approx(0.75, abs=0.03), "each value of the ranges alike"
+    assert (found["l"] > 1).mean() == pytest.approx(0.5, abs=0.03)
+    assert abs(np.corrcoef(found["g"], found["m"])[0, 1]) < 0.06, "each is drawn for itself"
+
+
+def test_a_lesson_may_set_several_parameters_and_evaluations_play_the_last_one() -> None:
+    stage = {"lessons": [{"values": {"a": 1, "b": 2}, "until": {"success": 0.5}}, {"values": {"a": 3, "b": 4}}]}
+    config = config_of({"parameters": {"stage": stage, "c": 5}}, evaluation={"parameters": {"b": 9}})
+    entries = config.environment.parameters
+    assert table_at(entries, {}).draw(0) == {"a": 1, "b": 2, "c": 5}
+    table = evaluated_table(entries, config.evaluation.parameters)
+    assert table is not None and table.draw(0) == {"a": 3, "b": 9, "c": 5} and table.lessons == {"stage": 1}
+
+
+def test_the_words_of_ml_agents_mean_the_same() -> None:
+    criteria = {
+        "measure": "reward", "behavior": "default", "signal_smoothing": True, "min_lesson_length": 50,
+        "threshold": 0.2, "require_reset": True,
+    }  # fmt: skip
+    uniform = {"sampler_type": "uniform", "sampler_parameters": {"min_value": 4.0, "max_value": 7.0}}
+    theirs = {
+        "wall": {"curriculum": [{"name": "low", "completion_criteria": criteria, "value": 0.0}, {"value": uniform}]},
+        "mass": {"sampler_type": "gaussian", "sampler_parameters": {"mean": 1.0, "st_dev": 0.1}},
+        "size": {"sampler_type": "multirangeuniform", "sampler_parameters": {"intervals": [[7, 10], [15, 20]]}},
+    }
+    until = {"return": 0.2, "episodes": 50, "smoothing": True, "policy": "default"}
+    ours = {
+        "wall": {"lessons": [{"name": "low", "value": 0.0, "until": until}, {"uniform": [4, 7]}]},
+        "mass": {"gaussian": [1.0, 0.1]},
+        "size": {"multi_range": [[7, 10], [15, 20]]},
+    }
+    assert parameters(**theirs) == parameters(**ours)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"uniform": [2, 1]}, r"the range \[2.0, 1.0\] is empty"),
+        ({"log_uniform": [0, 1]}, "expected bounds above 0"),
+        ({"choice": []}, "choice is empty"),
+        ({"uniform": [0, 1], "value": 3}, "found value and uniform, expected one of"),
+        ({}, "found nothing, expected one of"),
+        ({"lessons": [{"value": 0}, {"value": 1}]}, "lesson 0 has no `until`"),
+        ({"lessons": [*LESSONS[:1]]}, "lesson 0 is the last one, and has an `until`"),
+        ({"lessons": [LESSONS[0] | {"back": {"return": 0}}, LESSONS[1]]}, "lesson 0 has a `back`"),
+        ({"lessons": [LESSONS[0], {"values": {"a": 1}}]}, r"lesson 1 sets \['a'\], expected one value"),
+        ({"lessons": [{"value": 0, "until": {"luck": 1}}, LESSONS[1]]}, "luck"),
+        ({"lessons": [{"value": 0, "until": {"return": 1, "success": 1}}, LESSONS[1]]}, "has one measure"),
+        (
+            {"lessons": [LESSONS[0], {"value": 1, "until": {"return": 1}, "back": {"return": 2}}, LESSONS[1]]},
+            "`back` has to be the smaller one",
+        ),
+        ({"lessons": [{"value": 0, "until": {"rating": 1}}, LESSONS[1]]}, "a rating is that of a league"),
+        ({"lessons": [{"value": 0, "until": {"progress": 0.5}}, LESSONS[1]]}, "set that"),
+        ({"lessons": [{"value": 0, "until": {"return": 1, "policy": "x"}}, LESSONS[1]]}, "'x' names no policy"),
+        ({"sampler_type": "normal", "sampler_parameters": {}}, "expected uniform, gaussian or multirangeuniform"),
+        ({"sampler_type": "uniform", "sampler_parameters": {"min_value": 1}}, "sampler_parameters has no max_value"),
+        ({"replay": {"of": 1}}, "expected 2 or more, found 1"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_line(entry: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parameters(x=entry)
+
+
+LEVELS = {"parameters": {"x": {"replay": {"of": 3}}}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"environment": {"parameters": {"x": 1}, "vectorization": "native", "parameters_by": "rebuild"}}, "native"),
+        ({"environment": {"parameters": {"x": 1}, "id": "envpool:Pong-v5"}}, "EnvPool's environments take none"),
+        ({"environment": {"parameters": {"x": 1}}, "evaluation": {"parameters": {"y": 1}}}, "names y; .* draws .'x'"),
+        ({"environment": LEVELS, "algorithm": {"name": "dqn"}}, "found algorithm.name=dqn"),
+        ({"environment": LEVELS | {"api": "pettingzoo", "id": "m:f"}}, "environment.api=pettingzoo; draw the level"),
+        ({"environment": {"parameters": {"a": 1, "s": {"lessons": [{"values": {"a": 1}}]}}}}, "s sets a, as another"),
+    ],
+)
+def test_sections_that_do_not_fit_are_rejected(sections: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config_of(**sections)
+
+
+def test_a_run_without_parameters_keeps_its_hash_and_progress_makes_its_length_a_part_of_it() -> None:
+    def hash_of(steps: int, **environment: Any) -> str:
+        return config_of(environment, stop_at={"env_steps": steps}).hash()
+
+    assert hash_of(10) == hash_of(10, parameters={}, parameters_by="options") != hash_of(10, parameters={"x": 1})
+    by_return, by_progress = ({"x": {"lessons": [{"value": 0, "until": its}, {"value": 1}]}} for its in (
+        {"return": 1}, {"progress": 0.5},
+    ))  # fmt: skip
+    assert hash_of(10, parameters=by_return) == hash_of(20, parameters=by_return)
+    assert hash_of(10, parameters=by_progress) != hash_of(20, parameters=by_progress)

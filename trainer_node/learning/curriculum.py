@@ -1,0 +1,234 @@
+"""The curriculum as a fold over the experience log: which lessons there are now, and which levels are worth a replay.
+
+`take` is given each episode in log order, `learned` each batch with its advantages. Nothing else moves the state, so a
+trainer that learns the log again, and a replay, come to the same lessons at the same steps.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from shared.config.parameters import CriterionConfig, LevelReplayConfig, table_at
+from shared.config.run_config import Config
+from shared.experience.fragment import EpisodeRecord, Fragment
+from shared.experience.parameters import ParameterTable, Sampler
+from shared.experience.spaces import Array, EnvironmentDescription
+
+
+@dataclass
+class Lesson:
+    """Where one entry with lessons stands."""
+
+    number: int = 0
+    """Which of them, from 0."""
+    measures: dict[str, list[float]] = field(default_factory=dict)
+    """`until` and `back` → the last episodes' numbers."""
+    smoothed: dict[str, float] = field(default_factory=dict)
+    """What each came to, where it is smoothed."""
+    episodes: int = 0
+    """That ended in it."""
+
+
+@dataclass
+class Levels:
+    """What is known of one entry's levels."""
+
+    scores: list[float]
+    played: list[int]
+    """When each was played last, in episodes; −1: never."""
+    episodes: int = 0
+    pending: dict[str, tuple[str, int, list[float], list[int]]] = field(default_factory=dict)
+    """Worker → its life and last fragment; per environment the sum of its running episode's scores, and their count."""
+
+
+class Curriculum:
+    """Lessons and levels of one run."""
+
+    def __init__(self, config: Config, description: EnvironmentDescription) -> None:
+        self._parameters = config.environment.parameters
+        self._steps, self._policies = config.stop_at.env_steps or 1, description.agents
+        self.lessons = {name: Lesson() for name, its in self._parameters.items() if its.lessons}
+        self._replayed = {name: its.replay for name, its in self._parameters.items() if its.replay is not None}
+        self.levels = {name: Levels([0.0] * its.of, [-1] * its.of) for name, its in self._replayed.items()}
+        self._moves: list[str] = []
+        self._told: set[str] = set()
+
+    def table(self) -> ParameterTable:
+        """What is drawn from now on."""
+        table = table_at(self._parameters, {name: lesson.number for name, lesson in self.lessons.items()})
+        weights = {name: Sampler("levels", self._weights(name)) for name in self.levels}
+        return ParameterTable(table.samplers | weights, table.lessons)
+
+    def take(self, record: EpisodeRecord, env_steps: int, rating: Callable[[str], float]) -> None:
+        """One episode; `env_steps` are those that were trained, `rating` is that of a policy in the league."""
+        for name, lesson in self.lessons.items():
+            if record.lessons.get(name) != lesson.number:
+                continue  # it began in another one
+            lesson.episodes += 1
+            config = self._parameters[name].lessons[lesson.number]
+            for which, criterion, step in (("until", config.until, 1), ("back", config.back, -1)):
+                if criterion is None:
+                    continue
+                value = self._measured(name, lesson, which, criterion, record, env_steps, rating)
+                if value is not None and (value - criterion.threshold) * step >= 0:
+                    called = self._parameters[name].lessons[lesson.number + step].name
+                    move = f"lesson {lesson.number} → {lesson.number + step}{called and f' ({called})'}"
+                    found = f"{criterion.measure} {value:.4g}, {which} {criterion.threshold:g}"
+                    self._moves.append(f"{name}: {move} at {env_steps:,} env steps ({found})")
+                    self.lessons[name] = Lesson(lesson.number + step)
+                    break
+
+    def _measured(
+        self, name: str, lesson: Lesson, which: str, criterion: CriterionConfig, record: EpisodeRecord, env_steps: int,
+        rating: Callable[[str], float],
+    ) -> float | None:  # fmt: skip
+        """What the criterion's measure is now; None before enough episodes have ended."""
+        match criterion.measure:
+            case "progress":
+                return env_steps / self._steps if lesson.episodes >= criterion.episodes else None
+            case "rating":
+                return rating(criterion.policy) if lesson.episodes >= criterion.episodes else None
+            case "length":
+                number = float(record.length)
+            case "success":
+                if record.success is None and lesson.episodes == criterion.episodes:
+                    self._tell_once(
+                        f"environment.parameters.{name}: lesson {lesson.number} is measured by success, and the "
+                        f"environment told none in {lesson.episodes:,} episodes: tell is_success or success in the "
+                        f"last info, or measure by return"
+                    )
+                number = float(record.success or False)
+            case "return":
+                number = record.episode_return
+                if criterion.policy and record.agent_returns:
+                    returns = record.agent_returns.items()
+                    number = sum(its for agent, its in returns if self._policies.get(agent) == criterion.policy)
+        window = lesson.measures.setdefault(which, [])
+        window.append(number)
+        if len(window) < criterion.episodes:
+            return None
+        del window[: -criterion.episodes]
+        mean = sum(window) / len(window)
+        if criterion.smoothing:
+            mean = lesson.smoothed[which] = 0.25 * lesson.smoothed.get(which, 0.0) + 0.75 * mean
+        return mean
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._moves.append(text)
+
+    def to_tell(self) -> list[str]:
+        """Lines for events: lessons that have changed since the last call, and what cannot be met."""
+        found, self._moves = self._moves, []
+        return found
+
+    def learned(self, fragments: Sequence[Fragment], advantages: Array | None) -> None:
+        """Scores the levels of the episodes that ended in `fragments`; `advantages` are `[T, all slots]`, side by side.
+
+        A level's score is the mean over all steps of its last episode, also where it spanned several fragments, of what
+        `LevelReplayConfig.score` says. An episode of which a fragment was dropped is scored by the rest.
+        """
+        if not self.levels or advantages is None:
+            return
+        first = 0
+        for item in fragments:
+            slots = item.header.num_envs
+            for name, levels in self.levels.items():
+                scores = _scored(self._replayed[name], advantages[:, first : first + slots])
+                _take_levels(levels, name, item, scores)
+            first += slots
+
+    def _weights(self, name: str) -> tuple[float, ...]:
+        """Each level's probability: of those that were played by score and staleness, of the others alike."""
+        config, levels = self._replayed[name], self.levels[name]
+        played = np.array(levels.played)
+        seen = played >= 0
+        count, total = int(seen.sum()), len(played)
+        weights = np.zeros(total)
+        if count:
+            scores = np.array(levels.scores)[seen]
+            if config.prioritization == "rank":
+                order = np.empty(count)
+                order[np.argsort(-scores, kind="stable")] = np.arange(1, count + 1)
+                by_score = order ** (-1 / config.temperature)
+            else:
+                best = max(float(scores.max()), 0.0)
+                by_score = (np.clip(scores, 0, None) / best if best else np.ones(count)) ** (1 / config.temperature)
+            stale = (levels.episodes - played[seen]).astype(np.float64)
+            by_staleness = stale if stale.any() else np.ones(count)
+            share = config.staleness
+            weights[seen] = (1 - share) * by_score / by_score.sum() + share * by_staleness / by_staleness.sum()
+        if count < total:
+            new = (1 - count / total if config.new is None else config.new) if count else 1.0
+            weights *= 1 - new
+            weights[~seen] = new / (total - count)
+        return tuple(weights.tolist())
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """Per entry what stands in metrics and the manifest of a checkpoint."""
+        found: dict[str, dict[str, float]] = {}
+        for name, lesson in self.lessons.items():
+            found[name] = {"lesson": float(lesson.number)}
+            for which, window in lesson.measures.items():
+                found[name][which] = lesson.smoothed.get(which, sum(window) / len(window))
+        for name, levels in self.levels.items():
+            scores = [score for score, at in zip(levels.scores, levels.played, strict=True) if at >= 0]
+            found[name] = {"levels_played": float(len(scores))}
+            if scores:
+                found[name]["level_score"] = sum(scores) / len(scores)
+        return found
+
+    def encode(self) -> bytes:
+        """The whole state; the inverse is `load`."""
+        state = {"lessons": {name: asdict(its) for name, its in self.lessons.items()}}
+        state |= {"levels": {name: asdict(its) for name, its in self.levels.items()}}
+        return json.dumps(state, sort_keys=True, separators=(",", ":")).encode()
+
+    def load(self, data: bytes) -> None:
+        """Raises `ValueError`, `TypeError` or `KeyError` for anything else than what `encode` returned."""
+        state = json.loads(data)
+        if state["lessons"].keys() != self.lessons.keys() or state["levels"].keys() != self.levels.keys():
+            raise ValueError("the curriculum of another config")
+        lessons = {name: Lesson(**its) for name, its in state["lessons"].items()}
+        levels = {name: Levels(**its) for name, its in state["levels"].items()}
+        self.lessons, self.levels, self._moves = lessons, levels, []
+
+
+def _scored(config: LevelReplayConfig, advantages: Array) -> Array:
+    match config.score:
+        case "value_loss":
+            return np.abs(advantages)
+        case "positive_value_loss":
+            return np.clip(advantages, 0, None)
+        case "gae":
+            return advantages
+
+
+def _take_levels(levels: Levels, name: str, item: Fragment, scores: Array) -> None:
+    header, (columns,) = item.header, item.columns.values()
+    life, seq, sums, counts = levels.pending.get(header.worker_id, ("", -1, [], []))
+    if life != header.life or header.seq not in (0, seq + 1):  # other episodes, or one of its fragments is missing
+        sums, counts = [0.0] * header.num_envs, [0] * header.num_envs
+    sums, counts = list(sums), list(counts)
+    ended = (columns["terminated"] | columns["truncated"]) & columns["mask"]
+    records = iter(header.episodes)
+    starts = np.zeros(header.num_envs, np.int64)
+    total = np.concatenate([np.zeros((1, header.num_envs)), np.cumsum(scores.astype(np.float64), axis=0)])
+    for step, slot in zip(*(index.tolist() for index in ended.nonzero()), strict=True):
+        record: EpisodeRecord | None = next(records, None)
+        begun = int(starts[slot])
+        score = sums[slot] + float(total[step + 1, slot] - total[begun, slot])
+        count = counts[slot] + step + 1 - begun
+        sums[slot], counts[slot], starts[slot] = 0.0, 0, step + 1
+        level = record.parameters.get(name) if record is not None else None
+        levels.episodes += 1
+        if isinstance(level, int) and 0 <= level < len(levels.scores):
+            levels.scores[level], levels.played[level] = score / count, levels.episodes
+    for slot in range(header.num_envs):
+        begun = int(starts[slot])
+        sums[slot] += float(total[-1, slot] - total[begun, slot])
+        counts[slot] += header.steps - begun
+    levels.pending[header.worker_id] = header.life, header.seq, sums, counts
