@@ -18,8 +18,5 @@ def reached(achieved: Array, desired: Array, threshold: float | Sequence[float])
     """`[B]`, bool, of goals `[B, …]`: within `threshold` (Euclidean), or each element within its own of a list."""
     apart = (achieved.astype(np.float64) - desired.astype(np.float64)).reshape(len(achieved), -1)
     if isinstance(threshold, Sequence):
-        within: Array = (np.abs(apart) <= np.asarray(threshold)).all(axis=1)
-        return within
-    distances: Array = np.sqrt(np.square(apart).sum(axis=1))
-    near: Array = distances <= threshold
-    return near
+        return np.asarray((np.abs(apart) <= np.asarray(threshold)).all(axis=1))
+    return np.asarray(np.sqrt(np.square(apart).sum(axis=1)) <= threshold)

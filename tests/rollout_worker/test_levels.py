@@ -15,6 +15,7 @@ from coordinator.diagnostics.environment_trial import try_environment
 from rollout_worker.environments.description import describe_environment
 from rollout_worker.environments.seeding import SeedLineage
 from rollout_worker.exploration.base import Acted, Exploration, Greedy, RandomActing, Tensors
+from rollout_worker.exploration.noise import GaussianNoise
 from rollout_worker.playing import evaluate_policies
 from shared.errors import ConfigError
 from shared.experience.spaces import Array, Columns
@@ -76,7 +77,7 @@ def listed(arrays: list[Array]) -> list[list[float]]:
 def test_each_transition_is_that_of_a_plain_loop(
     levels: list[dict[str, Any]], seed: int, steps: int, copies: int
 ) -> None:
-    policies = {level["policy"]: {} for level in levels}
+    policies: dict[str, Any] = {level["policy"]: {} for level in levels}
     rollout = {"fragment_steps": 32}
     stage = Stage(corridor(levels, num_envs=copies), seed=seed, policies=policies, rollout=rollout)
     expected = [
@@ -121,6 +122,14 @@ def test_a_successor_acts_what_its_predecessor_would_have_also_in_a_test() -> No
     assert 1.0 in missed
 
 
+def as_the_best(stage: Stage, name: str, its: Columns) -> Array:
+    """`[n]`: whether each action is the policy's best."""
+    observations = {key: torch.from_numpy(array[its["mask"]]) for key, array in its.items() if key.startswith("obs")}
+    best, _ = Greedy().act(stage.policies[name], observations, torch.Generator())
+    close: Array = np.isclose(best["action"].detach().numpy(), its["action"][its["mask"]], atol=1e-5).all(axis=1)
+    return close
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_a_tested_goal_is_acted_for_greedily_and_by_those_below_alone(share: float) -> None:
     sections = off_policy(test_subgoals=share)
@@ -128,14 +137,20 @@ def test_a_tested_goal_is_acted_for_greedily_and_by_those_below_alone(share: flo
     stage = Stage(environment, **sections)
     columns = stage.sample(64, RandomActing()).columns
     for name, its in columns.items():
-        there = its["mask"]
-        observations = {key: torch.from_numpy(array[there]) for key, array in its.items() if key.startswith("obs")}
-        best, _ = Greedy().act(stage.policies[name], observations, torch.Generator())
-        close = np.isclose(best["action"].detach().numpy(), its["action"][there], atol=1e-5).all(axis=1)
+        close, there = as_the_best(stage, name, its), its["mask"]
         assert close.all() if share and name != "top" else not close.any()
         if name != "bottom" and share:
             told = its["info/subgoal_missed"][there]
             assert set(told[~np.isnan(told)]) <= {0.0, 1.0} and (~np.isnan(told)).any()
+
+
+def test_uniform_actions_are_as_many_as_asked_for() -> None:
+    sections = off_policy(test_subgoals=0.0)
+    stage = Stage(sections.pop("environment"), **sections)
+    exploration = GaussianNoise(0.0, None, uniform=0.3)
+    samples = [stage.sample(64, exploration).columns["bottom"] for _ in range(6)]
+    best = np.concatenate([as_the_best(stage, "bottom", its) for its in samples])
+    assert len(best) > 300 and 0.2 < 1 - best.mean() < 0.4
 
 
 def test_attention_shows_what_the_level_above_says_and_the_environment_pays_both() -> None:
@@ -200,7 +215,7 @@ _BUFFER = "algorithm.replay_buffer"
         (_LEVELS, [THREE[0], THREE[1], THREE[2] | {"elements": [2]}], "has 2 elements; name some of 0 to 1"),
         (_LEVELS, [THREE[0], THREE[1], THREE[2] | {"low": [0, 0, 0]}], "low has 3 numbers"),
         (_LEVELS, [THREE[0], THREE[1], THREE[2] | {"low": 5}], "is not below high"),
-        ("environment", {"id": "CartPole-v1", "hierarchy": {"levels": THREE}}, "levels.0|needs 'achieved_goal'"),
+        ("environment.id", "CartPole-v1", r"levels\.1 needs 'achieved_goal'.*found \['observation'\]"),
         ("environment.vectorization", "async", "environment.hierarchy works with environment.vectorization=sync only"),
         ("environment.api", "pettingzoo", "the only agents"),
         ("agents", {"top": "top"}, "the only agents"),
@@ -217,15 +232,20 @@ def test_bad_levels_are_refused_before_anything_starts(path: str, value: Any, wo
     sections = changed(path, value)
     if "episodes have" in words:
         sections["environment"]["max_episode_steps"], sections["rollout"]["fragment_steps"] = 8, 64
+    if "achieved_goal'" in words:
+        sections["environment"]["kwargs"] = {}
     with pytest.raises(ConfigError, match=words) as raised:
         describe_environment(minimal_config(**sections))
     assert "\n" not in str(raised.value)
 
 
 def test_goals_without_bounds_must_be_given_some() -> None:
-    levels = [{"policy": "top"}, {"policy": "bottom", "every": 3, "of": "observation", "elements": [0, 1]}]
+    levels: list[dict[str, Any]] = [
+        {"policy": "top"},
+        {"policy": "bottom", "every": 3, "of": "observation", "elements": [0, 1]},
+    ]
     environment = {"id": "CartPole-v1", "hierarchy": {"levels": levels}}
-    sections = {"policies": {"top": {}, "bottom": {}}, "rollout": {"fragment_steps": 32}}
+    sections: dict[str, Any] = {"policies": {"top": {}, "bottom": {}}, "rollout": {"fragment_steps": 32}}
     with pytest.raises(ConfigError, match=r"levels\.1\.low is not given, and 'observation' has no bound"):
         describe_environment(minimal_config(environment=environment, **sections))
     levels[1] |= {"low": [-1, -2], "high": [1, 2]}

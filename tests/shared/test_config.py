@@ -237,6 +237,7 @@ def reads(texts: Iterator[str]) -> set[tuple[str, str]]:
 
 CALLED = {
     "policies": "policy",
+    "levels": "level",
     "wrappers": "wrapper",
     "stop_at": "stop",
     "learners": "learner",

@@ -15,7 +15,7 @@ THREE: list[dict[str, Any]] = [
     {"policy": "middle", "every": 2, "threshold": 0.4},
     {"policy": "bottom", "every": 3, "threshold": [0.4, 0.3]},
 ]
-CORRIDOR = {"rows": 1, "length": 3, "steps": 17}
+CORRIDOR: dict[str, Any] = {"rows": 1, "length": 3, "steps": 17}
 
 
 def corridor(levels: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class PlainLevels:
         threshold = self._levels[number]["threshold"]
         if isinstance(threshold, list):
             return all(abs(one) <= most for one, most in zip(apart, threshold, strict=True))
-        return math.hypot(*apart) <= threshold
+        return math.hypot(*apart) <= float(threshold)
 
     def _level(self, number: int) -> None:
         """Acts until its goal is achieved, its time is over, or it is over for a level above."""
