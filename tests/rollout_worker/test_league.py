@@ -30,7 +30,7 @@ from tests.conftest import minimal_config
 from tests.support.games import MODULE, NIM
 from tests.support.stage import same
 
-CORES = {"policies": {"default": {"core": "gru", "core_size": 4, "share_encoder": True}}}
+CORES: dict[str, Any] = {"policies": {"default": {"core": "gru", "core_size": 4, "share_encoder": True}}}
 
 
 class Season:
