@@ -73,15 +73,16 @@ class ValueScale(nn.Module):
             cast(Tensor, getattr(self, name)).mul_(_BETA).add_(new * (1 - _BETA))
 
     def normalized(self, values: Tensor) -> Tensor:
-        mean, deviation = self._moments(values)
+        mean, deviation = self.moments(values)
         return (values - mean) / deviation
 
     def restored(self, values: Tensor) -> Tensor:
         """What a critic predicts, in the environment's units: the inverse of `normalized`."""
-        mean, deviation = self._moments(values)
+        mean, deviation = self.moments(values)
         return values * deviation + mean
 
-    def _moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
+    def moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and deviation, of the dtype of `like`."""
         mean, square, weight = (cast(Tensor, getattr(self, name)) for name in ("mean", "square", "weight"))
         known = weight.clamp_min(1e-12)
         variance = (square / known - (mean / known).square()).clamp_min(_LEAST_VARIANCE)

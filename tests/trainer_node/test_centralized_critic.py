@@ -195,6 +195,17 @@ def test_advantages_are_in_the_environments_units_and_targets_in_the_critics(nam
     assert scale.restored(torch.zeros(1)).item() == pytest.approx((120 + float(targets.mean())) / 2, rel=1e-3)
 
 
+def test_the_explained_variance_is_that_in_the_environment_s_units_also_while_the_scale_moves() -> None:
+    algorithm, same = (make("ppo", normalize_values=True) for _ in range(2))
+    columns = acted(algorithm.policy, 4)
+    columns["reward"] *= 30.0
+    batch = update_batch(same, columns)
+    target = same.policy.value_scale.restored(batch.target).double()
+    unexplained = (target - batch.value.double()).var() / target.var()  # the first scale is the environment's own
+    found = algorithm.update(received(columns), Counters())["train/explained_variance"]
+    assert found == pytest.approx(1 - float(unexplained), rel=1e-3)
+
+
 @pytest.mark.parametrize("core", ["none", "gru"])
 def test_a_critic_learns_returns_of_thousands_with_a_scale_and_not_without(core: str) -> None:
     """The same few gradient steps on rewards of 1000 in episodes of a step: what error is left, in units of 1000."""

@@ -123,6 +123,16 @@ def test_ppos_loss_is_that_of_a_softmax_over_the_legal_choices() -> None:
             torch.testing.assert_close(found[name], parameter.grad, msg=name)
 
 
+def test_the_entropy_that_sac_asks_for_is_that_of_the_legal_choices() -> None:
+    sac, seen = make("sac", masked()), observed(1, none=True)
+    expected = []
+    for row in range(ROWS):
+        count = len(legal_of(seen, row))
+        greedy = np.full(count, 0.1 / count) + 0.9 * (np.arange(count) == 0)
+        expected.append(-(greedy * np.log(greedy)).sum())
+    assert float(sac.actions.asked(seen)) == pytest.approx(np.mean(expected), rel=1e-5) != sac.target_entropy
+
+
 @pytest.mark.parametrize("name", ["sac", "cql"])
 def test_soft_critics_know_only_legal_choices(name: str) -> None:
     algorithm, batch = make(name, masked()), transitions()

@@ -111,7 +111,7 @@ def test_the_temperature_moves_as_adam_moves_its() -> None:
         optimizer.zero_grad()
         theirs._alpha_loss(log_prob=-entropy.expand(ROWS)).mean().backward()
         optimizer.step()
-        sac.move_temperature(entropy, 1e-2)
+        sac.move_temperature(entropy, 1e-2, sac.target_entropy)
     found = float(sac.log_temperature.detach())
     assert found == pytest.approx(float(theirs.log_alpha.detach()), rel=1e-5) != pytest.approx(math.log(ALPHA))
 

@@ -191,6 +191,9 @@ class OnPolicy(BatchLearner):
 
     def _end(self, batch: Batch, counters: Counters) -> dict[str, float]:
         target, value = batch.counted(batch.target), batch.counted(batch.value)
+        if (scale := self.policy.value_scale) is not None:  # the value was predicted in the units before this update
+            mean, deviation = self._units
+            value = scale.normalized(value * deviation + mean)
         spread = target.var()
         unexplained = (target - value).var() / spread if len(target) > 1 and spread > 0 else torch.nan
         explained = {"train/explained_variance": 1.0 - float(unexplained)}
@@ -211,6 +214,7 @@ class OnPolicy(BatchLearner):
         start = self._start_log_prob(tensors)
         self.advantages = (advantage * tensors["mask"]).cpu().numpy()
         if (scale := self.policy.value_scale) is not None:
+            self._units = scale.moments(value)
             scale.update(target[tensors["mask"]])
             target = scale.normalized(target)
         batch = Batch(observations, actions, tensors["log_prob"], value, advantage, target, anchor, start)

@@ -15,6 +15,7 @@ from shared.config.exploration import Sampling
 from shared.errors import UnsupportedSpace
 from shared.experience.counters import Counters
 from shared.policies.continuous import Actor, SquashedGaussian
+from shared.policies.masks import legal_choices
 from trainer_node.learning.algorithms.off_policy import ActorAndCritics, Lesson, Minibatch
 from trainer_node.learning.building_blocks.critics import Critics
 from trainer_node.learning.building_blocks.interface import Setting
@@ -45,6 +46,10 @@ class Drawn:
         self.shape = {"count": 2, "action_size": policy.bounds.size}
         """Of the critics."""
         self.target_entropy = -float(policy.bounds.size)
+
+    def asked(self, observations: Mapping[str, Tensor]) -> float | Tensor:
+        """The entropy that is asked for on these observations, where the config names none."""
+        return self.target_entropy
 
     def noise(self, rows: int, generator: torch.Generator) -> Tensor:
         return torch.randn(rows, self._policy.bounds.size, generator=generator)
@@ -77,9 +82,21 @@ class Counted:
         (choices,) = leaves[0].nvec
         self._policy, self._name = policy, leaves[0].column("action")
         self.shape = {"count": 2, "outputs": choices}
+        self.target_entropy = self._entropy(choices)
+
+    @staticmethod
+    def _entropy(choices: int) -> float:
         other = _DISCRETE_EPSILON / choices
         best = 1.0 - _DISCRETE_EPSILON + other
-        self.target_entropy = -best * math.log(best) - (choices - 1) * other * math.log(other)
+        return -best * math.log(best) - (choices - 1) * other * math.log(other)
+
+    def asked(self, observations: Mapping[str, Tensor]) -> float | Tensor:
+        """Of the legal choices, on average."""
+        legal = legal_choices(observations, self._policy.spaces)
+        if legal is None:
+            return self.target_entropy
+        by_count = [self._entropy(max(1, count)) for count in range(legal.shape[1] + 1)]
+        return torch.tensor(by_count, device=legal.device)[legal.sum(dim=1)].mean()
 
     def noise(self, rows: int, generator: torch.Generator) -> Tensor:
         return torch.zeros(0)
@@ -140,7 +157,10 @@ class SAC(ActorAndCritics):
         metrics |= {"train/entropy": entropies.mean(), "train/temperature": self.log_temperature.detach().exp()}
         if self._config.learn_temperature:
             schedule = self._config.temperature_learning_rate or self._config.learning_rate
-            self.move_temperature(entropies.mean(), schedule.value(counters))
+            asked = self.target_entropy
+            if self._config.target_entropy is None:
+                asked = self.actions.asked(batch.observations)
+            self.move_temperature(entropies.mean(), schedule.value(counters), asked)
         soft_update(self.targets, self.critics, self._config.tau)
         return Lesson(metrics, td_error)
 
@@ -150,7 +170,7 @@ class SAC(ActorAndCritics):
         """One step of the critics; returns metrics, and `[B]` how wrong they were."""
         return self._step_critics(*self._critic_loss(batch, noise), counters)
 
-    def move_temperature(self, entropy: Tensor, learning_rate: float) -> None:
+    def move_temperature(self, entropy: Tensor, learning_rate: float, asked: float | Tensor) -> None:
         """Eq. 18, with ln α in place of α, so that α stays positive: down where the entropy is more than asked for."""
-        self.log_temperature.grad = entropy - self.target_entropy
+        self.log_temperature.grad = entropy - asked
         self._temperature_adam.step(learning_rate)
