@@ -297,6 +297,25 @@ def test_what_is_not_said_is_as_the_algorithm_has_it(name: str) -> None:
     assert parse_config(yaml.safe_load(dump_config(config))) == config
 
 
+@pytest.mark.parametrize(
+    ("name", "digits"),
+    [
+        ("dqn", "fb01fd00632888d8"),
+        ("rainbow", "a935bd66050f9e37"),
+        ("sac", "05c8cc4869773815"),
+        ("td3", "6117c1e99e750497"),
+        ("ddpg", "3adbbdbcb7700cf7"),
+        ("cql", "47457b541b6711cf"),
+    ],
+)
+def test_a_run_without_what_came_later_keeps_its_hash(name: str, digits: str) -> None:
+    """As it was before cloning and reward signals were among the fields."""
+    config = short(name)
+    assert config.hash().startswith(digits)
+    asked = short({"name": name, "reward_signals": {"rnd": {}}, "n_step": 1})
+    assert any(field.startswith("algorithm.reward_signals") for field in config.decides_otherwise(asked))
+
+
 def test_what_is_said_counts_before_what_the_algorithm_has() -> None:
     rollout = {"max_policy_lag": 0, "fragments_per_update": 3}
     config = short("sac", heatup="0 env_steps", rollout=rollout, policies={"a": {"activation": "elu"}, "b": {}})
