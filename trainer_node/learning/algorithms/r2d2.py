@@ -40,7 +40,7 @@ class Sequences:
 
 
 class R2D2(DQN):
-    policy: RecurrentQNetwork  # type: ignore[assignment]
+    policy: RecurrentQNetwork
     target: RecurrentQNetwork
     _config: R2D2Config
 
