@@ -346,7 +346,7 @@ class Run:
     def load_policy(self, checkpoint: str | None = None, policy_id: str = "default") -> DeployedPolicy:
         """A policy that acts: of this checkpoint, else of the promoted, the best or the newest one."""
         store = self.checkpoint_store()
-        loaded = store.load(operations.named_or_preferred(store, checkpoint), only="policy.safetensors")
+        loaded = store.load(store.preferred(checkpoint), only="policy.safetensors")
         data = loaded.objects.get(f"{policy_id}/policy.safetensors")
         if data is None:
             raise CheckpointNotFound(f"{loaded.manifest.name} has no policy {policy_id!r}")

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from rollout_worker.exploration import base, discrete, noise
 from rollout_worker.exploration.base import Exploration
-from shared.config.exploration import ExplorationConfig
+from shared.config.exploration import ExplorationConfig, OwnExploration
 from shared.config.run_config import Config
 from shared.config.section import Schedule
 from shared.errors import CheckpointError
@@ -17,6 +17,7 @@ from shared.policies.serialization import load_state_arrays
 from shared.protocol.flow_control import Claim
 from shared.protocol.heartbeat import Heartbeat, poll
 from shared.protocol.policy_board import PolicyBoard, PolicyVersion, version_of
+from shared.runtime.user_code import make_own
 from shared.storage.checkpoint_store import READY, CheckpointStore
 
 _LOGGER = logging.getLogger("stagecoach.worker")
@@ -36,7 +37,11 @@ _AT_THE_END = Counters(*[1 << 62] * len(fields(Counters)))
 
 
 def make_exploration(config: ExplorationConfig, counters: Counters) -> Exploration:
-    """As an algorithm explores, at these counters of the trainer."""
+    """As an algorithm explores, at these counters of the trainer; raises `ConfigError` for an unfit class of the
+    user's."""
+    if isinstance(config, OwnExploration):
+        now = {name: schedule.value(counters) for name, schedule in config.schedules.items()}
+        return make_own(config.kind, "algorithm.exploration.kind", Exploration, **config.kwargs, **now)
     fields = {name: value.value(counters) if isinstance(value, Schedule) else value for name, value in config}
     del fields["kind"]
     return _EXPLORATIONS[config.kind](**fields)

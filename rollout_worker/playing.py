@@ -64,7 +64,7 @@ def _play(
                     f"{counted(episodes, 'episode')} did not end within evaluation.deadline_seconds="
                     f"{deadline_seconds:g}; set environment.max_episode_steps, or more time"
                 )
-            reject_unusable({id_: its | {"mask": acts[id_]} for id_, its in now.items()}, description)
+            reject_unusable({id_: its | {"mask": acts[id_] > 0} for id_, its in now.items()}, description)
             step = environment.step({id_: act(id_, now[id_], acts[id_]) for id_ in description.seated})
             stepped(step)
             now = {policy_id: result.obs for policy_id, result in step.policies.items()}

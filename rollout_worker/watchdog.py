@@ -155,6 +155,10 @@ class WatchedEnvironment:
         with self._watchdog.during("set_phase of its environments"):
             self._environment.set_phase(phase)
 
+    def set_paused(self, paused: bool) -> bool:
+        with self._watchdog.during("set_paused of its environments"):
+            return self._environment.set_paused(paused)
+
     def close(self) -> None:
         with self._watchdog.during("close of its environments"):
             self._environment.close()

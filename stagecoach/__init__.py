@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from coordinator.run import Run
+    from rollout_worker.exploration.base import Exploration
     from shared.config.algorithms.base import AlgorithmConfig, BatchOfUpdate
     from shared.config.algorithms.off_policy import SACConfig
     from shared.config.algorithms.on_policy import A2CConfig, PPOConfig
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         update_seed,
     )
     from trainer_node.learning.building_blocks.optimization import Adam
+    from trainer_node.learning.replay_buffers.uniform import ReplayBuffer
     from trainer_node.metrics.writers import Callback, MetricWriter, WrittenRun
 
 _MODULES = {
@@ -58,7 +60,8 @@ _MODULES = {
 __all__ = [
     "A2C", "DQN", "PPO", "SAC", "A2CConfig", "ActorCritic", "Adam", "Algorithm", "AlgorithmConfig",
     "BatchOfUpdate", "Callback", "Columns", "Config", "Counters", "DQNConfig", "DeployedPolicy", "Experience",
-    "Lesson", "MetricWriter", "Minibatch", "PPOConfig", "Policy", "QNetwork", "Run", "SACConfig", "Setting", "Shard",
+    "Exploration", "Lesson", "MetricWriter", "Minibatch", "PPOConfig", "Policy", "QNetwork", "ReplayBuffer", "Run",
+    "SACConfig", "Setting", "Shard",
     "StagecoachError", "Trajectories", "WrittenRun", "compiled", "gae", "load_config", "load_policy", "read_experience",
     "register_policy", "side_by_side", "update_seed",
 ]  # fmt: skip

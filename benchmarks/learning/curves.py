@@ -29,7 +29,9 @@ def draw(task: Task, results: Mapping[Mode, Sequence[Result]], path: Path) -> No
     axes.axhline(task.reach, color="gray", linestyle="--", linewidth=1, label=f"gate, {task.reach:g}")
     axes.set_title(f"{task.environment}: {task.algorithm}", fontsize="medium")
     axes.set_xlabel("env steps")
-    axes.set_ylabel("success rate, greedy" if task.measure == "success_rate" else "return, greedy")
+    how = "greedy" if task.settings["evaluation"].get("greedy", True) else "as drawn"
+    played = f"{'success rate' if task.measure == 'success_rate' else 'return'}, {how}"
+    axes.set_ylabel("its judge's score" if task.judge else played)
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -139,3 +139,59 @@ class DeepSea(gym.Env[np.int64, np.int64]):
 
     def _observation(self) -> np.int64:
         return np.int64(min(self._row, self._size - 1) * self._size + self._column)
+
+
+class Corridor(gym.Env[Any, Any]):
+    """Only the end of a corridor pays. At each place one of two actions, by a code, leads on and the other back: by
+    chance one of `length` 60 is crossed about once in 100,000 episodes."""
+
+    reset_options = ("length",)
+    LONGEST = 60
+
+    def __init__(self) -> None:
+        self.observation_space = gym.spaces.Box(0.0, 1.0, (self.LONGEST,), np.float32)
+        self.action_space = gym.spaces.Discrete(2)
+        self._code = np.random.default_rng(0).integers(2, size=self.LONGEST)
+
+    def _seen(self) -> Any:
+        return np.eye(self.LONGEST, dtype=np.float32)[min(self.at, self.LONGEST - 1)]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self.length, self.at, self.steps = int((options or {}).get("length", 3)), 0, 0
+        return self._seen(), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        self.at = max(0, self.at + (1 if action == self._code[self.at] else -1))
+        arrived, over = self.at >= self.length, self.steps >= 3 * self.length
+        return self._seen(), float(arrived), arrived, over and not arrived, {"is_success": arrived}
+
+
+class Locks(gym.Env[Any, Any]):
+    """64 levels, each a lock with a code of its own over four keys; a wrong key ends the episode. Every eighth code has
+    twelve digits, the others one; each right digit pays its share of 1."""
+
+    reset_options = ("level",)
+    LEVELS, DIGITS = 64, 12
+
+    def __init__(self) -> None:
+        self.observation_space = gym.spaces.Box(0.0, 1.0, (self.LEVELS + self.DIGITS,), np.float32)
+        self.action_space = gym.spaces.Discrete(4)
+        self._codes = np.random.default_rng(0).integers(4, size=(self.LEVELS, self.DIGITS))
+
+    def _seen(self) -> Any:
+        seen = np.zeros(self.LEVELS + self.DIGITS, np.float32)
+        seen[[self.level, self.LEVELS + min(self.at, self.DIGITS - 1)]] = 1
+        return seen
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self.level, self.at = int((options or {}).get("level", 0)), 0
+        return self._seen(), {}
+
+    def step(self, action: Any) -> Any:
+        right, digits = bool(action == self._codes[self.level, self.at]), self.DIGITS if self.level % 8 == 7 else 1
+        self.at += right
+        opened = self.at == digits
+        return self._seen(), right / digits, opened or not right, False, {"is_success": opened}

@@ -23,8 +23,9 @@ _INTRODUCTION = """\
 
 Written by `make learning` from the files in data/; what stands here by hand is lost. Each run is started by the command
 line in a process of its own, with a real Redis and S3 server: *inline* has all roles in that process, *distributed* two
-rollout workers, trainer and evaluator as Ray actors. Each checkpoint is played greedily, 20 episodes, from starts of
-its own (data of older commits: from the same 20 starts each time).
+rollout workers, trainer and evaluator as Ray actors. Each checkpoint is played, greedily
+where a row does not say otherwise, 20 episodes, from starts of its own (data of older commits: from the same 20 starts
+each time).
 
 - **At the gate**: of the seeds that ran, those whose mean was at least the gate, within the task's env steps, at the
   last checkpoint or at three in a row. The luckiest checkpoint counts for nothing. Four of five seeds have to; of a

@@ -24,27 +24,33 @@ def tic_tac_toe(policy: DeployedPolicy, snapshots: Snapshots) -> float:
     return -sum(judges.lost_lines(best, seat) for seat in (1, 2))
 
 
+def _later(snapshots: Snapshots) -> list[judges.Strategy]:
+    """The strategies of the newer half: the mean of all would hold on to what the first ones did not know."""
+    found = snapshots()
+    return [judges.strategy(each) for each in found[len(found) // 2 :]]
+
+
 def kuhn_poker(policy: DeployedPolicy, snapshots: Snapshots) -> float:
-    """Less the exploitability of the snapshots' mean strategy."""
-    return -judges.exploitability("kuhn_poker", *map(judges.strategy, snapshots()))
+    """Less the exploitability of the mean strategy of the newer half of the snapshots."""
+    return -judges.exploitability("kuhn_poker", *_later(snapshots))
 
 
 def leduc_poker(policy: DeployedPolicy, snapshots: Snapshots) -> float:
     """As `kuhn_poker`."""
-    return -judges.exploitability("leduc_poker", *map(judges.strategy, snapshots()))
+    return -judges.exploitability("leduc_poker", *_later(snapshots))
 
 
 def rock_paper_scissors(policy: DeployedPolicy, snapshots: Snapshots) -> float:
     """As `kuhn_poker`."""
-    mixed = np.mean([judges.throws(judges.strategy(each)) for each in snapshots()], axis=0)
+    mixed = np.mean([judges.throws(each) for each in _later(snapshots)], axis=0)
     return -judges.throws_exploitability(mixed)
 
 
-def rock_paper_scissors_latest(policy: DeployedPolicy, snapshots: Snapshots) -> float:
-    """Less the exploitability of the worst of the current strategy and the last snapshots: far below 0 where it runs
-    in circles, which a single moment may not show."""
+def rock_paper_scissors_cycle(policy: DeployedPolicy, snapshots: Snapshots) -> float:
+    """The exploitability of the worst of the current strategy and the last snapshots: a control has it high, since it
+    runs in circles, which a single moment may not show."""
     each = [policy, *snapshots()[-10:]]
-    return -max(judges.throws_exploitability(judges.throws(judges.strategy(one))) for one in each)
+    return max(judges.throws_exploitability(judges.throws(judges.strategy(one))) for one in each)
 
 
 def connect_four(policy: DeployedPolicy, snapshots: Snapshots, other: judges.Player = judges.minimax) -> float:

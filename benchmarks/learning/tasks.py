@@ -36,7 +36,8 @@ class Task(Section):
     environment: str
     """As the report shows it."""
     reach: float
-    """The gate: the mean over a checkpoint's greedy episodes, at the last checkpoint or at three in a row."""
+    """The gate: the mean over a checkpoint's episodes, at the last checkpoint or at three in a row. Greedy ones, where
+    `config` does not say otherwise."""
     measure: Literal["mean_return", "success_rate"] = "mean_return"
     """What of an evaluation counts."""
     judge: str = ""

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.catalog.checkpoint_operations import named_or_preferred
 from coordinator.catalog.run_folder import RunFolder
 from rollout_worker.environments.description import describe_environment
 from rollout_worker.environments.factory import evaluation_environment, make
@@ -69,7 +68,7 @@ def find_checkpoint(target: str, runs_dir: Path) -> Found:
     run = RunFolder.find(run_id, runs_dir)
     config = run.config()
     store = run.checkpoint_store(config)
-    return Found(config, store, named_or_preferred(store, name), run.import_path(), run.made_here)
+    return Found(config, store, store.preferred(name), run.import_path(), run.made_here)
 
 
 def _in_folder(run_folder: Path, name: str | None = None) -> Found:
@@ -91,7 +90,8 @@ def named_code(config: Config) -> dict[str, str]:
     for place, section in {"": data, **places}.items():
         algorithm = section["algorithm"] or {}
         found[f"{place}algorithm.name"] = algorithm.get("name")
-        found[f"{place}algorithm.replay_buffer.reward"] = (algorithm.get("replay_buffer") or {}).get("reward")
+        for part, field in (("replay_buffer", "reward"), ("replay_buffer", "kind"), ("exploration", "kind")):
+            found[f"{place}algorithm.{part}.{field}"] = (algorithm.get(part) or {}).get(field)
     players = (data["league"] or {}).get("fixed", {}).items()
     found |= {f"league.fixed.{name}": player["source"] for name, player in players if player["kind"] == "function"}
     return {field: path for field, path in found.items() if ":" in (path or "")}
@@ -149,8 +149,11 @@ def evaluate(
     config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update=changes)})
     seed = evaluation_seed(config, name, CONFIRMING)
     scores = scores_of(config, evaluate_policies(config, description, policies, seed))
-    videos = _videos(video, name, int(scores["episodes"])) if video is not None else ()
-    return Evaluation(name, scores, videos)
+    if video is None:
+        return Evaluation(name, scores)
+    *recordings, begun = (video / f"{name}-episode-{index}.mp4" for index in range(int(scores["episodes"]) + 1))
+    begun.unlink(missing_ok=True)  # the environment began one more after the last that counts
+    return Evaluation(name, scores, tuple(path for path in recordings if path.exists()))
 
 
 def _not_drawing(made: Any, mode: str) -> str | None:
@@ -167,12 +170,6 @@ def _not_drawing(made: Any, mode: str) -> str | None:
             shape = f" of shape {frame.shape}" if isinstance(frame, np.ndarray) else ""
             return f"render() returned {type(frame).__name__}{shape}, expected an array of height × width × 3"
     return None
-
-
-def _videos(folder: Path, name: str, episodes: int) -> tuple[Path, ...]:
-    """The recordings of the episodes that count; the environment began one more after the last."""
-    (folder / f"{name}-episode-{episodes}.mp4").unlink(missing_ok=True)
-    return tuple(path for index in range(episodes) if (path := folder / f"{name}-episode-{index}.mp4").exists())
 
 
 def require_recorder() -> None:

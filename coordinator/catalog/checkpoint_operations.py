@@ -286,7 +286,7 @@ def export(checkpoints: CheckpointStore, config: Config, name: str | None, direc
 
     Returns the checkpoint's folder. It appears whole or not at all; raises `UserError` where something is there.
     """
-    name = named_or_preferred(checkpoints, name)
+    name = checkpoints.preferred(name)
     target = directory / checkpoints.run_id
     with (
         _writing_anew(directory, target),
@@ -296,11 +296,6 @@ def export(checkpoints: CheckpointStore, config: Config, name: str | None, direc
         _copy(checkpoints, copy, config, name)
         os.rename(Path(partial, checkpoints.run_id), target)
     return target / stored.CHECKPOINTS / name
-
-
-def named_or_preferred(checkpoints: CheckpointStore, name: str | None) -> str:
-    """The checkpoint of this name or mark; without one the promoted, the best or the newest one."""
-    return checkpoints.resolve(name) if name else checkpoints.preferred()
 
 
 @contextmanager
@@ -340,7 +335,7 @@ def export_onnx(
     What the trainer has exported already is copied. Else it is made here, and compared with torch on random and on
     archived observations. Raises `ExportFailed`, or `UserError` where a file is there; then nothing is written.
     """
-    name = named_or_preferred(checkpoints, name)
+    name = checkpoints.preferred(name)
     record = directory / RECORD
     try:
         found = _read_with_files(checkpoints, name)

@@ -10,14 +10,14 @@ from trainer_node.checkpointing.snapshot import LEAGUE
 from trainer_node.learning.league import LeagueState, standings
 
 
-def league_of(checkpoints: CheckpointStore, config: Config, name: str | None = None) -> dict[str, Any]:
-    """`checkpoint`, by default the newest, and what `standings` returns of it.
+def league_of(checkpoints: CheckpointStore, config: Config) -> dict[str, Any]:
+    """`checkpoint`, the newest, and what `standings` returns of it.
 
     Raises `UserError` where the run has no league, `CheckpointNotFound`, `CheckpointDamaged`, or what the store raises.
     """
     if config.league is None:
         raise UserError(f"run {checkpoints.run_id!r} has no league; `league:` in its config makes one (docs/LEAGUE.md)")
-    found = checkpoints.load(name or checkpoints.resolve("latest"), only=LEAGUE)
+    found = checkpoints.load(checkpoints.resolve("latest"), only=LEAGUE)
     try:
         state = LeagueState.from_dict(json.loads(found.objects[LEAGUE]))
     except (KeyError, ValueError) as error:

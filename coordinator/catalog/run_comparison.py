@@ -1,7 +1,5 @@
 """What a run came to in a few numbers, how two differ, and what runs that differ in their seed alone say together."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

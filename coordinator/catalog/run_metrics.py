@@ -4,8 +4,6 @@
 bounds, so that a run of millions of rows takes bounded memory and time to show.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

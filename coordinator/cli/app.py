@@ -382,18 +382,48 @@ def evaluate(
         _print_scores(found)
 
 
-@app.command(epilog=example("stagecoach play my-run --episodes 3"))
+@app.command(epilog=example("stagecoach play my-run --episodes 3` or `stagecoach play config.yaml --record played"))
 def play(
     target: _Target,
     episodes: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
     stochastic: _Stochastic = False,
+    record: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Play CONFIG yourself (in place of RUN), into DIR/played.csv."),
+    ] = None,
+    keys: Annotated[str, typer.Option(metavar="left=0,…", help="With --record: key → action; by default 0 to 9.")] = "",
+    idle: Annotated[int | None, typer.Option(help="With --record: the action while no key is pressed.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="With --record: stand still while no key is pressed.")] = False,
+    fps: Annotated[int | None, typer.Option(min=1, help="With --record: steps per second.")] = None,
     trust_config: TrustConfig = False,
     runs_dir: RunsDir = RUNS,
 ) -> None:
-    """Watch a checkpoint play: the environment shows itself (render_mode=human)."""
+    """Watch a checkpoint play: the environment shows itself (render_mode=human). Or play yourself, for a dataset."""
+    if record is not None:
+        _record(target, record, episodes, keys, {"idle": idle, "wait": wait, "fps": fps})
+        return
+    if keys or wait or (idle, fps) != (None, None):
+        raise UserError("--keys, --idle, --wait and --fps say how you play; give --record DIR as well")
     from coordinator.catalog.checkpoint_lookup import evaluate as score
 
     _print_scores(score(target, runs_dir, episodes, show=True, stochastic=stochastic, trust_config=trust_config))
+
+
+def _record(target: str, folder: Path, episodes: int, keys: str, more: dict[str, Any]) -> None:
+    from rollout_worker.recorded_play import FILE, record_play
+    from shared.config.loading import load_config
+    from shared.runtime.user_code import extend_imports
+
+    config = config_file(Path(target))
+    extend_imports([str(config.resolve().parent), os.getcwd()])
+    try:
+        actions = {key: int(action) for key, action in (pair.split("=") for pair in keys.split(",") if pair)}
+    except ValueError:
+        raise UserError(f"--keys: expected KEY=ACTION, as in left=0,right=1; found {keys!r}") from None
+    played = record_play(load_config(config), folder, episodes, actions, **more)
+    console.print(
+        f"{counted(played, 'whole episode')} written to {folder / FILE}: demonstrations.path, or dataset.path"
+    )
 
 
 def _print_scores(found: "Evaluation") -> None:

@@ -18,7 +18,7 @@ from shared.config.run_config import Config
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
 from shared.printable import counted, success_in_words
 from shared.protocol.events import confirmed_return
-from shared.protocol.ledger import Count, Ledger, WorkerAccount
+from shared.protocol.ledger import Ledger, LedgerLine
 from shared.storage.checkpoint_store import MARKS, Manifest
 from shared.storage.export_record import Export, ExportedPolicy, read_export
 
@@ -157,17 +157,13 @@ def _provenance(
 
 def _ledger(said: dict[str, Any]) -> Iterator[tuple[str, str]]:
     accounts = Ledger.from_json(json.dumps(said)).accounts
-    total = WorkerAccount()
-    for account in accounts.values():
-        total.consumed += account.consumed
-        for reason, count in account.dropped.items():
-            total.dropped[reason] = total.dropped.get(reason, Count()) + count
-    for name, account in (*accounts.items(), ("all workers", total)):
-        committed = sum(account.dropped.values(), account.consumed)
-        lost = dropped_in_words({reason: count.transitions for reason, count in account.dropped.items()})
+    lines = {name: LedgerLine(consumed=its.consumed, dropped=its.dropped) for name, its in accounts.items()}
+    for name, line in (*lines.items(), ("all workers", sum(lines.values(), LedgerLine()))):
+        committed = sum(line.dropped.values(), line.consumed)
+        lost = dropped_in_words({reason: count.transitions for reason, count in line.dropped.items()})
         yield (
             f"ledger, {name}",
-            f"{committed.transitions:,} committed = {account.consumed.transitions:,} consumed + {lost}, "
+            f"{committed.transitions:,} committed = {line.consumed.transitions:,} consumed + {lost}, "
             f"in {counted(committed.fragments, 'fragment')}",
         )
 

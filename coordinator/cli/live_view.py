@@ -29,7 +29,7 @@ from shared.runtime.failure import reason_in_words
 _REFRESH_SECONDS = 0.25
 _PLAIN_SECONDS = 5.0
 _EVENTS_SHOWN = 8
-_WORKERS_SHOWN = 16
+_WORKERS_SHOWN, _STAGES_SHOWN = 16, 6
 
 
 class LiveView:
@@ -262,10 +262,10 @@ def of_note(roles: Sequence[Beat]) -> tuple[list[Beat], int]:
     return [beat for beat in roles if beat.role != "worker" or beat.id in kept], max(0, len(workers) - _WORKERS_SHOWN)
 
 
-def in_one_line(stages: dict[str, float], most: int = 6) -> str:
+def in_one_line(stages: dict[str, float]) -> str:
     working = {stage: spent for stage, spent in stages.items() if stage != "start"}
     whole = sum(working.values())
     if whole <= 0:
         return ""
-    largest = sorted(working.items(), key=lambda item: -item[1])[:most]
+    largest = sorted(working.items(), key=lambda item: -item[1])[:_STAGES_SHOWN]
     return ", ".join(f"{stage} {spent / whole:.0%}" for stage, spent in largest if spent / whole >= 0.005)

@@ -53,7 +53,7 @@ def page(
     if no_token and (token_file is not None or host not in LOOPBACK):
         other = "--token-file" if token_file is not None else f"--host {host}"
         raise UserError(f"--no-token and {other}: without a token the page is for this machine alone")
-    token = None if no_token else secrets.token_urlsafe(24) if token_file is None else _token_in(token_file)
+    token = None if no_token else _token(token_file)
     path = "/"
     if run is not None:
         path = f"/runs/{attached(run, runs_dir, endpoint_url=endpoint_url, redis_url=redis_url).run_id}"
@@ -69,7 +69,9 @@ def page(
     console.print("the page is closed; its runs continue")
 
 
-def _token_in(file: Path) -> str:
+def _token(file: Path | None) -> str:
+    if file is None:
+        return secrets.token_urlsafe(24)
     try:
         token = file.read_text().partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -84,7 +86,7 @@ def page_beside(run_id: str, runs_dir: Path, port: int, token_file: Path | None)
     """The page while this process supervises a run; gives the line that says where it is."""
     from coordinator.page.server import serve
 
-    token = secrets.token_urlsafe(24) if token_file is None else _token_in(token_file)
+    token = _token(token_file)
     with serve(runs_dir, token, port=port) as url:
         shown = f"?token={token}" if token_file is None else f"?token= and the first line of {token_file}"
         yield f"page: {url}/runs/{run_id}{shown}"

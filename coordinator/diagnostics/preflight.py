@@ -16,7 +16,7 @@ from coordinator.diagnostics.environment_trial import try_environment
 from shared.config.loading import parse_config
 from shared.errors import PACKAGES, StagecoachError, UserError
 from shared.protocol.heartbeat import Wait, poll
-from shared.protocol.redis_client import check_shards, connect_redis, without_retries
+from shared.protocol.redis_client import check_redis
 from shared.runtime.launch import RoleLaunch
 from shared.runtime.user_code import SOURCE, extend_imports
 from shared.storage.object_store import open_store
@@ -60,11 +60,9 @@ def difference(theirs: dict[str, str], mine: dict[str, str]) -> str | None:
 def examine_machine(launch: RoleLaunch) -> tuple[dict[str, str], str | None]:
     """On the machine itself: its versions and its problem; the environment is tried in a process of its own."""
     extend_imports(launch.import_path)
-    config = without_retries(parse_config(launch.config))
-    problem = None
+    config, problem = parse_config(launch.config), None
     try:
-        connect_redis(launch.address, config, "worker").close()
-        check_shards(launch.address, config, "worker")
+        check_redis(launch.address, config, "worker")
         open_store(launch.address, config).check()
         try_environment(config).refuse(config, strict=False)
     except StagecoachError as error:

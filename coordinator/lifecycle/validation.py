@@ -8,21 +8,25 @@ from functools import partial
 import torch
 
 from coordinator.diagnostics.environment_trial import try_environment
+from rollout_worker.acting_policies import make_exploration
 from rollout_worker.environments.description import check_evaluation, describe_environment
 from rollout_worker.environments.factory import make_native, make_vector
 from rollout_worker.environments.parameters import EpisodeParameters
 from rollout_worker.environments.vector_env import NamedFailures, reject_unusable
 from shared.config.compatibility import check_algorithm, in_its_place
 from shared.config.parameters import evaluated_table
+from shared.config.replay_buffer import OwnReplay
 from shared.config.run_config import Config
 from shared.datasets.read import read_dataset
 from shared.errors import ConfigError, EnvironmentFailure, EnvironmentUnusable, headline
+from shared.experience.counters import Counters
 from shared.experience.spaces import EnvironmentDescription
 from shared.policies.policy import Policy
 from shared.policies.registry import build_policies
-from shared.protocol.redis_client import Address, check_shards, connect_redis, without_retries
+from shared.protocol.redis_client import Address, check_redis
 from shared.storage.object_store import open_store
 from trainer_node.export.onnx_translation import require_onnx
+from trainer_node.learning.algorithms.off_policy import make_replay_buffer
 from trainer_node.learning.building_blocks.compilation import check_compiling
 from trainer_node.learning.learner import ExperienceFilter, algorithm_class
 from trainer_node.metrics.writers import check_writers
@@ -46,6 +50,7 @@ def check(config: Config, inline: bool = False, strict: bool = False) -> Environ
             algorithm = config.algorithm_of(policy_id)
             check_algorithm(config, policy_id, algorithm)
             algorithm_class(algorithm)
+            make_exploration(algorithm.acting, Counters())
         except (ConfigError, ValueError) as error:  # of a user's own: those of Stagecoach said so as it was read
             raise ConfigError(in_its_place(config, policy_id, str(error))) from None
     if inline and config.trainer.ranks > 1:
@@ -63,6 +68,9 @@ def check(config: Config, inline: bool = False, strict: bool = False) -> Environ
         description = try_environment(config).refuse(config, strict)
     for policy_id, policy in config.policies.items():
         ExperienceFilter(policy, f"policies.{policy_id}")
+        replay_buffer = getattr(config.algorithm_of(policy_id), "replay_buffer", None)
+        if isinstance(replay_buffer, OwnReplay):
+            make_replay_buffer(replay_buffer.model_copy(update={"capacity": 1}), description.policies[policy_id], 1, 1)
     _check_networks(config, partial(build_policies, description.policies, config.policies, config.algorithm, seed=0))
     here = config.ray.address == "embedded"  # on a cluster the trainer's machine may have what this one lacks
     check_writers(config.metrics, here)
@@ -148,10 +156,7 @@ def with_recorded(config: Config, description: EnvironmentDescription) -> Config
 
 def check_services(config: Config) -> None:
     """Tries a Redis or store of one's own once; raises `RedisUnavailable` or `StoreUnavailable`: a person waits."""
-    once = without_retries(config)
     if config.redis.url != "embedded":
-        address = Address("", config.redis.url, "")
-        connect_redis(address, once, "coordinator").close()
-        check_shards(address, once, "coordinator")
+        check_redis(Address("", config.redis.url, ""), config, "coordinator")
     if config.store.url != "embedded":
         open_store(Address("", "", config.store.url, config.store.endpoint_url), config).check()

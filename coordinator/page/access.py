@@ -4,8 +4,6 @@ The cookie holds a value that is derived from the token, not the token: it canno
 open already stays usable while somebody tries tokens, and when the server starts again with the same token.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import secrets
@@ -68,10 +66,11 @@ class Gate:
         if not known:
             if given is None:
                 return refusal(401, "the page needs its token: open the URL that `stagecoach page` printed")
-            if self._too_many_wrong(request):
+            wrong = self._wrong_of(request.client.host if request.client else "")
+            if len(wrong) == _WRONG_TOKENS and time.monotonic() - wrong[0] < _WINDOW_SECONDS:
                 return refusal(429, "too many wrong tokens; try again in a minute")
             if not hmac.compare_digest(given.encode(), self._token.encode()):
-                self._note_wrong(request)
+                wrong.append(time.monotonic())
                 return refusal(401, "this is not the page's token: open the URL that `stagecoach page` printed last")
         if in_url is None or request.method != "GET":
             return None
@@ -90,20 +89,12 @@ class Gate:
             return refusal(403, "the page was opened without a token, and takes no orders")
         return refusal(403, "the page is read-only (--read-only)") if self._read_only else None
 
-    def _too_many_wrong(self, request: Request) -> bool:
-        times = self._wrong.get(_address(request))
-        return times is not None and len(times) == _WRONG_TOKENS and time.monotonic() - times[0] < _WINDOW_SECONDS
-
-    def _note_wrong(self, request: Request) -> None:
-        times = self._wrong.pop(_address(request), None) or deque(maxlen=_WRONG_TOKENS)
-        self._wrong[_address(request)] = times
-        times.append(time.monotonic())
-        while len(self._wrong) > _ADDRESSES:
+    def _wrong_of(self, address: str) -> deque[float]:
+        """When this client sent wrong tokens; only the clients that were here last are remembered."""
+        times = self._wrong[address] = self._wrong.pop(address, deque(maxlen=_WRONG_TOKENS))
+        if len(self._wrong) > _ADDRESSES:
             del self._wrong[next(iter(self._wrong))]
-
-
-def _address(request: Request) -> str:
-    return request.client.host if request.client else ""
+        return times
 
 
 def _host_name(request: Request) -> str | None:

@@ -1,7 +1,5 @@
 """The panels as a dashboard of Grafana: `python -m coordinator.page.grafana > deploy/grafana/stagecoach.json`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -3,26 +3,14 @@
 A line is a metric of one of the run's streams (shared/storage/metric_log.py), or all that begin with a prefix.
 """
 
-from __future__ import annotations
-
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from shared.storage.metric_log import FLEET, TRAIN
 
 Kind = Literal[
-    "lines",
-    "multiples",
-    "shares",
-    "return",
-    "fleet",
-    "autoscaler",
-    "timeline",
-    "ledger",
-    "config",
-    "video",
-    "league",
-]
+    "lines", "multiples", "shares", "return", "fleet", "autoscaler", "timeline", "ledger", "config", "video", "league",
+]  # fmt: skip
 """`multiples`: a small chart for each line, whose scales differ."""
 Group = Literal["Learning", "Throughput", "Fleet", "Records"]
 
@@ -57,9 +45,6 @@ class Panel:
     """A field of the run's status whose value is drawn across."""
     queries: tuple[tuple[str, str], ...] = ()
     """Label and query of what Prometheus knows beside the lines."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def _rate(metric: str, by: str = "run", labels: str = "") -> str:

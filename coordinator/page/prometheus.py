@@ -4,8 +4,6 @@ No label names a worker. The values of labels are bounded: roles, reasons and me
 stages by `totals.MOST_NAMES` a role.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

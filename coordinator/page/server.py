@@ -4,8 +4,6 @@ It is a thread of the process that calls `serve`: of `stagecoach page`, or of th
 What waits for Redis or the store does so in threads of a pool, never in the event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno
@@ -34,8 +32,8 @@ from coordinator.catalog.run_comparison import config_fields, differences
 from coordinator.page.access import LOOPBACK, Gate, refusal
 from coordinator.page.panels import PANELS
 from coordinator.page.prometheus import exposition
-from coordinator.page.view import jsonable, panels
-from coordinator.page.watched import Views, Watched
+from coordinator.page.view import RunView, jsonable, matching
+from coordinator.page.watched import Views
 from coordinator.run import Run
 from shared.errors import (
     CheckpointNotFound,
@@ -108,7 +106,7 @@ def application(views: Views, token: str | None, port: int, read_only: bool) -> 
         Route("/runs/{run_id}", page.index),
         Mount("/static", StaticFiles(directory=STATIC, check_dir=False)),
         Route("/api/page", page.page),
-        Route("/api/panels", lambda _: JSONResponse(panels())),
+        Route("/api/panels", lambda _: JSONResponse([asdict(panel) for panel in PANELS])),
         Route("/api/runs", page.runs),
         Route(run, page.snapshot),
         Route(f"{run}/series", page.series),
@@ -160,16 +158,16 @@ class _Page:
         return JSONResponse(jsonable([asdict(row) for row in rows]))
 
     def snapshot(self, request: Request) -> Response:
-        return Response(self._known(request).snapshot, media_type="application/json")
+        return Response(self._known(request).told, media_type="application/json")
 
-    def _known(self, request: Request) -> Watched:
-        watched = self._views.of(request.path_params["run_id"])
-        if not watched.wait():
-            raise HTTPException(503, f"nothing is known of run {watched.view.run.run_id} yet; try again")
-        return watched
+    def _known(self, request: Request) -> RunView:
+        view = self._views.of(request.path_params["run_id"])
+        if not view.wait():
+            raise HTTPException(503, f"nothing is known of run {view.run.run_id} yet; try again")
+        return view
 
     def series(self, request: Request) -> Response:
-        view, stream = self._known(request).view, request.query_params.get("stream", "train")
+        view, stream = self._known(request), request.query_params.get("stream", "train")
         if stream not in view.curves:
             raise UserError(f"no stream {stream!r}; there are {', '.join(view.curves)}")
         names = request.query_params.getlist("metric")
@@ -177,36 +175,33 @@ class _Page:
             raise UserError("which metrics? ?metric=NAME, several times if need be; NAME* for all that begin so")
         there = view.curves[stream].bins.names
         of_panels = {line.metric for panel in PANELS for line in panel.lines}
-        if unknown := [name for name in names if name not in of_panels and not _begins_one(name, there)]:
+        if unknown := [name for name in names if name not in of_panels and not matching(name, there)]:
             raise UserError(f"no metric {', '.join(map(repr, unknown))} in {stream}; there are {', '.join(there)}")
         return JSONResponse(jsonable(view.series(stream, names)))
 
     def config(self, request: Request) -> Response:
-        mine, other = self._config_of(request.path_params["run_id"]), request.query_params.get("against")
-        found = {} if other is None else differences(mine, self._config_of(other))
-        return JSONResponse(jsonable({"config": mine, "differences": found}))
-
-    def _config_of(self, run_id: str) -> dict[str, Any]:
-        return config_fields(self._views.attach(run_id))
+        ids = [request.path_params["run_id"], *request.query_params.getlist("against")[-1:]]
+        mine, *other = (config_fields(self._views.attach(run_id)) for run_id in ids)
+        return JSONResponse(jsonable({"config": mine, "differences": differences(mine, other[0]) if other else {}}))
 
     async def updates(self, request: Request) -> Response:
-        watched = await run_in_threadpool(self._views.of, request.path_params["run_id"])
-        return StreamingResponse(self._events(watched), media_type="text/event-stream")
+        view = await run_in_threadpool(self._views.of, request.path_params["run_id"])
+        return StreamingResponse(self._events(view), media_type="text/event-stream")
 
-    async def _events(self, watched: Watched) -> AsyncIterator[str]:
+    async def _events(self, view: RunView) -> AsyncIterator[str]:
         """Until the client leaves, which cancels this, or the server ends."""
         snapshot, rows = "", dict[str, int]()
-        await run_in_threadpool(watched.wait)
+        await run_in_threadpool(view.wait)
         while not self._views.closed.is_set():
             changes = ""
-            if watched.snapshot != snapshot:
-                snapshot = watched.snapshot
+            if view.told != snapshot:
+                snapshot = view.told
                 changes += f"event: snapshot\ndata: {snapshot}\n\n"
-            if snapshot and watched.rows != rows:
-                rows = watched.rows
+            if snapshot and view.rows != rows:
+                rows = view.rows
                 changes += f"event: rows\ndata: {json.dumps(rows)}\n\n"
             yield changes or ": nothing new\n\n"
-            watched.wanted.set()
+            view.wanted.set()
             await asyncio.sleep(_EVENT_SECONDS)
 
     def league(self, request: Request) -> Response:
@@ -221,9 +216,7 @@ class _Page:
         return JSONResponse(sorted(entries, key=lambda entry: -float(entry["time"])))
 
     def video(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        path = self._videos_of(request).get(name)
-        if path is None:
+        if (path := self._videos_of(request).get(name := request.path_params["name"])) is None:
             raise HTTPException(404, f"no video {name!r}")
         return FileResponse(path, media_type="video/mp4")
 
@@ -240,69 +233,49 @@ class _Page:
         return JSONResponse({"done": await run_in_threadpool(self._order, verb, run_id, body)})
 
     def _order(self, verb: str, run_id: str, body: bytes) -> str:
-        order = _parsed(_VERBS[verb], body)
-        run = self._views.attach(run_id)
+        model, give, done = _VERBS[verb]
+        asked, run = _parsed(model, body), self._views.attach(run_id)
         try:
-            return order.give(run)
+            return done.format(give(run, asked))
         except _NOT_THERE + _AWAY:
             raise
         except UserError as error:
             raise HTTPException(400 if run.live else 409, _line(error)) from None
 
 
-def _begins_one(name: str, there: list[str]) -> bool:
-    return any(found == name or (name.endswith("*") and found.startswith(name[:-1])) for found in there)
+class _Nothing(BaseModel, extra="forbid", strict=True):
+    """What is posted with an order that has no more to say."""
 
 
-class _Order(BaseModel, extra="forbid", strict=True):
-    """What is posted; `give` returns what was done, in words."""
-
-    def give(self, run: Run) -> str:
-        raise NotImplementedError
-
-
-class _Stop(_Order):
-    def give(self, run: Run) -> str:
-        run.stop()
-        return "it ends with a last checkpoint"
-
-
-class _Checkpoint(_Order):
-    def give(self, run: Run) -> str:
-        run.checkpoint()
-        return "a checkpoint is written after the present update"
-
-
-class _Scale(_Order):
+class _Scale(_Nothing):
     workers: int | None = None
     auto: bool = False
     min: int | None = None
     max: int | None = None
 
-    def give(self, run: Run) -> str:
-        if (self.workers is None) != self.auto:
-            raise UserError('say how many, {"workers": 3}, or {"auto": true, "min": 1, "max": 4}')
-        return f"scaling {run.scale(self.workers, min_workers=self.min, max_workers=self.max)}"
 
-
-class _Promote(_Order):
+class _Promote(_Nothing):
     checkpoint: str
 
-    def give(self, run: Run) -> str:
-        return f"{run.promote(self.checkpoint)} is promoted"
 
-
-class _Note(_Order):
+class _Note(_Nothing):
     text: str = Field(max_length=2000)
 
-    def give(self, run: Run) -> str:
-        run.note(self.text)
-        return "noted"
+
+def _scale(run: Run, asked: _Scale) -> str:
+    if (asked.workers is None) != asked.auto:
+        raise UserError('say how many, {"workers": 3}, or {"auto": true, "min": 1, "max": 4}')
+    return run.scale(asked.workers, min_workers=asked.min, max_workers=asked.max)
 
 
-_VERBS: dict[str, type[_Order]] = {
-    "stop": _Stop, "checkpoint": _Checkpoint, "scale": _Scale, "promote": _Promote, "note": _Note,
-}  # fmt: skip
+_VERBS: dict[str, tuple[type[BaseModel], Callable[[Run, Any], object], str]] = {
+    "stop": (_Nothing, lambda run, _: run.stop(), "it ends with a last checkpoint"),
+    "checkpoint": (_Nothing, lambda run, _: run.checkpoint(), "a checkpoint is written after the present update"),
+    "scale": (_Scale, _scale, "scaling {}"),
+    "promote": (_Promote, lambda run, asked: run.promote(asked.checkpoint), "{} is promoted"),
+    "note": (_Note, lambda run, asked: run.note(asked.text), "noted"),
+}
+"""What is posted with each order, what gives it, and, with what that returns, what was done."""
 
 
 async def _body(request: Request) -> bytes:
@@ -314,7 +287,7 @@ async def _body(request: Request) -> bytes:
     return body or b"{}"
 
 
-def _parsed(kind: type[_Order], body: bytes) -> _Order:
+def _parsed(kind: type[BaseModel], body: bytes) -> BaseModel:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

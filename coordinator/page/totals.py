@@ -1,7 +1,5 @@
 """Counters of a run that never fall while its processes are replaced, made of one state after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

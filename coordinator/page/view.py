@@ -3,54 +3,85 @@
 From Redis while the run is live, from the store otherwise; where both are away it says so and keeps what it knew.
 """
 
-from __future__ import annotations
-
+import json
+import logging
 import math
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import redis
 
 from coordinator.catalog.run_metrics import Curves, Recorded
-from coordinator.page.panels import PANELS
 from coordinator.page.totals import Totals
 from coordinator.run import Run
-from shared.errors import RedisUnavailable, StagecoachError, StoreError, StoreUnavailable
+from shared.errors import RedisUnavailable, StagecoachError, StoreError, StoreUnavailable, headline
 from shared.protocol.events import read_evaluations
 from shared.runtime.failure import reason_in_words
 from shared.storage.metric_log import EVALUATIONS, EVENTS, FLEET, TRAIN, UNIX_TIME, VERSION
 from trainer_node.metrics.recorder import evaluation_row
 
 _EVENTS_SHOWN = 500
+_FRESH_SECONDS, _PATIENCE_SECONDS = 2.0, 10.0
+_LOGGER = logging.getLogger("stagecoach.coordinator")
 AWAY = (StagecoachError, redis.RedisError, OSError)
 
 
 class RunView:
-    """One run, for any number of readers; `refresh` may be called from one thread at a time."""
+    """One run, for any number of readers; `update` and `refresh` are called from one thread at a time."""
 
-    def __init__(self, run: Run, points: int = 1000) -> None:
+    def __init__(self, run: Run) -> None:
         self.run, self.banner = run, ""
         self.away: Literal["", "Redis", "store"] = ""
         """Which of both the last refresh did not reach."""
         self.totals = Totals()
-        self.curves = {stream: Curves(run.run_id, stream, points) for stream in (TRAIN, FLEET)}
+        self.curves = {stream: Curves(run.run_id, stream) for stream in (TRAIN, FLEET)}
         self._evaluations, self._events = Recorded(EVALUATIONS), Recorded(EVENTS)
         self.evaluations: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
         self.state: dict[str, Any] = {}
         self.checkpoints: list[dict[str, Any]] = []
-        self._lock = threading.Lock()
+        self.told = ""
+        """The newest `snapshot` as JSON, made once for all who read it."""
+        self.wanted = threading.Event()
+        """Somebody has asked since the last update began."""
+        self._updated, self._updated_at = threading.Condition(), float("-inf")
+
+    def update(self) -> None:
+        """Refreshes, and tells who waits; never raises."""
+        self.wanted.clear()
+        try:
+            self.refresh()
+        except Exception as error:
+            _LOGGER.exception("the view of run %s", self.run.run_id)
+            self.banner = f"what is shown is not up to date: {headline(error)}"
+        self.told = json.dumps(jsonable(self.snapshot()))
+        with self._updated:
+            self._updated_at = time.monotonic()
+            self._updated.notify_all()
+
+    def wait(self) -> bool:
+        """Waits until what is known is a moment old, for some seconds at most; whether anything is known."""
+        self.wanted.set()
+        with self._updated:
+            fresh = lambda: time.monotonic() - self._updated_at < _FRESH_SECONDS  # noqa: E731
+            self._updated.wait_for(fresh, timeout=_PATIENCE_SECONDS)
+        return bool(self.told)
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows read of each stream; another number means other curves."""
+        return {stream: curves.bins.rows for stream, curves in self.curves.items()}
 
     def refresh(self) -> None:
         """Reads what came since; what is away is told as `banner`, and what is known stays."""
-        with self._lock:
-            try:
-                self._refresh()
-                self.banner = self.away = ""
-            except AWAY as error:
-                self.away = _which(error)
-                self.banner = f"what is shown is not up to date: {' '.join(str(error).split())}"
+        try:
+            self._refresh()
+            self.banner = self.away = ""
+        except AWAY as error:
+            self.away = _which(error)
+            self.banner = f"what is shown is not up to date: {' '.join(str(error).split())}"
 
     def _refresh(self) -> None:
         run = self.run
@@ -60,15 +91,17 @@ class RunView:
         client, store = run.client, run.checkpoint_store().store
         for curves in self.curves.values():
             curves.refresh(store, client)
-        for recorded in (self._evaluations, self._events):
-            recorded.refresh(store)
+        for short in (self._evaluations, self._events):
+            short.refresh(store)
         self.checkpoints = [jsonable(entry) for entry in run.checkpoints()]
         scores = dict(self._evaluations.rows)
         if client is not None:
             found = read_evaluations(client, run.run_id)
             scores |= {name: scores.get(name, {}) | evaluation_row(each) for name, each in found.items()}
-        self.evaluations = [{"label": name, **row} for name, row in sorted(scores.items(), key=_by_version)]
-        self.events = [{"time": row[UNIX_TIME], **_kind_and_text(label)} for label, row in self._events.rows]
+        in_order = sorted(scores.items(), key=lambda item: item[1][VERSION])
+        self.evaluations = [{"label": name, **row} for name, row in in_order]
+        recorded = [(row[UNIX_TIME], *label.partition("\t")) for label, row in self._events.rows]
+        self.events = [{"time": seconds, "kind": kind, "text": text} for seconds, kind, _, text in recorded]
         last = max((event["time"] for event in self.events), default=0.0)
         for event in run.events():
             seconds = int(event.id.partition("-")[0]) / 1000
@@ -87,17 +120,12 @@ class RunView:
     def series(self, stream: str, names: Sequence[str]) -> dict[str, dict[str, list[float]]]:
         """Each metric, or all that begin with a prefix (`time_share/worker/*`); what no row has is left out."""
         bins = self.curves[stream].bins
-        wanted = [
-            found
-            for name in names
-            for found in bins.names
-            if found == name or (name.endswith("*") and found.startswith(name[:-1]))
-        ]
-        return {name: bins[name].as_lists() for name in wanted}
+        return {found: bins[found].as_lists() for name in names for found in matching(name, bins.names)}
 
 
-def panels() -> list[dict[str, Any]]:
-    return [panel.as_dict() for panel in PANELS]
+def matching(name: str, there: Sequence[str]) -> list[str]:
+    """The metric of this name, or with a `*` at its end all that begin so."""
+    return [found for found in there if found == name or (name.endswith("*") and found.startswith(name[:-1]))]
 
 
 def jsonable(data: Any) -> Any:
@@ -115,12 +143,3 @@ def _which(error: Exception) -> Literal["", "Redis", "store"]:
     if isinstance(error, RedisUnavailable | redis.RedisError):
         return "Redis"
     return "store" if isinstance(error, StoreUnavailable | StoreError) else ""
-
-
-def _by_version(item: tuple[str, dict[str, float]]) -> float:
-    return item[1][VERSION]
-
-
-def _kind_and_text(label: str) -> dict[str, str]:
-    kind, _, text = label.partition("\t")
-    return {"kind": kind, "text": text}

@@ -133,7 +133,7 @@ class Check:
 
     def __init__(self, config: Config, seed: int, deadline_seconds: float, tell: Callable[[dict[str, Any]], None]):
         self._config, self._seed, self._report = config, seed, Report(deadline_seconds, tell)
-        self._many = config.environment.api == "pettingzoo"
+        self._many = config.environment.several_agents
         self._random = np.random.default_rng(seed)
         self._spaces: dict[str, tuple[spaces.Space[Any], spaces.Space[Any]]] = {}
         self._masked: dict[str, PolicySpaces] = {}

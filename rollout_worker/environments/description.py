@@ -13,6 +13,7 @@ from rollout_worker.environments.factory import evaluation_environment, make, pa
 from shared.config.parameters import evaluated_table, table_at
 from shared.config.run_config import Config
 from shared.errors import ConfigError, EnvironmentUnusable, UnsupportedSpace, headline, place
+from shared.experience.goals import MISSED
 from shared.experience.spaces import STATE, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
 
 SINGLE_AGENT = "default"
@@ -55,7 +56,7 @@ def _try_parameters(config: Config, env: Any) -> Any:
 def describe(config: Config, env: Any) -> EnvironmentDescription:
     """Raises `EnvironmentUnusable`, `UnsupportedSpace`, or `ConfigError` for agents without a policy."""
     try:
-        if config.environment.api == "pettingzoo":
+        if config.environment.several_agents:
             found = {agent: (env.observation_space(agent), env.action_space(agent)) for agent in env.possible_agents}
         else:
             found = {SINGLE_AGENT: (env.observation_space, env.action_space)}
@@ -67,7 +68,7 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
     for agent, pair in found.items():
         for space, name in zip(pair, ("observation_space", "action_space"), strict=True):
             if not isinstance(space, spaces.Space):
-                whose = f" of {agent}" if config.environment.api == "pettingzoo" else ""
+                whose = f" of {agent}" if config.environment.several_agents else ""
                 raise EnvironmentUnusable(
                     f"{config.environment.id}: its {name}{whose} is {space!r:.60}; expected a space of "
                     f"gymnasium.spaces, such as Box(-1, 1, (3,)) or Discrete(2); set it in __init__"
@@ -101,9 +102,11 @@ def describe(config: Config, env: Any) -> EnvironmentDescription:
     policies |= {policy_id: policies[seat] for policy_id, seat in seats.items()}
     if unused := sorted(set(config.policies) - set(policies)):
         raise ConfigError(f"policies {unused} have no agent; the environment's agents are {sorted(found)}")
-    in_turns = several and hasattr(env, "agent_iter")
+    levels, told = config.environment.hierarchy, config.environment.info_columns
+    in_turns = levels is not None or (several and hasattr(env, "agent_iter"))
     _check_turns(config, in_turns)
-    return EnvironmentDescription(agents, policies, config.environment.info_columns, in_turns, seats)
+    told = (*told, MISSED) if levels is not None and levels.test_subgoals and MISSED not in told else told
+    return EnvironmentDescription(agents, policies, told, in_turns, seats)
 
 
 def _check_turns(config: Config, in_turns: bool) -> None:

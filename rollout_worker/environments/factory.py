@@ -15,6 +15,7 @@ from rollout_worker.environments.action_masks import MaskFromInfo
 from rollout_worker.environments.envpool_env import PREFIX, EnvPoolSingle, EnvPoolVector
 from rollout_worker.environments.episode_ends import FirstDone
 from rollout_worker.environments.gymnasium_env import GuardedEnvironment, GymnasiumEnvironments
+from rollout_worker.environments.levels import Levels, LevelTurns
 from rollout_worker.environments.parameters import EpisodeParameters, Parameterized
 from rollout_worker.environments.pettingzoo_env import Parallel, Turns
 from rollout_worker.environments.vector_env import VectorEnvironment
@@ -23,7 +24,7 @@ from shared.config.run_config import Config
 from shared.errors import ConfigError, EnvironmentUnusable, OtherApi, place
 from shared.experience.spaces import EnvironmentDescription
 from shared.runtime.process import end_with_parent, forget_secrets
-from shared.runtime.user_code import import_object, with_extra
+from shared.runtime.user_code import import_object, install, with_extra
 
 T = TypeVar("T")
 
@@ -32,8 +33,8 @@ def make_vector(
     config: EnvironmentConfig, description: EnvironmentDescription, parameters: EpisodeParameters | None = None
 ) -> VectorEnvironment:
     """The vectorized environment of the config, whose episodes get `parameters`; raises what `make` raises."""
-    if config.api == "pettingzoo":
-        kind = Turns if description.in_turns else Parallel
+    if config.several_agents:
+        kind = LevelTurns if config.hierarchy else Turns if description.in_turns else Parallel
         giving = [parameterized(config) for _ in range(config.num_envs)]
         return kind([make(config) for _ in range(config.num_envs)], config, description, parameters, giving)
     native = config.vectorization == "native"
@@ -97,6 +98,8 @@ def make(config: EnvironmentConfig, **overrides: Any) -> Any:
         env = MaskFromInfo(env)
     if config.max_episode_steps and config.api == "gymnasium" and not config.id.startswith(PREFIX):
         env = gym.wrappers.TimeLimit(env, config.max_episode_steps)  # outermost: wrappers may repeat or skip steps
+    if config.hierarchy is not None:
+        return Levels(env, config.hierarchy, config.max_episode_steps)
     return FirstDone(env) if config.episode_ends == "any" and not hasattr(env, "agent_iter") else env
 
 
@@ -160,7 +163,10 @@ def is_factory(name: str) -> bool:
 
 
 def _in_pettingzoo(name: str, kwargs: dict[str, Any]) -> Any:
-    known = _names_in_pettingzoo()
+    if not (known := _names_in_pettingzoo()):
+        raise EnvironmentUnusable(
+            f"{name} needs PettingZoo 1.26 or newer, which is missing; {install('games')} brings it"
+        )
     if (wanted := _as_in_pettingzoo(name)) not in known:
         close = difflib.get_close_matches(name, known, 3)
         expected = " or ".join([*close, "module:function, such as pettingzoo.sisl.pursuit_v5:parallel_env"])

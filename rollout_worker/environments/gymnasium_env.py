@@ -158,11 +158,17 @@ class GymnasiumEnvironments:
 
     @NamedFailures("set_phase")
     def set_phase(self, phase: Phase) -> None:
+        self._tell("set_phase", str(phase))
+
+    @NamedFailures("set_paused")
+    def set_paused(self, paused: bool) -> bool:
+        return self._tell("set_paused", paused)
+
+    def _tell(self, name: str, value: Any) -> bool:
         if self._native:
-            vector_env.tell_phase(self._env, phase)
-        else:
-            made: Any = self._env  # sync or async: both have it
-            made.call("tell_phase", phase)
+            return vector_env.tell(self._env, name, value)
+        made: Any = self._env  # sync or async: both have it
+        return any(made.call("tell", name, value))
 
     def close(self) -> None:
         try:
@@ -215,8 +221,8 @@ class GuardedEnvironment(gym.Wrapper[Any, Any, Any, Any]):
                     break  # it is not the episode that it was: the successor compares, and will see
             return observation, {_RETURN: total, _SUMS: sums} if past else {}
 
-    def tell_phase(self, phase: Phase) -> None:
-        vector_env.tell_phase(self.env, phase)
+    def tell(self, name: str, value: Any) -> bool:
+        return vector_env.tell(self.env, name, value)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         with self._stepping:

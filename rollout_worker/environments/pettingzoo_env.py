@@ -75,7 +75,8 @@ class Parallel:
         """`parameterized` give each of `envs` its `parameters`."""
         self._envs, self.num_envs = list(envs), len(envs)
         self._parameters, self._parameterized = parameters, parameterized
-        self._most_steps = config.max_episode_steps or sys.maxsize
+        limit = None if config.hierarchy else config.max_episode_steps  # else those are Gymnasium's
+        self._most_steps = limit or sys.maxsize
         self._first_ends = config.episode_ends == "any"
         self._description = description
         self._agents = {
@@ -127,7 +128,10 @@ class Parallel:
                 values = self._parameters.now[index].values
                 self._envs[index], options = self._parameterized[index].prepare(self._envs[index], values)
             asked = {"seed": seed, "options": options} if options else {"seed": seed}
-            return self._reset_one(index, _Episode(number, {}, set(), returns), asked)
+            episode = self._reset_one(index, _Episode(number, {}, set(), returns), asked)
+            if not episode.live:
+                raise ValueError("no agent is to act; expected one in agents at least, or no episode can begin")
+            return episode
 
     def _reset_one(self, index: int, episode: _Episode, asked: Mapping[str, Any]) -> _Episode:
         observations, infos = self._envs[index].reset(**asked)
@@ -137,6 +141,7 @@ class Parallel:
 
     def _seen(self, env: Any, observed: Mapping[str, Any], infos: Mapping[str, Any], live: Set[str]) -> dict[str, Any]:
         """With the masks of those that are to act, where these stand in `infos`, and with what critics see."""
+        _all_observe(live, observed)
         seen = dict(observed)
         if self._masks:
             seen = {agent: self._with_mask(agent, its, infos.get(agent, {}), live) for agent, its in observed.items()}
@@ -156,14 +161,17 @@ class Parallel:
             with NamedFailures("step", index):
                 self._step_one(index, nested, made)
             if not self._episodes[index].live:
-                record = self._episodes[index].record()
-                episodes.append((index, record if self._parameters is None else self._parameters.noted(index, record)))
+                episodes.append((index, self._record(index, self._episodes[index])))
                 self._episodes[index] = self._begin(index, self._episodes[index].number + 1)
         for policy_id, (step, finals) in made.items():
             step.obs, step.acts = self._stacked(policy_id)
             step.final_slots = np.array([slot for slot, _ in finals], np.int32)
             step.final_obs = self._rows(policy_id, "final_obs", [value for _, value in finals])
         return Step({policy_id: step for policy_id, (step, _) in made.items()}, episodes)
+
+    def _record(self, index: int, episode: _Episode) -> EpisodeRecord:
+        record = episode.record()
+        return record if self._parameters is None else self._parameters.noted(index, record)
 
     def _step_one(self, index: int, actions: Mapping[str, Any], made: Mapping[str, _Made]) -> None:
         env, episode = self._envs[index], self._episodes[index]
@@ -186,8 +194,6 @@ class Parallel:
         episode.observations = observations
         episode.over &= there  # one that has left may come again
         episode.live = set() if cut else there - episode.over
-        if missing := sorted(episode.live - observations.keys()):
-            raise KeyError(f"no observation of {', '.join(missing)}")
 
     def _acted(
         self, index: int, agent: str, brought: tuple[float, bool, bool, Any], info: Mapping[str, Any],
@@ -248,7 +254,12 @@ class Parallel:
     @NamedFailures("set_phase")
     def set_phase(self, phase: Phase) -> None:
         for env in self._envs:
-            vector_env.tell_phase(env, phase)
+            vector_env.tell(env, "set_phase", str(phase))
+
+    @NamedFailures("set_paused")
+    def set_paused(self, paused: bool) -> bool:
+        told = [vector_env.tell(env, "set_paused", paused) for env in self._envs]  # each of them
+        return any(told)
 
     def close(self) -> None:
         for env in self._envs:
@@ -294,6 +305,7 @@ class Turns(Parallel):
             agent = game.agent_selection
             observation, reward, terminated, truncated, info = _last(env, game, agent)
             live = set() if terminated or truncated else {agent}
+            _all_observe(live, {agent: observation})
             observation = self._with_mask(agent, observation, info, live)
             if agent in episode.waiting:
                 episode.waiting.discard(agent)
@@ -316,11 +328,18 @@ class Turns(Parallel):
             if agent in episode.waiting:
                 reward = float(env._cumulative_rewards.get(agent, 0.0))
                 seen = self._with_mask(agent, env.observe(agent), {}, set())
-                self._acted(index, agent, (reward, False, True, seen), {}, made)
+                died = bool(env.terminations.get(agent))  # and has not been told yet
+                self._acted(index, agent, (reward, died, not died, seen), {}, made)
             elif step.mask[slot] and agent in episode.live:  # it has been told of this very turn
                 step.truncated[slot] = True
                 finals.append((slot, copy.deepcopy(episode.observations[agent])))
         episode.live = set()
+
+
+def _all_observe(live: Set[str], observations: Mapping[str, Any]) -> None:
+    """Raises `KeyError` where one that is to act observes nothing."""
+    if missing := sorted(agent for agent in live if observations.get(agent) is None):
+        raise KeyError(f"no observation of {', '.join(missing)}")
 
 
 _STATE = {"agents", "agent_selection", "rewards", "_cumulative_rewards", "terminations", "truncations", "infos"}

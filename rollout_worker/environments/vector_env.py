@@ -19,6 +19,8 @@ from shared.experience.spaces import Array, Columns, EnvironmentDescription, Lea
 
 SUCCESS = ("is_success", "success")
 """How environments name the success of an episode in `info`."""
+GREEDILY = 2
+"""In `PolicyStep.acts`: it is to act, and by the best action."""
 
 
 @dataclass
@@ -38,7 +40,7 @@ class PolicyStep:
     info: Columns = field(default_factory=dict)
     """`info/NAME` `[S]`, float32: NaN where the environment did not tell, or what it told cannot be learned from."""
     acts: Array | None = None
-    """`[S]`: who is to act next; None: everyone."""
+    """`[S]`: who is to act next, and perhaps `GREEDILY`; None: everyone."""
     in_turns: bool = False
     """Whether agents act in turns: `mask` is then true where the outcome of an earlier turn is known now."""
 
@@ -104,6 +106,9 @@ class VectorEnvironment(Protocol):
 
     def set_phase(self, phase: Phase) -> None:
         """Calls `set_phase("heatup" | "train" | "test")` of each environment and wrapper that has such a method."""
+
+    def set_paused(self, paused: bool) -> bool:
+        """Calls `set_paused(paused)` of each environment and wrapper that has such a method; whether any has."""
 
     def close(self) -> None:
         """Ends the environments."""
@@ -198,12 +203,16 @@ def of_info(info: Mapping[Any, Any], names: Sequence[str]) -> Array:
     return usable(found, np.ones(len(names), np.bool_))
 
 
-def tell_phase(env: Any, phase: Phase) -> None:
-    """To an environment and all its wrappers, outermost first; what they raise is raised."""
+def tell(env: Any, name: str, value: Any) -> bool:
+    """Calls a method of an environment and of all its wrappers that have it, outermost first; returns whether any has.
+    What they raise is raised."""
+    found = False
     while env is not None:
-        if callable(method := getattr(type(env), "set_phase", None)):
-            method(env, str(phase))
+        if callable(method := getattr(type(env), name, None)):
+            method(env, value)
+            found = True
         env = getattr(env, "env", None)
+    return found
 
 
 def pick(nested: Any, index: int) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rollout_worker.exploration.base import Acted, Exploration, Tensors, bounds_of
+from rollout_worker.exploration.base import Acted, Exploration, RandomActing, Tensors, bounds_of
 from shared.experience.spaces import Leaf
 from shared.policies.continuous import Certain
 from shared.policies.policy import Policy, copy_sharing_buffers
@@ -41,6 +41,16 @@ class GaussianNoise(_ActionNoise):
     """Normal noise, each step's of its own."""
 
     bound: float | None
+    uniform: float = 0.0
+
+    def act(self, policy: Policy, observations: Tensors, generator: torch.Generator) -> Acted:
+        actions, params = super().act(policy, observations, generator)
+        if self.uniform:
+            drawn, _ = RandomActing().act(policy, observations, generator)
+            which = torch.rand(len(params), generator=generator, device=params.device) < self.uniform
+            for name, array in drawn.items():
+                actions[name][which] = array[which]
+        return actions, params
 
     def _noise(self, whose: tuple[int, str], fresh: Tensor) -> Tensor:
         return (fresh if self.bound is None else fresh.clamp(-self.bound, self.bound)) * self.sigma

@@ -92,6 +92,11 @@ class Casting:
                 for name, state in self.states.items():
                     if name.startswith(f"{group}@"):
                         state[slot] = 0.0
+        self.states = {name: its for name, its in self.states.items() if self._sits(*name.split("@", 1))}
+
+    def _sits(self, group: str, player: str) -> bool:
+        """Whether a player has a seat in any episode; what others remember is of no use, and each fragment holds it."""
+        return bool((self._players[group] == player).any())
 
     def parts(self, group: str, rows: Array) -> Iterator[Part]:
         """Who acts for the slots `rows` of a policy's seats, player by player in the order of their ids."""
@@ -141,8 +146,7 @@ class Casting:
         else:
             outcome = _compared([sum(record.agent_returns[agent] for agent in side) for side in self._table.sides])
         if said:
-            loser = match.players.index(said.partition(":")[0])
-            outcome = tuple(0.0 if side == loser else 1.0 for side in range(len(outcome)))
+            outcome = tuple(float(player != said.partition(":")[0]) for player in match.players)  # in each of its seats
             _LOGGER.warning("a match is lost by forfeit, %s", said)
         return replace(record, match=MatchRecord(match.learner, match.side, match.players, outcome, said))
 

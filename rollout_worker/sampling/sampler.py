@@ -10,8 +10,8 @@ import torch
 
 from rollout_worker.environments.parameters import EpisodeParameters
 from rollout_worker.environments.seeding import SeedLineage, episode_seed
-from rollout_worker.environments.vector_env import VectorEnvironment, reject_unusable
-from rollout_worker.exploration.base import Exploration, act_for, no_actions
+from rollout_worker.environments.vector_env import GREEDILY, VectorEnvironment, reject_unusable
+from rollout_worker.exploration.base import Exploration, Greedy, act_for, no_actions
 from rollout_worker.league.casting import Casting, Part
 from rollout_worker.sampling import action_trace
 from rollout_worker.sampling.action_trace import ActionTrace
@@ -25,6 +25,7 @@ from shared.policies.policy import Policy
 from shared.policies.registry import torch_device
 from shared.runtime.stage_timer import StageTimer
 
+_BEST = Greedy()
 Recorders: TypeAlias = Mapping[str, Any]
 """Policy id → its recorder, of a kind that fits how the policy acts."""
 
@@ -61,6 +62,8 @@ class Sampler:
         began = environment.reset(self._seeds, trace)
         self._now = {policy_id: observations for policy_id, (observations, _) in began.items()}
         self._acts = {policy_id: acts for policy_id, (_, acts) in began.items()}
+        self._pauses = environment.set_paused(True)
+        """Whether any environment wants to know when acting waits."""
         self._taken: dict[str, Columns] = {}
         """Of the last sample: what was done in each step `[T, S, …]`, where its columns do not tell."""
         states = trace.states if trace else {}
@@ -83,7 +86,7 @@ class Sampler:
             try:
                 return self._sample(policies, exploration, steps)
             except Exception:  # perhaps of a policy or an environment that was given NaN
-                now = {policy_id: its | {"mask": self._acts[policy_id]} for policy_id, its in self._now.items()}
+                now = {policy_id: its | {"mask": self._acts[policy_id] > 0} for policy_id, its in self._now.items()}
                 reject_unusable(now, self._description)
                 raise
 
@@ -104,6 +107,8 @@ class Sampler:
         episodes: list[EpisodeRecord] = []
         by_episode = [its for its in exploration.values() if its.knows_episodes]
         self._begin_all(by_episode)
+        if self._pauses:
+            self._environment.set_paused(False)
         for step in range(steps):
             with acting:
                 act = self._act_in_parts if self._in_parts else self._act
@@ -127,6 +132,8 @@ class Sampler:
                 episodes.append(record if self._casting is None else self._casting.judged(index, record))
                 self._episodes[index] += 1
                 self._begin(by_episode, index)
+        if self._pauses:
+            self._environment.set_paused(True)
         columns = {
             policy_id: recorder.finish(policies[policy_id], exploration[policy_id], self._now[self._seat(policy_id)])
             for policy_id, recorder in recorders.items()
@@ -174,6 +181,9 @@ class Sampler:
                 policy, its = policies[part.player], part.rows[part.learns]
                 states = policy.state.cpu().numpy() if isinstance(policy, Stateful) else None
                 picked, params = act_for(exploration[part.player], policy, now, part.rows, self._generator)
+                if (tested := self._acts[group][part.rows] == GREEDILY).any():
+                    for name, array in act_for(_BEST, policy, now, part.rows[tested], self._generator)[0].items():
+                        picked[name][tested] = array
                 seen = {name: array[its] for name, array in now.items()}
                 done = {name: array[part.learns] for name, array in picked.items()}
                 among = torch.from_numpy(part.learns).to(params.device)

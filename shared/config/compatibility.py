@@ -6,9 +6,11 @@ from shared.config.algorithms.base import AlgorithmConfig, BatchOfUpdate, Clonin
 from shared.config.algorithms.off_policy import OffPolicyConfig
 from shared.config.algorithms.offline import BCConfig
 from shared.config.algorithms.on_policy import OnPolicyConfig
-from shared.config.algorithms.q_learning import QLearningConfig
+from shared.config.algorithms.q_learning import QLearningConfig, R2D2Config
+from shared.config.hierarchy import HierarchyConfig
 from shared.config.league import LeagueConfig
 from shared.config.recorded import DataEvaluationConfig
+from shared.config.replay_buffer import HindsightReplay
 from shared.config.sections import ConfigFields
 
 _NO_HIDDEN_STATES = "recorded experience does not hold the hidden state of the policy's core"
@@ -30,17 +32,18 @@ def check_sections_together(run: ConfigFields) -> None:
             "environment.action_mask=info with environment.vectorization=native: its `info` is that of all copies at "
             "once; use sync or async, or an environment that observes its action_mask"
         )
-    if environment.api == "pettingzoo" and environment.vectorization != "sync":
+    if environment.several_agents and environment.vectorization != "sync":
         raise ValueError(
-            f"environment.api=pettingzoo works with environment.vectorization=sync only, found "
-            f"{environment.vectorization}"
+            f"{'environment.hierarchy' if environment.hierarchy else 'environment.api=pettingzoo'} works with "
+            f"environment.vectorization=sync only, found {environment.vectorization}"
         )
     if environment.api != "pettingzoo" and environment.episode_ends != "all":
         raise ValueError(
             f"environment.episode_ends={environment.episode_ends} with environment.api={environment.api}: it is for "
             f"episodes of several agents; leave it out, or set environment.api=pettingzoo"
         )
-    _check_policies(run)
+    if environment.hierarchy is not None:
+        _check_hierarchy(run, environment.hierarchy)
     if run.league is not None:
         _check_league(run, run.league)
     if run.ray.address != "embedded" and "embedded" in (run.redis.url, run.store.url):
@@ -55,11 +58,12 @@ def check_sections_together(run: ConfigFields) -> None:
     _check_parameters(run)
     _check_evaluation(run)
     ranked, asked = run.checkpoint.best_by, run.stop_at.mean_return
+    named = [("checkpoint.best_by", ranked)] if ranked != "all" else []
     for field, policy_id in [
-        ("checkpoint.best_by", ranked),
-        *(("stop_at.mean_return", name) for name in _names(asked)),
+        *named,
+        *(("stop_at.mean_return", name) for name in (asked if isinstance(asked, dict) else ())),
     ]:
-        if policy_id not in run.policies and (field, policy_id) != ("checkpoint.best_by", "all"):
+        if policy_id not in run.policies:
             raise ValueError(f"{field}: {policy_id!r} names no policy; policies has {sorted(run.policies)}")
 
 
@@ -96,10 +100,6 @@ def _check_parameters(run: ConfigFields) -> None:
         raise ValueError(
             f"evaluation.parameters names {', '.join(unknown)}; environment.parameters draws {sorted(drawn) or 'none'}"
         )
-
-
-def _names(mean_return: float | dict[str, float] | None) -> list[str]:
-    return list(mean_return) if isinstance(mean_return, dict) else []
 
 
 def _check_evaluation(run: ConfigFields) -> None:
@@ -139,7 +139,14 @@ def _check_algorithm(run: ConfigFields, policy_id: str, algorithm: AlgorithmConf
         return
     algorithm.validate_run(run)
     if isinstance(algorithm, BatchOfUpdate):
-        _check_minibatch(run, policy_id, algorithm)
+        _check_minibatch(run, algorithm)
+    if run.state_sizes[policy_id]:
+        _check_sequences(run, algorithm)
+    elif isinstance(algorithm, R2D2Config):
+        raise ValueError(
+            f"policies.{policy_id}.core=none with algorithm.name={algorithm.name}, which learns sequences; set "
+            f"core=lstm or gru, or use dqn"
+        )
     if isinstance(algorithm, OffPolicyConfig):
         _check_replay_buffer(run, policy_id, algorithm)
     if isinstance(algorithm, BCConfig) and (run.dataset is None or run.dataset.only_heatup):
@@ -157,14 +164,17 @@ def _check_algorithm(run: ConfigFields, policy_id: str, algorithm: AlgorithmConf
         _check_dataset(run, algorithm)
 
 
-def _check_minibatch(run: ConfigFields, policy_id: str, algorithm: BatchOfUpdate) -> None:
-    rollout = run.rollout
-    if algorithm.minibatch_size < rollout.fragment_steps and run.state_sizes[policy_id]:
+def _check_sequences(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
+    steps = run.rollout.fragment_steps
+    if (size := getattr(algorithm, "minibatch_size", steps)) < steps:
         raise ValueError(
-            f"algorithm.minibatch_size={algorithm.minibatch_size} is less than rollout.fragment_steps="
-            f"{rollout.fragment_steps}: a policy with a core learns whole sequences of a fragment; raise the "
+            f"algorithm.minibatch_size={size} is less than rollout.fragment_steps="
+            f"{steps}: a policy with a core learns whole sequences of a fragment; raise the "
             f"first or lower the second"
         )
+
+
+def _check_minibatch(run: ConfigFields, algorithm: BatchOfUpdate) -> None:
     if algorithm.minibatch_size > run.transitions_per_update:
         raise ValueError(
             f"algorithm.minibatch_size={algorithm.minibatch_size} is more than one update's batch of "
@@ -190,6 +200,11 @@ def _check_replay_buffer(run: ConfigFields, policy_id: str, algorithm: OffPolicy
         raise ValueError(
             f"algorithm.replay_buffer.capacity={capacity} is less than the {update} transitions of each update "
             f"({_factors(run)}), so that some would never be learned from; raise the first or lower one of the others"
+        )
+    if getattr(algorithm, "reward_signals", None) is not None and algorithm.n_step > 1:
+        raise ValueError(
+            f"algorithm.n_step={algorithm.n_step} with algorithm.reward_signals: of what a replay buffer "
+            f"draws, signals reward single steps; set n_step=1"
         )
     if algorithm.replay_buffer.kind == "hindsight" and run.policies[policy_id].changes_rewards:
         raise ValueError(
@@ -253,10 +268,10 @@ def _check_dataset(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
         )
     evaluation = run.dataset.evaluation
     asked = evaluation.every_updates != 0 and evaluation != DataEvaluationConfig()
-    if asked and algorithm.policy in {"q_network", "deterministic"}:
+    if asked and algorithm.policy == "deterministic":
         raise ValueError(
             f"dataset.evaluation compares probabilities of actions, and the policy of algorithm.name={name} "
-            f"has none; leave it out, or use an algorithm whose policy samples (bc, iql, cql, sac)"
+            f"has none; leave it out, or use an algorithm whose policy samples (bc, iql, cql, sac), or dqn"
         )
 
 
@@ -316,6 +331,61 @@ def _check_league(run: ConfigFields, league: LeagueConfig) -> None:
         )
     if taken := sorted({*league.fixed} & {*run.policies}):
         raise ValueError(f"league.fixed: {taken} are ids of policies; give the players names of their own")
+
+
+def _check_hierarchy(run: ConfigFields, hierarchy: HierarchyConfig) -> None:
+    where, levels, named = "environment.hierarchy", hierarchy.levels, sorted(run.policies)
+    if run.environment.api != "gymnasium" or run.league is not None or run.agents:
+        found = "a league" if run.league else f"agents={run.agents}" if run.agents else "environment.api=pettingzoo"
+        raise ValueError(
+            f"{where} with {found}: its levels are the only agents, each of the policy that it names, over a Gymnasium "
+            f"environment; leave one of them out"
+        )
+    if sorted(level.policy for level in levels) != named:
+        raise ValueError(
+            f"{where}.levels has the policies {[level.policy for level in levels]}, and policies has {named}; give "
+            f"each level a section in policies, and each policy a level"
+        )
+    for number, level in enumerate(levels):
+        turns, steps = hierarchy.turns_within(number), run.rollout.fragment_steps
+        if number + 1 < len(levels) and steps < 2 * turns:
+            raise ValueError(
+                f"rollout.fragment_steps={steps} with {where}: an action of {level.policy!r} takes up to {turns} "
+                f"steps, counting those of all levels, and one that a fragment's end cuts is not learned from; set "
+                f"rollout.fragment_steps to {2 * turns} or more, or lower `every`"
+            )
+        algorithm = run.policies[level.policy].algorithm or run.algorithm
+        if hierarchy.test_subgoals and number and not isinstance(algorithm, OffPolicyConfig):
+            raise ValueError(
+                f"{where}.test_subgoals={hierarchy.test_subgoals:g} with policies.{level.policy}.algorithm.name="
+                f"{algorithm.name}: it learns only from what it drew itself, and tests are acted greedily; use ddpg, "
+                f"td3 or sac below the top level, or test_subgoals=0"
+            )
+        buffer = getattr(algorithm, "replay_buffer", None)
+        if isinstance(buffer, HindsightReplay):
+            _check_hindsight(hierarchy, number, buffer, getattr(algorithm, "n_step", 1))
+
+
+def _check_hindsight(hierarchy: HierarchyConfig, number: int, buffer: HindsightReplay, n_step: int) -> None:
+    level, below = hierarchy.levels[number], hierarchy.levels[number + 1 :]
+    where = f"policies.{level.policy}.algorithm.replay_buffer"
+    told = (hierarchy.reward_of(number), level.threshold, True)
+    if buffer.reward == "sparse" and (buffer.reward, buffer.threshold, buffer.terminates) != told:
+        raise ValueError(
+            f"{where} has reward=sparse, threshold={buffer.threshold} and terminates={str(buffer.terminates).lower()}, "
+            f"and the level of {level.policy!r} reward={told[0]}, threshold={told[1]}, and ends where its goal is "
+            f"achieved; say the same on both, and terminates: true"
+        )
+    if buffer.hindsight_actions and (not below or below[0].directive != "goal" or n_step > 1):
+        raise ValueError(
+            f"{where}.hindsight_actions=true with algorithm.n_step={n_step}: it is for levels that give goals to one "
+            f"below, and for one step at a time; leave it out, or set n_step=1"
+        )
+    if buffer.missed_penalty is not None and not (below and hierarchy.test_subgoals):
+        raise ValueError(
+            f"{where}.missed_penalty={buffer.missed_penalty:g}: no goal of {level.policy!r} is ever tested; leave it "
+            f"out, or set environment.hierarchy.test_subgoals (0.3, say; the bottom level gives no goals)"
+        )
 
 
 def _check_critics(run: ConfigFields, policy_id: str, algorithm: AlgorithmConfig) -> None:

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
+from shared.config.hierarchy import HierarchyConfig
 from shared.config.parameters import ParameterField
 from shared.config.section import Section
 
@@ -65,12 +66,19 @@ class EnvironmentConfig(Section):
     info_columns: tuple[InfoName, ...] = ()
     """Numbers of each step's `info`, by name, that travel with the experience as columns `info/NAME`: for transforms,
     own algorithms, the archive and figures, not for the policy (docs/ENVIRONMENTS.md). NaN where a step tells none."""
+    hierarchy: HierarchyConfig | None = None
+    """Levels of one agent over a Gymnasium environment: upper ones give lower ones goals (docs/HIERARCHY.md)."""
     failures_allowed: int = Field(3, ge=0)
     """How often in a row an environment may raise, without a fragment (or an evaluation) between, before its process
     gives up. Counted by progress: a slow environment is given up as surely as a fast one."""
     step_deadline_seconds: float = Field(120.0, ge=1)
     """One step, reset or start of a process's environments that takes longer is taken for hung, and the process is
     replaced; the evaluator's as well. Much more than any healthy step takes: nothing else is lost by waiting."""
+
+    @property
+    def several_agents(self) -> bool:
+        """Whether agents are told apart by name: those of PettingZoo, or the levels of a hierarchy."""
+        return self.api == "pettingzoo" or self.hierarchy is not None
 
     @field_validator("info_columns")
     @classmethod

@@ -1,10 +1,10 @@
 """How workers choose actions in training: noise on continuous actions, chance among discrete ones."""
 
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Discriminator, Field, model_validator
+from pydantic import Field, model_validator
 
-from shared.config.section import Schedule, ScheduleField, Section
+from shared.config.section import OWN_KIND, Schedule, ScheduleField, Section, by_kind
 
 
 class Sampling(Section):
@@ -63,6 +63,8 @@ class GaussianNoise(Section):
     """Standard deviation; 1 is half of each action's range."""
     bound: float | None = Field(None, gt=0)
     """Truncate the noise at ± this many σ; none by default."""
+    uniform: float = Field(0.0, ge=0, le=1)
+    """Probability of a uniform action instead, as upper levels of a hierarchy need (0.2 in Levy et al. 2019)."""
 
 
 class TruncatedGaussianNoise(Section):
@@ -93,8 +95,24 @@ class ParameterNoise(Section):
     """Standard deviation of the normal noise on each weight. The paper adapts it; here it is what the schedule says."""
 
 
-NoiseConfig = Sampling | GaussianNoise | TruncatedGaussianNoise | OrnsteinUhlenbeckNoise | ParameterNoise
+class OwnExploration(Section):
+    """A way to explore of your own (docs/PYTHON.md)."""
+
+    kind: str = Field(OWN_KIND, pattern=r"^[\w.]+:\w+$")
+    """The path of a class that derives from `stagecoach.Exploration`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """What the class is made with, for each fragment."""
+    schedules: dict[str, ScheduleField] = Field(default_factory=dict)
+    """And these, each as its value at the trainer's counters."""
+
+
+NoiseConfig = (
+    Sampling | GaussianNoise | TruncatedGaussianNoise | OrnsteinUhlenbeckNoise | ParameterNoise | OwnExploration
+)
 ExplorationConfig = NoiseConfig | EpsilonGreedy | Boltzmann | UpperConfidenceBound | Bootstrapped
-ExplorationField = Annotated[ExplorationConfig, Discriminator("kind")]
-NoiseField = Annotated[NoiseConfig, Discriminator("kind")]
-"""Ways to explore with continuous actions."""
+if TYPE_CHECKING:
+    ExplorationField = ExplorationConfig
+    NoiseField = NoiseConfig
+else:
+    ExplorationField, NoiseField = by_kind(ExplorationConfig), by_kind(NoiseConfig)
+"""Ways to explore, as a config field: any, and those with continuous actions."""

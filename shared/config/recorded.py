@@ -13,8 +13,8 @@ class DataEvaluationConfig(Section):
     """Off-policy evaluation: what the policy is worth, estimated from the recorded experience (`ope/…`)."""
 
     every_updates: int | None = Field(None, ge=0)
-    """Updates between two evaluations; 0: none. By default 100 for policies that sample their actions; those of DQN,
-    Rainbow, TD3 and DDPG have no probabilities to compare. Each takes some seconds and changes nothing learned."""
+    """Updates between two evaluations; 0: none. By default 100 for policies with probabilities: those of TD3, DDPG
+    and TD3+BC have none to compare. Each takes some seconds and changes nothing learned."""
     episodes: int = Field(100, ge=1)
     """How many of the dataset's episodes, evenly spaced, it evaluates on."""
     gradient_steps: int = Field(2000, ge=1)

@@ -1,10 +1,10 @@
 """Replay buffers: how many transitions stay, and which are drawn."""
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Discriminator, Field
+from pydantic import Field
 
-from shared.config.section import Schedule, ScheduleField, Section
+from shared.config.section import OWN_KIND, Schedule, ScheduleField, Section, by_kind
 from shared.experience.counters import Counters
 
 
@@ -55,10 +55,17 @@ class HindsightReplay(MemorySection):
     reward: str = "sparse"
     """The reward for reaching a goal: `sparse` (0 within `threshold`, else −1), or `module:function`, which answers
     `(achieved [B, …], desired [B, …])` with `(reward [B], terminated [B])`."""
-    threshold: float = Field(0.05, ge=0)
-    """Greatest distance (Euclidean) at which `sparse` counts a goal as reached; 0.05 as in the robotics tasks."""
+    threshold: Annotated[float, Field(ge=0)] | tuple[Annotated[float, Field(ge=0)], ...] = 0.05
+    """Greatest distance (Euclidean) at which `sparse` counts a goal as reached; 0.05 as in the robotics tasks. Of a
+    list, each element's own."""
     terminates: bool = False
     """Whether `sparse` ends the episode where the goal is reached, as the environment does or does not."""
+    hindsight_actions: bool = False
+    """For an upper level of a hierarchy: learn as if it had asked for the goal that the level below achieved (Levy et
+    al. 2019), so that the lower levels look as if they were perfect already."""
+    missed_penalty: float | None = Field(None, gt=0)
+    """With `hierarchy.test_subgoals`: a tested goal that was missed costs this much, and nothing follows it; usually
+    the `every` of the level below. Of each such transition, what is not relabeled is learned so."""
 
 
 class BalancedReplay(MemorySection):
@@ -69,6 +76,18 @@ class BalancedReplay(MemorySection):
     """What a transition's class is: its discrete action, or whether its reward is negative, zero or positive."""
 
 
-ReplayBufferConfig = UniformReplay | PrioritizedReplay | HindsightReplay | BalancedReplay
-ReplayBufferField = Annotated[ReplayBufferConfig, Discriminator("kind")]
+class OwnReplay(MemorySection):
+    """A replay buffer of your own (docs/PYTHON.md)."""
+
+    kind: str = Field(OWN_KIND, pattern=r"^[\w.]+:\w+$")
+    """The path of a class that derives from `stagecoach.ReplayBuffer`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """What the class is made with, beside spaces and sizes."""
+
+
+ReplayBufferConfig = UniformReplay | PrioritizedReplay | HindsightReplay | BalancedReplay | OwnReplay
+if TYPE_CHECKING:
+    ReplayBufferField = ReplayBufferConfig
+else:
+    ReplayBufferField = by_kind(ReplayBufferConfig)
 """A memory's section as a config field."""

@@ -11,14 +11,16 @@ class ExtrinsicConfig(Section):
     """The rewards of the environment. Their discount is `algorithm.gamma`."""
 
     strength: float = Field(1.0, ge=0)
-    """What its advantages are multiplied by before those of all signals are added up; 0 leaves it out."""
+    """What its advantages (with a replay buffer, its rewards) are multiplied by before those of all signals are added
+    up; 0 leaves it out."""
 
 
 class SignalConfig(Section):
     """What every further signal has."""
 
     strength: float = Field(1.0, gt=0)
-    """What its advantages are multiplied by before those of all signals are added up."""
+    """What its advantages (with a replay buffer, its rewards) are multiplied by before those of all signals are added
+    up."""
     gamma: float = Field(0.99, ge=0, le=1)
     """Discount per env step of this signal's returns."""
     episodic: bool = False

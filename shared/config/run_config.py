@@ -31,6 +31,7 @@ _DECIDES_LEARNING: Any = {
         "episode_ends",
         "info_columns",
         "action_mask",
+        "hierarchy",
         "parameters",
         "parameters_by",
     },
@@ -49,18 +50,32 @@ _DECIDES_LEARNING: Any = {
 """The fields behind `Config.hash`: all roles of a run must agree on them, and a resume may not change them. Sums depend
 on threads, matrix products and ranks, and each checkpoint holds a window of episodes."""
 _LATER: dict[str, Any] = {
+    "hierarchy": None,
+    "hindsight_actions": False,
+    "missed_penalty": None,
+    "uniform": 0.0,
     "info_columns": [],
     "action_mask": "auto",
     "episode_ends": "all",
     "parameters": {},
     "parameters_by": "options",
+    "layer_norm": False,
+    "weight_decay": 0.0,
     "normalize_values": False,
     "critic_observes": "own",
     "algorithm": None,
     "trainable": True,
     "initialize_from": None,
 }
-"""Of the environment, the algorithm and each policy: what the hash leaves out at these defaults."""
+"""Of the environment, algorithms and their sections `_WITHIN`, and policies: not in the hash at these defaults."""
+_WITHIN = ("replay_buffer", "exploration")
+
+
+_LATER_OF: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("dqn", "rainbow"), ("behavioral_cloning", "reward_signals")),
+    **dict.fromkeys(("sac", "td3", "ddpg", "cql"), ("reward_signals",)),
+}
+"""Algorithm → its fields that came later than itself, and are left out where they are None."""
 
 
 class Config(ConfigFields):
@@ -89,9 +104,19 @@ class Config(ConfigFields):
     def _deciding(self) -> dict[str, Any]:
         """Without fields that came later and are at their defaults: such a run keeps the hash that it always had."""
         data = self.model_dump(mode="json", include=_DECIDES_LEARNING)
-        for section in (data["environment"], data["algorithm"], *data["policies"].values()):
+        algorithms = [data["algorithm"], *(its["algorithm"] or {} for its in data["policies"].values())]
+        within = [its[name] for its in algorithms for name in _WITHIN if isinstance(its.get(name), dict)]
+        for section in (data["environment"], data["algorithm"], *data["policies"].values(), *within):
             for name, default in _LATER.items():
                 if name in section and section[name] == default:
+                    del section[name]
+        for policy in data["policies"].values():
+            if policy["cnn"] == "auto":  # the default was `nature`, and is that network wherever there could be one
+                policy["cnn"] = "nature"
+        of_policies = [its["algorithm"] for its in data["policies"].values() if its.get("algorithm")]
+        for section in (data["algorithm"], *of_policies):
+            for name in _LATER_OF.get(section["name"], ()):
+                if section[name] is None:
                     del section[name]
         if any(character in agent for agent in self.agents for character in "*?["):  # the first pattern that fits
             data["agents"] = list(data["agents"].items())

@@ -3,9 +3,19 @@ counters, never of a clock or the number of workers, so that the same counters g
 
 import itertools
 import math
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, Union, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    Tag,
+    model_validator,
+)
 
 from shared.experience.counters import Counters, DurationField
 
@@ -44,6 +54,22 @@ class Section(BaseModel):
                 if kinds & {int, float} and bool not in kinds:
                     raise ValueError(f"{name} is a number, found {str(value).lower()}")
         return data
+
+
+OWN_KIND = "module:Class"
+"""The `kind` of sections for a class of the user's, in whose place its path stands."""
+
+
+def by_kind(union: Any) -> Any:
+    """Sections of which `kind` says which it is, as the type of a config field."""
+
+    def kind_of(value: Any) -> Any:
+        kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+        return OWN_KIND if isinstance(kind, str) and ":" in kind else kind
+
+    sections = get_args(union)
+    first, *others = [Annotated[section, Tag(section.model_fields["kind"].default)] for section in sections]
+    return Annotated[Union[(first, *others)], Discriminator(kind_of)]
 
 
 def leaves(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -27,8 +27,12 @@ class PolicyConfig(Section):
     """Layers of the MLP; two of 64 is the field's reference for classic control."""
     activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"
     """Non-linearity; tanh is the usual choice for PPO on vectors."""
-    cnn: Literal["nature", "small"] = "nature"
-    """Convolutions for image observations: `nature` (Mnih et al. 2015) needs at least 36×36 pixels, `small` 5×5."""
+    layer_norm: bool = False
+    """Normalize each hidden layer's outputs before the activation, in critics too (Ba et al. 2016)."""
+    cnn: Literal["auto", "nature", "small", "residual"] = "auto"
+    """Convolutions for image observations: `nature` (Mnih et al. 2015) needs at least 36×36 pixels, `small` 5×5; `auto`
+    is `nature` where it fits and `small` below. `residual` (IMPALA's, Espeholt et al. 2018) takes any size: slower, and
+    often better."""
     share_encoder: bool = False
     """Whether actor and critic share one encoder (usual for images, where it halves the cost)."""
     critic_observes: Literal["own", "team", "state"] = "own"
@@ -435,6 +439,8 @@ class ConfigFields(Section):
         """The policy id that `agent` acts with; raises `KeyError` when nothing maps it."""
         if agent in self.agents:
             return self.agents[agent]
+        if self.environment.hierarchy is not None and agent in self.policies:
+            return agent
         fitting = [policy_id for pattern, policy_id in self.agents.items() if fnmatchcase(agent, pattern)]
         if not fitting and len(self.policies) == 1:
             return next(iter(self.policies))

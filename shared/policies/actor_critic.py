@@ -11,7 +11,7 @@ from shared.config.sections import PolicyConfig
 from shared.experience.spaces import PolicySpaces
 from shared.policies.critic import TeamEncoder, ValueScale, team_columns
 from shared.policies.distributions import ActionDistribution
-from shared.policies.encoders import Encoder, linear, unrounded
+from shared.policies.encoders import Encoder, ObservationNormalizer, linear, unrounded
 from shared.policies.masks import masked
 from shared.policies.policy import Policy
 
@@ -37,6 +37,17 @@ class Heads(Policy):
         """What actor and critic read."""
         names = self.spaces.observation.column_names("obs")
         return names + (team_columns(self.spaces.observation) if self.agents else ())
+
+    def estimates(self, observations: Mapping[str, Tensor], state: Tensor) -> dict[str, Tensor]:
+        """None where the critic sees a team."""
+        if self.agents:
+            return {}
+        value = self.value(observations, state) if self.state_size else self.value(observations)
+        return {"value": value if self.value_scale is None else self.value_scale.restored(value)}
+
+    def value(self, observations: Mapping[str, Tensor], *state: Tensor) -> Tensor:
+        """`[B]`: the critic's estimate of the discounted return; a core's takes its state before the observations."""
+        raise NotImplementedError
 
     def _make_heads(self, actor_features: int, critic_features: int) -> None:
         self._gaussians = [leaf.size if leaf.kind == "box" else 0 for leaf in self.spaces.action.leaves]
@@ -82,8 +93,7 @@ class ActorCritic(Heads):
     def action_parameters(self, observations: Mapping[str, Tensor]) -> Tensor:
         return self._params(self.actor(observations, self.normalizer), observations)
 
-    def value(self, observations: Mapping[str, Tensor]) -> Tensor:
-        """`[B]`: the critic's estimate of the discounted return."""
+    def value(self, observations: Mapping[str, Tensor], *state: Tensor) -> Tensor:
         return self._value(self.critic(observations, self.normalizer))
 
     def action_parameters_and_value(self, observations: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -92,44 +102,36 @@ class ActorCritic(Heads):
         return self._params(features, observations), self._value(critic)
 
 
-class RecurrentActorCritic(Heads):
-    kind = "recurrent_actor_critic"
+class Core(nn.Module):
+    """Base of networks with a recurrent core, on the features of their encoder; before other heads are made."""
 
-    def __init__(self, spaces: PolicySpaces, config: PolicyConfig, **network: Any) -> None:
-        super().__init__(spaces, config, **network)
-        self.encoder = Encoder(spaces.observation, config)
-        cell = nn.LSTMCell if config.core == "lstm" else nn.GRUCell
-        self.core = cell(self.encoder.features, config.core_size)
+    config: PolicyConfig
+    encoder: Encoder
+    normalizer: ObservationNormalizer | None
+    core: nn.Module
+
+    def _make_core(self) -> None:
+        cell = nn.LSTMCell if self.config.core == "lstm" else nn.GRUCell
+        self.core = cell(self.encoder.features, self.config.core_size)
         for name, parameter in self.core.named_parameters():
             nn.init.zeros_(parameter) if name.startswith("bias") else nn.init.orthogonal_(parameter)
-        self._make_heads(config.core_size, config.core_size)
 
-    def step(self, observations: Mapping[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
-        """`[B, P]` for `self.distribution`, and the state after these observations."""
-        state = self._core(self.encoder(observations, self.normalizer), state)
-        return self._params(self._outputs(state), observations), state
+    def state_after(self, observations: Mapping[str, Tensor], state: Tensor) -> Tensor:
+        """`[B, state size]`, from the one before the observations `[B, …]`."""
+        return self._core(self.encoder(observations, self.normalizer), state)
 
-    def value(self, observations: Mapping[str, Tensor], state: Tensor) -> Tensor:
-        """`[B]`: the critic's estimate of the discounted return, where the state before the observations is this."""
-        state = self._core(self.encoder(observations, self.normalizer), state)
-        return self._value(self._outputs(state))
+    def states(self, rows: Mapping[str, Tensor], state_in: Tensor, over: Tensor) -> Tensor:
+        """`[T, S, …]`: the state after each of T steps of S slots, whose observations are `rows` `[T · S, …]`.
 
-    def sequence(
-        self, observations: Mapping[str, Tensor], state_in: Tensor, over: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """T steps of S slots at once: parameters `[T, S, P]`, values `[T, S]` and the state after each `[T, S, …]`,
-        from the first `state_in` `[S, …]`. After a step where `over` `[T, S]` the state begins at zero."""
+        The first is `state_in` `[S, …]`; after a step where `over` `[T, S]` it begins at zero.
+        """
         steps, slots = over.shape
-        rows = {name: tensor.flatten(0, 1) for name, tensor in observations.items()}
         features = self.encoder(rows, self.normalizer).reshape(steps, slots, self.encoder.features)
         state, states = state_in, []
         for step in range(steps):
             states.append(self._core(features[step], state))
             state = states[-1].masked_fill(over[step].unsqueeze(1), 0.0)
-        after = torch.stack(states)
-        outputs = self._outputs(after).flatten(0, 1)
-        params = self._params(outputs, rows).reshape(steps, slots, self.distribution.parameters)
-        return params, self._value(outputs).reshape(steps, slots), after
+        return torch.stack(states)
 
     def _core(self, features: Tensor, state: Tensor) -> Tensor:
         if isinstance(self.core, nn.LSTMCell):
@@ -140,6 +142,37 @@ class RecurrentActorCritic(Heads):
 
     def _outputs(self, state: Tensor) -> Tensor:
         return state[..., : self.config.core_size]
+
+
+class RecurrentActorCritic(Core, Heads):
+    kind = "recurrent_actor_critic"
+
+    def __init__(self, spaces: PolicySpaces, config: PolicyConfig, **network: Any) -> None:
+        super().__init__(spaces, config, **network)
+        self.encoder = Encoder(spaces.observation, config)
+        self._make_core()
+        self._make_heads(config.core_size, config.core_size)
+
+    def step(self, observations: Mapping[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+        """`[B, P]` for `self.distribution`, and the state after these observations."""
+        state = self.state_after(observations, state)
+        return self._params(self._outputs(state), observations), state
+
+    def value(self, observations: Mapping[str, Tensor], *state: Tensor) -> Tensor:
+        (before,) = state
+        return self._value(self._outputs(self.state_after(observations, before)))
+
+    def sequence(
+        self, observations: Mapping[str, Tensor], state_in: Tensor, over: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """T steps of S slots at once: parameters `[T, S, P]`, values `[T, S]` and the state after each `[T, S, …]`,
+        from the first `state_in` `[S, …]`. After a step where `over` `[T, S]` the state begins at zero."""
+        steps, slots = over.shape
+        rows = {name: tensor.flatten(0, 1) for name, tensor in observations.items()}
+        after = self.states(rows, state_in, over)
+        outputs = self._outputs(after).flatten(0, 1)
+        params = self._params(outputs, rows).reshape(steps, slots, self.distribution.parameters)
+        return params, self._value(outputs).reshape(steps, slots), after
 
 
 class Stateful(Policy):

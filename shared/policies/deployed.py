@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
-from shared.experience.spaces import Columns
+from shared.experience.spaces import Array, Columns
+from shared.policies.distributions import ActionDistribution
 from shared.policies.policy import Policy
 from shared.policies.serialization import decode_policy
 from shared.printable import printable
@@ -20,6 +22,21 @@ from shared.storage.checkpoint_store import CHECKPOINTS, MANIFEST, POINTER, PROM
 
 _FILE = "policy.safetensors"
 _TAKEN = f"a checkpoint's or a run's folder, a {_FILE}, or the bytes of one"
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a policy makes of an observation, or of `[B]` of them; None is what it does not know."""
+
+    value: Any = None
+    """The discounted return that it predicts, `[B]`, in the units of the rewards that were learned from; a Q network's
+    is that of its best choice. None of policies whose critics stay with the trainer (SAC, TD3) or see a whole team."""
+    action_values: Array | None = None
+    """Of a Q network, `[B, A]`: the value of each choice, about −1e9 where it is illegal."""
+    probabilities: Array | None = None
+    """`[B, sum of choices]`: how probable each option is to be drawn, choices side by side as in an action mask."""
+    log_prob: Any = None
+    """`[B]`: of the actions that were asked about, natural logarithm (of the density, of boxes)."""
 
 
 class DeployedPolicy:
@@ -31,6 +48,19 @@ class DeployedPolicy:
         self._generator = torch.Generator().manual_seed(seed)
         self.version = version
         self._state: Tensor | None = None
+
+    @property
+    def state(self) -> Array | None:
+        """A core's hidden state `[B, state_size]` (an LSTM's outputs, then its cells) after what was acted on in these
+        episodes; None where they begin, or without a core. What was read may be set again, to continue from there."""
+        return None if self._state is None else self._state.numpy().copy()
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        state = None if value is None else torch.tensor(np.asarray(value, np.float32))
+        if state is not None and (state.ndim != 2 or not self._policy.state_size == state.shape[1] > 0):
+            raise UserError(f"state: expected [episodes, {self._policy.state_size}], found {list(state.shape)}")
+        self._state = state
 
     def reset(self, over: Any = None) -> None:
         """Begins new episodes, in all rows of the batch or where `over` `[B]` is true; clears a core's hidden state."""
@@ -52,17 +82,65 @@ class DeployedPolicy:
 
         `action_mask` `[choices]` says which are legal, where the environment told that in `info`, or in place of the
         observation's own."""
-        try:
-            one = _in_each(observation, lambda leaf: np.asarray(leaf)[None])
-            mask = None if action_mask is None else _in_each(self._joined(action_mask), lambda it: np.asarray(it)[None])
-        except ValueError:  # lists of several lengths
-            raise self._no_observation(observation) from None
+        one, mask = self._as_batch(observation, action_mask)
         return _in_each(self.act_batch(one, greedy=greedy, action_mask=mask), lambda leaf: leaf[0])
 
     @torch.inference_mode()
     def act_batch(self, observations: Any, *, greedy: bool = True, action_mask: Any = None) -> Any:
         """Actions for a batch: every array of the nested observation, and `action_mask` `[B, choices]`, has the batch
         axis first. With a core, each row of the batch is an episode of its own, and stays in its place (`reset`)."""
+        tensors, state = self._inputs(observations, action_mask)
+        params, after = self._policy.step(tensors, state)
+        self._state = after if self._policy.state_size else None
+        distribution = self._policy.distribution
+        actions = distribution.mode(params) if greedy else distribution.sample(params, self._generator)
+        chosen: Columns = {name: tensor.numpy() for name, tensor in actions.items()}
+        return self._policy.spaces.action.to_environment(chosen)
+
+    def inspect(self, observation: Any, *, action: Any = None, action_mask: Any = None) -> Inspection:
+        """Values, probabilities and (of an `action`, in the environment's terms) its log-probability for one
+        observation. It does not act: a core's state stays as it is."""
+        one, mask = self._as_batch(observation, action_mask)
+        asked = None if action is None else _in_each(action, lambda leaf: np.asarray(leaf)[None])
+        found = asdict(self.inspect_batch(one, actions=asked, action_mask=mask))
+        return Inspection(**{name: None if array is None else array[0] for name, array in found.items()})
+
+    @torch.inference_mode()
+    def inspect_batch(self, observations: Any, *, actions: Any = None, action_mask: Any = None) -> Inspection:
+        """As `inspect`, for a batch as `act_batch` takes it."""
+        tensors, state = self._inputs(observations, action_mask)
+        params, _ = self._policy.step(tensors, state)
+        found, distribution = self._policy.estimates(tensors, state), self._policy.distribution
+        if isinstance(distribution, ActionDistribution):
+            found["probabilities"] = distribution.probabilities(params)
+        if actions is not None:
+            found["log_prob"] = distribution.log_prob(params, self._taken(actions, len(params)))
+        return Inspection(**{name: tensor.numpy() for name, tensor in found.items() if tensor.numel()})
+
+    def _taken(self, actions: Any, rows: int) -> dict[str, Tensor]:
+        spec = self._policy.spaces.action
+        try:
+            columns = spec.flatten("action", actions)
+            fits = all(columns[leaf.column("action")].shape == (rows, *leaf.shape) for leaf in spec.leaves)
+            fits = fits and not any(
+                leaf.beyond(columns[leaf.column("action")]).any() for leaf in spec.leaves if leaf.nvec
+            )
+        except (TypeError, ValueError, LookupError, OverflowError):
+            fits = False
+        if not fits:
+            raise UserError(f"an action is {spec}, one for each observation; found {printable(actions, 200)}")
+        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in columns.items()}
+
+    def _as_batch(self, observation: Any, mask: Any) -> tuple[Any, Any]:
+        """One observation and its mask, each with a batch axis."""
+        try:
+            one = _in_each(observation, lambda leaf: np.asarray(leaf)[None])
+            return one, None if mask is None else _in_each(self._joined(mask), lambda it: np.asarray(it)[None])
+        except ValueError:  # lists of several lengths
+            raise self._no_observation(observation) from None
+
+    def _inputs(self, observations: Any, action_mask: Any) -> tuple[dict[str, Tensor], Tensor]:
+        """Columns as tensors, and the state before them."""
         columns = self._columns(self._with_mask(observations, action_mask))
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in columns.items()}
         rows, *others = {len(tensor) for tensor in tensors.values()}
@@ -73,12 +151,7 @@ class DeployedPolicy:
             raise UserError(
                 f"{rows} observations, but the policy holds state for {len(state)} episodes; call reset() first"
             )
-        params, after = self._policy.step(tensors, state)
-        self._state = after if self._policy.state_size else None
-        distribution = self._policy.distribution
-        actions = distribution.mode(params) if greedy else distribution.sample(params, self._generator)
-        chosen: Columns = {name: tensor.numpy() for name, tensor in actions.items()}
-        return self._policy.spaces.action.to_environment(chosen)
+        return tensors, state
 
     def _with_mask(self, observations: Any, action_mask: Any) -> Any:
         """With the mask beside what it goes with, as rollout_worker/environments/action_masks.py puts it there."""

@@ -36,6 +36,10 @@ class Categorical:
     def log_prob(self, params: Tensor, action: Tensor) -> Tensor:
         return self._chosen(self._log_p(params), action)
 
+    def probabilities(self, params: Tensor) -> Tensor:
+        """`[B, P]`: of each option of each choice, side by side."""
+        return torch.cat(self._log_p(params), dim=-1).exp()
+
     def entropy(self, params: Tensor) -> Tensor:
         return _added([_entropy(log_p) for log_p in self._log_p(params)])
 
@@ -119,6 +123,11 @@ class ActionDistribution:
     def log_prob(self, params: Tensor, actions: Mapping[str, Tensor]) -> Tensor:
         """`[B]`, natural logarithm."""
         return _added([leaf.log_prob(part, actions[name]) for name, leaf, part in self._parts(params)])
+
+    def probabilities(self, params: Tensor) -> Tensor:
+        """`[B, sum of nvec]`: of each option of each choice of all leaves, side by side; boxes have none."""
+        parts = [leaf.probabilities(part) for _, leaf, part in self._parts(params) if isinstance(leaf, Categorical)]
+        return torch.cat(parts, dim=1) if parts else params.new_zeros(len(params), 0)
 
     def entropy(self, params: Tensor) -> Tensor:
         """`[B]`, nats."""

@@ -50,9 +50,24 @@ def mlp(width: int, config: PolicyConfig) -> tuple[nn.Sequential, int]:
     """The layers of `hidden_sizes` on so many inputs, and how many outputs they have."""
     layers: list[nn.Module] = []
     for size in config.hidden_sizes:
-        layers += [linear(width, size, math.sqrt(2)), ACTIVATIONS[config.activation]()]
+        norm = [nn.LayerNorm(size)] if config.layer_norm else []
+        layers += [linear(width, size, math.sqrt(2)), *norm, ACTIVATIONS[config.activation]()]
         width = size
     return nn.Sequential(*layers), width
+
+
+class ParallelLayerNorm(nn.Module):
+    """Layer normalization of K networks that compute as one `[K, B, size]`, with weights of its own for each."""
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(count, 1, size))
+        self.bias = nn.Parameter(torch.zeros(count, 1, size))
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Of all K, or of the first ones."""
+        normalized, count = nn.functional.layer_norm(values, values.shape[-1:]), len(values)
+        return normalized * self.weight[:count] + self.bias[:count]
 
 
 class Encoder(nn.Module):
@@ -107,26 +122,59 @@ class _Image(nn.Module):
         return values.to(torch.float32, memory_format=torch.channels_last) / self._scale
 
 
+class _Residual(nn.Module):
+    """x + conv(ReLU(conv(ReLU(x)))) (Espeholt et al. 2018, fig. 3)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.ReLU(), _convolution(channels, channels, 3, padding=1),
+            nn.ReLU(), _convolution(channels, channels, 3, padding=1),
+        )  # fmt: skip
+
+    def forward(self, values: Tensor) -> Tensor:
+        added: Tensor = self.layers(values)
+        return values + added
+
+
+def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1, padding: int = 0) -> nn.Conv2d:
+    layer = nn.Conv2d(inputs, outputs, kernel, stride, padding)
+    nn.init.orthogonal_(layer.weight, math.sqrt(2))
+    assert layer.bias is not None
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+_SMALLEST = {"nature": 36, "small": 5, "residual": 1}
+
+
 def _convolutions(leaf: Leaf, kind: str) -> tuple[nn.Sequential, int]:
     image = _Image(leaf)
     channels, height, width = image.shape
-    if kind == "nature":  # Mnih et al. 2015
-        plan, features, smallest = [(32, 8, 4), (64, 4, 2), (64, 3, 1)], 512, 36
-    else:  # MinAtar's network (Young and Tian 2019)
-        plan, features, smallest = [(16, 3, 1)], 128, 5
-    if min(height, width) < smallest:
+    if kind == "auto":
+        kind = "nature" if min(height, width) >= _SMALLEST["nature"] else "small"
+    if min(height, width) < (smallest := _SMALLEST[kind]):
+        other = "residual" if kind == "small" else "auto"
         raise UnsupportedSpace(
             f"observation {leaf.path or 'space'}: images of {height}×{width} are too small for cnn: {kind}, which "
-            f"needs {smallest}×{smallest}; use policies.<id>.cnn: small or larger images"
+            f"needs {smallest}×{smallest}; use policies.<id>.cnn: {other} or larger images"
         )
     layers: list[nn.Module] = [image]
-    for outputs, kernel, stride in plan:
-        convolution = nn.Conv2d(channels, outputs, kernel, stride)
-        nn.init.orthogonal_(convolution.weight, math.sqrt(2))
-        assert convolution.bias is not None
-        nn.init.zeros_(convolution.bias)
-        layers += [convolution, nn.ReLU()]
-        channels, height, width = outputs, (height - kernel) // stride + 1, (width - kernel) // stride + 1
+    if kind == "residual":
+        for outputs in (16, 32, 32):
+            layers += [_convolution(channels, outputs, 3, padding=1), nn.MaxPool2d(3, 2, 1)]
+            layers += [_Residual(outputs), _Residual(outputs)]
+            channels, height, width = outputs, (height + 1) // 2, (width + 1) // 2
+        layers.append(nn.ReLU())
+        features = 256
+    else:
+        if kind == "nature":  # Mnih et al. 2015
+            plan, features = [(32, 8, 4), (64, 4, 2), (64, 3, 1)], 512
+        else:  # MinAtar's network (Young and Tian 2019)
+            plan, features = [(16, 3, 1)], 128
+        for outputs, kernel, stride in plan:
+            layers += [_convolution(channels, outputs, kernel, stride), nn.ReLU()]
+            channels, height, width = outputs, (height - kernel) // stride + 1, (width - kernel) // stride + 1
     layers += [nn.Flatten(), linear(channels * height * width, features, math.sqrt(2)), nn.ReLU()]
     return nn.Sequential(*layers), features
 

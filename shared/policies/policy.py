@@ -71,6 +71,11 @@ class Policy(nn.Module):
         """`[B, P]` for `self.distribution` from observations and state `[B, state_size]`; and the state after them."""
         return self.action_parameters(observations), state
 
+    def estimates(self, observations: Mapping[str, Tensor], state: Tensor) -> dict[str, Tensor]:
+        """What it has learned to predict, in the units of the rewards that were learned from: `value` `[B]`, the
+        discounted return, and `action_values` `[B, A]`, that after each choice; only what its network knows."""
+        return {}
+
 
 def copy_sharing_buffers(network: Network) -> Network:
     """A copy with weights of its own that has the buffers of `network`, for all that acts or learns beside it (target

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from shared.config.sections import PolicyConfig
 from shared.errors import UnsupportedSpace
 from shared.experience.spaces import PolicySpaces, SpaceSpec
-from shared.policies.encoders import ACTIVATIONS, Encoder, unrounded
+from shared.policies.actor_critic import Core
+from shared.policies.encoders import ACTIVATIONS, Encoder, ParallelLayerNorm, unrounded
 from shared.policies.masks import masked
 from shared.policies.policy import Policy
 
@@ -67,7 +68,7 @@ class Stream(nn.Module):
     """A hidden layer (where there is one) and the outputs, for each of the heads."""
 
     def __init__(
-        self, inputs: int, hidden: int | None, outputs: int, activation: str, *, noisy: bool, heads: int
+        self, inputs: int, hidden: int | None, outputs: int, config: PolicyConfig, *, noisy: bool, heads: int
     ) -> None:
         super().__init__()
 
@@ -78,13 +79,16 @@ class Stream(nn.Module):
 
         sizes = [inputs, *([hidden] if hidden else []), outputs]
         self.layers = nn.ModuleList(layer(below, above) for below, above in pairwise(sizes))
-        self._activation = ACTIVATIONS[activation]()
+        self._activation = ACTIVATIONS[config.activation]()
+        self.norm: nn.Module | None = None
+        if hidden and config.layer_norm:
+            self.norm = nn.LayerNorm(hidden) if heads == 1 else ParallelLayerNorm(heads, hidden)
 
     def forward(self, values: Tensor, noise: Iterator[LayerNoise] | None) -> Tensor:
         """`[B, inputs]` → `[B, outputs]`, or `[K, B, outputs]` of K heads; takes as much noise as it has layers."""
         for number, layer in enumerate(self.layers):
             if number:
-                values = self._activation(values)
+                values = self._activation(values if self.norm is None else self.norm(values))
             values = layer(values) if noise is None else layer(values, next(noise))
         return values
 
@@ -126,17 +130,21 @@ class QNetwork(Policy):
         *below, hidden = config.hidden_sizes or (None,)
         common = config.model_copy(update={"hidden_sizes": tuple(below)})
         self.encoder = Encoder(spaces.observation, common)
-        features, activation = self.encoder.features, config.activation
-        self.advantage = Stream(features, hidden, self.choices * self.width, activation, noisy=noisy, heads=heads)
-        self.value = Stream(features, hidden, self.width, activation, noisy=noisy, heads=heads) if dueling else None
+        features = self._features()
+        self.advantage = Stream(features, hidden, self.choices * self.width, config, noisy=noisy, heads=heads)
+        self.value = Stream(features, hidden, self.width, config, noisy=noisy, heads=heads) if dueling else None
         for module in self.modules():  # as PyTorch begins: biases that differ tell small observations apart
             if isinstance(module, nn.Linear | nn.Conv2d | ParallelLinear):
                 module.reset_parameters()
         self._prior_scale = prior_scale
         if prior_scale:
             self.prior_encoder = Encoder(spaces.observation, common).requires_grad_(False)
-            self.prior = Stream(features, hidden, self.choices * self.width, activation, noisy=False, heads=heads)
+            self.prior = Stream(features, hidden, self.choices * self.width, config, noisy=False, heads=heads)
             self.prior.requires_grad_(False)
+
+    def _features(self) -> int:
+        """How many the streams get."""
+        return self.encoder.features
 
     def draw_noise(self, generator: torch.Generator) -> list[LayerNoise] | None:
         layers = chain(self.advantage.layers, self.value.layers if self.value is not None else ())
@@ -144,15 +152,20 @@ class QNetwork(Policy):
 
     def outputs(self, observations: Mapping[str, Tensor], noise: list[LayerNoise] | None = None) -> Tensor:
         """`[K·B, A, width]`: values, logits of c51's atoms, or quantiles; without noise of the mean weights."""
-        features, drawn = self.encoder(observations, self.normalizer), None if noise is None else iter(noise)
-        found: Tensor = self.advantage(features, drawn).reshape(-1, self.choices, self.width)
-        if self.value is not None:  # Wang et al. 2016, eq. 9
-            value = self.value(features, drawn).reshape(-1, 1, self.width)
-            found = found - found.mean(dim=1, keepdim=True) + value
+        found = self._of_features(self.encoder(observations, self.normalizer), noise)
         if self._prior_scale:  # Osband et al. 2018, alg. 1
             prior = self.prior(self.prior_encoder(observations, self.normalizer), None)
             found = found + self._prior_scale * prior.reshape(found.shape)
         return unrounded(found)
+
+    def _of_features(self, features: Tensor, noise: list[LayerNoise] | None = None) -> Tensor:
+        """What the streams make of features `[B, …]`, `[K·B, A, width]`."""
+        drawn = None if noise is None else iter(noise)
+        found: Tensor = self.advantage(features, drawn).reshape(-1, self.choices, self.width)
+        if self.value is not None:  # Wang et al. 2016, eq. 9
+            value = self.value(features, drawn).reshape(-1, 1, self.width)
+            found = found - found.mean(dim=1, keepdim=True) + value
+        return found
 
     def means(self, outputs: Tensor) -> Tensor:
         """`[…, width]` → `[…]`: the expected return."""
@@ -176,8 +189,34 @@ class QNetwork(Policy):
         """`[B, A]`, with noise on the weights where they are noisy: drawn anew each time, the same for all rows."""
         return self._together(self.head_values(observations, self.draw_noise(generator)))
 
+    def estimates(self, observations: Mapping[str, Tensor], state: Tensor) -> dict[str, Tensor]:
+        values = self.action_parameters(observations)
+        return {"value": values.amax(dim=1), "action_values": values}
+
     def _together(self, values: Tensor) -> Tensor:
         return values[0] if self.heads == 1 else values.mean(dim=0)
+
+
+class RecurrentQNetwork(Core, QNetwork):
+    """A Q network whose streams see what a recurrent core has made of all observations of the episode so far."""
+
+    kind = "recurrent_q_network"
+
+    def _features(self) -> int:
+        self._make_core()
+        return self.config.core_size
+
+    def values(self, observations: Mapping[str, Tensor], after: Tensor) -> Tensor:
+        """`[B, A]`, where the state after the observations is this `[B, state size]`; illegal ones are masked."""
+        found = unrounded(self._of_features(self._outputs(after)))
+        return masked(found.squeeze(2), observations, self.spaces)
+
+    def step(self, observations: Mapping[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+        after = self.state_after(observations, state)
+        return self.values(observations, after), after
+
+    def outputs(self, observations: Mapping[str, Tensor], noise: list[LayerNoise] | None = None) -> Tensor:
+        raise NotImplementedError(f"a policy of kind {self.kind} has no values for observations alone")
 
 
 def _choices(action: SpaceSpec) -> int:

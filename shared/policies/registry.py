@@ -20,6 +20,7 @@ from shared.runtime.user_code import import_object
 _BUILT_IN = {
     "actor_critic": "shared.policies.actor_critic:ActorCritic",
     "q_network": "shared.policies.q_network:QNetwork",
+    "recurrent_q_network": "shared.policies.q_network:RecurrentQNetwork",
     "actor": "shared.policies.continuous:Actor",
     "deterministic": "shared.policies.continuous:Deterministic",
     "recurrent_actor_critic": "shared.policies.actor_critic:RecurrentActorCritic",
@@ -83,7 +84,7 @@ def build_policies(
         if kind is None:
             raise ConfigError(
                 f"policies.{policy_id}.core={config.core}: algorithm {chosen.name} learns single steps and cannot "
-                f"train a recurrent core; set core=none, or use an algorithm that learns sequences, such as ppo"
+                f"train a recurrent core; set core=none, or use an algorithm that learns sequences, such as ppo or r2d2"
             )
         made, network = policy_class(kind), chosen.network()
         if config.critic_observes == "team":

@@ -37,9 +37,9 @@ def append_row(client: redis.Redis, run_id: str, epoch: int, number: int, row: M
     write_small(client, keys, keys.metrics, "XADD", "MAXLEN", "~", _KEPT, "*", "row", text)
 
 
-def read_rows(client: redis.Redis, run_id: str, after: str = "0-0", block_seconds: float = 0.0) -> list[TailRow]:
+def read_rows(client: redis.Redis, run_id: str, after: str = "0-0") -> list[TailRow]:
     """Those after an id, oldest first; malformed ones are left out."""
-    return _rows(run_id, read_stream(client, RunKeys(run_id).metrics, after, None, block_seconds))
+    return _rows(run_id, read_stream(client, RunKeys(run_id).metrics, after, None, 0.0))
 
 
 def newest_row(client: redis.Redis, run_id: str) -> dict[str, float | None]:

@@ -289,10 +289,11 @@ def shard_clients(address: Address, config: Config, role: RoleName | None = None
     return {redis_place(url): _client(url, address, config, role, 0.0, "redis.shards") for url in config.redis.shards}
 
 
-def check_shards(address: Address, config: Config, role: RoleName | None = None) -> None:
-    """Raises `RedisUnavailable` unless each of `redis.shards` answers and is recent enough."""
-    for url in config.redis.shards:
-        _checked_client(url, address, config, role, "redis.shards").close()
+def check_redis(address: Address, config: Config, role: RoleName) -> None:
+    """Tries once; raises `RedisUnavailable` unless Redis and each of `redis.shards` answer and are recent enough."""
+    config = without_retries(config)
+    for url, field in ((address.redis_url, "redis.url"), *((shard, "redis.shards") for shard in config.redis.shards)):
+        _checked_client(url, address, config, role, field).close()
 
 
 def _client(

@@ -12,11 +12,12 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shared.errors import PACKAGES, ConfigError, UserError, place
 from shared.runtime.process import child_environment
 
+Made = TypeVar("Made")
 SOURCE = Path(__file__).parents[2]
 CODE_VERSION = "STAGECOACH_CODE_VERSION"
 """The environment variable that tells code without an installation which version it is."""
@@ -97,6 +98,20 @@ def import_object(path: str, field: str, error: type[UserError] = ConfigError, k
             text = f"it raised {type(failed).__name__}: {said}{at}{_clash()}"
             raise error(f"{field}={path} cannot be imported: {text}") from failed
         raise error(f"{field}={path} cannot be imported: {said}; {expected}{_clash()}") from None
+
+
+def make_own(path: str, field: str, base: type[Made], *arguments: Any, **kwargs: Any) -> Made:
+    """An object of a user's class that derives from `base`; raises `ConfigError` where that cannot be."""
+    found = import_object(path, field, kind="Class")
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(
+            f"{field}={path}: expected a class that derives from stagecoach.{base.__name__}, found {found!r}"
+        )
+    try:
+        return found(*arguments, **kwargs)
+    except Exception as failed:
+        said = f"{type(failed).__name__}: {with_extra(str(failed))}{place(failed)}"
+        raise ConfigError(f"{field}={path} cannot be made with {kwargs}: {said}") from failed
 
 
 def _clash() -> str:

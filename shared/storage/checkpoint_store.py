@@ -254,9 +254,9 @@ class CheckpointStore:
         marks = ", ".join(MARKS)
         raise CheckpointNotFound(f"run {self.run_id} has {what}{gone}; there are: {', '.join(known)}; or say {marks}")
 
-    def preferred(self) -> str:
-        """The default checkpoint to deploy or to play: the promoted one, else the best, else the newest."""
-        return self.resolve(next((mark for mark in ("promoted", "best") if self.marked(mark)), "latest"))
+    def preferred(self, name: str | None = None) -> str:
+        """The checkpoint of this name or mark; by default the one to deploy: promoted, else the best, else newest."""
+        return self.resolve(name or next((mark for mark in ("promoted", "best") if self.marked(mark)), "latest"))
 
     def names(self) -> list[str]:
         """All checkpoint folders in the store, oldest version first, complete or not."""

@@ -4,8 +4,6 @@ One object each, `evaluations/<name>/policies.safetensors`, with the name that a
 trainer writes it before the checkpoint that covers it, and deletes it once its score is recorded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -198,21 +198,19 @@ def read(
     store: MetricStore,
     stream: str,
     after: tuple[int, int] = (0, -1),
-    names: Sequence[str] | None = None,
     damaged: Callable[[MetricsDamaged], None] | None = None,
 ) -> Iterator[tuple[tuple[int, int], Rows]]:
     """The rows of a stream in their order, a segment in memory at a time, each with epoch and number of its last row.
 
     Args:
         after: begins behind this row of this epoch.
-        names: only these metrics, and what orders the rows.
         damaged: is told of segments that cannot be read, which are left out; without it they raise.
 
     Raises `MetricsDamaged`, or what the store raises.
     """
     for attempt in range(_TRIES):
         try:
-            for position, rows in _read(store, stream, after, names, damaged):
+            for position, rows in _read(store, stream, after, damaged):
                 after = position
                 yield position, rows
             return
@@ -222,11 +220,7 @@ def read(
 
 
 def _read(
-    store: MetricStore,
-    stream: str,
-    after: tuple[int, int],
-    names: Sequence[str] | None,
-    damaged: Callable[[MetricsDamaged], None] | None,
+    store: MetricStore, stream: str, after: tuple[int, int], damaged: Callable[[MetricsDamaged], None] | None
 ) -> Iterator[tuple[tuple[int, int], Rows]]:
     found = segments(store, stream)
     epoch, covered = after
@@ -251,18 +245,13 @@ def _read(
         covered = segment.last
         if stream in _VOIDED:  # a score, and what has happened, stay, whatever was undone since
             rows = _kept(rows, [later for later in found if later.epoch > epoch])
-        if names is not None:
-            rows = Rows({name: rows.columns[name] for name in names if name in rows.columns}, rows.labels)
         yield (epoch, covered), rows
 
 
 def _cut_off(segment: Segment, found: Sequence[Segment]) -> bool:
     """Whether a segment without its object is what a crash left of a put, and was not merged into another one."""
-    covering = [
-        other for other in found
-        if other.epoch == segment.epoch and other.first <= segment.first and other.last >= segment.last
-    ]  # fmt: skip
-    return covering == [segment]
+    ours = [other for other in found if other.epoch == segment.epoch]
+    return [other for other in ours if other.first <= segment.first and other.last >= segment.last] == [segment]
 
 
 def _kept(rows: Rows, later: Sequence[Segment]) -> Rows:

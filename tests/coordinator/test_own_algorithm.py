@@ -21,7 +21,7 @@ from shared.config.loading import load_config
 from shared.errors import UserError
 from shared.runtime.user_code import SOURCE
 from tests.support.checkpoints import upload_in
-from tests.support.command_line import CONFIG, Ended, Stagecoach
+from tests.support.command_line import CONFIG, Ended, Stagecoach, check_refused
 from tests.support.own_algorithm import TEXT
 
 pytestmark = pytest.mark.timeout(240)
@@ -83,6 +83,46 @@ def test_the_hooks_of_a_built_in_algorithm_are_exact_too(stagecoach: Stagecoach,
     metrics = list(csv.DictReader(Path("runs/half/metrics/train.csv").read_text().splitlines()))
     bonuses = [float(row["train/bonus"]) for row in metrics if row["train/bonus"]]
     assert len(bonuses) > 1 and 0 < bonuses[-1] < bonuses[0] <= 1, "what is seen again is worth less"
+
+
+@pytest.mark.exhaustive
+def test_an_exploration_and_a_replay_buffer_of_ones_own_are_exact_too(stagecoach: Stagecoach, tmp_path: Path) -> None:
+    for name in ("own_exploration.py", "own_exploration.yaml"):
+        shutil.copy(SOURCE / "examples" / name, tmp_path)
+    settings = (
+        "evaluation.episodes=1", "stop_at.mean_return=null", "heatup=256 env_steps",
+        "rollout.max_policy_lag=0", "rollout.workers=1",  # fragments come in one order, of one version each
+    )  # fmt: skip
+    lighter = [f"--set={setting}" for setting in settings]
+    check_exact(partial(stagecoach, "train", "own_exploration.yaml", *lighter), stagecoach, 4, 8)
+    stagecoach(
+        "train", "own_exploration.yaml", *lighter, "--run-id=plain", "--inline", "--set=stop_at.updates=8",
+        "--set=algorithm.replay_buffer.kwargs.of=1",
+    ).ok()  # fmt: skip
+    assert final_policy("plain") != final_policy("whole"), "which transitions are drawn counts"
+
+
+@pytest.mark.parametrize(
+    ("part", "section", "said"),
+    [
+        ("exploration", {"kind": "theirs:Missing"}, "algorithm.exploration.kind=theirs:Missing cannot be imported"),
+        ("exploration", {"kind": "theirs:Buffer"}, "expected a class that derives from stagecoach.Exploration, found"),
+        ("exploration", {"kind": "theirs:Acts", "kwargs": {"a": 1}}, "cannot be made with {'a': 1}: TypeError: "),
+        ("replay_buffer", {"kind": "theirs:Acts"}, "expected a class that derives from stagecoach.ReplayBuffer, found"),
+        ("replay_buffer", {"kind": "theirs:Buffer"}, "cannot be made with {}: ValueError: too small"),
+        ("replay_buffer", {"kind": "unifrom"}, "balanced, module:Class, found 'unifrom'; did you mean uniform?"),
+    ],
+    ids=str,
+)
+def test_a_class_that_cannot_explore_or_remember_is_told_before_anything_starts(
+    stagecoach: Stagecoach, tmp_path: Path, part: str, section: Any, said: str
+) -> None:
+    (tmp_path / "theirs.py").write_text(
+        "from stagecoach import Exploration, ReplayBuffer\nclass Acts(Exploration): pass\n"
+        "class Buffer(ReplayBuffer):\n    def __init__(self, *sizes): raise ValueError('too small')\n"
+    )
+    write_config(tmp_path, {"name": "dqn", part: section})
+    check_refused(stagecoach("train", "own.yaml", "--inline"), said)
 
 
 def test_what_its_update_raises_is_told_with_its_line(stagecoach: Stagecoach, code: Path) -> None:

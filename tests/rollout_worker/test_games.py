@@ -15,6 +15,7 @@ from torch import Tensor
 from rollout_worker.environments.seeding import SeedLineage, episode_seed
 from rollout_worker.exploration.base import Acted, Exploration, Tensors
 from rollout_worker.sampling import action_trace
+from shared.errors import EnvironmentFailure
 from shared.experience import fragment
 from shared.experience.fragment import kept_rows
 from shared.experience.spaces import Columns
@@ -147,6 +148,21 @@ def test_a_successor_acts_what_its_predecessor_would_have(
         assert successor.past is not None and successor.sampler.position_digest == successor.past.digest
         ahead = Stage(environment | {"num_envs": 3}, left=worker.left, **sections)
         assert same(ahead.sample(5), successor.sample(5))
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [("blind", "step: 'no observation of"), ("empty", "reset: no agent is to act; expected one")]
+)
+def test_an_agent_that_is_to_act_and_observes_nothing_is_an_error(kind: str, says: str) -> None:
+    with pytest.raises(EnvironmentFailure, match=says):
+        Stage({"api": "pettingzoo", "id": f"{MODULE}:Odd", "kwargs": {"kind": kind}}).sample(20)
+
+
+def test_who_has_ended_in_the_last_turn_before_the_limit_has_terminated() -> None:
+    stage = Stage({"api": "pettingzoo", "id": f"{MODULE}:Struck", "num_envs": 1, "max_episode_steps": 2})
+    columns = stage.sample(4).columns["default"]
+    first = {name: columns[name][0].tolist() for name in ("mask", "terminated", "truncated")}
+    assert first == {"mask": [True, True, False], "terminated": [True, False, False], "truncated": [False, True, False]}
 
 
 def test_in_turns_a_fragment_is_about_as_large_as_what_was_acted() -> None:

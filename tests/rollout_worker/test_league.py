@@ -30,7 +30,7 @@ from tests.conftest import minimal_config
 from tests.support.games import MODULE, NIM
 from tests.support.stage import same
 
-CORES = {"policies": {"default": {"core": "gru", "core_size": 4, "share_encoder": True}}}
+CORES: dict[str, Any] = {"policies": {"default": {"core": "gru", "core_size": 4, "share_encoder": True}}}
 
 
 class Season:
@@ -60,8 +60,9 @@ class Season:
         known = {"default": shares.get("latest", 0.0)}
         known |= {name: shares.get(name, shares.get("past", 0.0) / max(1, snapshots)) for name in players}
         opponents = tuple((name, share) for name, share in known.items() if share)
-        learner = Learner("default", (0, 1), {"default": opponents})
-        self.table = MatchTable((("first",), ("second",)), ("default", "default"), {"main": learner}, players)
+        sides = tuple((agent,) for agent in self.description.agents)
+        learner = Learner("default", tuple(range(len(sides))), {"default": opponents})
+        self.table = MatchTable(sides, ("default",) * len(sides), {"main": learner}, players)
         self.told: list[str] = []
         self.fetched: list[str] = []
 
@@ -136,6 +137,19 @@ def test_a_successor_goes_on_in_the_same_matches(store: FileStore, sections: dic
         assert same(found[0], found[1]) and same(ahead, found[0])
 
 
+def test_what_a_player_remembers_goes_with_its_last_seat(store: FileStore) -> None:
+    season = Season(store, {"past": 1.0}, snapshots=12, **CORES)
+    met = set()
+    for _ in range(12):
+        season.sample(7)
+        trace = action_trace.read(season.left)
+        assert trace is not None
+        states = {name for name in trace.states if "@" in name}
+        met |= states
+        assert len(states) <= 3, "of three environments, each with one opponent"
+    assert len(met) > 3
+
+
 @pytest.mark.parametrize(
     ("player", "says"),
     [("raises", "ValueError: no move comes to mind"), ("takes_too_many", "its action 7 is none of the space")],
@@ -148,6 +162,14 @@ def test_a_scripted_player_that_has_no_legal_move_loses_by_forfeit(
     assert records and all(record.match and record.match.outcome[record.match.side] == 1.0 for record in records)
     assert all(record.match and record.match.forfeit == f"script: {says}" for record in records)
     assert f"a match is lost by forfeit, script: {says}" in caplog.text
+
+
+def test_a_scripted_player_forfeits_in_each_of_its_seats(store: FileStore) -> None:
+    three = {"api": "pettingzoo", "id": f"{MODULE}:AllAtOnce", "num_envs": 3}
+    season = Season(store, {"script": 1.0}, fixed(script=f"{MODULE}:raises"), snapshots=0, environment=three)
+    matches = [record.match for record in season.sample(60).episodes if record.match and record.match.forfeit]
+    assert matches and all(sorted(match.outcome) == [0.0, 0.0, 1.0] for match in matches)
+    assert all(match.outcome[match.side] == 1.0 for match in matches)
 
 
 def test_the_best_player_wins_whenever_it_can(store: FileStore) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import gymnasium as gym
@@ -130,3 +131,9 @@ def test_a_single_agent_is_described_under_the_one_policy() -> None:
 def test_agents_and_policies_that_do_not_fit_are_told(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         describe_environment(minimal_config(environment=CHASE, **sections))
+
+
+def test_a_game_without_pettingzoo_says_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pettingzoo", None)
+    with pytest.raises(EnvironmentUnusable, match=r"needs PettingZoo .*; pip install 'stagecoach\[games\]' brings it"):
+        make(environment(id="classic/tictactoe-v3", api="pettingzoo"))

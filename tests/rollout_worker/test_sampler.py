@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import SyncVectorEnv
 from torch import Tensor
 
 from rollout_worker.environments.seeding import SeedLineage, episode_seed
@@ -17,8 +18,10 @@ from rollout_worker.sampling.dataset_sampler import DatasetSampler
 from rollout_worker.sampling.sampler import Sample
 from shared.datasets.recording import Recording
 from shared.errors import EnvironmentFailure
+from shared.experience.counters import Phase
 from shared.experience.spaces import Columns
 from shared.policies.actor_critic import Heads, RecurrentActorCritic
+from tests.support import environments
 from tests.support.datasets import described, episodes
 from tests.support.environments import ACTIONS, CHASE, CHASE_POLICIES, MODULE, OBSERVATIONS
 from tests.support.stage import Stage, same
@@ -71,6 +74,33 @@ def test_episodes_go_on_in_the_next_fragment() -> None:
     assert second.episodes[0].episode_return == 6.0
     assert np.array_equal(first.columns["default"]["bootstrap_obs"], second.columns["default"]["obs"][0])
     assert first.columns["default"]["obs"][0].tolist() == [[0, 0], [0, 0]], "a finished fragment is left alone"
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_an_environment_is_told_when_acting_waits_and_acts_as_one_that_is_not(vectorization: str) -> None:
+    environment = COUNTING | {"vectorization": vectorization, "info_columns": ["begun"]}
+    plain, told = Stage(environment), Stage(environment | {"wrappers": [f"{MODULE}:PauseWrapper"]})
+    for fragment in (1, 2, 3):
+        expected, columns = (stage.sample(4).columns["default"] for stage in (plain, told))
+        assert columns.pop("info/begun").tolist() == [[fragment] * 2] * 4
+        assert np.isnan(expected.pop("info/begun")).all()
+        assert columns.keys() == expected.keys() and all(np.array_equal(columns[key], expected[key]) for key in columns)
+    for stage in (plain, told):
+        stage.sampler.close()
+
+
+def test_games_and_native_environments_are_told_of_pauses_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, bool]] = []
+    for kind in (environments.Chase, environments.TellsPhase, SyncVectorEnv):
+        monkeypatch.setattr(kind, "set_paused", lambda self, paused: told.append((type(self).__name__, paused)), False)
+    game = Stage(CHASE, **CHASE_POLICIES)
+    game.sample(2)
+    assert told == [("Chase", paused) for paused in (True, True, False, False, True, True)], "of both copies"
+    told.clear()
+    native = Stage({"id": f"{MODULE}:phase_vector", "vectorization": "native"})
+    native.sampler.set_phase(Phase.TRAIN)
+    native.sample(2)
+    assert told == [("_PhaseVector", paused) for paused in (True, False, True)]
 
 
 def test_log_probabilities_are_those_of_the_acting_policy() -> None:

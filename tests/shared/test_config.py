@@ -165,6 +165,8 @@ def test_a_config_cannot_be_changed() -> None:
         {"algorithm": {"minibatch_size": 32, "epochs": 3}},
         {"heatup": "1 env_steps"},
         {"policies": {"default": {"hidden_sizes": [8]}}},
+        {"policies": {"default": {"layer_norm": True}}},
+        {"algorithm": {"weight_decay": 0.01}},
         {"environment": {"id": "CartPole-v1", "num_envs": 5}},
         {"environment": {"id": "CartPole-v1", "num_envs": 4, "info_columns": ["cost"]}},
         {"trainer": {"torch_threads": 2}},
@@ -207,6 +209,8 @@ def test_where_and_how_long_a_run_goes_does_not_change_the_hash(sections: dict[s
         for path, digit in (("a.csv", "0"), ("b.h5", "0"), ("a.csv", "1"))
     )
     assert here.hash() == there.hash() != other.hash(), "nor does where a dataset lies, but what it holds"
+    auto, nature, small = (minimal_config(policies={"default": {"cnn": cnn}}) for cnn in ("auto", "nature", "small"))
+    assert minimal_config().hash() == auto.hash() == nature.hash() != small.hash(), "`nature` was the default"
 
 
 def fields(model: type[BaseModel], section: str = "config") -> Iterator[tuple[str, str, str]]:
@@ -233,6 +237,7 @@ def reads(texts: Iterator[str]) -> set[tuple[str, str]]:
 
 CALLED = {
     "policies": "policy",
+    "levels": "level",
     "wrappers": "wrapper",
     "stop_at": "stop",
     "learners": "learner",
@@ -262,8 +267,9 @@ def test_every_field_is_read_somewhere_and_says_what_it_is_for() -> None:
 BY_ALGORITHM: dict[str, tuple[list[int], str, int, tuple[int, int, int], str]] = {
     **dict.fromkeys(("ppo", "a2c", "impala", "appo", "bc"), ([64, 64], "tanh", 0, (64, 4, 0), "10 updates")),
     **dict.fromkeys(("dqn", "rainbow", "vdn", "qmix"), ([120, 84], "relu", 1000, (8, 1, 2), "5000 env_steps")),
+    "r2d2": ([120, 84], "relu", 1000, (40, 1, 2), "5000 env_steps"),
     **dict.fromkeys(("sac", "td3", "ddpg"), ([256, 256], "relu", 1000, (8, 1, 2), "5000 env_steps")),
-    **dict.fromkeys(("cql", "iql"), ([256, 256], "relu", 0, (64, 4, 1), "10 updates")),
+    **dict.fromkeys(("cql", "iql", "td3_bc"), ([256, 256], "relu", 0, (64, 4, 1), "10 updates")),
 }
 """Network, random steps, T × K and L, and when there is a checkpoint."""
 
@@ -286,9 +292,28 @@ def test_what_is_not_said_is_as_the_algorithm_has_it(name: str) -> None:
     if isinstance(config.algorithm, OffPolicyConfig):
         assert lag > 0, "acting goes on during gradient steps"
         assert config.algorithm.replay_buffer.capacity == (
-            100_000 if name in {"dqn", "rainbow", "vdn", "qmix"} else 1_000_000
+            100_000 if name in {"dqn", "rainbow", "r2d2", "vdn", "qmix"} else 1_000_000
         )
     assert parse_config(yaml.safe_load(dump_config(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "digits"),
+    [
+        ("dqn", "fb01fd00632888d8"),
+        ("rainbow", "a935bd66050f9e37"),
+        ("sac", "05c8cc4869773815"),
+        ("td3", "6117c1e99e750497"),
+        ("ddpg", "3adbbdbcb7700cf7"),
+        ("cql", "47457b541b6711cf"),
+    ],
+)
+def test_a_run_without_what_came_later_keeps_its_hash(name: str, digits: str) -> None:
+    """As it was before cloning and reward signals were among the fields."""
+    config = short(name)
+    assert config.hash().startswith(digits)
+    asked = short({"name": name, "reward_signals": {"rnd": {}}, "n_step": 1})
+    assert any(field.startswith("algorithm.reward_signals") for field in config.decides_otherwise(asked))
 
 
 def test_what_is_said_counts_before_what_the_algorithm_has() -> None:

@@ -13,8 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from rollout_worker.environments.description import describe_space
+from shared.config.sections import PolicyConfig
 from shared.errors import CheckpointDamaged, CheckpointNotFound, UserError
-from shared.policies.deployed import load_policy
+from shared.experience.spaces import PolicySpaces
+from shared.policies.deployed import DeployedPolicy, load_policy
+from shared.policies.q_network import QNetwork
 from shared.policies.serialization import encode_policy
 from shared.storage.checkpoint_store import (
     CHECKPOINTS,
@@ -190,3 +194,69 @@ def test_greedy_is_the_same_each_time_also_in_a_batch_and_sampling_is_not() -> N
     batch = policy.act_batch(observations)
     assert batch.shape == (6, 2)
     np.testing.assert_allclose(batch, [policy.act(row) for row in observations], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("action", ["discrete", "multi_discrete", "box", "dict"])
+def test_it_tells_the_value_and_how_probable_each_action_is(action: str) -> None:
+    policy = load_policy(policy_bytes(action=action))
+    observations = np.stack([observe("box", seed) for seed in range(4)])
+    taken = policy.act_batch(observations, greedy=False)
+    seen = policy.inspect_batch(observations, actions=taken)
+    network = built_policy(OBSERVATIONS["box"], ACTIONS[action], seed=1, cnn="small")
+    tensors = {"obs": torch.from_numpy(observations)}
+    params = network.action_parameters(tensors)
+    columns = {key: torch.from_numpy(array) for key, array in network.spaces.action.flatten("action", taken).items()}
+    np.testing.assert_allclose(seen.log_prob, network.distribution.log_prob(params, columns).detach(), rtol=1e-4)
+    np.testing.assert_allclose(seen.value, network.value(tensors).detach(), rtol=1e-5)
+    assert seen.action_values is None
+    if action == "box":
+        assert seen.probabilities is None
+        with pytest.raises(UserError, match=r"an action is .* one for each observation; found"):
+            policy.inspect(observations[0], action=[1.0])
+        return
+    assert seen.probabilities is not None
+    sizes = [options for leaf in network.spaces.action.leaves for options in leaf.nvec]
+    parts = np.split(seen.probabilities, np.cumsum(sizes)[:-1], axis=1)
+    assert all(np.allclose(part.sum(axis=1), 1) for part in parts) and seen.probabilities.shape == (4, sum(sizes))
+    if action == "discrete":
+        chosen = network.spaces.action.flatten("action", taken)["action"]
+        np.testing.assert_allclose(np.exp(seen.log_prob), parts[0][np.arange(4), chosen], rtol=1e-5)
+    one = policy.inspect(observations[2], action=_nth(taken, 2))
+    np.testing.assert_allclose(one.value, seen.value[2], rtol=1e-5)
+    np.testing.assert_allclose(one.log_prob, seen.log_prob[2], rtol=1e-4)
+
+
+def _nth(nested: Any, row: int) -> Any:
+    if isinstance(nested, dict):
+        return {key: _nth(value, row) for key, value in nested.items()}
+    return tuple(_nth(value, row) for value in nested) if isinstance(nested, tuple) else nested[row]
+
+
+def test_a_q_network_tells_the_value_of_each_choice() -> None:
+    spaces = PolicySpaces(describe_space(OBSERVATIONS["box"]), describe_space(ACTIONS["discrete"]))
+    policy = DeployedPolicy(QNetwork(spaces, PolicyConfig(), dueling=True), 1)
+    seen = policy.inspect(observe("box"))
+    assert seen.action_values is not None and seen.probabilities is None
+    assert seen.value == seen.action_values.max()
+    assert policy.act(observe("box")) - ACTIONS["discrete"].start == seen.action_values.argmax()  # type: ignore[attr-defined]
+
+
+def test_hidden_state_is_told_and_set_again_and_asking_does_not_move_it() -> None:
+    policy = load_policy(encode_policy(built_policy(
+        OBSERVATIONS["box"], ACTIONS["box"], core="lstm", core_size=7, share_encoder=True
+    ), 1))  # fmt: skip
+    assert policy.state is None
+    policy.act(observe("box", 1))
+    before = policy.state
+    assert before is not None and before.shape == (1, 14)
+    first = policy.inspect(observe("box", 2))
+    np.testing.assert_array_equal(policy.state, before)
+    action, after = policy.act(observe("box", 2)), policy.state
+    policy.state = before
+    assert policy.inspect(observe("box", 2)) == first and first.value is not None
+    np.testing.assert_array_equal(policy.act(observe("box", 2)), action)
+    np.testing.assert_array_equal(policy.state, after)
+    with pytest.raises(UserError, match=r"state: expected \[episodes, 14\], found \[1, 3\]"):
+        policy.state = np.zeros((1, 3))
+    with pytest.raises(UserError, match=r"expected \[episodes, 0\]"):
+        load_policy(policy_bytes()).state = np.zeros((1, 3))

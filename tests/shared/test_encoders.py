@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rollout_worker.environments.description import describe_space
 from shared.config.sections import PolicyConfig
 from shared.errors import UnsupportedSpace
-from shared.policies.encoders import Encoder, ObservationNormalizer, RunningMoments, Tanh
+from shared.policies.encoders import Encoder, ObservationNormalizer, ParallelLayerNorm, RunningMoments, Tanh
 from tests.support.environments import OBSERVATIONS
 from tests.support.policies import batch_of
 
@@ -78,7 +78,7 @@ def test_images_reach_the_convolutions_channels_first_and_scaled_to_one(
     assert seen.nonzero().tolist() == [[0, 0, 5, 7]] and seen.max().item() == 1.0
 
 
-@pytest.mark.parametrize(("kind", "least"), [("nature", 36), ("small", 5)])
+@pytest.mark.parametrize(("kind", "least"), [("nature", 36), ("small", 5), ("auto", 5)])
 def test_the_smallest_images_allowed_work_and_smaller_ones_are_refused_by_name(kind: Any, least: int) -> None:
     def encoder(*size: int) -> Encoder:
         spec = describe_space(spaces.Dict({"camera": spaces.Box(0, 255, (*size, 3), np.uint8)}))
@@ -86,9 +86,40 @@ def test_the_smallest_images_allowed_work_and_smaller_ones_are_refused_by_name(k
 
     images = {"obs.camera": torch.zeros((2, least, least, 3), dtype=torch.uint8)}
     assert encoder(least, least)(images, None).shape == (2, 64)
-    said = rf"camera: images of {least - 1}×60 are too small for cnn: {kind}.*{least}×{least}"
+    said = rf"camera: images of {least - 1}×60 are too small for cnn: (nature|small).*{least}×{least}"
     with pytest.raises(UnsupportedSpace, match=said):
         encoder(least - 1, 60)
+
+
+@pytest.mark.parametrize(("side", "kind"), [(8, "small"), (35, "small"), (36, "nature"), (84, "nature")])
+def test_auto_is_the_same_network_to_the_bit_as_the_one_that_fits(side: int, kind: Any) -> None:
+    spec, image = (
+        describe_space(spaces.Box(0, 255, (side, side, 2), np.uint8)),
+        np.full((1, side, side, 2), 7, np.uint8),
+    )
+    made = []
+    for named in ("auto", kind):
+        torch.manual_seed(3)
+        made.append(Encoder(spec, PolicyConfig(cnn=named)))
+    auto, plain = (encoder({"obs": torch.from_numpy(image)}, None) for encoder in made)
+    assert torch.equal(auto, plain)
+    assert PolicyConfig().cnn == "auto"
+
+
+@pytest.mark.parametrize("size", [(1, 2), (8, 8), (21, 30)])
+def test_residual_blocks_take_images_of_any_size_and_learn_from_every_pixel(size: tuple[int, int]) -> None:
+    encoder = Encoder(describe_space(spaces.Box(0, 255, (*size, 3), np.uint8)), PolicyConfig(cnn="residual"))
+    assert sum(isinstance(module, torch.nn.Conv2d) for module in encoder.modules()) == 15, "as in the paper's figure 3"
+    images = torch.randint(0, 256, (4, *size, 3), dtype=torch.uint8)
+    features = encoder({"obs": images}, None)
+    assert features.shape == (4, 64) and len(set(features[:, 0].tolist())) == 4
+    features.square().sum().backward()
+    assert all(item.grad is not None and bool(item.grad.abs().sum() > 0) for item in encoder.parameters())
+    block = next(module for module in encoder.modules() if type(module).__name__ == "_Residual")
+    for item in block.parameters():
+        torch.nn.init.zeros_(item)
+    values = torch.randn(1, 16, 3, 3)
+    assert torch.equal(block(values), values), "what it adds is nothing then"
 
 
 def test_the_activation_is_the_configured_one() -> None:
@@ -97,6 +128,19 @@ def test_the_activation_is_the_configured_one() -> None:
         encoder = Encoder(spec, PolicyConfig.model_validate({"activation": name, "hidden_sizes": (5, 6)}))
         assert [type(layer) for layer in encoder.mlp] == [torch.nn.Linear, kind, torch.nn.Linear, kind]
         assert encoder.features == 6
+    (_, norm, _) = Encoder(spec, PolicyConfig(hidden_sizes=(5,), layer_norm=True)).mlp
+    assert isinstance(norm, torch.nn.LayerNorm) and norm.normalized_shape == (5,)
+
+
+def test_a_layer_norm_of_several_networks_is_pytorchs_of_each() -> None:
+    ours, values = ParallelLayerNorm(3, 5), torch.randn(3, 4, 5)
+    with torch.no_grad():
+        ours.weight.normal_(), ours.bias.normal_()
+    for networks in (3, 1):
+        expected = [
+            torch.nn.functional.layer_norm(values[i], (5,), ours.weight[i, 0], ours.bias[i, 0]) for i in range(networks)
+        ]
+        torch.testing.assert_close(ours(values[:networks]), torch.stack(expected))
 
 
 VALUES = torch.cat([torch.linspace(-30, 30, 10_001), torch.tensor([0.0, 1e-8, -1e-8, 1e-3, torch.inf, -torch.inf])])

@@ -207,8 +207,6 @@ def test_rows_are_what_was_appended_names_labels_and_values_alike(any_store: Obj
     ]  # fmt: skip
     (first, second) = segments(any_store, EPISODES)
     assert (first.epoch, first.version, first.first, first.last, second.first) == (3, -1, 0, 2, 3)
-    only = [rows.columns for _, rows in read(any_store, EPISODES, names=[VERSION, "loss", "none"])]
-    assert [set(columns) for columns in only] == [{VERSION, "loss"}, {VERSION}]
 
 
 def damaged() -> Iterator[bytes]:

@@ -343,6 +343,22 @@ class Lever(Small):
         return float(action)
 
 
+class Cue(Small):
+    """Shows at first which action pays 1 at the last of four steps, and then only which step it is."""
+
+    observation_space = spaces.Box(-1.0, 1.0, (2,))
+    action_space = spaces.Discrete(2)
+    length = 4
+
+    def observe(self) -> Array:
+        if self._steps == 0:
+            self._right = int(self.np_random.integers(2))
+        return np.array([self._steps / 4, 2.0 * self._right - 1.0 if self._steps == 0 else 0.0], np.float32)
+
+    def reward(self, action: Any) -> float:
+        return float(self._steps == self.length and action == self._right)
+
+
 class Overshoots(Small):
     """Terminates after two steps with an observation that is not in its space: NaN, or one choice too many."""
 
@@ -451,6 +467,21 @@ class PhaseWrapper(gym.RewardWrapper[Any, Any]):
 
     def reward(self, reward: Any) -> float:
         return float(reward) + 10 * PHASES.index(self._phase)
+
+
+class PauseWrapper(gym.Wrapper[Any, Any, Any, Any]):
+    """Refuses to be stepped while acting waits; its `info` tells how often acting began."""
+
+    _begun, _paused = 0, False
+
+    def set_paused(self, paused: bool) -> None:
+        assert paused is not self._paused, "told twice"
+        self._begun, self._paused = self._begun + (not paused), paused
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        assert not self._paused, "a step while acting waits"
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return observation, reward, terminated, truncated, info | {"begun": self._begun}
 
 
 class RejectsPhases(gym.Wrapper[Any, Any, Any, Any]):

@@ -216,3 +216,37 @@ def leaves(observation: dict[str, Any], random: np.random.Generator) -> int:
 
 def takes_too_many(observation: dict[str, Any], random: np.random.Generator) -> int:
     return 7
+
+
+class Odd(AllAtOnce):
+    """As `AllAtOnce`, but with an agent that is to act and observes nothing, or without an agent at the start."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        seen, infos = super().reset(seed, options)
+        if self._kind == "empty":
+            self.agents = []
+        return seen, infos
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        seen, *others = super().step(actions)
+        return {
+            agent: None if self._kind == "blind" and agent in self.agents else its for agent, its in seen.items()
+        }, *others
+
+
+class Struck(InTurns):
+    """All are there; who has the first turn is struck down in the second, and is told of it after the third."""
+
+    def _start(self, seed: int | None) -> None:
+        super()._start(seed)
+        self.agents = list(NAMES)
+
+    def step(self, action: Any) -> None:
+        self._cumulative_rewards[self.agent_selection] = 0.0
+        self.steps += 1
+        self.terminations[NAMES[0]] = self.steps >= 2
+        self.agent_selection = NAMES[self.steps % 3]

@@ -168,3 +168,21 @@ def test_a_trainer_whose_demonstrations_are_others_refuses_to_begin(new_game: Ne
     data.write_text("\n".join(lines[:-1]))
     with pytest.raises(DatasetError, match=r"demonstrations.path=.* has the SHA-256 .*\(demonstrations.sha256\)"):
         game.restart()
+
+
+@pytest.mark.parametrize("fields", [{}, {"dueling": True, "heads": 3}, {"head": "c51", "v_min": 0, "v_max": 50}])
+def test_q_learning_clones_by_a_large_margin(data: Path, fields: dict[str, Any]) -> None:
+    """Equation 2 of Hester et al. 2018, row by row: 0 only where the demonstrated action is the best by the margin."""
+    cloned = {"behavioral_cloning": {"strength": 1.0, "margin": 0.3}}
+    found, learner = cloning_of(imitating(data, algorithm={"name": "dqn", **cloned, **fields}))
+    pairs = found.demonstrations.draw(60, torch.Generator().manual_seed(1), torch.device("cpu"))
+    with torch.no_grad():
+        values = learner.policies["default"].action_parameters(pairs.observations).numpy()
+        errors = found.errors(pairs)
+    chosen = pairs.actions["action"].tolist()
+    expected = [
+        max(value + 0.3 * (choice != right) for choice, value in enumerate(row)) - row[right]
+        for row, right in zip(values, chosen, strict=True)
+    ]
+    np.testing.assert_allclose(errors, expected, atol=1e-5)
+    assert errors.max() > 0

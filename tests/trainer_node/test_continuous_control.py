@@ -14,7 +14,7 @@ from rollout_worker.environments.description import describe_space
 from shared.errors import UnsupportedSpace
 from shared.experience.counters import Counters
 from shared.experience.spaces import PolicySpaces
-from tests.support.learning.algorithms import BOXES, CHOICE, make
+from tests.support.learning.algorithms import BOXES, CHOICE, HIGH, LOW, make, move_apart
 from tests.support.learning.experience import minibatch
 from trainer_node.learning.building_blocks.optimization import state_of
 
@@ -64,6 +64,28 @@ def test_several_choices_are_refused(name: str, action: spaces.Space[Any]) -> No
 def test_noise_on_choices_is_refused() -> None:
     with pytest.raises(UnsupportedSpace, match="exploration=gaussian is for continuous actions; use sampling"):
         make("sac", CHOICE, exploration={"kind": "gaussian"})
+
+
+@pytest.mark.parametrize("value_weight", [0.0, 2.5])
+def test_the_policy_of_td3_bc_goes_by_values_of_equal_size_and_by_the_data(value_weight: float) -> None:
+    """Eq. 5 of the paper, one transition after another; the weight of the values has no gradient."""
+    algorithm, batch = make("td3_bc", BOXES, value_weight=value_weight), minibatch(BOXES, 30)
+    move_apart(algorithm.policy, algorithm.critics)
+    loss = algorithm.actor_loss(batch)
+    gradient = torch.autograd.grad(loss, algorithm.policy.head.bias)[0]
+    with torch.no_grad():
+        action = torch.tanh(algorithm.policy.action_parameters(batch.observations))
+        value = algorithm.critics(batch.observations, None, action)[0].squeeze(1).double().numpy()
+        done = (batch.actions["action"].numpy() - (LOW + HIGH) / 2) / ((HIGH - LOW) / 2)
+    share = value_weight / np.abs(value).mean()
+    each = [
+        weight * (((mine - theirs) ** 2).mean() - share * q)
+        for weight, mine, theirs, q in zip(batch.weight.tolist(), action.numpy(), done, value, strict=True)
+    ]
+    assert loss.item() == pytest.approx(np.mean(each), rel=1e-4)
+    algorithm._config = algorithm._config.model_copy(update={"value_weight": 2 * value_weight})
+    doubled = torch.autograd.grad(algorithm.actor_loss(batch), algorithm.policy.head.bias)[0]
+    assert torch.equal(doubled, gradient) == (value_weight == 0)
 
 
 @pytest.mark.parametrize(

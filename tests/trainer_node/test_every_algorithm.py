@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,16 @@ def of_dqn(name: str, described: PolicySpaces, **fields: Any) -> Checked:
     return [(lambda: algorithm.loss(batch, noise)[0], algorithm.policy)]
 
 
+def of_r2d2(name: str, described: PolicySpaces) -> Checked:
+    algorithm = make(name, described, double=False, loss="squared")
+    move_apart(algorithm.policy, algorithm.target)
+    for number in range(3):
+        algorithm.observe([random_fragment(algorithm.policy, number)])
+    drawn = algorithm.replay_buffer.sample(30, np.random.default_rng(1), gamma=0.9, n_step=2)
+    batch = algorithm.on_device(drawn)
+    return [(lambda: algorithm.loss(batch)[0], algorithm.policy)]
+
+
 def of_sac(name: str, described: PolicySpaces) -> Checked:
     algorithm, batch = make(name, described, initial_temperature=0.3), minibatch(described, 30)
     move_apart(algorithm.policy, algorithm.critics, algorithm.targets)
@@ -102,8 +113,8 @@ def of_cql(name: str, described: PolicySpaces) -> Checked:
     return [(penalized, algorithm.critics), (lambda: algorithm.actor_loss(batch, noise)[0], algorithm.policy)]
 
 
-def of_td3(name: str, described: PolicySpaces) -> Checked:
-    algorithm, batch = make(name, described), minibatch(described, 30)
+def of_td3(name: str, described: PolicySpaces, **fields: Any) -> Checked:
+    algorithm, batch = make(name, described, **fields), minibatch(described, 30)
     move_apart(algorithm.policy, algorithm.critics, algorithm.targets, algorithm.target_policy)
     noise = torch.randn(30, 2, generator=torch.Generator().manual_seed(2))
     return [
@@ -139,9 +150,11 @@ GRADIENTS: dict[str, tuple[Callable[..., Checked], tuple[PolicySpaces, ...], lis
     "iql": (of_iql, (BOXES, CHOICE), [{}]),
     "ppo": (of_batches, (BOXES, CHOICE), [{}]),
     "qmix": (of_team, (CHOICE,), [{"loss": "squared"}]),
+    "r2d2": (of_r2d2, (CHOICE,), [{}]),
     "rainbow": (of_dqn, (CHOICE,), [{}]),
     "sac": (of_sac, (BOXES, CHOICE), [{}]),
     "td3": (of_td3, (BOXES,), [{}]),
+    "td3_bc": (of_td3, (BOXES,), [{"value_weight": 0.0}]),
     "vdn": (of_team, (CHOICE,), [{}, {"team_reward": "sum"}]),
 }  # fmt: skip
 """Losses, spaces to try them on, and fields."""
@@ -231,13 +244,14 @@ VALUES: dict[str, list[dict[str, Any]]] = {
     "rainbow": [FAST | {"target_update_steps": 1, "tau": 0.3, "atoms": 16, "v_min": 0.0, "v_max": 3.0, "noisy": False}],
     "sac": [FAST | {"tau": 0.3, "initial_temperature": 1e-4, "learn_temperature": False}],
     "td3": [FAST | {"tau": 0.3, "policy_delay": 1, "target_noise": 0.0}],
+    "td3_bc": [FAST | {"tau": 0.3, "policy_delay": 1, "target_noise": 0.0}],
 }
 """How each learns a table of values fast."""
 
 
 def test_none_is_left_out() -> None:
-    teams = {"vdn", "qmix"}  # what they value is tested in test_qmix.py
-    assert set(GRADIENTS) == set(ALGORITHMS) == {*VALUES, "bc", *teams}, "what has no value is bc alone"
+    elsewhere = {"vdn", "qmix", "r2d2"}  # what they value is tested in test_qmix.py and test_r2d2.py
+    assert set(GRADIENTS) == set(ALGORITHMS) == {*VALUES, "bc", *elsewhere}, "what has no value is bc alone"
 
 
 @pytest.mark.parametrize("ends", ["truncated", "terminated"])
@@ -249,7 +263,7 @@ def test_what_lies_behind_a_truncation_is_valued_and_behind_a_termination_is_not
 
     With the first observation of the next episode for what follows it would come to 1 / (1 − γ²) = 1.33.
     """
-    on_policy, boxes = name in ON_POLICY, name in {"td3", "ddpg"}
+    on_policy, boxes = name in ON_POLICY, name in {"td3", "td3_bc", "ddpg"}
     updates, start = (60, 0.5) if on_policy else (10, 0.1)
     rate = {"kind": "linear", "start": start, "end": 0.0, "over": f"{updates} updates"}
     section = ALGORITHMS[name].model_validate({"name": name, "learning_rate": rate, "gamma": GAMMA, **fields})
@@ -279,6 +293,6 @@ def valued(name: str, algorithm: Any) -> Tensor:
     elif name in {"iql", *ON_POLICY}:
         found = policy.value(seen)
     else:
-        actions = torch.tanh(policy.action_parameters(seen)) if name in {"td3", "ddpg"} else None
+        actions = torch.tanh(policy.action_parameters(seen)) if name in {"td3", "td3_bc", "ddpg"} else None
         found = algorithm.critics(seen, None, actions).mean(dim=(0, 2))
     return found

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,11 +17,13 @@ from rollout_worker.environments.factory import make_vector
 from rollout_worker.environments.seeding import SeedLineage
 from rollout_worker.exploration.base import RandomActing, Sampling
 from rollout_worker.sampling.sampler import Sampler
+from shared.config.algorithms.q_learning import DQNConfig
 from shared.config.sections import PolicyConfig
 from shared.datasets.read import read_dataset
 from shared.experience.fragment import WIRE_VERSION
 from shared.experience.spaces import Array, Leaf, PolicySpaces, SpaceSpec
 from shared.policies.actor_critic import ActorCritic
+from shared.policies.registry import build_policies
 from tests.conftest import minimal_config
 from tests.support.cartpole_data import RULE, played, write_played
 from tests.support.datasets import fragment_of, swung, write_archive, write_recorded
@@ -295,3 +297,23 @@ def test_a_policy_of_bounded_actions_is_worth_what_its_own_episodes_returned(tmp
     found = evaluation_of(tmp_path / "data.csv", every_updates=1, gradient_steps=20).figures(policy, 1)
     assert found["ope/effective_episodes"] == pytest.approx(4, rel=1e-3)
     assert found["ope/wis"] == pytest.approx(found["ope/ips"], rel=1e-3)
+
+
+def test_a_q_network_is_worth_what_its_best_choices_pay(tmp_path: Path) -> None:
+    """A lever pays 1 for the one choice and 0 for the other, half of them each by chance; there is one step."""
+    config = minimal_config(environment={"id": f"{MODULE}:Lever", "num_envs": 50})
+    description = describe_environment(config)
+    policies = build_policies(description.policies, config.policies, DQNConfig(), 0)
+    sampler = Sampler(make_vector(config.environment, description), description, SeedLineage(1, 0, 0, 0))
+    acted = [sampler.sample(policies, {"default": RandomActing()}, 8).columns["default"] for _ in range(5)]
+    write_archive(tmp_path, [fragment_of(columns, seq) for seq, columns in enumerate(acted)])
+    evaluation = evaluation_of(tmp_path / "a-run", every_updates=1, gradient_steps=200, episodes=2000)
+    for best in (0, 1):
+        with torch.no_grad():
+            cast(Any, policies["default"]).advantage.layers[-1].bias.copy_(
+                torch.tensor([10.0 * (1 - best), 10.0 * best])
+            )
+        found = evaluation.figures(policies["default"], 1)
+        assert found["ope/effective_episodes"] == pytest.approx(1000, rel=0.1)
+        for name in ("ips", "wis", "dm", "dr", "sequential_dr"):
+            assert found[f"ope/{name}"] == pytest.approx(best, abs=0.1), name

@@ -48,6 +48,7 @@ DONE = spaces.Dict(
 ONE_OF_FOUR = spaces.Discrete(4, start=1)
 ARM = spaces.Dict({"x": spaces.Box(-2, 3, (2,)), "y": spaces.Box(0, 1, (), np.float64)})
 PLAIN = PolicyConfig(cnn="small", hidden_sizes=(16,), normalize_observations=True)
+NORMED = PLAIN.model_copy(update={"cnn": "residual", "layer_norm": True})
 
 
 def of(observation: spaces.Space[Any], action: spaces.Space[Any]) -> PolicySpaces:
@@ -66,6 +67,7 @@ KINDS: dict[str, Callable[[], Policy]] = {
     "rainbow": lambda: QNetwork(of(SEEN, ONE_OF_FOUR), PLAIN, head="c51", dueling=True, noisy=True),
     "quantiles": lambda: QNetwork(of(FEW, ONE_OF_FOUR), PLAIN, head="qr", dueling=True),
     "ensemble": lambda: QNetwork(of(FEW, ONE_OF_FOUR), PLAIN, dueling=True, heads=3, prior_scale=1.0),
+    "residual": lambda: ActorCritic(of(SEEN, DONE), NORMED),
     "sac": lambda: Actor(of(SEEN, ARM), PLAIN),
     "discrete sac": lambda: Actor(of(FEW, ONE_OF_FOUR), PLAIN),
     "td3": lambda: Deterministic(of(FEW, ARM), PLAIN),

@@ -35,11 +35,13 @@ def stepped(adam: Adam, layers: nn.Module, step: int, max_norm: float | None = N
     return float(adam.step(1e-2 / (step + 1), max_norm))
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.1])
-def test_it_moves_the_parameters_as_pytorchs_own_does(max_norm: float | None) -> None:
+@pytest.mark.parametrize(("max_norm", "decay"), [(None, 0.0), (0.1, 0.0), (0.1, 0.3)])
+def test_it_moves_the_parameters_as_pytorchs_own_does(max_norm: float | None, decay: float) -> None:
     """To rounding: the kernel is another one than that of PyTorch's plain loop, and the norm is of all at once."""
     ours, theirs = network(1), network(1)
-    adam, reference = Adam(ours.parameters(), 1e-5), torch.optim.Adam(theirs.parameters(), eps=1e-5)
+    learned = [item for layer in list(theirs.children())[:2] for item in layer.parameters()]
+    adam = Adam(ours.parameters(), 1e-5, decay)
+    reference = torch.optim.AdamW(learned, eps=1e-5, weight_decay=decay)
     for step in range(20):
         norm = stepped(adam, ours, step, max_norm)
         reference.zero_grad()
@@ -48,7 +50,8 @@ def test_it_moves_the_parameters_as_pytorchs_own_does(max_norm: float | None) ->
         assert norm == pytest.approx(float(expected_norm), rel=1e-5)
         reference.param_groups[0]["lr"] = 1e-2 / (step + 1)
         reference.step()
-    torch.testing.assert_close(list(ours.parameters()), list(theirs.parameters()), rtol=1e-5, atol=1e-6)
+    assert [torch.equal(*pair) for pair in zip(ours.parameters(), theirs.parameters(), strict=True)][4] == (not decay)
+    torch.testing.assert_close(list(ours.parameters())[:4], learned, rtol=1e-5, atol=1e-6)
     slots = reference.state_dict()["state"]
     expected = {f"{number}/{name}" for number, slot in slots.items() for name in slot}
     assert set(adam.state()) == expected and len(expected) == 4 * 3, "none for what has no gradient"
@@ -91,6 +94,18 @@ def test_a_trainer_does_not_import_pytorchs_compiler() -> None:
         "sys.exit('torch._dynamo' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["a2c", "appo", "bc", "cql", "ddpg", "dqn", "impala", "iql", "ppo", "sac", "td3"])
+def test_weight_decay_and_layer_norm_reach_every_algorithms_networks(name: str) -> None:
+    plain, decayed = (weights_after_updates(make(name, shape=(4, 3), weight_decay=decay)) for decay in (0.0, 0.5))
+    assert all(np.isfinite(array).all() for array in decayed.values())
+    assert plain.keys() == decayed.keys() and not all(np.array_equal(plain[key], decayed[key]) for key in plain)
+    made = make(name, None, {"layer_norm": True}, shape=(4, 3))
+    normalized = weights_after_updates(made)
+    norms = normalized.keys() - plain.keys()
+    assert norms and all(np.isfinite(array).all() for array in normalized.values())
+    assert any("norms." in key for key in made.state()) == hasattr(made, "critics")
 
 
 @pytest.mark.parametrize("name", ["a2c", "bc", "dqn", "ppo", "sac", "td3"])

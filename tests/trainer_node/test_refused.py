@@ -43,12 +43,18 @@ ROWS: list[tuple[dict[str, Any] | str, dict[str, Any], str]] = [
     ({"name": "dqn", "heads": 5, "noisy": True}, {}, "heads=5.*noisy=true"),
     ({"name": "dqn", "prior_scale": 3}, {}, "prior_scale=3.*heads=1"),
     ({"name": "dqn", "prior_scale": 3, "heads": 5, "head": "c51"}, {}, "prior_scale=3.*head=c51"),
+    ({"name": "r2d2", "noisy": True}, {}, "noisy=True with r2d2.*noisy=False only"),
+    ({"name": "r2d2", "replay_buffer": {"kind": "hindsight"}}, {}, "hindsight with r2d2.*prioritized or uniform"),
+    ({"name": "r2d2", "exploration": {"kind": "parameter_noise", "sigma": 1}}, {}, "epsilon_greedy or boltzmann only"),
+    ("r2d2", {"policies": {"default": {"core": "none"}}}, "policies.default.core=none.*r2d2.*set core=lstm or gru"),
+    ({"name": "r2d2", "minibatch_size": 7}, {}, "minibatch_size=7 is less than rollout.fragment_steps=8"),
+    ({"name": "rainbow", "reward_signals": {"rnd": {}}}, {}, "n_step=3 with algorithm.reward_signals.*set n_step=1"),
     ("bc", {}, "bc clones recorded experience"),
     ("dqn", {"dataset": RECORDED | {"only_heatup": True}}, "only_heatup=true with heatup='0 env_steps'"),
     ("bc", {"dataset": RECORDED | {"only_heatup": True}, "heatup": "96 env_steps"}, "without dataset.only_heatup"),
     *((name, {"environment": {"id": environment, "num_envs": 4}, "dataset": RECORDED | {"evaluation": evaluation}},
        f"dataset.evaluation compares .*algorithm.name={name} has none")
-      for environment, names in (("CartPole-v1", ("dqn", "rainbow")), ("Pendulum-v1", ("td3", "ddpg")))
+      for environment, names in (("Pendulum-v1", ("td3", "ddpg", "td3_bc")),)
       for name in names for evaluation in ({"every_updates": 10}, {"episodes": 5})),
     *((name, {"dataset": {"path": "data.csv"}}, f"{name} learns only from what its own policy acts.*path=data.csv")
       for name in ON_POLICY),

@@ -24,7 +24,9 @@ from trainer_node.learning.algorithms.off_policy import OffPolicy
 from trainer_node.learning.learner import Learner, make_learner
 from trainer_node.log_consumer import Committed
 
-_NETWORK = ("hidden_sizes", "activation", "cnn", "share_encoder", "core", "core_size", "normalize_observations")
+_NETWORK = (
+    "hidden_sizes", "activation", "layer_norm", "cnn", "share_encoder", "core", "core_size", "normalize_observations",
+)  # fmt: skip
 """Fields of `policies.<id>` that say what weights there are and what they compute."""
 
 

@@ -15,7 +15,8 @@ The value estimated is the expected discounted return of the target policy from 
 | `sequential_dr` | mean of V_0, with V_t = v(s_t) + ρ_t (r_t + γ V_{t+1} − q(s_t, a_t)) | Jiang and Li 2016, eq. 10 |
 
 `ips`, `dr` and `sequential_dr` are unbiased where b is right, whatever q is; `dm` is as good as its q. All but `dm`
-leave out episodes with a step of which b is not known.
+leave out episodes with a step of which b is not known. A Q network takes its best choice with probability 1, so an
+episode counts in them as far as the data do what it would do.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from shared.policies.continuous import SquashedGaussian
 from shared.policies.distributions import ActionDistribution
 from shared.policies.encoders import Encoder, ObservationNormalizer
 from shared.policies.policy import Policy
+from shared.policies.q_network import BestChoice
 from shared.policies.registry import borrowed_random_state
 from trainer_node.learning.building_blocks.batch import in_chunks
 from trainer_node.learning.building_blocks.optimization import Adam
@@ -242,8 +244,8 @@ class DataEvaluation:
         """The metrics where an evaluation is due after this many updates; none where the dataset cannot be read."""
         if self._dataset is None or not self._every or updates == 0 or updates % self._every:
             return {}
-        if not isinstance(policy.distribution, ActionDistribution | SquashedGaussian):
-            return {}  # a greedy or noisy policy has no probabilities to compare
+        if not isinstance(policy.distribution, ActionDistribution | SquashedGaussian | BestChoice):
+            return {}  # one action of a continuum has no density to compare
         if self.episodes is None:
             self.episodes = self._read(policy)
         if not self.episodes:

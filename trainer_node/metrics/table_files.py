@@ -50,9 +50,8 @@ class CsvWriter(_TableWriter):
 
     def _table(self, stream: str) -> CsvFile:
         if stream not in self._tables:
-            table = CsvFile(self.run.needed_folder / f"{stream}.csv", LABELS.get(stream))
-            table.start(math.inf if stream == EVALUATIONS else self.run.env_steps)
-            self._tables[stream] = table
+            path, env_steps = self.run.needed_folder / f"{stream}.csv", self.run.env_steps
+            self._tables[stream] = CsvFile(path, math.inf if stream == EVALUATIONS else env_steps, LABELS.get(stream))
         return self._tables[stream]
 
     def _labels(self) -> set[str]:
@@ -89,13 +88,10 @@ class JsonlWriter(_TableWriter):
 class CsvFile:
     """A row at its end; what that costs does not depend on how many there are."""
 
-    def __init__(self, path: Path, label: str | None = None) -> None:
-        self._path, self._label = path, label
-        self._columns: list[str] = []
-
-    def start(self, env_steps: float) -> None:
+    def __init__(self, path: Path, env_steps: float, label: str | None = None) -> None:
         """Removes the rows beyond `env_steps`, and one that a crash cut off, reading backward from the end."""
-        self._columns = [self._label] if self._label else []
+        self._path, self._label = path, label
+        self._columns = [label] if label else []
         if not self._path.exists():
             return
         with self._path.open("r+b") as file:

@@ -1,12 +1,10 @@
 """What TensorBoard reads: scalars, histograms, the config as text and as hyperparameters."""
 
-from __future__ import annotations
-
 import io
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +63,12 @@ class TensorBoardFile:
 
     def shown(self, metric: str) -> set[tuple[int, float]]:
         """Step and policy version of each row with this metric that this file or former ones show."""
+        from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         found = set[tuple[int, float]]()
         for path in sorted(self._path.parent.glob("events.out.tfevents.*")):
-            for record in _records(path.read_bytes()):
+            for record in RawEventFileLoader(str(path)).Load():  # not what was cut off
                 if metric.encode() in record:
                     event = Event.FromString(record)
                     values = {value.tag: value.simple_value for value in event.summary.value}
@@ -108,17 +107,6 @@ class TensorBoardFile:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         append_bytes(self._path, self._header + _record(wall_time, step=step, summary=summary))
         self._header = b""
-
-
-def _records(data: bytes) -> Iterator[bytes]:
-    """What TensorFlow's framing holds: length, its CRC, the record, its CRC; not what was cut off."""
-    place = 0
-    while place + 12 <= len(data):
-        length = int.from_bytes(data[place : place + 8], "little")
-        if place + 16 + length > len(data):
-            return
-        yield data[place + 12 : place + 12 + length]
-        place += 16 + length
 
 
 def _record(wall_time: float | None = None, **what: Any) -> bytes:

@@ -5,8 +5,6 @@ rows that a restart undid stay there, and are followed by those that took their 
 so that a late evaluation is where it belongs.
 """
 
-from __future__ import annotations
-
 import os
 import posixpath
 import re

@@ -1,7 +1,5 @@
 """What a metric writer is, and which there are: a name of the table below, or `module:Class` of a user's own."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +20,8 @@ WRITERS = {
     "mlflow": "trainer_node.metrics.trackers:MlflowWriter",
     "trackio": "trainer_node.metrics.trackers:TrackioWriter",
 }
+FILES = ("csv", "jsonl", "tensorboard")
+"""Those that need the run's folder."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,7 @@ def writer_class(path: str) -> type[MetricWriter]:
 
 
 def open_writer(path: str, kwargs: Mapping[str, Any], run: WrittenRun) -> MetricWriter:
-    """Raises `ConfigError` where its class cannot be imported or does not take these arguments."""
-    made = writer_class(path)
-    _bind(path, made, kwargs, run)
-    return made(run, **kwargs)
+    return writer_class(path)(run, **kwargs)
 
 
 def check_writers(config: MetricsConfig, here: bool = True) -> None:
@@ -124,14 +121,10 @@ def check_writers(config: MetricsConfig, here: bool = True) -> None:
     to run `here`) needs a package that is not installed."""
     for writer in config.writers:
         made = writer_class(writer.path)
-        _bind(writer.path, made, writer.kwargs, None)
+        try:
+            inspect.signature(made).bind(None, **writer.kwargs)
+        except TypeError as error:
+            raise ConfigError(f"metrics.writers={writer.path} does not take {writer.kwargs}: {error}") from error
         for package in made.PACKAGES if here else ():
             if find_spec(package) is None:
                 raise ConfigError(f"metrics.writers={writer.path}: " + with_extra(f"No module named '{package}'"))
-
-
-def _bind(path: str, made: type[MetricWriter], kwargs: Mapping[str, Any], run: WrittenRun | None) -> None:
-    try:
-        inspect.signature(made).bind(run, **kwargs)
-    except TypeError as error:
-        raise ConfigError(f"metrics.writers={path} does not take {dict(kwargs)}: {error}") from error

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, Field
 
 from shared.config.exploration import ExplorationConfig, Sampling
+from shared.config.reward_signals import RewardSignalsConfig
 from shared.config.section import Schedule, ScheduleField, Section
 from shared.config.validation import validated
 from shared.errors import ConfigError
@@ -42,6 +43,9 @@ class AlgorithmConfig(Section):
     """The algorithm."""
     learning_rate: ScheduleField = Schedule(start=3e-4)
     """Adam's step size: a number, or `{kind: linear, start: 1e-3, end: 0, over: 100000 env_steps}`."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's (Loshchilov and Hutter 2019): each step takes `learning_rate` times this share off every weight of policy
+    and critics; 0 is plain Adam."""
     gamma: float = Field(0.99, ge=0, le=1)
     """Discount per env step."""
 
@@ -103,6 +107,13 @@ class CloningConfig(Section):
     """Demonstrated steps that each gradient step of the policy clones beside its minibatch."""
 
 
+class MarginCloningConfig(CloningConfig):
+    """Cloning beside Q-learning, by a large margin."""
+
+    margin: float = Field(0.8, gt=0)
+    """By how much the demonstrated action is to be better than any other, in units of the values; 0.8 as in DQfD."""
+
+
 class Cloning(AlgorithmConfig):
     """What algorithms have that can clone demonstrations beside what they learn by rewards."""
 
@@ -113,3 +124,16 @@ class Cloning(AlgorithmConfig):
     def imitating(self) -> tuple[str, ...]:
         """By cloning, where that is asked for."""
         return super().imitating + (() if self.behavioral_cloning is None else ("behavioral_cloning",))
+
+
+class Signals(Cloning):
+    """What algorithms have that can learn from further rewards."""
+
+    reward_signals: RewardSignalsConfig | None = None
+    """Rewards beside the environment's, for tasks whose own are rare; none by default."""
+
+    @property
+    def imitating(self) -> tuple[str, ...]:
+        """By cloning, and by a reward signal."""
+        gail = self.reward_signals is not None and self.reward_signals.gail is not None
+        return super().imitating + (("reward_signals.gail",) if gail else ())

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from shared.config.algorithms.base import AlgorithmConfig, Cloning
+from shared.config.algorithms.base import AlgorithmConfig, Signals
 from shared.config.exploration import GaussianNoise, NoiseField, Sampling
 from shared.config.replay_buffer import ReplayBufferField, UniformReplay
 from shared.config.section import ScheduleField
@@ -40,7 +40,7 @@ class OffPolicyConfig(AlgorithmConfig):
     """Adam's ε."""
 
 
-class ActorConfig(Cloning, OffPolicyConfig):
+class ActorConfig(Signals, OffPolicyConfig):
     """The fields of actors and their critics."""
 
     replay_buffer: ReplayBufferField = UniformReplay(capacity=1_000_000)

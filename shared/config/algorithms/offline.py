@@ -1,4 +1,4 @@
-"""The configurations of algorithms that learn from recorded experience: behavioral cloning, IQL and CQL."""
+"""The configurations of algorithms that learn from recorded experience: behavioral cloning, IQL, CQL, TD3+BC."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from shared.config.algorithms.base import BatchOfUpdate
-from shared.config.algorithms.off_policy import LARGE_NETWORK, OffPolicyConfig, SoftConfig
+from shared.config.algorithms.off_policy import LARGE_NETWORK, OffPolicyConfig, SoftConfig, TD3Config
 from shared.config.replay_buffer import ReplayBufferField, UniformReplay
 from shared.config.section import Schedule, ScheduleField
 
@@ -70,5 +70,17 @@ class CQLConfig(SoftConfig):
     """Whether the critics' targets count the policy's entropy, as SAC's do. The authors' code leaves it out."""
     cloning_steps: int = Field(0, ge=0)
     """Gradient steps at the beginning in which the policy only does what the data do, and the critics learn."""
+    gradient_steps_per_env_step: float = Field(0.1, gt=0, le=1000)
+    """Gradient steps for each env step read. With minibatches of 256, 0.1 uses a transition some 25 times an epoch."""
+
+
+class TD3BCConfig(TD3Config):
+    """TD3+BC (Fujimoto and Gu 2021): TD3 whose policy also does what the data do. For boxes with bounds."""
+
+    learner: ClassVar[str] = "trainer_node.learning.algorithms.td3:TD3BC"
+    defaults: ClassVar[Mapping[str, Any]] = {"policies": LARGE_NETWORK, "rollout": {"max_policy_lag": 1}}
+    name: str = "td3_bc"
+    value_weight: float = Field(2.5, ge=0)
+    """α: how much the critics count against cloning, in units of the mean size of their values; 0 clones alone."""
     gradient_steps_per_env_step: float = Field(0.1, gt=0, le=1000)
     """Gradient steps for each env step read. With minibatches of 256, 0.1 uses a transition some 25 times an epoch."""

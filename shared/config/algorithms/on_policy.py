@@ -4,12 +4,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from shared.config.algorithms.base import BatchOfUpdate, Cloning
-from shared.config.reward_signals import RewardSignalsConfig
+from shared.config.algorithms.base import BatchOfUpdate, Signals
 from shared.config.section import NumberOrSchedule, Schedule, ScheduleField, Section
 
 
-class OnPolicyConfig(Cloning):
+class OnPolicyConfig(Signals):
     """The fields that all of them have."""
 
     learns_from_others: ClassVar[bool] = False
@@ -25,18 +24,10 @@ class OnPolicyConfig(Cloning):
     normalize_values: bool = False
     """The critic predicts returns less their running mean, in units of their running deviation, as in MAPPO (Yu et al.
     2022): for returns that are large or grow. Advantages stay in the environment's units."""
-    reward_signals: RewardSignalsConfig | None = None
-    """Rewards beside the environment's, for tasks whose own are rare; none by default."""
 
     def network(self) -> dict[str, Any]:
         """Whether the policy has a scale of values."""
         return {"normalize_values": True} if self.normalize_values else {}
-
-    @property
-    def imitating(self) -> tuple[str, ...]:
-        """By cloning, and by a reward signal."""
-        gail = self.reward_signals is not None and self.reward_signals.gail is not None
-        return super().imitating + (("reward_signals.gail",) if gail else ())
 
 
 class ClippedConfig(BatchOfUpdate, OnPolicyConfig):

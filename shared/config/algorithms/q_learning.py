@@ -1,14 +1,17 @@
-"""The configurations of DQN and of what it becomes with all its extensions, Rainbow."""
+"""The configurations of DQN and of all that is made of it: Rainbow, R2D2, VDN, QMIX."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from shared.config.algorithms.base import MarginCloningConfig, Signals
 from shared.config.algorithms.off_policy import OffPolicyConfig
 from shared.config.exploration import EpsilonGreedy, ExplorationField, Sampling
 from shared.config.replay_buffer import PrioritizedReplay, ReplayBufferField
 from shared.config.section import Schedule, ScheduleField
+
+_ONE_HEAD: Mapping[str, tuple[Any, ...]] = {"head": ("expected",), "heads": (1,), "noisy": (False,)}
 
 
 class QLearningConfig(OffPolicyConfig):
@@ -60,6 +63,16 @@ class QLearningConfig(OffPolicyConfig):
         names = {"head", "dueling", "noisy", "atoms", "v_min", "v_max", "quantiles", "heads", "prior_scale"}
         return {name: getattr(self, name) for name in sorted(names)}
 
+    def _works_with(self, **needed: tuple[Any, ...]) -> Self:
+        """Raises `ValueError` for another value of a field (of a section, its `kind`) than these."""
+        for name, values in needed.items():
+            found = getattr(self, name)
+            name, found = (name, found) if not hasattr(found, "kind") else (f"{name}.kind", found.kind)
+            if found not in values:
+                several = " or ".join(str(value) for value in values)
+                raise ValueError(f"{name}={found} with {self.name}, which works with {name}={several} only; set that")
+        return self
+
     @model_validator(mode="after")
     def _what_cannot_be(self) -> Self:
         if self.v_min >= self.v_max:
@@ -76,7 +89,15 @@ class QLearningConfig(OffPolicyConfig):
         return self
 
 
-class DQNConfig(QLearningConfig):
+class Guided(Signals, QLearningConfig):
+    """The fields of those that can learn from demonstrations and from further rewards as well."""
+
+    behavioral_cloning: MarginCloningConfig | None = None
+    """`{strength: {kind: linear, start: 1, end: 0, over: 50000 env_steps}}` clones `demonstrations` as well, by a large
+    margin (Hester et al. 2018)."""
+
+
+class DQNConfig(Guided):
     """Deep Q-learning (Mnih et al. 2015), with any of its extensions."""
 
     learner: ClassVar[str] = "trainer_node.learning.algorithms.dqn:DQN"
@@ -93,14 +114,7 @@ class VDNConfig(QLearningConfig):
 
     @model_validator(mode="after")
     def _of_one_step_and_one_head(self) -> Self:
-        needed = {"head": "expected", "heads": 1, "noisy": False, "n_step": 1}
-        found = {name: getattr(self, name) for name in needed} | {"replay_buffer.kind": self.replay_buffer.kind}
-        for name, value in (needed | {"replay_buffer.kind": "uniform"}).items():
-            if found[name] != value:
-                raise ValueError(
-                    f"{name}={found[name]} with {self.name}, which works with {name}={value} only; set that"
-                )
-        return self
+        return self._works_with(**_ONE_HEAD, n_step=(1,), replay_buffer=("uniform",))
 
 
 class QMIXConfig(VDNConfig):
@@ -112,7 +126,44 @@ class QMIXConfig(VDNConfig):
     """Units of the mixing network's hidden layer."""
 
 
-class RainbowConfig(QLearningConfig):
+class R2D2Config(QLearningConfig):
+    """Recurrent replay distributed DQN (Kapturowski et al. 2019): Q-learning with an LSTM or a GRU
+    (`policies.<id>.core`), from sequences with the hidden states that they were acted with."""
+
+    learner: ClassVar[str] = "trainer_node.learning.algorithms.r2d2:R2D2"
+    recurrent_policy: ClassVar[str | None] = "recurrent_q_network"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **QLearningConfig.defaults,
+        "policies": {**QLearningConfig.defaults["policies"], "core": "lstm", "share_encoder": True},
+        "rollout": {"fragment_steps": 40, "fragments_per_update": 1, "max_policy_lag": 2},
+    }
+    name: str = "r2d2"
+    gamma: float = Field(0.997, ge=0, le=1)
+    replay_buffer: ReplayBufferField = PrioritizedReplay(alpha=0.9, beta=Schedule(start=0.6))
+    minibatch_size: int = Field(640, ge=1)
+    """Transitions in one gradient step: ⌊minibatch_size / rollout.fragment_steps⌋ sequences, each a fragment's of one
+    slot (64 sequences of 80 steps in the paper)."""
+    gradient_steps_per_env_step: float = Field(0.025, gt=0, le=1000)
+    """Gradient steps for each env step trained on. With minibatches of 640, each transition is used 16 times."""
+    n_step: int = Field(5, ge=1, le=1000)
+    dueling: bool = True
+    adam_epsilon: float = Field(1e-3, gt=0)
+    burn_in_fragments: int = Field(1, ge=0, le=100)
+    """Fragments before a sequence that the network goes through without learning, from their stored hidden state, so
+    that the state is about that of its weights now. 0: begin with the state as it was stored."""
+    priority_mix: float = Field(0.9, ge=0, le=1)
+    """η: a sequence's priority is η · the largest TD error of its steps + (1 − η) · their mean."""
+    rescale_values: bool = True
+    """Learn h(Q) = sign(Q)(√(|Q| + 1) − 1) + ε Q, ε = 0.001, in place of clipping rewards."""
+
+    @model_validator(mode="after")
+    def _of_one_head_on_sequences(self) -> Self:
+        return self._works_with(
+            **_ONE_HEAD, replay_buffer=("prioritized", "uniform"), exploration=("epsilon_greedy", "boltzmann")
+        )
+
+
+class RainbowConfig(Guided):
     """DQN with all its extensions (Hessel et al. 2018): the same fields, with the defaults of that paper."""
 
     learner: ClassVar[str] = "trainer_node.learning.algorithms.dqn:DQN"

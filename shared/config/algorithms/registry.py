@@ -7,15 +7,16 @@ from pydantic import BeforeValidator, Discriminator, Tag
 
 from shared.config.algorithms.base import AlgorithmConfig, OwnAlgorithm
 from shared.config.algorithms.off_policy import DDPGConfig, SACConfig, TD3Config
-from shared.config.algorithms.offline import BCConfig, CQLConfig, IQLConfig
+from shared.config.algorithms.offline import BCConfig, CQLConfig, IQLConfig, TD3BCConfig
 from shared.config.algorithms.on_policy import A2CConfig, APPOConfig, IMPALAConfig, PPOConfig
-from shared.config.algorithms.q_learning import DQNConfig, QMIXConfig, RainbowConfig, VDNConfig
+from shared.config.algorithms.q_learning import DQNConfig, QMIXConfig, R2D2Config, RainbowConfig, VDNConfig
 
 ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
     section.model_fields["name"].default: section
     for section in (
         A2CConfig, APPOConfig, BCConfig, CQLConfig, DDPGConfig, DQNConfig, IMPALAConfig, IQLConfig, PPOConfig,
-        QMIXConfig, RainbowConfig, SACConfig, TD3Config, VDNConfig,
+        QMIXConfig, R2D2Config, RainbowConfig, SACConfig, TD3BCConfig, TD3Config,
+        VDNConfig,
     )
 }  # fmt: skip
 """Name → section of the algorithms that come with Stagecoach."""

@@ -33,7 +33,7 @@ on_both_spaces = pytest.mark.parametrize("described", [BOXES, CHOICE], ids=["box
 
 ON_POLICY = [name for name, section in ALGORITHMS.items() if issubclass(section, OnPolicyConfig)]
 OFF_POLICY = [name for name, section in ALGORITHMS.items() if issubclass(section, OffPolicyConfig)]
-OF_BOXES = ("cql", "ddpg", "sac", "td3")
+OF_BOXES = ("cql", "ddpg", "sac", "td3", "td3_bc")
 """Which are made for boxes, unless a test says otherwise."""
 
 
@@ -58,10 +58,12 @@ def make(
     defaults: dict[str, Any] = {"minibatch_size": 16, "epochs": 3}
     if remembers:
         defaults["replay_buffer"] = {"kind": "uniform", "capacity": 20 * steps * slots}
+        defaults |= {"gradient_steps_per_env_step": 0.25} if name == "r2d2" else {}
     known = ALGORITHMS[name].model_fields
     section = {"name": name} | {key: value for key, value in defaults.items() if key in known} | fields
     config = ALGORITHMS[name].model_validate(section)
-    network = PolicyConfig.model_validate({"hidden_sizes": (6, 5) if remembers else (16,)} | (policy or {}))
+    core = {"core": "lstm", "core_size": 5, "share_encoder": True} if name == "r2d2" else {}
+    network = PolicyConfig.model_validate({"hidden_sizes": (6, 5) if remembers else (16,)} | core | (policy or {}))
     described = described or (BOXES if name in OF_BOXES else CHOICE)
     team = {str(number): "p" for number in range(agents)}
     built = build_policies({"p": described}, {"p": network}, config, seed, team)["p"]

@@ -85,6 +85,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
          "exploration": {"kind": "epsilon_greedy", "epsilon": changing(0.9, 0.1, "exponential")}},
         {},
     ),
+    "dqn, imitating": ("dqn", {**DRAWING, **IMITATING}, {}),
     "dqn, balanced": (
         "dqn", {**DRAWING, "n_step": 3, "replay_buffer": {"kind": "balanced", "capacity": 5 * 32}, "tau": 0.1},
         averaging(),
@@ -108,8 +109,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"environment": {"id": "benchmarks.learning.environments:BitFlip", "kwargs": {"bits": 4}, "num_envs": 4}},
     ),
     "rainbow": ("rainbow", {**DRAWING, "atoms": 11, "v_max": 100.0, "target_update_steps": 5}, {}),
+    "r2d2": (
+        "r2d2", {**DRAWING, "n_step": 3, "target_update_steps": 5,
+                 "exploration": {"kind": "boltzmann", "temperature": 0.5}},
+        with_core("lstm"),
+    ),
+    "r2d2, uniform": (
+        "r2d2", {**DRAWING, "replay_buffer": {"kind": "uniform", "capacity": 5 * 32}, "burn_in_fragments": 2},
+        with_core("gru"),
+    ),
     "sac": ("sac", {**DRAWING, "exploration": {"kind": "gaussian", "sigma": changing(0.5, 0.1)}}, PENDULUM),
     "discrete sac": ("sac", {**DRAWING, **CLONING, "critic_learning_rate": changing(1e-2, 1e-3)}, {}),
+    "sac, imitating": ("sac", {**DRAWING, **IMITATING}, PENDULUM),
     "td3": ("td3", {**DRAWING, "exploration": {"kind": "parameter_noise", "sigma": changing(0.3, 0.1)}}, PENDULUM),
     "ddpg": ("ddpg", {**DRAWING, "n_step": 2, "exploration": {"kind": "ou", "sigma": changing(0.3, 0.1)}}, PENDULUM),
     "ddpg, truncated": ("ddpg", {**DRAWING, "exploration": {"kind": "truncated_gaussian", "sigma": 0.4}}, PENDULUM),
@@ -117,6 +128,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "cql": ("cql", {**DRAWING, "largest_gap": 1.0, "cloning_steps": 5, "considered_actions": 2}, PENDULUM),
     "discrete cql": ("cql", {**DRAWING, "largest_gap": 1.0, "cloning_steps": 5}, {}),
     "iql": ("iql", DRAWING, {}),
+    "td3_bc": ("td3_bc", DRAWING, PENDULUM),
 }  # fmt: skip
 """Name → algorithm, its section, and other sections."""
 
@@ -127,7 +139,7 @@ def config_of(case: str, folder: Path, **more: Any) -> Config:
     rate = {"learning_rate": changing(3e-3, 1e-4, "cosine")}
     sections = {"algorithm": {"name": name, **rate, **fields}, "stop_at": {"updates": 7}, "heatup": "40 env_steps"}
     data = folder / "data.csv"
-    if name in ("bc", "cql", "iql"):
+    if name in ("bc", "cql", "iql", "td3_bc"):
         sections["dataset"] = {"path": str(data), "evaluation": {"every_updates": 0}}
     elif "behavioral_cloning" in fields:
         sections["demonstrations"] = {"path": str(data)}

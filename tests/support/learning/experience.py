@@ -53,10 +53,12 @@ def acted(
         observations = {"obs": torch.from_numpy(columns["obs"])}
         if policy.state_size:
             columns["state_in"] = np.tanh(normal(slots, policy.state_size))
-            params, *_ = policy.sequence(
-                observations, torch.from_numpy(columns["state_in"]), torch.from_numpy(over | ~mask)
-            )
-            params = params.flatten(0, 1)
+            before = torch.from_numpy(columns["state_in"]), torch.from_numpy(over | ~mask)
+            if hasattr(policy, "sequence"):
+                params = policy.sequence(observations, *before)[0].flatten(0, 1)
+            else:
+                rows = {"obs": observations["obs"].flatten(0, 1)}
+                params = policy.values(rows, policy.states(rows, *before).flatten(0, 1))
         else:
             params = policy.action_parameters({"obs": observations["obs"].flatten(0, 1)})
         actions = policy.distribution.sample(params, torch.Generator().manual_seed(seed))
@@ -73,7 +75,7 @@ def random_fragment(
     """Random numbers of any spaces, with this share of ends; actions are within their bounds."""
     random, size = np.random.default_rng(seed), (steps, slots)
     columns: Columns = {}
-    for name, (shape, dtype) in expected_columns(policy.spaces, steps, slots).items():
+    for name, (shape, dtype) in expected_columns(policy.spaces, steps, slots, policy.state_size).items():
         if not name.startswith("final_"):
             columns[name] = random.normal(size=shape).astype(dtype)
     for leaf in policy.spaces.action.leaves:

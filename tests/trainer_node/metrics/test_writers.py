@@ -174,7 +174,7 @@ def test_a_restart_looks_at_the_end_alone(tmp_path: Path) -> None:
         file.write(
             b"\r\n" + b"".join(b"%d,%d.0,0.5\r\n" % (number, 64 * number) for number in range(11, 31)) + b"31,19"
         )
-    CsvFile(path).start(64 * 25)
+    CsvFile(path, 64 * 25)
     assert begin < path.stat().st_size < (1 << 40) + 1000
     with path.open("rb") as file:
         file.seek(-20, os.SEEK_END)

@@ -27,8 +27,8 @@ class DQN(OffPolicy):
         super().__init__(policy, config, setting)
         self.target = copy_sharing_buffers(self.policy).requires_grad_(False)
         learned = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        self._optimizer = Adam(learned, config.adam_epsilon)
-        self.parts = {"target/": self.target, "optimizer/": self._optimizer}
+        self._optimizer = Adam(learned, config.adam_epsilon, config.weight_decay)
+        self.parts |= {"target/": self.target, "optimizer/": self._optimizer}
         self._loss = self.compiled(self.loss)
 
     @torch.no_grad()
@@ -92,7 +92,9 @@ class DQN(OffPolicy):
         noise = draw(generator), draw(generator) if config.double else None, draw(generator)
         loss, lesson = self._loss(batch, noise)
         rate = config.learning_rate.value(counters)
-        lesson.metrics["train/grad_norm"] = gradient_step(loss, self._optimizer, rate, config.max_grad_norm)
+        whole, cloned = self.cloning.beside(self.shard, (loss, {}))
+        norm = gradient_step(whole, self._optimizer, rate, config.max_grad_norm)
+        lesson.metrics.update(cloned, **{"train/grad_norm": norm})
         if (self.done + 1) % config.target_update_steps == 0:
             soft_update(self.target, self.policy, config.tau)
         return lesson

@@ -5,7 +5,7 @@ seeded with the number of the update: no random state is carried.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from shared.experience.counters import Counters
 from shared.experience.spaces import Columns, PolicySpaces
 from shared.policies.policy import Policy, copy_sharing_buffers
 from shared.policies.registry import borrowed_random_state
+from shared.runtime.user_code import make_own
 from trainer_node.learning.building_blocks.cloning import Cloning
 from trainer_node.learning.building_blocks.compilation import Answer, compiled
 from trainer_node.learning.building_blocks.critics import Critics
@@ -43,18 +44,26 @@ from trainer_node.learning.building_blocks.optimization import (
 from trainer_node.learning.replay_buffers.hindsight import HindsightReplayBuffer, goal_reward
 from trainer_node.learning.replay_buffers.prioritized import PrioritizedReplayBuffer
 from trainer_node.learning.replay_buffers.uniform import BalancedReplayBuffer, Batch, ReplayBuffer
+from trainer_node.learning.reward_signals.base import Rows
+from trainer_node.learning.reward_signals.reward_signals import ReplayedSignals
 
 
 def make_replay_buffer(
     config: replay_buffer_config.ReplayBufferConfig, spaces: PolicySpaces, steps: int, slots: int
 ) -> ReplayBuffer:
-    """An empty buffer for fragments of `steps` × `slots`; raises `ConfigError` for spaces that it is not for."""
+    """An empty buffer for fragments of `steps` × `slots`; raises `ConfigError` for spaces that it is not for, and
+    for an unfit class of the user's."""
     size = (spaces, steps, slots, config.capacity)
+    if isinstance(config, replay_buffer_config.OwnReplay):
+        return make_own(config.kind, "algorithm.replay_buffer.kind", ReplayBuffer, *size, **config.kwargs)
     if isinstance(config, replay_buffer_config.PrioritizedReplay):
         return PrioritizedReplayBuffer(*size, alpha=config.alpha, epsilon=config.epsilon)
     if isinstance(config, replay_buffer_config.HindsightReplay):
         reward, fraction = goal_reward(config), config.relabeled_fraction
-        return HindsightReplayBuffer(*size, strategy=config.strategy, relabeled_fraction=fraction, reward=reward)
+        return HindsightReplayBuffer(
+            *size, strategy=config.strategy, relabeled_fraction=fraction, reward=reward,
+            actions=config.hindsight_actions, missed_penalty=config.missed_penalty,
+        )  # fmt: skip
     if isinstance(config, replay_buffer_config.BalancedReplay):
         return BalancedReplayBuffer(*size, classes=config.classes)
     return ReplayBuffer(*size)
@@ -98,7 +107,8 @@ class OffPolicy:
         self.replay_buffer = make_replay_buffer(config.replay_buffer, policy.spaces, steps, slots)
         self.replay_fragments = self.replay_buffer.fragments
         self.cloning = Cloning(getattr(config, "behavioral_cloning", None), policy, setting)
-        self.parts: dict[str, Part] = {}
+        self.signals = ReplayedSignals(policy, getattr(config, "reward_signals", None), config, setting)
+        self.parts: dict[str, Part] = {"signals/": self.signals}
         """What is learned beside the policy (optimizers, critics, targets), by the beginning of its arrays' names."""
         self.beside_policy: dict[str, str] = {}
         """Those of `parts` that are worth keeping in another run: word → beginning of the names."""
@@ -125,6 +135,8 @@ class OffPolicy:
     def update(self, experience: Sequence[Experience], counters: Counters) -> dict[str, float]:
         """Takes the fragments in, then does all gradient steps that are due; returns the metrics' means."""
         self.observe(experience)
+        if self.signals.streams:
+            self.signals.look(experience, self._tensors(experience))
         self.cloning.begin(counters)
         history = [lesson.metrics for lesson in self._lessons(counters)]
         of_update = {
@@ -141,11 +153,18 @@ class OffPolicy:
         drawing, generator = np.random.Generator(np.random.PCG64(seed)), torch.Generator().manual_seed(seed)
         beta, rewards = config.replay_buffer.importance(counters), self._setting.rewards
         wanted: dict[str, Any] = {"gamma": config.gamma, "n_step": config.n_step, "beta": beta}
-        as_now = None if rewards is None else rewards.scaled
+        as_now, generators = None if rewards is None else rewards.scaled, self.signals.generators(counters.updates)
         for _ in range(int(counters.env_steps * config.gradient_steps_per_env_step) - self.done):
             drawn = self.replay_buffer.sample(config.minibatch_size, drawing, as_now=as_now, **wanted)
+            batch, paid = self.on_device(drawn), dict[str, Tensor]()
+            if self.signals.streams:
+                rows = Rows(batch.observations, batch.actions, batch.next_observations)
+                known = to_device(~self.replay_buffer.ring.next_unknown(drawn.row), self._setting.device)
+                reward, paid = self.signals.paid(rows, batch.reward, known, counters, generators)
+                batch = replace(batch, reward=reward)
             with autocast(self._setting.device, self._setting.precision):
-                lesson = self.learn(self.on_device(drawn), counters, generator)
+                lesson = self.learn(batch, counters, generator)
+            lesson.metrics.update(paid)
             self.done += 1
             if self.replay_buffer.has_priorities:
                 self.replay_buffer.update_priorities(drawn.row, lesson.td_error.detach().cpu().numpy())
@@ -169,7 +188,12 @@ class OffPolicy:
             columns = side_by_side(experience)
             names = ["mask", *self.policy.spaces.observation.column_names("obs")]
             update_normalizer(self.policy, {name: to_device(columns[name], self._setting.device) for name in names})
+        if self.signals.streams:
+            self.signals.observe(self._tensors(experience))
         self.remember(experience)
+
+    def _tensors(self, experience: Sequence[Experience]) -> dict[str, Tensor]:
+        return {name: to_device(array, self._setting.device) for name, array in side_by_side(experience).items()}
 
     def remember(self, experience: Sequence[Experience]) -> None:
         for item in experience:
@@ -197,8 +221,8 @@ class WithCritics(OffPolicy):
             made = Critics(policy.spaces.observation, policy.config, **shape)
         self.critics = made.to(setting.device)
         self.targets = copy_sharing_buffers(self.critics)
-        self._actor_adam = Adam(policy.parameters(), config.adam_epsilon)
-        self._critics_adam = Adam(self.critics.parameters(), config.adam_epsilon)
+        self._actor_adam = Adam(policy.parameters(), config.adam_epsilon, config.weight_decay)
+        self._critics_adam = Adam(self.critics.parameters(), config.adam_epsilon, config.weight_decay)
         self.parts |= {"critics/": self.critics, "targets/": self.targets}
         self.parts |= {"adam/actor/": self._actor_adam, "adam/critics/": self._critics_adam}
         self.beside_policy["critics"] = "critics/"

@@ -57,7 +57,7 @@ class BatchLearner:
         self._setting = setting
         self.shard = Shard()
         """What of each minibatch is learned from here; the rest by the other ranks."""
-        self._optimizer = Adam(self.policy.parameters(), config.adam_epsilon)
+        self._optimizer = Adam(self.policy.parameters(), config.adam_epsilon, config.weight_decay)
         self.parts: dict[str, Part] = {"": self._optimizer}
         """What is learned beside the policy, by the beginning of its arrays' names."""
         count = setting.transitions

@@ -75,7 +75,7 @@ class QMIX(VDN):
         self.mixer = made.to(setting.device)
         self.target_mixer = copy_sharing_buffers(self.mixer).requires_grad_(False)
         learned = [item for item in (*policy.parameters(), *self.mixer.parameters()) if item.requires_grad]
-        self._optimizer = Adam(learned, config.adam_epsilon)
+        self._optimizer = Adam(learned, config.adam_epsilon, config.weight_decay)
         self.parts |= {"optimizer/": self._optimizer, "mixer/": self.mixer, "target_mixer/": self.target_mixer}
 
     def mixed(self, values: Tensor, observations: Mapping[str, Tensor], there: Tensor, *, target: bool) -> Tensor:

@@ -1,18 +1,22 @@
 """Twin delayed deep deterministic policy gradient (Fujimoto et al. 2018).
 
 DDPG (Lillicrap et al. 2016) is the same with one critic, and without delay and noise on the targets (`DDPGConfig`).
+TD3+BC (Fujimoto and Gu 2021) learns from recorded experience: the policy stays near what the data do.
 """
 
 import torch
 from torch import Tensor
 
 from shared.config.algorithms.off_policy import DDPGConfig, TD3Config
+from shared.config.algorithms.offline import TD3BCConfig
 from shared.experience.counters import Counters
 from shared.policies.continuous import Deterministic
 from shared.policies.policy import copy_sharing_buffers
 from trainer_node.learning.algorithms.off_policy import ActorAndCritics, Lesson, Minibatch
 from trainer_node.learning.building_blocks.interface import Setting
 from trainer_node.learning.building_blocks.optimization import soft_update
+
+_LEAST_VALUE = 1e-6
 
 
 class TD3(ActorAndCritics):
@@ -57,3 +61,15 @@ class TD3(ActorAndCritics):
             soft_update(self.targets, self.critics, self._config.tau)
             soft_update(self.target_policy, self.policy, self._config.tau)
         return Lesson(metrics, td_error)
+
+
+class TD3BC(TD3):
+    _config: TD3BCConfig
+
+    def actor_loss(self, batch: Minibatch) -> Tensor:
+        """The weighted mean of −λ Q + (π(s) − a)² (eq. 5 of Fujimoto and Gu), actions in [-1, 1]; λ = α / mean |Q|."""
+        action = torch.tanh(self.policy.action_parameters(batch.observations))
+        value: Tensor = self.critics(batch.observations, self.policy.normalizer, action, first_only=True).reshape(-1)
+        share = self._config.value_weight / value.detach().abs().mean().clamp_min(_LEAST_VALUE)
+        apart = (action - self._bounds.flat(batch.actions)).square().mean(dim=1)
+        return (batch.weight * (apart - share * value)).mean()

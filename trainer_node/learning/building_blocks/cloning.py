@@ -7,11 +7,12 @@ the number of the update. While the strength is 0 nothing is drawn, and every bi
 import torch
 from torch import Tensor
 
-from shared.config.algorithms.base import CloningConfig
+from shared.config.algorithms.base import CloningConfig, MarginCloningConfig
 from shared.errors import ConfigError
 from shared.experience.counters import Counters
 from shared.policies.continuous import Certain
 from shared.policies.policy import Policy
+from shared.policies.q_network import BestChoice
 from trainer_node.learning.building_blocks.interface import Setting, Shard, Terms, update_seed
 from trainer_node.learning.demonstrations import Pairs
 
@@ -49,8 +50,15 @@ class Cloning:
         return loss + self._strength * cloned, others | {"train/cloning_loss": cloned.detach()}
 
     def errors(self, pairs: Pairs) -> Tensor:
-        """`[B]`: −log π(a|s); for a policy without probabilities, mean squared difference of actions in [-1, 1]."""
+        """`[B]`: −log π(a|s); for a policy without probabilities, mean squared difference of actions in [-1, 1]; of a Q
+        network J_E of Hester et al. 2018: max_a (Q(s, a) + margin where a is another) − Q(s, what was demonstrated)."""
         distribution, params = self._policy.distribution, self._policy.action_parameters(pairs.observations)
+        if isinstance(distribution, BestChoice):
+            assert isinstance(self._config, MarginCloningConfig)
+            (action,) = pairs.actions.values()
+            chosen = action.reshape(-1, 1)
+            raised = (params + self._config.margin).scatter(1, chosen, params.gather(1, chosen))
+            return raised.amax(dim=1) - params.gather(1, chosen).squeeze(1)
         if not isinstance(distribution, Certain):
             return -distribution.log_prob(params, pairs.actions)
         done = distribution.bounds.flat(pairs.actions).clamp(-1.0, 1.0)

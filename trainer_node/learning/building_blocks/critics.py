@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shared.config.sections import PolicyConfig
 from shared.experience.spaces import SpaceSpec
-from shared.policies.encoders import ACTIVATIONS, Encoder, ObservationNormalizer, unrounded
+from shared.policies.encoders import ACTIVATIONS, Encoder, ObservationNormalizer, ParallelLayerNorm, unrounded
 
 
 class Critics(nn.Module):
@@ -33,6 +33,8 @@ class Critics(nn.Module):
             _orthogonal(count, before, after, gain) for before, after, gain in zip(sizes, sizes[1:], gains)
         )
         self.biases = nn.ParameterList(nn.Parameter(torch.zeros(count, 1, size)) for size in sizes[1:])
+        normalized = config.hidden_sizes if config.layer_norm else ()
+        self.norms = nn.ModuleList(ParallelLayerNorm(count, size) for size in normalized)
 
     def forward(
         self, observations: Mapping[str, Tensor], normalizer: ObservationNormalizer | None, actions: Tensor | None,
@@ -56,7 +58,9 @@ class Critics(nn.Module):
     def _values(self, features: Tensor, count: int) -> Tensor:
         values = features.expand(count, -1, -1)
         for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            values = torch.baddbmm(bias[:count], values if number == 0 else self._activation(values), weight[:count])
+            if number:
+                values = self._activation(self.norms[number - 1](values) if self.norms else values)
+            values = torch.baddbmm(bias[:count], values, weight[:count])
         return unrounded(values)
 
 

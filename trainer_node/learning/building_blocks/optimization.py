@@ -23,11 +23,12 @@ _ALIGNMENT_BYTES = 64
 
 
 class Adam:
-    """The optimizer of parameters of one dtype on one device, which it puts beside each other in one tensor."""
+    """The optimizer of parameters of one dtype on one device, which it puts beside each other in one tensor. With a
+    weight decay it is AdamW, whose decay is apart from the gradient (Loshchilov and Hutter 2019)."""
 
-    def __init__(self, parameters: Iterable[Tensor], epsilon: float) -> None:
+    def __init__(self, parameters: Iterable[Tensor], epsilon: float, weight_decay: float = 0.0) -> None:
         self.parameters = list(parameters)
-        self._epsilon = epsilon
+        self._epsilon, self._decay = epsilon, weight_decay
         self._numbers = [number for number, item in enumerate(self.parameters) if item.numel()]
         self._moved = [self.parameters[number] for number in self._numbers]
         kinds = {(parameter.dtype, parameter.device) for parameter in self._moved}
@@ -80,9 +81,10 @@ class Adam:
         if max_norm is not None:
             self._gradient.mul_((norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0))
         self._steps.add_(1)
-        torch._fused_adam_(
+        kernel = torch._fused_adamw_ if self._decay else torch._fused_adam_
+        kernel(
             [self._values], [self._gradient], [self._mean], [self._square], [], [self._steps],
-            lr=learning_rate, beta1=_BETA1, beta2=_BETA2, weight_decay=0.0, eps=self._epsilon, amsgrad=False,
+            lr=learning_rate, beta1=_BETA1, beta2=_BETA2, weight_decay=self._decay, eps=self._epsilon, amsgrad=False,
             maximize=False,
         )  # fmt: skip
         return norm

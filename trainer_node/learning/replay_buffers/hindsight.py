@@ -6,24 +6,31 @@ own goal was reached goes on under another one; one that terminated for another 
 not known what a terminated step led to, such a step keeps its goal, gives none, and a relabeled n-step return ends
 before it. Of an episode that is still going on, or whose beginning has left the memory, the part that is known counts
 as the episode.
+
+For the upper levels of a hierarchy also hindsight actions and penalties (Levy et al. 2019, "Learning Multi-Level
+Hierarchies with Hindsight"): an action counts as the goal that was achieved below, and a goal that was tested and
+missed costs a penalty with a discount of 0. The paper stores such a transition twice; here it is drawn as the one where
+its goal is relabeled, as the other where it is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
 
 from shared.config.replay_buffer import HindsightReplay
 from shared.errors import ConfigError
+from shared.experience import goals
+from shared.experience.fragment import INFO
 from shared.experience.spaces import Array, PolicySpaces
 from shared.runtime.user_code import import_object
 from trainer_node.learning.replay_buffers.observation_column import NOTHING
 from trainer_node.learning.replay_buffers.storage import FragmentRing
 from trainer_node.learning.replay_buffers.uniform import ReplayBuffer
 
-ACHIEVED, DESIRED = "obs.achieved_goal", "obs.desired_goal"
+ACHIEVED, DESIRED, BELOW = (f"obs.{leaf}" for leaf in (goals.ACHIEVED, goals.DESIRED, goals.BELOW))
 Strategy = Literal["future", "final", "episode"]
 
 
@@ -32,16 +39,26 @@ class HindsightReplayBuffer(ReplayBuffer):
 
     def __init__(
         self, spaces: PolicySpaces, steps: int, slots: int, capacity: int, *, strategy: Strategy,
-        relabeled_fraction: float, reward: GoalReward,
+        relabeled_fraction: float, reward: GoalReward, actions: bool = False, missed_penalty: float | None = None,
     ) -> None:  # fmt: skip
+        self.info_columns = () if missed_penalty is None else (goals.MISSED,)
         super().__init__(spaces, steps, slots, capacity)
-        goals = {leaf.column("obs"): leaf.shape for leaf in spaces.observation.leaves}
-        if ACHIEVED not in goals or goals[ACHIEVED] != goals.get(DESIRED):
+        shapes = {leaf.column("obs"): leaf.shape for leaf in spaces.observation.leaves}
+        if ACHIEVED not in shapes or shapes[ACHIEVED] != shapes.get(DESIRED):
             raise ConfigError(
                 f"a hindsight replay buffer needs observations with achieved_goal and desired_goal of equal shape, "
-                f"found {goals}; use a goal environment or another algorithm.replay_buffer.kind"
+                f"found {shapes}; use a goal environment or another algorithm.replay_buffer.kind"
             )
         self._strategy, self._fraction, self._reward = strategy, relabeled_fraction, reward
+        self._penalty, self._bounds = missed_penalty, None
+        if actions:
+            (action,) = spaces.action.leaves
+            if shapes.get(BELOW) != action.shape:
+                raise ConfigError(
+                    f"hindsight_actions=true needs actions that are goals of a level below, found observations "
+                    f"{shapes} and actions of the shape {action.shape}; use it for the upper levels of a hierarchy"
+                )
+            self._bounds = action.bounds()
         self._spans = EpisodeSpans(self.ring)
 
     def _placed(self, place: int) -> None:
@@ -51,12 +68,22 @@ class HindsightReplayBuffer(ReplayBuffer):
         self, generator: np.random.Generator, path: Array, valid: Array, reward: Array, over: Array
     ) -> dict[str, tuple[Array, Array]]:
         which, sources = self._sources(path[0], generator)
-        goals = self.ring.next_observations(sources, ACHIEVED)[ACHIEVED]
+        sought = self.ring.next_observations(sources, ACHIEVED)[ACHIEVED]
         if len(which):
             valid[:, which], reward[:, which], over[:, which] = self._again(
-                path[:, which], valid[:, which] & ~self.ring.next_unknown(path[:, which]), goals
+                path[:, which], valid[:, which] & ~self.ring.next_unknown(path[:, which]), sought
             )
-        return {DESIRED: (which, goals)}
+        changed = {DESIRED: (which, sought)}
+        missed = np.zeros(len(path[0]), np.bool_)
+        if self._penalty is not None:
+            missed = self.ring.column(INFO + self.info_columns[0], path[0]) > 0
+            missed[which] = False
+            valid[1:, missed], reward[0, missed], over[0, missed] = False, -self._penalty, True
+        if self._bounds is not None:
+            others = np.flatnonzero(~missed & ~self.ring.next_unknown(path[0]))
+            achieved = self.ring.next_observations(path[0, others], BELOW)[BELOW]
+            changed["action"] = others, np.clip(achieved, *self._bounds)
+        return changed
 
     def _sources(self, rows: Array, generator: np.random.Generator) -> tuple[Array, Array]:
         """Which of the batch get another goal, and the steps after which these were achieved."""
@@ -172,12 +199,11 @@ def goal_reward(config: HindsightReplay) -> GoalReward:
     return found
 
 
-def sparse(threshold: float, terminates: bool) -> GoalReward:
-    """0 within `threshold` (Euclidean) of the goal, else −1; whether reaching it ends the episode."""
+def sparse(threshold: float | Sequence[float], terminates: bool) -> GoalReward:
+    """0 where the goal is reached (shared/experience/goals.py), else −1; whether reaching it ends the episode."""
 
     def reward(achieved: Array, desired: Array) -> tuple[Array, Array]:
-        apart = (achieved.astype(np.float64) - desired.astype(np.float64)).reshape(len(achieved), -1)
-        reached = np.sqrt(np.square(apart).sum(axis=1)) <= threshold
+        reached = goals.reached(achieved, desired, threshold)
         return reached.astype(np.float32) - np.float32(1), reached & terminates
 
     return reward

@@ -14,7 +14,7 @@ _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max
 
 
 class PrioritizedReplayBuffer(ReplayBuffer):
-    """Draws by priority. Rows of absent agents have none."""
+    """Draws by priority. Rows that may not be drawn, of absent agents, have none."""
 
     has_priorities = True
 
@@ -27,13 +27,13 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         self._largest = 1.0
 
     def _added(self, place: int) -> None:
-        self._tree.put_from(place * self.ring.rows_each, self.ring.held("mask", place) * self._powers(self._largest))
+        self._tree.put_from(place * self.ring.rows_each, self._drawable(place) * self._powers(self._largest))
 
     def _powers(self, priorities: Array | float) -> Array:
         found: Array = np.clip(np.power(priorities, self._alpha), _LEAST, _MOST).astype(np.float32)
         return found
 
-    def _draw(self, count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
+    def draw(self, count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
         self._refuse_if_empty()
         rows = self._tree.find((np.arange(count) + generator.random(count)) / count)
         powers = self._tree.numbers[rows]
@@ -47,7 +47,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         priorities = np.abs(td_errors.astype(np.float64)) + self._epsilon
         priorities[~np.isfinite(priorities)] = self._largest
         self._largest = max(self._largest, float(priorities.max(initial=0.0)))
-        self._tree.put(rows, self._powers(priorities) * self.ring.column("mask", rows))
+        self._tree.put(rows, self._powers(priorities) * (self._tree.numbers[rows] > 0))
 
     def state(self) -> Columns:
         """With the priorities of what it holds, to the power of α."""

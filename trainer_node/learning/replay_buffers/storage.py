@@ -4,9 +4,11 @@ With F fragments of T steps × S slots, a row is (fragment · T + step) · S + s
 (`ObservationColumn`), and of stacked images each frame (`FrameStacks`).
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from shared.experience.fragment import expected_columns
+from shared.experience.fragment import INFO, expected_columns
 from shared.experience.spaces import Array, Columns, PolicySpaces
 from trainer_node.learning.replay_buffers.observation_column import NOTHING, ObservationColumn
 from trainer_node.learning.replay_buffers.stacked_frames import FrameStacks, is_stacked, may_be_stacked
@@ -17,14 +19,16 @@ _MOST_ROWS = (1 << 31) - 1
 class FragmentRing:
     """The newest fragments, in places 0 … F − 1 that are used in turn."""
 
-    def __init__(self, spaces: PolicySpaces, steps: int, slots: int, fragments: int) -> None:
+    def __init__(
+        self, spaces: PolicySpaces, steps: int, slots: int, fragments: int, info_columns: Sequence[str] = ()
+    ) -> None:  # fmt: skip
         rows = fragments * steps * slots
         if not 0 < rows <= _MOST_ROWS:
             raise ValueError(f"a replay buffer of {rows} transitions: there must be 1 to {_MOST_ROWS}")
         self.spaces, self.steps, self.slots, self.fragments = spaces, steps, slots, fragments
         self.rows_each = steps * slots
-        expected = expected_columns(spaces, steps, slots)
-        self._names = ("reward", "terminated", "truncated", "mask", *spaces.action.column_names("action"))
+        expected, told = expected_columns(spaces, steps, slots, 0, info_columns), (INFO + name for name in info_columns)
+        self._names = ("reward", "terminated", "truncated", "mask", *spaces.action.column_names("action"), *told)
         self._columns = {name: np.zeros((fragments, *expected[name][0]), expected[name][1]) for name in self._names}
         self._flat = {name: _flat(array, 3) for name, array in self._columns.items()}
         leaves = {leaf.column("obs"): leaf for leaf in spaces.observation.leaves}
@@ -134,7 +138,7 @@ class FragmentRing:
         return found
 
     def column(self, name: str, rows: Array) -> Array:
-        """`reward`, `terminated`, `truncated`, `mask` or `action…` of these rows (of any shape)."""
+        """`reward`, `terminated`, `truncated`, `mask`, `action…` or `info/…` of these rows (of any shape)."""
         return self._flat[name].take(rows, axis=0)
 
     def held(self, name: str, place: int) -> Array:

@@ -77,13 +77,15 @@ class ReplayBuffer:
 
     classes = 1
     """Into how many classes its transitions fall."""
+    info_columns: tuple[str, ...] = ()
+    """Numbers of the `info` that it keeps."""
     has_priorities = False
     """Whether it wants to know how wrong predictions were, for which the device has to be waited for."""
 
     def __init__(self, spaces: PolicySpaces, steps: int, slots: int, capacity: int) -> None:
         """For fragments of `steps` × `slots`; the newest `capacity` transitions stay, rounded up to whole fragments."""
         fragments = max(1, -(-capacity // (steps * slots)))
-        self.ring = FragmentRing(spaces, steps, slots, fragments)
+        self.ring = FragmentRing(spaces, steps, slots, fragments, self.info_columns)
         self._index = RowIndex(fragments, self.ring.rows_each, self.classes)
         self._to_come = 0
 
@@ -128,24 +130,26 @@ class ReplayBuffer:
         After termination nothing is bootstrapped, after truncation from the true last observation. `beta` is the
         exponent of importance weights, where there are priorities; `as_now` says what rewards count as by now.
         """
-        ring, (rows, weight) = self.ring, self._draw(count, generator, beta)
+        ring, (rows, weight) = self.ring, self.draw(count, generator, beta)
         path, valid = self._paths(rows, n_step)
         reward, over = ring.column("reward", path), ring.column("terminated", path)
-        goals = self._relabeled(generator, path, valid, reward, over)
+        changed = self._relabeled(generator, path, valid, reward, over)
         reward = reward if as_now is None else as_now(reward)
         depth, columns = valid.sum(axis=0) - 1, np.arange(len(rows))
         last = path[depth, columns]
         actions = {name: ring.column(name, rows) for name in ring.spaces.action.column_names("action")}
         outcome = discounted(reward, valid, over[depth, columns], gamma)
         batch = Batch(ring.observations(rows), actions, ring.next_observations(last), *outcome, weight, rows)
-        for name, (which, goal) in goals.items():
-            batch.observations[name][which] = batch.next_observations[name][which] = goal
+        for name, (which, new) in changed.items():
+            for part in (batch.actions,) if name in actions else (batch.observations, batch.next_observations):
+                part[name][which] = new
         return batch
 
     def _relabeled(
         self, generator: np.random.Generator, path: Array, valid: Array, reward: Array, over: Array
     ) -> dict[str, tuple[Array, Array]]:
-        """Changes the steps `[n, B]` that are learned under other goals: name → which of the batch, and their goals."""
+        """Changes the steps `[n, B]` that are learned under other goals: name → which of the batch, and their goals (or
+        other actions)."""
         return {}
 
     def update_priorities(self, rows: Array, td_errors: Array) -> None:
@@ -164,7 +168,9 @@ class ReplayBuffer:
         self._to_come = self.ring.resume(int(arrays["added"]), int(arrays["finals"]))
         self._index = RowIndex(self.fragments, self.ring.rows_each, self.classes)
 
-    def _draw(self, count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
+    def draw(self, count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
+        """The rows of `count` transitions, and the weight of each in the loss (float32): `[B]` both. It may depend on
+        nothing but its arguments and what was added."""
         self._refuse_if_empty()
         return self._index.rows(generator.integers(len(self), size=count)), np.ones(count, np.float32)
 
@@ -206,7 +212,7 @@ class BalancedReplayBuffer(ReplayBuffer):
             return self.ring.held("action", place)
         return np.sign(self.ring.held("reward", place)).astype(np.int64) + 1
 
-    def _draw(self, count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
+    def draw(self, count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
         self._refuse_if_empty()
         sizes = np.diff(self._index.bounds)
         there = np.flatnonzero(sizes)
@@ -232,8 +238,8 @@ class TeamReplayBuffer(ReplayBuffer):
         first[:, 0] = there.any(axis=1)
         return first.reshape(-1)
 
-    def _draw(self, count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
-        first, _ = super()._draw(count, generator, beta)
+    def draw(self, count: int, generator: np.random.Generator, beta: float) -> tuple[Array, Array]:
+        first, _ = super().draw(count, generator, beta)
         rows = (first[:, np.newaxis] + self._team).reshape(-1)
         return rows, self.ring.column("mask", rows).astype(np.float32)
 

@@ -5,11 +5,12 @@ gradient steps, `learn`. They see all of the batch on each learner rank, so that
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shared.config.algorithms.on_policy import ClippedConfig, OnPolicyConfig
+from shared.config.algorithms.on_policy import ClippedConfig
 from shared.config.reward_signals import RewardSignalsConfig, SignalConfig
 from shared.experience.counters import Counters
 from shared.experience.spaces import Array, Columns
@@ -31,18 +32,19 @@ ORDER = ("rnd", "icm", "gail")
 class RewardSignals:
     """Those that a config asks for; none where it is None."""
 
-    def __init__(
-        self, policy: Policy, config: RewardSignalsConfig | None, algorithm: OnPolicyConfig, setting: Setting
-    ) -> None:
+    def __init__(self, policy: Policy, config: RewardSignalsConfig | None, algorithm: Any, setting: Setting) -> None:
         self._policy, self._seed = policy, setting.seed
         self._strength = 1.0 if config is None else config.extrinsic.strength
-        self.streams: dict[str, Stream] = {}
+        self.streams: dict[str, Any] = {}
         for name in ORDER if config is not None else ():
             if (section := getattr(config, name)) is not None:
                 with borrowed_random_state(self._seed_of(name, 0)):
                     made = {"rnd": RND, "icm": ICM}.get(name)
                     signal = GAIL(policy, section, setting.demonstrations) if made is None else made(policy, section)
-                    self.streams[name] = Stream(name, signal, section, policy, algorithm, setting.device)
+                    self.streams[name] = self._made(name, signal, section, policy, algorithm, setting.device)
+
+    def _made(self, *arguments: Any) -> Any:
+        return Stream(*arguments)
 
     def _seed_of(self, name: str, update: int) -> int:
         return update_seed(update_seed(self._seed, update), ORDER.index(name) + 1)
@@ -102,23 +104,19 @@ class RewardSignals:
         return {f"{name}/": stream for name, stream in self.streams.items()}
 
 
-class Stream:
-    """One signal's rewards: scaled, valued by a network of its own, and made into advantages."""
+class Rewarding:
+    """One signal's rewards, scaled."""
 
     _tensors: Mapping[str, Tensor]
     _rows: Rows
     """What an update looked at."""
 
     def __init__(
-        self, name: str, signal: Signal, config: SignalConfig, policy: Policy, algorithm: OnPolicyConfig,
-        device: torch.device,
-    ) -> None:  # fmt: skip
+        self, name: str, signal: Signal, config: SignalConfig, policy: Policy, algorithm: Any, device: torch.device
+    ) -> None:
         self.signal, self.strength = signal.to(device), config.strength
         self._name, self._config, self._policy, self._algorithm, self._device = name, config, policy, algorithm, device
-        self._value = Embedding(policy.spaces.observation, policy.config, 1, gain=1.0).to(device)
-        """Of its return: the policy's layers without a core; observations are normalized as the policy has them."""
         self._adam = Adam([item for item in signal.parameters() if item.requires_grad], algorithm.adam_epsilon)
-        self._value_adam = Adam(self._value.parameters(), algorithm.adam_epsilon)
         self.scaling = RewardScaling(config.gamma) if signal.scaled else None
 
     def look(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor], rows: Rows) -> None:
@@ -130,12 +128,20 @@ class Stream:
             unknown = tensors["terminated"].clone()
             unknown[tuple(tensors["final_index"].to(torch.int64).unbind(dim=1))] = False
             self.known = self.known & ~unknown
-        self.reward, there = torch.zeros_like(tensors["reward"]), rows.take(self.known.flatten())
-        parts = [self.signal.reward(there.take(slice(at, at + CHUNK))) for at in range(0, len(there), CHUNK)]
-        if parts:
-            self.reward[self.known] = torch.cat(parts)
+        self.reward = self._raw(rows, self.known.flatten()).reshape(self.known.shape)
         if self.scaling is not None:
             self.reward = self._scaled(self.scaling, experience, self.reward)
+
+    def rate(self, counters: Counters) -> float:
+        return self._config.learning_rate.value(counters)
+
+    def _raw(self, rows: Rows, known: Tensor) -> Tensor:
+        """`[B]`: the signal's rewards as they are; 0 where it is not known what a step led to."""
+        reward, there = torch.zeros(len(known), device=self._device), rows.take(known)
+        parts = [self.signal.reward(there.take(slice(at, at + CHUNK))) for at in range(0, len(there), CHUNK)]
+        if parts:
+            reward[known] = torch.cat(parts)
+        return reward
 
     def _scaled(self, scaling: RewardScaling, experience: Sequence[Experience], reward: Tensor) -> Tensor:
         """Takes the rewards in, fragment by fragment, then divides all by the deviation so far."""
@@ -146,6 +152,46 @@ class Stream:
             ends = {"terminated": over[:, its], "truncated": over[:, its]}
             scaling.take_in(item.source, {"reward": raw[:, its], "mask": item.columns["mask"], **ends})
         return torch.from_numpy(scaling.scaled(raw)).to(self._device)
+
+    @property
+    def _parts(self) -> dict[str, Part]:
+        """By the beginning of their arrays' names; networks with their buffers."""
+        return {"signal_adam/": self._adam}
+
+    @property
+    def _networks(self) -> dict[str, nn.Module]:
+        return {"signal/": self.signal}
+
+    def state(self) -> Columns:
+        networks = {prefix: state_arrays(network) for prefix, network in self._networks.items()}
+        networks |= {"scaling/": {} if self.scaling is None else self.scaling.state()}
+        named = {prefix + name: array for prefix, arrays in networks.items() for name, array in arrays.items()}
+        return named | state_of(self._parts)
+
+    def load_state(self, arrays: Columns) -> None:
+        for prefix, network in self._networks.items():
+            load_state_arrays(network, part(arrays, prefix))
+        load_state_of(self._parts, arrays)
+        if self.scaling is not None:
+            self.scaling.load_state(part(arrays, "scaling/"))
+
+
+class Stream(Rewarding):
+    """With a network of its own that values the rewards, which are made into advantages."""
+
+    def __init__(self, name: str, signal: Signal, config: SignalConfig, policy: Policy, *more: Any) -> None:
+        super().__init__(name, signal, config, policy, *more)
+        self._value = Embedding(policy.spaces.observation, policy.config, 1, gain=1.0).to(self._device)
+        """Of its return: the policy's layers without a core; observations are normalized as the policy has them."""
+        self._value_adam = Adam(self._value.parameters(), self._algorithm.adam_epsilon)
+
+    @property
+    def _parts(self) -> dict[str, Part]:
+        return super()._parts | {"value_adam/": self._value_adam}
+
+    @property
+    def _networks(self) -> dict[str, nn.Module]:
+        return super()._networks | {"value/": self._value}
 
     def advantage(self, estimate: Estimate) -> Tensor:
         """`[T, S]`, of its own rewards and values; the targets are kept until it learns."""
@@ -189,21 +235,56 @@ class Stream:
     def _values(self, observations: Mapping[str, Tensor]) -> Tensor:
         return in_chunks(lambda rows: self._value(rows, self._policy.normalizer).squeeze(-1), observations)
 
-    def state(self) -> Columns:
-        parts = {
-            "signal/": state_arrays(self.signal), "value/": state_arrays(self._value),
-            "signal_adam/": self._adam.state(), "value_adam/": self._value_adam.state(),
-            "scaling/": {} if self.scaling is None else self.scaling.state(),
-        }  # fmt: skip
-        return {prefix + name: array for prefix, arrays in parts.items() for name, array in arrays.items()}
 
-    def load_state(self, arrays: Columns) -> None:
-        load_state_arrays(self.signal, part(arrays, "signal/"))
-        load_state_arrays(self._value, part(arrays, "value/"))
-        self._adam.load_state(part(arrays, "signal_adam/"))
-        self._value_adam.load_state(part(arrays, "value_adam/"))
-        if self.scaling is not None:
-            self.scaling.load_state(part(arrays, "scaling/"))
+class ReplayedStream(Rewarding):
+    """Of an algorithm with a replay buffer, whose critics value the sum of all rewards."""
+
+    def paid(
+        self, rows: Rows, known: Tensor, rate: float, generator: torch.Generator
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`[B]`, what these rows are worth as it sees them now; then it learns from them. Returns metrics as well."""
+        with torch.no_grad():
+            reward = self._raw(rows, known)
+            if self.scaling is not None:
+                reward = torch.from_numpy(self.scaling.scaled(reward.cpu().numpy())).to(self._device)
+        if not known.any():
+            return reward, {}
+        loss, terms = self.signal.loss(rows.take(known), generator)
+        gradient_step(loss, self._adam, rate, self._algorithm.max_grad_norm)
+        return reward, terms | {f"train/{self._name}_reward": reward[known].mean()}
+
+
+class ReplayedSignals(RewardSignals):
+    """Of an algorithm with a replay buffer: what was rewarded is not stored, but worked out as it is drawn."""
+
+    def _made(self, *arguments: Any) -> Any:
+        return ReplayedStream(*arguments)
+
+    @torch.no_grad()
+    def look(self, experience: Sequence[Experience], tensors: Mapping[str, Tensor]) -> None:
+        """What the scale of rewards takes in of an update's fragments, in their order."""
+        rows = self._rows(tensors)
+        for stream in self.streams.values():
+            if stream.scaling is not None:
+                stream.look(experience, tensors, rows)
+
+    def generators(self, update: int) -> dict[str, torch.Generator]:
+        """Of an update, for `paid`."""
+        return {name: torch.Generator().manual_seed(self._seed_of(name, update)) for name in self.streams}
+
+    def paid(
+        self, rows: Rows, reward: Tensor, known: Tensor, counters: Counters, generators: Mapping[str, torch.Generator]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`[B]`: the strengths' sum of all rewards, where `reward` is the environment's; then the signals learn.
+
+        `known`: of which rows it is known what they led to.
+        """
+        total, metrics = self._strength * reward, dict[str, Tensor]()
+        for name, stream in self.streams.items():
+            known_to_it = known | ~known if not stream.signal.needs_next else known
+            its, terms = stream.paid(rows, known_to_it, stream.rate(counters), generators[name])
+            total, metrics = total + stream.strength * its, metrics | terms
+        return total, metrics
 
 
 def _ends(tensors: Mapping[str, Tensor], episodic: bool) -> dict[str, Tensor]:

@@ -1,0 +1,305 @@
+"""Levels of one agent: a Gymnasium environment as a game of levels in turns (`environment.hierarchy`).
+
+An action of an upper level is a directive that stands in what the level below observes from then on: a goal, or which
+elements it sees. It lasts until the lower level has achieved the goal, has acted `every` times, or a level above is
+done. What the lower level did for one directive is an episode of its own within the environment's: terminated where
+the goal is achieved, otherwise truncated, as in hierarchical actor-critic (Levy et al. 2019). Everything random (tests
+of subgoals) follows from the seed of the environment's episode.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+from rollout_worker.environments.pettingzoo_env import Turns, _Episode
+from rollout_worker.environments.vector_env import GREEDILY
+from shared.config.hierarchy import HierarchyConfig, LevelConfig, Numbers
+from shared.errors import ConfigError
+from shared.experience.fragment import EpisodeRecord
+from shared.experience.goals import ACHIEVED, BELOW, DESIRED, MISSED, reached
+from shared.experience.spaces import Array, Columns
+
+_TESTS = 1
+"""Of an episode's seed: what is drawn for tests of subgoals."""
+
+
+class _Goal:
+    """A goal for some elements of a leaf of the observation."""
+
+    def __init__(self, level: LevelConfig, where: str, observed: Mapping[str, spaces.Space[Any]]) -> None:
+        self._leaf, self.threshold = level.of or ACHIEVED, level.threshold
+        space = _leaf(observed, self._leaf, where)
+        size = math.prod(space.shape or ())
+        self._elements = list(range(size) if level.elements is None else level.elements)
+        if not self._elements or max(self._elements) >= size:
+            raise ConfigError(
+                f"{where}.elements={self._elements}: {self._leaf!r} has {size} elements; name some of 0 to {size - 1}"
+            )
+        own = (space.low, space.high) if isinstance(space, spaces.Box) else (0.0, 1.0)
+        shape, given = space.shape or (), zip((level.low, level.high), own, ("low", "high"), strict=True)
+        low, high = (
+            self._bound(number, np.broadcast_to(np.asarray(its), shape), f"{where}.{name}")
+            for number, its, name in given
+        )
+        if not (low < high).all():
+            raise ConfigError(f"{where}: low={low.tolist()} is not below high={high.tolist()}; correct one of them")
+        if isinstance(self.threshold, tuple):
+            _as_many(self.threshold, len(self._elements), f"{where}.threshold")
+        self.space = spaces.Box(low, high, dtype=np.float32)
+
+    def _bound(self, given: Numbers | None, own: Array, field: str) -> Array:
+        count = len(self._elements)
+        bound = own.reshape(-1)[self._elements] if given is None else _as_many(given, count, field)
+        if not np.isfinite(bound).all():
+            raise ConfigError(
+                f"{field} is not given, and {self._leaf!r} has no bound of its own; say between which numbers goals are"
+            )
+        return bound.astype(np.float32)
+
+    def achieved(self, seen: Mapping[str, Any]) -> Array:
+        return np.asarray(seen[self._leaf], np.float32).reshape(-1)[self._elements]
+
+    def shown(self, seen: Mapping[str, Any], directive: Array) -> dict[str, Any]:
+        """What the level that it directs observes."""
+        rest = {name: value for name, value in seen.items() if name not in (ACHIEVED, DESIRED)}
+        return {**rest, ACHIEVED: self.achieved(seen), DESIRED: directive}
+
+    def shown_space(self, observed: Mapping[str, spaces.Space[Any]]) -> dict[str, spaces.Space[Any]]:
+        anything = spaces.Box(-np.inf, np.inf, self.space.shape, np.float32)
+        rest = {name: space for name, space in observed.items() if name not in (ACHIEVED, DESIRED)}
+        return {**rest, ACHIEVED: anything, DESIRED: self.space}
+
+
+class _Attention:
+    """Which elements of a leaf of the observation the level sees; the others are zero (as in Coach)."""
+
+    def __init__(self, level: LevelConfig, where: str, observed: Mapping[str, spaces.Space[Any]]) -> None:
+        self._leaf = level.of or "observation"
+        self._shape = _leaf(observed, self._leaf, where).shape or ()
+        self.space = spaces.MultiBinary(math.prod(self._shape))
+
+    def shown(self, seen: Mapping[str, Any], directive: Array) -> dict[str, Any]:
+        value = np.asarray(seen[self._leaf])
+        mask = np.reshape(directive, self._shape).astype(value.dtype)
+        return {**seen, self._leaf: value * mask, "attention": directive}
+
+    def shown_space(self, observed: Mapping[str, spaces.Space[Any]]) -> dict[str, spaces.Space[Any]]:
+        space = observed[self._leaf]
+        if isinstance(space, spaces.Box):
+            space = spaces.Box(np.minimum(space.low, 0), np.maximum(space.high, 0), dtype=space.dtype.type)
+        return {**observed, self._leaf: space, "attention": self.space}
+
+
+def _leaf(observed: Mapping[str, spaces.Space[Any]], name: str, where: str) -> spaces.Space[Any]:
+    found = observed.get(name)
+    if not isinstance(found, spaces.Box | spaces.MultiBinary):
+        known = sorted(key for key, its in observed.items() if isinstance(its, spaces.Box | spaces.MultiBinary))
+        raise ConfigError(
+            f"{where} needs {name!r} in the environment's observation, as an array; found {known}: name one of these "
+            f"in {where}.of (and its elements), or use an environment with a goal"
+        )
+    return found
+
+
+def _as_many(given: Numbers, count: int, field: str) -> Array:
+    numbers = np.atleast_1d(np.asarray(given, np.float32))
+    if len(numbers) not in (1, count):
+        raise ConfigError(f"{field} has {len(numbers)} numbers, and the goal has {count} elements; give one for each")
+    return np.broadcast_to(numbers, (count,))
+
+
+class Levels:
+    """The game, with the methods of PettingZoo's AEC environments that `Turns` calls. Agents are named by policy."""
+
+    metadata = {"name": "levels", "is_parallelizable": False}
+
+    def __init__(self, env: gym.Env[Any, Any], config: HierarchyConfig, max_episode_steps: int | None) -> None:
+        """Raises `ConfigError` where the levels do not fit the environment."""
+        self.env, self._config = env, config
+        self.possible_agents = [level.policy for level in config.levels]
+        self._bare = not isinstance(env.observation_space, spaces.Dict)
+        observed = self._named(env.observation_space)
+        self._given: list[Any] = [None]
+        for number, level in enumerate(config.levels[1:], 1):
+            kind = _Goal if level.directive == "goal" else _Attention
+            self._given.append(kind(level, f"environment.hierarchy.levels.{number}", observed))
+        if config.reward_of(0) != "environment" and not {ACHIEVED, DESIRED} <= observed.keys():
+            raise ConfigError(
+                f"environment.hierarchy.levels.0.reward={config.reward_of(0)} needs an environment with {ACHIEVED} and "
+                f"{DESIRED}, found {sorted(observed)}; use reward=environment, or an environment with a goal"
+            )
+        limit = max_episode_steps or (env.spec and env.spec.max_episode_steps)
+        for number in range(1, len(self._given)):
+            steps = (config.levels[number].every or 1) * config.actions_within(number)
+            if limit and steps > limit:
+                raise ConfigError(
+                    f"environment.hierarchy.levels.{number}.every={config.levels[number].every} makes {steps} steps of "
+                    f"the environment, and its episodes have {limit} at most; lower it, or raise "
+                    f"environment.max_episode_steps"
+                )
+        self._spaces = {agent: self._observed_by(number, observed) for number, agent in enumerate(self.possible_agents)}
+        self._random = np.random.default_rng()
+
+    def __getattr__(self, name: str) -> Any:
+        """What it does not have itself (`render`, `close`, `agent_iter` …) is the environment's."""
+        if name == "env":
+            raise AttributeError(name)
+        return getattr(self.env, name)
+
+    def _named(self, value: Any) -> Mapping[str, Any]:
+        """An observation, or its space, by leaf."""
+        if self._bare:
+            return {"observation": value}
+        return value.spaces if isinstance(value, spaces.Dict) else value
+
+    def _observed_by(self, number: int, observed: Mapping[str, spaces.Space[Any]]) -> spaces.Dict:
+        shown = dict(observed) if number == 0 else self._given[number].shown_space(observed)
+        below = self._given[number + 1] if number + 1 < len(self._given) else None
+        if isinstance(below, _Goal):
+            shown[BELOW] = spaces.Box(-np.inf, np.inf, below.space.shape, np.float32)
+        return spaces.Dict(shown)
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return self._spaces[agent]
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        below = self.possible_agents.index(agent) + 1
+        return self._given[below].space if below < len(self._given) else self.env.action_space
+
+    @property
+    def agent_selection(self) -> str:
+        """Whose turn it is: the lowest level that has a directive."""
+        return self.agents[-1]
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+        observation, self._info = self.env.reset(seed=seed, options=options)
+        if seed is not None:
+            self._random = np.random.default_rng([seed, _TESTS])
+        self._seen = self._named(observation)
+        self.episode_return = 0.0
+        self.agents = self.possible_agents[:1]
+        count = len(self.possible_agents)
+        self._directives: list[Any] = [None] * count
+        self._acted, self._tested = [0] * count, [False] * count
+        self._missed = [math.nan] * count
+        self._goals, self._achieved = [0] * count, [0] * count
+        names = self.possible_agents
+        self.rewards, self._cumulative_rewards = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
+        self.terminations, self.truncations = dict.fromkeys(names, False), dict.fromkeys(names, False)
+
+    def observe(self, agent: str) -> dict[str, Any]:
+        number = self.possible_agents.index(agent)
+        seen = dict(self._seen) if number == 0 else self._given[number].shown(self._seen, self._directives[number])
+        if BELOW in self._spaces[agent].spaces:
+            seen[BELOW] = self._given[number + 1].achieved(self._seen)
+        return seen
+
+    def last(self) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        agent = self.agent_selection
+        reward = self._cumulative_rewards[agent]
+        return self.observe(agent), reward, self.terminations[agent], self.truncations[agent], self.infos[agent]
+
+    @property
+    def infos(self) -> dict[str, dict[str, Any]]:
+        """Of the top level the environment's; of the others which share of their goals they have achieved. Where a
+        subgoal was tested, whether it was missed."""
+        found: dict[str, dict[str, Any]] = {}
+        for number, agent in enumerate(self.possible_agents):
+            info = dict(self._info) if number == 0 else {}
+            if isinstance(self._given[number], _Goal):
+                info["goals_achieved"] = self._achieved[number] / max(1, self._goals[number])
+            found[agent] = {**info, MISSED: self._missed[number]}
+        return found
+
+    def acts_greedily(self, agent: str) -> bool:
+        """Whether the goal of a level above it is being tested."""
+        return self._tested[self.possible_agents.index(agent)]
+
+    def step(self, action: Any) -> None:
+        """Acts for `agent_selection`; None for one whose episode is over, which leaves."""
+        agent, number = self.agent_selection, len(self.agents) - 1
+        if self.terminations[agent] or self.truncations[agent]:
+            self.agents.pop()
+            return
+        self._cumulative_rewards[agent] = 0.0
+        if number + 1 < len(self.possible_agents):
+            self._direct(number + 1, action)
+        else:
+            self._step_environment(action)
+
+    def _direct(self, number: int, directive: Any) -> None:
+        agent = self.possible_agents[number]
+        self.agents.append(agent)
+        self._directives[number], self._acted[number] = np.array(directive), 0
+        self._cumulative_rewards[agent] = 0.0
+        self.terminations[agent] = self.truncations[agent] = False
+        drawn = self._config.test_subgoals > 0 and self._random.random() < self._config.test_subgoals
+        is_goal = isinstance(self._given[number], _Goal)
+        self._tested[number] = self._tested[number - 1] or (drawn and is_goal)
+        self._missed[number - 1] = math.nan
+
+    def _step_environment(self, action: Any) -> None:
+        observation, reward, terminated, truncated, self._info = self.env.step(action)
+        self._seen = self._named(observation)
+        self.episode_return += float(reward)
+        achieved = [self._is_achieved(number) for number in range(len(self.possible_agents))]
+        terminated |= achieved[0]
+        for number, agent in enumerate(self.possible_agents):
+            if self._config.reward_of(number) == "environment":
+                self._cumulative_rewards[agent] += float(reward)
+        for number in reversed(range(len(self.possible_agents))):
+            self._count(number, achieved[number])
+            timed_out = number > 0 and self._acted[number] >= (self._config.levels[number].every or 0)
+            if not (terminated or truncated or timed_out or any(achieved[: number + 1])):
+                return
+            agent = self.possible_agents[number]
+            self.terminations[agent] = bool(terminated) if number == 0 else achieved[number]
+            self.truncations[agent] = not self.terminations[agent]
+            self._goals[number] += 1
+            self._achieved[number] += achieved[number]
+            if self._tested[number] and (achieved[number] or timed_out):
+                self._missed[number - 1] = float(not achieved[number])
+
+    def _count(self, number: int, achieved: bool) -> None:
+        """An action of this level is complete."""
+        self._acted[number] += 1
+        kind, agent = self._config.reward_of(number), self.possible_agents[number]
+        if kind == "sparse":
+            self._cumulative_rewards[agent] = float(achieved) - 1
+        elif kind == "distance":
+            apart, desired = self._goal(number)
+            self._cumulative_rewards[agent] = -float(np.linalg.norm(apart.astype(np.float64) - desired))
+
+    def _goal(self, number: int) -> tuple[Array, Array]:
+        """What is achieved of this level's goal, and the goal."""
+        if number == 0:
+            return np.asarray(self._seen[ACHIEVED]), np.asarray(self._seen[DESIRED])
+        return self._given[number].achieved(self._seen), self._directives[number]
+
+    def _is_achieved(self, number: int) -> bool:
+        """Whether this level's goal is; at the top that counts with a sparse reward alone."""
+        given = self._given[number]
+        if not (isinstance(given, _Goal) if number else self._config.reward_of(0) == "sparse"):
+            return False
+        achieved, desired = self._goal(number)
+        return bool(reached(achieved[None], desired[None], self._config.levels[number].threshold)[0])
+
+
+class LevelTurns(Turns):
+    """Copies of the game of levels. An episode's return is the environment's; steps are those of all levels."""
+
+    _envs: Any
+
+    def _record(self, index: int, episode: _Episode) -> EpisodeRecord:
+        found = super()._record(index, episode)
+        found.episode_return = self._envs[index].episode_return
+        return found
+
+    def _stacked(self, policy_id: str) -> tuple[Columns, Array]:
+        rows, acts = super()._stacked(policy_id)
+        greedy = np.array([env.acts_greedily(policy_id) for env in self._envs])
+        return rows, np.where(acts & greedy, GREEDILY, acts).astype(np.int8)

@@ -1,0 +1,136 @@
+"""A person plays by the keyboard; each whole episode is written as recorded experience (docs/OFFLINE.md: CSV)."""
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from rollout_worker.environments.description import describe
+from rollout_worker.environments.factory import make
+from rollout_worker.environments.gymnasium_env import GuardedEnvironment
+from shared.config.run_config import Config
+from shared.errors import UserError
+from shared.experience.spaces import PolicySpaces, SpaceSpec
+from shared.runtime.user_code import with_extra
+
+FILE = "played.csv"
+
+
+def record_play(
+    config: Config, folder: Path, episodes: int, keys: Mapping[str, int], *,
+    idle: int | None = None, wait: bool = False, fps: int | None = None,
+) -> int:  # fmt: skip
+    """Opens a window, steps the environment by `keys` (name → action) and writes `folder/played.csv`, behind what is
+    there; returns how many episodes were played. Without keys the environment's own ones, else 0 to 9, count.
+
+    While no key is pressed the action is `idle` (the first one), or with `wait` the environment stands still.
+    """
+    try:
+        import pygame  # type: ignore[import-untyped, unused-ignore]
+        from gymnasium.utils.play import play
+    except (ImportError, gym.error.DependencyNotInstalled) as error:
+        raise UserError(f"a window to play in cannot be made: {with_extra(str(error))}") from None
+    if config.environment.api != "gymnasium":
+        raise UserError("--record is for one person and so for one agent; write down others by a program (OFFLINE.md)")
+    made = make(config.environment, render_mode="rgb_array")
+    action = made.action_space
+    if not isinstance(action, gym.spaces.Discrete):
+        raise UserError(f"keys choose among the actions of a Discrete space, found {action}; write down by a program")
+    if made.render_mode != "rgb_array":
+        raise UserError(
+            f"{config.environment.id}: expected render_mode=rgb_array, to show it; found {made.render_mode}"
+        )
+    first, count = int(action.start), int(action.n)
+    if odd := {
+        name: its for name, its in {**keys, "--idle": first if idle is None else idle}.items() if its not in action
+    }:
+        raise UserError(f"actions are {first} to {first + count - 1}, found {odd}")
+    pygame.display.init()
+    try:
+        codes = {(pygame.key.key_code(name),): its for name, its in keys.items()}
+    except ValueError:
+        raise UserError(
+            f"--keys: expected names of keys as in left=0,right=1,space=2; found {', '.join(keys)}"
+        ) from None
+    if not codes and not made.has_wrapper_attr("get_keys_to_action"):
+        codes = {(ord(str(number)),): first + number for number in range(min(count, 10))}
+    (spaces,) = describe(config, made).policies.values()
+    recorder = _Recorder(GuardedEnvironment(made, 0), spaces, folder / FILE, episodes, config.seed)
+    try:
+        noop: Any = first if idle is None else idle
+        play(recorder, keys_to_action=codes or None, fps=fps, noop=noop, wait_on_player=wait)
+    finally:
+        recorder.close()
+    return recorder.played
+
+
+class _Recorder(gym.Wrapper[Any, Any, Any, Any]):
+    """Writes each episode as it ends, and closes the window after the last one."""
+
+    def __init__(self, env: gym.Env[Any, Any], spaces: PolicySpaces, path: Path, episodes: int, seed: int) -> None:
+        super().__init__(env)
+        self._spaces, self._path, self._episodes = spaces, path, episodes
+        self._header = [
+            *_names(spaces.observation, "obs"), *_names(spaces.action, "action"), "reward", "terminated", "truncated",
+            *_names(spaces.observation, "next_obs"),
+        ]  # fmt: skip
+        self._seed, self.played = seed + self._before(), 0
+        self._rows: list[list[Any]] = []
+        self._seen: Any = None
+
+    def _before(self) -> int:
+        """How many episodes are there already."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._path.exists():
+            with self._path.open("w", newline="") as file:
+                csv.writer(file).writerow(self._header)
+            return 0
+        with self._path.open(newline="") as file:
+            header, *rows = csv.reader(file)
+        if header != self._header:
+            raise UserError(
+                f"{self._path} is of another environment: its columns are {', '.join(header)}; take a new folder"
+            )
+        ends = [header.index(name) for name in ("terminated", "truncated")]
+        return sum(any(row[end] == "1" for end in ends) for row in rows)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Each episode has a beginning of its own."""
+        self._rows = []
+        self._seen, info = self.env.reset(seed=self._seed + self.played, options=options)
+        return self._seen, info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        before = _values(self._spaces.observation, self._seen)  # before the step: it may change the array in its place
+        self._seen, reward, terminated, truncated, info = self.env.step(action)
+        self._rows.append([
+            *before, *_values(self._spaces.action, action), float(reward), int(terminated), int(truncated),
+            *_values(self._spaces.observation, self._seen),
+        ])  # fmt: skip
+        if terminated or truncated:
+            self._written()
+        return self._seen, reward, terminated, truncated, info
+
+    def _written(self) -> None:
+        import pygame
+
+        with self._path.open("a", newline="") as file:
+            csv.writer(file).writerows(self._rows)
+        self.played += 1
+        if self.played == self._episodes:
+            pygame.event.post(pygame.event.Event(pygame.QUIT))
+
+
+def _names(spec: SpaceSpec, name: str) -> list[str]:
+    return [
+        leaf.column(name) + (f".{index}" if leaf.shape else "") for leaf in spec.leaves for index in range(leaf.size)
+    ]
+
+
+def _values(spec: SpaceSpec, value: Any) -> list[Any]:
+    columns = spec.flatten("", value)
+    arrays = [columns[leaf.column("")] + (leaf.starts() if any(leaf.start) else 0) for leaf in spec.leaves]
+    return [number for array in arrays for number in np.ravel(array).tolist()]

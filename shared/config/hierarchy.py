@@ -1,0 +1,95 @@
+"""The config's section for levels of one agent: upper ones choose goals, lower ones are paid for reaching them."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from shared.config.section import Section
+
+
+def _some_number(value: float | tuple[float, ...]) -> float | tuple[float, ...]:
+    if value == ():
+        raise ValueError("it is an empty list; give a number, or one for each element of the goal")
+    return value
+
+
+Numbers = Annotated[float | tuple[float, ...], AfterValidator(_some_number)]
+
+
+class LevelConfig(Section):
+    """One level of a hierarchy: a policy, and, of all but the top one, what directs it."""
+
+    policy: str
+    """The policy that acts here; also the name of the level's agent. Each level has a policy of its own."""
+    every: int | None = Field(None, ge=1)
+    """How many actions of its own the level has for one directive, before the level above gives another one. Needed
+    below the top; the top level acts until the episode ends."""
+    directive: Literal["goal", "attention"] = "goal"
+    """What the level above tells this one: a `goal` that it is to achieve, or by `attention` which elements of a leaf
+    of the observation it sees (the others are zero)."""
+    of: str | None = None
+    """The leaf of the environment's observation that the directive is about: for a goal what is achieved, by default
+    `achieved_goal`; for attention by default `observation` (the whole, where that is a single array)."""
+    elements: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """Which elements of that (flattened) leaf make up a goal; all by default."""
+    low: Numbers | None = None
+    """Least goal: a number, or one for each element; by default the leaf's own bound."""
+    high: Numbers | None = None
+    """Greatest goal, likewise."""
+    threshold: Numbers = 0.05
+    """When a goal is achieved: within this Euclidean distance, or, of a list, within each element's own."""
+    reward: Literal["sparse", "distance", "environment"] | None = None
+    """What one of its actions brings: `sparse`, 0 if its goal is achieved then, else -1; `distance`, minus what is left
+    to the goal; `environment`, the sum of the environment's rewards meanwhile. By default `environment` for the top
+    level and by attention, `sparse` for a goal. With a sparse top level the episode ends where its goal is achieved."""
+
+
+class HierarchyConfig(Section):
+    """Levels of one agent, each a policy of its own (docs/HIERARCHY.md)."""
+
+    levels: tuple[LevelConfig, ...] = Field(min_length=2, max_length=8)
+    """From top to bottom; the bottom one acts in the environment."""
+    test_subgoals: float = Field(0.0, ge=0, le=1)
+    """Probability that all levels below act greedily for a goal, to test it (Levy et al. 2019, 0.3 there). A level with
+    `replay_buffer.missed_penalty` learns from the goals that were missed then."""
+
+    @model_validator(mode="after")
+    def _levels_fit_together(self) -> Self:
+        names = [level.policy for level in self.levels]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"levels: policy {twice[0]!r} stands on two levels; give each level a policy of its own")
+        top, *lower = self.levels
+        if top.every is not None or top.directive != "goal":
+            raise ValueError(
+                f"levels: {top.policy!r} is the top level, which nothing directs; leave every and directive out"
+            )
+        for level in lower:
+            if level.every is None:
+                raise ValueError(
+                    f"levels: {level.policy!r} has no `every`, so one directive would last for ever; say how many "
+                    f"actions it has for one, such as every: 10"
+                )
+            if level.directive == "attention" and level.reward not in (None, "environment"):
+                raise ValueError(
+                    f"levels: {level.policy!r} has reward={level.reward} with directive=attention, which is no goal; "
+                    f"leave reward out"
+                )
+        return self
+
+    def reward_of(self, number: int) -> str:
+        """What the level of this number (0: top) is paid by."""
+        level = self.levels[number]
+        by_goal = number > 0 and level.directive == "goal"
+        return level.reward or ("sparse" if by_goal else "environment")
+
+    def actions_within(self, number: int) -> int:
+        """How many actions of the environment one action of this level may take."""
+        count = 1
+        for level in self.levels[number + 1 :]:
+            count *= level.every or 1
+        return count
+
+    def turns_within(self, number: int) -> int:
+        """How many actions of any level one action of this level may take, its own counted."""
+        below = self.levels[number + 1 :]
+        return 1 + (below[0].every or 1) * self.turns_within(number + 1) if below else 1

@@ -1,0 +1,252 @@
+"""Levels of one agent: each transition against a plain loop, tests of subgoals, successors, attention, bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from coordinator.diagnostics.environment_trial import try_environment
+from rollout_worker.environments.description import describe_environment
+from rollout_worker.environments.seeding import SeedLineage
+from rollout_worker.exploration.base import Acted, Exploration, Greedy, RandomActing, Tensors
+from rollout_worker.exploration.noise import GaussianNoise
+from rollout_worker.playing import evaluate_policies
+from shared.errors import ConfigError
+from shared.experience.spaces import Array, Columns
+from shared.policies.policy import Policy
+from tests.conftest import minimal_config
+from tests.support.levels import THREE, PlainLevels, corridor, off_policy
+from tests.support.stage import Stage, same
+
+
+def chosen(seen: dict[str, Any]) -> Any:
+    """Of arrays or tensors: a level above the bottom wanders, the bottom goes toward its goal."""
+    if "achieved_below" in seen:
+        return seen["observation"] * 0.5 + seen["desired_goal"] * 0.25
+    return (seen["desired_goal"] - seen["achieved_goal"]) * 0.25
+
+
+class ByRule(Exploration):
+    def act(self, policy: Policy, observations: Tensors, generator: torch.Generator) -> Acted:
+        action: Tensor = chosen({name.removeprefix("obs."): its for name, its in observations.items()})
+        return {"action": action}, policy.action_parameters(observations)
+
+
+def recorded(columns: Columns, slot: int) -> list[tuple[Any, ...]]:
+    """What a fragment holds of a slot: observed, done, brought, over, and what is bootstrapped from."""
+    names = [name for name in columns if name.startswith("obs")]
+    finals = {(step, at): row for row, (step, at) in enumerate(columns["final_index"].tolist())}
+    rows = []
+    for step in np.flatnonzero(columns["mask"][:, slot]).tolist():
+        flags = [bool(columns[name][step, slot]) for name in ("terminated", "truncated")]
+        last, final = step + 1 == len(columns["mask"]), finals.get((step, slot))
+        after = [
+            columns["final_" + name][final]
+            if final is not None
+            else columns["bootstrap_" + name][slot]
+            if last
+            else columns[name][step + 1, slot]
+            for name in names
+        ]
+        seen = [columns[name][step, slot] for name in names]
+        rows.append(
+            (
+                listed(seen),
+                listed([columns["action"][step, slot]]),
+                float(columns["reward"][step, slot]),
+                *flags,
+                listed(after),
+            )
+        )
+    return rows
+
+
+def listed(arrays: list[Array]) -> list[list[float]]:
+    return [np.asarray(array, np.float32).tolist() for array in arrays]
+
+
+@pytest.mark.parametrize("levels", [THREE, [THREE[0], THREE[2]]], ids=["three", "two"])
+@given(st.integers(0, 2**32 - 1), st.integers(12, 40), st.integers(1, 2))
+@settings(max_examples=10, deadline=None)
+def test_each_transition_is_that_of_a_plain_loop(
+    levels: list[dict[str, Any]], seed: int, steps: int, copies: int
+) -> None:
+    policies: dict[str, Any] = {level["policy"]: {} for level in levels}
+    rollout = {"fragment_steps": 32}
+    stage = Stage(corridor(levels, num_envs=copies), seed=seed, policies=policies, rollout=rollout)
+    expected = [
+        PlainLevels(levels, chosen, its).play(4 * steps) for its in SeedLineage(seed, 0, 0, 0).environments(copies)
+    ]
+    told = 0
+    for number in range(3):
+        sample = stage.sample(steps, ByRule())
+        first, beyond = number * steps, (number + 1) * steps
+        for name in policies:
+            order = sorted(leaf for leaf in expected[0][name][0].seen)
+            for slot in range(copies):
+                turns = [its for its in expected[slot][name] if first <= its.began and its.known < beyond]
+                wanted = [
+                    (
+                        listed([its.seen[leaf] for leaf in order]),
+                        listed([its.action]),
+                        *its[4:7],
+                        listed([its.after[leaf] for leaf in order]),
+                    )
+                    for its in turns
+                ]
+                assert recorded(sample.columns[name], slot) == wanted
+                told += len(wanted)
+        assert all(record.episode_return in (0.0, 1.0) for record in sample.episodes), "the environment's own"
+    assert told
+
+
+def test_a_successor_acts_what_its_predecessor_would_have_also_in_a_test() -> None:
+    sections = off_policy()
+    environment = sections.pop("environment")
+    worker = Stage(environment, **sections)
+    missed = set()
+    for _ in range(5):
+        worker.sample(13)
+        successor = Stage(environment, left=worker.left, **sections)
+        assert successor.past is not None and successor.sampler.position_digest == successor.past.digest
+        ahead = Stage(environment, left=worker.left, **sections)
+        one, other = ahead.sample(13), successor.sample(13)
+        assert same(one, other)
+        missed |= set(one.columns["middle"]["info/subgoal_missed"].ravel().tolist())
+    assert 1.0 in missed
+
+
+def as_the_best(stage: Stage, name: str, its: Columns) -> Array:
+    """`[n]`: whether each action is the policy's best."""
+    observations = {key: torch.from_numpy(array[its["mask"]]) for key, array in its.items() if key.startswith("obs")}
+    best, _ = Greedy().act(stage.policies[name], observations, torch.Generator())
+    close: Array = np.isclose(best["action"].detach().numpy(), its["action"][its["mask"]], atol=1e-5).all(axis=1)
+    return close
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_tested_goal_is_acted_for_greedily_and_by_those_below_alone(share: float) -> None:
+    sections = off_policy(test_subgoals=share)
+    environment = sections.pop("environment")
+    stage = Stage(environment, **sections)
+    columns = stage.sample(64, RandomActing()).columns
+    for name, its in columns.items():
+        close, there = as_the_best(stage, name, its), its["mask"]
+        assert close.all() if share and name != "top" else not close.any()
+        if name != "bottom" and share:
+            told = its["info/subgoal_missed"][there]
+            assert set(told[~np.isnan(told)]) <= {0.0, 1.0} and (~np.isnan(told)).any()
+
+
+def test_uniform_actions_are_as_many_as_asked_for() -> None:
+    sections = off_policy(test_subgoals=0.0)
+    stage = Stage(sections.pop("environment"), **sections)
+    exploration = GaussianNoise(0.0, None, uniform=0.3)
+    samples = [stage.sample(64, exploration).columns["bottom"] for _ in range(6)]
+    best = np.concatenate([as_the_best(stage, "bottom", its) for its in samples])
+    assert len(best) > 300 and 0.2 < 1 - best.mean() < 0.4
+
+
+def test_attention_shows_what_the_level_above_says_and_the_environment_pays_both() -> None:
+    levels = [{"policy": "top"}, {"policy": "bottom", "every": 3, "directive": "attention"}]
+    stage = Stage(
+        {"id": "Pendulum-v1", "max_episode_steps": 20, "hierarchy": {"levels": levels}},
+        policies={"top": {}, "bottom": {}}, rollout={"fragment_steps": 32},
+    )  # fmt: skip
+    columns = stage.sample(32).columns
+    bottom, top = (columns[name] for name in ("bottom", "top"))
+    there = bottom["mask"]
+    mask, seen = bottom["obs.attention"][there], bottom["obs.observation"][there]
+    assert 0 < mask.mean() < 1 and (seen[mask == 0] == 0).all() and (seen[mask == 1] != 0).all()
+    episodes = [record for _ in range(3) for record in stage.sample(32).episodes]
+    assert episodes and top["reward"][top["mask"]].max() < 0
+    for record in episodes:
+        returns = record.agent_returns
+        assert returns["top"] == pytest.approx(returns["bottom"]) == pytest.approx(record.episode_return)
+
+
+def test_levels_are_evaluated_and_tell_success_and_goals() -> None:
+    sections = off_policy()
+    config = minimal_config(**sections)
+    stage = Stage(sections.pop("environment"), **sections)
+    played = evaluate_policies(config, stage.description, stage.policies, seed=1)
+    assert len(played) == config.evaluation.episodes
+    for record in played:
+        assert record.success is (record.episode_return == 1.0)
+        assert 0 <= record.metrics["bottom.goals_achieved"] <= 1
+    assert not try_environment(config, whole=True).refuse(config, strict=True).policies.keys() ^ {
+        "top",
+        "middle",
+        "bottom",
+    }
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """`off_policy`, with one field, by its dotted path, set otherwise."""
+    sections = off_policy()
+    *above, last = path.split(".")
+    place: Any = sections
+    for name in above:
+        place = place[int(name)] if isinstance(place, list) else place.setdefault(name, {})
+    place[last] = value
+    return sections
+
+
+_LEVELS = "environment.hierarchy.levels"
+_BUFFER = "algorithm.replay_buffer"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (_LEVELS, [THREE[0], THREE[1] | {"policy": "top"}], "policy 'top' stands on two levels"),
+        (_LEVELS, [THREE[0] | {"every": 3}, THREE[1]], "'top' is the top level, which nothing directs"),
+        (_LEVELS, [THREE[0], {"policy": "bottom"}], "'bottom' has no `every`"),
+        (_LEVELS, [THREE[0], THREE[2] | {"directive": "attention", "reward": "sparse"}], "which is no goal"),
+        (_LEVELS, [THREE[0], THREE[2]], r"policies has \['bottom', 'middle', 'top'\]"),
+        (_LEVELS, [THREE[0], THREE[1] | {"every": 9}, THREE[2] | {"every": 1}], "every=9.* 9 steps.*episodes have 8"),
+        (_LEVELS, [THREE[0], THREE[1], THREE[2] | {"of": "speed"}], "levels.2 needs 'speed'.*achieved_goal"),
+        (_LEVELS, [THREE[0], THREE[1], THREE[2] | {"elements": [2]}], "has 2 elements; name some of 0 to 1"),
+        (_LEVELS, [THREE[0], THREE[1], THREE[2] | {"low": [0, 0, 0]}], "low has 3 numbers"),
+        (_LEVELS, [THREE[0], THREE[1], THREE[2] | {"low": 5}], "is not below high"),
+        ("environment.id", "CartPole-v1", r"levels\.1 needs 'achieved_goal'.*found \['observation'\]"),
+        ("environment.vectorization", "async", "environment.hierarchy works with environment.vectorization=sync only"),
+        ("environment.api", "pettingzoo", "the only agents"),
+        ("agents", {"top": "top"}, "the only agents"),
+        ("rollout.fragment_steps", 17, "'top' takes up to 9 steps.*set rollout.fragment_steps to 18"),
+        ("policies.bottom.algorithm", {"name": "ppo", "minibatch_size": 8}, "use ddpg, td3 or sac below"),
+        (f"policies.middle.{_BUFFER}.threshold", 0.3, "say the same on both"),
+        (f"policies.bottom.{_BUFFER}.hindsight_actions", True, "levels that give goals"),
+        ("policies.middle.algorithm.n_step", 2, "set n_step=1"),
+        (f"policies.bottom.{_BUFFER}.missed_penalty", 3, "no goal of 'bottom' is ever tested"),
+        ("environment.hierarchy.test_subgoals", 0, "is ever tested"),
+    ],
+)  # fmt: skip
+def test_bad_levels_are_refused_before_anything_starts(path: str, value: Any, words: str) -> None:
+    sections = changed(path, value)
+    if "episodes have" in words:
+        sections["environment"]["max_episode_steps"], sections["rollout"]["fragment_steps"] = 8, 64
+    if "achieved_goal'" in words:
+        sections["environment"]["kwargs"] = {}
+    with pytest.raises(ConfigError, match=words) as raised:
+        describe_environment(minimal_config(**sections))
+    assert "\n" not in str(raised.value)
+
+
+def test_goals_without_bounds_must_be_given_some() -> None:
+    levels: list[dict[str, Any]] = [
+        {"policy": "top"},
+        {"policy": "bottom", "every": 3, "of": "observation", "elements": [0, 1]},
+    ]
+    environment = {"id": "CartPole-v1", "hierarchy": {"levels": levels}}
+    sections: dict[str, Any] = {"policies": {"top": {}, "bottom": {}}, "rollout": {"fragment_steps": 32}}
+    with pytest.raises(ConfigError, match=r"levels\.1\.low is not given, and 'observation' has no bound"):
+        describe_environment(minimal_config(environment=environment, **sections))
+    levels[1] |= {"low": [-1, -2], "high": [1, 2]}
+    assert Stage(environment, **sections).sample(32).columns["bottom"]["action"].dtype == np.int64

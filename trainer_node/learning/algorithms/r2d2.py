@@ -1,0 +1,120 @@
+"""Recurrent replay distributed DQN (R2D2, Kapturowski et al. 2019): Q-learning of sequences with a recurrent core.
+
+Hidden states are computed anew in each gradient step, from those that were stored: first through the fragments of the
+burn-in, by both networks and without gradients, then through the sequence that is learned.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared.config.algorithms.q_learning import R2D2Config
+from shared.config.replay_buffer import PrioritizedReplay
+from shared.policies.q_network import RecurrentQNetwork
+from trainer_node.learning.algorithms.dqn import DQN
+from trainer_node.learning.algorithms.off_policy import Lesson
+from trainer_node.learning.building_blocks.interface import Setting
+from trainer_node.learning.building_blocks.optimization import to_device
+from trainer_node.learning.replay_buffers.sequences import PrioritizedSequences, SequenceBatch, SequenceReplayBuffer
+
+_RESCALING = 1e-3
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """A `SequenceBatch` on the device, its spans as (observations, over, state_in, goes_on)."""
+
+    spans: tuple[tuple[dict[str, Tensor], Tensor, Tensor, Tensor], ...]
+    action: Tensor
+    next_observations: dict[str, Tensor]
+    reward: Tensor
+    discount: Tensor
+    last: Tensor
+    mask: Tensor
+    weight: Tensor
+
+    def __len__(self) -> int:
+        return len(self.weight)
+
+
+class R2D2(DQN):
+    policy: RecurrentQNetwork
+    target: RecurrentQNetwork
+    _config: R2D2Config
+
+    def __init__(self, policy: RecurrentQNetwork, config: R2D2Config, setting: Setting) -> None:
+        super().__init__(policy, config, setting)
+        size = (policy.spaces, setting.fragment_steps, setting.slots, config.replay_buffer.capacity)
+        named: dict[str, Any] = {"state_size": policy.state_size, "burn_in": config.burn_in_fragments}
+        if isinstance(config.replay_buffer, PrioritizedReplay):
+            named |= {"alpha": config.replay_buffer.alpha, "epsilon": config.replay_buffer.epsilon}
+            self.replay_buffer = PrioritizedSequences(*size, **named)
+        else:
+            self.replay_buffer = SequenceReplayBuffer(*size, **named)
+
+    def on_device(self, drawn: SequenceBatch) -> Sequences:  # type: ignore[override]
+        def moved(array: Any) -> Any:
+            if isinstance(array, dict):
+                return {name: moved(its) for name, its in array.items()}
+            return to_device(array, self._setting.device)
+
+        spans = tuple(tuple(moved(item) for item in vars(span).values()) for span in drawn.spans)
+        (action,) = drawn.actions.values()
+        rest = (drawn.next_observations, drawn.reward, drawn.discount, drawn.last, drawn.mask, drawn.weight)
+        return Sequences(spans, *map(moved, (action, *rest)))
+
+    def states(self, network: RecurrentQNetwork, batch: Sequences) -> Tensor:
+        """`[T · B, state size]`: this network's hidden state after each step of the sequences."""
+        (_, _, state, _), states = batch.spans[0], torch.empty(0)
+        for number, (observations, over, stored, goes_on) in enumerate(batch.spans):
+            if number:
+                left = states[-1].masked_fill(batch.spans[number - 1][1][-1].unsqueeze(1), 0.0)
+                state = torch.where(goes_on.unsqueeze(1), left, stored)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and number == len(batch.spans) - 1):
+                states = network.states(observations, state, over)
+        return states.flatten(0, 1)
+
+    def loss(self, batch: Sequences, noise: object = None) -> tuple[Tensor, Lesson]:  # type: ignore[override]
+        """The scalar loss of a minibatch; the lesson's errors are what sequences' priorities are made of, `[B]`.
+
+        y_t = h(Σ γ^i r_{t+i} + γ^n h⁻¹(Q_target(s_{t+n}, best action by the online network))).
+        """
+        config, online = self._config, self.states(self.policy, batch)
+        values = self.policy.values(batch.spans[-1][0], online)
+        predicted = values.gather(1, batch.action.reshape(-1, 1)).reshape(batch.mask.shape)
+        with torch.no_grad():
+            after = self.after(self.target, batch, self.states(self.target, batch))
+            best = self.after(self.policy, batch, online) if config.double else after
+            following = (
+                after.gather(1, best.argmax(dim=1, keepdim=True)).reshape(batch.mask.shape).gather(0, batch.last)
+            )
+            following = unscaled(following) if config.rescale_values else following
+            target = torch.addcmul(batch.reward, batch.discount, following.flatten()).reshape(batch.mask.shape)
+            target = rescaled(target) if config.rescale_values else target
+        error = nn.functional.smooth_l1_loss if config.loss == "huber" else nn.functional.mse_loss
+        each = error(predicted, target, reduction="none") * batch.mask * batch.weight
+        wrong = (target - predicted.detach()).abs() * batch.mask
+        steps = batch.mask.sum(dim=0).clamp_min(1)
+        mean = wrong.sum(dim=0) / steps
+        loss = each.sum() / steps.sum()
+        metrics = {"train/loss": loss.detach(), "train/td_error": wrong.sum() / steps.sum()}
+        metrics["train/q_value"] = (predicted.detach() * batch.mask).sum() / steps.sum()
+        return loss, Lesson(metrics, config.priority_mix * wrong.amax(dim=0) + (1 - config.priority_mix) * mean)
+
+    def after(self, network: RecurrentQNetwork, batch: Sequences, states: Tensor) -> Tensor:
+        """`[T · B, A]`: this network's values of what each step led to; its hidden states after the steps are given."""
+        return network.values(batch.next_observations, network.state_after(batch.next_observations, states))
+
+
+def rescaled(values: Tensor) -> Tensor:
+    """h (Pohlen et al. 2018, proposition A.2): sign(x)(√(|x| + 1) − 1) + ε x."""
+    return values.sign() * ((values.abs() + 1).sqrt() - 1) + _RESCALING * values
+
+
+def unscaled(values: Tensor) -> Tensor:
+    """h⁻¹; in float64, since of small values float32 leaves little."""
+    size = values.double().abs()
+    root = ((1 + 4 * _RESCALING * (size + 1 + _RESCALING)).sqrt() - 1) / (2 * _RESCALING)
+    return (values.sign() * (root.square() - 1)).to(values.dtype)
