@@ -20,8 +20,6 @@ WRITERS = {
     "mlflow": "trainer_node.metrics.trackers:MlflowWriter",
     "trackio": "trainer_node.metrics.trackers:TrackioWriter",
 }
-FILES = ("csv", "jsonl", "tensorboard")
-"""Those that need the run's folder."""
 
 
 @dataclass(frozen=True)
