@@ -143,10 +143,10 @@ class DeepSea(gym.Env[np.int64, np.int64]):
 
 class Corridor(gym.Env[Any, Any]):
     """Only the end of a corridor pays. At each place one of two actions, by a code, leads on and the other back: by
-    chance one of `length` 60 is crossed about once in 100,000 episodes."""
+    chance one of `length` 40 is crossed once in 3,000 episodes."""
 
     reset_options = ("length",)
-    LONGEST = 60
+    LONGEST = 40
 
     def __init__(self) -> None:
         self.observation_space = gym.spaces.Box(0.0, 1.0, (self.LONGEST,), np.float32)
@@ -170,10 +170,10 @@ class Corridor(gym.Env[Any, Any]):
 
 class Locks(gym.Env[Any, Any]):
     """64 levels, each a lock with a code of its own over four keys; a wrong key ends the episode. Every eighth code has
-    twelve digits, the others one; each right digit pays its share of 1."""
+    six digits, the others one; each right digit pays its share of 1."""
 
     reset_options = ("level",)
-    LEVELS, DIGITS = 64, 12
+    LEVELS, DIGITS = 64, 6
 
     def __init__(self) -> None:
         self.observation_space = gym.spaces.Box(0.0, 1.0, (self.LEVELS + self.DIGITS,), np.float32)
