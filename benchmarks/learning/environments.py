@@ -166,32 +166,3 @@ class Corridor(gym.Env[Any, Any]):
         self.at = max(0, self.at + (1 if action == self._code[self.at] else -1))
         arrived, over = self.at >= self.length, self.steps >= 3 * self.length
         return self._seen(), float(arrived), arrived, over and not arrived, {"is_success": arrived}
-
-
-class Locks(gym.Env[Any, Any]):
-    """64 levels, each a lock with a code of its own over four keys; a wrong key ends the episode. Every eighth code has
-    six digits, the others one; each right digit pays its share of 1."""
-
-    reset_options = ("level",)
-    LEVELS, DIGITS = 64, 6
-
-    def __init__(self) -> None:
-        self.observation_space = gym.spaces.Box(0.0, 1.0, (self.LEVELS + self.DIGITS,), np.float32)
-        self.action_space = gym.spaces.Discrete(4)
-        self._codes = np.random.default_rng(0).integers(4, size=(self.LEVELS, self.DIGITS))
-
-    def _seen(self) -> Any:
-        seen = np.zeros(self.LEVELS + self.DIGITS, np.float32)
-        seen[[self.level, self.LEVELS + min(self.at, self.DIGITS - 1)]] = 1
-        return seen
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        super().reset(seed=seed)
-        self.level, self.at = int((options or {}).get("level", 0)), 0
-        return self._seen(), {}
-
-    def step(self, action: Any) -> Any:
-        right, digits = bool(action == self._codes[self.level, self.at]), self.DIGITS if self.level % 8 == 7 else 1
-        self.at += right
-        opened = self.at == digits
-        return self._seen(), right / digits, opened or not right, False, {"is_success": opened}
