@@ -391,7 +391,7 @@ class CheckpointWriter:
             return inventory
         known = pointer.best if pointer and pointer.best in inventory.entries else None  # of which all scores are lost
         best = next(iter(retention.best_checkpoints(inventory.scores, inventory.names)), known)
-        last = final or (pointer.final if pointer and latest is None else None)
+        last = final or (pointer.final if pointer and latest in (None, pointer.final) else None)  # it was restored
         sha = inventory.entries[newest]["manifest_sha256"]
         epoch = pointer.epoch if pointer and latest is None else self._epoch  # that of who wrote `latest`
         moved = Pointer(latest=newest, best=best, final=last, epoch=epoch, manifest_sha256=sha)
