@@ -143,7 +143,7 @@ class DeepSea(gym.Env[np.int64, np.int64]):
 
 class Corridor(gym.Env[Any, Any]):
     """Only the end of a corridor pays. At each place one of two actions, by a code, leads on and the other back: by
-    chance one of `length` 40 is crossed once in 3,000 episodes."""
+    chance one of `length` 40 is crossed once in 100,000 episodes."""
 
     reset_options = ("length",)
     LONGEST = 40
@@ -164,5 +164,5 @@ class Corridor(gym.Env[Any, Any]):
     def step(self, action: Any) -> Any:
         self.steps += 1
         self.at = max(0, self.at + (1 if action == self._code[self.at] else -1))
-        arrived, over = self.at >= self.length, self.steps >= 3 * self.length
+        arrived, over = self.at >= self.length, self.steps >= 2 * self.length
         return self._seen(), float(arrived), arrived, over and not arrived, {"is_success": arrived}
