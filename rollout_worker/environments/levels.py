@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from rollout_worker.environments.pettingzoo_env import Turns, _Episode
+from rollout_worker.environments.pettingzoo_env import Episode, Turns
 from rollout_worker.environments.vector_env import GREEDILY
 from shared.config.hierarchy import HierarchyConfig, LevelConfig, Numbers
 from shared.errors import ConfigError
@@ -294,7 +294,7 @@ class LevelTurns(Turns):
 
     _envs: Any
 
-    def _record(self, index: int, episode: _Episode) -> EpisodeRecord:
+    def _record(self, index: int, episode: Episode) -> EpisodeRecord:
         found = super()._record(index, episode)
         found.episode_return = self._envs[index].episode_return
         return found

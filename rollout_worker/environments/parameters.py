@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rollout_worker.environments.vector_env import holder, layers
 from shared.errors import EnvironmentUnusable
 from shared.experience.fragment import EpisodeRecord
 from shared.experience.parameters import Drawn, ParameterTable, Value
@@ -52,7 +53,12 @@ class Parameterized:
     def prepare(self, env: Any, values: Mapping[str, Value]) -> tuple[Any, dict[str, Any]]:
         """The environment to reset, and the options for it. Raises `EnvironmentUnusable` for what it does not take."""
         if self._by == "options":
-            refuse_unknown(values, getattr(getattr(env, "unwrapped", env), "reset_options", None), "reset option")
+            known = getattr(getattr(env, "unwrapped", env), "reset_options", None)
+            if known is not None and (unknown := sorted(set(values) - set(known))):
+                raise EnvironmentUnusable(
+                    f"environment.parameters: the environment takes no reset option {', '.join(unknown)}; it takes "
+                    f"{', '.join(sorted(known)) or 'none'}"
+                )
             return env, dict(values)
         if self._by == "attributes":
             for name, value in values.items():
@@ -68,26 +74,15 @@ class Parameterized:
         return env, {}
 
 
-def refuse_unknown(values: Mapping[str, Value], known: Sequence[str] | None, what: str) -> None:
-    """Where an environment says which it knows."""
-    if known is not None and (unknown := sorted(set(values) - set(known))):
-        raise EnvironmentUnusable(
-            f"environment.parameters: the environment takes no {what} {', '.join(unknown)}; it takes "
-            f"{', '.join(sorted(known)) or 'none'}"
-        )
-
-
 def _holder(env: Any, name: str) -> Any:
     """The environment, or the outermost of its wrappers, that has the attribute."""
-    layer: Any = env
-    while True:
-        if name in getattr(layer, "__dict__", ()) or hasattr(type(layer), name):
-            return layer
-        if (below := getattr(layer, "__dict__", {}).get("env")) is None:
-            break
-        layer = below
+    if (found := holder(env, {name})) is not None:
+        return found
+    *_, innermost = layers(env)
     has = [
-        key for key, its in vars(layer).items() if not key.startswith("_") and isinstance(its, bool | int | float | str)
+        key
+        for key, its in vars(innermost).items()
+        if not key.startswith("_") and isinstance(its, bool | int | float | str)
     ]
     more = f" and {len(has) - _SHOWN} more" if len(has) > _SHOWN else ""
     raise EnvironmentUnusable(

@@ -32,7 +32,7 @@ _Made: TypeAlias = tuple[PolicyStep, list[tuple[int, Any]]]
 
 
 @dataclass
-class _Episode:
+class Episode:
     number: int
     observations: dict[str, Any]
     live: set[str]
@@ -98,7 +98,7 @@ class Parallel:
         """Whose critics see the environment's state."""
         self._absent = {agent: spec.own.nest("obs", spec.zeros("obs")) for agent, spec in seen.items()}
         self._seeds: Sequence[int] = ()
-        self._episodes: list[_Episode] = []
+        self._episodes: list[Episode] = []
 
     def reset(self, seeds: Sequence[int], past: RunningEpisodes | None = None) -> dict[str, tuple[Columns, Array]]:
         self._seeds, self._episodes = seeds, []
@@ -117,7 +117,7 @@ class Parallel:
         returns = np.array([[its.returns[agent] for agent in self._description.agents] for its in self._episodes])
         return Position(numbers, lengths, returns)
 
-    def _begin(self, index: int, number: int, drawn: bool = True) -> _Episode:
+    def _begin(self, index: int, number: int, drawn: bool = True) -> Episode:
         returns = dict.fromkeys(self._description.agents, 0.0)
         seed = episode_seed(self._seeds[index], number)
         options: dict[str, Any] = {}
@@ -128,12 +128,12 @@ class Parallel:
                 values = self._parameters.now[index].values
                 self._envs[index], options = self._parameterized[index].prepare(self._envs[index], values)
             asked = {"seed": seed, "options": options} if options else {"seed": seed}
-            episode = self._reset_one(index, _Episode(number, {}, set(), returns), asked)
+            episode = self._reset_one(index, Episode(number, {}, set(), returns), asked)
             if not episode.live:
                 raise ValueError("no agent is to act; expected one in agents at least, or no episode can begin")
             return episode
 
-    def _reset_one(self, index: int, episode: _Episode, asked: Mapping[str, Any]) -> _Episode:
+    def _reset_one(self, index: int, episode: Episode, asked: Mapping[str, Any]) -> Episode:
         observations, infos = self._envs[index].reset(**asked)
         episode.live = set(self._envs[index].agents)
         episode.observations = self._seen(self._envs[index], observations, infos, episode.live)
@@ -169,7 +169,7 @@ class Parallel:
             step.final_obs = self._rows(policy_id, "final_obs", [value for _, value in finals])
         return Step({policy_id: step for policy_id, (step, _) in made.items()}, episodes)
 
-    def _record(self, index: int, episode: _Episode) -> EpisodeRecord:
+    def _record(self, index: int, episode: Episode) -> EpisodeRecord:
         record = episode.record()
         return record if self._parameters is None else self._parameters.noted(index, record)
 
@@ -278,11 +278,11 @@ class Turns(Parallel):
         self._games: dict[int, tuple[Any, Any]] = {}
         """Number → environment, and whose state is its own."""
 
-    def _reset_one(self, index: int, episode: _Episode, asked: Mapping[str, Any]) -> _Episode:
+    def _reset_one(self, index: int, episode: Episode, asked: Mapping[str, Any]) -> Episode:
         env = self._envs[index]
         env.reset(**asked)
         if index not in self._games or self._games[index][0] is not env:
-            self._games[index] = env, _state_holder(env)
+            self._games[index] = env, vector_env.holder(env, _STATE) or env
         self._next_turn(index, episode, self._blank())
         return episode
 
@@ -297,7 +297,7 @@ class Turns(Parallel):
         if episode.live and (episode.length >= self._most_steps or (self._first_ends and episode.first_over)):
             self._cut(index, episode, made)
 
-    def _next_turn(self, index: int, episode: _Episode, made: Mapping[str, _Made]) -> None:
+    def _next_turn(self, index: int, episode: Episode, made: Mapping[str, _Made]) -> None:
         """Goes on to an agent that is to act, by way of those that have ended; none is left where the game is over."""
         env, game = self._games[index]
         episode.live, episode.observations = set(), {}
@@ -319,7 +319,7 @@ class Turns(Parallel):
         for agent in sorted(episode.waiting):  # of a game that ended without telling them
             self._acted(index, agent, (float(env._cumulative_rewards.get(agent, 0.0)), True, False, None), {}, made)
 
-    def _cut(self, index: int, episode: _Episode, made: Mapping[str, _Made]) -> None:
+    def _cut(self, index: int, episode: Episode, made: Mapping[str, _Made]) -> None:
         """Ends the game at `max_episode_steps`: the last turn of each agent is truncated."""
         env = self._envs[index]
         for agent in [agent for agent in self._places if agent in env.agents]:
@@ -343,13 +343,7 @@ def _all_observe(live: Set[str], observations: Mapping[str, Any]) -> None:
 
 
 _STATE = {"agents", "agent_selection", "rewards", "_cumulative_rewards", "terminations", "truncations", "infos"}
-
-
-def _state_holder(env: Any) -> Any:
-    """Whose attributes `env` shows as its own: PettingZoo's wrappers hand each on, and a turn reads many."""
-    while hasattr(env, "env") and not _STATE & {*dir(type(env)), *getattr(env, "__dict__", ())}:
-        env = env.env
-    return env
+"""PettingZoo's wrappers hand each of these on, and a turn reads many: they are read where they are held."""
 
 
 def _last(env: Any, game: Any, agent: str) -> Any:

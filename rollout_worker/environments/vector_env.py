@@ -5,7 +5,7 @@ nothing to act for (an absent agent; the extra step in which a native vector env
 """
 
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ContextDecorator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -207,12 +207,23 @@ def tell(env: Any, name: str, value: Any) -> bool:
     """Calls a method of an environment and of all its wrappers that have it, outermost first; returns whether any has.
     What they raise is raised."""
     found = False
-    while env is not None:
-        if callable(method := getattr(type(env), name, None)):
-            method(env, value)
+    for layer in layers(env):
+        if callable(method := getattr(type(layer), name, None)):
+            method(layer, value)
             found = True
-        env = getattr(env, "env", None)
     return found
+
+
+def layers(env: Any) -> Iterator[Any]:
+    """An environment's wrappers, outermost first, and then itself."""
+    while env is not None:
+        yield env
+        env = getattr(env, "env", None)
+
+
+def holder(env: Any, names: Set[str]) -> Any:
+    """The outermost of its layers with one of these attributes of its own, not handed on; None where none has."""
+    return next((its for its in layers(env) if names & {*dir(type(its)), *getattr(its, "__dict__", ())}), None)
 
 
 def pick(nested: Any, index: int) -> Any:

@@ -4,7 +4,7 @@ ML-Agents' words (`sampler_type`, `curriculum`, `completion_criteria`, …) are 
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -12,10 +12,9 @@ from shared.config.section import Section
 from shared.experience.parameters import ParameterTable, Sampler, Value
 
 Measure = Literal["return", "success", "progress", "length", "rating"]
-_MEASURES = ("return", "success", "progress", "length", "rating")
+_MEASURES = get_args(Measure)
 _Bounds = tuple[float, float]
-_ML_AGENTS = {"measure": "measure", "threshold": "threshold", "behavior": "policy", "signal_smoothing": "smoothing",
-              "min_lesson_length": "episodes"}  # fmt: skip
+_ML_AGENTS = {"behavior": "policy", "signal_smoothing": "smoothing", "min_lesson_length": "episodes"}
 
 
 def _criterion(data: object) -> object:
@@ -96,8 +95,7 @@ class SamplerConfig(Section):
 
     @property
     def _kinds(self) -> list[str]:
-        names = ("value", "uniform", "gaussian", "log_uniform", "choice", "multi_range")
-        return [name for name in names if getattr(self, name) is not None]
+        return [name for name in SamplerConfig.model_fields if getattr(self, name) is not None]
 
     @property
     def others(self) -> list[str]:
@@ -107,8 +105,8 @@ class SamplerConfig(Section):
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         if len(found := [*self._kinds, *self.others]) != 1:
-            expected = "one of value, uniform, gaussian, log_uniform, choice, multi_range"
-            raise ValueError(f"found {' and '.join(found) or 'nothing'}, expected {expected}")
+            expected = ", ".join(SamplerConfig.model_fields)
+            raise ValueError(f"found {' and '.join(found) or 'nothing'}, expected one of {expected}")
         ranges = [self.uniform, self.log_uniform, *(self.multi_range or ())]
         if empty := [list(each) for each in ranges if each is not None and each[0] > each[1]]:
             raise ValueError(f"the range {empty[0]} is empty; expected [low, high]")

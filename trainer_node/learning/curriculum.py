@@ -67,13 +67,14 @@ class Curriculum:
             if record.lessons.get(name) != lesson.number:
                 continue  # it began in another one
             lesson.episodes += 1
-            config = self._parameters[name].lessons[lesson.number]
+            lessons = self._parameters[name].lessons
+            config = lessons[lesson.number]
             for which, criterion, step in (("until", config.until, 1), ("back", config.back, -1)):
                 if criterion is None:
                     continue
                 value = self._measured(name, lesson, which, criterion, record, env_steps, rating)
                 if value is not None and (value - criterion.threshold) * step >= 0:
-                    called = self._parameters[name].lessons[lesson.number + step].name
+                    called = lessons[lesson.number + step].name
                     move = f"lesson {lesson.number} → {lesson.number + step}{called and f' ({called})'}"
                     found = f"{criterion.measure} {value:.4g}, {which} {criterion.threshold:g}"
                     self._moves.append(f"{name}: {move} at {env_steps:,} env steps ({found})")
@@ -212,7 +213,6 @@ def _take_levels(levels: Levels, name: str, item: Fragment, scores: Array) -> No
     life, seq, sums, counts = levels.pending.get(header.worker_id, ("", -1, [], []))
     if life != header.life or header.seq not in (0, seq + 1):  # other episodes, or one of its fragments is missing
         sums, counts = [0.0] * header.num_envs, [0] * header.num_envs
-    sums, counts = list(sums), list(counts)
     ended = (columns["terminated"] | columns["truncated"]) & columns["mask"]
     records = iter(header.episodes)
     starts = np.zeros(header.num_envs, np.int64)

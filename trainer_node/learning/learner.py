@@ -188,7 +188,7 @@ class Learner:
                 f"terms: {metrics}. Try a smaller algorithm.learning_rate or normalize_observations; the checkpoints "
                 f"before it are intact"
             )
-        if self.curriculum is not None and phase is Phase.TRAIN:
+        if self.curriculum is not None and self.curriculum.levels and phase is Phase.TRAIN:
             made: Any = next(iter(self.algorithms.values()))
             self.curriculum.learned(fragments, getattr(made, "advantages", None))
         if self.league is not None and phase is Phase.TRAIN:

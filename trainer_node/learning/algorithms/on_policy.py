@@ -172,8 +172,8 @@ class OnPolicy(BatchLearner):
         self.parts["signals/"] = self.signals
         self.cloning = Cloning(config.behavioral_cloning, policy, setting)
         self._entropy_coefficient = config.entropy_coefficient.start
-        self.advantages: Array | None = None
-        """`[T, S]` of the last batch, by which levels are scored; zero where nobody acted."""
+        self._advantages: tuple[Tensor, Tensor] | None = None
+        """Of the last batch, and its mask."""
 
     def _tensors(self, experience: Sequence[Experience]) -> dict[str, Tensor]:
         agents, observed = self.policy.agents, self.policy.spaces.observation
@@ -199,6 +199,15 @@ class OnPolicy(BatchLearner):
         explained = {"train/explained_variance": 1.0 - float(unexplained)}
         return explained | batch.metrics | self.signals.learn(counters)
 
+    @property
+    def advantages(self) -> Array | None:
+        """`[T, S]` of the last batch, by which levels are scored; zero where no agent acted."""
+        if self._advantages is None:
+            return None
+        advantage, mask = self._advantages
+        found: Array = (advantage * mask).cpu().numpy()
+        return found
+
     def observe(self, experience: Sequence[Experience]) -> None:
         """The normalizer and the signals' statistics take the observations in."""
         self.signals.observe(self._tensors(experience))
@@ -212,7 +221,7 @@ class OnPolicy(BatchLearner):
         observations = {name: tensors[name] for name in self.policy.read_columns}
         actions = {name: tensors[name] for name in spaces.action.column_names("action")}
         start = self._start_log_prob(tensors)
-        self.advantages = (advantage * tensors["mask"]).cpu().numpy()
+        self._advantages = advantage, tensors["mask"]
         if (scale := self.policy.value_scale) is not None:
             self._units = scale.moments(value)
             scale.update(target[tensors["mask"]])
