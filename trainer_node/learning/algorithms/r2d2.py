@@ -4,6 +4,7 @@ Hidden states are computed anew in each gradient step, from those that were stor
 burn-in, by both networks and without gradients, then through the sequence that is learned.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from shared.config.replay_buffer import PrioritizedReplay
 from shared.policies.q_network import RecurrentQNetwork
 from trainer_node.learning.algorithms.dqn import DQN
 from trainer_node.learning.algorithms.off_policy import Lesson
+from trainer_node.learning.building_blocks.compilation import Answer, compiled
 from trainer_node.learning.building_blocks.interface import Setting
 from trainer_node.learning.building_blocks.optimization import to_device
 from trainer_node.learning.replay_buffers.sequences import PrioritizedSequences, SequenceBatch, SequenceReplayBuffer
@@ -53,6 +55,10 @@ class R2D2(DQN):
             self.replay_buffer = PrioritizedSequences(*size, **named)
         else:
             self.replay_buffer = SequenceReplayBuffer(*size, **named)
+
+    def compiled(self, loss: Callable[..., Answer]) -> Callable[..., Answer]:
+        """For the sequences that a minibatch of whole transitions makes."""
+        return compiled(loss, self._setting, {max(1, self._config.minibatch_size // self._setting.fragment_steps)})
 
     def on_device(self, drawn: SequenceBatch) -> Sequences:  # type: ignore[override]
         def moved(array: Any) -> Any:
