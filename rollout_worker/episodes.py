@@ -14,7 +14,7 @@ from rollout_worker.sampling.dataset_sampler import DatasetSampler
 from rollout_worker.sampling.sampler import Sampler
 from rollout_worker.watchdog import Watchdog, WatchedEnvironment
 from shared.config.run_config import Config
-from shared.datasets.recording import Recording
+from shared.datasets.recording import Recordings
 from shared.errors import EnvironmentFailure, headline
 from shared.experience.counters import Phase
 from shared.experience.spaces import EnvironmentDescription
@@ -32,15 +32,16 @@ class Episodes:
 
     def __init__(
         self, config: Config, description: EnvironmentDescription, log: ExperienceLog, lineage: SeedLineage, *,
-        phase: Phase, recording: Recording | None, watchdog: Watchdog, stages: StageTimer, tell: Callable[[str], None],
+        phase: Phase, recorded: Recordings | None, watchdog: Watchdog, stages: StageTimer, tell: Callable[[str], None],
         cast: Callable[[], Casting | None] = lambda: None, parameters: EpisodeParameters | None = None,
     ) -> None:  # fmt: skip
         """Starts the environments where the predecessor's last fragment ended, if they get there again.
 
-        New episodes follow from `lineage`. Fragments are cut from a `recording`, perhaps in warm-up only. `tell` writes
-        an event. Raises `EnvironmentFailure` where they raised more often in a row than `environment.failures_allowed`.
+        New episodes follow from `lineage`. Fragments are cut from what is `recorded`, perhaps in warm-up only. `tell`
+        writes an event. Raises `EnvironmentFailure` where they raised more often in a row than
+        `environment.failures_allowed`.
         """
-        self._config, self._description, self._log, self._recording = config, description, log, recording
+        self._config, self._description, self._log, self._records = config, description, log, recorded
         self._worker, self._phase = f"worker-{lineage.worker}", phase
         self._watchdog, self._stages, self._tell, self._cast = watchdog, stages, tell, cast
         self._parameters = parameters
@@ -89,10 +90,9 @@ class Episodes:
                 lineage = lineage.next()
 
     def _make(self, lineage: SeedLineage, trace: ActionTrace | None = None) -> AnySampler:
-        config, recording = self._config.environment, self._recording
-        if recording is not None and (trace.digest == recording.sha256 if trace else self._recorded(self._phase)):
-            (policy_id,) = self._description.policies
-            return DatasetSampler(recording, policy_id, config.num_envs, lineage, trace)
+        config, recorded = self._config.environment, self._records
+        if recorded is not None and (trace.digest == recorded.sha256 if trace else self._recorded(self._phase)):
+            return DatasetSampler(recorded, self._description, config.num_envs, lineage, trace)
         environment = WatchedEnvironment(
             lambda: make_vector(config, self._description, self._parameters), self._watchdog
         )

@@ -23,7 +23,7 @@ from rollout_worker.league.opponents import Opponents
 from rollout_worker.sampling.sampler import Sample
 from rollout_worker.watchdog import OWN_WORK, Watchdog
 from shared.datasets.read import read_dataset
-from shared.datasets.recording import Recording
+from shared.datasets.recording import Recordings
 from shared.errors import EnvironmentFailure, ShardFull, WorkerSuperseded
 from shared.experience.fragment import Fragment, FragmentHeader
 from shared.experience.spaces import EnvironmentDescription
@@ -216,14 +216,15 @@ class Worker:
         return StepResult.WAITED
 
     @cached_property
-    def _data(self) -> tuple[EnvironmentDescription, Recording | None]:
+    def _data(self) -> tuple[EnvironmentDescription, Recordings | None]:
         """The run's spaces, which the store knows, and its recorded experience, if it has any."""
-        dataset, recording = self._config.dataset, None
+        dataset, recordings = self._config.dataset, None
         with self.heartbeat.waiting("the store", self._config.store.retry_seconds, outage=True) as wait:
             description = retry_until_deadline(wait, self.context.description)
             if dataset is not None:
-                recording = retry_until_deadline(wait, lambda: read_dataset(dataset, description))
-        return description, recording
+                wanted = description.of(self._config.recorded(dataset.section))
+                recordings = retry_until_deadline(wait, lambda: read_dataset(dataset, wanted))
+        return description, recordings
 
     @cached_property
     def policies(self) -> ActingPolicies:
@@ -236,10 +237,10 @@ class Worker:
 
     @cached_property
     def episodes(self) -> Episodes:
-        description, recording = self._data
+        description, recordings = self._data
         lineage = SeedLineage(self._config.seed, self._index, self.claims.incarnation, 0)
         return Episodes(
-            self._config, description, self._log, lineage, phase=self.policies.phase, recording=recording,
+            self._config, description, self._log, lineage, phase=self.policies.phase, recorded=recordings,
             watchdog=self._watchdog, stages=self._stages, tell=lambda text: self._tell("environment", text),
             cast=self._cast, parameters=self._parameters,
         )  # fmt: skip

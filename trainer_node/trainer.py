@@ -52,7 +52,7 @@ class Trainer:
         self.learner, self.consumer, self.schedule = self.state.learner, self.state.consumer, self.state.schedule
         self._config, self._flow, self._run_id = role.config, role.flow, role.run_id
         self._heartbeat, self._stages = incarnation.heartbeat, incarnation.stages
-        self._metrics = UpdateMetrics(role.config, self.learner)
+        self._metrics = UpdateMetrics(role.config, self.learner, self.state.description)
         run_folder = incarnation.run_folder
         folder = Path(run_folder) / "metrics" if run_folder and Path(run_folder).is_dir() else None
         began = incarnation.epoch, self.version, self.learner.counters.train.env_steps

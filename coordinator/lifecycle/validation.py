@@ -150,7 +150,8 @@ def with_recorded(config: Config, description: EnvironmentDescription) -> Config
     Raises `DatasetError` where one cannot be read, does not fit the environment, or is not what the config says.
     """
     sections = [section for section in (config.dataset, config.demonstrations) if section is not None]
-    hashes = {item.section: {"sha256": read_dataset(item, description).sha256} for item in sections}
+    wanted = {item.section: description.of(config.recorded(item.section)) for item in sections}
+    hashes = {item.section: {"sha256": read_dataset(item, wanted[item.section]).sha256} for item in sections}
     return config.model_copy(update={item.section: item.model_copy(update=hashes[item.section]) for item in sections})
 
 

@@ -4,7 +4,7 @@ import difflib
 import importlib
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,9 +13,9 @@ from gymnasium.vector import AutoresetMode
 
 from rollout_worker.environments.action_masks import MaskFromInfo
 from rollout_worker.environments.envpool_env import PREFIX, EnvPoolSingle, EnvPoolVector
-from rollout_worker.environments.episode_ends import FirstDone
 from rollout_worker.environments.gymnasium_env import GuardedEnvironment, GymnasiumEnvironments
 from rollout_worker.environments.levels import Levels, LevelTurns
+from rollout_worker.environments.own_processes import InOwnProcess, OwnProcesses
 from rollout_worker.environments.parameters import EpisodeParameters, Parameterized
 from rollout_worker.environments.pettingzoo_env import Parallel, Turns
 from rollout_worker.environments.vector_env import VectorEnvironment
@@ -33,12 +33,23 @@ def make_vector(
     config: EnvironmentConfig, description: EnvironmentDescription, parameters: EpisodeParameters | None = None
 ) -> VectorEnvironment:
     """The vectorized environment of the config, whose episodes get `parameters`; raises what `make` raises."""
+    if config.several_agents and config.vectorization == "async":
+        one, count = config.model_copy(update={"num_envs": 1}), config.num_envs
+        made = [partial(_several, one, description, first=index) for index in range(count)]
+        own = [partial(InOwnProcess, its, index, count) for index, its in enumerate(made)]
+        return OwnProcesses(_in_processes(own, shared_memory=False), parameters)
     if config.several_agents:
-        kind = LevelTurns if config.hierarchy else Turns if description.in_turns else Parallel
-        giving = [parameterized(config) for _ in range(config.num_envs)]
-        return kind([make(config) for _ in range(config.num_envs)], config, description, parameters, giving)
+        return _several(config, description, parameters)
     native = config.vectorization == "native"
     return GymnasiumEnvironments(_vectorize(config), description, native=native, parameters=parameters)
+
+
+def _several(
+    config: EnvironmentConfig, description: EnvironmentDescription, parameters: EpisodeParameters | None, first: int = 0
+) -> VectorEnvironment:
+    kind = LevelTurns if config.hierarchy else Turns if description.in_turns else Parallel
+    giving = [parameterized(config) for _ in range(config.num_envs)]
+    return kind([make(config) for _ in range(config.num_envs)], config, description, parameters, giving, first)
 
 
 def parameterized(config: EnvironmentConfig) -> Parameterized:
@@ -49,14 +60,18 @@ def parameterized(config: EnvironmentConfig) -> Parameterized:
 def _vectorize(config: EnvironmentConfig) -> gym.vector.VectorEnv[Any, Any, Any]:
     if config.vectorization == "native":
         return make_native(config)
-    if config.vectorization == "async":  # spawn: forking a process that has threads can hang it
-        own = [partial(_in_own_process, config, index) for index in range(config.num_envs)]
-        made = gym.vector.AsyncVectorEnv(own, context="spawn", autoreset_mode=AutoresetMode.DISABLED)
-        # What a process raises is an `EnvironmentFailure`; gymnasium's log would tell it too, and break on a '%' in it.
-        gym.logger.min_level = gym.logger.ERROR + 1
-        return made
+    if config.vectorization == "async":
+        return _in_processes([partial(_in_own_process, config, index) for index in range(config.num_envs)])
     makers = [lambda index=index: _guarded(config, index) for index in range(config.num_envs)]
     return gym.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
+
+
+def _in_processes(own: Sequence[Callable[[], Any]], **options: Any) -> gym.vector.AsyncVectorEnv:
+    # spawn: forking a process that has threads can hang it
+    made = gym.vector.AsyncVectorEnv(own, context="spawn", autoreset_mode=AutoresetMode.DISABLED, **options)
+    # What a process raises is an `EnvironmentFailure`; gymnasium's log would tell it too, and break on a '%' in it.
+    gym.logger.min_level = gym.logger.ERROR + 1
+    return made
 
 
 def _in_own_process(config: EnvironmentConfig, index: int) -> GuardedEnvironment:
@@ -100,7 +115,7 @@ def make(config: EnvironmentConfig, **overrides: Any) -> Any:
         env = gym.wrappers.TimeLimit(env, config.max_episode_steps)  # outermost: wrappers may repeat or skip steps
     if config.hierarchy is not None:
         return Levels(env, config.hierarchy, config.max_episode_steps)
-    return FirstDone(env) if config.episode_ends == "any" and not hasattr(env, "agent_iter") else env
+    return env
 
 
 def _check_api(env: Any, config: EnvironmentConfig) -> None:

@@ -19,6 +19,8 @@ from shared.experience.spaces import Array, Columns, EnvironmentDescription
 _LOGGER = logging.getLogger("stagecoach.worker")
 _PAST, _PARAMETERS = "stagecoach_past", "stagecoach_parameters"
 """Options of `reset`: actions to do again, and the episodes' parameters; of each environment."""
+_ANSWERS_WITHIN = 5.0
+"""Seconds that a call may still take when processes are ended: where one was killed in it, the others have answered."""
 _RETURN, _SUMS = "stagecoach_return", "stagecoach_sums"
 """Entries of its info: what the actions have brought."""
 
@@ -171,14 +173,19 @@ class GymnasiumEnvironments:
         return any(made.call("tell", name, value))
 
     def close(self) -> None:
-        try:
-            self._env.close()
-        except Exception as error:  # such as a process of theirs that has died
-            _LOGGER.warning("closing the environments failed: %s: %s", type(error).__name__, error)
-            for process in getattr(self._env, "processes", ()):
-                process.kill()
-                process.join()
-            self._env.closed = True
+        close_vector(self._env)
+
+
+def close_vector(env: gym.vector.VectorEnv[Any, Any, Any]) -> None:
+    """Ends the environments and their processes, if they have any."""
+    try:
+        env.close(**({"timeout": _ANSWERS_WITHIN} if isinstance(env, gym.vector.AsyncVectorEnv) else {}))
+    except Exception as error:  # such as a process of theirs that has died
+        _LOGGER.warning("closing the environments failed: %s: %s", type(error).__name__, error)
+        for process in getattr(env, "processes", ()):
+            process.kill()
+            process.join()
+        env.closed = True
 
 
 def _number_of_each(infos: Mapping[str, Any], name: str, mask: Array) -> Array:

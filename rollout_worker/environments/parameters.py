@@ -16,16 +16,16 @@ class EpisodeParameters:
     """Of one sampler: what each environment's running episode was drawn."""
 
     def __init__(self, table: ParameterTable, num_envs: int) -> None:
-        self._table = table
+        self.table = table
         self.now: list[Drawn] = [Drawn({}, {})] * num_envs
 
     def use(self, table: ParameterTable) -> None:
         """What is drawn from, from now on."""
-        self._table = table
+        self.table = table
 
     def begin(self, environment: int, seed: int) -> None:
         """An episode begins: its parameters are drawn."""
-        self.now[environment] = Drawn(self._table.draw(seed), self._table.lessons)
+        self.now[environment] = Drawn(self.table.draw(seed), self.table.lessons)
 
     def take_up(self, running: Sequence[Mapping[str, Any]]) -> None:
         """Those of running episodes, as `plain` gave them."""

@@ -70,10 +70,10 @@ class Parallel:
 
     def __init__(
         self, envs: Sequence[Any], config: EnvironmentConfig, description: EnvironmentDescription,
-        parameters: EpisodeParameters | None = None, parameterized: Sequence[Parameterized] = (),
+        parameters: EpisodeParameters | None = None, parameterized: Sequence[Parameterized] = (), first: int = 0,
     ) -> None:  # fmt: skip
-        """`parameterized` give each of `envs` its `parameters`."""
-        self._envs, self.num_envs = list(envs), len(envs)
+        """`parameterized` give each of `envs` its `parameters`. `first` is the first one's number, in messages."""
+        self._envs, self.num_envs, self._first = list(envs), len(envs), first
         self._parameters, self._parameterized = parameters, parameterized
         limit = None if config.hierarchy else config.max_episode_steps  # else those are Gymnasium's
         self._most_steps = limit or sys.maxsize
@@ -107,7 +107,7 @@ class Parallel:
             for actions in past.done(index) if past else ():
                 if not self._episodes[index].live:
                     break  # it is not the episode that it was: the successor compares, and will see
-                with NamedFailures("step", index):
+                with NamedFailures("step", self._first + index):
                     self._step_one(index, self._nested(actions), self._blank())
         return {policy_id: self._stacked(policy_id) for policy_id in self._agents}
 
@@ -121,7 +121,7 @@ class Parallel:
         returns = dict.fromkeys(self._description.agents, 0.0)
         seed = episode_seed(self._seeds[index], number)
         options: dict[str, Any] = {}
-        with NamedFailures("reset", index):
+        with NamedFailures("reset", self._first + index):
             if self._parameters is not None:
                 if drawn:
                     self._parameters.begin(index, seed)
@@ -158,7 +158,7 @@ class Parallel:
     def step(self, actions: Mapping[str, Columns]) -> Step:
         nested, made, episodes = self._nested(actions), self._blank(), []
         for index in range(self.num_envs):
-            with NamedFailures("step", index):
+            with NamedFailures("step", self._first + index):
                 self._step_one(index, nested, made)
             if not self._episodes[index].live:
                 episodes.append((index, self._record(index, self._episodes[index])))
@@ -182,7 +182,8 @@ class Parallel:
         ended = {agent for agent in acting if terminated.get(agent) or truncated.get(agent)}
         observations = self._seen(env, observed, infos, set(env.agents) - ended - episode.over)
         episode.length += 1
-        cut, there = episode.length >= self._most_steps, set(env.agents)
+        cut = episode.length >= self._most_steps or (self._first_ends and bool(ended))
+        there = set(env.agents)
         for agent in acting:
             truncation = bool(truncated.get(agent))
             died = bool(terminated.get(agent)) or (agent not in there and not truncation)  # also where it just left

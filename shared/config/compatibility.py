@@ -32,10 +32,10 @@ def check_sections_together(run: ConfigFields) -> None:
             "environment.action_mask=info with environment.vectorization=native: its `info` is that of all copies at "
             "once; use sync or async, or an environment that observes its action_mask"
         )
-    if environment.several_agents and environment.vectorization != "sync":
+    if environment.several_agents and environment.vectorization == "native":
         raise ValueError(
             f"{'environment.hierarchy' if environment.hierarchy else 'environment.api=pettingzoo'} works with "
-            f"environment.vectorization=sync only, found {environment.vectorization}"
+            f"environment.vectorization=sync or async, found native"
         )
     if environment.api != "pettingzoo" and environment.episode_ends != "all":
         raise ValueError(
@@ -243,7 +243,8 @@ def _check_demonstrations(run: ConfigFields, algorithm: AlgorithmConfig) -> None
         raise ValueError(
             f"algorithm.{algorithm.imitating[0]} imitates recorded experience; name it in demonstrations.path"
         )
-    if run.demonstrations is not None and not algorithm.imitating:
+    others = [run.policies[policy_id].algorithm or run.algorithm for policy_id in run.trainable]
+    if run.demonstrations is not None and not any(its.imitating or isinstance(its, OwnAlgorithm) for its in others):
         raise ValueError(
             f"demonstrations.path={run.demonstrations.path} with algorithm.name={algorithm.name}, which would do "
             f"nothing with them; say how they are used (docs/DEMONSTRATIONS.md), or leave them out"
@@ -260,6 +261,12 @@ def _check_dataset(run: ConfigFields, algorithm: AlgorithmConfig) -> None:
         raise ValueError(
             f"algorithm.name={name} learns only from what its own policy acts, and dataset.path={run.dataset.path} is "
             f"what another acted; use bc, or an algorithm with a replay buffer"
+        )
+    if run.league is not None or name in {"vdn", "qmix"}:
+        raise ValueError(
+            f"dataset.path={run.dataset.path} with {f'algorithm.name={name}' if run.league is None else 'a league'}: "
+            f"of recorded experience each policy is given rows of its own, and not what others did beside it; leave "
+            f"the dataset out, or use dqn without a league"
         )
     if run.dataset.only_heatup and not run.heatup.amount:
         raise ValueError(
@@ -288,12 +295,6 @@ def _check_policies(run: ConfigFields) -> None:
     for agent, policy_id in run.agents.items():
         if policy_id not in run.policies:
             raise ValueError(f"agents.{agent}={policy_id!r} names no policy; policies has {sorted(run.policies)}")
-    for recorded in (run.dataset, run.demonstrations):
-        if recorded is not None and len(run.policies) > 1:
-            raise ValueError(
-                f"{recorded.section}.path={recorded.path} with policies {sorted(run.policies)}: recorded experience is "
-                f"that of one agent; leave it out, or train a single policy"
-            )
     if not run.trainable:
         raise ValueError(
             f"policies: none of {sorted(run.policies)} is trainable; leave trainable=false out of one (to play them as "

@@ -456,6 +456,11 @@ class ConfigFields(Section):
         """By policy id; users' own bring their kinds of policies with them."""
         return {policy_id: self.algorithm_of(policy_id) for policy_id in sorted(self.policies)}
 
+    def recorded(self, section: str) -> list[str]:
+        """The policies that learn from this section, `dataset` or `demonstrations`, in order."""
+        imitating = [name for name in self.trainable if section == "dataset" or self.algorithm_of(name).imitating]
+        return imitating or self.trainable
+
     @property
     def trainable(self) -> list[str]:
         """The policy ids that learn, in order."""

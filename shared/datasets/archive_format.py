@@ -1,8 +1,10 @@
 """A run's archived experience, put together to episodes again: consecutive fragments of one worker's seed lineage are
-laid end to end, slot by slot, heat-up and what the trainer dropped included."""
+laid end to end, slot by slot and policy by policy, heat-up and what the trainer dropped included. An agent's episode,
+from its first step to its end, is one of its own."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,17 +15,20 @@ from shared.experience.spaces import Array, Columns, EnvironmentDescription, Pol
 from shared.storage.log_archive import read_experience
 
 
-def read(location: str, description: EnvironmentDescription, endpoint_url: str | None = None) -> list[Episode]:
-    """Its episodes, in the order of the log; raises `DatasetError`, `ArchiveIncomplete` or what the store raises."""
-    (policy_id,) = description.policies
-    spaces = description.policies[policy_id]
-    episodes: list[Episode] = []
-    for line in _lines(_checked(read_experience(location, endpoint_url), location, description), policy_id):
+def read(
+    location: str, description: EnvironmentDescription, endpoint_url: str | None = None
+) -> dict[str, list[Episode]]:
+    """Each policy's episodes, in the order of the log; raises `DatasetError`, `ArchiveIncomplete` or what the store
+    raises."""
+    found: dict[str, list[Episode]] = {policy_id: [] for policy_id in description.policies}
+    fragments = _checked(read_experience(location, endpoint_url), location, description)
+    for line in _lines(fragments, description.in_turns):
         whole = line[0].header.seq == 0 and line[0].header.life == f"{line[0].header.incarnation}.0"
-        columns = [item.columns[policy_id] for item in line]
-        for slot in range(columns[0]["reward"].shape[1]):
-            episodes += episodes_of(_table(columns, slot, spaces, whole))
-    return episodes
+        for policy_id, spaces in description.policies.items():
+            columns = [item.columns[policy_id] for item in line]
+            for slot in range(columns[0]["reward"].shape[1]):
+                found[policy_id] += episodes_of(_table(columns, slot, spaces, whole))
+    return found
 
 
 def _checked(fragments: Iterable[Fragment], location: str, description: EnvironmentDescription) -> Iterator[Fragment]:
@@ -33,6 +38,9 @@ def _checked(fragments: Iterable[Fragment], location: str, description: Environm
         if key in seen:
             continue  # a worker that got no answer pushed it again
         seen.add(key)
+        versions, wanted = item.header.policy_versions, description.policies.keys() & item.columns.keys()
+        header = replace(item.header, policy_versions={name: versions[name] for name in sorted(wanted & set(versions))})
+        item = Fragment(header, {policy_id: item.columns[policy_id] for policy_id in sorted(wanted)})
         try:
             for columns in item.columns.values():
                 columns.pop(STATE, None)  # the hidden state of another policy is no experience
@@ -43,7 +51,7 @@ def _checked(fragments: Iterable[Fragment], location: str, description: Environm
         except FragmentError as error:
             raise DatasetError(
                 f"{location} does not fit the run's environment: {error.detail}; name the archive of a run in the same "
-                f"environment, with one agent and the same policy id"
+                f"environment, with the same agents and policy ids"
             ) from None
         yield item
 
@@ -57,12 +65,14 @@ def _adapt_info(columns: Columns, wanted: Sequence[str]) -> None:
         columns.setdefault(name, np.full(columns["reward"].shape, np.nan, np.float32))
 
 
-def _lines(fragments: Iterable[Fragment], policy_id: str) -> list[list[Fragment]]:
+def _lines(fragments: Iterable[Fragment], in_turns: bool) -> list[list[Fragment]]:
+    """In turns each fragment is a line: a turn whose outcome came later than its end is missing."""
     lines: list[list[Fragment]] = []
     running: dict[str, list[Fragment]] = {}
     for item in fragments:
         source = f"{item.header.worker_id}:{item.header.life}"
-        if source in running and _follows(running[source][-1].columns[policy_id], item.columns[policy_id]):
+        before = running[source][-1].columns if source in running and not in_turns else {}
+        if before and all(_follows(before[policy_id], its) for policy_id, its in item.columns.items()):
             running[source].append(item)
         else:
             running[source] = [item]
@@ -71,8 +81,11 @@ def _lines(fragments: Iterable[Fragment], policy_id: str) -> list[list[Fragment]
 
 
 def _follows(before: Columns, after: Columns) -> bool:
+    """By what is acted first; an episode that goes on must be. Slots of others may hold anything, or begin later."""
+    acted, goes_on = after["mask"][0], (before["mask"] & ~(before["terminated"] | before["truncated"]))[-1]
     names = [name.removeprefix("bootstrap_") for name in before if name.startswith("bootstrap_")]
-    return all(np.array_equal(before[f"bootstrap_{name}"], after[name][0]) for name in names)
+    same = all(np.array_equal(before[f"bootstrap_{name}"][acted], after[name][0][acted]) for name in names)
+    return same and not (goes_on & ~acted).any()
 
 
 def _table(line: list[Columns], slot: int, spaces: PolicySpaces, whole: bool) -> Table:

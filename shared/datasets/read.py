@@ -1,4 +1,4 @@
-"""A dataset of any format, read as one recording; docs/OFFLINE.md says what each format holds."""
+"""A dataset of any format, read as a recording of each policy; docs/OFFLINE.md says what each format holds."""
 
 import csv
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 
 from shared.config.recorded import DatasetFormat, RecordedConfig
 from shared.datasets import archive_format
-from shared.datasets.recording import Episode, Recording, Table, as_column, episodes_of, flags, numbers
+from shared.datasets.recording import Episode, Recording, Recordings, Table, as_column, episodes_of, flags, numbers
 from shared.errors import DatasetError
 from shared.experience.fragment import INFO
 from shared.experience.spaces import Array, Columns, EnvironmentDescription, Leaf, PolicySpaces, SpaceSpec
@@ -20,44 +20,42 @@ from shared.storage.log_archive import EXPERIENCE
 
 _MINARI = Path("data", "main_data.hdf5")
 _WORDS = {"true": "1", "false": "0"}
+_POLICY, _AGENT = "policy", "agent"
 _LOG_PROBS = ("log_probs", "infos/action_log_probs")
 
 
-def read_dataset(config: RecordedConfig, description: EnvironmentDescription) -> Recording:
-    """Reads it for the run's environment; raises `DatasetError`, or what the store of an archive raises."""
-    if len(description.agents) != 1:
-        raise DatasetError(
-            f"{config.section}.path={config.path}: recorded experience is that of one agent, the run's environment has "
-            f"{', '.join(description.agents)}"
-        )
-    (spaces,) = description.policies.values()
+def read_dataset(config: RecordedConfig, description: EnvironmentDescription) -> Recordings:
+    """Reads it for all policies of `description`; raises `DatasetError`, or what the store of an archive raises."""
     kind, path = _format(config), Path(config.path).expanduser()
     if kind == "archive":
         episodes = archive_format.read(config.path, description, config.endpoint_url)
     elif not path.exists():
         raise DatasetError(f"{config.section}.path={config.path} does not exist; expected a {kind} dataset there")
     elif kind == "csv":
-        episodes = read_csv(path, spaces, description.info_columns)
+        episodes = read_csv(path, description)
     else:
         file = path / _MINARI if kind == "minari" and path.is_dir() else path
-        episodes = read_hdf5(file, spaces, description.info_columns)
-    recording = Recording(spaces, _good_enough(config, episodes), config.path)
-    if config.sha256 not in (None, recording.sha256):
+        episodes = read_hdf5(file, description)
+    alone, recordings = len(episodes) == 1, Recordings()
+    for policy_id, its in episodes.items():
+        where = config.path if alone else f"{config.path} (policy {policy_id})"
+        recordings[policy_id] = Recording(description.policies[policy_id], _good_enough(config, its, where), where)
+    if config.sha256 not in (None, found := recordings.sha256):
         raise DatasetError(
-            f"{config.section}.path={config.path} has the SHA-256 {recording.sha256[:12]}, the run was made with "
+            f"{config.section}.path={config.path} has the SHA-256 {found[:12]}, the run was made with "
             f"{str(config.sha256)[:12]} ({config.section}.sha256); bring back what was there, or start a new run"
         )
-    return recording
+    return recordings
 
 
-def _good_enough(config: RecordedConfig, episodes: list[Episode]) -> list[Episode]:
+def _good_enough(config: RecordedConfig, episodes: list[Episode], where: str) -> list[Episode]:
     if config.min_return is None:
         return episodes
     whole = [(episode, episode.record.episode_return) for episode in episodes if episode.record is not None]
     best = max((episode_return for _, episode_return in whole), default=None)
     if best is None or best < config.min_return:
         raise DatasetError(
-            f"{config.section}.min_return={config.min_return}: the best whole episode of {config.path} returned "
+            f"{config.section}.min_return={config.min_return}: the best whole episode of {where} returned "
             f"{'nothing: there is none' if best is None else f'{best:g}'}"
         )
     return [episode for episode, episode_return in whole if episode_return >= config.min_return]
@@ -84,8 +82,8 @@ def _format(config: RecordedConfig) -> DatasetFormat:
     )
 
 
-def read_csv(path: Path, spaces: PolicySpaces, info_columns: Sequence[str] = ()) -> list[Episode]:
-    """Its episodes, with these columns `info/NAME`, NaN where it has none; raises `DatasetError`."""
+def read_csv(path: Path, description: EnvironmentDescription) -> dict[str, list[Episode]]:
+    """Each policy's episodes, with columns `info/NAME`, NaN where it has none; raises `DatasetError`."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = csv.reader(file)
@@ -97,14 +95,35 @@ def read_csv(path: Path, spaces: PolicySpaces, info_columns: Sequence[str] = ())
     if odd is not None:
         found = len(cells[odd])
         raise DatasetError(f"{path}: row {odd} has {found} cells, expected {len(header)} as in the first line")
-    return list(episodes_of(_csv_table(path, _Cells(path, header, cells), spaces, info_columns)))
+    if len(description.policies) > 1 and _POLICY not in header:
+        wanted = ", ".join(description.policies)
+        raise DatasetError(f"{path} has no column {_POLICY}; expected in each row which policy acted, such as {wanted}")
+    parts = {policy_id: _of_policy(path, header, cells, policy_id) for policy_id in description.policies}
+    spaces, told = description.policies, description.info_columns
+    return {policy_id: list(episodes_of(_csv_table(its, spaces[policy_id], told))) for policy_id, its in parts.items()}
+
+
+def _of_policy(path: Path, header: list[str], rows: list[list[str]], policy_id: str) -> "_Cells":
+    """The policy's rows, agent by agent, without the columns that are empty in all of them: other policies'."""
+    places = {name: header.index(name) for name in (_POLICY, _AGENT) if name in header}
+    if not places:
+        return _Cells(path, header, rows)
+    if _POLICY in places:
+        rows = [row for row in rows if row[places[_POLICY]].strip() == policy_id]
+        if not rows:
+            raise DatasetError(f"{path} has no row of policy {policy_id}; name it in the column {_POLICY}")
+    if _AGENT in places:
+        rows = sorted(rows, key=lambda row: row[places[_AGENT]])
+    kept = [at for at, name in enumerate(header) if name != _POLICY and any(row[at].strip() for row in rows)]
+    where = f"{path} (policy {policy_id})"
+    return _Cells(where, [header[at] for at in kept], [[row[at] for at in kept] for row in rows])
 
 
 class _Cells:
-    def __init__(self, path: Path, header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    def __init__(self, path: Path | str, header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
         if twice := sorted({name for name in header if list(header).count(name) > 1}):
             raise DatasetError(f"{path} has the columns {', '.join(twice)} more than once")
-        self._path = path
+        self.path = path
         self._columns = dict(zip(header, zip(*cells, strict=True), strict=True)) if cells else dict.fromkeys(header, ())
         self.rows = len(cells)
         self.unread = set(header)
@@ -115,7 +134,7 @@ class _Cells:
     def text(self, name: str) -> tuple[str, ...]:
         if name not in self._columns:
             raise DatasetError(
-                f"{self._path} has no column {name}, which the run's spaces ask for; found {', '.join(self._columns)}"
+                f"{self.path} has no column {name}, which the run's spaces ask for; found {', '.join(self._columns)}"
             )
         self.unread.discard(name)
         return self._columns[name]
@@ -127,7 +146,7 @@ class _Cells:
             try:
                 values[row] = float(_WORDS.get(cell.strip().lower(), cell))
             except ValueError:
-                raise DatasetError(f"{self._path}: {name} is {cell!r} in row {row}, expected a number") from None
+                raise DatasetError(f"{self.path}: {name} is {cell!r} in row {row}, expected a number") from None
         return values
 
     def space(self, spec: SpaceSpec, prefix: str, name: str) -> Columns:
@@ -136,16 +155,16 @@ class _Cells:
         for leaf in spec.leaves:
             found = leaf.column(name)
             if not leaf.shape or (leaf.size == 1 and found in self):
-                where, values = f"{self._path}: {found}", self.number(found)
+                where, values = f"{self.path}: {found}", self.number(found)
             else:
                 parts = [self.number(f"{found}.{index}") for index in range(leaf.size)]
-                where, values = f"{self._path}: {found}.…", np.stack(parts, axis=1).reshape(self.rows, *leaf.shape)
+                where, values = f"{self.path}: {found}.…", np.stack(parts, axis=1).reshape(self.rows, *leaf.shape)
             columns[leaf.column(prefix)] = as_column(where, values, leaf, action=prefix == "action")
         return columns
 
 
-def _csv_table(path: Path, cells: _Cells, spaces: PolicySpaces, info_columns: Sequence[str]) -> Table:
-    obs = cells.space(spaces.observation, "obs", "obs")
+def _csv_table(cells: _Cells, spaces: PolicySpaces, info_columns: Sequence[str]) -> Table:
+    path, obs = cells.path, cells.space(spaces.observation, "obs", "obs")
     action = cells.space(spaces.action, "action", "action")
     told = any(name.startswith("next_obs") for name in cells.unread)
     truncated = cells.number("truncated") if "truncated" in cells else np.zeros(cells.rows)
@@ -164,7 +183,7 @@ def _csv_table(path: Path, cells: _Cells, spaces: PolicySpaces, info_columns: Se
             for name in (INFO + its for its in info_columns)
         },
     )
-    _check_steps(path, cells, table)
+    _check_steps(cells, table)
     if cells.unread:
         unknown = ", ".join(sorted(cells.unread))
         raise DatasetError(f"{path} has the columns {unknown}, which mean nothing here; leave them out")
@@ -177,15 +196,16 @@ def _known_numbers(values: Array | None, rows: int, name: str) -> Array:
 
 
 def _changes(cells: _Cells) -> Array:
-    """After which rows the episode's id changes."""
+    """After which rows the episode's id changes, or the agent."""
     changes = np.zeros(cells.rows, np.bool_)
-    if "episode" in cells:
-        ids = np.array(cells.text("episode"), np.str_)
-        changes[:-1] = ids[1:] != ids[:-1]
+    for name in ("episode", _AGENT):
+        if name in cells:
+            ids = np.array(cells.text(name), np.str_)
+            changes[:-1] |= ids[1:] != ids[:-1]
     return changes
 
 
-def _check_steps(path: Path, cells: _Cells, table: Table) -> None:
+def _check_steps(cells: _Cells, table: Table) -> None:
     if "step" not in cells:
         return
     steps = cells.number("step")
@@ -196,25 +216,38 @@ def _check_steps(path: Path, cells: _Cells, table: Table) -> None:
     if (steps != expected).any():
         row = int(np.flatnonzero(steps != expected)[0])
         raise DatasetError(
-            f"{path}: step is {steps[row]:g} in row {row}, expected {expected[row]:g}; are transitions missing, out of "
-            f"order, or is an episode's end not marked (terminated, truncated, episode)?"
+            f"{cells.path}: step is {steps[row]:g} in row {row}, expected {expected[row]:g}; are transitions missing, "
+            f"out of order, or is an episode's end not marked (terminated, truncated, episode)?"
         )
 
 
-def read_hdf5(path: Path, spaces: PolicySpaces, info_columns: Sequence[str] = ()) -> list[Episode]:
-    """Its episodes, with `infos/NAME` as columns, NaN where it has none; raises `DatasetError`."""
+def read_hdf5(path: Path, description: EnvironmentDescription) -> dict[str, list[Episode]]:
+    """Each policy's episodes, with `infos/NAME` as columns, NaN where it has none; raises `DatasetError`."""
+    found = {}
     with _opened(path) as file:
-        if "observations" in file:
-            return list(episodes_of(_hdf5_table(_Group(str(path), file), spaces, info_columns, minari=False)))
-        names = [name for name in file if name.startswith("episode_") and name.removeprefix("episode_").isdigit()]
-        if not names:
-            raise DatasetError(
-                f"{path} holds {', '.join(file) or 'nothing'}, expected observations, actions, rewards, terminals "
-                f"(D4RL) or episode_0, episode_1, … (Minari)"
-            )
-        ordered = sorted(names, key=lambda name: int(name.removeprefix("episode_")))
-        groups = [_Group(f"{path}: {name}", file[name]) for name in ordered]
-        return [episode for group in groups for episode in _minari_episode(group, spaces, info_columns)]
+        for policy_id, spaces in description.policies.items():
+            in_group = hasattr(file.get(policy_id), "keys")
+            if len(description.policies) > 1 and not in_group:
+                raise DatasetError(
+                    f"{path} has no group {policy_id}; expected one of each policy, found {', '.join(file)}"
+                )
+            where, node = (f"{path}: {policy_id}", file[policy_id]) if in_group else (str(path), file)
+            found[policy_id] = list(_hdf5_episodes(where, node, spaces, description.info_columns))
+    return found
+
+
+def _hdf5_episodes(where: str, node: Any, spaces: PolicySpaces, info_columns: Sequence[str]) -> Iterator[Episode]:
+    if "observations" in node:
+        yield from episodes_of(_hdf5_table(_Group(where, node), spaces, info_columns, minari=False))
+        return
+    names = [name for name in node if name.startswith("episode_") and name.removeprefix("episode_").isdigit()]
+    if not names:
+        raise DatasetError(
+            f"{where} holds {', '.join(node) or 'nothing'}, expected observations, actions, rewards, terminals (D4RL) "
+            f"or episode_0, episode_1, … (Minari)"
+        )
+    for name in sorted(names, key=lambda name: int(name.removeprefix("episode_"))):
+        yield from _minari_episode(_Group(f"{where}: {name}", node[name]), spaces, info_columns)
 
 
 @contextmanager

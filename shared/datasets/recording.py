@@ -129,11 +129,21 @@ class Recording:
         return columns, [record for record in known if record is not None]
 
 
+class Recordings(dict[str, Recording]):
+    """Policy id → what is recorded of it."""
+
+    @property
+    def sha256(self) -> str:
+        """Hash of all that is learned from (64 hex digits): of a single policy the recording's own."""
+        hashes = [f"{policy_id} {self[policy_id].sha256}" for policy_id in sorted(self)]
+        return hashes[0][-64:] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+
 def _end_to_end(parts: Sequence[Columns]) -> Columns:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-DatasetReader = Callable[[RecordedConfig, EnvironmentDescription], Recording]
+DatasetReader = Callable[[RecordedConfig, EnvironmentDescription], Recordings]
 """`shared.datasets.read.read_dataset`, handed to learners, since they reach no files or servers themselves."""
 
 

@@ -5,8 +5,8 @@ Trainer, checkpoints and `load_policy` know spaces only so, and need no gymnasiu
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -198,6 +198,10 @@ class EnvironmentDescription(PlainData):
     def seated(self) -> tuple[str, ...]:
         """The policies that agents are mapped to: an environment's slots are theirs."""
         return tuple(policy_id for policy_id in self.policies if policy_id in self.agents.values())
+
+    def of(self, policy_ids: Iterable[str]) -> "EnvironmentDescription":
+        """The same with these policies alone."""
+        return replace(self, policies={policy_id: self.policies[policy_id] for policy_id in policy_ids})
 
     def slots(self, policy_id: str) -> int:
         """Agents per environment that act with this policy, or in whose seats it may act."""

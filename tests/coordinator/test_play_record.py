@@ -74,7 +74,7 @@ def write_config(folder: Path, module: str, script: str, **kwargs: int | bool) -
 def recorded(path: Path) -> list[Episode]:
     config = load_config(path)
     demonstrations = DemonstrationsConfig(path=str(path.parent / "played" / "played.csv"))
-    return list(read_dataset(demonstrations, describe_environment(config)).episodes())
+    return list(read_dataset(demonstrations, describe_environment(config))["default"].episodes())
 
 
 def test_what_a_person_does_is_what_demonstrations_have(stagecoach: Stagecoach, folder: Path) -> None:

@@ -212,6 +212,8 @@ def test_each_agent_tells_its_own_numbers_and_an_absent_one_none() -> None:
         (NATIVE | {"kwargs": {"mode": "SAME_STEP", "fails_at": 1}}, [[0, 0]] * 2,
          r"raised ValueError in step: the simulator lost its license\nTrace"),
         (CHASE | {"kwargs": {"fails_at": 0}}, [[]], "environment 0 raised ValueError in step: the mouse escaped"),
+        (CHASE | {"kwargs": {"fails_at": 0}, "vectorization": "async"}, [[]],
+         r"^environment [01] raised ValueError in step: the mouse escaped\nTraceback"),
     ],
 )  # fmt: skip
 def test_an_environment_that_fails_is_named_with_its_traceback(

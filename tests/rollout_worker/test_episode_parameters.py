@@ -35,6 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "parameters_by": "attributes",
     },
 }  # fmt: skip
+KINDS["async in turns"] = KINDS["in turns"] | {"vectorization": "async"}
 
 
 class Parameterized(Stage):
@@ -78,7 +79,7 @@ def test_each_episode_is_given_what_was_drawn_for_its_seed_and_its_record_says_s
         if "blown" in told:
             assert told["blown"] == record.parameters["wind"]
     columns = stage.sample(9).columns["default"]
-    if kind == "in turns":
+    if "in turns" in kind:
         seen = columns["obs"][columns["mask"]][:, 2].tolist()
         assert set(seen) <= {float(np.float32(its["luck_of"])) for its in expected}
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,16 +18,20 @@ from torch import Tensor
 from rollout_worker.environments.seeding import SeedLineage, episode_seed
 from rollout_worker.exploration.base import Acted, Exploration, Tensors
 from rollout_worker.sampling import action_trace
+from shared.config.recorded import DatasetConfig
+from shared.datasets.read import read_dataset
 from shared.errors import EnvironmentFailure
 from shared.experience import fragment
-from shared.experience.fragment import kept_rows
+from shared.experience.fragment import Fragment, kept_rows
 from shared.experience.spaces import Columns
 from shared.policies.policy import Policy
+from tests.support.datasets import write_archive
 from tests.support.games import MODULE, NAMES, AllAtOnce, InTurns
 from tests.support.stage import Stage, same
 
 TURNS = {"api": "pettingzoo", "id": f"{MODULE}:InTurns"}
 AT_ONCE = {"api": "pettingzoo", "id": f"{MODULE}:AllAtOnce"}
+THREE = {"ann": "a", "bob": "b", "cy": "of"}
 CORES = {"policies": {"default": {"core": "gru", "core_size": 4, "share_encoder": True}}}
 
 
@@ -136,6 +143,45 @@ def test_each_transition_is_that_of_a_plain_loop(
         assert not columns["obs"][~kept_rows(columns)].any() or environment is AT_ONCE
 
 
+@pytest.mark.parametrize(
+    ("environment", "plain"), [(TURNS, plain_turns), (AT_ONCE, plain_steps)], ids=["turns", "at once"]
+)
+def test_an_archive_gives_back_the_episodes_of_each_agent_to_its_policy(
+    tmp_path: Path, environment: dict[str, Any], plain: Any
+) -> None:
+    """In turns, a fragment's end cuts them: the turn that is open there is in no fragment."""
+    steps, count, in_turns = 11, 6, environment is TURNS
+    stage = Stage(environment, policies={"a": {}, "b": {}, "of": {"trainable": False}}, agents=THREE)
+    sent = []
+    for seq in range(count):
+        sample = stage.sample(steps, ByRule())
+        sent.append(Fragment(replace(stage.header(sample, steps), run_id="a-run", seq=seq), sample.columns))
+    write_archive(tmp_path, sent)
+    found = read_dataset(DatasetConfig(path=str(tmp_path / "a-run")), stage.description.of(["a", "b"]))
+    expected = [plain(its, 2 * steps * count) for its in SeedLineage(1, 0, 0, 0).environments(2)]
+    for policy_id, agent in (("a", "ann"), ("b", "bob")):
+        episodes = found[policy_id].episodes()
+        for first in range(0, steps * count, steps if in_turns else steps * count):
+            beyond = first + (steps if in_turns else steps * count)
+            for turns in (its[agent] for its in expected):
+                whole = first == 0
+                left = [turn for turn in turns if first <= turn.began and turn.known < beyond]
+                while left:
+                    ends = next((row for row, its in enumerate(left) if its.terminated or its.truncated), None)
+                    rows, left = (
+                        left[: ends + 1 if ends is not None else None],
+                        left[ends + 1 :] if ends is not None else [],
+                    )
+                    its = next(episodes)
+                    assert [listed(row) for row in its.observations["obs"]] == [*(r.seen for r in rows), rows[-1].after]
+                    assert its.actions["action"].tolist() == [row.action for row in rows]
+                    np.testing.assert_allclose(its.reward, [row.reward for row in rows], rtol=1e-6)
+                    assert its.terminated == rows[-1].terminated
+                    assert (its.record is not None) == (whole and ends is not None)
+                    whole = True
+        assert next(episodes, None) is None
+
+
 @pytest.mark.parametrize("sections", [{}, CORES], ids=["plain", "core"])
 @pytest.mark.parametrize("environment", [TURNS, AT_ONCE], ids=["turns", "at once"])
 def test_a_successor_acts_what_its_predecessor_would_have(
@@ -148,6 +194,29 @@ def test_a_successor_acts_what_its_predecessor_would_have(
         assert successor.past is not None and successor.sampler.position_digest == successor.past.digest
         ahead = Stage(environment | {"num_envs": 3}, left=worker.left, **sections)
         assert same(ahead.sample(5), successor.sample(5))
+
+
+TWO: dict[str, Any] = {
+    "policies": {"a": {"core": "gru", "core_size": 4, "share_encoder": True}, "b": {}},
+    "agents": {"ann": "a", "*": "b"},
+}
+
+
+@pytest.mark.parametrize("kind", [TURNS, pytest.param(AT_ONCE, marks=pytest.mark.exhaustive)], ids=["turns", "at once"])
+def test_environments_in_processes_of_their_own_act_the_same_and_are_taken_up(kind: dict[str, Any]) -> None:
+    limited = kind | {"max_episode_steps": 7}
+    here, there = (Stage(limited | {"vectorization": its}, **TWO) for its in ("sync", "async"))
+    for _ in range(3):
+        assert same(there.sample(9), here.sample(9))
+    there.sampler.close()
+    successor = Stage(limited | {"vectorization": "async"}, left=there.left, **TWO)
+    assert successor.past is not None and successor.sampler.position_digest == successor.past.digest
+    assert same(successor.sample(9), here.sample(9))
+    multiprocessing.active_children()[0].kill()
+    with pytest.raises(EnvironmentFailure, match=r"the vectorized environment raised .* in step"):
+        successor.sample(9)
+    successor.sampler.close()
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize(

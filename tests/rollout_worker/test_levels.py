@@ -216,7 +216,7 @@ _BUFFER = "algorithm.replay_buffer"
         (_LEVELS, [THREE[0], THREE[1], THREE[2] | {"low": [0, 0, 0]}], "low has 3 numbers"),
         (_LEVELS, [THREE[0], THREE[1], THREE[2] | {"low": 5}], "is not below high"),
         ("environment.id", "CartPole-v1", r"levels\.1 needs 'achieved_goal'.*found \['observation'\]"),
-        ("environment.vectorization", "async", "environment.hierarchy works with environment.vectorization=sync only"),
+        ("environment.vectorization", "native", "works with environment.vectorization=sync or async"),
         ("environment.api", "pettingzoo", "the only agents"),
         ("agents", {"top": "top"}, "the only agents"),
         ("rollout.fragment_steps", 17, "'top' takes up to 9 steps.*set rollout.fragment_steps to 18"),

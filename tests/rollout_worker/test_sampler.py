@@ -16,7 +16,7 @@ from rollout_worker.exploration.base import Exploration, RandomActing, Sampling
 from rollout_worker.sampling import action_trace
 from rollout_worker.sampling.dataset_sampler import DatasetSampler
 from rollout_worker.sampling.sampler import Sample
-from shared.datasets.recording import Recording
+from shared.datasets.recording import Recording, Recordings
 from shared.errors import EnvironmentFailure
 from shared.experience.counters import Phase
 from shared.experience.spaces import Columns
@@ -386,7 +386,7 @@ def recording() -> Recording:
 
 
 def of_data(life: SeedLineage = LIFE, past: action_trace.ActionTrace | None = None) -> DatasetSampler:
-    return DatasetSampler(recording(), "default", 3, life, past)
+    return DatasetSampler(Recordings(default=recording()), described(), 3, life, past)
 
 
 def sampled(source: DatasetSampler, count: int) -> list[Sample]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,7 +52,8 @@ def needs_h5py() -> None:
 
 
 def read(path: Path, description: EnvironmentDescription, **fields: Any) -> Recording:
-    return read_dataset(DatasetConfig(path=str(path), **fields), description)
+    (found,) = read_dataset(DatasetConfig(path=str(path), **fields), description).values()
+    return found
 
 
 def spaces_of(description: EnvironmentDescription) -> PolicySpaces:
@@ -115,6 +117,18 @@ def test_an_archive_gives_back_the_episodes_that_were_acted(tmp_path: Path) -> N
     assert [episode.record is not None for episode in found] == [True, True, False, True, True, True, True]
     assert_same(Recording(spaces_of(description), found[:2] + found[4:], ""), listed[:2] + listed[3:])
     np.testing.assert_array_equal(found[2].observations["obs.cam"], listed[2].observations["obs.cam"][:7])
+
+
+def test_an_archive_of_turns_lacks_one_at_each_end_of_a_fragment_even_where_observations_hide_it(
+    tmp_path: Path,
+) -> None:
+    recording = Recording(SPACES, episodes(SPACES, (5, 7), "tT"), "memory")
+    write_archive(tmp_path, [fragment_of(recording.cut([piece], 4)[0], piece) for piece in range(3)])
+    for in_turns, lengths in ((False, [5, 7]), (True, [4, 1, 3, 4])):
+        description = dataclasses.replace(DESCRIPTION, in_turns=in_turns)
+        found = list(read(tmp_path / "a-run", description).episodes())
+        assert [len(episode) for episode in found] == lengths
+        assert [episode.record is not None for episode in found] == [not in_turns] * len(lengths)
 
 
 def test_an_archive_with_gaps_repeats_masks_and_a_late_start(tmp_path: Path) -> None:
@@ -201,6 +215,54 @@ def test_each_layout_brings_the_numbers_of_the_info_that_the_run_asks_for(tmp_pa
         fragment.check(fragment_of(found.cut([0, 1], 4)[0], 0), "a-run", wanted)
     plain = {read(tmp_path / name, DESCRIPTION).sha256 for name in ("data.h5", "minari", "a-run")}
     assert plain == {Recording(SPACES, listed, "memory").sha256}
+
+
+SEVERAL = EnvironmentDescription({"ann": "a", "bob": "b", "cy": "b"}, {"a": SPACES, "b": PolicySpaces(NESTED, TORQUE)})
+
+
+def test_rows_of_several_policies_may_alternate_in_a_csv(tmp_path: Path) -> None:
+    """Agent by agent each policy's episodes, in columns that another policy may not have."""
+    listed = {agent: episodes(SEVERAL.policies[its], (5, 4), "tc") for agent, its in SEVERAL.agents.items()}
+    parts = []
+    for agent, policy_id in SEVERAL.agents.items():
+        write_csv(tmp_path / "part.csv", SEVERAL.policies[policy_id], listed[agent])
+        with (tmp_path / "part.csv").open(newline="") as file:
+            parts.append([row | {"agent": agent, "policy": policy_id} for row in csv.DictReader(file)])
+    write_rows(tmp_path / "data.csv", [row for step in zip(*reversed(parts), strict=True) for row in step])
+    without(tmp_path / "data.csv", "episode")  # so that only the agent tells where bob's data end
+    found = read_dataset(DatasetConfig(path=str(tmp_path / "data.csv")), SEVERAL)
+    assert_same(found["a"], listed["ann"])
+    assert_same(found["b"], listed["bob"] + listed["cy"])
+    assert found.sha256 not in (found["a"].sha256, found["b"].sha256)
+    assert_same(read(tmp_path / "data.csv", SEVERAL.of(["a"])), listed["ann"])
+    write_rows(tmp_path / "data.csv", parts[0])
+    with pytest.raises(DatasetError, match=r"data.csv has no row of policy b; name it in the column policy"):
+        read_dataset(DatasetConfig(path=str(tmp_path / "data.csv")), SEVERAL)
+    without(tmp_path / "data.csv", "policy")
+    with pytest.raises(DatasetError, match=r"data.csv has no column policy; expected in each row .* such as a, b"):
+        read_dataset(DatasetConfig(path=str(tmp_path / "data.csv")), SEVERAL)
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+@pytest.mark.usefixtures("needs_h5py")
+def test_an_hdf5_file_has_a_group_of_each_of_several_policies(tmp_path: Path) -> None:
+    import h5py
+
+    listed = {policy_id: episodes(spaces) for policy_id, spaces in SEVERAL.policies.items()}
+    for policy_id, its in listed.items():
+        write_d4rl(tmp_path / f"{policy_id}.h5", SEVERAL.policies[policy_id], its)
+        with h5py.File(tmp_path / f"{policy_id}.h5") as part, h5py.File(tmp_path / "data.h5", "a") as file:
+            part.copy(part, file, policy_id)
+    for policy_id, recording in read_dataset(DatasetConfig(path=str(tmp_path / "data.h5")), SEVERAL).items():
+        assert_same(recording, listed[policy_id])
+    with pytest.raises(DatasetError, match=r"a.h5 has no group a; expected one of each policy, found actions"):
+        read_dataset(DatasetConfig(path=str(tmp_path / "a.h5")), SEVERAL)
 
 
 def test_without_next_observations_the_unknown_is_not_made_up(tmp_path: Path) -> None:
@@ -349,10 +411,10 @@ def test_what_is_no_dataset_or_another_environments_is_refused(tmp_path: Path) -
     with pytest.raises(DatasetError, match="does not exist; expected a csv dataset"):
         read(tmp_path / "none.csv", DESCRIPTION, format="csv")
     two = EnvironmentDescription({"a": "default", "b": "default"}, described().policies)
-    with pytest.raises(DatasetError, match="is that of one agent, the run's environment has a, b"):
-        read(tmp_path, two)
     recording = Recording(SPACES, episodes(SPACES), "memory")
     write_archive(tmp_path, [fragment_of(recording.cut([0], 8)[0], 0)])
+    with pytest.raises(DatasetError, match=r"is bool\(8, 1\), expected bool\(8, 2\); name .* with the same agents"):
+        read(tmp_path / "a-run", two)
     with pytest.raises(DatasetError, match="does not fit the run's environment: default/obs is"):
         read(tmp_path / "a-run", described(SpaceSpec((TORQUE.leaves[0],), 0)))
 

@@ -79,8 +79,14 @@ def test_a_policy_has_the_network_that_its_own_algorithm_has_by_default() -> Non
             "policies.b.algorithm.exploration.kind=ou is for continuous actions",
         ),
         ({"policies": {"a": {"trainable": False}, "b": {"trainable": False}}}, r"none of \['a', 'b'\] is trainable"),
-        ({"dataset": {"path": "x"}, "algorithm": "dqn"}, r"dataset.path=x with policies \['a', 'b'\]: .* one agent"),
-        ({"demonstrations": {"path": "x"}, "algorithm": IMITATING}, r"demonstrations.path=x with .* one agent"),
+        ({"dataset": {"path": "x"}, "b": {"algorithm": "bc"}}, "name=ppo learns only from what its own policy acts"),
+        ({"dataset": {"path": "x"}, "algorithm": "vdn"}, "path=x with algorithm.name=vdn: of .* rows of its own"),
+        (
+            {"dataset": {"path": "x"}, "algorithm": "dqn", "league": {},
+             "environment": {"id": "X", "api": "pettingzoo"}},
+            "dataset.path=x with a league: of recorded experience each policy is given rows of its own",
+        ),
+        ({"demonstrations": {"path": "x"}}, "demonstrations.path=x with algorithm.name=ppo, which would do nothing"),
         ({"checkpoint": {"best_by": "c"}}, r"checkpoint.best_by: 'c' names no policy; policies has \['a', 'b'\]"),
         ({"stop_at": {"updates": 1, "mean_return": {"a": 1, "c": 2}}}, "stop_at.mean_return: 'c' names no policy"),
         ({"stop_at": {"updates": 1, "mean_return": {"a": "x"}}}, "stop_at.mean_return: expected a number, or one"),
@@ -101,6 +107,11 @@ def test_what_cannot_be_is_refused_in_one_line_with_the_field_named(sections: di
 def test_a_policy_that_does_not_learn_need_not_fit_into_the_runs_updates() -> None:
     config = two({"trainable": False, "algorithm": {"minibatch_size": 10**6}})
     assert config.trainable == ["a"] and config.algorithms()["b"].name == "ppo"
+
+
+def test_recorded_experience_is_of_the_policies_that_learn_from_it() -> None:
+    config = two({"algorithm": "sac"}, demonstrations={"path": "x"}, algorithm=IMITATING)
+    assert (config.recorded("dataset"), config.recorded("demonstrations")) == (["a", "b"], ["a"])
 
 
 def test_agents_are_mapped_by_name_and_then_by_the_first_pattern_that_fits() -> None:

@@ -18,12 +18,12 @@ from shared.config.environment import EnvironmentConfig
 from shared.config.sections import MetricsConfig
 from shared.datasets.read import read_hdf5
 from shared.errors import ConfigError, UserError
-from shared.experience.spaces import PolicySpaces, SpaceSpec
+from shared.experience.spaces import EnvironmentDescription
 from shared.runtime.user_code import EXTRAS, SOURCE, extend_imports, import_object, install, with_extra
 from trainer_node.export.onnx_translation import require_onnx
 from trainer_node.metrics.writers import check_writers
 
-NOTHING = PolicySpaces(SpaceSpec((), {}), SpaceSpec((), {}))
+NOTHING = EnvironmentDescription({}, {})
 
 
 def environment(name: str, **kwargs: str) -> Callable[[], object]:

@@ -159,7 +159,7 @@ def test_a_schedule_that_never_reaches_an_ignored_end_is_fine(data: Path) -> Non
 
 
 def test_a_trainer_whose_demonstrations_are_others_refuses_to_begin(new_game: NewGame, data: Path) -> None:
-    sha256 = read_dataset(DemonstrationsConfig(path=str(data)), describe_environment(imitating(data))).sha256
+    sha256 = read_dataset(DemonstrationsConfig(path=str(data)), describe_environment(imitating(data)))["default"].sha256
     config = imitating(data, demonstrations={"path": str(data), "sha256": sha256})
     game = new_game(config)
     game.play_to(1)

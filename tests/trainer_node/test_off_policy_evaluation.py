@@ -232,9 +232,14 @@ def test_a_better_and_a_worse_policy_are_told_apart(sharpness: float, truth: flo
     assert all(np.isfinite(value) for value in found.values()) and len(found) == 7
 
 
-def evaluation_of(path: Path, **evaluation: Any) -> DataEvaluation:
+def evaluation_of(path: Path, environment: str = "CartPole-v1", **evaluation: Any) -> DataEvaluation:
     return DataEvaluation(
-        minimal_config(algorithm={"name": "bc"}, dataset={"path": str(path), "evaluation": evaluation}),
+        config := minimal_config(
+            environment={"id": environment},
+            algorithm={"name": "bc"},
+            dataset={"path": str(path), "evaluation": evaluation},
+        ),
+        describe_environment(config),
         read_dataset,
     )
 
@@ -243,10 +248,10 @@ def test_it_is_due_every_so_many_updates_and_says_the_same_again(tmp_path: Path)
     write_played(tmp_path / "data.csv", played(9, greed=0.5, steps=30))
     policy = policy_of(1.0)
     source = evaluation_of(tmp_path / "data.csv", every_updates=4, gradient_steps=20, episodes=5)
-    assert [updates for updates in range(9) if source.figures(policy, updates)] == [4, 8]
-    assert source.figures(policy, 4) == source.figures(policy, 8)
-    assert source.episodes is not None and len(source.episodes) == 5
-    assert not evaluation_of(tmp_path / "data.csv", every_updates=0).figures(policy, 4)
+    assert [updates for updates in range(9) if source.figures("default", policy, updates)] == [4, 8]
+    assert source.figures("default", policy, 4) == source.figures("default", policy, 8)
+    assert source.episodes is not None and len(source.episodes["default"]) == 5
+    assert not evaluation_of(tmp_path / "data.csv", every_updates=0).figures("default", policy, 4)
 
 
 @pytest.mark.parametrize("version", [2, WIRE_VERSION])
@@ -267,7 +272,8 @@ def test_heat_up_counts_with_its_own_probabilities_or_not_at_all(tmp_path: Path,
         item = fragment_of(columns, seq)
         fragments.append(replace(item, header=replace(item.header, wire_version=version)))
     write_archive(tmp_path, fragments)
-    found = evaluation_of(tmp_path / "a-run", every_updates=1, gradient_steps=200, episodes=4000).figures(policy, 1)
+    source = evaluation_of(tmp_path / "a-run", f"{MODULE}:Lever", every_updates=1, gradient_steps=200, episodes=4000)
+    found = source.figures("default", policy, 1)
     assert found["ope/episodes_left_out"] == (2000 if version == 2 else 0)
     for name in ("ips", "wis", "dr", "sequential_dr"):
         assert found[f"ope/{name}"] == pytest.approx(0.9, abs=0.05), name
@@ -275,7 +281,7 @@ def test_heat_up_counts_with_its_own_probabilities_or_not_at_all(tmp_path: Path,
 
 def test_a_dataset_that_is_gone_ends_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = evaluation_of(tmp_path / "gone.csv", every_updates=1)
-    assert source.figures(policy_of(1.0), 1) == {} and source.figures(policy_of(1.0), 2) == {}
+    assert [source.figures("default", policy_of(1.0), update) for update in (1, 2)] == [{}, {}]
     assert "no off-policy evaluation" in caplog.text and caplog.text.count("gone.csv") == 1
 
 
@@ -294,7 +300,8 @@ def test_a_policy_of_bounded_actions_is_worth_what_its_own_episodes_returned(tmp
 
     listed = swung(4, choose)
     write_recorded(tmp_path / "data.csv", "Pendulum-v1", listed)
-    found = evaluation_of(tmp_path / "data.csv", every_updates=1, gradient_steps=20).figures(policy, 1)
+    source = evaluation_of(tmp_path / "data.csv", "Pendulum-v1", every_updates=1, gradient_steps=20)
+    found = source.figures("default", policy, 1)
     assert found["ope/effective_episodes"] == pytest.approx(4, rel=1e-3)
     assert found["ope/wis"] == pytest.approx(found["ope/ips"], rel=1e-3)
 
@@ -307,13 +314,15 @@ def test_a_q_network_is_worth_what_its_best_choices_pay(tmp_path: Path) -> None:
     sampler = Sampler(make_vector(config.environment, description), description, SeedLineage(1, 0, 0, 0))
     acted = [sampler.sample(policies, {"default": RandomActing()}, 8).columns["default"] for _ in range(5)]
     write_archive(tmp_path, [fragment_of(columns, seq) for seq, columns in enumerate(acted)])
-    evaluation = evaluation_of(tmp_path / "a-run", every_updates=1, gradient_steps=200, episodes=2000)
+    evaluation = evaluation_of(
+        tmp_path / "a-run", f"{MODULE}:Lever", every_updates=1, gradient_steps=200, episodes=2000
+    )
     for best in (0, 1):
         with torch.no_grad():
             cast(Any, policies["default"]).advantage.layers[-1].bias.copy_(
                 torch.tensor([10.0 * (1 - best), 10.0 * best])
             )
-        found = evaluation.figures(policies["default"], 1)
+        found = evaluation.figures("default", policies["default"], 1)
         assert found["ope/effective_episodes"] == pytest.approx(1000, rel=0.1)
         for name in ("ips", "wis", "dm", "dr", "sequential_dr"):
             assert found[f"ope/{name}"] == pytest.approx(best, abs=0.1), name

@@ -27,7 +27,7 @@ def offline(path: Path, **sections: Any) -> Config:
 
 def test_a_worker_pushes_what_the_trainer_takes(new_game: NewGame, data: Path) -> None:
     game = new_game(offline(data, heatup="64 env_steps"))
-    recorded = read_dataset(DatasetConfig(path=str(data)), game.role.description())
+    recorded = read_dataset(DatasetConfig(path=str(data)), game.role.description())["default"]
     assert [game.worker.step(0), game.worker.step(0)] == ["pushed", "pushed"]
     sent = [fragment.decode(entry.fragment or b"") for entry in game.role.log().read(START, 100, 0)]
     assert {item.header.phase for item in sent} == {Phase.HEATUP} and len(sent) == 2
@@ -66,7 +66,8 @@ def first_the_data(path: Path, **sections: Any) -> Config:
 def test_a_memory_begins_with_what_is_recorded_and_then_the_worker_acts(new_game: NewGame, data: Path) -> None:
     game = new_game(first_the_data(data, archive="all"))
     known = {
-        row.tobytes() for row in read_dataset(DatasetConfig(path=str(data)), game.role.description()).columns["obs"]
+        row.tobytes()
+        for row in read_dataset(DatasetConfig(path=str(data)), game.role.description())["default"].columns["obs"]
     }
     game.finish()
     archived = Archive(game.role.checkpoints.store, game.role.run_id).entries()
@@ -98,7 +99,7 @@ def test_an_evaluation_of_a_dataset_may_be_switched_off(data: Path) -> None:
 
 
 def test_a_worker_whose_dataset_is_another_refuses_to_begin(new_game: NewGame, data: Path) -> None:
-    recorded = read_dataset(DatasetConfig(path=str(data)), new_game(offline(data)).role.description())
+    recorded = read_dataset(DatasetConfig(path=str(data)), new_game(offline(data)).role.description())["default"]
     config = offline(data, dataset={"path": str(data), "sha256": recorded.sha256})
     new_game(config).play_to(1)
     lines = data.read_text().splitlines()

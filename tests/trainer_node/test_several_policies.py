@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from shared.config.recorded import DatasetConfig
 from shared.config.run_config import Config
+from shared.datasets.read import read_dataset
 from shared.errors import ConfigError
 from shared.experience import fragment, tensor_blob
 from shared.experience.counters import Phase
 from shared.policies.deployed import load_policy
 from shared.policies.serialization import decode_policy, state_arrays
+from shared.storage.log_archive import Archive
 from shared.storage.metric_log import TRAIN
 from tests.conftest import minimal_config
 from tests.support.environments import OWL_CHASE
@@ -41,6 +44,43 @@ def three(**sections: Any) -> Config:
 
 def test_ppo_beside_sac_beside_a_frozen_policy_goes_on_exactly(new_game: NewGame) -> None:
     goes_on_exactly(new_game, three())
+
+
+def test_policies_learn_from_what_an_archive_has_of_each_and_go_on_exactly(new_game: NewGame) -> None:
+    teacher = new_game(three(stop_at={"updates": 4}))
+    teacher.finish()
+    evaluated = {"every_updates": 5, "gradient_steps": 3}
+    dataset = {"path": str(teacher.folder), "evaluation": evaluated}
+    clone, better = {"name": "bc", "minibatch_size": 20}, {"name": "iql", "minibatch_size": 8}
+    policies = POLICIES | {"prey": SMALL | {"algorithm": better}}
+    config = three(dataset=dataset, algorithm=clone, policies=policies, heatup="0 env_steps")
+    goes_on_exactly(new_game, config)
+    game = new_game(config)
+    known = read_dataset(DatasetConfig(path=str(teacher.folder)), game.role.description().of(["hunter", "prey"]))
+    game.finish()
+    for entry in Archive(game.role.checkpoints.store, game.role.run_id).entries():
+        columns = fragment.decode(entry.fragment or b"").columns
+        assert not columns["watcher"]["mask"].any(), "it does not learn"
+        for name, recording in known.items():
+            rows = columns[name]["obs"][columns[name]["mask"]]
+            assert {row.tobytes() for row in rows} <= {row.tobytes() for row in recording.columns["obs"]} and len(rows)
+    row = {name: its for _, row in recorded(game.role.checkpoints.store, TRAIN) for name, its in row.items()}
+    assert {name for name in row if name.startswith("ope/dm")} == {"ope/dm/hunter", "ope/dm/prey"}
+
+
+def test_only_policies_that_imitate_need_demonstrations(new_game: NewGame) -> None:
+    teacher = new_game(three(stop_at={"updates": 2}))
+    teacher.finish()
+    cloning = {"strength": 0.5, "minibatch_size": 8}
+    config = three(demonstrations={"path": str(teacher.folder)}, algorithm=PPO | {"behavioral_cloning": cloning})
+    game = new_game(config)
+    assert list(game.trainer.learner.demonstrations) == ["hunter"]
+    shown = game.trainer.learner.demonstrations["hunter"].columns["obs"]
+    archived = read_dataset(DatasetConfig(path=str(teacher.folder)), game.role.description().of(["hunter"]))
+    assert len(shown) == len(archived["hunter"])
+    game.finish()
+    row = recorded(game.role.checkpoints.store, TRAIN)[-1][1]
+    assert row["train/cloning_loss/hunter"] > 0 and "train/cloning_loss/prey" not in row
 
 
 def test_each_policy_learns_by_its_own_algorithm_and_a_frozen_one_not_at_all(new_game: NewGame) -> None:

@@ -1,4 +1,4 @@
-"""The run's demonstrations: pairs of what was observed and what was done, read once and drawn from by algorithms."""
+"""A policy's demonstrations: pairs of what was observed and what was done, read once and drawn from by algorithms."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from shared.datasets.recording import Recording
+from shared.datasets.recording import Recordings
 from shared.experience.spaces import Columns
 
 
@@ -29,18 +29,18 @@ class Pairs:
 
 
 class Demonstrations:
-    """What a run imitates. Nothing is read before it is asked for."""
+    """What a policy imitates. Nothing is read before it is asked for."""
 
     def __init__(
-        self, read: Callable[[], Recording], filtered: Callable[[Columns], Columns], fragment_steps: int
+        self, read: Callable[[], Recordings], policy_id: str, filtered: Callable[[Columns], Columns], steps: int
     ) -> None:
-        """`filtered` is what is done to the fragments of the run before they are learned from: here as well."""
-        self._read, self._filtered, self._fragment_steps = read, filtered, fragment_steps
+        """`filtered` is what is done to the run's fragments, of so many `steps`, before they are learned from."""
+        self._read, self._policy_id, self._filtered, self._fragment_steps = read, policy_id, filtered, steps
 
     @cached_property
     def columns(self) -> Columns:
         """`obs…` and `action…` of all steps, `[M, …]`, read once; raises what `read` raises."""
-        recording = self._read()
+        recording = self._read()[self._policy_id]
         pieces = range(recording.pieces(self._fragment_steps))
         columns = self._filtered(recording.cut(pieces, self._fragment_steps)[0])
         spaces, mask = recording.spaces, columns["mask"]

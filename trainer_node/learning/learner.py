@@ -13,7 +13,7 @@ from shared.config.algorithms.base import AlgorithmConfig
 from shared.config.recorded import RecordedConfig
 from shared.config.run_config import Config
 from shared.config.sections import PolicyConfig, TrainerConfig
-from shared.datasets.recording import DatasetReader, Recording
+from shared.datasets.recording import DatasetReader, Recordings
 from shared.errors import ConfigError, DatasetError, WeightsNotFinite, headline, place
 from shared.experience.counters import Counters, Phase, PhaseCounters
 from shared.experience.fragment import EpisodeRecord, Fragment, holdable
@@ -89,8 +89,8 @@ class Learner:
     episodes: deque[EpisodeRecord]
     remembered: deque[str]
     """Log positions of the fragments that replay buffers hold, oldest first."""
-    demonstrations: Demonstrations | None = None
-    """What is imitated, where the run has any; read at the first look."""
+    demonstrations: dict[str, Demonstrations] = field(default_factory=dict)
+    """What is imitated, by the policies that do; read at the first look."""
     shaped: dict[str, ShapedReturns] = field(default_factory=dict)
     """Of the policies that learn from other rewards than the environment gave."""
     tallies: dict[str, Counters] = field(default_factory=dict)
@@ -105,8 +105,8 @@ class Learner:
 
     def read_demonstrations(self) -> None:
         """So that no update waits for them; raises `DatasetError`, or what the store of an archive raises."""
-        if self.demonstrations is not None:
-            len(self.demonstrations)
+        for its in self.demonstrations.values():
+            len(its)
 
     def mean_return(self) -> float | None:
         """Over the last training episodes; None before the first has ended."""
@@ -232,7 +232,7 @@ def set_up_torch(config: TrainerConfig) -> None:
         check_compiling()
 
 
-def _no_reader(config: RecordedConfig, description: EnvironmentDescription) -> Recording:
+def _no_reader(config: RecordedConfig, description: EnvironmentDescription) -> Recordings:
     raise DatasetError(f"demonstrations.path={config.path} cannot be read: this learner was made without a reader")
 
 
@@ -257,10 +257,11 @@ def make_learner(
         elif policy.normalize_rewards:
             rewards[policy_id] = RewardScaling(sections[policy_id].gamma)
     filters = {name: ExperienceFilter(config.policies[name], f"policies.{name}") for name in sections}
-    demonstrations, steps = None, config.rollout.fragment_steps
-    if config.demonstrations is not None:  # of one agent, and so for one policy
-        read = partial(read_dataset, config.demonstrations, description)
-        demonstrations = Demonstrations(read, filters[min(sections)], steps)
+    demonstrations, steps = dict[str, Demonstrations](), config.rollout.fragment_steps
+    if config.demonstrations is not None:
+        imitating = config.recorded("demonstrations")
+        read = partial(read_dataset, config.demonstrations, description.of(imitating))
+        demonstrations = {name: Demonstrations(read, name, filters[name], steps) for name in imitating}
     algorithms = {}
     for index, policy_id in enumerate(sorted(policies)):
         if policy_id not in sections:
@@ -268,7 +269,7 @@ def make_learner(
             continue
         slots = config.environment.num_envs * description.slots(policy_id)
         setting = Setting(
-            device, config.seed + index, steps, slots, rewards.get(policy_id), demonstrations,
+            device, config.seed + index, steps, slots, rewards.get(policy_id), demonstrations.get(policy_id),
             config.trainer.precision, config.trainer.compile, config.rollout.fragments_per_update,
             description.slots(policy_id),
         )  # fmt: skip

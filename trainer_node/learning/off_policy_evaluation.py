@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from shared.config.run_config import Config
 from shared.config.sections import PolicyConfig
-from shared.datasets.recording import DatasetReader, Episode
+from shared.datasets.recording import DatasetReader, Episode, Recording, Recordings
 from shared.errors import StagecoachError
 from shared.experience.spaces import Array, Columns, EnvironmentDescription, PolicySpaces
 from shared.policies.continuous import SquashedGaussian
@@ -230,45 +230,47 @@ def fit(policy: Policy, data: Transitions, gamma: float, gradient_steps: int, se
 
 
 class DataEvaluation:
-    """Evaluates a policy on some of the dataset's episodes, every so many updates."""
+    """Evaluates the policies that learn on some of the dataset's episodes, every so many updates."""
 
-    def __init__(self, config: Config, read_dataset: DatasetReader) -> None:
+    def __init__(self, config: Config, description: EnvironmentDescription, read_dataset: DatasetReader) -> None:
         self._dataset, self._seed = config.dataset, config.seed
-        self._gamma = (next(iter(config.policies.values())).algorithm or config.algorithm).gamma  # a dataset's only one
+        self._wanted = description.of(config.trainable)
+        self._gamma = {name: (config.policies[name].algorithm or config.algorithm).gamma for name in config.trainable}
         every = config.dataset.evaluation.every_updates if config.dataset is not None else 0
         self._every = _EVERY_UPDATES if every is None else every
         self._read_dataset = read_dataset
-        self.episodes: list[Episode] | None = None
+        self.episodes: dict[str, list[Episode]] | None = None
 
-    def figures(self, policy: Policy, updates: int) -> dict[str, float]:
-        """The metrics where an evaluation is due after this many updates; none where the dataset cannot be read."""
-        if self._dataset is None or not self._every or updates == 0 or updates % self._every:
+    def figures(self, policy_id: str, policy: Policy, updates: int) -> dict[str, float]:
+        """A policy's metrics where an evaluation is due after this many updates; none if the dataset cannot be read."""
+        due = self._every and updates and updates % self._every == 0
+        if self._dataset is None or not due or policy_id not in self._gamma:
             return {}
         if not isinstance(policy.distribution, ActionDistribution | SquashedGaussian | BestChoice):
             return {}  # one action of a continuum has no density to compare
         if self.episodes is None:
-            self.episodes = self._read(policy)
-        if not self.episodes:
+            try:
+                recordings = self._read_dataset(self._dataset, self._wanted)
+            except StagecoachError as error:
+                _LOGGER.warning("no off-policy evaluation: %s", error)
+                recordings = Recordings()
+            most = self._dataset.evaluation.episodes
+            self.episodes = {name: _chosen(its, most) for name, its in recordings.items()}
+        if not (chosen := self.episodes.get(policy_id)):
             return {}
-        return evaluate(policy, self.episodes, self._gamma, self._dataset.evaluation.gradient_steps, self._seed)
+        return evaluate(policy, chosen, self._gamma[policy_id], self._dataset.evaluation.gradient_steps, self._seed)
 
-    def _read(self, policy: Policy) -> list[Episode]:
-        assert self._dataset is not None
-        try:
-            alone = EnvironmentDescription({"agent": "default"}, {"default": policy.spaces})
-            recording = self._read_dataset(self._dataset, alone)
-        except StagecoachError as error:
-            _LOGGER.warning("no off-policy evaluation: %s", error)
-            return []
-        listed = list(recording.episodes())
-        count = min(self._dataset.evaluation.episodes, len(listed))
-        chosen = [listed[number * len(listed) // count] for number in range(count)]
-        if unknown := sum(bool(np.isnan(episode.log_prob).any()) for episode in chosen):
-            _LOGGER.warning(
-                "off-policy evaluation: %d of %d episodes have steps whose log_prob is not known; all estimates but "
-                "ope/dm leave them out", unknown, count
-            )  # fmt: skip
-        return chosen
+
+def _chosen(recording: Recording, most: int) -> list[Episode]:
+    listed = list(recording.episodes())
+    count = min(most, len(listed))
+    chosen = [listed[number * len(listed) // count] for number in range(count)]
+    if unknown := sum(bool(np.isnan(episode.log_prob).any()) for episode in chosen):
+        _LOGGER.warning(
+            "off-policy evaluation: %d of %d episodes have steps whose log_prob is not known; all estimates but "
+            "ope/dm leave them out", unknown, count
+        )  # fmt: skip
+    return chosen
 
 
 def evaluate(

@@ -13,7 +13,7 @@ import numpy as np
 from shared.config.run_config import Config
 from shared.datasets.read import read_dataset
 from shared.experience.fragment import INFO, EpisodeRecord, Fragment
-from shared.experience.spaces import Array
+from shared.experience.spaces import Array, EnvironmentDescription
 from shared.storage.metric_log import ENV_STEPS, VERSION
 from trainer_node.learning.learner import Learner
 from trainer_node.learning.off_policy_evaluation import DataEvaluation
@@ -25,8 +25,8 @@ RETURN, LENGTH = "rollout/ep_rew", "rollout/ep_len"
 class UpdateMetrics:
     """Collects the metrics of updates into rows; what it remembers between rows is no part of a checkpoint."""
 
-    def __init__(self, config: Config, learner: Learner) -> None:
-        self._from_data = DataEvaluation(config, read_dataset)
+    def __init__(self, config: Config, learner: Learner, description: EnvironmentDescription) -> None:
+        self._from_data = DataEvaluation(config, description, read_dataset)
         self._policy_of = config.policy_of
         self._every, self._index = config.metrics.every, config.metrics.every.index(learner.counters.train)
         self.learning_seconds = 0.0
@@ -96,8 +96,10 @@ class UpdateMetrics:
             found = spread("rollout/ep_shaped_rew", list(shaped.returns))
             row |= {name + suffix: value for name, value in found.items()}
         row |= {f"wait/{name.replace(' ', '_')}_seconds": seconds for name, seconds in waited.items()}
-        for policy in learner.policies.values():  # a dataset is that of one
-            row |= self._from_data.figures(policy, train.updates)
+        for policy_id, policy in learner.policies.items():
+            suffix = "" if len(learner.policies) == 1 else f"/{policy_id}"
+            found = self._from_data.figures(policy_id, policy, train.updates)
+            row |= {name + suffix: value for name, value in found.items()}
         row |= {name: total / self._counts[name] for name, total in self._sums.items()}
         for policy_id, its in learner.league.summary().items() if learner.league else ():
             row |= {f"league/{name}/{policy_id}": float(value) for name, value in its.items()}

@@ -90,7 +90,7 @@ def shown(path: Path, described: PolicySpaces) -> Demonstrations:
     write_csv(path, described, episodes(described, (9, 12, 8), "tTc"))
     description = EnvironmentDescription({"agent": "default"}, {"default": described})
     config = DemonstrationsConfig(path=str(path))
-    return Demonstrations(lambda: read_dataset(config, description), lambda columns: columns, 8)
+    return Demonstrations(lambda: read_dataset(config, description), "default", lambda columns: columns, 8)
 
 
 def make_gail(tmp_path: Path, described: PolicySpaces = CHOICE, **config: Any) -> GAIL:

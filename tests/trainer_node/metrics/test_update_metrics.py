@@ -39,7 +39,7 @@ def acted(
 
 def metrics_of(config: Config) -> tuple[UpdateMetrics, Learner]:
     learner = make_learner(config, SIMPLE)
-    return UpdateMetrics(config, learner), learner
+    return UpdateMetrics(config, learner, SIMPLE), learner
 
 
 def test_a_row_has_means_over_the_updates_since_the_last_one() -> None:

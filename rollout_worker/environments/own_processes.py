@@ -1,0 +1,124 @@
+"""Environments of several agents in processes of their own: `environment.vectorization: async`.
+
+Each process steps one copy as the worker would step all of them; what is drawn follows from the same seeds, and so a
+fragment is the same, bit for bit. Gymnasium's vectorization starts, asks and ends them.
+"""
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from rollout_worker.environments.gymnasium_env import close_vector
+from rollout_worker.environments.parameters import EpisodeParameters
+from rollout_worker.environments.vector_env import NamedFailures, PolicyStep, Position, RunningEpisodes, Step
+from shared.experience.counters import Phase
+from shared.experience.spaces import Array, Columns
+from shared.runtime.process import end_with_parent, forget_secrets
+
+
+class InOwnProcess(gym.Env[Any, Any]):
+    """Environment `index` of `count`. Of arguments that are meant for all it takes its part."""
+
+    observation_space = action_space = gym.spaces.Discrete(1)  # gymnasium asks, and never uses them
+
+    def __init__(self, make: Callable[[EpisodeParameters | None], Any], index: int, count: int) -> None:
+        self._make, self._index, self._count = make, index, count
+        self._env: Any = None
+        self._parameters: EpisodeParameters | None = None
+
+    def ask(self, name: str, arguments: Sequence[Any], drawing: EpisodeParameters | None) -> tuple[Any, Any, Any]:
+        """What a method returns, and then where the episode stands and what was drawn for it. `drawing` is the worker's
+        where it has changed. An environment that hangs does not see that its worker is gone: the kernel ends it then.
+        What it starts needs neither Redis nor Ray."""
+        if drawing is not None:
+            self._parameters = self._parameters or EpisodeParameters(drawing.table, 1)
+            self._parameters.table, self._parameters.now[0] = drawing.table, drawing.now[self._index]
+        if self._env is None:
+            end_with_parent(signal.SIGKILL)()
+            forget_secrets("store")
+            self._env = self._make(self._parameters)
+        answer = getattr(self._env, name)(*map(self._mine, arguments))
+        return answer, self._env.position, self._parameters and self._parameters.now[0]
+
+    def _mine(self, argument: Any) -> Any:
+        if isinstance(argument, RunningEpisodes):
+            number, length = argument.episodes[self._index], argument.lengths[self._index]
+            return RunningEpisodes((number,), (length,), self._slots(argument.actions, (slice(None),)))
+        if isinstance(argument, Mapping):
+            return self._slots(argument, ())
+        return [argument[self._index]] if isinstance(argument, list) else argument
+
+    def _slots(self, actions: Mapping[str, Columns], before: tuple[slice, ...]) -> dict[str, Columns]:
+        mine = (*before, slice(self._index, None, self._count))
+        return {policy_id: {name: array[mine] for name, array in its.items()} for policy_id, its in actions.items()}
+
+    def close(self) -> None:
+        if self._env is not None:
+            self._env.close()
+
+
+class OwnProcesses:
+    """Copies in a process each. Slot = agent's number within its policy × N + environment, as in `Parallel`."""
+
+    def __init__(self, env: gym.vector.AsyncVectorEnv, parameters: EpisodeParameters | None) -> None:
+        """Takes over `env`, whose copies are `InOwnProcess`; they are made at the first call."""
+        self._env, self.num_envs, self._parameters = env, env.num_envs, parameters
+        self._told: Any = None
+        """The table that the processes have."""
+        self._positions: list[Position] = []
+
+    def _ask(self, name: str, *arguments: Any) -> list[Any]:
+        drawing = self._parameters
+        if drawing is not None and name != "reset" and drawing.table is self._told:
+            drawing = None  # they know it
+        with NamedFailures(name):
+            answers = self._env.call("ask", name, arguments, drawing)
+        if self._parameters is not None:
+            self._told, self._parameters.now = self._parameters.table, [drawn for *_, drawn in answers]
+        self._positions = [position for _, position, _ in answers]
+        return [answer for answer, *_ in answers]
+
+    def reset(self, seeds: Sequence[int], past: RunningEpisodes | None = None) -> dict[str, tuple[Columns, Array]]:
+        began: dict[str, tuple[Columns, Array]] = _beside(self._ask("reset", list(seeds), past))
+        return began
+
+    @property
+    def position(self) -> Position:
+        episodes, lengths, returns = zip(*self._positions, strict=True)
+        return Position(sum(episodes, ()), sum(lengths, ()), np.concatenate(returns))
+
+    def step(self, actions: Mapping[str, Columns]) -> Step:
+        parts = self._ask("step", actions)
+        policies = {policy_id: _together([part.policies[policy_id] for part in parts]) for policy_id in actions}
+        return Step(policies, [(index, record) for index, part in enumerate(parts) for _, record in part.episodes])
+
+    def set_phase(self, phase: Phase) -> None:
+        self._ask("set_phase", phase)
+
+    def set_paused(self, paused: bool) -> bool:
+        return any(self._ask("set_paused", paused))
+
+    def close(self) -> None:
+        close_vector(self._env)
+
+
+def _together(parts: Sequence[PolicyStep]) -> PolicyStep:
+    acted = [(its.obs, its.reward, its.terminated, its.truncated, its.mask, its.info, its.acts) for its in parts]
+    obs, reward, terminated, truncated, mask, info, acts = _beside(acted)
+    finals = {name: np.concatenate([its.final_obs[name] for its in parts]) for name in parts[0].final_obs}
+    slots = np.concatenate([its.final_slots * len(parts) + index for index, its in enumerate(parts)])
+    in_turns = parts[0].in_turns
+    return PolicyStep(obs, reward, terminated, truncated, mask, finals, slots, info, acts, in_turns)
+
+
+def _beside(parts: Sequence[Any]) -> Any:
+    """Arrays `[A, …]` of each of N environments → `[A × N, …]`, also those within mappings and tuples."""
+    if isinstance(parts[0], dict):
+        return {name: _beside([its[name] for its in parts]) for name in parts[0]}
+    if isinstance(parts[0], tuple):
+        return tuple(_beside(its) for its in zip(*parts, strict=True))
+    stacked = np.stack(parts, axis=1)
+    return stacked.reshape(-1, *stacked.shape[2:])
